@@ -1,0 +1,176 @@
+"""The package's own collectives: with `comm_hooks`, the only caller of torch.distributed.
+
+Every function here is a *collective*: all ranks of the group must call it, in the same
+order. Ranks are group ranks throughout; the root is group rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ._layout import chunks_by_bytes
+from .errors import CollectiveError, explain
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+MAX_IN_FLIGHT = 2  # coalesced messages; more would only hold more memory
+
+
+def default_group() -> ProcessGroup:
+    """The default process group.
+
+    Raises:
+        ValueError: torch.distributed is not initialized.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            "Default process group has not been initialized: call "
+            "torch.distributed.init_process_group() first (torchrun sets the "
+            "environment variables that it reads), or pass process_group."
+        )
+    group = dist.group.WORLD
+    assert group is not None  # noqa: S101 -- narrows torch's Optional for mypy
+    return group
+
+
+def default_first_bucket_bytes() -> int:
+    """Limit of the small first bucket; torch's constant, so that both can be set."""
+    return int(dist._DEFAULT_FIRST_BUCKET_BYTES)
+
+
+def is_group(value: object) -> bool:
+    """Whether a value is a process group that this process belongs to."""
+    return isinstance(value, dist.ProcessGroup)
+
+
+def fresh_group(group: ProcessGroup) -> ProcessGroup:
+    """A new group over the same ranks, backend and timeout; its members call it."""
+    created = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=group_timeout(group),
+        backend=str(dist.get_backend(group)),
+        use_local_synchronization=True,
+    )
+    return created  # type: ignore[no-any-return]
+
+
+def group_timeout(group: ProcessGroup) -> timedelta:
+    """How long collectives of a group may take."""
+    for device_type in ("cpu", "cuda"):
+        try:
+            options = group._get_backend(torch.device(device_type)).options
+        except RuntimeError:
+            continue  # the group has no backend for this device
+        return options._timeout  # type: ignore[no-any-return]
+    return timedelta(minutes=30)
+
+
+def group_store(group: ProcessGroup, prefix: str) -> dist.Store:
+    """A key-value store that outlives broken collectives of the group."""
+    store = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore(f"minidp/{group.group_name}/{prefix}", store)
+
+
+def exchange_device(group: ProcessGroup, fallback: torch.device) -> torch.device:
+    """Where small host-side messages live: the CPU when the group can carry it."""
+    backend = str(dist.get_backend(group))
+    if any(name in backend for name in ("gloo", "mpi", "ucc", "threaded")):
+        return torch.device("cpu")
+    return fallback
+
+
+def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> dist.Work:
+    """Start a SUM over all ranks, in place; someone must wait on the work."""
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    if work is None:
+        raise CollectiveError(
+            explain(
+                group.rank(),
+                "torch.distributed returned no work for an asynchronous all-reduce.",
+                remedy="do not run a backward inside a coalescing manager",
+            )
+        )
+    return work
+
+
+def gather_integers(
+    values: Sequence[int], group: ProcessGroup, device: torch.device
+) -> list[list[int]]:
+    """All ranks' integers (64 bit, equally many on each rank), by rank."""
+    mine = torch.tensor(values, dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(everyone, mine, group=group)
+    return [theirs.tolist() for theirs in everyone]
+
+
+def gather_bytes(
+    payload: bytes, lengths: Sequence[int], group: ProcessGroup, device: torch.device
+) -> list[bytes]:
+    """All ranks' payloads, by rank; ``lengths`` are those of all ranks."""
+    padded = bytearray(payload.ljust(max(lengths), b"\0"))
+    mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+    everyone = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(everyone, mine, group=group)
+    return [
+        bytes(theirs[:length].cpu().numpy().tobytes())
+        for theirs, length in zip(everyone, lengths, strict=True)
+    ]
+
+
+def broadcast_integers(
+    values: Sequence[int], group: ProcessGroup, device: torch.device
+) -> list[int]:
+    """Rank 0's integers; every rank passes equally many."""
+    message = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.broadcast(message, group=group, group_src=0)
+    return [int(value) for value in message.tolist()]
+
+
+def broadcast_coalesced(
+    tensors: Sequence[torch.Tensor], group: ProcessGroup, message_bytes: int
+) -> None:
+    """Overwrite ``tensors`` (any shapes, strides, dtypes) with rank 0's, in place.
+
+    Tensors travel as raw bytes, so that one message per device carries all dtypes, in
+    messages of about ``message_bytes``, at most two in flight. Version counters stay as
+    they are: a graph that saved a module buffer must still be able to run backward.
+    """
+    per_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() > 0:
+            per_device.setdefault(tensor.device, []).append(tensor.detach())
+    in_flight: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(
+        tuple(t for group_ in per_device.values() for t in group_)
+    ):
+        for members in per_device.values():
+            # Wide elements first: every piece of the message is then aligned.
+            members.sort(key=lambda t: -t.element_size())
+            for chunk in chunks_by_bytes([t.nbytes for t in members], message_bytes):
+                if len(in_flight) == MAX_IN_FLIGHT:
+                    _unpack(*in_flight.pop(0))
+                part = [members[i] for i in chunk]
+                message = torch.cat([_as_bytes(t) for t in part])
+                work = dist.broadcast(message, group=group, group_src=0, async_op=True)
+                in_flight.append((work, message, part))
+        for entry in in_flight:
+            _unpack(*entry)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _unpack(
+    work: dist.Work, message: torch.Tensor, tensors: Sequence[torch.Tensor]
+) -> None:
+    work.wait()
+    pieces = message.split([t.nbytes for t in tensors])
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))

@@ -1,0 +1,153 @@
+"""Which gradients a backward must bring: one class per mode of the reducer.
+
+==================  =======================  ==========================================
+mode                a parameter arrives      what is missing at the end of a backward
+==================  =======================  ==========================================
+EveryParameter      once                     stays pending; another backward may bring it
+FindUnused          at most once             contributes its present ``.grad`` (or zeros)
+StaticGraph         as often as in the       first backward: as FindUnused;
+                    first backward           later: stays pending
+==================  =======================  ==========================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch.autograd.graph import Node
+
+from ._autograd import unreachable
+from ._countdown import Mark
+
+
+class EveryParameter:
+    """Default: every parameter exactly once per reduction."""
+
+    completes_at_end = False  # what is missing is filled in when the backward ends
+    shares_used_map = False  # ranks tell each other which parameters they used
+    map_goes_first = False  # ... before the buckets (torch's order, static graph)
+    keeps_ready_order = True  # this backward's order is the order to rebuild by
+    kept: Collection[int] = ()  # parameters whose ``.grad`` is never written
+
+    def __init__(self, num_params: int) -> None:
+        self._num_params = num_params
+
+    def saw_outputs(self, output: object, nodes: Sequence[Node]) -> None:
+        """A synchronising forward returned ``output``."""
+
+    def marks(self, everyday: Mark) -> list[Mark]:
+        """One mark per parameter for the start of a backward."""
+        return [everyday] * self._num_params
+
+    def absent(self) -> Sequence[int]:
+        """Parameters to count as missing from the first hook on."""
+        return ()
+
+    def count(self, i: int) -> None:
+        """A hook fired on a COUNTING entry."""
+
+    def is_last_but_one(self, i: int) -> bool:
+        """A hook fired on a REPEATS entry: does just one more have to come?"""
+        return True
+
+    def ended(self, missing: Sequence[int], unused: Collection[int]) -> None:
+        """A reduction is finished.
+
+        Args:
+            missing: parameters that did not arrive on this rank.
+            unused: parameters that no rank used.
+        """
+
+
+class FindUnused(EveryParameter):
+    """``find_unused_parameters=True``.
+
+    Torch walks the graph in every forward, to launch early the buckets of parameters
+    that will not arrive. Here nothing is walked as long as everything arrives; only
+    after a backward with missing parameters the next forwards look whether *those* are
+    out of reach again.
+    """
+
+    completes_at_end = True
+    shares_used_map = True
+    keeps_ready_order = False
+
+    def __init__(self, num_params: int) -> None:
+        super().__init__(num_params)
+        self._missing_last: Sequence[int] = ()
+        self._absent: set[int] = set()
+
+    def saw_outputs(self, output: object, nodes: Sequence[Node]) -> None:
+        """Predict what will be missing, if anything was last time."""
+        self._absent = (
+            unreachable(output, nodes, self._missing_last)
+            if self._missing_last
+            else set()
+        )
+
+    def absent(self) -> Sequence[int]:
+        """Missing last time, and out of reach this time."""
+        return sorted(self._absent)
+
+    def ended(self, missing: Sequence[int], unused: Collection[int]) -> None:
+        """Remember what was missing."""
+        self._missing_last = missing
+
+
+class StaticGraph(EveryParameter):
+    """``static_graph=True``: the first backward counts, later ones follow the counts."""
+
+    def __init__(self, num_params: int) -> None:
+        super().__init__(num_params)
+        self._counts = [0] * num_params
+        self._left: list[int] = []
+        self._begin_counting()
+
+    def _begin_counting(self) -> None:
+        self.counting = True
+        self.completes_at_end = True
+        self.shares_used_map = True
+        self.map_goes_first = True
+        self.keeps_ready_order = False
+
+    def marks(self, everyday: Mark) -> list[Mark]:
+        """Everything is counted first; later only repeats are special."""
+        if self.counting:
+            self._counts = [0] * self._num_params
+            return [Mark.COUNTING] * self._num_params
+        self._left = list(self._counts)
+        return [Mark.REPEATS if n > 1 else everyday for n in self._counts]
+
+    def absent(self) -> Sequence[int]:
+        """What the first backward did not use."""
+        if self.counting:
+            return ()
+        return [i for i, n in enumerate(self._counts) if n == 0]
+
+    def count(self, i: int) -> None:
+        """Count one arrival."""
+        self._counts[i] += 1
+
+    def is_last_but_one(self, i: int) -> bool:
+        """Count down one arrival."""
+        self._left[i] -= 1
+        return self._left[i] == 1
+
+    def ended(self, missing: Sequence[int], unused: Collection[int]) -> None:
+        """The first reduction fixes counts and unused parameters for good."""
+        if self.counting:
+            self.counting = False
+            self.completes_at_end = False
+            self.shares_used_map = False
+            self.map_goes_first = False
+            self.keeps_ready_order = True
+            self.kept = frozenset(unused)
+
+
+def expectation_for(
+    num_params: int, *, find_unused: bool, static_graph: bool
+) -> EveryParameter:
+    """The mode that the constructor's arguments ask for; static graph wins."""
+    if static_graph:
+        return StaticGraph(num_params)
+    return FindUnused(num_params) if find_unused else EveryParameter(num_params)

@@ -1,0 +1,171 @@
+"""The optimizer guard: no optimizer applies gradients that differ between ranks.
+
+One process-wide pre-hook on ``torch.optim.Optimizer.step`` looks at every live reducer.
+In the everyday case it compares four numbers. It is silent inside ``no_sync()`` (local
+SGD steps there on purpose), and cannot see hand-written updates or optimizers that do
+not derive from ``torch.optim.Optimizer``: there the next forward reports.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ._autograd import NO_TASK, current_task
+from ._phase import Phase
+from ._reducer import Reducer
+from .config import Unsynced
+from .errors import UnsyncedGradientsError, explain
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a reducer had counted when an optimizer last stepped."""
+
+    armed: int = 0
+    finalized: int = 0
+
+
+class Guard:
+    """Watches the optimizers of one reducer.
+
+    Args:
+        reducer: whose gradients are watched.
+        policy: what to do about a problem.
+    """
+
+    def __init__(self, reducer: Reducer, policy: Unsynced) -> None:
+        self._reducer = reducer
+        self._policy = policy
+        self._index = {id(param): i for i, param in enumerate(reducer.params)}
+        self._seen: weakref.WeakKeyDictionary[Optimizer, Seen] = (
+            weakref.WeakKeyDictionary()
+        )
+        _watch(self)
+
+    def before_step(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Note that ``optimizer`` steps; returns the check to run (again)."""
+        reducer = self._reducer
+        seen = self._seen.get(optimizer, Seen())
+        self._seen[optimizer] = Seen(reducer.armed_count, reducer.finalized_count)
+        return functools.partial(self._check, optimizer, seen)
+
+    def _check(self, optimizer: Optimizer, seen: Seen) -> None:
+        reducer = self._reducer
+        phase = reducer.phase.now
+        never_reduced = (
+            reducer.armed_count > seen.armed
+            and reducer.finalized_count == seen.finalized
+        )
+        is_clean = phase in (Phase.IDLE, Phase.ARMED) and not reducer.unsynced
+        if not reducer.sync_enabled or (is_clean and not never_reduced):
+            in_backward = phase is Phase.ARMED and current_task() != NO_TASK
+            if not in_backward or not reducer.sync_enabled:
+                return
+        held = [
+            self._index[id(param)]
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if id(param) in self._index and param.grad is not None
+        ]
+        if not held:
+            return
+        problem = self._problem(phase, held, never_reduced=never_reduced)
+        if problem and self._policy == "raise":
+            raise UnsyncedGradientsError(problem)
+        if problem and self._policy == "warn":
+            warnings.warn(problem, stacklevel=4)
+
+    def _problem(self, phase: Phase, held: list[int], *, never_reduced: bool) -> str:
+        """Why this step would drive the replicas apart; empty when it would not."""
+        reducer = self._reducer
+        say = functools.partial(explain, reducer.rank)
+        names = [reducer.names[i] for i in held]
+        if current_task() != NO_TASK and phase in (Phase.ARMED, Phase.REDUCING):
+            return say(
+                "An optimizer steps inside the backward, before its gradients are "
+                "averaged over ranks.",
+                names=names,
+                remedy="step after backward() returned",
+            )
+        if phase in (Phase.REDUCING, Phase.PENDING):
+            return say(
+                "The last backward did not finish its reduction"
+                + (" (it raised)." if phase is Phase.REDUCING else "."),
+                names=reducer.missing_names(),
+                expected="a gradient for every parameter before optimizer.step()",
+                found="no gradient for the parameters below",
+                remedy="pass find_unused_parameters=True if they are unused on "
+                "purpose, freeze them before wrapping, or run the backward that "
+                "brings them; call reset() on all ranks to go on",
+            )
+        if phase in (Phase.FAILED, Phase.FINALIZING):
+            return say(
+                "An earlier backward failed; gradients are not averaged over ranks.",
+                names=names,
+                remedy="call reset() on all ranks, then zero_grad()",
+            )
+        local = [reducer.names[i] for i in held if i in reducer.unsynced]
+        if local:
+            return say(
+                "Gradients of a local backward were never averaged over ranks: a "
+                "second backward of one or two forwards, a retained graph, a method "
+                "of .module, or no_sync() without a synchronised backward after it.",
+                names=local,
+                remedy="call sync_gradients() on all ranks before the step, run one "
+                "backward over the sum of the losses, or step inside no_sync() if "
+                "replicas are meant to differ",
+            )
+        if never_reduced:
+            return say(
+                "A forward announced a synchronised backward that never came, so the "
+                "gradients present are not those of this step.",
+                names=names,
+                remedy="call backward() on what the forward returned (not "
+                "torch.autograd.grad), and do not cast or replace parameters after "
+                "wrapping",
+            )
+        return ""
+
+
+_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+_lock = threading.Lock()
+_installed = False
+
+
+def _watch(guard: Guard) -> None:
+    global _installed  # noqa: PLW0603 -- the hook is process-wide by its nature
+    with _lock:
+        _guards.add(guard)
+        if not _installed:
+            register_optimizer_step_pre_hook(_before_any_step)
+            _installed = True
+
+
+def _before_any_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    checks = [guard.before_step(optimizer) for guard in _guards]
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        for check in checks:
+            check()
+        return None
+
+    @functools.wraps(closure)
+    def checked(*closure_args: Any, **closure_kwargs: Any) -> Any:
+        result = closure(*closure_args, **closure_kwargs)
+        for check in checks:
+            check()
+        return result
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": checked}
+    return (args[0], checked, *args[2:]), kwargs

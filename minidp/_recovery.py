@@ -1,0 +1,93 @@
+"""``reset()``: all ranks agree on what survived a failure, without any collective.
+
+Collectives may be broken, so ranks talk through the process group's store. Each rank
+publishes how many asynchronous collectives it launched and whether one failed. Equal
+counts and no failure: every launched collective finds its peers, so it is awaited and
+the group is kept. Otherwise some will never complete: they are abandoned, together with
+the group and the memory they may still write to, and a fresh group takes over.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from ._collectives import fresh_group, group_store, group_timeout
+from ._reducer import Reducer
+from .errors import CollectiveError, explain
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+_objects: Counter[str] = Counter()  # per group name
+POLL = timedelta(milliseconds=200)
+
+
+def next_ordinal(group: ProcessGroup) -> int:
+    """Number of a new object on its group: equal on all ranks that wrap alike."""
+    _objects[group.group_name] += 1
+    return _objects[group.group_name]
+
+
+def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
+    """Collective: bring a reducer back to IDLE on all ranks.
+
+    Args:
+        reducer: in any phase.
+        key: the same on all ranks, and new for every reset.
+
+    Returns:
+        The group in use from now on: the old one or a fresh one.
+
+    Raises:
+        CollectiveError: naming the ranks that did not call reset() in time.
+    """
+    group = reducer.group
+    mine = json.dumps([reducer.launched_count, reducer.collective_failed])
+    reports = _exchange(group_store(group, key), mine, group)
+    counts = {count for count, _ in reports}
+    failed = any(has_failed for _, has_failed in reports)
+    if len(counts) == 1 and not failed:
+        reducer.drain()
+        reducer.recover(group)
+        return group
+    group = fresh_group(group)
+    reducer.launched_count = 0
+    reducer.recover(group)
+    return group
+
+
+def _exchange(
+    store: Store, mine: str, group: ProcessGroup
+) -> list[tuple[int, bool]]:
+    """All ranks' reports, by rank."""
+    # A peer may first have to run into the timeout of a collective itself.
+    limit = group_timeout(group) * 2
+    deadline = time.monotonic() + limit.total_seconds()
+    store.set(str(group.rank()), mine)
+    waiting = set(range(group.size()))
+    while waiting and time.monotonic() < deadline:
+        waiting = {rank for rank in waiting if not store.check([str(rank)])}
+        if waiting:
+            _wait_for(store, str(min(waiting)))
+    if waiting:
+        raise CollectiveError(
+            explain(
+                group.rank(),
+                f"reset() waited {limit.total_seconds():.0f} s in vain.",
+                expected=f"all {group.size()} ranks of the group to call reset()",
+                found=f"no call on rank(s) {', '.join(map(str, sorted(waiting)))}",
+                remedy="a dead rank cannot be reset: restart the job",
+            )
+        )
+    return [tuple(json.loads(store.get(str(r)))) for r in range(group.size())]
+
+
+def _wait_for(store: Store, key: str) -> None:
+    try:
+        store.wait([key], POLL)
+    except RuntimeError:
+        return  # the caller looks at the clock

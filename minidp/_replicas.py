@@ -1,0 +1,173 @@
+"""Replicas start equal and stay equal: verification, first broadcast, module buffers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ._collectives import (
+    broadcast_coalesced,
+    exchange_device,
+    gather_bytes,
+    gather_integers,
+)
+from .errors import ReplicaMismatchError, explain
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+MESSAGE_BYTES = 250 * 2**20  # one coalesced broadcast
+
+
+@dataclass(frozen=True)
+class Description:
+    """What must be equal on all ranks, as plain data: (kind, name) -> properties."""
+
+    tensors: Mapping[str, str]  # "parameter a.weight" -> "shape ..., dtype ..."
+    options: Mapping[str, str]  # "find_unused_parameters" -> "False"
+
+    def to_json(self) -> dict[str, Any]:
+        """For the exchange; keeps the order of tensors."""
+        return {
+            "tensors": list(self.tensors.items()),
+            "options": list(self.options.items()),
+        }
+
+
+def describe(
+    parameters: Mapping[str, nn.Parameter],
+    module_buffers: Mapping[str, torch.Tensor],
+    sparse: Sequence[str],
+    options: Mapping[str, object],
+) -> Description:
+    """Describe one replica.
+
+    Args:
+        parameters: all parameters that take part, frozen ones included.
+        module_buffers: all module buffers that take part.
+        sparse: names of parameters with sparse gradients.
+        options: constructor arguments that change what is sent.
+    """
+    tensors = {}
+    for name, param in parameters.items():
+        text = _describe_tensor(param)
+        text += ", trainable" if param.requires_grad else ", frozen"
+        tensors[f"parameter {name}"] = text + (", sparse" if name in sparse else "")
+    for name, value in module_buffers.items():
+        tensors[f"module buffer {name}"] = _describe_tensor(value)
+    return Description(tensors, {key: str(value) for key, value in options.items()})
+
+
+def _describe_tensor(tensor: torch.Tensor) -> str:
+    layout = "" if tensor.layout is torch.strided else f", {tensor.layout}"
+    stride = f", stride {tuple(tensor.stride())}" if not layout else ""
+    return (
+        f"shape {tuple(tensor.shape)}{stride}{layout}, {tensor.dtype}, "
+        f"on {tensor.device.type}"
+    )
+
+
+def verify(
+    mine: Description | Exception, group: ProcessGroup, device: torch.device
+) -> None:
+    """Collective: compare the replicas; every rank raises when any two differ.
+
+    The usual case costs one all-gather of two integers; only a difference sends texts.
+
+    Args:
+        mine: this replica, or the error with which this rank rejected its arguments.
+        group: the ranks.
+        device: of the parameters, for backends that cannot send from the CPU.
+
+    Raises:
+        ReplicaMismatchError: naming ranks and what differs. A rank that passed an error
+            returns instead, so that its caller can raise that.
+    """
+    rejected = isinstance(mine, Exception)
+    content = (
+        {"rejected": f"{type(mine).__name__}: {mine}"}
+        if isinstance(mine, Exception)
+        else mine.to_json()
+    )
+    payload = json.dumps(content).encode()
+    digest = int.from_bytes(hashlib.sha256(payload).digest()[:8], "big", signed=True)
+    device = exchange_device(group, device)
+    heads = gather_integers([digest, len(payload)], group, device)
+    if all(head == heads[0] for head in heads) and not rejected:
+        return
+    texts = gather_bytes(payload, [length for _, length in heads], group, device)
+    if not rejected:
+        replicas = [json.loads(text) for text in texts]
+        raise ReplicaMismatchError(_first_difference(replicas, group.rank()))
+
+
+def _first_difference(replicas: Sequence[dict[str, Any]], rank: int) -> str:
+    for other, replica in enumerate(replicas):
+        if "rejected" in replica:
+            return explain(
+                rank,
+                f"rank {other} rejected its arguments: {replica['rejected']}",
+                remedy=f"look at the traceback of rank {other}",
+            )
+    for other, replica in enumerate(replicas):
+        difference = _difference(replicas[0], replica, other)
+        if difference:
+            return explain(
+                rank,
+                "DataParallel expects the same model and options on all ranks. "
+                + difference,
+                remedy="build the module identically on every rank, then wrap it",
+            )
+    return explain(rank, "The replicas' descriptions differ, but no line of them does.")
+
+
+def _difference(root: dict[str, Any], replica: dict[str, Any], other: int) -> str:
+    """How one rank differs from rank 0, in a sentence; empty when it does not."""
+    for key, what in (("tensors", ""), ("options", "option ")):
+        ours, theirs = root[key], replica[key]
+        lost = [name for name, _ in ours if name not in dict(theirs)]
+        extra = [name for name, _ in theirs if name not in dict(ours)]
+        if lost or extra:
+            return (
+                f"Expected rank 0's {len(ours)} parameters and module buffers; rank "
+                f"{other} has {len(theirs)}, lacks [{', '.join(lost)}] and has "
+                f"besides [{', '.join(extra)}]."
+            )
+        for position, ((name, expected), (found_name, found)) in enumerate(
+            zip(ours, theirs, strict=True)
+        ):
+            if name != found_name:
+                return (
+                    f"Expected {name} at position {position}, as on rank 0; rank "
+                    f"{other} has {found_name} there (another registration order)."
+                )
+            if expected != found:
+                return (
+                    f"Expected {what}{name}: {expected} (rank 0); found on rank "
+                    f"{other}: {found}."
+                )
+    return ""
+
+
+def broadcast_state(
+    parameters: Mapping[str, nn.Parameter],
+    module_buffers: Mapping[str, torch.Tensor],
+    group: ProcessGroup,
+) -> None:
+    """Collective: overwrite parameters and module buffers with rank 0's."""
+    broadcast_coalesced(
+        [*parameters.values(), *module_buffers.values()], group, MESSAGE_BYTES
+    )
+
+
+def broadcast_module_buffers(
+    module_buffers: Sequence[torch.Tensor], group: ProcessGroup
+) -> None:
+    """Collective: overwrite module buffers with rank 0's (before a forward)."""
+    broadcast_coalesced(module_buffers, group, MESSAGE_BYTES)

@@ -1,0 +1,111 @@
+"""The options of a `DataParallel`, validated once and frozen."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast, get_args
+
+MIB = 2**20
+DEFAULT_CAP_MB = 25
+UNLIMITED = sys.maxsize
+Unsynced = Literal["raise", "warn", "ignore"]
+
+
+@dataclass(frozen=True)
+class BucketCaps:
+    """Upper limits of bucket sizes, in bytes (torch's rules, ddp-behaviour 2.1).
+
+    A bucket is closed by the gradient that reaches its limit, so it may exceed the
+    limit by that gradient. The last limit repeats.
+    """
+
+    first_bytes: int
+    rest_bytes: int
+    list_bytes: tuple[int, ...] = ()
+
+    def initial_limits(self, *, one_bucket: bool) -> tuple[int, ...]:
+        """Limits before the ready order is known."""
+        if self.list_bytes:
+            return self.list_bytes
+        return (UNLIMITED,) if one_bucket else self.rebuilt_limits()
+
+    def rebuilt_limits(self) -> tuple[int, ...]:
+        """Limits once buckets follow the ready order."""
+        if self.list_bytes:
+            return self.list_bytes
+        if self.first_bytes < self.rest_bytes:
+            return (self.first_bytes, self.rest_bytes)
+        return (self.rest_bytes,)
+
+
+def bucket_caps(
+    cap_mb: float | None, cap_mb_list: Sequence[float] | None, first_bytes: int
+) -> BucketCaps:
+    """Caps from the constructor's arguments.
+
+    Args:
+        cap_mb: MiB; None means 25 MiB with a small first bucket.
+        cap_mb_list: MiB per bucket, wins over ``cap_mb`` unless None or empty.
+        first_bytes: size of that small first bucket, in bytes.
+
+    Raises:
+        TypeError: a cap is not a number.
+        ValueError: a cap is negative or not finite.
+    """
+    if cap_mb_list is not None and len(cap_mb_list) > 0:
+        limits = tuple(_to_bytes("bucket_cap_mb_list", mb) for mb in cap_mb_list)
+        return BucketCaps(max(limits), max(limits), limits)
+    if cap_mb is None:
+        return BucketCaps(first_bytes, DEFAULT_CAP_MB * MIB)
+    cap = _to_bytes("bucket_cap_mb", cap_mb)
+    return BucketCaps(cap, cap)
+
+
+def _to_bytes(argument: str, mb: object) -> int:
+    if isinstance(mb, bool) or not isinstance(mb, int | float):
+        raise TypeError(
+            f"{argument} must be a number of MiB (int or float), but got {mb!r} "
+            f"({type(mb).__name__})."
+        )
+    if not math.isfinite(mb) or mb < 0:
+        raise ValueError(
+            f"{argument} must be finite and not negative (MiB), but got {mb!r}; "
+            "0 gives every parameter its own bucket."
+        )
+    return int(mb * MIB)
+
+
+def unsynced_policy(value: object) -> Unsynced:
+    """Check the option ``unsynced``.
+
+    Raises:
+        ValueError: not one of "raise", "warn", "ignore".
+    """
+    if value not in get_args(Unsynced):
+        raise ValueError(
+            f"unsynced must be one of {', '.join(map(repr, get_args(Unsynced)))}, "
+            f"but got {value!r}."
+        )
+    return cast(Unsynced, value)
+
+
+@dataclass(frozen=True)
+class ReducerConfig:
+    """What the reducer needs to know of the constructor's arguments."""
+
+    caps: BucketCaps
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = False
+
+    @property
+    def starts_with_one_bucket(self) -> bool:
+        """Whether the first iteration uses one bucket per dtype and device.
+
+        Without ``find_unused_parameters`` the first layout lives for one backward
+        only, and its ready order gives the real one.
+        """
+        return self.static_graph or not self.find_unused_parameters

@@ -1,0 +1,76 @@
+"""What happened when, in one backward: events in a ring, and nothing else.
+
+A reducer without a recorder pays nothing. With one, each gradient takes the slower of
+the two hook paths, and each moment of a bucket's life costs one clock read::
+
+    FIRST_GRADIENT --- FULL --- LAUNCHED --- DONE --- COPIED_OUT
+        |                |          |          |          '- reduced values are in .grad
+        |                |          |          '- the collective is complete
+        |                |          '- the all-reduce is enqueued
+        |                '- no slot is pending
+        '- the first slot is ready
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Moment(Enum):
+    """A point in the life of a parameter's gradient or of a bucket."""
+
+    PARAM_READY = "param ready"  # index = parameter index
+    FIRST_GRADIENT = "first gradient"  # index = bucket index, from here on
+    FULL = "full"
+    LAUNCHED = "launched"
+    DONE = "done"
+    COPIED_OUT = "copied out"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One moment: ``time_ns`` is on the recorder's clock."""
+
+    moment: Moment
+    index: int  # parameter index for PARAM_READY, else bucket index
+    backward: int  # number of the synchronised backward, from 0
+    time_ns: int
+
+
+class Recorder:
+    """Keeps the last ``capacity`` events; appending is thread-safe.
+
+    Args:
+        capacity: number of events kept; older ones are dropped.
+        clock: nanoseconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        capacity: int = 65536,
+        clock: Callable[[], int] = time.perf_counter_ns,
+    ) -> None:
+        self._events: deque[Event] = deque(maxlen=capacity)
+        self._clock = clock
+
+    def record(self, moment: Moment, index: int, backward: int) -> None:
+        """Note that ``moment`` happened now."""
+        self._events.append(Event(moment, index, backward, self._clock()))
+
+    def events(self) -> tuple[Event, ...]:
+        """What is kept, oldest first."""
+        return tuple(self._events)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._events.clear()
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.events())
+
+    def __len__(self) -> int:
+        return len(self._events)
