@@ -63,7 +63,8 @@ def check(module: nn.Module, given: Given) -> Checked:
     replica = examine(module)
     devices = check_devices(replica.parameters, given.device_ids, given.output_device)
     forward_sync, init_buffers = buffer_flags(
-        given.broadcast_buffers, given.forward_sync_buffers
+        broadcast_buffers=given.broadcast_buffers,
+        forward_sync_buffers=given.forward_sync_buffers,
     )
     if given.check_reduction:
         warnings.warn(
@@ -312,7 +313,7 @@ def _index(device: Any) -> int:
 
 
 def buffer_flags(
-    broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+    *, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
 ) -> tuple[bool, bool]:
     """(broadcast before forwards, broadcast at construction), with torch's warnings."""
     if broadcast_buffers is None:
@@ -336,8 +337,10 @@ def buffer_flags(
 
 def move_inputs(value: Any, device: torch.device) -> Any:
     """Move tensors (also inside tuples, lists, dicts) to ``device``; keep the rest."""
-    if isinstance(value, torch.Tensor | nn.utils.rnn.PackedSequence):
+    if isinstance(value, torch.Tensor):
         return value.to(device)
+    if isinstance(value, nn.utils.rnn.PackedSequence):
+        return value.to(device)  # type: ignore[arg-type]  # also takes devices
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(move_inputs(item, device) for item in value))
     if isinstance(value, tuple | list):

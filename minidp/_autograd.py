@@ -4,7 +4,7 @@
 torch's reducer has its own: user tensor hooks and all post-accumulate hooks, registered
 before or after wrapping, have then run. The node must be kept referenced, else it and
 its hooks go away. All Python hooks of a node share one ordered dict; if the user adds
-one behind ours, it must not change what we read, so the gradient is then copied at once.
+one behind ours, it must not change what we read: such a gradient is copied at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
-from ._countdown import Countdown, Mark
+from ._countdown import Countdown, Mark, is_copied_at_once
 from ._streams import raw_stream
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def queue_final_callback(callback: Callable[[], None]) -> None:
     Under reentrant checkpointing that is the innermost task. An exception in it reaches
     the caller of ``backward()``; if the backward raises, it never runs.
     """
-    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    Variable._execution_engine.queue_callback(callback)
 
 
 class GradHooks:
@@ -47,88 +47,102 @@ class GradHooks:
     Args:
         params: managed parameters, in parameter-index order.
         countdown: what the hooks write to.
-        at_once: per parameter, whether its gradient is copied by the hook.
     """
 
     def __init__(
-        self,
-        params: Sequence[torch.nn.Parameter],
-        countdown: Countdown,
-        at_once: Sequence[bool],
+        self, params: Sequence[torch.nn.Parameter], countdown: Countdown
     ) -> None:
         self.nodes: list[Node] = []
         self._handles: list[RemovableHandle] = []
+        self._dicts: list[Sized] = []  # all Python hooks of each node
         for i, param in enumerate(params):
             with torch.enable_grad():
                 node = get_gradient_edge(param).node
-            # The dict of the node's hooks is only known once a hook is registered.
-            first = node.register_hook(lambda _inputs, _outputs: None)
-            hooks = first.hooks_dict_ref()
-            make = _make_cuda_hook if param.is_cuda else _make_hook
-            hook = make(i, param, countdown, hooks, at_once=at_once[i])
-            self._handles.append(node.register_hook(hook))
+            handle = node.register_hook(_make_hook(i, param, countdown))
             self.nodes.append(node)
-            first.remove()
+            self._handles.append(handle)
+            hooks = handle.hooks_dict_ref()
+            self._dicts.append(() if hooks is None else hooks)
+
+    def shared(self) -> list[int]:
+        """Parameters on whose node the user has hooks too."""
+        if sum(map(len, self._dicts)) == len(self._dicts):
+            return []
+        return [i for i, hooks in enumerate(self._dicts) if len(hooks) > 1]
 
     def remove(self) -> None:
         """Take the hooks off the parameters; idempotent."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._dicts.clear()
         self.nodes.clear()
 
 
-def _make_hook(
-    i: int,
-    param: torch.nn.Parameter,
-    countdown: Countdown,
-    hooks: Sized,
-    *,
-    at_once: bool,
-) -> GradHook:
-    """The hot path: once per parameter and backward (see `Countdown`).
+def _make_hook(i: int, param: torch.nn.Parameter, countdown: Countdown) -> GradHook:
+    """The hook of one parameter, by device and size."""
+    if is_copied_at_once(param):
+        hook = _make_large_hook(i, param, countdown)
+    else:
+        hook = _make_small_hook(i, param, countdown)
+    return _noting_stream(i, param, countdown, hook) if param.is_cuda else hook
 
-    `Countdown.arrive` says the same in a readable way; here it is spelled out, with
-    everything bound beforehand, because each call and attribute counts.
+
+def _make_small_hook(
+    i: int, param: torch.nn.Parameter, countdown: Countdown
+) -> GradHook:
+    """The hot path, once per parameter and backward.
+
+    It does what `Countdown.fill` does, spelled out and with everything bound
+    beforehand, because here each call and each attribute counts.
     """
-    entries, ready = countdown.entries, countdown.ready
-    pending, bucket_of = countdown.pending, countdown.bucket_of
+    entries, pending, bucket_of = (
+        countdown.entries,
+        countdown.pending,
+        countdown.bucket_of,
+    )
+    note_ready = countdown.ready.append
     unset = Mark.UNSET
 
     def grad_hook(_grad_inputs: Any, _grad_outputs: Any) -> None:
         if entries[i] is not unset:
             countdown.on_unusual(i)
             return
-        grad = param.grad
-        if at_once or len(hooks) > 1:
-            countdown.arrive(i, param, at_once=True)
-            return
-        entries[i] = grad
-        ready.append(i)
+        entries[i] = param.grad
+        note_ready(i)
         bucket = bucket_of[i]
-        pending[bucket] -= 1
-        if not pending[bucket]:
+        pending[bucket] = left = pending[bucket] - 1
+        if not left:
             countdown.on_full(bucket)
 
     return grad_hook
 
 
-def _make_cuda_hook(
-    i: int,
-    param: torch.nn.Parameter,
-    countdown: Countdown,
-    hooks: Sized,
-    *,
-    at_once: bool,
+def _make_large_hook(
+    i: int, param: torch.nn.Parameter, countdown: Countdown
 ) -> GradHook:
-    """As on the CPU, and note the stream that wrote the gradient."""
-    plain = _make_hook(i, param, countdown, hooks, at_once=at_once)
+    """For gradients that are copied while they are still in cache."""
+    entries = countdown.entries
+
+    def grad_hook(_grad_inputs: Any, _grad_outputs: Any) -> None:
+        if entries[i] is not Mark.UNSET:
+            countdown.on_unusual(i)
+        else:
+            countdown.arrive(i, param.grad)
+
+    return grad_hook
+
+
+def _noting_stream(
+    i: int, param: torch.nn.Parameter, countdown: Countdown, hook: GradHook
+) -> GradHook:
+    """On CUDA: also note the stream that wrote the gradient."""
     written_on, bucket_of = countdown.written_on, countdown.bucket_of
     device_index = param.device.index
 
     def grad_hook(grad_inputs: Any, grad_outputs: Any) -> None:
         written_on[bucket_of[i]].add(raw_stream(device_index))
-        plain(grad_inputs, grad_outputs)
+        hook(grad_inputs, grad_outputs)
 
     return grad_hook
 
@@ -168,7 +182,9 @@ def reachable_nodes(output: object) -> set[Node]:
     return seen
 
 
-def unreachable(output: object, nodes: Sequence[Node], among: Iterable[int]) -> set[int]:
+def unreachable(
+    output: object, nodes: Sequence[Node], among: Iterable[int]
+) -> set[int]:
     """Which of the parameters ``among`` have no gradient path from the outputs."""
     reached = reachable_nodes(output)
     return {i for i in among if nodes[i] not in reached}

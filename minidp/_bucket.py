@@ -1,34 +1,31 @@
 """One bucket: its memory, and how gradients get in and out.
 
-    entries --flatten--> buffer --launch--> all ranks --complete--> buffer --unflatten--> .grad
+    entries --flatten--> buffer --launch--> all ranks --complete--> buffer
+                                                 .grad <--unflatten--'
 
-The alias rules of ``gradient_as_bucket_view`` live here and nowhere else. With it, after
-a synchronised backward ``param.grad is view``: the next backward accumulates straight
-into the buffer, and only divides. ``zero_grad(set_to_none=True)`` cuts that tie, a later
-backward ties it again to the same memory.
+The alias rules of ``gradient_as_bucket_view`` live here and nowhere else. With it,
+after a synchronised backward ``param.grad is view``: the next backward accumulates
+straight into the buffer, and only divides. ``zero_grad(set_to_none=True)`` cuts that
+tie, a later backward ties it again to the same memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from . import _ops
 from ._collectives import all_reduce
-from ._countdown import Entry, Mark
+from ._countdown import Entry, Mark, is_copied_at_once
 from ._layout import BucketPlan
 from ._streams import streams_for
 from .errors import GradientError, InternalError, explain
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
-
-# From this size on a gradient is copied by its own hook, while it is still in cache;
-# smaller ones wait for their bucket, because a kernel call would cost more than the copy.
-COPY_AT_ONCE_BYTES = 64 * 1024
 
 
 class BucketState(Enum):
@@ -59,6 +56,7 @@ class Bucket:
         self.plan = plan
         self.params = tuple(params[i] for i in plan.indices)
         self.names = tuple(names[i] for i in plan.indices)
+        self.position = {i: k for k, i in enumerate(plan.indices)}
         self.state = BucketState.FILLING
         self.streams = streams_for(plan.device)
         self._rank = rank
@@ -143,6 +141,7 @@ class DenseBucket(Bucket):
             for slot in plan.slots
         ]
         self._runs = self._small_runs()
+        self._small_numel = sum(run.numel() for run in self._runs)
         start = self.buffer.data_ptr()
         self._addresses = range(start, start + self.buffer.nbytes)
         self._saved: dict[int, torch.Tensor] = {}
@@ -152,8 +151,8 @@ class DenseBucket(Bucket):
         """The buffer without the slots that `copy_now` fills, as 1D pieces."""
         runs = []
         start = end = 0
-        for slot in self.plan.slots:
-            if is_copied_at_once(slot.numel * self.plan.dtype.itemsize):
+        for slot, param in zip(self.plan.slots, self.params, strict=True):
+            if is_copied_at_once(param):
                 if end > start:
                     runs.append(self._values[start:end])
                 start = slot.offset + slot.numel
@@ -165,16 +164,16 @@ class DenseBucket(Bucket):
     def _payload(self) -> torch.Tensor:
         return self.buffer
 
-    def owns(self, grad: torch.Tensor) -> bool:
+    def _owns(self, grad: Entry) -> bool:
         """Whether a gradient lies in this bucket's buffer."""
-        return grad.data_ptr() in self._addresses
+        return isinstance(grad, torch.Tensor) and grad.data_ptr() in self._addresses
 
     def copy_now(self, k: int, grad: torch.Tensor, divisor: int) -> Entry:
         """Fill slot ``k`` before the bucket is full; returns the entry to keep."""
         view = self.views[k]
         if (
             grad is view
-            or (self._as_view and self.owns(grad))
+            or (self._as_view and self._owns(grad))
             or torch.is_grad_enabled()
             or grad.dtype is not self.plan.dtype
             or grad.shape != view.shape
@@ -198,22 +197,13 @@ class DenseBucket(Bucket):
                 what the buffer holds of their ``.grad`` is saved for `unflatten`.
         """
         self.streams.gather(entries)
-        views: list[torch.Tensor] = []
-        fresh: list[torch.Tensor] = []
-        aliased: list[torch.Tensor] = []
-        for k, (view, grad) in enumerate(zip(self.views, entries, strict=True)):
-            if grad is Mark.COPIED:
-                continue
-            if not isinstance(grad, torch.Tensor):
-                view.zero_()
-            elif grad is view or (self._as_view and self.owns(grad)):
-                if k in undecided:
-                    self._saved[k] = view.clone()
-                aliased.append(view)
-            else:
-                views.append(view)
-                fresh.append(grad)
-        self._check(views, fresh, entries)
+        if not self._as_view and set(map(type, entries)) == {torch.Tensor}:
+            # The everyday case.
+            views, fresh = self.views, cast("list[torch.Tensor]", list(entries))
+            aliased: list[torch.Tensor] = []
+        else:
+            views, fresh, aliased = self._sort(entries, undecided)
+        self._check(views, fresh)
         if torch.is_grad_enabled() and any(g.requires_grad for g in fresh + aliased):
             self._flatten_tracked(entries, divisor)
         else:
@@ -221,6 +211,25 @@ class DenseBucket(Bucket):
             for values in [self._values] if len(aliased) == len(entries) else aliased:
                 _ops.divide(values, divisor)
         self.advance(BucketState.FULL)
+
+    def _sort(
+        self, entries: Sequence[Entry], undecided: Collection[int]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Views and gradients to copy, and gradients that are in place already."""
+        views: list[torch.Tensor] = []
+        fresh: list[torch.Tensor] = []
+        aliased: list[torch.Tensor] = []
+        for k, (view, grad) in enumerate(zip(self.views, entries, strict=True)):
+            if grad is view or (self._as_view and self._owns(grad)):
+                if k in undecided:
+                    self._saved[k] = view.clone()
+                aliased.append(view)
+            elif grad is None:
+                view.zero_()
+            elif isinstance(grad, torch.Tensor):
+                views.append(view)
+                fresh.append(grad)
+        return views, fresh, aliased
 
     def _flatten_fresh(
         self, views: list[torch.Tensor], grads: list[torch.Tensor], divisor: int
@@ -230,33 +239,31 @@ class DenseBucket(Bucket):
         scale = 1.0 / divisor
         if len(grads) == len(self.views):
             _ops.flatten(views, grads, scale, [self._values])
-        elif sum(v.numel() for v in views) == sum(r.numel() for r in self._runs):
+        elif sum(map(torch.Tensor.numel, views)) == self._small_numel:
             _ops.flatten(views, grads, scale, self._runs)
         else:
             for view, grad in zip(views, grads, strict=True):
                 _ops.scale_into(view, grad, scale)
 
-    def _check(
-        self,
-        views: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        entries: Sequence[Entry],
-    ) -> None:
+    def _check(self, views: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """A copy would convert, broadcast or densify without a word."""
-        dtype, strided = self.plan.dtype, torch.strided
+        if (
+            {grad.dtype for grad in grads} <= {self.plan.dtype}
+            and {grad.layout for grad in grads} <= {torch.strided}
+            and sum(map(torch.Tensor.numel, grads))
+            == sum(map(torch.Tensor.numel, views))
+        ):
+            return
         for view, grad in zip(views, grads, strict=True):
-            if (
-                grad.dtype is dtype
-                and grad.layout is strided
-                and grad.shape == view.shape
-            ):
-                continue
-            k = next(k for k, entry in enumerate(entries) if entry is grad)
-            raise self._misfit(
-                self.names[k],
-                f"{strided}, {dtype}, shape {tuple(view.shape)}",
-                f"{grad.layout}, {grad.dtype}, shape {tuple(grad.shape)}",
-            )
+            expected = (view.dtype, view.layout, tuple(view.shape))
+            found = (grad.dtype, grad.layout, tuple(grad.shape))
+            if expected != found:
+                k = next(k for k, mine in enumerate(self.views) if mine is view)
+                raise self._misfit(
+                    self.names[k],
+                    "{}, {}, shape {}".format(*expected),
+                    "{}, {}, shape {}".format(*found),
+                )
 
     def _flatten_tracked(self, entries: Sequence[Entry], divisor: int) -> None:
         """``backward(create_graph=True)``: gradients that themselves require grad.
@@ -279,7 +286,7 @@ class DenseBucket(Bucket):
             for k, (view, grad) in enumerate(zip(self.views, grads, strict=True)):
                 if grad is not view and k not in kept:
                     self.params[k].grad = view
-        elif kept or self._tracked or any(grad is None for grad in grads):
+        elif kept or self._tracked or set(map(type, grads)) != {torch.Tensor}:
             for k in range(len(grads)):
                 if k not in kept:
                     self._unflatten_slot(k)
@@ -300,12 +307,14 @@ class DenseBucket(Bucket):
         with torch.no_grad():
             grad.detach().copy_(view)
 
-    def move_grads_to(self, other: dict[torch.nn.Parameter, torch.Tensor]) -> None:
+    def move_grads_to(self, views: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
         """Copy gradients that are views of this buffer into the views of a new one."""
         for param, view in zip(self.params, self.views, strict=True):
-            if param.grad is not None and (param.grad is view or self.owns(param.grad)):
-                other[param].copy_(param.grad)
-                param.grad = other[param]
+            grad = param.grad
+            if grad is not None and (grad is view or self._owns(grad)):
+                with torch.no_grad():
+                    views[param].copy_(grad)
+                param.grad = views[param]
 
 
 class SparseBucket(Bucket):
@@ -360,13 +369,11 @@ class SparseBucket(Bucket):
             with torch.no_grad():
                 param.grad.copy_(grad)
 
+    def move_grads_to(self, views: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Nothing to move: the gradient is the user's own."""
+
 
 AnyBucket = DenseBucket | SparseBucket
-
-
-def is_copied_at_once(nbytes: int) -> bool:
-    """Whether a gradient of this size is copied by its own hook."""
-    return nbytes >= COPY_AT_ONCE_BYTES
 
 
 def make_bucket(

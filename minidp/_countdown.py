@@ -1,7 +1,7 @@
 """What has arrived in this backward: the state that the grad hooks touch.
 
-One entry per parameter, one counter per bucket. The grad hook (`_autograd`) does no more
-than this per parameter::
+One entry per parameter, one counter per bucket. The grad hook (`_autograd`) does no
+more than this per parameter::
 
     entries[i] is UNSET ?  no -> on_unusual(i)      anything but the everyday case
     entries[i] = param.grad                         large ones are copied at once
@@ -16,10 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from operator import itemgetter
+from typing import TYPE_CHECKING
 
 import torch
 
-from ._layout import Layout
+if TYPE_CHECKING:
+    from ._bucket import Bucket
+
+
+# From this size on a gradient is copied by its own hook, while it is still in cache.
+# Smaller ones wait for their bucket: a kernel call would cost more than the copy.
+COPY_AT_ONCE_BYTES = 64 * 1024
+
+
+def is_copied_at_once(param: torch.Tensor) -> bool:
+    """Whether the gradient of a parameter is copied by its own hook."""
+    return param.nbytes >= COPY_AT_ONCE_BYTES
 
 
 class Mark(Enum):
@@ -45,7 +58,7 @@ class Countdown:
     """Entries, ready order and pending counts of one backward.
 
     Args:
-        layout: the buckets of the first backward.
+        num_params: managed parameters.
         on_full: called with a bucket index when its last gradient arrived.
         on_unusual: called with a parameter index whose entry was not UNSET.
         copy_now: called with a parameter index and its gradient, when the gradient
@@ -53,6 +66,8 @@ class Countdown:
     """
 
     __slots__ = (
+        "_gather",
+        "_num_slots",
         "bucket_of",
         "copy_now",
         "entries",
@@ -65,7 +80,7 @@ class Countdown:
 
     def __init__(
         self,
-        layout: Layout,
+        num_params: int,
         on_full: Callable[[int], None],
         on_unusual: Callable[[int], None],
         copy_now: Callable[[int, torch.Tensor], Entry],
@@ -73,22 +88,25 @@ class Countdown:
         self.on_full = on_full
         self.on_unusual = on_unusual
         self.copy_now = copy_now
-        self.entries: list[Entry] = [Mark.CLOSED] * layout.num_params
+        self.entries: list[Entry] = [Mark.CLOSED] * num_params
         self.ready: list[int] = []  # parameter indices, in order of arrival
-        self.bucket_of: list[int] = []
-        self.pending: list[int] = []
+        self.bucket_of: list[int] = [0] * num_params
+        self.pending: list[int] = []  # per bucket
         self.written_on: list[set[int]] = []  # CUDA streams, per bucket
-        self.adopt(layout, [set() for _ in layout.buckets])
 
-    def adopt(self, layout: Layout, written_on: Sequence[set[int]]) -> None:
-        """Follow a new layout."""
-        self.bucket_of[:] = layout.bucket_of
-        self.pending[:] = [len(bucket.slots) for bucket in layout.buckets]
-        self.written_on[:] = written_on
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """Follow new buckets."""
+        for number, bucket in enumerate(buckets):
+            for i in bucket.plan.indices:
+                self.bucket_of[i] = number
+        self._num_slots = [len(bucket.plan.slots) for bucket in buckets]
+        self._gather = [itemgetter(*bucket.plan.indices) for bucket in buckets]
+        self.pending[:] = self._num_slots
+        self.written_on[:] = [bucket.streams.written_on for bucket in buckets]
 
-    def open(self, layout: Layout, entries: Iterable[Entry]) -> None:
-        """Start a backward: every gradient is expected."""
-        self.pending[:] = [len(bucket.slots) for bucket in layout.buckets]
+    def open(self, entries: Iterable[Entry]) -> None:
+        """Start a backward."""
+        self.pending[:] = self._num_slots
         self.ready.clear()
         self.entries[:] = entries
 
@@ -109,21 +127,32 @@ class Countdown:
         ]
 
     def missing(self) -> list[int]:
-        """Parameter indices that have not arrived."""
+        """Parameter indices whose slots are still pending."""
         return [i for i, entry in enumerate(self.entries) if not has_arrived(entry)]
 
-    def arrive(self, i: int, param: torch.Tensor, *, at_once: bool) -> None:
-        """What the grad hook does on the everyday path."""
-        grad = param.grad
-        entry: Entry = grad
-        if at_once and grad is not None:
-            entry = self.copy_now(i, grad)
-        self.entries[i] = entry
-        self.ready.append(i)
-        self.count(i)
+    def not_ready(self) -> list[int]:
+        """Parameter indices that did not arrive, filled in or not."""
+        arrived = set(self.ready)
+        return [i for i in range(len(self.entries)) if i not in arrived]
 
-    def count(self, i: int) -> None:
-        """Note that the slot of parameter ``i`` is no longer pending."""
+    def used(self) -> set[int]:
+        """Parameter indices that arrived with a gradient."""
+        return {i for i in self.ready if self.entries[i] is not None}
+
+    def of_bucket(self, number: int) -> tuple[Entry, ...]:
+        """A bucket's entries, in slot order."""
+        entries = self._gather[number](self.entries)
+        # itemgetter of one index returns the item itself
+        return entries if self._num_slots[number] > 1 else (entries,)
+
+    def arrive(self, i: int, grad: torch.Tensor | None) -> None:
+        """A gradient arrived that must be read at once."""
+        self.ready.append(i)
+        self.fill(i, grad if grad is None else self.copy_now(i, grad))
+
+    def fill(self, i: int, entry: Entry) -> None:
+        """The slot of parameter ``i`` is no longer pending."""
+        self.entries[i] = entry
         bucket = self.bucket_of[i]
         self.pending[bucket] -= 1
         if not self.pending[bucket]:

@@ -1,13 +1,13 @@
 """Which gradients a backward must bring: one class per mode of the reducer.
 
-==================  =======================  ==========================================
-mode                a parameter arrives      what is missing at the end of a backward
-==================  =======================  ==========================================
-EveryParameter      once                     stays pending; another backward may bring it
-FindUnused          at most once             contributes its present ``.grad`` (or zeros)
+==================  =======================  =====================================
+mode                a parameter arrives      what is missing when a backward ends
+==================  =======================  =====================================
+EveryParameter      once                     stays pending for another backward
+FindUnused          at most once             contributes its ``.grad``, or zeros
 StaticGraph         as often as in the       first backward: as FindUnused;
                     first backward           later: stays pending
-==================  =======================  ==========================================
+==================  =======================  =====================================
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from torch.autograd.graph import Node
 
 from ._autograd import unreachable
 from ._countdown import Mark
+from .errors import GraphChangedError, MarkedTwiceError, MiniDPError, explain
 
 
 class EveryParameter:
     """Default: every parameter exactly once per reduction."""
 
+    may_miss = False  # a finished reduction may lack arrivals
     completes_at_end = False  # what is missing is filled in when the backward ends
     shares_used_map = False  # ranks tell each other which parameters they used
     map_goes_first = False  # ... before the buckets (torch's order, static graph)
@@ -58,6 +60,22 @@ class EveryParameter:
             unused: parameters that no rank used.
         """
 
+    def twice(self, rank: int, name: str) -> MiniDPError:
+        """The error for a gradient that arrives once too often."""
+        return MarkedTwiceError(
+            explain(
+                rank,
+                "Expected to mark a variable ready only once, but a gradient arrived "
+                "a second time in one reduction.",
+                names=[name],
+                remedy="the parameter takes part in several backward calls of one "
+                "forward, or in several reentrant checkpoints: use "
+                "checkpoint(..., use_reentrant=False) or static_graph=True, or keep "
+                "all but the last backward local with no_sync(); call reset() on all "
+                "ranks to go on",
+            )
+        )
+
 
 class FindUnused(EveryParameter):
     """``find_unused_parameters=True``.
@@ -68,6 +86,7 @@ class FindUnused(EveryParameter):
     out of reach again.
     """
 
+    may_miss = True
     completes_at_end = True
     shares_used_map = True
     keeps_ready_order = False
@@ -95,7 +114,9 @@ class FindUnused(EveryParameter):
 
 
 class StaticGraph(EveryParameter):
-    """``static_graph=True``: the first backward counts, later ones follow the counts."""
+    """``static_graph=True``: the first backward counts, later ones follow."""
+
+    may_miss = True
 
     def __init__(self, num_params: int) -> None:
         super().__init__(num_params)
@@ -142,6 +163,19 @@ class StaticGraph(EveryParameter):
             self.map_goes_first = False
             self.keeps_ready_order = True
             self.kept = frozenset(unused)
+
+    def twice(self, rank: int, name: str) -> MiniDPError:
+        """The graph is not the first one."""
+        return GraphChangedError(
+            explain(
+                rank,
+                "Your training graph has changed: a gradient arrived more often than "
+                "in the first backward of static_graph=True.",
+                names=[name],
+                remedy="use static_graph only if every iteration uses the same "
+                "parameters equally often; call reset() on all ranks to go on",
+            )
+        )
 
 
 def expectation_for(

@@ -54,21 +54,20 @@ class Guard:
         """Note that ``optimizer`` steps; returns the check to run (again)."""
         reducer = self._reducer
         seen = self._seen.get(optimizer, Seen())
-        self._seen[optimizer] = Seen(reducer.armed_count, reducer.finalized_count)
+        self._seen[optimizer] = Seen(reducer.ledger.armed, reducer.ledger.finalized)
         return functools.partial(self._check, optimizer, seen)
 
     def _check(self, optimizer: Optimizer, seen: Seen) -> None:
         reducer = self._reducer
-        phase = reducer.phase.now
-        never_reduced = (
-            reducer.armed_count > seen.armed
-            and reducer.finalized_count == seen.finalized
+        phase, ledger = reducer.phase.now, reducer.ledger
+        never_reduced = ledger.armed > seen.armed and ledger.finalized == seen.finalized
+        is_clean = phase is Phase.IDLE or (
+            phase is Phase.ARMED and current_task() == NO_TASK
         )
-        is_clean = phase in (Phase.IDLE, Phase.ARMED) and not reducer.unsynced
-        if not reducer.sync_enabled or (is_clean and not never_reduced):
-            in_backward = phase is Phase.ARMED and current_task() != NO_TASK
-            if not in_backward or not reducer.sync_enabled:
-                return
+        if not ledger.sync_enabled or (
+            is_clean and not never_reduced and not ledger.unsynced
+        ):
+            return
         held = [
             self._index[id(param)]
             for group in optimizer.param_groups
@@ -112,7 +111,7 @@ class Guard:
                 names=names,
                 remedy="call reset() on all ranks, then zero_grad()",
             )
-        local = [reducer.names[i] for i in held if i in reducer.unsynced]
+        local = [reducer.names[i] for i in held if i in reducer.ledger.unsynced]
         if local:
             return say(
                 "Gradients of a local backward were never averaged over ranks: a "
@@ -141,7 +140,7 @@ _installed = False
 
 
 def _watch(guard: Guard) -> None:
-    global _installed  # noqa: PLW0603 -- the hook is process-wide by its nature
+    global _installed  # the hook is process-wide by its nature
     with _lock:
         _guards.add(guard)
         if not _installed:

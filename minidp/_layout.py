@@ -9,8 +9,8 @@ of five parameters, 4-byte elements, caps of 1 and 2 KiB, reduced in this order:
               offset  0              16               160         176
 
 Slots touch each other (no padding), a bucket holds one dtype on one device, and buckets
-are launched in index order on every rank. The rules are torch's (ddp-behaviour 2.1-2.4),
-because at three and more ranks a different composition gives different last bits.
+are launched in index order on every rank. The rules are torch's, because at three and
+more ranks a different composition gives different last bits.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def assign(
     limits: Sequence[int],
     order: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Distribute parameters over buckets (ddp-behaviour 2.2).
+    """Distribute parameters over buckets by torch's rules.
 
     Args:
         specs: all managed parameters.

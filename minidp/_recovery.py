@@ -20,7 +20,8 @@ from ._reducer import Reducer
 from .errors import CollectiveError, explain
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Store
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import Store
 
 _objects: Counter[str] = Counter()  # per group name
 POLL = timedelta(milliseconds=200)
@@ -45,24 +46,21 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     Raises:
         CollectiveError: naming the ranks that did not call reset() in time.
     """
-    group = reducer.group
-    mine = json.dumps([reducer.launched_count, reducer.collective_failed])
+    pipeline = reducer.pipeline
+    group = pipeline.group
+    mine = json.dumps([pipeline.launched_count, pipeline.collective_failed])
     reports = _exchange(group_store(group, key), mine, group)
     counts = {count for count, _ in reports}
     failed = any(has_failed for _, has_failed in reports)
     if len(counts) == 1 and not failed:
-        reducer.drain()
-        reducer.recover(group)
-        return group
-    group = fresh_group(group)
-    reducer.launched_count = 0
+        pipeline.drain()
+    else:
+        group = fresh_group(group)
     reducer.recover(group)
     return group
 
 
-def _exchange(
-    store: Store, mine: str, group: ProcessGroup
-) -> list[tuple[int, bool]]:
+def _exchange(store: Store, mine: str, group: ProcessGroup) -> list[tuple[int, bool]]:
     """All ranks' reports, by rank."""
     # A peer may first have to run into the timeout of a collective itself.
     limit = group_timeout(group) * 2

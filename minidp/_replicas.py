@@ -1,4 +1,4 @@
-"""Replicas start equal and stay equal: verification, first broadcast, module buffers."""
+"""Replicas start equal and stay equal: verify, broadcast state, module buffers."""
 
 from __future__ import annotations
 

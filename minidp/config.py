@@ -16,7 +16,7 @@ Unsynced = Literal["raise", "warn", "ignore"]
 
 @dataclass(frozen=True)
 class BucketCaps:
-    """Upper limits of bucket sizes, in bytes (torch's rules, ddp-behaviour 2.1).
+    """Upper limits of bucket sizes, in bytes (torch's rules).
 
     A bucket is closed by the gradient that reaches its limit, so it may exceed the
     limit by that gradient. The last limit repeats.
@@ -89,7 +89,7 @@ def unsynced_policy(value: object) -> Unsynced:
             f"unsynced must be one of {', '.join(map(repr, get_args(Unsynced)))}, "
             f"but got {value!r}."
         )
-    return cast(Unsynced, value)
+    return cast("Unsynced", value)
 
 
 @dataclass(frozen=True)

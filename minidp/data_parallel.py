@@ -209,11 +209,11 @@ class DataParallel(nn.Module):
         output = self.module(*inputs, **kwargs)
         # Torch's schedule is one forward late: whether the *next* forward broadcasts
         # module buffers depends on whether this one will be synchronised.
-        self.require_forward_param_sync = with_grad and reducer.sync_enabled
+        self.require_forward_param_sync = with_grad and reducer.ledger.sync_enabled
         if self.require_forward_param_sync:
             reducer.arm(output)
-        elif with_grad:
-            reducer.forwards += 1
+        if with_grad:
+            reducer.ledger.note_forward(synchronising=self.require_forward_param_sync)
         return output
 
     def _refuse_if_unfinished(self) -> None:
@@ -254,7 +254,7 @@ class DataParallel(nn.Module):
 
     def _broadcast_module_buffers(self) -> None:
         self._collect_module_buffers()  # some may have been re-assigned or added
-        with self._reducer.watching("broadcasting module buffers"):
+        with self._reducer.pipeline.watching("broadcasting module buffers"):
             _replicas.broadcast_module_buffers(self.modules_buffers, self.process_group)
 
     # -- synchronisation ---------------------------------------------------------------
@@ -262,11 +262,11 @@ class DataParallel(nn.Module):
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether forwards announce a synchronised backward; settable."""
-        return self._reducer.sync_enabled
+        return self._reducer.ledger.sync_enabled
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, enabled: bool) -> None:
-        self._reducer.sync_enabled = bool(enabled)
+        self._reducer.ledger.sync_enabled = bool(enabled)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -321,7 +321,7 @@ class DataParallel(nn.Module):
 
     def set_recorder(self, recorder: Recorder | None) -> None:
         """Let ``recorder`` receive the moments of every backward; None stops it."""
-        self._reducer.recorder = recorder
+        self._reducer.pipeline.recorder = recorder
 
     # -- copies ------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class DataParallel(nn.Module):
     def _restore(self, state: dict[str, Any], group: ProcessGroup) -> None:
         state = dict(state)
         sync_enabled = state.pop("sync_enabled")
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = group
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # said when the original was built
