@@ -43,7 +43,7 @@ def default_group() -> ProcessGroup:
 
 def default_first_bucket_bytes() -> int:
     """Limit of the small first bucket; torch's constant, so that both can be set."""
-    return int(vars(dist)["_DEFAULT_FIRST_BUCKET_BYTES"])
+    return int(dist._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
 
 
 def is_group(value: object) -> bool:
@@ -169,7 +169,9 @@ def broadcast_coalesced(
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    # as_strided, because a contiguous tensor of one element may have any stride.
+    dense = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    return dense.view(torch.uint8)
 
 
 def _unpack(

@@ -2,8 +2,8 @@
 
 These are the readable reference kernels and the specification of the arithmetic, which
 is torch's: a fresh gradient is *multiplied by the reciprocal* of the divisor, one that
-already is its bucket view is *truly divided*. On CPU the two differ in the last bit when
-the divisor is no power of two, so the choice is not free.
+already is its bucket view is *truly divided*. On CPU the two differ in the last bit
+when the divisor is no power of two, so the choice is not free.
 """
 
 from __future__ import annotations

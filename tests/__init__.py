@@ -1,0 +1,1 @@
+"""The tests; a package, so that rank processes can import a test's functions."""

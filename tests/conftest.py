@@ -1,0 +1,102 @@
+"""Hypothesis profiles, markers by folder, one seed per test, the warm rank pool."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported anywhere: one thread per rank, and gloo on the loopback
+# device whatever this machine's host name resolves to.  Rank processes inherit both.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+import random
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hypothesis
+import pytest
+import torch
+
+from tests.support.pool import Pool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_TESTS = Path(__file__).parent
+_MARKER_OF_FOLDER = {"distributed": "dist", "fault": "fault", "native": "native"}
+_POOL = pytest.StashKey[Pool]()
+
+# No profile has a deadline: an example may start or restart rank processes, and this
+# suite never fails because a machine is slow.
+hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
+hypothesis.settings.register_profile(
+    "ci",
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile(
+    "nightly",
+    max_examples=2000,
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile(
+    "debug",
+    max_examples=10,
+    deadline=None,
+    verbosity=hypothesis.Verbosity.verbose,
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    no_gpu = pytest.mark.skip(reason="no CUDA device")
+    has_gpu = torch.cuda.is_available()
+    for item in items:
+        folder = item.path.relative_to(_TESTS).parts[0]
+        if folder in _MARKER_OF_FOLDER:
+            item.add_marker(_MARKER_OF_FOLDER[folder])
+        if item.get_closest_marker("gpu") and not has_gpu:
+            item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True)
+def _seed_of_test(request: pytest.FixtureRequest) -> None:
+    """The same numbers for a test whether it runs alone or after others."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.fixture(scope="session")
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    """Four warm rank processes; see tests/support/pool.py."""
+    ranks = Pool()
+    ranks.start()
+    request.config.stash[_POOL] = ranks
+    yield ranks
+    ranks.close()
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Say what the pool cost, so that a slow job or a restart per test shows."""
+    ranks = config.stash.get(_POOL, None)
+    if ranks is None:
+        return
+    terminalreporter.write_line(f"rank pool: {ranks.statistics()}")
+    if terminalreporter.verbosity > 0:
+        for reason in ranks.statistics().restart_reasons:
+            terminalreporter.write_line(f"rank pool restarted: {reason}")

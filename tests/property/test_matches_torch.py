@@ -1,0 +1,141 @@
+"""minidp's gradients, module buffers and errors are torch's, bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.nn.parallel import DistributedDataParallel
+
+from minidp import DataParallel
+from tests.support.models import ModelSpec, ParamShape
+from tests.support.tracing import collective_trace
+from tests.support.words import Session, first_difference, run_session
+
+# Torch defects that minidp does not share; README lists them as differences.
+TORCH_DEFECTS = (
+    "undefined, but still allreduced",  # a local backward pollutes the used-map
+    "INTERNAL ASSERT",
+    "refer to a single memory location",  # broadcast of a lone (n, 1) column
+)
+
+
+def compare_on_rank(ctx: Any, session: Session) -> tuple[str, str, list[Any]]:
+    """(difference, torch's error message, minidp's collectives) on one rank."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = run_session(session, DistributedDataParallel, ctx.group)
+        with collective_trace() as trace:
+            found = run_session(session, DataParallel, ctx.group)
+    return first_difference(expected, found), expected.message, trace
+
+
+shapes = st.sampled_from(
+    [(), (1,), (7,), (0, 3), (2, 3), (5, 1), (3, 4, 2), (2, 3, 2, 2), (33,)]
+)
+params = st.builds(
+    ParamShape,
+    shape=shapes,
+    dtype=st.sampled_from(["fp32"] * 4 + ["fp64", "bf16", "fp16", "complex64"]),
+    strides=st.sampled_from(["contiguous"] * 3 + ["transposed", "holes", "channels_last"]),
+    frozen=st.sampled_from([False] * 7 + [True]),
+)
+caps = st.sampled_from(
+    [
+        (),
+        (("bucket_cap_mb", 25),),
+        (("bucket_cap_mb", 0),),
+        (("bucket_cap_mb", 64 / 2**20),),
+        (("bucket_cap_mb_list", (16 / 2**20, 200 / 2**20)),),
+    ]
+)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelSpec:
+    chosen = draw(st.lists(params, min_size=1, max_size=6))
+    if all(p.frozen for p in chosen):
+        chosen.append(ParamShape((3,)))
+    indices = st.integers(0, len(chosen) - 1)
+    branches = draw(
+        st.lists(st.lists(indices, min_size=1, max_size=5), min_size=1, max_size=4)
+    )
+    everything = tuple(range(len(chosen)))
+    return ModelSpec(
+        tuple(chosen),
+        (everything, *map(tuple, branches)),
+        batch_norm=draw(st.booleans()),
+    )
+
+
+@st.composite
+def sessions(draw: st.DrawFn, mode: str, letters: str) -> Session:
+    model = draw(models())
+    num_branches = len(model.branches)
+    flags = st.lists(st.booleans(), min_size=num_branches, max_size=num_branches)
+    everything = (True,) * num_branches
+    # Without find_unused_parameters ranks must use the same branches, else torch hangs.
+    num_ranks = 4 if mode == "find_unused_parameters" else 1
+    one_mask = st.lists(flags.map(tuple), min_size=num_ranks, max_size=num_ranks)
+    masks = draw(st.lists(one_mask.map(tuple), min_size=1, max_size=2))
+    if mode == "default" or draw(st.booleans()):
+        masks = [(everything,), *masks]
+    options = dict(draw(caps))
+    if mode != "default":
+        options[mode] = True
+    if draw(st.booleans()):
+        options["gradient_as_bucket_view"] = True
+    steps = st.sampled_from(["FB", "FB", "FB", "FFBB", "FFS", "NB", "Z", "z", *letters])
+    word = "".join(draw(st.lists(steps, min_size=1, max_size=9)))
+    return Session(
+        model,
+        tuple(options.items()),
+        # Torch's static graph breaks when its first backward is local.
+        "FB" + word if mode == "static_graph" else word,
+        tuple(masks),
+        frozen=draw(st.integers(0, len(model.params) - 1)),
+    )
+
+
+def check(pool: Any, world_size: int, session: Session) -> None:
+    results = pool.run(compare_on_rank, world_size, session)
+    for rank, (difference, torch_message, _) in enumerate(results):
+        if not any(defect in torch_message for defect in TORCH_DEFECTS):
+            assert not difference, f"rank {rank} of {world_size}: {difference}"
+    traces = [trace for _, _, trace in results]
+    assert all(trace == traces[0] for trace in traces), "collectives differ by rank"
+
+
+world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+LETTERS = "FNGBLSZzETM"
+
+
+@world_sizes
+def test_default_mode(pool: Any, world_size: int) -> None:
+    @given(sessions("default", LETTERS + "KR"))
+    def run(session: Session) -> None:
+        check(pool, world_size, session)
+
+    run()
+
+
+@world_sizes
+def test_find_unused_parameters(pool: Any, world_size: int) -> None:
+    @given(sessions("find_unused_parameters", LETTERS + "K"))
+    def run(session: Session) -> None:
+        check(pool, world_size, session)
+
+    run()
+
+
+@world_sizes
+def test_static_graph(pool: Any, world_size: int) -> None:
+    @given(sessions("static_graph", LETTERS + "K"))
+    def run(session: Session) -> None:
+        check(pool, world_size, session)
+
+    run()

@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# The whole CI, runnable by hand from a fresh clone:
+#
+#     bash tests/run.sh                  everything, cheapest stage first
+#     bash tests/run.sh lint unit        these stages only
+#
+# Needs Python and, the first time, a network.  Stops at the first stage that fails; a
+# stage without anything to run is a failure too, because a check that silently found
+# nothing looks just like one that passed.  HYPOTHESIS_PROFILE (default here: ci) and
+# the variables of examples/environment.sh are respected.
+
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+
+ALL_STAGES=(lint types unit property distributed fault examples benchmarks)
+
+# One thread per rank, or the ranks fight over the cores; and gloo on the loopback
+# device, or it binds to whatever the host name happens to resolve to.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+export HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-ci}
+# Plots are written to files, never shown.
+export MPLBACKEND=${MPLBACKEND:-Agg}
+
+source examples/environment.sh
+
+stage_lint() {
+    "$PYTHON" -m ruff format --check . && "$PYTHON" -m ruff check .
+}
+
+stage_types() {
+    "$PYTHON" -m mypy
+}
+
+run_pytest() {
+    "$PYTHON" -m pytest "$1"  # pytest fails by itself if it collects nothing
+}
+
+stage_unit() { run_pytest tests/unit; }
+stage_property() { run_pytest tests/property; }
+stage_distributed() { run_pytest tests/distributed; }
+stage_fault() { run_pytest tests/fault; }
+
+# Runs `"$@" SCRIPT --smoke` for every script of the folder: by glob, not from a list,
+# so that a new script cannot be forgotten.
+smoke() {
+    local folder=$1 script
+    shift
+    for script in "$folder"/*.py; do
+        if [[ ! -e $script ]]; then
+            echo "no scripts in $folder/" >&2
+            return 1
+        fi
+        echo "--- $script --smoke"
+        "$@" "$script" --smoke || return 1
+    done
+}
+
+stage_examples() {
+    smoke examples "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2
+}
+
+stage_benchmarks() {
+    smoke benchmarks "$PYTHON"
+}
+
+# ------------------------------------------------------------------------------------
+
+SUMMARY=()
+
+record() {  # record NAME RESULT SECONDS
+    local minutes
+    minutes=$(awk -v seconds="$3" 'BEGIN { printf "%.1f", seconds / 60 }')
+    SUMMARY+=("$(printf '%-14s %-8s %6s min' "$1" "$2" "$minutes")")
+    echo "=== $1: $2 after $minutes min"
+}
+
+summarise() {
+    printf '\n%-14s %-8s %10s\n' stage result time
+    printf '%s\n' "${SUMMARY[@]}"
+}
+
+run_stage() {  # run_stage NAME FUNCTION [ARGUMENTS]
+    local name=$1 start=$SECONDS
+    shift
+    echo
+    echo "=== $name"
+    if "$@"; then
+        record "$name" ok $((SECONDS - start))
+    else
+        record "$name" FAILED $((SECONDS - start))
+        summarise
+        exit 1
+    fi
+}
+
+stages=("$@")
+if (($# == 0)); then
+    stages=("${ALL_STAGES[@]}")
+fi
+for stage in "${stages[@]}"; do
+    if [[ " ${ALL_STAGES[*]} " != *" $stage "* ]]; then
+        echo "unknown stage '$stage'; there are: ${ALL_STAGES[*]}" >&2
+        exit 2
+    fi
+done
+
+run_stage environment minidp_environment test,examples,bench
+for stage in "${stages[@]}"; do
+    run_stage "$stage" "stage_$stage"
+done
+summarise

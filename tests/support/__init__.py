@@ -1,0 +1,1 @@
+"""What tests share: rank processes (`pool`, `fresh`), models, strategies, oracles."""

@@ -1,0 +1,185 @@
+"""Words of steps: one training session as plain data, run on torch's DDP or on minidp.
+
+A letter is one step::
+
+    F / N / G    forward: synchronising, inside no_sync(), under no_grad()
+    B / L / S    backward: of the oldest loss, of the latest, of the sum of all
+    R            backward of the oldest loss, which stays for another backward
+    Z / z        zero_grad to None, to 0
+    E / T        eval(), train()
+    K            freeze a parameter (find_unused_parameters: if no loss waits)
+    M            from here on use the next mask of branches (if no loss waits)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minidp import DataParallel
+from minidp._phase import Phase
+from tests.support.models import ModelSpec, Patchwork
+
+
+@dataclass(frozen=True)
+class Session:
+    """What is run: model, options, word, and which branches each rank uses."""
+
+    model: ModelSpec
+    options: tuple[tuple[str, Any], ...]
+    word: str
+    masks: tuple[tuple[tuple[bool, ...], ...], ...]  # [step M][rank % len][branch]
+    frozen: int = 0  # parameter that K freezes
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank saw after one letter."""
+
+    letter: str
+    grads: list[torch.Tensor | None]
+    module_buffers: list[torch.Tensor]
+    is_unfinished: bool  # known for minidp only: a reduction waits for gradients
+
+
+@dataclass
+class Log:
+    """What one rank saw in a session."""
+
+    steps: list[Step] = field(default_factory=list)
+    error: str = ""  # class name
+    message: str = ""
+
+
+def run_session(
+    session: Session,
+    wrap: Callable[..., nn.Module],
+    group: dist.ProcessGroup,
+) -> Log:
+    """Run a session until its end, or until any rank raises."""
+    rank = dist.get_rank(group)
+    module = Patchwork(session.model, seed=rank)
+    log = Log()
+    try:
+        ddp = wrap(module, process_group=group, **dict(session.options))
+    except RuntimeError as error:  # the same on all ranks: sessions start alike
+        log.error, log.message = type(error).__name__, str(error)
+        return log
+    player = _Player(session, ddp, module, rank)
+    for letter in session.word:
+        try:
+            player.play(letter)
+        except RuntimeError as error:
+            log.error, log.message = type(error).__name__, str(error)
+        failed = torch.tensor([int(bool(log.error))])
+        dist.all_reduce(failed, group=group)
+        if failed.item():
+            break
+        log.steps.append(
+            Step(
+                letter,
+                _grads(module),
+                [b.clone() for b in ddp.buffers()],
+                is_unfinished=_is_unfinished(ddp),
+            )
+        )
+    return log
+
+
+class _Player:
+    def __init__(
+        self, session: Session, ddp: nn.Module, module: Patchwork, rank: int
+    ) -> None:
+        self._session = session
+        self._ddp = ddp
+        self._module = module
+        self._rank = rank
+        self._losses: list[torch.Tensor] = []
+        # Torch's search looks at the latest forward only, so that a backward of an
+        # earlier one with other parameters breaks it.
+        self._searches = ("find_unused_parameters", True) in session.options
+        self._mask = 0
+        self._count = 0
+
+    def play(self, letter: str) -> None:
+        if letter in "FNG":
+            self._forward(letter)
+        elif letter in "BLSR":
+            self._backward(letter)
+        elif letter in "Zz":
+            self._ddp.zero_grad(set_to_none=letter == "Z")
+        elif letter in "ET":
+            self._ddp.train(mode=letter == "T")
+        elif letter == "K" and not (self._losses and self._searches):
+            self._module.params[self._session.frozen].requires_grad_(False)
+        elif letter == "M" and not self._losses:
+            self._mask = (self._mask + 1) % len(self._session.masks)
+
+    def _forward(self, letter: str) -> None:
+        self._count += 1
+        generator = torch.Generator().manual_seed(1000 * self._rank + self._count)
+        x = torch.randn(4, 3, generator=generator)
+        masks = self._session.masks[self._mask]
+        used = masks[self._rank % len(masks)]
+        no_sync = self._ddp.no_sync if letter == "N" else nullcontext
+        with no_sync(), torch.no_grad() if letter == "G" else nullcontext():
+            loss = self._ddp(x, used)
+        if letter != "G":
+            self._losses.append(loss)
+
+    def _backward(self, letter: str) -> None:
+        if not self._losses:
+            return
+        if letter == "R":
+            self._losses[0].backward(retain_graph=True)
+        elif letter == "S":
+            losses, self._losses = self._losses, []
+            torch.stack(losses).sum().backward()
+        else:
+            self._losses.pop(0 if letter == "B" else -1).backward()
+
+
+def _grads(module: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def _is_unfinished(ddp: nn.Module) -> bool:
+    return isinstance(ddp, DataParallel) and ddp._reducer.phase.now is Phase.PENDING
+
+
+def first_difference(expected: Log, found: Log) -> str:
+    """Where two logs differ, in words; empty when they are equal bit for bit."""
+    for number, (theirs, ours) in enumerate(
+        zip(expected.steps, found.steps, strict=False)
+    ):
+        where = f"step {number} ({theirs.letter})"
+        pairs = zip(theirs.grads, ours.grads, strict=True)
+        # Torch leaves some gradients of an unfinished reduction divided, some not.
+        for i, (a, b) in enumerate(() if ours.is_unfinished else pairs):
+            if (a is None) != (b is None):
+                return f"{where}: grad {i} is {_short(b)}, torch has {_short(a)}"
+            if a is not None and b is not None and not torch.equal(a, b):
+                return f"{where}: grad {i} is {_short(b)}, torch has {_short(a)}"
+        buffers = zip(theirs.module_buffers, ours.module_buffers, strict=True)
+        for i, (c, d) in enumerate(buffers):
+            if not torch.equal(c, d):
+                return f"{where}: module buffer {i} is {_short(d)}, not {_short(c)}"
+    if len(expected.steps) != len(found.steps) or bool(expected.error) != bool(
+        found.error
+    ):
+        return (
+            f"torch stops after {len(expected.steps)} steps ({expected.error}: "
+            f"{expected.message[:200]}), minidp after {len(found.steps)} "
+            f"({found.error}: {found.message[:300]})"
+        )
+    return ""
+
+
+def _short(tensor: torch.Tensor | None) -> str:
+    return "None" if tensor is None else str(tensor.flatten()[:3].tolist())

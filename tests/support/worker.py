@@ -1,0 +1,203 @@
+"""The child side of a rank process: set up groups, then run one job after another.
+
+    test process                          rank process (this file)
+    ------------                          ------------------------
+    Job --pack--> pipe -----------------> import fn by name, run fn(ctx, *args)
+    Reply <------ pipe <--pack----------- value or failure, and the group counters
+    pipe closed  -----------------------> exit at once
+
+A `Reply` also carries how many collectives each group has issued so far.  Ranks that
+do not agree about that number would pair up the wrong collectives in the next job;
+the pool compares the numbers and starts afresh when they differ.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.wire import pack, unpack
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a rank process must know to join its team."""
+
+    rank: int
+    world_size: int
+    store_path: str
+    stacks_path: str
+    subgroups: tuple[Ranks, ...]
+    group_timeout: float
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of a module-level function, by name, on the given ranks."""
+
+    module: str
+    qualname: str
+    ranks: Ranks
+    args: tuple[Any, ...]
+    strict_warnings: bool
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a function on a rank gets as its first argument.
+
+    ``rank`` and ``world_size`` count within ``group``; ``global_rank`` counts all
+    processes.  Always pass ``group`` on: in the pool, the default group spans all
+    ranks, the idle ones too, and a collective on it would wait for them.
+    ``subgroups`` holds every prepared group that this process belongs to.
+    """
+
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup
+    global_rank: int
+    subgroups: Mapping[Ranks, dist.ProcessGroup]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on a rank, as text: the object itself may not survive a pipe."""
+
+    kinds: tuple[str, ...]  # class names along the MRO, the exception's own first
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a rank sends back for a job."""
+
+    result: bytes | Failure
+    finished_at: float  # time.monotonic(), which all processes of a machine share
+    issued: Mapping[Ranks, int]  # collectives issued so far, per group
+    groups_made: int  # process groups ever made in this process
+
+
+def serve(connection: Connection, setup: Setup) -> None:
+    """Join the team, then answer jobs until the other side closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process
+    stacks = open(setup.stacks_path, "w")  # noqa: SIM115  (lives as long as we do)
+    faulthandler.enable(file=stacks)
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+    torch.set_num_threads(1)
+    groups = _make_groups(setup)
+    gc.freeze()
+    connection.send_bytes(b"ready")
+    while True:
+        try:
+            blob = connection.recv_bytes()
+        except (EOFError, OSError):
+            # No interpreter shutdown: the peers may be gone, and tearing down a gloo
+            # group whose peers are gone only prints noise.
+            os._exit(0)
+        reply = _answer(blob, setup, groups)
+        connection.send_bytes(pack(reply))
+        # Free the job's reference cycles (models, hooks) now, not in the middle of some
+        # later job.  Freezing what is left keeps this fast: otherwise every collection
+        # walks all modules imported so far, 80 ms once a job has made a torch DDP.
+        gc.collect()
+        gc.freeze()
+
+
+def _make_groups(setup: Setup) -> dict[Ranks, dist.ProcessGroup]:
+    timeout = timedelta(seconds=setup.group_timeout)
+    # Public and documented, but missing from the type stubs' list of exports.
+    store = dist.FileStore(setup.store_path, setup.world_size)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=setup.rank,
+        world_size=setup.world_size,
+        timeout=timeout,
+    )
+    groups: dict[Ranks, dist.ProcessGroup] = {}
+    for ranks in setup.subgroups:  # every process makes every group, in one order
+        group = dist.new_group(list(ranks), timeout=timeout)
+        if setup.rank in ranks:
+            groups[ranks] = group
+    world = dist.group.WORLD
+    assert world is not None
+    groups[tuple(range(setup.world_size))] = world
+    return groups
+
+
+def _answer(
+    blob: bytes, setup: Setup, groups: Mapping[Ranks, dist.ProcessGroup]
+) -> Reply:
+    result: bytes | Failure
+    try:
+        job: Job = unpack(blob)
+        result = pack(_run(job, setup, groups))
+    except SystemExit:
+        raise
+    except BaseException as error:
+        result = Failure(
+            kinds=tuple(kind.__name__ for kind in type(error).__mro__),
+            message=str(error),
+            traceback=traceback.format_exc(),
+        )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return Reply(
+        result=result,
+        finished_at=time.monotonic(),
+        issued=_collectives_issued(groups),
+        groups_made=dist.distributed_c10d._world.group_count,
+    )
+
+
+def _run(job: Job, setup: Setup, groups: Mapping[Ranks, dist.ProcessGroup]) -> Any:
+    function = resolve(job.module, job.qualname)
+    context = Context(
+        rank=job.ranks.index(setup.rank),
+        world_size=len(job.ranks),
+        group=groups[job.ranks],
+        global_rank=setup.rank,
+        subgroups=groups,
+    )
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        if job.strict_warnings:
+            warnings.simplefilter("error")
+        return function(context, *job.args)
+
+
+def resolve(module: str, qualname: str) -> Callable[..., Any]:
+    """Import a function by the name a test process sent."""
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = getattr(found, part)
+    function: Callable[..., Any] = found
+    return function
+
+
+def _collectives_issued(
+    groups: Mapping[Ranks, dist.ProcessGroup],
+) -> dict[Ranks, int]:
+    # Private to torch: the number its own flight recorder compares between ranks.
+    return {
+        ranks: int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+        for ranks, group in groups.items()
+    }
