@@ -8,8 +8,9 @@ A convolutional net with batch normalization learns the 1,797 handwritten digits
 that come with scikit-learn. Two replicas of it, one in each wrapper, take every
 step on the same images. After every step, on every rank, every gradient, weight
 and module buffer of the one is compared with that of the other. The exit status
-is 0 only if all of them are equal and the net has learned to read. Runs on CPU with
-Gloo; with NCCL if each process on this host has a GPU of its own.
+is 0 only if all of them are equal and the net has learned to read.
+
+Gloo on CPU; NCCL if each process on this host has a GPU of its own.
 """
 
 import argparse
@@ -146,7 +147,8 @@ def compare(args: argparse.Namespace, device: torch.device) -> bool:
     console.print(HEADER)
     rows: list[Tensor] = []  # an epoch's [loss | accuracy | seconds, torch | minidp]
     found: list[tuple[int, int, int, str]] = []  # epoch, step, rank, what differs
-    with Progress(console=console, disable=not console.is_terminal) as progress:
+    plain = not console.is_terminal
+    with Progress(console=console, transient=True, disable=plain) as progress:
         task = progress.add_task("training on both", total=epochs * steps)
         for epoch in range(1, epochs + 1):
             sampler.set_epoch(epoch)
@@ -165,12 +167,11 @@ def compare(args: argparse.Namespace, device: torch.device) -> bool:
     # Every rank learns what all have found, so that all reach the same verdict.
     everywhere = [found] * world_size
     dist.all_gather_object(everywhere, found)
-    differences = sorted(chain.from_iterable(everywhere))
+    differences = sorted(chain.from_iterable(everywhere), key=lambda d: d[:3])
     learned = args.smoke or rows[-1][1].min().item() >= REQUIRED_ACCURACY
     medians = torch.stack(rows)[:, 2].quantile(0.5, dim=0).tolist()
     console.print("median epoch: torch {:.3f} s, minidp {:.3f} s".format(*medians))
-    scope = f"{len(runs[0].state())} tensors after each of {epochs * steps} steps"
-    console.print(f"compared: {scope}, world size {world_size}")
+    console.print(f"compared: {len(runs[0].state())} tensors x {epochs * steps} steps")
     if not learned:
         console.print(f"held-out accuracy is below {REQUIRED_ACCURACY:.0%}")
     if differences:
@@ -182,16 +183,15 @@ def compare(args: argparse.Namespace, device: torch.device) -> bool:
 def main() -> int:
     """Run the comparison; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=8, help="default: 8")
-    parser.add_argument("--batch-size", type=int, default=32, help="per rank; 32")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and order; 0")
-    parser.add_argument("--smoke", action="store_true", help="2 epochs of 3 steps")
-    args = parser.parse_args()
-    is_well = compare(args, join_group())
-    # torch's wrapper sits in a reference cycle and holds the group. Unless it is gone,
-    # Gloo's threads survive the next lines and may abort the process when it exits.
-    gc.collect()
-    dist.destroy_process_group()
+    add = parser.add_argument
+    add("--epochs", type=int, default=8, help="passes over the images (default 8)")
+    add("--batch-size", type=int, default=32, help="images per rank (default 32)")
+    add("--seed", type=int, default=0, help="for weights and order (default 0)")
+    add("--smoke", action="store_true", help="2 epochs of 3 steps, any accuracy")
+    is_well = compare(parser.parse_args(), join_group())
+    dist.barrier()  # a launcher may end all ranks once one of them ends with status 1
+    gc.collect()  # torch's wrapper, in a cycle, holds the group: its threads would
+    dist.destroy_process_group()  # live on and could abort the process at its exit
     return 0 if is_well else 1
 
 

@@ -79,7 +79,9 @@ def sessions(draw: st.DrawFn, mode: str, letters: str) -> Session:
     flags = st.lists(st.booleans(), min_size=num_branches, max_size=num_branches)
     everything = (True,) * num_branches
     # Without find_unused_parameters ranks must use the same branches, else torch hangs.
-    num_ranks = 4 if mode == "find_unused_parameters" else 1
+    # With it each rank still needs something to run backward on: the batch norm.
+    per_rank = mode == "find_unused_parameters" and model.batch_norm
+    num_ranks = 4 if per_rank else 1
     one_mask = st.lists(flags.map(tuple), min_size=num_ranks, max_size=num_ranks)
     masks = draw(st.lists(one_mask.map(tuple), min_size=1, max_size=2))
     if mode == "default" or draw(st.booleans()):
