@@ -7,16 +7,21 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _replicas       replicas start and stay equal: verify, broadcast
         _guard          no optimizer applies gradients that differ between ranks
         _recovery       reset(): ranks agree on what survived a failure
+        _on_demand      sync_gradients(): average what .grad holds now
         _reducer        "gradient i is ready" -> launched buckets -> finished backward
-    L2  _bucket         one bucket: memory, copy in, launch, wait, copy out
+        _pipeline       the buckets, launched and awaited in index order
+        _expectation    which gradients a backward must bring: one class per mode
+    L2  _dense_bucket   a flat buffer: copy in, copy out, gradients as views
+        _sparse_bucket  a COO gradient that travels as it is
+        _bucket         what they share: lifecycle, launch, wait
         _autograd       grad hooks, final callback, graph walk
         _countdown      what has arrived: the state that grad hooks touch
-        _expectation    which gradients a backward must bring: one class per mode
         _used_map       which parameters were used on any rank
         _collectives    the only caller of torch.distributed
     L1  _layout         parameters -> buckets -> slots, as integers
         _ops            flatten and unflatten: the arithmetic
         _streams        CUDA streams that wrote a bucket's gradients
+        _ledger         what was announced, reduced, or only added locally
         _phase          lifecycle of a reducer: enum and transition table
         trace           events of a backward
     L0  config          options, validated and frozen

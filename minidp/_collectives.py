@@ -6,6 +6,7 @@ order. Ranks are group ranks throughout; the root is group rank 0.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -143,41 +144,40 @@ def broadcast_coalesced(
     messages of about ``message_bytes``, at most two in flight. Version counters stay as
     they are: a graph that saved a module buffer must still be able to run backward.
     """
-    per_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel() > 0:
-            per_device.setdefault(tensor.device, []).append(tensor.detach())
-    in_flight: list[tuple[dist.Work, torch.Tensor, list[torch.Tensor]]] = []
-    with (
-        torch.no_grad(),
-        _unsafe_preserve_version_counter(
-            tuple(t for group_ in per_device.values() for t in group_)
-        ),
-    ):
-        for members in per_device.values():
-            # Wide elements first: every piece of the message is then aligned.
-            members.sort(key=lambda t: -t.element_size())
-            for chunk in chunks_by_bytes([t.nbytes for t in members], message_bytes):
+    members = [t.detach() for t in tensors if t.numel() > 0]
+    # Wide elements first, per device: every piece of a message is then aligned.
+    members.sort(key=lambda t: (str(t.device), -t.element_size()))
+    in_flight: list[Message] = []
+    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(members)):
+        for _, neighbours in itertools.groupby(members, key=lambda t: t.device):
+            part = list(neighbours)
+            for chunk in chunks_by_bytes([t.nbytes for t in part], message_bytes):
                 if len(in_flight) == MAX_IN_FLIGHT:
-                    _unpack(*in_flight.pop(0))
-                part = [members[i] for i in chunk]
-                message = torch.cat([_as_bytes(t) for t in part])
-                work = dist.broadcast(message, group=group, group_src=0, async_op=True)
-                in_flight.append((work, message, part))
-        for entry in in_flight:
-            _unpack(*entry)
+                    in_flight.pop(0).unpack()
+                in_flight.append(Message([part[i] for i in chunk], group))
+        for message in in_flight:
+            message.unpack()
+
+
+class Message:
+    """One coalesced broadcast in flight; owns the bytes until they are unpacked."""
+
+    def __init__(self, tensors: list[torch.Tensor], group: ProcessGroup) -> None:
+        self._tensors = tensors
+        self._bytes = torch.cat([_as_bytes(t) for t in tensors])  # 1D uint8
+        self._work = dist.broadcast(
+            self._bytes, group=group, group_src=0, async_op=True
+        )
+
+    def unpack(self) -> None:
+        """Wait, then overwrite the tensors."""
+        self._work.wait()
+        pieces = self._bytes.split([t.nbytes for t in self._tensors])
+        for tensor, piece in zip(self._tensors, pieces, strict=True):
+            tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     # as_strided, because a contiguous tensor of one element may have any stride.
     dense = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     return dense.view(torch.uint8)
-
-
-def _unpack(
-    work: dist.Work, message: torch.Tensor, tensors: Sequence[torch.Tensor]
-) -> None:
-    work.wait()
-    pieces = message.split([t.nbytes for t in tensors])
-    for tensor, piece in zip(tensors, pieces, strict=True):
-        tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))

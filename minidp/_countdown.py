@@ -67,10 +67,10 @@ class Countdown:
 
     __slots__ = (
         "_gather",
-        "_num_slots",
         "bucket_of",
         "copy_now",
         "entries",
+        "num_slots",
         "on_full",
         "on_unusual",
         "pending",
@@ -99,14 +99,14 @@ class Countdown:
         for number, bucket in enumerate(buckets):
             for i in bucket.plan.indices:
                 self.bucket_of[i] = number
-        self._num_slots = [len(bucket.plan.slots) for bucket in buckets]
+        self.num_slots = [len(bucket.plan.slots) for bucket in buckets]
         self._gather = [itemgetter(*bucket.plan.indices) for bucket in buckets]
-        self.pending[:] = self._num_slots
+        self.pending[:] = self.num_slots
         self.written_on[:] = [bucket.streams.written_on for bucket in buckets]
 
     def open(self, entries: Iterable[Entry]) -> None:
         """Start a backward."""
-        self.pending[:] = self._num_slots
+        self.pending[:] = self.num_slots
         self.ready.clear()
         self.entries[:] = entries
 
@@ -143,7 +143,7 @@ class Countdown:
         """A bucket's entries, in slot order."""
         entries = self._gather[number](self.entries)
         # itemgetter of one index returns the item itself
-        return entries if self._num_slots[number] > 1 else (entries,)
+        return entries if self.num_slots[number] > 1 else (entries,)
 
     def arrive(self, i: int, grad: torch.Tensor | None) -> None:
         """A gradient arrived that must be read at once."""

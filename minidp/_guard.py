@@ -12,7 +12,6 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,12 @@ from ._autograd import NO_TASK, current_task
 from ._phase import Phase
 from ._reducer import Reducer
 from .config import Unsynced
-from .errors import UnsyncedGradientsError, explain
+from .errors import (
+    ReducerFailedError,
+    UnfinishedReductionError,
+    UnsyncedGradientsError,
+    explain,
+)
 
 
 @dataclass(frozen=True)
@@ -50,24 +54,30 @@ class Guard:
         )
         _watch(self)
 
-    def before_step(self, optimizer: Optimizer) -> Callable[[], None]:
-        """Note that ``optimizer`` steps; returns the check to run (again)."""
-        reducer = self._reducer
-        seen = self._seen.get(optimizer, Seen())
-        self._seen[optimizer] = Seen(reducer.ledger.armed, reducer.ledger.finalized)
-        return functools.partial(self._check, optimizer, seen)
+    def check(self, optimizer: Optimizer) -> None:
+        """Complain about a step of ``optimizer``, or note that it went ahead.
 
-    def _check(self, optimizer: Optimizer, seen: Seen) -> None:
-        reducer = self._reducer
-        phase, ledger = reducer.phase.now, reducer.ledger
+        Raises:
+            UnsyncedGradientsError: it would apply gradients that differ by rank.
+        """
+        problem = self._find_problem(optimizer)
+        if problem and self._policy == "raise":
+            raise UnsyncedGradientsError(problem)
+        if problem and self._policy == "warn":
+            warnings.warn(problem, stacklevel=4)
+        ledger = self._reducer.ledger
+        self._seen[optimizer] = Seen(ledger.armed, ledger.finalized)
+
+    def _find_problem(self, optimizer: Optimizer) -> str:
+        phase, ledger = self._reducer.phase.now, self._reducer.ledger
+        seen = self._seen.get(optimizer, Seen())
         never_reduced = ledger.armed > seen.armed and ledger.finalized == seen.finalized
-        is_clean = phase is Phase.IDLE or (
+        is_idle = phase is Phase.IDLE or (
             phase is Phase.ARMED and current_task() == NO_TASK
         )
-        if not ledger.sync_enabled or (
-            is_clean and not never_reduced and not ledger.unsynced
-        ):
-            return
+        is_clean = is_idle and not never_reduced and not ledger.unsynced
+        if is_clean or not ledger.sync_enabled:
+            return ""
         held = [
             self._index[id(param)]
             for group in optimizer.param_groups
@@ -75,12 +85,8 @@ class Guard:
             if id(param) in self._index and param.grad is not None
         ]
         if not held:
-            return
-        problem = self._problem(phase, held, never_reduced=never_reduced)
-        if problem and self._policy == "raise":
-            raise UnsyncedGradientsError(problem)
-        if problem and self._policy == "warn":
-            warnings.warn(problem, stacklevel=4)
+            return ""
+        return self._problem(phase, held, never_reduced=never_reduced)
 
     def _problem(self, phase: Phase, held: list[int], *, never_reduced: bool) -> str:
         """Why this step would drive the replicas apart; empty when it would not."""
@@ -134,6 +140,40 @@ class Guard:
         return ""
 
 
+def refuse_forward(reducer: Reducer) -> None:
+    """What the guard cannot see, the next forward reports.
+
+    Raises:
+        ReducerFailedError: an earlier backward failed.
+        UnfinishedReductionError: the last backward left gradients missing.
+    """
+    phase = reducer.phase.now
+    if phase in (Phase.IDLE, Phase.ARMED):
+        return
+    if phase is Phase.FAILED:
+        raise ReducerFailedError(
+            explain(
+                reducer.rank,
+                "An earlier backward failed; its gradients are not synchronised.",
+                remedy="call reset() on all ranks, then zero_grad()",
+            )
+        )
+    raise UnfinishedReductionError(
+        explain(
+            reducer.rank,
+            "Expected to have finished reduction in the prior iteration before "
+            "starting a new one.",
+            names=reducer.missing_names(),
+            found="no gradient for the parameters below"
+            + (", and the backward raised" if phase is Phase.REDUCING else ""),
+            remedy="pass find_unused_parameters=True if not every parameter takes "
+            "part in every loss (with static_graph=True: in every iteration), and "
+            "let all forward outputs take part in the loss; then call reset() on "
+            "all ranks, and zero_grad()",
+        )
+    )
+
+
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()
 _lock = threading.Lock()
 _installed = False
@@ -151,18 +191,17 @@ def _watch(guard: Guard) -> None:
 def _before_any_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    checks = [guard.before_step(optimizer) for guard in _guards]
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
-        for check in checks:
-            check()
+        for guard in _guards:
+            guard.check(optimizer)
         return None
 
     @functools.wraps(closure)
     def checked(*closure_args: Any, **closure_kwargs: Any) -> Any:
         result = closure(*closure_args, **closure_kwargs)
-        for check in checks:
-            check()
+        for guard in _guards:
+            guard.check(optimizer)
         return result
 
     if "closure" in kwargs:

@@ -9,16 +9,18 @@ get its rank, its name and its remedy.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from ._bucket import AnyBucket, BucketState, make_bucket
+from ._bucket import Bucket, BucketState
 from ._collectives import broadcast_integers
-from ._layout import Layout, ParamSpec, build_layout
+from ._countdown import Entry
+from ._dense_bucket import DenseBucket
+from ._layout import BucketPlan, Layout, ParamSpec, build_layout
+from ._sparse_bucket import SparseBucket
 from ._used_map import UsedMap
 from .errors import CollectiveError, explain
 from .trace import Moment, Recorder
@@ -53,12 +55,13 @@ class Pipeline:
         self.collective_failed = False
         self.launched_count = 0  # asynchronous collectives, ever
         self.backward = 0  # for the recorder
+        self.divisor = group.size()  # ranks that contribute to this backward
         self._params = params
         self._names = [spec.name for spec in specs]
         self._as_view = as_view
         self._used_map = UsedMap(len(params), specs[0].device)
         self._next = 0
-        self.buckets: list[AnyBucket] = []
+        self.buckets: list[Bucket] = []
         self.adopt(layout)
 
     def adopt(self, layout: Layout) -> None:
@@ -66,12 +69,7 @@ class Pipeline:
         old = self.buckets if self._as_view else []
         self.buckets = []  # without views, frees their memory before we take new memory
         self.layout = layout
-        self.buckets = [
-            make_bucket(
-                plan, self._params, self._names, self.rank, as_view=self._as_view
-            )
-            for plan in layout.buckets
-        ]
+        self.buckets = [self._make_bucket(plan) for plan in layout.buckets]
         views = {
             param: view
             for bucket in self.buckets
@@ -80,11 +78,28 @@ class Pipeline:
         for bucket in old:
             bucket.move_grads_to(views)
 
+    def _make_bucket(self, plan: BucketPlan) -> Bucket:
+        if plan.sparse:
+            return SparseBucket(plan, self._params, self._names, self.rank)
+        return DenseBucket(
+            plan, self._params, self._names, self.rank, as_view=self._as_view
+        )
+
+    def bucket_of(self, i: int) -> Bucket:
+        """The bucket of parameter ``i``."""
+        return self.buckets[self.layout.bucket_of[i]]
+
+    def copy_now(self, i: int, grad: torch.Tensor) -> Entry:
+        """Fill the slot of parameter ``i`` at once; returns the entry to keep."""
+        bucket = self.bucket_of(i)
+        return bucket.copy_now(bucket.position[i], grad, self.divisor)
+
     # -- launch ------------------------------------------------------------------------
 
     def start(self) -> None:
         """A synchronised backward begins."""
         self._next = 0
+        self.divisor = self.group.size()
 
     @property
     def is_launched(self) -> bool:
@@ -100,7 +115,7 @@ class Pipeline:
         ):
             number = self._next
             self._next += 1
-            with self.watching(f"launching the all-reduce of bucket {number}"):
+            with self.watching("launching the all-reduce", number):
                 work = self.buckets[number].launch(self.group)
             self.launched_count += 1
             self.record(Moment.LAUNCHED, number)
@@ -126,7 +141,7 @@ class Pipeline:
     def finish(self, untouched: Collection[int]) -> None:
         """Wait for each bucket in turn and copy it out, but for ``untouched`` ones."""
         for number, bucket in enumerate(self.buckets):
-            with self.watching(f"waiting for the all-reduce of bucket {number}"):
+            with self.watching("waiting for the all-reduce", number):
                 bucket.complete()
             kept: Collection[int] = ()
             if untouched:
@@ -139,7 +154,7 @@ class Pipeline:
         """Wait for everything in flight and discard the results."""
         for number, bucket in enumerate(self.buckets):
             if bucket.state is BucketState.IN_FLIGHT:
-                with self.watching(f"waiting for the all-reduce of bucket {number}"):
+                with self.watching("waiting for the all-reduce", number):
                     bucket.complete()
         self.unused_everywhere()
 
@@ -173,27 +188,53 @@ class Pipeline:
 
     # -- failures and moments ----------------------------------------------------------
 
-    @contextmanager
-    def watching(self, doing: str) -> Iterator[None]:
+    def watching(self, doing: str, bucket: int | None = None) -> Watch:
         """Around every collective: its failure gets rank, place and remedy."""
-        try:
-            yield
-        except Exception as error:
-            self.collective_failed = True
-            raise CollectiveError(
-                explain(
-                    self.rank,
-                    f"A collective failed while {doing}: {error}",
-                    expected=f"all {self.group.size()} ranks to take part in time",
-                    remedy="look for the rank that died, raised, or took another "
-                    "branch; then call reset() on all live ranks",
-                )
-            ) from error
+        return Watch(self, doing, bucket)
+
+    def failure(self, doing: str, error: Exception) -> CollectiveError:
+        """Note that a collective failed, and explain it."""
+        self.collective_failed = True
+        return CollectiveError(
+            explain(
+                self.rank,
+                f"A collective failed while {doing}: {error}",
+                expected=f"all {self.group.size()} ranks to take part in time",
+                remedy="look for the rank that died, raised, or took another "
+                "branch; then call reset() on all live ranks",
+            )
+        )
 
     def _note_done(self, number: int, _future: object) -> None:
         self.record(Moment.DONE, number)
+
+    def record_arrival(self, i: int, *, first: bool) -> None:
+        """Tell the recorder that the gradient of parameter ``i`` is ready."""
+        self.record(Moment.PARAM_READY, i)
+        if first:
+            self.record(Moment.FIRST_GRADIENT, self.layout.bucket_of[i])
 
     def record(self, moment: Moment, index: int) -> None:
         """Tell the recorder, if there is one."""
         if self.recorder is not None:
             self.recorder.record(moment, index, self.backward)
+
+
+class Watch:
+    """Context of one collective (a class: several are entered in every backward)."""
+
+    __slots__ = ("_bucket", "_doing", "_pipeline")
+
+    def __init__(self, pipeline: Pipeline, doing: str, bucket: int | None) -> None:
+        self._pipeline = pipeline
+        self._doing = doing
+        self._bucket = bucket
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        """Turn any exception into a `CollectiveError`."""
+        if isinstance(error, Exception):
+            bucket = "" if self._bucket is None else f" of bucket {self._bucket}"
+            raise self._pipeline.failure(self._doing + bucket, error) from error

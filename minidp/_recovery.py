@@ -56,7 +56,7 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
         pipeline.drain()
     else:
         group = fresh_group(group)
-    reducer.recover(group)
+    reducer.restart(group)
     return group
 
 

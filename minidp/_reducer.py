@@ -13,11 +13,11 @@ missing; it sits in the outermost graph task, behind the outputs of the forward.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -29,8 +29,8 @@ from ._autograd import (
     probe_outputs,
     queue_final_callback,
 )
-from ._bucket import AnyBucket, BucketState
-from ._countdown import Countdown, Entry, Mark
+from ._bucket import BucketState
+from ._countdown import Countdown, Mark
 from ._expectation import expectation_for
 from ._ledger import Ledger
 from ._phase import Phase, PhaseBox
@@ -40,6 +40,23 @@ from .trace import Moment
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+Method = TypeVar("Method", bound=Callable[..., None])
+
+
+def _failing(method: Method) -> Method:
+    """Whatever a method raises leaves the reducer FAILED."""
+
+    @functools.wraps(method)
+    def guarded(self: Reducer, *arguments: Any) -> None:
+        try:
+            method(self, *arguments)
+        except BaseException:
+            self.fail()
+            raise
+
+    return cast("Method", guarded)
 
 
 class Reducer:
@@ -84,7 +101,7 @@ class Reducer:
             len(params),
             _weakly(self._on_full),
             _weakly(self._on_unusual),
-            _weakly(self._copy_now),
+            self.pipeline.copy_now,
         )
         self._countdown.adopt(self.pipeline.buckets)
         self._hooks = GradHooks(self.params, self._countdown)
@@ -93,7 +110,6 @@ class Reducer:
         self._probed_task = NO_TASK
         self._ready_order: list[int] | None = None
         self._absent: set[int] = set()
-        self._divisor = group.size()
 
     # -- around a forward --------------------------------------------------------------
 
@@ -122,6 +138,7 @@ class Reducer:
 
     # -- during a backward -------------------------------------------------------------
 
+    @_failing
     def _on_unusual(self, i: int) -> None:
         """A grad hook fired, and its entry was not UNSET."""
         phase = self.phase.now
@@ -129,7 +146,7 @@ class Reducer:
             if self.params[i].grad is not None:
                 self.ledger.note_local(i)
             return
-        with self._lock, self._failing():
+        with self._lock:
             if phase is Phase.ARMED:
                 self._open()
             elif phase is Phase.PENDING:
@@ -142,7 +159,6 @@ class Reducer:
         """The first gradient of a synchronised backward is here."""
         self.phase.enter(Phase.REDUCING)
         self.pipeline.start()
-        self._divisor = self.pipeline.group.size()
         marks = self._expected.marks(self._everyday_mark())
         for i in self._hooks.shared():
             marks[i] = Mark.TRACED if marks[i] is Mark.UNSET else marks[i]
@@ -168,9 +184,14 @@ class Reducer:
             if self._expected.is_last_but_one(i):
                 countdown.entries[i] = self._everyday_mark()
         elif entry is Mark.UNSET or entry is Mark.TRACED:
-            self._record_arrival(i)
+            number = self.pipeline.layout.bucket_of[i]
+            first = countdown.pending[number] == countdown.num_slots[number]
+            self.pipeline.record_arrival(i, first=first)
             countdown.arrive(i, self.params[i].grad)
-        elif i in self._absent and self._bucket_of(i).state is BucketState.FILLING:
+        elif (
+            i in self._absent
+            and self.pipeline.bucket_of(i).state is BucketState.FILLING
+        ):
             # Thought to be out of reach, but its bucket still waits: take it.
             self._absent.discard(i)
             countdown.entries[i] = self.params[i].grad
@@ -178,42 +199,28 @@ class Reducer:
         else:
             raise self._expected.twice(self.rank, self.names[i])
 
-    def _bucket_of(self, i: int) -> AnyBucket:
-        return self.pipeline.buckets[self._countdown.bucket_of[i]]
-
-    def _copy_now(self, i: int, grad: torch.Tensor) -> Entry:
-        bucket = self._bucket_of(i)
-        return bucket.copy_now(bucket.position[i], grad, self._divisor)
-
+    @_failing
     def _on_full(self, number: int) -> None:
         """The last gradient of a bucket is here."""
-        with self._failing():
-            self.pipeline.record(Moment.FULL, number)
-            bucket = self.pipeline.buckets[number]
-            undecided: Collection[int] = ()
-            if self._expected.may_miss:
-                arrived = set(self._countdown.ready)
-                positions = enumerate(bucket.plan.indices)
-                undecided = {k for k, i in positions if i not in arrived}
-            entries = self._countdown.of_bucket(number)
-            bucket.flatten(entries, self._divisor, undecided)
-            with self._lock:
-                if self.pipeline.launch_due():
-                    self._launch_used_map()
-                    queue_final_callback(self._finalize)
+        self.pipeline.record(Moment.FULL, number)
+        bucket = self.pipeline.buckets[number]
+        undecided: Collection[int] = ()
+        if self._expected.may_miss:
+            arrived = set(self._countdown.ready)
+            positions = enumerate(bucket.plan.indices)
+            undecided = {k for k, i in positions if i not in arrived}
+        entries = self._countdown.of_bucket(number)
+        bucket.flatten(entries, self.pipeline.divisor, undecided)
+        with self._lock:
+            if self.pipeline.launch_due():
+                self._launch_used_map()
+                queue_final_callback(self._finalize)
 
     def _launch_used_map(self) -> None:
         if self._expected.shares_used_map:
             self.pipeline.launch_used_map(
                 self._countdown.used() | self.ledger.used_locally
             )
-
-    def _record_arrival(self, i: int) -> None:
-        number = self._countdown.bucket_of[i]
-        slots = self.pipeline.buckets[number].plan.slots
-        self.pipeline.record(Moment.PARAM_READY, i)
-        if self._countdown.pending[number] == len(slots):
-            self.pipeline.record(Moment.FIRST_GRADIENT, number)
 
     # -- at the end of a backward ------------------------------------------------------
 
@@ -224,9 +231,10 @@ class Reducer:
             self._probed_task = task
             queue_final_callback(self._end_probe)
 
+    @_failing
     def _end_probe(self) -> None:
         """The backward is over."""
-        with self._lock, self._failing():
+        with self._lock:
             if self.phase.now is Phase.ARMED and self._expected.completes_at_end:
                 self._open()  # it passed our outputs, but met no parameter
             self._probed_task = NO_TASK
@@ -241,8 +249,9 @@ class Reducer:
             for i in self._countdown.missing():
                 self._countdown.fill(i, self.params[i].grad)
 
+    @_failing
     def _finalize(self) -> None:
-        with self._lock, self._failing():
+        with self._lock:
             self.phase.enter(Phase.FINALIZING)
             missing = self._countdown.not_ready() if self._expected.may_miss else []
             untouched: Collection[int] = self._expected.kept
@@ -256,55 +265,22 @@ class Reducer:
             self.ledger.settle(untouched)
             self.phase.enter(Phase.IDLE)
 
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Whatever raises inside leaves the reducer FAILED."""
-        try:
-            yield
-        except BaseException:
-            self.phase.enter(Phase.FAILED)
-            self._countdown.close()
-            raise
+    # -- after a failure ---------------------------------------------------------------
 
-    # -- on demand ---------------------------------------------------------------------
+    def fail(self) -> None:
+        """Only `restart` leads out of this."""
+        self.phase.enter(Phase.FAILED)
+        self._countdown.close()
 
-    def reduce_now(self) -> None:
-        """Collective: average the present ``.grad`` of every parameter."""
-        was_armed, forwards = self.phase.now is Phase.ARMED, self.ledger.forwards
-        pipeline = self.pipeline
-        with self._lock, self._failing(), torch.no_grad():
-            self.phase.enter(Phase.REDUCING)
-            pipeline.start()
-            grads = [param.grad for param in self.params]
-            for bucket in pipeline.buckets:
-                entries = [grads[i] for i in bucket.plan.indices]
-                bucket.flatten(entries, pipeline.group.size())
-            pipeline.launch_due()
-            used = {i for i, grad in enumerate(grads) if grad is not None}
-            pipeline.launch_used_map(used)
-            self.phase.enter(Phase.FINALIZING)
-            untouched = pipeline.unused_everywhere()
-            pipeline.finish(untouched)
-            self.ledger.settle(untouched)
-            self.phase.enter(Phase.IDLE)
-        if was_armed:  # a forward still waits for its backward
-            self.phase.enter(Phase.ARMED)
-            self.ledger.forwards = forwards
-
-    def recover(self, group: ProcessGroup) -> None:
+    def restart(self, group: ProcessGroup) -> None:
         """Back to IDLE on ``group``, whatever happened."""
         with self._lock:
-            self.phase.enter(Phase.FAILED)
+            self.fail()
             self.pipeline.restart(group)
-            self._countdown.close()
             self._countdown.adopt(self.pipeline.buckets)
             self._probed_task = NO_TASK
             self.ledger.forget()
             self.phase.enter(Phase.IDLE)
-
-    def remove_hooks(self) -> None:
-        """Take the grad hooks off the parameters."""
-        self._hooks.remove()
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,6 +22,8 @@ from .errors import ReplicaMismatchError, explain
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from ._arguments import Checked
+
 MESSAGE_BYTES = 250 * 2**20  # one coalesced broadcast
 
 
@@ -155,15 +157,28 @@ def _difference(root: dict[str, Any], replica: dict[str, Any], other: int) -> st
     return ""
 
 
-def broadcast_state(
-    parameters: Mapping[str, nn.Parameter],
-    module_buffers: Mapping[str, torch.Tensor],
-    group: ProcessGroup,
+def start_equal(
+    checked: Checked, module_buffers: Mapping[str, torch.Tensor], group: ProcessGroup
 ) -> None:
-    """Collective: overwrite parameters and module buffers with rank 0's."""
-    broadcast_coalesced(
-        [*parameters.values(), *module_buffers.values()], group, MESSAGE_BYTES
-    )
+    """Collective: verify that the replicas are alike, then take rank 0's state.
+
+    Raises:
+        ReplicaMismatchError: they are not, or a rank rejected its arguments.
+    """
+    replica, config = checked.replica, checked.config
+    options = {
+        "find_unused_parameters": config.find_unused_parameters,
+        "static_graph": config.static_graph,
+        "bucket caps (bytes)": config.caps,
+        "module buffers are broadcast at construction": checked.init_buffers,
+        "module buffers are broadcast before forwards": checked.forward_sync,
+    }
+    mine = describe(replica.parameters, module_buffers, sorted(replica.sparse), options)
+    verify(mine, group, checked.devices.device)
+    state: list[torch.Tensor] = list(replica.parameters.values())
+    if checked.init_buffers:
+        state += module_buffers.values()
+    broadcast_coalesced(state, group, MESSAGE_BYTES)
 
 
 def broadcast_module_buffers(

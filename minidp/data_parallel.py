@@ -13,19 +13,18 @@ from torch import nn
 
 from . import _arguments, _replicas
 from ._collectives import default_group
-from ._guard import Guard
-from ._phase import Phase
+from ._guard import Guard, refuse_forward
+from ._on_demand import average_now
 from ._recovery import agree_and_recover, next_ordinal
 from ._reducer import Reducer
 from .config import Unsynced
-from .errors import ReducerFailedError, UnfinishedReductionError, explain
 from .trace import Recorder
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-_NOT_PICKLED = ("process_group", "_reducer", "_guard", "device_mesh")
+_NOT_PORTABLE = ("process_group", "_reducer", "_guard", "device_mesh")
 
 
 class DataParallel(nn.Module):
@@ -128,7 +127,9 @@ class DataParallel(nn.Module):
         self.forward_sync_buffers = checked.forward_sync
         self._wire(checked)
         if init_sync:
-            self._synchronise_replicas(checked)
+            _replicas.start_equal(
+                checked, self.named_module_buffers, self.process_group
+            )
 
     # -- wiring ------------------------------------------------------------------------
 
@@ -155,29 +156,6 @@ class DataParallel(nn.Module):
         )
         self._guard = Guard(self._reducer, checked.unsynced)
 
-    def _synchronise_replicas(self, checked: _arguments.Checked) -> None:
-        """Collective: verify that the replicas are alike, then make them equal."""
-        replica, config = checked.replica, checked.config
-        state = self.named_module_buffers
-        options = {
-            "find_unused_parameters": config.find_unused_parameters,
-            "static_graph": config.static_graph,
-            "bucket caps (bytes)": config.caps,
-            "module buffers are broadcast": (
-                checked.init_buffers,
-                checked.forward_sync,
-            ),
-        }
-        mine = _replicas.describe(
-            replica.parameters, state, sorted(replica.sparse), options
-        )
-        _replicas.verify(mine, self.process_group, self.device)
-        _replicas.broadcast_state(
-            replica.parameters,
-            state if checked.init_buffers else {},
-            self.process_group,
-        )
-
     def _collect_module_buffers(self) -> None:
         self.named_module_buffers = _arguments.module_buffers(
             self.module, frozenset(self.parameters_to_ignore)
@@ -199,7 +177,7 @@ class DataParallel(nn.Module):
         reducer = self._reducer
         with_grad = torch.is_grad_enabled()
         if with_grad:
-            self._refuse_if_unfinished()
+            refuse_forward(self._reducer)
             reducer.rebuild_if_due()
         if self.will_sync_module_buffers():
             self._broadcast_module_buffers()
@@ -215,34 +193,6 @@ class DataParallel(nn.Module):
         if with_grad:
             reducer.ledger.note_forward(synchronising=self.require_forward_param_sync)
         return output
-
-    def _refuse_if_unfinished(self) -> None:
-        phase = self._reducer.phase.now
-        if phase in (Phase.IDLE, Phase.ARMED):
-            return
-        rank = self._reducer.rank
-        if phase is Phase.FAILED:
-            raise ReducerFailedError(
-                explain(
-                    rank,
-                    "An earlier backward failed; its gradients are not synchronised.",
-                    remedy="call reset() on all ranks, then zero_grad()",
-                )
-            )
-        raise UnfinishedReductionError(
-            explain(
-                rank,
-                "Expected to have finished reduction in the prior iteration before "
-                "starting a new one.",
-                names=self._reducer.missing_names(),
-                found="no gradient for the parameters below"
-                + (", and the backward raised" if phase is Phase.REDUCING else ""),
-                remedy="pass find_unused_parameters=True if not every parameter takes "
-                "part in every loss (with static_graph=True: in every iteration), and "
-                "let all forward outputs take part in the loss; then call reset() on "
-                "all ranks, and zero_grad()",
-            )
-        )
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward broadcasts module buffers (a collective)."""
@@ -292,8 +242,8 @@ class DataParallel(nn.Module):
             UnfinishedReductionError: a reduction is pending; call `reset`.
             ReducerFailedError: an earlier backward failed; call `reset`.
         """
-        self._refuse_if_unfinished()
-        self._reducer.reduce_now()
+        refuse_forward(self._reducer)
+        average_now(self._reducer)
 
     def reset(self) -> None:
         """Collective: recover from a failed, aborted or unfinished backward.
@@ -336,30 +286,33 @@ class DataParallel(nn.Module):
                 "DDP Pickling/Unpickling are only supported when using DDP with the "
                 "default process group. Save module.state_dict() instead."
             )
-        return self._portable_state()
+        return portable_state(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._restore(state, default_group())
+        restore(self, state, default_group())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
         """A copy in this process shares the group, whichever it is."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin._restore(copy.deepcopy(self._portable_state(), memo), self.process_group)
+        restore(twin, copy.deepcopy(portable_state(self), memo), self.process_group)
         return twin
 
-    def _portable_state(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in _NOT_PICKLED}
-        state["sync_enabled"] = self.require_backward_grad_sync
-        return state
 
-    def _restore(self, state: dict[str, Any], group: ProcessGroup) -> None:
-        state = dict(state)
-        sync_enabled = state.pop("sync_enabled")
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.process_group = group
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # said when the original was built
-            checked = _arguments.check(self.module, self._given)
-        self._wire(checked)
-        self.require_backward_grad_sync = sync_enabled
+def portable_state(ddp: DataParallel) -> dict[str, Any]:
+    """What a copy is made from: all but the group and what is wired to it."""
+    state = {k: v for k, v in ddp.__dict__.items() if k not in _NOT_PORTABLE}
+    return state | {"sync_enabled": ddp.require_backward_grad_sync}
+
+
+def restore(ddp: DataParallel, state: dict[str, Any], group: ProcessGroup) -> None:
+    """Turn an empty object into a copy, on ``group``, without any collective."""
+    state = dict(state)
+    sync_enabled = state.pop("sync_enabled")
+    nn.Module.__setstate__(ddp, state)
+    ddp.process_group = group
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said when the original was built
+        checked = _arguments.check(ddp.module, ddp._given)
+    ddp._wire(checked)
+    ddp.require_backward_grad_sync = sync_enabled

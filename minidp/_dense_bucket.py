@@ -1,0 +1,231 @@
+"""A dense bucket: gradients of one dtype on one device in one flat buffer.
+
+The alias rules of ``gradient_as_bucket_view`` live here and nowhere else. With it,
+after a synchronised backward ``param.grad is view``: the next backward accumulates
+straight into the buffer, and only divides. ``zero_grad(set_to_none=True)`` cuts that
+tie, a later backward ties it again to the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import cast
+
+import torch
+
+from . import _ops
+from ._bucket import Bucket, BucketState
+from ._countdown import Entry, Mark, is_copied_at_once
+from ._layout import BucketPlan
+
+
+class DenseBucket(Bucket):
+    """See the module; ``as_view`` is ``gradient_as_bucket_view``."""
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        params: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        rank: int,
+        *,
+        as_view: bool,
+    ) -> None:
+        super().__init__(plan, params, names, rank)
+        self._as_view = as_view
+        is_complex = plan.dtype.is_complex
+        # Complex gradients travel as interleaved reals: backends cannot add complex.
+        self.buffer = torch.empty(  # 1D
+            plan.numel * (2 if is_complex else 1),
+            dtype=plan.dtype.to_real() if is_complex else plan.dtype,
+            device=plan.device,
+        )
+        values = self.buffer
+        if is_complex:
+            values = torch.view_as_complex(self.buffer.view(-1, 2))
+        self._values = values  # 1D, in the parameters' dtype
+        self.views: list[torch.Tensor] = [  # ND each
+            values.as_strided(slot.shape, slot.stride, slot.offset)
+            for slot in plan.slots
+        ]
+        self._runs = self._small_runs()
+        self._small_numel = sum(run.numel() for run in self._runs)
+        start = self.buffer.data_ptr()
+        self._addresses = range(start, start + self.buffer.nbytes)
+        self._saved: dict[int, torch.Tensor] = {}
+        self._tracked: dict[int, torch.Tensor] = {}
+
+    def _small_runs(self) -> list[torch.Tensor]:
+        """The buffer without the slots that `copy_now` fills, as 1D pieces."""
+        runs = []
+        start = end = 0
+        for slot, param in zip(self.plan.slots, self.params, strict=True):
+            if is_copied_at_once(param):
+                if end > start:
+                    runs.append(self._values[start:end])
+                start = slot.offset + slot.numel
+            end = slot.offset + slot.numel
+        if end > start:
+            runs.append(self._values[start:end])
+        return runs
+
+    def _payload(self) -> torch.Tensor:
+        return self.buffer
+
+    def _owns(self, grad: Entry) -> bool:
+        """Whether a gradient lies in this bucket's buffer."""
+        return (
+            isinstance(grad, torch.Tensor)
+            and grad.layout is torch.strided
+            and grad.data_ptr() in self._addresses
+        )
+
+    def copy_now(self, k: int, grad: torch.Tensor, divisor: int) -> Entry:
+        """Copy, unless `flatten` has to look at this gradient first."""
+        view = self.views[k]
+        if (
+            grad is view
+            or (self._as_view and self._owns(grad))
+            or torch.is_grad_enabled()
+            or grad.dtype is not self.plan.dtype
+            or grad.shape != view.shape
+            or grad.layout is not torch.strided
+        ):
+            return grad
+        _ops.scale_into(view, grad, 1.0 / divisor)
+        if self._as_view:
+            self.params[k].grad = view  # lets go of the gradient's own memory
+        return Mark.COPIED
+
+    def flatten(
+        self, entries: Sequence[Entry], divisor: int, undecided: Collection[int] = ()
+    ) -> None:
+        """Copy and scale what is not in the buffer yet, divide what is."""
+        self.streams.gather(entries)
+        if not self._as_view and set(map(type, entries)) == {torch.Tensor}:
+            # The everyday case.
+            views, fresh = self.views, cast("list[torch.Tensor]", list(entries))
+            aliased: list[torch.Tensor] = []
+        else:
+            views, fresh, aliased = self._sort(entries, undecided)
+        self._check(views, fresh)
+        if torch.is_grad_enabled() and any(g.requires_grad for g in fresh + aliased):
+            self._flatten_tracked(entries, divisor)
+        else:
+            try:
+                self._flatten_fresh(views, fresh, divisor)
+            except RuntimeError:
+                self._name_misfit(views, fresh)
+                raise
+            for values in [self._values] if len(aliased) == len(entries) else aliased:
+                _ops.divide(values, divisor)
+        self.advance(BucketState.FULL)
+
+    def _sort(
+        self, entries: Sequence[Entry], undecided: Collection[int]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """Views and gradients to copy, and gradients that are in place already."""
+        views: list[torch.Tensor] = []
+        fresh: list[torch.Tensor] = []
+        aliased: list[torch.Tensor] = []
+        for k, (view, grad) in enumerate(zip(self.views, entries, strict=True)):
+            if grad is view or (self._as_view and self._owns(grad)):
+                if k in undecided:
+                    self._saved[k] = view.clone()
+                aliased.append(view)
+            elif grad is None:
+                view.zero_()
+            elif isinstance(grad, torch.Tensor):
+                views.append(view)
+                fresh.append(grad)
+        return views, fresh, aliased
+
+    def _flatten_fresh(
+        self, views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], divisor: int
+    ) -> None:
+        if not grads:
+            return
+        scale = 1.0 / divisor
+        if len(grads) == len(self.views):
+            _ops.flatten(views, grads, scale, [self._values])
+        elif sum(map(torch.Tensor.numel, views)) == self._small_numel:
+            _ops.flatten(views, grads, scale, self._runs)
+        else:
+            for view, grad in zip(views, grads, strict=True):
+                _ops.scale_into(view, grad, scale)
+
+    def _check(
+        self, views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    ) -> None:
+        """A copy would convert or broadcast without a word."""
+        numels = map(torch.Tensor.numel, views)
+        if not (
+            {grad.dtype for grad in grads} <= {self.plan.dtype}
+            and list(map(torch.Tensor.numel, grads)) == list(numels)
+        ):
+            self._name_misfit(views, grads)
+
+    def _name_misfit(
+        self, views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+    ) -> None:
+        for view, grad in zip(views, grads, strict=True):
+            expected = (view.dtype, view.layout, tuple(view.shape))
+            found = (grad.dtype, grad.layout, tuple(grad.shape))
+            if expected != found:
+                k = next(k for k, mine in enumerate(self.views) if mine is view)
+                raise self._misfit(
+                    self.names[k],
+                    "{}, {}, shape {}".format(*expected),
+                    "{}, {}, shape {}".format(*found),
+                )
+
+    def _flatten_tracked(self, entries: Sequence[Entry], divisor: int) -> None:
+        """``backward(create_graph=True)``: gradients that themselves require grad.
+
+        Their scaled copies stay outside the buffer, so that the history of this
+        backward does not hang on memory that the next one writes.
+        """
+        for k, grad in enumerate(entries):
+            if isinstance(grad, torch.Tensor):
+                self._tracked[k] = grad * (1.0 / divisor)
+                self.views[k].copy_(self._tracked[k].detach())
+
+    def unflatten(self, kept: Collection[int] = ()) -> None:
+        """Copy out, or point ``.grad`` at the buffer; restore what is kept."""
+        for k in kept:
+            if k in self._saved:
+                self.views[k].copy_(self._saved[k])
+        grads = [param.grad for param in self.params]
+        if self._as_view and not self._tracked:
+            for k, (view, grad) in enumerate(zip(self.views, grads, strict=True)):
+                if grad is not view and k not in kept:
+                    self.params[k].grad = view
+        elif kept or self._tracked or set(map(type, grads)) != {torch.Tensor}:
+            for k in range(len(grads)):
+                if k not in kept:
+                    self._unflatten_slot(k)
+        else:
+            _ops.unflatten(grads, self.views)  # type: ignore[arg-type]
+        self._saved.clear()
+        self._tracked.clear()
+
+    def _unflatten_slot(self, k: int) -> None:
+        param, view = self.params[k], self.views[k]
+        grad = param.grad
+        if grad is None or (self._as_view and k in self._tracked and grad is view):
+            grad = torch.empty_like(view)
+            param.grad = grad
+        if k in self._tracked:
+            with torch.enable_grad():
+                grad.copy_(self._tracked[k])  # gives .grad its history
+        with torch.no_grad():
+            grad.detach().copy_(view)
+
+    def move_grads_to(self, views: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """After a rebuild, gradient views keep their values and change address."""
+        for param, view in zip(self.params, self.views, strict=True):
+            grad = param.grad
+            if grad is not None and (grad is view or self._owns(grad)):
+                with torch.no_grad():
+                    views[param].copy_(grad)
+                param.grad = views[param]

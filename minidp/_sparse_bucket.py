@@ -1,0 +1,68 @@
+"""A sparse bucket: one COO gradient, which travels as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from . import _ops
+from ._bucket import Bucket, BucketState
+from ._countdown import Entry
+
+
+class SparseBucket(Bucket):
+    """One sparse gradient: the payload is the user's ``.grad`` itself."""
+
+    def copy_now(self, k: int, grad: torch.Tensor, divisor: int) -> Entry:
+        """A sparse gradient is never copied."""
+        return grad
+
+    def flatten(
+        self, entries: Sequence[Entry], divisor: int, undecided: Collection[int] = ()
+    ) -> None:
+        """Divide in place; a missing gradient contributes an empty one."""
+        grad = entries[0]
+        param = self.params[0]
+        if not isinstance(grad, torch.Tensor):
+            grad = torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.int64, device=param.device),
+                torch.empty(
+                    (0, *param.shape[1:]), dtype=param.dtype, device=param.device
+                ),
+                param.shape,
+                device=param.device,
+                is_coalesced=True,
+                check_invariants=True,
+            )
+        elif grad.layout is not torch.sparse_coo:
+            raise self._misfit(
+                self.names[0],
+                "a sparse COO gradient (the embedding has sparse=True)",
+                f"a gradient of layout {grad.layout}",
+            )
+        self._before = grad.clone() if undecided else None
+        with torch.no_grad():
+            _ops.divide(grad, divisor)
+        self._grad = grad
+        self.advance(BucketState.FULL)
+
+    def _payload(self) -> torch.Tensor:
+        return self._grad
+
+    def unflatten(self, kept: Collection[int] = ()) -> None:
+        """Put the reduced gradient into ``.grad``."""
+        param = self.params[0]
+        grad, before = self._grad, self._before
+        del self._grad, self._before
+        if kept:
+            if before is not None and param.grad is not None:
+                param.grad = before
+        elif param.grad is None:
+            param.grad = grad
+        elif param.grad is not grad:
+            with torch.no_grad():
+                param.grad.copy_(grad)
+
+    def move_grads_to(self, views: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Nothing to move: the gradient is the user's own."""

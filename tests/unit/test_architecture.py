@@ -1,0 +1,398 @@
+"""The shape of the package: who imports whom, how long things get, the map.
+
+A number or a table that stands in the way is changed here, with the code that needs
+it, and says why.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import statistics
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import minidp
+
+PACKAGE = Path(minidp.__file__).parent
+MODULES = sorted(
+    str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.py")
+)
+
+# What each module imports from minidp at run time: no less, and no more.
+IMPORTS: dict[str, set[str]] = {
+    "errors": set(),
+    "config": set(),
+    "trace": set(),
+    "_ledger": set(),
+    "_phase": {"errors"},
+    "_streams": set(),
+    "_ops": set(),
+    "_layout": {"config", "errors"},
+    "_collectives": {"_layout", "errors"},
+    "_used_map": {"_collectives"},
+    "_countdown": set(),
+    "_autograd": {"_countdown", "_streams"},
+    "_expectation": {"_autograd", "_countdown", "errors"},
+    "_bucket": {"_collectives", "_countdown", "_layout", "_ops", "_streams", "errors"},
+    "_pipeline": {
+        "_bucket",
+        "_collectives",
+        "_layout",
+        "_used_map",
+        "errors",
+        "trace",
+    },
+    "_reducer": {
+        "_autograd",
+        "_bucket",
+        "_countdown",
+        "_expectation",
+        "_layout",
+        "_ledger",
+        "_phase",
+        "_pipeline",
+        "config",
+        "trace",
+    },
+    "_recovery": {"_collectives", "_reducer", "errors"},
+    "_guard": {"_autograd", "_phase", "_reducer", "config", "errors"},
+    "_replicas": {"_collectives", "errors"},
+    "_arguments": {"_collectives", "_layout", "config"},
+    "data_parallel": {
+        "_arguments",
+        "_collectives",
+        "_guard",
+        "_phase",
+        "_recovery",
+        "_reducer",
+        "_replicas",
+        "config",
+        "errors",
+        "trace",
+    },
+    "__init__": {"data_parallel", "errors", "trace"},
+}
+TALKS_TO_OTHER_RANKS = {"_collectives"}
+
+FILE_LINES = 400
+FUNCTION_CODE_LINES_P90 = 30
+FUNCTION_CODE_LINES_MAX = 50
+CLASS_LINES = 200
+CLASS_METHODS = 15
+ARGUMENTS = 6
+NESTING = 3
+CORE_LINES = 2400
+CORE = {
+    "errors",
+    "config",
+    "_layout",
+    "_ops",
+    "_collectives",
+    "_bucket",
+    "_autograd",
+    "comm_hooks",  # once it exists
+    "_reducer",
+    "_replicas",
+    "data_parallel",
+}
+
+MANY_ARGUMENTS = {
+    "data_parallel.DataParallel.__init__": "a drop-in for torch's, which takes 20",
+}
+LONG_FUNCTIONS = {
+    "data_parallel.DataParallel.__init__": "half of it is torch's signature",
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+# ----------------------------------------------------------------- reading the source
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str
+    text: str
+    tree: ast.Module
+    code_lines: frozenset[int]  # lines with a token that is no comment or docstring
+
+    def functions(self) -> Iterator[tuple[str, Function]]:
+        yield from _functions(self.tree, self.name)
+
+    def classes(self) -> Iterator[ast.ClassDef]:
+        return (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
+
+    def count_code(self, node: Function) -> int:
+        return sum(node.lineno <= n <= node.end_lineno for n in self.code_lines)
+
+
+@cache
+def read(module: str) -> Source:
+    text = (PACKAGE / f"{module}.py").read_text()
+    tree = ast.parse(text)
+    skipped = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skipped:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(
+            node
+        ):
+            words = node.body[0]
+            lines -= set(range(words.lineno, words.end_lineno + 1))
+    return Source(module, text, tree, frozenset(lines))
+
+
+def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function):
+            name = f"{prefix}.{child.name}"
+            yield name, child
+            yield from _functions(child, name)
+        elif isinstance(child, ast.ClassDef):
+            yield from _functions(child, f"{prefix}.{child.name}")
+        else:
+            yield from _functions(child, prefix)
+
+
+def every_function() -> list[tuple[str, Function, Source]]:
+    return [
+        (name, node, read(module))
+        for module in MODULES
+        for name, node in read(module).functions()
+    ]
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )
+
+
+def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes, except inside ``if TYPE_CHECKING:``."""
+    for child in ast.iter_child_nodes(node):
+        if not is_for_types(child):
+            yield child
+            yield from runtime_nodes(child)
+
+
+def type_nodes(tree: ast.Module) -> Iterator[ast.AST]:
+    for node in ast.walk(tree):
+        if is_for_types(node):
+            yield from ast.walk(node)
+
+
+def imported_here(nodes: Iterator[ast.AST]) -> set[str]:
+    """Modules of minidp that import statements among ``nodes`` name."""
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            if node.module:
+                found.add(node.module.split(".")[0])
+            else:  # from . import _ops
+                found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module.startswith("minidp"):
+            found.add(node.module)
+        elif isinstance(node, ast.Import):
+            found.update(a.name for a in node.names if a.name.startswith("minidp"))
+    return found
+
+
+def mapped_layers() -> dict[str, int]:
+    """Module -> layer, from the map in the package's docstring."""
+    layers: dict[str, int] = {}
+    level = -1
+    for line in minidp.__doc__.splitlines():
+        found = re.match(r"    (?:L(\d)  |    )(\w+)  +\S", line)
+        if found:
+            level = int(found[1]) if found[1] else level
+            layers[found[2]] = level
+    return layers
+
+
+# ------------------------------------------------------------------------ the map
+
+
+def test_map_names_exactly_the_files_that_exist():
+    assert sorted(mapped_layers()) == [m for m in MODULES if m != "__init__"]
+
+
+def test_map_lists_layers_from_top_to_bottom():
+    levels = list(mapped_layers().values())
+    assert levels == sorted(levels, reverse=True)
+    assert set(levels) == {0, 1, 2, 3, 4}
+
+
+# ---------------------------------------------------------------- who imports whom
+
+
+def test_table_has_a_row_for_every_module():
+    assert sorted(IMPORTS) == MODULES
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_are_those_of_the_table(module):
+    assert imported_here(runtime_nodes(read(module).tree)) == IMPORTS.get(module)
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m != "__init__"])
+def test_imports_point_down_or_aside(module):
+    layers = mapped_layers()
+    tree = read(module).tree
+    imported = imported_here(runtime_nodes(tree)) | imported_here(type_nodes(tree))
+    assert [name for name in imported if layers[name] > layers[module]] == []
+
+
+def test_imports_have_no_cycle():
+    done: set[str] = set()
+    left = {m: imported_here(runtime_nodes(read(m).tree)) for m in MODULES}
+    while left:
+        free = {module for module, needs in left.items() if needs <= done}
+        assert free, f"a cycle among {sorted(left)}"
+        done |= free
+        left = {m: needs for m, needs in left.items() if m not in free}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_collectives_touch_torch_distributed(module):
+    touched = set()
+    for node in runtime_nodes(read(module).tree):
+        if isinstance(node, ast.Import):
+            touched.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            touched.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            touched.add(ast.unparse(node))
+    touched = {name for name in touched if name.startswith("torch.distributed")}
+    assert bool(touched) == (module in TALKS_TO_OTHER_RANKS), touched
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_is_imported_inside_functions(module):
+    late = [
+        name
+        for name, node in read(module).functions()
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Import | ast.ImportFrom)
+    ]
+    assert late == []
+
+
+def test_public_names_are_sorted_and_exist():
+    assert minidp.__all__ == sorted(minidp.__all__)
+    assert [name for name in minidp.__all__ if not hasattr(minidp, name)] == []
+
+
+# ---------------------------------------------------------------------- budgets
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_files_are_short(module):
+    assert len(read(module).text.splitlines()) <= FILE_LINES
+
+
+def test_core_is_readable_in_one_sitting():
+    lines = {m: len(read(m).text.splitlines()) for m in MODULES if m in CORE}
+    assert sum(lines.values()) <= CORE_LINES, lines
+
+
+def test_functions_are_short():
+    counts = {name: src.count_code(node) for name, node, src in every_function()}
+    for name in LONG_FUNCTIONS:
+        assert counts.pop(name) > FUNCTION_CODE_LINES_MAX, f"{name}: not exempt now"
+    too_long = {n: c for n, c in counts.items() if c > FUNCTION_CODE_LINES_MAX}
+    assert too_long == {}
+    assert statistics.quantiles(counts.values(), n=10)[-1] <= FUNCTION_CODE_LINES_P90
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_classes_are_short(module):
+    lengths = {c.name: c.end_lineno - c.lineno + 1 for c in read(module).classes()}
+    assert {n: length for n, length in lengths.items() if length > CLASS_LINES} == {}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_classes_have_few_methods(module):
+    counts = {
+        c.name: len({f.name for f in c.body if isinstance(f, Function)})
+        for c in read(module).classes()
+    }
+    assert {n: count for n, count in counts.items() if count > CLASS_METHODS} == {}
+
+
+def test_functions_take_few_arguments():
+    counts = {}
+    for name, node, _ in every_function():
+        names = [a.arg for a in (*node.args.posonlyargs, *node.args.args)]
+        names += [a.arg for a in node.args.kwonlyargs]
+        counts[name] = len([n for n in names if n not in ("self", "cls")])
+    for name in MANY_ARGUMENTS:
+        assert counts.pop(name) > ARGUMENTS, f"{name}: not exempt now"
+    assert {name: count for name, count in counts.items() if count > ARGUMENTS} == {}
+
+
+def test_statements_are_not_nested_deeply():
+    depths = {name: _depth(node) for name, node, _ in every_function()}
+    assert {name: depth for name, depth in depths.items() if depth > NESTING} == {}
+
+
+def _depth(node: ast.AST) -> int:
+    """Blocks inside blocks; an ``elif`` stays on the level of its ``if``."""
+    deepest = 0
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function | ast.ClassDef | ast.Lambda):
+            continue  # counted by itself
+        is_block = isinstance(
+            child, ast.If | ast.For | ast.While | ast.With | ast.Try | ast.Match
+        )
+        is_elif = (
+            isinstance(node, ast.If)
+            and isinstance(child, ast.If)
+            and child in node.orelse
+            and len(node.orelse) == 1
+        )
+        deepest = max(deepest, _depth(child) + (is_block and not is_elif))
+    return deepest
+
+
+def test_everything_is_annotated():
+    bare = []
+    for name, node, _ in every_function():
+        arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        arguments += [a for a in (node.args.vararg, node.args.kwarg) if a is not None]
+        bare += [
+            f"{name}: {a.arg}"
+            for a in arguments
+            if a.annotation is None and a.arg not in ("self", "cls")
+        ]
+        if node.returns is None:
+            bare.append(f"{name}: return")
+    assert bare == []
+
+
+def test_measures_see_what_they_should():
+    text = "def f():\n    '''doc'''\n    if a:\n        for b in c:\n            d()\n"
+    tree = ast.parse(text + "    elif e:\n        with g:\n            pass\n")
+    assert _depth(tree.body[0]) == 2
+    assert [name for name, _ in _functions(tree, "m")] == ["m.f"]
+    typed = ast.parse("if TYPE_CHECKING:\n    from ._x import y\nfrom . import _z")
+    assert imported_here(runtime_nodes(typed)) == {"_z"}
+    assert imported_here(type_nodes(typed)) == {"_x"}

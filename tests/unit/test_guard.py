@@ -1,0 +1,555 @@
+"""The optimizer guard: what it stops, what it says, what stays legal.
+
+The guard looks at its own rank only, so one rank is enough to see all of it.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from minidp import DataParallel, MarkedTwiceError, UnsyncedGradientsError
+
+LOCAL = (
+    "[rank 0] Gradients of a local backward were never averaged over ranks: a second "
+    "backward of one or two forwards, a retained graph, a method of .module, or "
+    "no_sync() without a synchronised backward after it. Parameters: {}. What to do: "
+    "call sync_gradients() on all ranks before the step, run one backward over the sum "
+    "of the losses, or step inside no_sync() if replicas are meant to differ."
+)
+UNFINISHED = (
+    "[rank 0] The last backward did not finish its reduction{}. Expected: a gradient "
+    "for every parameter before optimizer.step(). Found: no gradient for the "
+    "parameters below. Parameters: {}. What to do: pass find_unused_parameters=True if "
+    "they are unused on purpose, freeze them before wrapping, or run the backward that "
+    "brings them; call reset() on all ranks to go on."
+)
+FAILED = (
+    "[rank 0] An earlier backward failed; gradients are not averaged over ranks. "
+    "Parameters: {}. What to do: call reset() on all ranks, then zero_grad()."
+)
+NEVER = (
+    "[rank 0] A forward announced a synchronised backward that never came, so the "
+    "gradients present are not those of this step. Parameters: {}. What to do: call "
+    "backward() on what the forward returned (not torch.autograd.grad), and do not "
+    "cast or replace parameters after wrapping."
+)
+INSIDE = (
+    "[rank 0] An optimizer steps inside the backward, before its gradients are "
+    "averaged over ranks. Parameters: {}. What to do: step after backward() returned."
+)
+X = torch.tensor([2.0])
+
+
+class Two(nn.Module):
+    """The loss may use one of the parameters, or both."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(1))
+        self.b = nn.Parameter(torch.ones(1))
+
+    def forward(self, x, use="ab"):
+        return sum(getattr(self, name) * x for name in use)
+
+
+class Setting:
+    def __init__(self, group, **options):
+        self.ddp = DataParallel(Two(), process_group=group, **options)
+        self.a, self.b = self.ddp.module.a, self.ddp.module.b
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1)
+
+    def train_step(self):
+        self.optimizer.zero_grad()
+        self.ddp(X).backward()
+        self.optimizer.step()
+
+    def refused(self):
+        """The text with which the step is refused; parameters stay as they are."""
+        before = self.a.item(), self.b.item()
+        with pytest.raises(UnsyncedGradientsError) as caught:
+            self.optimizer.step()
+        assert (self.a.item(), self.b.item()) == before
+        return str(caught.value)
+
+
+@pytest.fixture
+def setting(lone_group):
+    return Setting(lone_group)
+
+
+# ------------------------------------------------------------- (a) not finished
+
+
+def test_pending_reduction(setting):
+    setting.ddp(X, "a").backward()
+    assert setting.refused() == UNFINISHED.format("", "b")
+
+
+def test_pending_reduction_of_an_optimizer_that_holds_the_other_half(setting):
+    setting.ddp(X, "a").backward()
+    setting.optimizer = torch.optim.SGD([setting.a])
+    assert setting.refused() == UNFINISHED.format("", "b")
+
+
+def test_aborted_backward(setting):
+    def fail(_):
+        raise KeyError("user code")
+
+    setting.a.register_hook(fail)  # b, used last, gets its gradient first
+    with pytest.raises(KeyError, match="user code"):
+        setting.ddp(X).backward()
+    assert setting.refused() == UNFINISHED.format(" (it raised)", "a")
+
+
+def test_failed_backward(setting):
+    half = setting.ddp(X, "a")
+    half.backward(retain_graph=True)
+    with pytest.raises(MarkedTwiceError, match="Parameters: a"):
+        half.backward()
+    assert setting.refused() == FAILED.format("a")
+
+
+def test_reset_and_zero_grad_are_the_remedy(setting):
+    setting.ddp(X, "a").backward()
+    setting.refused()
+    setting.ddp.reset()
+    setting.train_step()
+    assert setting.a.item() == pytest.approx(0.8)
+
+
+# ----------------------------------------------------------------- (b) local parts
+
+
+def test_second_backward_of_two_forwards(setting):
+    first, second = setting.ddp(X), setting.ddp(X)
+    first.backward()
+    second.backward()
+    assert setting.refused() == LOCAL.format("a, b")
+
+
+def test_retained_graph(setting):
+    out = setting.ddp(X)
+    out.backward(retain_graph=True)
+    out.backward()
+    assert setting.refused() == LOCAL.format("a, b")
+
+
+def test_method_of_the_module(setting):
+    setting.ddp(X).backward()
+    setting.ddp.module(X, "b").backward()
+    assert setting.refused() == LOCAL.format("b")
+
+
+def test_module_alone(setting):
+    setting.ddp.module(X, "b").backward()
+    assert setting.refused() == LOCAL.format("b")
+
+
+def test_no_sync_then_step(setting):
+    with setting.ddp.no_sync():
+        setting.ddp(X).backward()
+    assert setting.refused() == LOCAL.format("a, b")
+
+
+def test_only_parameters_of_this_optimizer_are_named(setting):
+    with setting.ddp.no_sync():
+        setting.ddp(X).backward()
+    setting.optimizer = torch.optim.SGD([setting.b])
+    assert setting.refused() == LOCAL.format("b")
+
+
+def test_it_stays_refused_until_synchronised(setting):
+    with setting.ddp.no_sync():
+        setting.ddp(X).backward()
+    setting.refused()
+    setting.refused()
+    setting.ddp(X).backward()  # averages what was accumulated
+    setting.optimizer.step()
+    assert setting.a.item() == pytest.approx(0.6)
+
+
+def test_sync_gradients_is_the_remedy(setting):
+    with setting.ddp.no_sync():
+        setting.ddp(X).backward()
+    setting.ddp.sync_gradients()
+    setting.optimizer.step()
+    assert setting.a.item() == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_and_a_synchronised_step_go_on(setting, set_to_none):
+    with setting.ddp.no_sync():
+        setting.ddp(X).backward()
+    setting.optimizer.zero_grad(set_to_none=set_to_none)
+    setting.train_step()
+    assert setting.a.item() == pytest.approx(0.8)
+
+
+def test_a_dropped_local_gradient_is_forgotten_for_good(lone_group):
+    setting = Setting(lone_group, find_unused_parameters=True)
+    with setting.ddp.no_sync():
+        setting.ddp(X).backward()
+    setting.optimizer.zero_grad()  # to None: nothing local is left
+    setting.ddp(X, "b").backward()
+    with setting.ddp.no_sync():
+        setting.a.square().sum().backward()  # a penalty that is meant
+    setting.optimizer.step()
+    assert setting.a.item() == pytest.approx(0.8)
+
+
+def test_dropped_gradients_do_not_matter(setting):
+    setting.ddp.module(X, "b").backward()
+    setting.b.grad = None
+    setting.optimizer.step()
+
+
+# ----------------------------------------------- (c) announced, but never reduced
+
+
+def test_gradients_by_hand(setting):
+    grads = torch.autograd.grad(setting.ddp(X), [setting.a, setting.b])
+    setting.a.grad, setting.b.grad = grads
+    assert setting.refused() == NEVER.format("a, b")
+
+
+def test_trying_again_does_not_help(setting):
+    grads = torch.autograd.grad(setting.ddp(X), [setting.a, setting.b])
+    setting.a.grad, setting.b.grad = grads
+    for _ in range(3):
+        assert setting.refused() == NEVER.format("a, b")
+
+
+def test_forward_whose_backward_is_forgotten(setting):
+    setting.train_step()
+    setting.ddp(X)
+    assert setting.refused() == NEVER.format("a, b")  # gradients of the last step
+
+
+def test_cast_after_wrapping(setting):
+    setting.ddp.double()
+    setting.ddp(X.double()).backward()
+    assert setting.refused() == NEVER.format("a, b")
+
+
+def test_every_optimizer_has_its_own_count(setting):
+    one, other = torch.optim.SGD([setting.a]), torch.optim.SGD([setting.b])
+    setting.ddp(X).backward()
+    one.step()
+    setting.ddp(X).backward()
+    one.step()
+    other.step()  # two reductions since its last step: fine
+    setting.ddp(X)
+    for optimizer in (one, other):
+        with pytest.raises(UnsyncedGradientsError, match="never came"):
+            optimizer.step()
+
+
+# --------------------------------------------------------------- (d) too early
+
+
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
+def test_step_inside_the_backward(lone_group, options):
+    setting = Setting(lone_group, **options)
+    optimizers = {param: torch.optim.SGD([param]) for param in (setting.a, setting.b)}
+    for param in optimizers:
+        param.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    with pytest.raises(UnsyncedGradientsError) as caught:
+        setting.ddp(X).backward()
+    assert str(caught.value) in (INSIDE.format("a"), INSIDE.format("b"))
+    assert (setting.a.item(), setting.b.item()) == (1.0, 1.0)
+
+
+def test_step_inside_a_later_backward(setting):
+    """The reduction before this one must not vouch for it."""
+    setting.ddp(X).backward()
+    setting.b.register_post_accumulate_grad_hook(lambda _: setting.optimizer.step())
+    with pytest.raises(UnsyncedGradientsError) as caught:
+        setting.ddp(X).backward()
+    assert str(caught.value) == INSIDE.format("a, b")
+    assert (setting.a.item(), setting.b.item()) == (1.0, 1.0)
+
+
+# --------------------------------------------------------------------- closures
+
+
+def test_lbfgs_may_backward_in_its_closure(setting):
+    optimizer = torch.optim.LBFGS(setting.ddp.parameters(), lr=0.1, max_iter=4)
+    calls = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (setting.ddp(X) - 1).square()
+        loss.backward()
+        calls.append(loss.item())
+        return loss
+
+    loss = optimizer.step(closure)
+    assert len(calls) > 1
+    assert calls[-1] < calls[0]
+    assert loss.item() == calls[0]
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_local_backward_in_a_closure(setting, by_keyword):
+    def closure():
+        with setting.ddp.no_sync():
+            loss = setting.ddp(X)
+            loss.backward()
+        return loss
+
+    args, kwargs = ((), {"closure": closure}) if by_keyword else ((closure,), {})
+    with pytest.raises(UnsyncedGradientsError) as caught:
+        setting.optimizer.step(*args, **kwargs)
+    assert str(caught.value) == LOCAL.format("a, b")
+    assert setting.a.item() == 1.0
+
+
+def test_unfinished_backward_in_a_later_call_of_a_closure(setting):
+    optimizer = torch.optim.LBFGS(setting.ddp.parameters(), lr=0.1, max_iter=4)
+    uses = iter(["ab", "ab", "a"])
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (setting.ddp(X, next(uses)) - 1).square()
+        loss.backward()
+        return loss
+
+    with pytest.raises(UnsyncedGradientsError) as caught:
+        optimizer.step(closure)
+    assert str(caught.value) == UNFINISHED.format("", "b")
+
+
+def test_closure_result_and_arguments_pass_through(setting):
+    setting.optimizer.zero_grad()
+
+    def closure():
+        loss = setting.ddp(X)
+        loss.backward()
+        return loss
+
+    assert setting.optimizer.step(closure).item() == 4.0
+    assert setting.a.item() == pytest.approx(0.8)
+
+
+def test_grad_scaler(setting):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for _ in range(2):
+        setting.optimizer.zero_grad()
+        scaler.scale(setting.ddp(X)).backward()
+        scaler.step(setting.optimizer)
+        scaler.update()
+    assert setting.a.item() == pytest.approx(0.6)
+    setting.optimizer.zero_grad()
+    with setting.ddp.no_sync():
+        scaler.scale(setting.ddp(X)).backward()
+    with pytest.raises(UnsyncedGradientsError, match="never averaged"):
+        scaler.step(setting.optimizer)
+
+
+def test_grad_scaler_may_skip_a_step(setting):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(setting.ddp(X) * torch.inf).backward()
+    scaler.step(setting.optimizer)
+    scaler.update()
+    assert setting.a.item() == 1.0
+    setting.train_step()
+    assert setting.a.item() == pytest.approx(0.8)
+
+
+# ---------------------------------------------------------------- what stays legal
+
+
+@pytest.fixture(
+    params=[
+        {},
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+    ],
+    ids=str,
+)
+def any_setting(lone_group, request):
+    return Setting(lone_group, **request.param)
+
+
+def test_plain_training(any_setting):
+    for _ in range(4):
+        any_setting.train_step()
+    assert any_setting.a.item() == pytest.approx(0.2)
+
+
+def test_accumulation(any_setting):
+    any_setting.train_step()
+    for _ in range(2):
+        any_setting.optimizer.zero_grad()
+        with any_setting.ddp.no_sync():
+            any_setting.ddp(X).backward()
+        any_setting.ddp(X).backward()
+        any_setting.optimizer.step()
+    assert any_setting.a.item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_local_sgd_inside_no_sync(any_setting):
+    any_setting.train_step()
+    with any_setting.ddp.no_sync():
+        for _ in range(3):
+            any_setting.train_step()
+    assert any_setting.a.item() == pytest.approx(0.2)
+
+
+def test_forward_between_backward_and_step(any_setting):
+    for _ in range(3):
+        any_setting.optimizer.zero_grad()
+        any_setting.ddp(X).backward()
+        any_setting.ddp(X)  # for a metric
+        any_setting.optimizer.step()
+    assert any_setting.a.item() == pytest.approx(0.4)
+
+
+def test_evaluation_between_backward_and_step(any_setting):
+    for _ in range(3):
+        any_setting.optimizer.zero_grad()
+        any_setting.ddp(X).backward()
+        with torch.no_grad():
+            any_setting.ddp(X)
+        any_setting.optimizer.step()
+    assert any_setting.a.item() == pytest.approx(0.4)
+
+
+def test_penalty_inside_no_sync(any_setting):
+    for _ in range(2):
+        any_setting.optimizer.zero_grad()
+        any_setting.ddp(X).backward()
+        with any_setting.ddp.no_sync():
+            any_setting.a.square().sum().backward()  # equal on all ranks
+        any_setting.optimizer.step()
+    assert any_setting.a.item() == pytest.approx((1 - 0.2 - 0.2) * 0.8 - 0.2)
+
+
+def test_two_losses_in_one_backward(setting):
+    for _ in range(2):
+        setting.optimizer.zero_grad()
+        (setting.ddp(X) + setting.ddp(X)).backward()
+        setting.optimizer.step()
+    assert setting.a.item() == pytest.approx(0.2)
+
+
+def test_one_reduction_in_two_backward_calls(setting):
+    first, second = setting.ddp(X, "a"), setting.ddp.module(X, "b")
+    first.backward()
+    second.backward()
+    setting.optimizer.step()
+    assert setting.b.item() == pytest.approx(0.8)
+
+
+def test_two_optimizers(setting):
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in (setting.a, setting.b)]
+    for _ in range(2):
+        setting.ddp.zero_grad()
+        setting.ddp(X).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert setting.a.item() == pytest.approx(0.6)
+
+
+def test_step_without_gradients(setting):
+    setting.ddp(X)
+    setting.optimizer.step()
+    with setting.ddp.no_sync():
+        setting.ddp(X)
+    setting.optimizer.step()
+    assert setting.a.item() == 1.0
+
+
+def test_optimizers_of_other_parameters(setting):
+    setting.ddp(X, "a").backward()  # pending
+    other = nn.Parameter(torch.ones(1))
+    other.grad = torch.ones(1)
+    torch.optim.SGD([other], lr=0.1).step()
+    assert other.item() == pytest.approx(0.9)
+
+
+def test_foreign_parameters_beside_ours(setting):
+    other = nn.Parameter(torch.ones(1))
+    other.grad = torch.ones(1)
+    setting.optimizer.add_param_group({"params": [other]})
+    setting.ddp(X).backward()
+    setting.optimizer.step()
+    assert other.item() == pytest.approx(0.9)
+
+
+def test_two_objects_are_watched_apart(lone_group):
+    broken, fine = Setting(lone_group), Setting(lone_group)
+    broken.ddp(X, "a").backward()
+    fine.train_step()
+    assert fine.a.item() == pytest.approx(0.8)
+    assert broken.refused() == UNFINISHED.format("", "b")
+
+
+def test_frozen_branch_of_a_gan(lone_group):
+    """The generator's loss leaves gradients on the discriminator; nobody steps them."""
+    gen, dis = Setting(lone_group), Setting(lone_group)
+    for _ in range(2):
+        dis.optimizer.zero_grad()
+        dis.ddp(gen.ddp(X).detach()).backward()
+        dis.optimizer.step()
+        gen.optimizer.zero_grad()
+        dis.ddp(gen.ddp(X)).backward()
+        gen.optimizer.step()
+
+
+# ------------------------------------------------------------------------ policies
+
+
+def test_warn(lone_group):
+    setting = Setting(lone_group, unsynced="warn")
+    with setting.ddp.no_sync():
+        setting.ddp(X).backward()
+    with pytest.warns(UserWarning, match="never averaged") as caught:
+        setting.optimizer.step()
+    assert [str(w.message) for w in caught] == [LOCAL.format("a, b")]
+    assert setting.a.item() == pytest.approx(0.8)
+
+
+def test_warning_points_at_the_step(lone_group):
+    setting = Setting(lone_group, unsynced="warn")
+    with setting.ddp.no_sync():
+        setting.ddp(X).backward()
+    with pytest.warns(UserWarning, match="never averaged") as caught:
+        setting.optimizer.step()
+    assert caught[0].filename == __file__
+
+
+def test_ignore(lone_group):
+    setting = Setting(lone_group, unsynced="ignore")
+    with setting.ddp.no_sync():
+        setting.ddp(X).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        setting.optimizer.step()
+    assert setting.a.item() == pytest.approx(0.8)
+
+
+# ----------------------------------------------------------------------- lifetime
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_optimizers_are_not_kept(setting):
+    setting.train_step()
+    optimizer = weakref.ref(setting.optimizer)
+    setting.optimizer = None
+    assert optimizer() is None
+
+
+def test_a_dropped_object_watches_no_more(lone_group):
+    setting = Setting(lone_group)
+    setting.ddp(X, "a").backward()
+    module, optimizer = setting.ddp.module, setting.optimizer
+    del setting
+    optimizer.step()
+    assert module.a.item() == pytest.approx(0.8)
