@@ -48,8 +48,6 @@ class Bucket(ABC):
         rank: group rank, for errors.
     """
 
-    views: Sequence[torch.Tensor] = ()  # one per slot; none in a sparse bucket
-
     def __init__(
         self,
         plan: BucketPlan,
@@ -61,6 +59,7 @@ class Bucket(ABC):
         self.params = tuple(params[i] for i in plan.indices)
         self.names = tuple(names[i] for i in plan.indices)
         self.position = {i: k for k, i in enumerate(plan.indices)}
+        self.views: list[torch.Tensor] = []  # one per slot; none if sparse
         self.state = BucketState.FILLING
         self.streams = streams_for(plan.device)
         self._rank = rank

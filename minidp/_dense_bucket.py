@@ -44,7 +44,7 @@ class DenseBucket(Bucket):
         if is_complex:
             values = torch.view_as_complex(self.buffer.view(-1, 2))
         self._values = values  # 1D, in the parameters' dtype
-        self.views: list[torch.Tensor] = [  # ND each
+        self.views = [  # ND each
             values.as_strided(slot.shape, slot.stride, slot.offset)
             for slot in plan.slots
         ]
@@ -141,7 +141,7 @@ class DenseBucket(Bucket):
         return views, fresh, aliased
 
     def _flatten_fresh(
-        self, views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], divisor: int
+        self, views: list[torch.Tensor], grads: list[torch.Tensor], divisor: int
     ) -> None:
         if not grads:
             return
@@ -154,9 +154,7 @@ class DenseBucket(Bucket):
             for view, grad in zip(views, grads, strict=True):
                 _ops.scale_into(view, grad, scale)
 
-    def _check(
-        self, views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
-    ) -> None:
+    def _check(self, views: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """A copy would convert or broadcast without a word."""
         numels = map(torch.Tensor.numel, views)
         if not (
@@ -166,7 +164,7 @@ class DenseBucket(Bucket):
             self._name_misfit(views, grads)
 
     def _name_misfit(
-        self, views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+        self, views: list[torch.Tensor], grads: list[torch.Tensor]
     ) -> None:
         for view, grad in zip(views, grads, strict=True):
             expected = (view.dtype, view.layout, tuple(view.shape))

@@ -14,8 +14,8 @@ import torch
 
 
 def flatten(
-    views: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
+    views: list[torch.Tensor],
+    grads: list[torch.Tensor],
     scale: float,
     runs: Sequence[torch.Tensor],
 ) -> None:
@@ -48,6 +48,6 @@ def divide(values: torch.Tensor, divisor: int) -> None:
         values.div_(divisor)
 
 
-def unflatten(grads: Sequence[torch.Tensor], views: Sequence[torch.Tensor]) -> None:
+def unflatten(grads: list[torch.Tensor], views: list[torch.Tensor]) -> None:
     """``grads[k] = views[k]`` for all k."""
     torch._foreach_copy_(grads, views)

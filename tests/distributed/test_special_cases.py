@@ -169,7 +169,8 @@ def second_order(ctx: Any, view: bool) -> Any:
         ]
         ddp(inputs[ctx.rank]).pow(2).sum().backward(create_graph=True)
         locals_ = [
-            torch.autograd.grad(alone(x).pow(2).sum(), alone.parameters()) for x in inputs
+            torch.autograd.grad(alone(x).pow(2).sum(), alone.parameters())
+            for x in inputs
         ]
         mean = [sum(g) / ctx.world_size for g in zip(*locals_, strict=True)]
         averaged = [p.grad for p in ddp.parameters()]
@@ -189,9 +190,7 @@ def second_order(ctx: Any, view: bool) -> Any:
             list(alone.parameters()),
             allow_unused=True,
         )
-        history.append(
-            ([g.detach().clone() for g in averaged], mean, second, oracle)
-        )
+        history.append(([g.detach().clone() for g in averaged], mean, second, oracle))
         for p in ddp.parameters():
             p.grad = None
     return history
@@ -245,9 +244,7 @@ def test_sparse_embedding(pool: Any, world_size: int, view: bool) -> None:
 
 
 def sparse_unused_on_rank_1(ctx: Any) -> Any:
-    ddp = DataParallel(
-        Embeds(), process_group=ctx.group, find_unused_parameters=True
-    )
+    ddp = DataParallel(Embeds(), process_group=ctx.group, find_unused_parameters=True)
     with torch.no_grad():
         ddp.module.head.weight.fill_(1.0)
     history = []
@@ -693,5 +690,3 @@ def test_globally_unused_gradient_views_do_not_drift(pool: Any) -> None:
     """Torch re-averages them in place, which changes bits at three ranks."""
     for before, after in pool.run(stale_and_unused, 3):
         assert same(before, after)
-
-

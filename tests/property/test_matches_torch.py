@@ -6,8 +6,7 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,7 +40,9 @@ params = st.builds(
     ParamShape,
     shape=shapes,
     dtype=st.sampled_from(["fp32"] * 4 + ["fp64", "bf16", "fp16", "complex64"]),
-    strides=st.sampled_from(["contiguous"] * 3 + ["transposed", "holes", "channels_last"]),
+    strides=st.sampled_from(
+        ["contiguous"] * 3 + ["transposed", "holes", "channels_last"]
+    ),
     frozen=st.sampled_from([False] * 7 + [True]),
 )
 caps = st.sampled_from(

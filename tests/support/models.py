@@ -65,8 +65,10 @@ class Patchwork(nn.Module):
         param = self.params[i]
         count = torch.arange(param.numel(), dtype=torch.float32).reshape(param.shape)
         factor = (torch.cos(count * 0.7 + i) * x[i % 4, i % 3]).to(param.dtype)
-        term = (param * param * factor).sum()
-        return (term.real + term.imag if term.is_complex() else term).double()
+        term: torch.Tensor = (param * param * factor).sum()
+        if term.is_complex():
+            term = term.real + term.imag
+        return term.double()
 
 
 def _make_parameter(spec: ParamShape, generator: torch.Generator) -> nn.Parameter:

@@ -15,7 +15,8 @@ from minidp import _collectives
 def collective_trace() -> Iterator[list[tuple[str, int, str]]]:
     """Record (operation, numel, dtype) of every collective of minidp."""
     trace: list[tuple[str, int, str]] = []
-    real = _collectives.dist
+    module: Any = _collectives
+    real = module.dist
 
     class Door:
         def __getattr__(self, name: str) -> Any:
@@ -31,8 +32,8 @@ def collective_trace() -> Iterator[list[tuple[str, int, str]]]:
 
             return call
 
-    _collectives.dist = Door()  # type: ignore[assignment]
+    module.dist = Door()
     try:
         yield trace
     finally:
-        _collectives.dist = real
+        module.dist = real

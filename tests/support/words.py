@@ -127,7 +127,7 @@ class _Player:
         x = torch.randn(4, 3, generator=generator)
         masks = self._session.masks[self._mask]
         used = masks[self._rank % len(masks)]
-        no_sync = self._ddp.no_sync if letter == "N" else nullcontext
+        no_sync: Any = self._ddp.no_sync if letter == "N" else nullcontext
         with no_sync(), torch.no_grad() if letter == "G" else nullcontext():
             loss = self._ddp(x, used)
         if letter != "G":
