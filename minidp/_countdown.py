@@ -145,10 +145,15 @@ class Countdown:
         # itemgetter of one index returns the item itself
         return entries if self.num_slots[number] > 1 else (entries,)
 
-    def arrive(self, i: int, grad: torch.Tensor | None) -> None:
-        """A gradient arrived that must be read at once."""
+    def arrive(
+        self, i: int, grad: torch.Tensor | None, *, at_once: bool = True
+    ) -> None:
+        """A gradient arrived; copy it now if it must be read at once."""
         self.ready.append(i)
-        self.fill(i, grad if grad is None else self.copy_now(i, grad))
+        entry: Entry = grad
+        if at_once and grad is not None:
+            entry = self.copy_now(i, grad)
+        self.fill(i, entry)
 
     def fill(self, i: int, entry: Entry) -> None:
         """The slot of parameter ``i`` is no longer pending."""

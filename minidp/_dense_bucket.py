@@ -9,6 +9,7 @@ tie, a later backward ties it again to the same memory.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -17,6 +18,10 @@ from . import _ops
 from ._bucket import Bucket, BucketState
 from ._countdown import Entry, Mark, is_copied_at_once
 from ._layout import BucketPlan
+
+# For map(): these run once per gradient.
+_dtype = attrgetter("dtype")
+_numel = torch.Tensor.numel
 
 
 class DenseBucket(Bucket):
@@ -48,6 +53,9 @@ class DenseBucket(Bucket):
             values.as_strided(slot.shape, slot.stride, slot.offset)
             for slot in plan.slots
         ]
+        self._numels = [slot.numel for slot in plan.slots]
+        self._dtypes = {plan.dtype}
+        self._is_row = all(view.dim() == 1 for view in self.views)
         self._runs = self._small_runs()
         self._small_numel = sum(run.numel() for run in self._runs)
         start = self.buffer.data_ptr()
@@ -147,8 +155,11 @@ class DenseBucket(Bucket):
             return
         scale = 1.0 / divisor
         if len(grads) == len(self.views):
-            _ops.flatten(views, grads, scale, [self._values])
-        elif sum(map(torch.Tensor.numel, views)) == self._small_numel:
+            if self._is_row:
+                _ops.flatten_row(self._values, grads, scale)
+            else:
+                _ops.flatten(views, grads, scale, [self._values])
+        elif sum(map(_numel, views)) == self._small_numel:
             _ops.flatten(views, grads, scale, self._runs)
         else:
             for view, grad in zip(views, grads, strict=True):
@@ -156,10 +167,9 @@ class DenseBucket(Bucket):
 
     def _check(self, views: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """A copy would convert or broadcast without a word."""
-        numels = map(torch.Tensor.numel, views)
-        if not (
-            {grad.dtype for grad in grads} <= {self.plan.dtype}
-            and list(map(torch.Tensor.numel, grads)) == list(numels)
+        numels = self._numels if views is self.views else list(map(_numel, views))
+        if not set(map(_dtype, grads)) <= self._dtypes or (
+            list(map(_numel, grads)) != numels
         ):
             self._name_misfit(views, grads)
 

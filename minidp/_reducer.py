@@ -30,7 +30,7 @@ from ._autograd import (
     queue_final_callback,
 )
 from ._bucket import BucketState
-from ._countdown import Countdown, Mark
+from ._countdown import Countdown, Mark, is_copied_at_once
 from ._expectation import expectation_for
 from ._ledger import Ledger
 from ._phase import Phase, PhaseBox
@@ -187,7 +187,8 @@ class Reducer:
             number = self.pipeline.layout.bucket_of[i]
             first = countdown.pending[number] == countdown.num_slots[number]
             self.pipeline.record_arrival(i, first=first)
-            countdown.arrive(i, self.params[i].grad)
+            at_once = entry is Mark.TRACED or is_copied_at_once(self.params[i])
+            countdown.arrive(i, self.params[i].grad, at_once=at_once)
         elif (
             i in self._absent
             and self.pipeline.bucket_of(i).state is BucketState.FILLING

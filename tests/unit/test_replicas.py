@@ -81,6 +81,7 @@ BUILD = {
     "static_graph": lambda r: (Module(a=param(2)), {"static_graph": r == 1}),
     "caps": lambda r: (Module(a=param(2)), {"bucket_cap_mb": 1 + r}),
     "buffers": lambda r: (Module(a=param(2)), {"forward_sync_buffers": r == 1}),
+    "initial buffers": lambda r: (Module(a=param(2)), {"broadcast_buffers": r == 1}),
 }
 
 EXPECTED = {
@@ -124,8 +125,10 @@ EXPECTED = {
     "caps": "Expected option bucket caps (bytes): BucketCaps(first_bytes=1048576, "
     "rest_bytes=1048576, list_bytes=()) (rank 0); found on rank 1: "
     "BucketCaps(first_bytes=2097152, rest_bytes=2097152, list_bytes=()).",
-    "buffers": "Expected option module buffers are broadcast: (True, False) (rank 0); "
-    "found on rank 1: (True, True).",
+    "buffers": "Expected option module buffers are broadcast before forwards: False "
+    "(rank 0); found on rank 1: True.",
+    "initial buffers": "Expected option module buffers are broadcast at construction: "
+    "False (rank 0); found on rank 1: True.",
 }
 
 
