@@ -16,6 +16,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _bucket         what they share: lifecycle, launch, wait
         _autograd       grad hooks, final callback, graph walk
         _countdown      what has arrived: the state that grad hooks touch
+        _watch          a failed collective gets rank, place and remedy
         _used_map       which parameters were used on any rank
         _collectives    the only caller of torch.distributed
     L1  _layout         parameters -> buckets -> slots, as integers

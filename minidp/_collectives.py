@@ -7,7 +7,7 @@ order. Ranks are group ranks throughout; the root is group rank 0.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -149,14 +149,22 @@ def broadcast_coalesced(
     members.sort(key=lambda t: (str(t.device), -t.element_size()))
     in_flight: list[Message] = []
     with torch.no_grad(), _unsafe_preserve_version_counter(tuple(members)):
-        for _, neighbours in itertools.groupby(members, key=lambda t: t.device):
-            part = list(neighbours)
-            for chunk in chunks_by_bytes([t.nbytes for t in part], message_bytes):
-                if len(in_flight) == MAX_IN_FLIGHT:
-                    in_flight.pop(0).unpack()
-                in_flight.append(Message([part[i] for i in chunk], group))
+        for part in _parts(members, message_bytes):
+            if len(in_flight) == MAX_IN_FLIGHT:
+                in_flight.pop(0).unpack()
+            in_flight.append(Message(part, group))
         for message in in_flight:
             message.unpack()
+
+
+def _parts(
+    members: list[torch.Tensor], message_bytes: int
+) -> Iterator[list[torch.Tensor]]:
+    """Neighbours on one device, about ``message_bytes`` at a time."""
+    for _, neighbours in itertools.groupby(members, key=lambda t: t.device):
+        part = list(neighbours)
+        for chunk in chunks_by_bytes([t.nbytes for t in part], message_bytes):
+            yield [part[i] for i in chunk]
 
 
 class Message:

@@ -40,7 +40,7 @@ class Mark(Enum):
 
     CLOSED = "closed"  # no reduction is open: the hook asks the reducer
     UNSET = "unset"  # open, this gradient has not arrived: the everyday case
-    TRACED = "traced"  # as UNSET, but the reducer records the time
+    TRACED = "traced"  # as UNSET, but the reducer takes it: records, copies at once
     COPIED = "copied"  # arrived, and already in its slot
     COUNTING = "counting"  # static graph's first backward: hooks are only counted
     REPEATS = "repeats"  # static graph: arrives more than once, not complete yet
@@ -120,20 +120,27 @@ class Countdown:
             entry if has_arrived(entry) else Mark.CLOSED for entry in self.entries
         ]
 
-    def resume(self, mark: Mark) -> None:
+    def resume(self) -> None:
         """Another backward goes on where the last one ended."""
         self.entries[:] = [
-            mark if entry is Mark.CLOSED else entry for entry in self.entries
+            Mark.TRACED if entry is Mark.CLOSED else entry for entry in self.entries
         ]
+
+    def is_first(self, i: int) -> bool:
+        """Whether the bucket of parameter ``i`` has no gradient yet."""
+        bucket = self.bucket_of[i]
+        return self.pending[bucket] == self.num_slots[bucket]
 
     def missing(self) -> list[int]:
         """Parameter indices whose slots are still pending."""
         return [i for i, entry in enumerate(self.entries) if not has_arrived(entry)]
 
-    def not_ready(self) -> list[int]:
-        """Parameter indices that did not arrive, filled in or not."""
+    def not_ready(self, bucket: int | None = None) -> list[int]:
+        """Parameter indices (of one bucket) that did not arrive, filled in or not."""
         arrived = set(self.ready)
-        return [i for i in range(len(self.entries)) if i not in arrived]
+        everyone = range(len(self.entries))
+        among = [i for i in everyone if bucket is None or self.bucket_of[i] == bucket]
+        return [i for i in among if i not in arrived]
 
     def used(self) -> set[int]:
         """Parameter indices that arrived with a gradient."""

@@ -56,26 +56,12 @@ class DenseBucket(Bucket):
         self._numels = [slot.numel for slot in plan.slots]
         self._dtypes = {plan.dtype}
         self._is_row = all(view.dim() == 1 for view in self.views)
-        self._runs = self._small_runs()
+        self._runs = _small_runs(plan, self.params, values)
         self._small_numel = sum(run.numel() for run in self._runs)
         start = self.buffer.data_ptr()
         self._addresses = range(start, start + self.buffer.nbytes)
         self._saved: dict[int, torch.Tensor] = {}
         self._tracked: dict[int, torch.Tensor] = {}
-
-    def _small_runs(self) -> list[torch.Tensor]:
-        """The buffer without the slots that `copy_now` fills, as 1D pieces."""
-        runs = []
-        start = end = 0
-        for slot, param in zip(self.plan.slots, self.params, strict=True):
-            if is_copied_at_once(param):
-                if end > start:
-                    runs.append(self._values[start:end])
-                start = slot.offset + slot.numel
-            end = slot.offset + slot.numel
-        if end > start:
-            runs.append(self._values[start:end])
-        return runs
 
     def _payload(self) -> torch.Tensor:
         return self.buffer
@@ -237,3 +223,18 @@ class DenseBucket(Bucket):
                 with torch.no_grad():
                     views[param].copy_(grad)
                 param.grad = views[param]
+
+
+def _small_runs(
+    plan: BucketPlan, params: Sequence[torch.Tensor], values: torch.Tensor
+) -> list[torch.Tensor]:
+    """The buffer without the slots that `copy_now` fills, as 1D pieces."""
+    runs = []
+    start = end = 0
+    for slot, param in zip(plan.slots, params, strict=True):
+        if is_copied_at_once(param):
+            runs.append(values[start:end])
+            start = slot.offset + slot.numel
+        end = slot.offset + slot.numel
+    runs.append(values[start:end])
+    return [run for run in runs if run.numel() > 0]

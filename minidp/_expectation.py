@@ -18,6 +18,7 @@ from torch.autograd.graph import Node
 
 from ._autograd import unreachable
 from ._countdown import Mark
+from .config import ReducerConfig
 from .errors import GraphChangedError, MarkedTwiceError, MiniDPError, explain
 
 
@@ -178,10 +179,10 @@ class StaticGraph(EveryParameter):
         )
 
 
-def expectation_for(
-    num_params: int, *, find_unused: bool, static_graph: bool
-) -> EveryParameter:
-    """The mode that the constructor's arguments ask for; static graph wins."""
-    if static_graph:
+def expectation_for(num_params: int, config: ReducerConfig) -> EveryParameter:
+    """The mode that the options ask for; static graph wins."""
+    if config.static_graph:
         return StaticGraph(num_params)
-    return FindUnused(num_params) if find_unused else EveryParameter(num_params)
+    if config.find_unused_parameters:
+        return FindUnused(num_params)
+    return EveryParameter(num_params)

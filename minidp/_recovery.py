@@ -48,7 +48,7 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     """
     pipeline = reducer.pipeline
     group = pipeline.group
-    mine = json.dumps([pipeline.launched_count, pipeline.collective_failed])
+    mine = json.dumps([pipeline.launched_count, pipeline.watch.has_failed])
     reports = _exchange(group_store(group, key), mine, group)
     counts = {count for count, _ in reports}
     failed = any(has_failed for _, has_failed in reports)

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from . import _layout
 from ._autograd import (
     NO_TASK,
     GradHooks,
@@ -29,9 +28,9 @@ from ._autograd import (
     probe_outputs,
     queue_final_callback,
 )
-from ._bucket import BucketState
 from ._countdown import Countdown, Mark, is_copied_at_once
 from ._expectation import expectation_for
+from ._layout import ParamSpec
 from ._ledger import Ledger
 from ._phase import Phase, PhaseBox
 from ._pipeline import Pipeline
@@ -72,31 +71,18 @@ class Reducer:
     def __init__(
         self,
         params: Sequence[torch.nn.Parameter],
-        specs: Sequence[_layout.ParamSpec],
+        specs: Sequence[ParamSpec],
         config: ReducerConfig,
         group: ProcessGroup,
     ) -> None:
         self.params = tuple(params)
-        self.specs = tuple(specs)
         self.names = tuple(spec.name for spec in specs)
         self.rank = group.rank()
         self.phase = PhaseBox()
         self.ledger = Ledger()
         self.has_rebuilt = False
-        self._config = config
-        self._expected = expectation_for(
-            len(params),
-            find_unused=config.find_unused_parameters,
-            static_graph=config.static_graph,
-        )
-        limits = config.caps.initial_limits(one_bucket=config.starts_with_one_bucket)
-        self.pipeline = Pipeline(
-            self.params,
-            self.specs,
-            _layout.initial_layout(specs, limits),
-            group,
-            as_view=config.gradient_as_bucket_view,
-        )
+        self.pipeline = Pipeline(self.params, specs, config, group)
+        self._expected = expectation_for(len(params), config)
         self._countdown = Countdown(
             len(params),
             _weakly(self._on_full),
@@ -123,14 +109,11 @@ class Reducer:
 
     def rebuild_if_due(self) -> None:
         """Collective: adopt the layout that follows rank 0's ready order, once."""
-        if self._ready_order is None:
-            return
-        limits = self._config.caps.rebuilt_limits()
-        mine = _layout.rebuilt_layout(self.specs, limits, self._ready_order)
-        self._ready_order = None
-        self.has_rebuilt = True
-        self.pipeline.adopt(self.pipeline.agree_on(mine, self.specs))
-        self._countdown.adopt(self.pipeline.buckets)
+        if self._ready_order is not None:
+            order, self._ready_order = self._ready_order, None
+            self.has_rebuilt = True
+            self.pipeline.rebuild(order)
+            self._countdown.adopt(self.pipeline.buckets)
 
     def missing_names(self) -> list[str]:
         """Parameters whose gradients an open or paused reduction still lacks."""
@@ -141,17 +124,16 @@ class Reducer:
     @_failing
     def _on_unusual(self, i: int) -> None:
         """A grad hook fired, and its entry was not UNSET."""
-        phase = self.phase.now
-        if phase in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
+        if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
             if self.params[i].grad is not None:
                 self.ledger.note_local(i)
             return
         with self._lock:
-            if phase is Phase.ARMED:
+            if self.phase.now is Phase.ARMED:
                 self._open()
-            elif phase is Phase.PENDING:
+            elif self.phase.now is Phase.PENDING:
                 self.phase.enter(Phase.REDUCING)
-                self._countdown.resume(self._everyday_mark())
+                self._countdown.resume()
                 self._expect_end()
             self._mark(i)
 
@@ -159,7 +141,8 @@ class Reducer:
         """The first gradient of a synchronised backward is here."""
         self.phase.enter(Phase.REDUCING)
         self.pipeline.start()
-        marks = self._expected.marks(self._everyday_mark())
+        is_traced = self.pipeline.tracer.is_on
+        marks = self._expected.marks(Mark.TRACED if is_traced else Mark.UNSET)
         for i in self._hooks.shared():
             marks[i] = Mark.TRACED if marks[i] is Mark.UNSET else marks[i]
         self._countdown.open(marks)
@@ -170,9 +153,6 @@ class Reducer:
         for i in absent:
             self._countdown.fill(i, self.params[i].grad)
 
-    def _everyday_mark(self) -> Mark:
-        return Mark.UNSET if self.pipeline.recorder is None else Mark.TRACED
-
     def _mark(self, i: int) -> None:
         """Account for an arrival that the grad hook did not settle itself."""
         countdown, entry = self._countdown, self._countdown.entries[i]
@@ -182,17 +162,15 @@ class Reducer:
                 self.ledger.used_locally.add(i)
         elif entry is Mark.REPEATS:
             if self._expected.is_last_but_one(i):
-                countdown.entries[i] = self._everyday_mark()
+                countdown.entries[i] = Mark.TRACED
         elif entry is Mark.UNSET or entry is Mark.TRACED:
-            number = self.pipeline.layout.bucket_of[i]
-            first = countdown.pending[number] == countdown.num_slots[number]
-            self.pipeline.record_arrival(i, first=first)
+            self.pipeline.tracer.note(Moment.PARAM_READY, i)
+            if countdown.is_first(i):
+                bucket = self.pipeline.layout.bucket_of[i]
+                self.pipeline.tracer.note(Moment.FIRST_GRADIENT, bucket)
             at_once = entry is Mark.TRACED or is_copied_at_once(self.params[i])
             countdown.arrive(i, self.params[i].grad, at_once=at_once)
-        elif (
-            i in self._absent
-            and self.pipeline.bucket_of(i).state is BucketState.FILLING
-        ):
+        elif i in self._absent and self.pipeline.is_filling(i):
             # Thought to be out of reach, but its bucket still waits: take it.
             self._absent.discard(i)
             countdown.entries[i] = self.params[i].grad
@@ -203,13 +181,11 @@ class Reducer:
     @_failing
     def _on_full(self, number: int) -> None:
         """The last gradient of a bucket is here."""
-        self.pipeline.record(Moment.FULL, number)
+        self.pipeline.tracer.note(Moment.FULL, number)
         bucket = self.pipeline.buckets[number]
         undecided: Collection[int] = ()
         if self._expected.may_miss:
-            arrived = set(self._countdown.ready)
-            positions = enumerate(bucket.plan.indices)
-            undecided = {k for k, i in positions if i not in arrived}
+            undecided = {bucket.position[i] for i in self._countdown.not_ready(number)}
         entries = self._countdown.of_bucket(number)
         bucket.flatten(entries, self.pipeline.divisor, undecided)
         with self._lock:

@@ -204,7 +204,7 @@ class DataParallel(nn.Module):
 
     def _broadcast_module_buffers(self) -> None:
         self._collect_module_buffers()  # some may have been re-assigned or added
-        with self._reducer.pipeline.watching("broadcasting module buffers"):
+        with self._reducer.pipeline.watch.over("broadcasting module buffers"):
             _replicas.broadcast_module_buffers(self.modules_buffers, self.process_group)
 
     # -- synchronisation ---------------------------------------------------------------
@@ -271,7 +271,7 @@ class DataParallel(nn.Module):
 
     def set_recorder(self, recorder: Recorder | None) -> None:
         """Let ``recorder`` receive the moments of every backward; None stops it."""
-        self._reducer.pipeline.recorder = recorder
+        self._reducer.pipeline.tracer.recorder = recorder
 
     # -- copies ------------------------------------------------------------------------
 

@@ -74,3 +74,21 @@ class Recorder:
 
     def __len__(self) -> int:
         return len(self._events)
+
+
+class Tracer:
+    """What the pipeline holds: tells a recorder, if there is one."""
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+        self.backward = 0  # number of the synchronised backward
+
+    @property
+    def is_on(self) -> bool:
+        """Whether somebody listens."""
+        return self.recorder is not None
+
+    def note(self, moment: Moment, index: int, *_future: object) -> None:
+        """Pass a moment on (the last argument is for futures' callbacks)."""
+        if self.recorder is not None:
+            self.recorder.record(moment, index, self.backward)

@@ -95,7 +95,7 @@ def test_pause_lets_hooks_ask_and_resume_goes_on(countdown, log):
     countdown.pause()
     assert countdown.entries == [Mark.COPIED, Mark.CLOSED, Mark.CLOSED]
     assert countdown.missing() == [1, 2]
-    countdown.resume(Mark.TRACED)
+    countdown.resume()
     assert countdown.entries == [Mark.COPIED, Mark.TRACED, Mark.TRACED]
     assert countdown.pending == [1, 1]
     countdown.arrive(2, torch.ones(1))
@@ -144,7 +144,7 @@ def test_hooks_may_hold_on_to_the_lists(countdown):
     countdown.open([Mark.UNSET] * 3)
     countdown.arrive(0, None)
     countdown.pause()
-    countdown.resume(Mark.UNSET)
+    countdown.resume()
     countdown.close()
     for name, old in zip(lists, before, strict=True):
         assert getattr(countdown, name) is old, name

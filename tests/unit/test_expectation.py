@@ -13,6 +13,7 @@ from minidp._expectation import (
     StaticGraph,
     expectation_for,
 )
+from minidp.config import BucketCaps, ReducerConfig
 from minidp.errors import GraphChangedError, MarkedTwiceError
 
 FLAGS = (
@@ -38,7 +39,14 @@ def flags(mode):
     ],
 )
 def test_modes(find_unused, static_graph, kind):
-    mode = expectation_for(2, find_unused=find_unused, static_graph=static_graph)
+    mode = expectation_for(
+        2,
+        ReducerConfig(
+            BucketCaps(1, 1),
+            find_unused_parameters=find_unused,
+            static_graph=static_graph,
+        ),
+    )
     assert type(mode) is kind
 
 
