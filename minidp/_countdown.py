@@ -70,6 +70,7 @@ class Countdown:
         "bucket_of",
         "copy_now",
         "entries",
+        "filled",
         "num_slots",
         "on_full",
         "on_unusual",
@@ -90,6 +91,7 @@ class Countdown:
         self.copy_now = copy_now
         self.entries: list[Entry] = [Mark.CLOSED] * num_params
         self.ready: list[int] = []  # parameter indices, in order of arrival
+        self.filled: set[int] = set()  # parameter indices that did not arrive
         self.bucket_of: list[int] = [0] * num_params
         self.pending: list[int] = []  # per bucket
         self.written_on: list[set[int]] = []  # CUDA streams, per bucket
@@ -108,6 +110,7 @@ class Countdown:
         """Start a backward."""
         self.pending[:] = self.num_slots
         self.ready.clear()
+        self.filled.clear()
         self.entries[:] = entries
 
     def close(self) -> None:
@@ -135,13 +138,6 @@ class Countdown:
         """Parameter indices whose slots are still pending."""
         return [i for i, entry in enumerate(self.entries) if not has_arrived(entry)]
 
-    def not_ready(self, bucket: int | None = None) -> list[int]:
-        """Parameter indices (of one bucket) that did not arrive, filled in or not."""
-        arrived = set(self.ready)
-        everyone = range(len(self.entries))
-        among = [i for i in everyone if bucket is None or self.bucket_of[i] == bucket]
-        return [i for i in among if i not in arrived]
-
     def used(self) -> set[int]:
         """Parameter indices that arrived with a gradient."""
         return {i for i in self.ready if self.entries[i] is not None}
@@ -161,6 +157,17 @@ class Countdown:
         if at_once and grad is not None:
             entry = self.copy_now(i, grad)
         self.fill(i, entry)
+
+    def arrive_after_all(self, i: int, grad: torch.Tensor | None) -> None:
+        """A gradient arrived whose slot was filled, but is not reduced yet."""
+        self.filled.discard(i)
+        self.entries[i] = grad
+        self.ready.append(i)
+
+    def fill_missing(self, i: int, grad: torch.Tensor | None) -> None:
+        """A parameter that does not arrive contributes its present ``.grad``."""
+        self.filled.add(i)
+        self.fill(i, grad)
 
     def fill(self, i: int, entry: Entry) -> None:
         """The slot of parameter ``i`` is no longer pending."""

@@ -25,7 +25,6 @@ from .errors import GraphChangedError, MarkedTwiceError, MiniDPError, explain
 class EveryParameter:
     """Default: every parameter exactly once per reduction."""
 
-    may_miss = False  # a finished reduction may lack arrivals
     completes_at_end = False  # what is missing is filled in when the backward ends
     shares_used_map = False  # ranks tell each other which parameters they used
     map_goes_first = False  # ... before the buckets (torch's order, static graph)
@@ -87,7 +86,6 @@ class FindUnused(EveryParameter):
     out of reach again.
     """
 
-    may_miss = True
     completes_at_end = True
     shares_used_map = True
     keeps_ready_order = False
@@ -116,8 +114,6 @@ class FindUnused(EveryParameter):
 
 class StaticGraph(EveryParameter):
     """``static_graph=True``: the first backward counts, later ones follow."""
-
-    may_miss = True
 
     def __init__(self, num_params: int) -> None:
         super().__init__(num_params)

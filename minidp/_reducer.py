@@ -95,7 +95,6 @@ class Reducer:
         self._lock = threading.RLock()  # CUDA runs one autograd thread per device
         self._probed_task = NO_TASK
         self._ready_order: list[int] | None = None
-        self._absent: set[int] = set()
 
     # -- around a forward --------------------------------------------------------------
 
@@ -148,10 +147,8 @@ class Reducer:
         self._countdown.open(marks)
         if self._probed_task == NO_TASK:
             self._expect_end()
-        absent = self._expected.absent()
-        self._absent = set(absent)
-        for i in absent:
-            self._countdown.fill(i, self.params[i].grad)
+        for i in self._expected.absent():
+            self._countdown.fill_missing(i, self.params[i].grad)
 
     def _mark(self, i: int) -> None:
         """Account for an arrival that the grad hook did not settle itself."""
@@ -170,11 +167,9 @@ class Reducer:
                 self.pipeline.tracer.note(Moment.FIRST_GRADIENT, bucket)
             at_once = entry is Mark.TRACED or is_copied_at_once(self.params[i])
             countdown.arrive(i, self.params[i].grad, at_once=at_once)
-        elif i in self._absent and self.pipeline.is_filling(i):
+        elif i in countdown.filled and self.pipeline.is_filling(i):
             # Thought to be out of reach, but its bucket still waits: take it.
-            self._absent.discard(i)
-            countdown.entries[i] = self.params[i].grad
-            countdown.ready.append(i)
+            countdown.arrive_after_all(i, self.params[i].grad)
         else:
             raise self._expected.twice(self.rank, self.names[i])
 
@@ -183,9 +178,8 @@ class Reducer:
         """The last gradient of a bucket is here."""
         self.pipeline.tracer.note(Moment.FULL, number)
         bucket = self.pipeline.buckets[number]
-        undecided: Collection[int] = ()
-        if self._expected.may_miss:
-            undecided = {bucket.position[i] for i in self._countdown.not_ready(number)}
+        filled = self._countdown.filled
+        undecided = {bucket.position[i] for i in filled if i in bucket.position}
         entries = self._countdown.of_bucket(number)
         bucket.flatten(entries, self.pipeline.divisor, undecided)
         with self._lock:
@@ -224,13 +218,13 @@ class Reducer:
             if self._expected.map_goes_first:
                 self._launch_used_map()
             for i in self._countdown.missing():
-                self._countdown.fill(i, self.params[i].grad)
+                self._countdown.fill_missing(i, self.params[i].grad)
 
     @_failing
     def _finalize(self) -> None:
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
-            missing = self._countdown.not_ready() if self._expected.may_miss else []
+            missing = sorted(self._countdown.filled)
             untouched: Collection[int] = self._expected.kept
             if self._expected.shares_used_map:
                 untouched = self.pipeline.unused_everywhere().intersection(missing)

@@ -72,20 +72,23 @@ def test_a_gradient_may_be_copied_on_arrival(countdown):
 
 def test_filled_slots_are_no_arrivals(countdown, log):
     countdown.open([Mark.UNSET] * 3)
-    countdown.fill(1, None)
+    countdown.fill_missing(1, None)
     assert log == [("full", 1)]
     assert countdown.ready == []
     assert countdown.missing() == [0, 2]
-    assert countdown.not_ready() == [0, 1, 2]
+    assert countdown.filled == {1}
+    countdown.arrive_after_all(1, torch.ones(1))
+    assert countdown.ready == [1]
+    assert countdown.filled == set()
 
 
 def test_used_means_arrived_with_a_gradient(countdown):
     countdown.open([Mark.UNSET] * 3)
     countdown.arrive(0, None)
-    countdown.fill(1, torch.ones(1))
+    countdown.fill_missing(1, torch.ones(1))
     countdown.arrive(2, torch.ones(1))
     assert countdown.used() == {2}
-    assert countdown.not_ready() == [1]
+    assert countdown.filled == {1}
     assert countdown.missing() == []
 
 

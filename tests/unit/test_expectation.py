@@ -17,7 +17,6 @@ from minidp.config import BucketCaps, ReducerConfig
 from minidp.errors import GraphChangedError, MarkedTwiceError
 
 FLAGS = (
-    "may_miss",
     "completes_at_end",
     "shares_used_map",
     "map_goes_first",
@@ -51,12 +50,12 @@ def test_modes(find_unused, static_graph, kind):
 
 
 def test_flags_of_each_mode():
-    assert flags(EveryParameter(1)) == (False, False, False, False, True)
-    assert flags(FindUnused(1)) == (True, True, True, False, False)
+    assert flags(EveryParameter(1)) == (False, False, False, True)
+    assert flags(FindUnused(1)) == (True, True, False, False)
     static = StaticGraph(1)
-    assert flags(static) == (True, True, True, True, False)  # first backward
+    assert flags(static) == (True, True, True, False)  # first backward
     static.ended([], ())
-    assert flags(static) == (True, False, False, False, True)
+    assert flags(static) == (False, False, False, True)
 
 
 @pytest.mark.parametrize("everyday", [Mark.UNSET, Mark.TRACED])
