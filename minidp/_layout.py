@@ -52,6 +52,8 @@ class ParamSpec:
     @property
     def is_dense(self) -> bool:
         """Whether the strides cover a block of memory without holes or overlap."""
+        if self.numel == 0:
+            return True
         expected = 1
         dims = [(st, n) for st, n in zip(self.stride, self.shape, strict=True) if n > 1]
         for step, length in sorted(dims):

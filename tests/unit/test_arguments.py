@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel, _arguments
 from minidp._arguments import examine, move_inputs
+from tests.support.oracle import skip_unless_torch_takes
 
 
 class Scale(nn.Module):
@@ -170,6 +171,7 @@ ids = [str(options) for _, options, *_ in STRICTER_THAN_TORCH]
     ("build", "options", "ours", "theirs"), STRICTER_THAN_TORCH, ids=ids
 )
 def test_difference_stricter_than_torch(lone_group, build, options, ours, theirs):
+    skip_unless_torch_takes(options)
     assert type(error_of(DataParallel, build, options)) is ours
     found = error_of(DistributedDataParallel, build, options)
     assert isinstance(found, theirs or type(None))
@@ -191,11 +193,13 @@ ACCEPTED_BY_BOTH = [
 
 @pytest.mark.parametrize("options", ACCEPTED_BY_BOTH, ids=str)
 def test_torch_accepts_it_too(lone_group, options):
+    skip_unless_torch_takes(options)
     assert error_of(DistributedDataParallel, Scale, options) is None
     assert error_of(DataParallel, Scale, options) is None
 
 
 def test_signature_is_torchs_with_one_option_more():
+    skip_unless_torch_takes(["batched_grad_copy", "forward_sync_buffers"])
     theirs = list(inspect.signature(DistributedDataParallel).parameters.values())
     *ours, extra = inspect.signature(DataParallel).parameters.values()
     assert [(p.name, p.default, p.kind) for p in ours] == [
@@ -337,6 +341,7 @@ def test_difference_group_comes_before_the_delayed_arguments(lone_group, mesh):
     ids=str,
 )
 def test_buffer_flags_are_torchs(lone_group, options, warns):
+    skip_unless_torch_takes(["forward_sync_buffers"])
     flags = []
     for wrap in (DistributedDataParallel, DataParallel):
         with warnings.catch_warnings(record=True) as caught:
