@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import fields, is_dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from ._streams import raw_stream
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-GradHook = Callable[[Any, Any], None]
+SharedHook = Callable[[int, Any, Any], None]  # index, grad_inputs, grad_outputs
 NO_TASK = -1
 
 
@@ -55,10 +56,15 @@ class GradHooks:
         self.nodes: list[Node] = []
         self._handles: list[RemovableHandle] = []
         self._dicts: list[Sized] = []  # all Python hooks of each node
+        params = tuple(params)
+        small, large = _small_hook(params, countdown), _large_hook(params, countdown)
         for i, param in enumerate(params):
+            hook = large if is_copied_at_once(param) else small
+            if param.is_cuda:
+                hook = _noting_stream(params, countdown, hook)
             with torch.enable_grad():
                 node = get_gradient_edge(param).node
-            handle = node.register_hook(_make_hook(i, param, countdown))
+            handle = node.register_hook(MethodType(hook, i))
             self.nodes.append(node)
             self._handles.append(handle)
             hooks = handle.hooks_dict_ref()
@@ -79,70 +85,56 @@ class GradHooks:
         self.nodes.clear()
 
 
-def _make_hook(i: int, param: torch.nn.Parameter, countdown: Countdown) -> GradHook:
-    """The hook of one parameter, by device and size."""
-    if is_copied_at_once(param):
-        hook = _make_large_hook(i, param, countdown)
-    else:
-        hook = _make_small_hook(i, param, countdown)
-    return _noting_stream(i, param, countdown, hook) if param.is_cuda else hook
-
-
-def _make_small_hook(
-    i: int, param: torch.nn.Parameter, countdown: Countdown
-) -> GradHook:
+def _small_hook(params: Sequence[torch.Tensor], countdown: Countdown) -> SharedHook:
     """The hot path, once per parameter and backward.
 
     It does what `Countdown.fill` does, spelled out and with everything bound
-    beforehand, because here each call and each attribute counts.
+    beforehand, because here each call and each attribute counts. One function serves
+    all parameters (bound to the index as a method is to its object): a closure per
+    parameter would miss the cache at every gradient.
     """
-    entries, pending, bucket_of = (
-        countdown.entries,
-        countdown.pending,
-        countdown.bucket_of,
-    )
-    note_ready = countdown.ready.append
+    entries, pending = countdown.entries, countdown.pending
+    bucket_of, note_ready = countdown.bucket_of, countdown.ready.append
+    on_unusual, on_full = countdown.on_unusual, countdown.on_full
     unset = Mark.UNSET
 
-    def grad_hook(_grad_inputs: Any, _grad_outputs: Any) -> None:
+    def grad_hook(i: int, _grad_inputs: Any, _grad_outputs: Any) -> None:
         if entries[i] is not unset:
-            countdown.on_unusual(i)
+            on_unusual(i)
             return
-        entries[i] = param.grad
+        entries[i] = params[i].grad
         note_ready(i)
         bucket = bucket_of[i]
         pending[bucket] = left = pending[bucket] - 1
         if not left:
-            countdown.on_full(bucket)
+            on_full(bucket)
 
     return grad_hook
 
 
-def _make_large_hook(
-    i: int, param: torch.nn.Parameter, countdown: Countdown
-) -> GradHook:
+def _large_hook(params: Sequence[torch.Tensor], countdown: Countdown) -> SharedHook:
     """For gradients that are copied while they are still in cache."""
     entries = countdown.entries
 
-    def grad_hook(_grad_inputs: Any, _grad_outputs: Any) -> None:
+    def grad_hook(i: int, _grad_inputs: Any, _grad_outputs: Any) -> None:
         if entries[i] is not Mark.UNSET:
             countdown.on_unusual(i)
         else:
-            countdown.arrive(i, param.grad)
+            countdown.arrive(i, params[i].grad)
 
     return grad_hook
 
 
 def _noting_stream(
-    i: int, param: torch.nn.Parameter, countdown: Countdown, hook: GradHook
-) -> GradHook:
+    params: Sequence[torch.Tensor], countdown: Countdown, hook: SharedHook
+) -> SharedHook:
     """On CUDA: also note the stream that wrote the gradient."""
     written_on, bucket_of = countdown.written_on, countdown.bucket_of
-    device_index = param.device.index
+    devices = [param.device.index for param in params]
 
-    def grad_hook(grad_inputs: Any, grad_outputs: Any) -> None:
-        written_on[bucket_of[i]].add(raw_stream(device_index))
-        hook(grad_inputs, grad_outputs)
+    def grad_hook(i: int, grad_inputs: Any, grad_outputs: Any) -> None:
+        written_on[bucket_of[i]].add(raw_stream(devices[i]))
+        hook(i, grad_inputs, grad_outputs)
 
     return grad_hook
 

@@ -21,6 +21,8 @@ from ._layout import BucketPlan
 
 # For map(): these run once per gradient.
 _dtype = attrgetter("dtype")
+_layout_of = attrgetter("layout")
+_data_ptr = torch.Tensor.data_ptr
 _numel = torch.Tensor.numel
 
 
@@ -38,17 +40,8 @@ class DenseBucket(Bucket):
     ) -> None:
         super().__init__(plan, params, names, rank)
         self._as_view = as_view
-        is_complex = plan.dtype.is_complex
-        # Complex gradients travel as interleaved reals: backends cannot add complex.
-        self.buffer = torch.empty(  # 1D
-            plan.numel * (2 if is_complex else 1),
-            dtype=plan.dtype.to_real() if is_complex else plan.dtype,
-            device=plan.device,
-        )
-        values = self.buffer
-        if is_complex:
-            values = torch.view_as_complex(self.buffer.view(-1, 2))
-        self._values = values  # 1D, in the parameters' dtype
+        self.buffer, values = _allocate(plan)  # 1D both, the same memory
+        self._values = values
         self.views = [  # ND each
             values.as_strided(slot.shape, slot.stride, slot.offset)
             for slot in plan.slots
@@ -74,6 +67,13 @@ class DenseBucket(Bucket):
             and grad.data_ptr() in self._addresses
         )
 
+    def _owns_any(self, grads: Sequence[torch.Tensor]) -> bool:
+        if not self._as_view:
+            return False
+        if set(map(_layout_of, grads)) != {torch.strided}:
+            return True  # only strided tensors have an address: look at each
+        return any(map(self._addresses.__contains__, map(_data_ptr, grads)))
+
     def copy_now(self, k: int, grad: torch.Tensor, divisor: int) -> Entry:
         """Copy, unless `flatten` has to look at this gradient first."""
         view = self.views[k]
@@ -96,10 +96,11 @@ class DenseBucket(Bucket):
     ) -> None:
         """Copy and scale what is not in the buffer yet, divide what is."""
         self.streams.gather(entries)
-        if not self._as_view and set(map(type, entries)) == {torch.Tensor}:
-            # The everyday case.
-            views, fresh = self.views, cast("list[torch.Tensor]", list(entries))
-            aliased: list[torch.Tensor] = []
+        aliased: list[torch.Tensor] = []
+        grads = cast("list[torch.Tensor]", list(entries))
+        if set(map(type, entries)) == {torch.Tensor} and not self._owns_any(grads):
+            # The everyday case: every gradient is there, and still the user's own.
+            views, fresh = self.views, grads
         else:
             views, fresh, aliased = self._sort(entries, undecided)
         self._check(views, fresh)
@@ -223,6 +224,15 @@ class DenseBucket(Bucket):
                 with torch.no_grad():
                     views[param].copy_(grad)
                 param.grad = views[param]
+
+
+def _allocate(plan: BucketPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """What travels, and the same memory in the parameters' dtype."""
+    values = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device)
+    if not plan.dtype.is_complex:
+        return values, values
+    # Complex gradients travel as interleaved reals: backends cannot add complex.
+    return torch.view_as_real(values).flatten(), values
 
 
 def _small_runs(

@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
-from minidp import _collectives
+from minidp import _bucket, _collectives, _used_map
+
+Trace = list[tuple[str, int, str]]
 
 
 @contextmanager
-def collective_trace() -> Iterator[list[tuple[str, int, str]]]:
+def collective_trace() -> Iterator[Trace]:
     """Record (operation, numel, dtype) of every collective of minidp."""
-    trace: list[tuple[str, int, str]] = []
-    module: Any = _collectives
-    real = module.dist
-
-    class Door:
-        def __getattr__(self, name: str) -> Any:
-            target = getattr(real, name)
-            if name not in ("all_reduce", "broadcast", "all_gather"):
-                return target
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                tensor = args[1] if name == "all_gather" else args[0]
-                assert isinstance(tensor, torch.Tensor)
-                trace.append((name, tensor.numel(), str(tensor.dtype)))
-                return target(*args, **kwargs)
-
-            return call
-
-    module.dist = Door()
-    try:
+    trace: Trace = []
+    # The module under another name, so that only minidp's own calls are recorded.
+    real: Any = vars(_collectives)["dist"]
+    door = mock.Mock(wraps=real)
+    door.ProcessGroup = real.ProcessGroup  # for isinstance
+    door._DEFAULT_FIRST_BUCKET_BYTES = real._DEFAULT_FIRST_BUCKET_BYTES
+    door.broadcast = _recording(trace, "broadcast", real.broadcast, 0)
+    door.all_gather = _recording(trace, "all_gather", real.all_gather, 1)
+    reduce = _recording(trace, "all_reduce", _collectives.all_reduce, 0)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(_collectives, "dist", door))
+        for module in (_bucket, _used_map):
+            stack.enter_context(mock.patch.object(module, "all_reduce", reduce))
         yield trace
-    finally:
-        module.dist = real
+
+
+def _recording(
+    trace: Trace, name: str, target: Callable[..., Any], position: int
+) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        tensor = args[position]
+        assert isinstance(tensor, torch.Tensor)
+        trace.append((name, tensor.numel(), str(tensor.dtype)))
+        return target(*args, **kwargs)
+
+    return call

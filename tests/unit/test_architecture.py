@@ -35,7 +35,7 @@ IMPORTS: dict[str, set[str]] = {
     "_streams": set(),
     "_ops": set(),
     "_layout": {"config", "errors"},
-    "_collectives": {"_layout", "errors"},
+    "_collectives": {"_layout"},
     "_used_map": {"_collectives"},
     "_watch": {"errors"},
     "_countdown": set(),
