@@ -1,0 +1,351 @@
+"""What data parallelism adds to a training step: minidp beside torch's DDP, on CPU.
+
+    python benchmarks/overhead.py                       # everything: 5 minutes
+    python benchmarks/overhead.py --cells small --seconds 5
+    python benchmarks/overhead.py --smoke               # does it run? no numbers
+
+All implementations take their steps in turn, in the same processes, on replicas of one
+model: what slows the machine down slows all of them down. Gradients are compared bit
+by bit. What each number means is in benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+import inspect
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from support.bars import Panel, Words, draw
+from support.comparison import PLAIN, Comparison, with_interval
+from support.estimates import Estimate
+from support.links import Link, why_not
+from support.nets import NETS
+from support.ranks import run_ranks
+from support.report import ROOT, header, header_table, report_console, write_json
+from support.rounds import Contest, Implementation, Plan
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import minidp
+
+FULL = Plan(seconds=30, warm_up=5, fewest=18, most=450, check_every=50)
+SMOKE = Plan(seconds=0, warm_up=3, fewest=1, most=9, check_every=5)
+# Targets. For the small model: minidp's extra time per parameter over torch's, by world
+# size. Everywhere else: the time of a step over torch's in the same mode.
+EXTRA_LIMITS = {1: 0.5, 2: 0.9}
+STEP_LIMIT = 1.03
+
+
+# -- what is measured ------------------------------------------------------------------
+
+
+def implementations(world_size: int) -> list[Implementation]:
+    """Everything that takes part, with its reference for gradients.
+
+    Minidp must reproduce torch in the same mode. Torch's other modes are compared with
+    its default only up to two ranks: they lay out buckets differently, which from
+    three ranks on changes bits. Without a wrapper nothing is averaged.
+    """
+    view = {"gradient_as_bucket_view": True}
+    unused = {"find_unused_parameters": True}
+    last_cap = {"DDP_SET_LAST_BUCKET_CAP": "1"}  # torch reads it at its rebuild
+    theirs = functools.partial(functools.partial, DistributedDataParallel)
+    ours = functools.partial(functools.partial, minidp.DataParallel)
+    same = "torch" if world_size <= 2 else None
+    everyone = [
+        Implementation(PLAIN, _no_wrapper, "torch" if world_size == 1 else None),
+        Implementation("torch", theirs(), "torch"),
+        Implementation("torch view", theirs(**view), same),
+        Implementation("torch find unused", theirs(**unused), same),
+        Implementation("torch batched copy", theirs(batched_grad_copy=True), same),
+        Implementation("torch last bucket cap", theirs(), same, last_cap),
+        Implementation("minidp", ours(), "torch"),
+        Implementation("minidp view", ours(**view), "torch view"),
+        Implementation("minidp find unused", ours(**unused), "torch find unused"),
+    ]
+    known = inspect.signature(DistributedDataParallel).parameters
+    if "batched_grad_copy" not in known:  # not in torch 2.11
+        everyone = [each for each in everyone if each.name != "torch batched copy"]
+    return everyone
+
+
+def _no_wrapper(module: nn.Module) -> nn.Module:
+    return module
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model at one world size."""
+
+    net: str
+    world_size: int
+    link: Link | None = None
+
+    @property
+    def place(self) -> str:
+        """For people."""
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return ranks + (f" on a {self.link.gbit:g} Gbit/s link" if self.link else "")
+
+    @property
+    def base(self) -> str:
+        """The implementation that all are compared with."""
+        return "torch find unused" if self.net == "unused" else "torch"
+
+    def implementations(self) -> list[Implementation]:
+        """Who takes part: with an unused layer, only who can do without a gradient."""
+        everyone = implementations(self.world_size)
+        if self.net != "unused":
+            return everyone
+        return [
+            dataclasses.replace(each, reference=each.reference and self.base)
+            for each in everyone
+            if each.name in (PLAIN, self.base, "minidp find unused")
+        ]
+
+
+def measure(cells: Sequence[Cell], plan: Plan, *, smoke: bool) -> list[Comparison]:
+    """On every rank: measure cells of one world size, one after the other."""
+    found = []
+    for cell in cells:
+        torch.manual_seed(0)
+        net = NETS[cell.net].smoke() if smoke else NETS[cell.net].full()
+        note = f"; measured rate {_link_rate():.2f} Gbit/s" if cell.link else ""
+        measured = Contest(cell.implementations(), net, plan).run()
+        title = f"{net.title}; {cell.place}"
+        found.append(Comparison(title, cell.base, measured, note))
+        gc.collect()
+    return found
+
+
+def _link_rate() -> float:
+    """Collective: Gbit/s in each direction, of an all-reduce of 16 MiB."""
+    message = torch.zeros(4 * 2**20)
+    dist.all_reduce(message[:1024])
+    start = time.perf_counter()
+    dist.all_reduce(message)  # two ranks: as many bytes travel as the message has
+    return message.nbytes * 8 / (time.perf_counter() - start) / 1e9
+
+
+# -- what it means ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One target, and whether it was met."""
+
+    what: str
+    found: Estimate
+    limit: float
+
+    @property
+    def word(self) -> str:
+        """Met, missed, or so close that the noise decides."""
+        if self.found.low <= self.limit < self.found.high:
+            return "unclear"
+        return "met" if self.found.value <= self.limit else "MISSED"
+
+    def __str__(self) -> str:
+        found = with_interval(self.found)
+        return f"{self.word:8}{found:21}  limit {self.limit:.2f}  {self.what}"
+
+
+def verdicts(cell: Cell, comparison: Comparison) -> Iterator[Verdict]:
+    """The targets of a cell."""
+    rows = comparison.rows
+    if cell.net != "small":
+        for name, row in rows.items():
+            if row.same_mode is not None:
+                yield Verdict(
+                    f"step of {name}; {comparison.title}", row.same_mode, STEP_LIMIT
+                )
+        return
+    extra = rows["minidp"].extra_ratio
+    if extra is not None and cell.world_size in EXTRA_LIMITS:
+        limit = EXTRA_LIMITS[cell.world_size]
+        yield Verdict(
+            f"extra per parameter of minidp; {comparison.title}", extra, limit
+        )
+
+
+MODES = {  # suffixes of names, and what the chart calls them
+    "": "default",
+    " view": "gradient_as_\nbucket_view",
+    " find unused": "find_unused_\nparameters",
+    " batched copy": "batched_\ngrad_copy",
+    " last bucket cap": "DDP_SET_LAST_\nBUCKET_CAP",
+}
+
+
+def chart(path: Path, results: Sequence[tuple[Cell, Comparison]], date: str) -> None:
+    """Write the bar chart: a row per world size, a column per model."""
+    panels: dict[int, list[Panel]] = {}
+    for cell, comparison in results:
+        if cell.link:
+            continue
+        rows = comparison.rows
+        bars: dict[str, dict[str, Estimate]] = {}
+        for suffix, mode in MODES.items():
+            for who in ("torch", "minidp"):
+                row = rows.get(who + suffix)
+                if row is not None and row.extra is not None:
+                    bars.setdefault(mode, {})[who] = row.extra.scaled(1e6)
+        panels.setdefault(cell.world_size, []).append(Panel(comparison.title, bars))
+    words = Words(
+        title="What data parallelism adds to forward + backward",
+        unit="extra us per parameter",
+        footnote="Median difference to no wrapper in the same round, with its 95% "
+        f"interval. CPU, Gloo on loopback, one thread per rank, {date}. "
+        f"torch {torch.__version__}.",
+    )
+    if panels:
+        draw(path, words, list(panels.values()))
+
+
+# -- the program -----------------------------------------------------------------------
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="benchmarks/README.md says what each number means.",
+    )
+    add, cells = parser.add_argument, ["small", "mlp", "transformer", "link"]
+    add(
+        "--smoke",
+        action="store_true",
+        help="tiny models and a few rounds, to see that everything runs and all "
+        "gradients are right; leaves no files unless --out is given",
+    )
+    add(
+        "--cells",
+        nargs="+",
+        choices=cells,
+        default=cells,
+        metavar="CELL",
+        help=f"what to measure, of: {', '.join(cells)} (default: all); link is a model "
+        "with an unused layer on a slow network",
+    )
+    add(
+        "--world-sizes",
+        nargs="+",
+        type=int,
+        default=[1, 2],
+        metavar="N",
+        help="numbers of ranks (default: 1 2); link always has 2",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=FULL.seconds,
+        help=f"time for each cell (default: {FULL.seconds:g})",
+    )
+    add(
+        "--gbit",
+        type=float,
+        default=2.0,
+        help="rate of the slow network, in Gbit/s (default: 2)",
+    )
+    add(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="where table, numbers and chart go (default: benchmarks/results)",
+    )
+    return parser.parse_args()
+
+
+def groups_of(args: argparse.Namespace, console: Console) -> Iterator[list[Cell]]:
+    """Cells by the rank processes they share: none in a full run."""
+    sizes = args.world_sizes
+    cells = [Cell(net, n) for net in args.cells if net != "link" for n in sizes]
+    if args.smoke:
+        groups = ([cell for cell in cells if cell.world_size == n] for n in sizes)
+        yield from filter(None, groups)
+    else:
+        yield from ([cell] for cell in cells)
+    if "link" in args.cells:
+        reason = why_not()
+        if reason:
+            console.print(f"The cell on a slow network is skipped: {reason}.\n")
+        else:
+            yield [Cell("unused", 2, Link(args.gbit))]
+
+
+def run(args: argparse.Namespace, folder: Path) -> bool:
+    """Measure, print, write; return whether all gradients were right."""
+    plan = SMOKE if args.smoke else dataclasses.replace(FULL, seconds=args.seconds)
+    console = report_console()
+    lines = header(
+        backend="gloo on the loopback device, 1 thread per rank, float32",
+        ranks=" and ".join(map(str, args.world_sizes)),
+        timed="forward and backward; not zero_grad(set_to_none=True)",
+        rounds=f"{plan.warm_up} to warm up, then {plan.seconds:g} s for each cell",
+    )
+    console.print(header_table(lines), "")
+    results: list[tuple[Cell, Comparison]] = []
+    for group in groups_of(args, console):
+        size, link = group[0].world_size, group[0].link
+        task = functools.partial(measure, smoke=args.smoke)
+        comparisons = run_ranks(task, size, group, plan, link=link)
+        for cell, comparison in zip(group, comparisons, strict=True):
+            console.print(comparison.table(), "")
+            results.append((cell, comparison))
+    found = [verdict for result in results for verdict in verdicts(*result)]
+    if not args.smoke:
+        console.print("[bold]targets[/]: ratio to torch in the same mode (95%)")
+        for verdict in found:
+            colour = {"met": "green", "MISSED": "red"}.get(verdict.word, "")
+            console.print(str(verdict), style=colour, soft_wrap=True)
+    lines["load after"] = f"{os.getloadavg()[0]:.1f} busy processes, last minute"
+    console.print("\nload after", lines["load after"])
+    wrong = [n for _, c in results for n in c.measured.wrong.values() if n]
+    if wrong:
+        console.print(
+            "Some gradients are WRONG: see the last column.", style="bold red"
+        )
+
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"overhead_cpu_{lines['date']}"
+    chart(folder / f"{stem}.png", results, lines["date"])
+    write_json(
+        folder / f"{stem}.json",
+        {
+            "header": lines,
+            "targets": [
+                {**vars(v), "found": vars(v.found), "word": v.word} for v in found
+            ],
+            "cells": [comparison.as_json() for _, comparison in results],
+        },
+    )
+    console.save_text(str(folder / f"{stem}.txt"))
+    return not wrong
+
+
+def main() -> int:
+    """Run; 1 if a gradient was wrong, whatever the targets say."""
+    args = parse()
+    with tempfile.TemporaryDirectory() as scratch:
+        if not args.smoke:
+            folder = args.out or ROOT / "benchmarks" / "results"
+        else:
+            folder = args.out or Path(scratch)
+            os.environ.setdefault("MPLCONFIGDIR", scratch)  # matplotlib's font cache
+        return 0 if run(args, folder) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

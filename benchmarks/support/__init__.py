@@ -1,0 +1,11 @@
+"""What several benchmarks share; no benchmark itself.
+
+nets        the models, with the data of a step
+ranks       rank processes, and the result of rank 0
+links       a network of two ranks with a limited rate
+rounds      implementations measured step by step in turn, gradients compared
+estimates   medians of paired differences and ratios, with intervals
+comparison  one measurement as a table and as JSON
+bars        several as a chart
+report      header, console, files
+"""

@@ -1,0 +1,72 @@
+"""Rank processes: one thread each, a Gloo group, and the result of rank 0."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from support.links import Link
+
+TIMEOUT = timedelta(seconds=120)  # of a collective without its peers
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    link: Link | None = None,
+) -> Any:
+    """Call ``function(*arguments)`` on new ranks; return what rank 0 returned.
+
+    Args:
+        function: at the top level of a module.
+        world_size: number of processes.
+        *arguments: sent by pickle.
+        link: how the ranks are connected; None is the loopback device.
+    """
+    # A rank is a fork of a process that has imported torch and done nothing else: it
+    # starts at once, and with the same memory whatever was measured before.
+    multiprocessing.set_forkserver_preload(["torch", "torch._dynamo"])
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by that import
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(
+            _main,
+            (world_size, Path(folder), link, function, arguments),
+            nprocs=world_size,
+            start_method="forkserver",
+        )
+        return pickle.loads((Path(folder) / "result").read_bytes())
+
+
+def _main(
+    rank: int,
+    world_size: int,
+    folder: Path,
+    link: Link | None,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    warnings.simplefilter("ignore")  # find_unused_parameters warns when all are used
+    torch.set_num_threads(1)
+    # A file, because it also works where the ranks have no network in common.
+    store = dist.FileStore(str(folder / "store"), world_size)
+    os.environ["GLOO_SOCKET_IFNAME"] = link.join(rank, store) if link else "lo"
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT
+    )
+    result = function(*arguments)
+    if rank == 0:
+        (folder / "result").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
