@@ -56,7 +56,7 @@ class GradHooks:
         self.nodes: list[Node] = []
         self._handles: list[RemovableHandle] = []
         self._dicts: list[Sized] = []  # all Python hooks of each node
-        params = tuple(params)
+        self._params = params = tuple(params)
         small, large = _small_hook(params, countdown), _large_hook(params, countdown)
         for i, param in enumerate(params):
             hook = large if is_copied_at_once(param) else small
@@ -75,6 +75,19 @@ class GradHooks:
         if sum(map(len, self._dicts)) == len(self._dicts):
             return []
         return [i for i, hooks in enumerate(self._dicts) if len(hooks) > 1]
+
+    def lost(self, among: Iterable[int]) -> list[int]:
+        """Parameters whose AccumulateGrad node is not the one with our hook any more.
+
+        Casting or moving a parameter makes a new node, without a word.
+        """
+        with torch.enable_grad():
+            return [
+                i
+                for i in among
+                if self._params[i].requires_grad
+                and get_gradient_edge(self._params[i]).node is not self.nodes[i]
+            ]
 
     def remove(self) -> None:
         """Take the hooks off the parameters; idempotent."""
@@ -177,6 +190,9 @@ def reachable_nodes(output: object) -> set[Node]:
 def unreachable(
     output: object, nodes: Sequence[Node], among: Iterable[int]
 ) -> set[int]:
-    """Which of the parameters ``among`` have no gradient path from the outputs."""
+    """Which of the parameters ``among`` have no gradient path from the outputs.
+
+    None of them if no output can be seen: then nothing is known.
+    """
     reached = reachable_nodes(output)
-    return {i for i in among if nodes[i] not in reached}
+    return {i for i in among if nodes[i] not in reached} if reached else set()

@@ -139,6 +139,13 @@ def broadcast_coalesced(
     messages of about ``message_bytes``, at most two in flight. Version counters stay as
     they are: a graph that saved a module buffer must still be able to run backward.
     """
+    sparse = [t for t in tensors if t.layout is not torch.strided]
+    if sparse:
+        raise RuntimeError(
+            f"No support for sparse tensors: a module buffer or parameter of layout "
+            f"{sparse[0].layout} and shape {tuple(sparse[0].shape)} cannot be "
+            "broadcast; put it on the module's ignore list."
+        )
     members = [t.detach() for t in tensors if t.numel() > 0]
     # Wide elements first, per device: every piece of a message is then aligned.
     members.sort(key=lambda t: (str(t.device), -t.element_size()))
@@ -182,5 +189,6 @@ class Message:
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     # as_strided, because a contiguous tensor of one element may have any stride.
-    dense = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    dense = plain.as_strided((tensor.numel(),), (1,))
     return dense.view(torch.uint8)

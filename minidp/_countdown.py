@@ -67,6 +67,7 @@ class Countdown:
 
     __slots__ = (
         "_gather",
+        "_paused",
         "bucket_of",
         "copy_now",
         "entries",
@@ -95,6 +96,7 @@ class Countdown:
         self.bucket_of: list[int] = [0] * num_params
         self.pending: list[int] = []  # per bucket
         self.written_on: list[set[int]] = []  # CUDA streams, per bucket
+        self._paused: list[Entry] = []  # entries while a reduction is pending
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Follow new buckets."""
@@ -115,10 +117,19 @@ class Countdown:
 
     def close(self) -> None:
         """End a backward: hooks ask the reducer again, gradients are let go."""
+        self._paused.clear()
         self.entries[:] = [Mark.CLOSED] * len(self.entries)
 
     def pause(self) -> None:
-        """A backward ended early: the next hook asks the reducer."""
+        """A backward ended early: the next hook asks the reducer.
+
+        What has arrived is read now: until another backward goes on, the gradients are
+        the user's to change or to zero.
+        """
+        for i, entry in enumerate(self.entries):
+            if isinstance(entry, torch.Tensor):
+                self.entries[i] = self.copy_now(i, entry)
+        self._paused = list(self.entries)
         self.entries[:] = [
             entry if has_arrived(entry) else Mark.CLOSED for entry in self.entries
         ]
@@ -126,7 +137,7 @@ class Countdown:
     def resume(self) -> None:
         """Another backward goes on where the last one ended."""
         self.entries[:] = [
-            Mark.TRACED if entry is Mark.CLOSED else entry for entry in self.entries
+            Mark.TRACED if entry is Mark.UNSET else entry for entry in self._paused
         ]
 
     def is_first(self, i: int) -> bool:

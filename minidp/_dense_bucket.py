@@ -50,7 +50,13 @@ class DenseBucket(Bucket):
         self._dtypes = {plan.dtype}
         self._is_row = all(view.dim() == 1 for view in self.views)
         self._runs = _small_runs(plan, self.params, values)
-        self._small_numel = sum(run.numel() for run in self._runs)
+        # Which slots the runs cover; counting elements instead would mistake a large
+        # slot for small ones of the same total.
+        self._small_ids = [
+            id(view)
+            for view, param in zip(self.views, self.params, strict=True)
+            if not is_copied_at_once(param)
+        ]
         start = self.buffer.data_ptr()
         self._addresses = range(start, start + self.buffer.nbytes)
         self._saved: dict[int, torch.Tensor] = {}
@@ -146,7 +152,7 @@ class DenseBucket(Bucket):
                 _ops.flatten_row(self._values, grads, scale)
             else:
                 _ops.flatten(views, grads, scale, [self._values])
-        elif sum(map(_numel, views)) == self._small_numel:
+        elif list(map(id, views)) == self._small_ids:
             _ops.flatten(views, grads, scale, self._runs)
         else:
             for view, grad in zip(views, grads, strict=True):

@@ -25,6 +25,7 @@ from .errors import GraphChangedError, MarkedTwiceError, MiniDPError, explain
 class EveryParameter:
     """Default: every parameter exactly once per reduction."""
 
+    may_guess_wrong = False  # absent() is a guess, not a promise of the user
     completes_at_end = False  # what is missing is filled in when the backward ends
     shares_used_map = False  # ranks tell each other which parameters they used
     map_goes_first = False  # ... before the buckets (torch's order, static graph)
@@ -86,6 +87,7 @@ class FindUnused(EveryParameter):
     out of reach again.
     """
 
+    may_guess_wrong = True
     completes_at_end = True
     shares_used_map = True
     keeps_ready_order = False
@@ -167,7 +169,7 @@ class StaticGraph(EveryParameter):
             explain(
                 rank,
                 "Your training graph has changed: a gradient arrived more often than "
-                "in the first backward of static_graph=True.",
+                "in the first backward of static_graph=True, or only now.",
                 names=[name],
                 remedy="use static_graph only if every iteration uses the same "
                 "parameters equally often; call reset() on all ranks to go on",

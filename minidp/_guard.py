@@ -3,7 +3,8 @@
 One process-wide pre-hook on ``torch.optim.Optimizer.step`` looks at every live reducer.
 In the everyday case it compares four numbers. It is silent inside ``no_sync()`` (local
 SGD steps there on purpose), and cannot see hand-written updates or optimizers that do
-not derive from ``torch.optim.Optimizer``: there the next forward reports.
+not derive from ``torch.optim.Optimizer``: there the next forward reports, if a backward
+failed or did not finish.
 """
 
 from __future__ import annotations
@@ -124,9 +125,11 @@ class Guard:
                 "second backward of one or two forwards, a retained graph, a method "
                 "of .module, or no_sync() without a synchronised backward after it.",
                 names=local,
-                remedy="call sync_gradients() on all ranks before the step, run one "
-                "backward over the sum of the losses, or step inside no_sync() if "
-                "replicas are meant to differ",
+                remedy="run one backward over the sum of the losses, or call "
+                "sync_gradients() on all ranks before the step; run a penalty that "
+                "is equal on all ranks inside no_sync(); checkpoint shared layers "
+                "with use_reentrant=False; step inside no_sync() if replicas are "
+                "meant to differ (or pass unsynced='ignore')",
             )
         if never_reduced:
             return say(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -23,14 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
-_objects: Counter[str] = Counter()  # per group name
 POLL = timedelta(milliseconds=200)
-
-
-def next_ordinal(group: ProcessGroup) -> int:
-    """Number of a new object on its group: equal on all ranks that wrap alike."""
-    _objects[group.group_name] += 1
-    return _objects[group.group_name]
 
 
 def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
@@ -49,7 +41,18 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     pipeline = reducer.pipeline
     group = pipeline.group
     mine = json.dumps([pipeline.launched_count, pipeline.watch.has_failed])
-    reports = _exchange(group_store(group, key), mine, group)
+    try:
+        reports = _exchange(group_store(group, key), mine, group)
+    except RuntimeError as error:
+        if isinstance(error, CollectiveError):
+            raise
+        raise CollectiveError(
+            explain(
+                group.rank(),
+                f"reset() lost the process group's store: {error}",
+                remedy="the process that hosts the store is gone: restart the job",
+            )
+        ) from error
     counts = {count for count, _ in reports}
     failed = any(has_failed for _, has_failed in reports)
     if len(counts) == 1 and not failed:
@@ -72,6 +75,7 @@ def _exchange(store: Store, mine: str, group: ProcessGroup) -> list[tuple[int, b
         if waiting:
             _wait_for(store, str(min(waiting)))
     if waiting:
+        store.delete_key(str(group.rank()))  # a later reset() must not read it
         raise CollectiveError(
             explain(
                 group.rank(),

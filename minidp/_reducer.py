@@ -35,6 +35,7 @@ from ._ledger import Ledger
 from ._phase import Phase, PhaseBox
 from ._pipeline import Pipeline
 from .config import ReducerConfig
+from .errors import GradientError, lost_hooks
 from .trace import Moment
 
 if TYPE_CHECKING:
@@ -102,9 +103,8 @@ class Reducer:
         """A synchronising forward returned ``output``: the next backward reduces."""
         self.phase.enter(Phase.ARMED)
         self._probed_task = NO_TASK
-        if self._expected.completes_at_end:
-            self._expected.saw_outputs(output, self._hooks.nodes)
-            probe_outputs(output, _weakly(self._expect_end))
+        self._expected.saw_outputs(output, self._hooks.nodes)
+        probe_outputs(output, _weakly(self._expect_end))
 
     def rebuild_if_due(self) -> None:
         """Collective: adopt the layout that follows rank 0's ready order, once."""
@@ -133,7 +133,8 @@ class Reducer:
             elif self.phase.now is Phase.PENDING:
                 self.phase.enter(Phase.REDUCING)
                 self._countdown.resume()
-                self._expect_end()
+                if self._probed_task == NO_TASK:
+                    self._expect_end()
             self._mark(i)
 
     def _open(self) -> None:
@@ -167,7 +168,11 @@ class Reducer:
                 self.pipeline.tracer.note(Moment.FIRST_GRADIENT, bucket)
             at_once = entry is Mark.TRACED or is_copied_at_once(self.params[i])
             countdown.arrive(i, self.params[i].grad, at_once=at_once)
-        elif i in countdown.filled and self.pipeline.is_filling(i):
+        elif (
+            self._expected.may_guess_wrong
+            and i in countdown.filled
+            and self.pipeline.is_filling(i)
+        ):
             # Thought to be out of reach, but its bucket still waits: take it.
             countdown.arrive_after_all(i, self.params[i].grad)
         else:
@@ -206,19 +211,25 @@ class Reducer:
     def _end_probe(self) -> None:
         """The backward is over."""
         with self._lock:
-            if self.phase.now is Phase.ARMED and self._expected.completes_at_end:
-                self._open()  # it passed our outputs, but met no parameter
             self._probed_task = NO_TASK
             if self.phase.now is not Phase.REDUCING or self.pipeline.is_launched:
-                return
-            if not self._expected.completes_at_end:
+                return  # not ours (torch.autograd.grad), or complete
+            if self._expected.completes_at_end:
+                self._complete()
+            else:
                 self.phase.enter(Phase.PENDING)
                 self._countdown.pause()
-                return
-            if self._expected.map_goes_first:
-                self._launch_used_map()
-            for i in self._countdown.missing():
-                self._countdown.fill_missing(i, self.params[i].grad)
+
+    def _complete(self) -> None:
+        """Fill in what did not arrive; this launches the rest."""
+        missing = self._countdown.missing()
+        lost = [self.names[i] for i in self._hooks.lost(missing)]
+        if lost:
+            raise GradientError(lost_hooks(self.rank, lost))
+        if self._expected.map_goes_first:
+            self._launch_used_map()
+        for i in missing:
+            self._countdown.fill_missing(i, self.params[i].grad)
 
     @_failing
     def _finalize(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -75,9 +76,18 @@ def _describe_tensor(tensor: torch.Tensor) -> str:
     )
 
 
+_objects: Counter[tuple[str, str]] = Counter()  # (group name, kind) -> objects so far
+
+
+def next_key(group: ProcessGroup, kind: str) -> str:
+    """A name for an object of a kind, equal on all ranks that make them alike."""
+    _objects[group.group_name, kind] += 1
+    return f"{kind}/{_objects[group.group_name, kind]}"
+
+
 def verify(
     mine: Description | Exception, group: ProcessGroup, device: torch.device
-) -> None:
+) -> int:
     """Collective: compare the replicas; every rank raises when any two differ.
 
     The usual case costs one all-gather of two integers; only a difference sends texts.
@@ -86,6 +96,10 @@ def verify(
         mine: this replica, or the error with which this rank rejected its arguments.
         group: the ranks.
         device: of the parameters, for backends that cannot send from the CPU.
+
+    Returns:
+        The largest number of such comparisons that any rank has seen in this group:
+        equal on all ranks, and new each time.
 
     Raises:
         ReplicaMismatchError: naming ranks and what differs. A rank that passed an error
@@ -100,13 +114,16 @@ def verify(
     payload = json.dumps(content).encode()
     digest = int.from_bytes(hashlib.sha256(payload).digest()[:8], "big", signed=True)
     device = exchange_device(group, device)
-    heads = gather_integers([digest, len(payload)], group, device)
-    if all(head == heads[0] for head in heads) and not rejected:
-        return
-    texts = gather_bytes(payload, [length for _, length in heads], group, device)
+    place = (group.group_name, "verified")
+    heads = gather_integers([digest, len(payload), _objects[place] + 1], group, device)
+    _objects[place] = max(number for *_, number in heads)
+    if all(head[:2] == heads[0][:2] for head in heads) and not rejected:
+        return _objects[place]
+    texts = gather_bytes(payload, [length for _, length, _ in heads], group, device)
     if not rejected:
         replicas = [json.loads(text) for text in texts]
         raise ReplicaMismatchError(_first_difference(replicas, group.rank()))
+    return _objects[place]
 
 
 def _first_difference(replicas: Sequence[dict[str, Any]], rank: int) -> str:
@@ -159,8 +176,11 @@ def _difference(root: dict[str, Any], replica: dict[str, Any], other: int) -> st
 
 def start_equal(
     checked: Checked, module_buffers: Mapping[str, torch.Tensor], group: ProcessGroup
-) -> None:
+) -> str:
     """Collective: verify that the replicas are alike, then take rank 0's state.
+
+    Returns:
+        A name for the object, equal on all ranks.
 
     Raises:
         ReplicaMismatchError: they are not, or a rank rejected its arguments.
@@ -174,11 +194,12 @@ def start_equal(
         "module buffers are broadcast before forwards": checked.forward_sync,
     }
     mine = describe(replica.parameters, module_buffers, sorted(replica.sparse), options)
-    verify(mine, group, checked.devices.device)
+    number = verify(mine, group, checked.devices.device)
     state: list[torch.Tensor] = list(replica.parameters.values())
     if checked.init_buffers:
         state += module_buffers.values()
     broadcast_coalesced(state, group, MESSAGE_BYTES)
+    return f"verified/{number}"
 
 
 def broadcast_module_buffers(

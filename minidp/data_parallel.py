@@ -15,7 +15,7 @@ from . import _arguments, _replicas
 from ._collectives import default_group
 from ._guard import Guard, refuse_forward
 from ._on_demand import average_now
-from ._recovery import agree_and_recover, next_ordinal
+from ._recovery import agree_and_recover
 from ._reducer import Reducer
 from .config import Unsynced
 from .trace import Recorder
@@ -127,9 +127,11 @@ class DataParallel(nn.Module):
         self.forward_sync_buffers = checked.forward_sync
         self._wire(checked)
         if init_sync:
-            _replicas.start_equal(
+            self._key = _replicas.start_equal(
                 checked, self.named_module_buffers, self.process_group
             )
+        else:
+            self._key = _replicas.next_key(self.process_group, "unsynced")
 
     # -- wiring ------------------------------------------------------------------------
 
@@ -148,7 +150,6 @@ class DataParallel(nn.Module):
         self.broadcast_bucket_size = _replicas.MESSAGE_BYTES
         self.parameters_to_ignore = set(checked.replica.ignored)
         self._collect_module_buffers()
-        self._ordinal = next_ordinal(self.process_group)
         self._num_resets = 0
         replica = checked.replica
         self._reducer = Reducer(
@@ -255,10 +256,10 @@ class DataParallel(nn.Module):
         Raises:
             CollectiveError: naming the ranks that did not call it in time.
         """
-        self._num_resets += 1
         self.process_group = agree_and_recover(
-            self._reducer, f"reset/{self._ordinal}/{self._num_resets}"
+            self._reducer, f"reset/{self._key}/{self._num_resets}"
         )
+        self._num_resets += 1
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -315,4 +316,5 @@ def restore(ddp: DataParallel, state: dict[str, Any], group: ProcessGroup) -> No
         warnings.simplefilter("ignore")  # said when the original was built
         checked = _arguments.check(ddp.module, ddp._given)
     ddp._wire(checked)
+    ddp._key = _replicas.next_key(group, "copy")
     ddp.require_backward_grad_sync = sync_enabled

@@ -50,6 +50,17 @@ class InternalError(AssertionError):
     """A mistake in minidp itself; please report it with the traceback."""
 
 
+def lost_hooks(rank: int, names: Sequence[str]) -> str:
+    """The text for parameters whose grad hooks are gone."""
+    return explain(
+        rank,
+        "Parameters lost their grad hooks, so their gradients cannot be averaged.",
+        names=names,
+        remedy="do not cast or move a module after wrapping it (.double(), .half(), "
+        ".to()); wrap it again instead",
+    )
+
+
 def explain(
     rank: int,
     what: str,

@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.parallel import DistributedDataParallel
 
@@ -130,8 +130,18 @@ def test_default_mode(pool: Any, world_size: int) -> None:
     run()
 
 
+# Found by the nightly profile: torch re-averages an unused gradient view in place.
+DRIFT = Session(
+    ModelSpec((ParamShape((7,)),), ((0,), (0,)), batch_norm=True),
+    (("find_unused_parameters", True), ("gradient_as_bucket_view", True)),
+    "FBFBKFB",
+    (((False, False), (False, False), (False, True), (False, False)),),
+)
+
+
 @world_sizes
 def test_find_unused_parameters(pool: Any, world_size: int) -> None:
+    @example(DRIFT)
     @given(sessions("find_unused_parameters", LETTERS + "K"))
     def run(session: Session) -> None:
         check(pool, world_size, session)
@@ -139,8 +149,18 @@ def test_find_unused_parameters(pool: Any, world_size: int) -> None:
     run()
 
 
+# Found by the nightly profile: a parameter that joins a static graph late.
+LATE = Session(
+    ModelSpec((ParamShape(()),), ((0,), (0,)), batch_norm=True),
+    (("static_graph", True),),
+    "FBMFB",
+    (((False, False),), ((False, True),)),
+)
+
+
 @world_sizes
 def test_static_graph(pool: Any, world_size: int) -> None:
+    @example(LATE)
     @given(sessions("static_graph", LETTERS + "K"))
     def run(session: Session) -> None:
         check(pool, world_size, session)
