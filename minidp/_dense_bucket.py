@@ -50,13 +50,9 @@ class DenseBucket(Bucket):
         self._dtypes = {plan.dtype}
         self._is_row = all(view.dim() == 1 for view in self.views)
         self._runs = _small_runs(plan, self.params, values)
-        # Which slots the runs cover; counting elements instead would mistake a large
-        # slot for small ones of the same total.
-        self._small_ids = [
-            id(view)
-            for view, param in zip(self.views, self.params, strict=True)
-            if not is_copied_at_once(param)
-        ]
+        # Which slots the runs cover (a count of elements would not tell).
+        pairs = zip(self.views, self.params, strict=True)
+        self._small_ids = [id(v) for v, p in pairs if not is_copied_at_once(p)]
         start = self.buffer.data_ptr()
         self._addresses = range(start, start + self.buffer.nbytes)
         self._saved: dict[int, torch.Tensor] = {}

@@ -29,6 +29,13 @@ from .errors import (
     explain,
 )
 
+_LOCAL_REMEDY = (
+    "run one backward over the sum of the losses, or call sync_gradients() on all "
+    "ranks before the step; run a penalty that is equal on all ranks inside no_sync(); "
+    "checkpoint shared layers with use_reentrant=False; step inside no_sync() if "
+    "replicas are meant to differ (or pass unsynced='ignore')"
+)
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -125,11 +132,7 @@ class Guard:
                 "second backward of one or two forwards, a retained graph, a method "
                 "of .module, or no_sync() without a synchronised backward after it.",
                 names=local,
-                remedy="run one backward over the sum of the losses, or call "
-                "sync_gradients() on all ranks before the step; run a penalty that "
-                "is equal on all ranks inside no_sync(); checkpoint shared layers "
-                "with use_reentrant=False; step inside no_sync() if replicas are "
-                "meant to differ (or pass unsynced='ignore')",
+                remedy=_LOCAL_REMEDY,
             )
         if never_reduced:
             return say(

@@ -97,8 +97,6 @@ class Reducer:
         self._probed_task = NO_TASK
         self._ready_order: list[int] | None = None
 
-    # -- around a forward --------------------------------------------------------------
-
     def arm(self, output: object) -> None:
         """A synchronising forward returned ``output``: the next backward reduces."""
         self.phase.enter(Phase.ARMED)
@@ -117,8 +115,6 @@ class Reducer:
     def missing_names(self) -> list[str]:
         """Parameters whose gradients an open or paused reduction still lacks."""
         return [self.names[i] for i in self._countdown.missing()]
-
-    # -- during a backward -------------------------------------------------------------
 
     @_failing
     def _on_unusual(self, i: int) -> None:
@@ -198,8 +194,6 @@ class Reducer:
                 self._countdown.used() | self.ledger.used_locally
             )
 
-    # -- at the end of a backward ------------------------------------------------------
-
     def _expect_end(self) -> None:
         """Queue the end probe, once per graph task."""
         task = current_task()
@@ -246,8 +240,6 @@ class Reducer:
             self._countdown.close()
             self.ledger.settle(untouched)
             self.phase.enter(Phase.IDLE)
-
-    # -- after a failure ---------------------------------------------------------------
 
     def fail(self) -> None:
         """Only `restart` leads out of this."""

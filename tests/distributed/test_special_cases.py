@@ -690,3 +690,213 @@ def test_globally_unused_gradient_views_do_not_drift(pool: Any) -> None:
     """Torch re-averages them in place, which changes bits at three ranks."""
     for before, after in pool.run(stale_and_unused, 3):
         assert same(before, after)
+
+
+# -- found by readers and attackers ----------------------------------------------------
+
+
+class Sized(nn.Module):
+    """One large layer and small ones with as many elements together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.ones(128, 128))
+        self.small = nn.ParameterList([nn.Parameter(torch.ones(64, 64))] * 0)
+        for _ in range(4):
+            self.small.append(nn.Parameter(torch.ones(64, 64)))
+
+    def forward(self, x: torch.Tensor, *, use_large: bool = True) -> torch.Tensor:
+        if use_large:
+            return (self.large * x).sum()
+        return sum((p * x).sum() for p in self.small)
+
+
+def large_beside_missing_small(ctx: Any, wrap: Any, mode: dict[str, Any]) -> Any:
+    ddp = wrap(Sized(), **mode)
+    history = []
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(x_of(ctx)).backward()
+        history.append(grads(ddp))
+    if "static_graph" not in mode:
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp(x_of(ctx)).backward()
+        ddp(x_of(ctx), use_large=False).backward()
+        history.append(grads(ddp))
+    return history
+
+
+@pytest.mark.parametrize("mode", ["static_graph", "find_unused_parameters"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_large_gradient_beside_missing_small_ones_of_the_same_size(
+    pool: Any, world_size: int, mode: str
+) -> None:
+    both_equal(pool, large_beside_missing_small, world_size, {mode: True})
+
+
+def penalised(ctx: Any, wrap: Any, mode: dict[str, Any], ranks: list[int]) -> Any:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    ddp = wrap(net, **mode)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    history = []
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.linspace(-1, 1, 6).reshape(2, 3) * (ctx.rank + 1 + step)
+        x.requires_grad_()
+        out = ddp(x)
+        loss = out.mean()
+        if ctx.rank in ranks:
+            (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            loss = loss + slope.pow(2).sum()
+        loss.backward()
+        history.append(grads(ddp))
+        optimizer.step()
+    return history
+
+
+def penalised_alone(ctx: Any, mode: dict[str, Any], ranks: list[int]) -> Any:
+    def wrap(module: nn.Module, **options: Any) -> DataParallel:
+        return DataParallel(module, process_group=ctx.group, **options)
+
+    return penalised(ctx, wrap, mode, ranks)
+
+
+@modes
+@pytest.mark.parametrize("ranks", [[0, 1], [0]])
+def test_gradient_penalty(pool: Any, mode: dict[str, Any], ranks: list[int]) -> None:
+    """``torch.autograd.grad`` through the outputs is no backward of ours."""
+    if "static_graph" in mode:  # torch drifts, and desynchronises its collectives
+        results = [(None, o) for o in pool.run(penalised_alone, 2, mode, ranks)]
+    else:
+        results = pool.run(run_both, 2, penalised, mode, ranks)
+    for theirs, ours in results:
+        assert not isinstance(ours, str), ours
+        assert theirs is None or same(theirs, ours)
+    assert same(results[0][1], results[1][1])
+
+
+def two_heads_with_zeroing(ctx: Any, wrap: Any, mode: dict[str, Any]) -> Any:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.a(x), self.b(x)
+
+    ddp = wrap(Heads(), **mode)
+    history = []
+    for step in range(3):
+        first, second = ddp(torch.ones(1, 2) * (ctx.rank + 1 + step))
+        first.sum().backward()
+        for p in ddp.parameters():
+            if p.grad is not None and not mode:
+                p.grad.zero_()
+        second.sum().backward()
+        history.append(grads(ddp))
+        ddp.zero_grad()
+    return history
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_gradients_are_read_before_the_user_may_zero_them(
+    pool: Any, view: bool
+) -> None:
+    mode = {"gradient_as_bucket_view": True} if view else {}
+    both_equal(pool, two_heads_with_zeroing, 2, mode)
+
+
+def shared_checkpoints(ctx: Any, wrap: Any) -> Any:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.a = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = x.requires_grad_()
+            for layer in (self.q, self.q, self.q, self.a):
+                x = checkpoint(layer, x, use_reentrant=True)
+            return x
+
+    ddp = wrap(Net(), static_graph=True)
+    history = []
+    for step in range(4):
+        ddp.zero_grad()
+        ddp(torch.ones(1, 3) * (ctx.rank + step + 1)).pow(2).sum().backward()
+        history.append(grads(ddp))
+    return history
+
+
+def test_static_graph_counts_survive_inner_graph_tasks(pool: Any) -> None:
+    both_equal(pool, shared_checkpoints)
+
+
+def cast_and_back(ctx: Any) -> str:
+    ddp = DataParallel(
+        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+        process_group=ctx.group,
+        find_unused_parameters=True,
+    )
+    ddp.module[1].double()
+    ddp.module[1].float()
+    try:
+        ddp(torch.ones(1, 2)).sum().backward()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_parameters_that_lost_their_hooks_are_named(pool: Any) -> None:
+    """Torch takes them for unused: replicas drift silently."""
+    for rank, text in enumerate(pool.run(cast_and_back, 2)):
+        assert text.startswith(
+            f"GradientError: [rank {rank}] Parameters lost their grad hooks, so their "
+            "gradients cannot be averaged. Parameters: 1.weight, 1.bias."
+        )
+
+
+def opaque_after_missing(ctx: Any) -> Any:
+    class Box:
+        def __init__(self, t: torch.Tensor) -> None:
+            self.t = t
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor, *, both: bool) -> Any:
+            return Box(self.a(x) + self.b(x) if both else self.a(x))
+
+    ddp = DataParallel(
+        Branches(),
+        process_group=ctx.group,
+        find_unused_parameters=True,
+        bucket_cap_mb=0,
+    )
+    for both in (True, False, True):
+        ddp.zero_grad()
+        ddp(torch.ones(1, 2) * (ctx.rank + 1), both=both).t.sum().backward()
+    return grads(ddp)
+
+
+def test_nothing_is_predicted_from_an_output_that_cannot_be_seen(pool: Any) -> None:
+    first, second = pool.run(opaque_after_missing, 2)
+    assert same(first, second)
+    assert all(g is not None for g in first)
+
+
+def copies_on_one_rank(ctx: Any) -> bool:
+    ddp = DataParallel(Scalars(2), process_group=ctx.group)
+    if ctx.rank == 0:
+        copy.deepcopy(ddp)
+    other = DataParallel(Scalars(2), process_group=ctx.group)
+    other(x_of(ctx), [0]).sum().backward()
+    other.reset()
+    other(x_of(ctx)).sum().backward()
+    return True
+
+
+def test_a_copy_on_one_rank_does_not_disturb_reset(pool: Any) -> None:
+    assert pool.run(copies_on_one_rank, 2) == [True, True]

@@ -65,6 +65,7 @@ IMPORTS: dict[str, set[str]] = {
         "_phase",
         "_pipeline",
         "config",
+        "errors",
         "trace",
     },
     "_on_demand": {"_phase", "_reducer"},

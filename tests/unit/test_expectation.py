@@ -190,7 +190,8 @@ def test_graph_changed():
     assert type(error) is GraphChangedError
     assert str(error) == (
         "[rank 0] Your training graph has changed: a gradient arrived more often than "
-        "in the first backward of static_graph=True. Parameters: w. What to do: use "
-        "static_graph only if every iteration uses the same parameters equally often; "
+        "in the first backward of static_graph=True, or only now. Parameters: w. What "
+        "to do: use static_graph only if every iteration uses the same parameters "
+        "equally often; "
         "call reset() on all ranks to go on."
     )

@@ -18,8 +18,10 @@ LOCAL = (
     "[rank 0] Gradients of a local backward were never averaged over ranks: a second "
     "backward of one or two forwards, a retained graph, a method of .module, or "
     "no_sync() without a synchronised backward after it. Parameters: {}. What to do: "
-    "call sync_gradients() on all ranks before the step, run one backward over the sum "
-    "of the losses, or step inside no_sync() if replicas are meant to differ."
+    "run one backward over the sum of the losses, or call sync_gradients() on all "
+    "ranks before the step; run a penalty that is equal on all ranks inside no_sync(); "
+    "checkpoint shared layers with use_reentrant=False; step inside no_sync() if "
+    "replicas are meant to differ (or pass unsynced='ignore')."
 )
 UNFINISHED = (
     "[rank 0] The last backward did not finish its reduction{}. Expected: a gradient "
