@@ -26,6 +26,28 @@ _data_ptr = torch.Tensor.data_ptr
 _numel = torch.Tensor.numel
 
 
+class Memory:
+    """The addresses of a buffer: tells which gradients lie in it."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        start = buffer.data_ptr()
+        self._addresses = range(start, start + buffer.nbytes)
+
+    def owns(self, grad: Entry) -> bool:
+        """Whether a gradient lies in the buffer."""
+        return (
+            isinstance(grad, torch.Tensor)
+            and grad.layout is torch.strided
+            and grad.data_ptr() in self._addresses
+        )
+
+    def owns_any(self, grads: Sequence[torch.Tensor]) -> bool:
+        """Whether any may lie in the buffer; `owns` then tells which."""
+        if set(map(_layout_of, grads)) != {torch.strided}:
+            return True  # only strided tensors have an address
+        return any(map(self._addresses.__contains__, map(_data_ptr, grads)))
+
+
 class DenseBucket(Bucket):
     """See the module; ``as_view`` is ``gradient_as_bucket_view``."""
 
@@ -53,35 +75,20 @@ class DenseBucket(Bucket):
         # Which slots the runs cover (a count of elements would not tell).
         pairs = zip(self.views, self.params, strict=True)
         self._small_ids = [id(v) for v, p in pairs if not is_copied_at_once(p)]
-        start = self.buffer.data_ptr()
-        self._addresses = range(start, start + self.buffer.nbytes)
+        self._memory = Memory(self.buffer)
         self._saved: dict[int, torch.Tensor] = {}
         self._tracked: dict[int, torch.Tensor] = {}
+        self._arrived: Sequence[Entry] = ()
 
     def _payload(self) -> torch.Tensor:
         return self.buffer
-
-    def _owns(self, grad: Entry) -> bool:
-        """Whether a gradient lies in this bucket's buffer."""
-        return (
-            isinstance(grad, torch.Tensor)
-            and grad.layout is torch.strided
-            and grad.data_ptr() in self._addresses
-        )
-
-    def _owns_any(self, grads: Sequence[torch.Tensor]) -> bool:
-        if not self._as_view:
-            return False
-        if set(map(_layout_of, grads)) != {torch.strided}:
-            return True  # only strided tensors have an address: look at each
-        return any(map(self._addresses.__contains__, map(_data_ptr, grads)))
 
     def copy_now(self, k: int, grad: torch.Tensor, divisor: int) -> Entry:
         """Copy, unless `flatten` has to look at this gradient first."""
         view = self.views[k]
         if (
             grad is view
-            or (self._as_view and self._owns(grad))
+            or (self._as_view and self._memory.owns(grad))
             or torch.is_grad_enabled()
             or grad.dtype is not self.plan.dtype
             or grad.shape != view.shape
@@ -98,9 +105,12 @@ class DenseBucket(Bucket):
     ) -> None:
         """Copy and scale what is not in the buffer yet, divide what is."""
         self.streams.gather(entries)
+        self._arrived = entries
         aliased: list[torch.Tensor] = []
         grads = cast("list[torch.Tensor]", list(entries))
-        if set(map(type, entries)) == {torch.Tensor} and not self._owns_any(grads):
+        if set(map(type, entries)) == {torch.Tensor} and not (
+            self._as_view and self._memory.owns_any(grads)
+        ):
             # The everyday case: every gradient is there, and still the user's own.
             views, fresh = self.views, grads
         else:
@@ -126,7 +136,7 @@ class DenseBucket(Bucket):
         fresh: list[torch.Tensor] = []
         aliased: list[torch.Tensor] = []
         for k, (view, grad) in enumerate(zip(self.views, entries, strict=True)):
-            if grad is view or (self._as_view and self._owns(grad)):
+            if grad is view or (self._as_view and self._memory.owns(grad)):
                 if k in undecided:
                     self._saved[k] = view.clone()
                 aliased.append(view)
@@ -177,10 +187,9 @@ class DenseBucket(Bucket):
                 )
 
     def _flatten_tracked(self, entries: Sequence[Entry], divisor: int) -> None:
-        """``backward(create_graph=True)``: gradients that themselves require grad.
+        """``create_graph=True``: gradients that themselves require grad.
 
-        Their scaled copies stay outside the buffer, so that the history of this
-        backward does not hang on memory that the next one writes.
+        Their scaled copies stay outside the buffer: the next backward writes that.
         """
         for k, grad in enumerate(entries):
             if isinstance(grad, torch.Tensor):
@@ -194,9 +203,7 @@ class DenseBucket(Bucket):
                 self.views[k].copy_(self._saved[k])
         grads = [param.grad for param in self.params]
         if self._as_view and not self._tracked:
-            for k, (view, grad) in enumerate(zip(self.views, grads, strict=True)):
-                if grad is not view and k not in kept:
-                    self.params[k].grad = view
+            self._point_at_views(grads, kept)
         elif kept or self._tracked or set(map(type, grads)) != {torch.Tensor}:
             for k in range(len(grads)):
                 if k not in kept:
@@ -205,6 +212,21 @@ class DenseBucket(Bucket):
             _ops.unflatten(grads, self.views)  # type: ignore[arg-type]
         self._saved.clear()
         self._tracked.clear()
+        self._arrived = ()
+
+    def _point_at_views(
+        self, grads: Sequence[torch.Tensor | None], kept: Collection[int]
+    ) -> None:
+        for k, (view, grad) in enumerate(zip(self.views, grads, strict=True)):
+            if grad is view or k in kept:
+                continue
+            if grad is not None and grad is not self._arrived[k]:
+                raise self._misfit(
+                    self.names[k],
+                    "the bucket's view, or the gradient that arrived",
+                    "a .grad that is not the expected DDP bucket view (two wrappers?)",
+                )
+            self.params[k].grad = view
 
     def _unflatten_slot(self, k: int) -> None:
         param, view = self.params[k], self.views[k]
@@ -222,7 +244,7 @@ class DenseBucket(Bucket):
         """After a rebuild, gradient views keep their values and change address."""
         for param, view in zip(self.params, self.views, strict=True):
             grad = param.grad
-            if grad is not None and (grad is view or self._owns(grad)):
+            if grad is not None and (grad is view or self._memory.owns(grad)):
                 with torch.no_grad():
                     views[param].copy_(grad)
                 param.grad = views[param]

@@ -600,6 +600,21 @@ def test_wrapping_twice(pool: Any) -> None:
     both_equal(pool, wrapped_twice)
 
 
+def wrapped_twice_with_views(ctx: Any, wrap: Any) -> Any:
+    module = Scalars(2)
+    first = wrap(module, gradient_as_bucket_view=True)
+    second = wrap(first, gradient_as_bucket_view=True)
+    second(x_of(ctx)).sum().backward()
+    return grads(module)
+
+
+def test_two_wrappers_with_views_on_one_parameter_are_refused(pool: Any) -> None:
+    for theirs, ours in pool.run(run_both, 2, wrapped_twice_with_views):
+        assert "not the expected DDP bucket view" in theirs
+        assert ours.startswith("GradientError: [rank ")
+        assert "not the expected DDP bucket view" in ours
+
+
 def nested(ctx: Any, wrap: Any) -> Any:
     class Outer(nn.Module):
         def __init__(self) -> None:

@@ -71,7 +71,7 @@ def test_copy_in_and_out(group):
     for param, old, value in zip(params, grads, expected, strict=True):
         assert param.grad is old  # the user's own tensor
         assert torch.equal(param.grad, value)
-        assert not bucket._owns(param.grad) or param.numel() == 0
+        assert not bucket._memory.owns(param.grad) or param.numel() == 0
 
 
 def test_what_other_ranks_add_arrives(group):
