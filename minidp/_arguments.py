@@ -184,8 +184,8 @@ def examine(module: nn.Module) -> Replica:
     A root-level parameter may be listed as ``w`` or ``.w``.
 
     Raises:
-        RuntimeError: nothing is trainable, or a parameter has no data.
-        NotImplementedError: DTensor parameters.
+        TypeError: not a module.
+        RuntimeError: nothing is trainable.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
