@@ -104,6 +104,9 @@ class _Player:
         # Torch's search looks at the latest forward only, so that a backward of an
         # earlier one with other parameters breaks it.
         self._searches = ("find_unused_parameters", True) in session.options
+        # A local backward before other parameters are used makes torch raise on some
+        # ranks only, which hangs the others (README: a stray local backward).
+        self._is_announced = self._is_polluted = False
         self._mask = 0
         self._count = 0
 
@@ -116,6 +119,8 @@ class _Player:
             self._ddp.zero_grad(set_to_none=letter == "Z")
         elif letter in "ET":
             self._ddp.train(mode=letter == "T")
+        elif letter in "KM" and self._is_polluted:
+            return
         elif letter == "K" and not (self._losses and self._searches):
             self._module.params[self._session.frozen].requires_grad_(False)
         elif letter == "M" and not self._losses:
@@ -130,12 +135,15 @@ class _Player:
         no_sync: Any = self._ddp.no_sync if letter == "N" else nullcontext
         with no_sync(), torch.no_grad() if letter == "G" else nullcontext():
             loss = self._ddp(x, used)
+        self._is_announced |= letter == "F"
         if letter != "G":
             self._losses.append(loss)
 
     def _backward(self, letter: str) -> None:
         if not self._losses:
             return
+        self._is_polluted = self._searches and not self._is_announced
+        self._is_announced = False
         if letter == "R":
             self._losses[0].backward(retain_graph=True)
         elif letter == "S":
