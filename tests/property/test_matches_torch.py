@@ -31,7 +31,7 @@ def compare_on_rank(ctx: Any, session: Session) -> tuple[str, str, list[Any]]:
         expected = run_session(session, DistributedDataParallel, ctx.group)
         with collective_trace() as trace:
             found = run_session(session, DataParallel, ctx.group)
-    return first_difference(expected, found), expected.message, trace
+    return first_difference(session, expected, found), expected.message, trace
 
 
 shapes = st.sampled_from(
@@ -137,11 +137,18 @@ DRIFT = Session(
     "FBFBKFB",
     (((False, False), (False, False), (False, True), (False, False)),),
 )
+HALF_DRIFT = Session(
+    ModelSpec((ParamShape((7,), dtype="fp16"),), ((0,),), batch_norm=True),
+    (("find_unused_parameters", True), ("gradient_as_bucket_view", True)),
+    "FBMFB",
+    (((True,),), ((False,),)),
+)
 
 
 @world_sizes
 def test_find_unused_parameters(pool: Any, world_size: int) -> None:
     @example(DRIFT)
+    @example(HALF_DRIFT)
     @given(sessions("find_unused_parameters", LETTERS + "K"))
     def run(session: Session) -> None:
         check(pool, world_size, session)
