@@ -7,7 +7,7 @@ entries --flatten--> payload --launch--> all ranks --complete--> payload
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -111,8 +111,12 @@ class Bucket(ABC):
         """Put the reduced values into ``.grad``, except for the slots in ``kept``."""
 
     @abstractmethod
-    def move_grads_to(self, views: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
-        """Copy gradients that live in this bucket into the views of a new one."""
+    def tie_grads(self) -> None:
+        """Make every gradient that exists already a view of this new bucket.
+
+        Also those that were no views: torch does so at wrapping and at the rebuild, and
+        a view is divided where a fresh gradient is multiplied.
+        """
 
     @abstractmethod
     def _payload(self) -> torch.Tensor:

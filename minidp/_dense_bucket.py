@@ -8,7 +8,7 @@ tie, a later backward ties it again to the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import cast
 
@@ -240,14 +240,18 @@ class DenseBucket(Bucket):
         with torch.no_grad():
             grad.detach().copy_(view)
 
-    def move_grads_to(self, views: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
-        """After a rebuild, gradient views keep their values and change address."""
+    def tie_grads(self) -> None:
+        """See `Bucket`."""
         for param, view in zip(self.params, self.views, strict=True):
             grad = param.grad
-            if grad is not None and (grad is view or self._memory.owns(grad)):
-                with torch.no_grad():
-                    views[param].copy_(grad)
-                param.grad = views[param]
+            if grad is not None and _can_tie(grad, view):
+                param.grad = view.copy_(grad)
+
+
+def _can_tie(grad: torch.Tensor, view: torch.Tensor) -> bool:
+    """Not if it misfits (refused when the bucket is full) or has a history to lose."""
+    kinds = [(t.dtype, t.layout, t.device, t.shape) for t in (grad, view)]
+    return kinds[0] == kinds[1] and not grad.requires_grad
 
 
 def _allocate(plan: BucketPlan) -> tuple[torch.Tensor, torch.Tensor]:

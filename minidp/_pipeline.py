@@ -71,18 +71,13 @@ class Pipeline:
         self.adopt(initial_layout(specs, limits))
 
     def adopt(self, layout: Layout) -> None:
-        """Make the buckets of a layout; gradients that are views move along."""
-        old = self.buckets if self._as_view else []
-        self.buckets = []  # without views, frees their memory before we take new memory
+        """Make the buckets of a layout; gradient views move along."""
+        self.buckets = []  # frees memory before we take new memory
         self.layout = layout
         self.buckets = [self._make_bucket(plan) for plan in layout.buckets]
-        views = {
-            param: view
-            for bucket in self.buckets
-            for param, view in zip(bucket.params, bucket.views, strict=False)
-        }
-        for bucket in old:
-            bucket.move_grads_to(views)
+        if self._as_view:
+            for bucket in self.buckets:
+                bucket.tie_grads()
 
     def _make_bucket(self, plan: BucketPlan) -> Bucket:
         if plan.sparse:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -64,5 +64,5 @@ class SparseBucket(Bucket):
             with torch.no_grad():
                 param.grad.copy_(grad)
 
-    def move_grads_to(self, views: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
-        """Nothing to move: the gradient is the user's own."""
+    def tie_grads(self) -> None:
+        """A sparse gradient is never a view."""

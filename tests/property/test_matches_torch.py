@@ -101,6 +101,7 @@ def sessions(draw: st.DrawFn, mode: str, letters: str) -> Session:
         "FB" + word if mode == "static_graph" else word,
         tuple(masks),
         frozen=draw(st.integers(0, len(model.params) - 1)),
+        has_grads=draw(st.booleans()),
     )
 
 
@@ -156,6 +157,15 @@ def test_find_unused_parameters(pool: Any, world_size: int) -> None:
     run()
 
 
+# Found by the nightly profile: the rebuild makes also a gradient of a local backward a
+# view, which is divided where it would have been multiplied.
+TIED = Session(
+    ModelSpec((ParamShape((2, 3)),), ((0,),), batch_norm=False),
+    (("static_graph", True), ("gradient_as_bucket_view", True)),
+    "FBFFBZBFB",
+    (((True,),),),
+)
+
 # Found by the nightly profile: a parameter that joins a static graph late.
 LATE = Session(
     ModelSpec((ParamShape(()),), ((0,), (0,)), batch_norm=True),
@@ -167,6 +177,7 @@ LATE = Session(
 
 @world_sizes
 def test_static_graph(pool: Any, world_size: int) -> None:
+    @example(TIED)
     @example(LATE)
     @given(sessions("static_graph", LETTERS + "K"))
     def run(session: Session) -> None:

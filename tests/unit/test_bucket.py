@@ -302,16 +302,28 @@ def test_undecided_views_that_are_not_kept_are_reduced(group):
     assert bucket._saved == {}
 
 
-def test_gradients_move_to_new_buckets(group):
-    params = make_params((2,), (3,), (1,))
+def test_gradients_that_exist_become_views_of_a_new_bucket(group):
+    params = make_params((2,), (3,), (1,), (1,))
     old = synced(params, group)
-    params[2].grad = own = torch.tensor([7.0])
+    params[2].grad = torch.tensor([7.0])  # of a local backward after zero_grad
+    params[3].grad = None
     new = bucket_of(params, as_view=True)
-    old.move_grads_to(dict(zip(params, new.views, strict=True)))
-    assert params[0].grad is new.views[0]
-    assert params[1].grad is new.views[1]
-    assert new.buffer[:5].tolist() == [1, 2, 3, 4, 5]
-    assert params[2].grad is own
+    new.tie_grads()
+    for param, view in zip(params[:3], new.views, strict=False):
+        assert param.grad is view
+    assert params[3].grad is None
+    assert new.buffer[:6].tolist() == [1, 2, 3, 4, 5, 7]
+    assert old.buffer[:6].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_gradients_with_a_history_and_misfits_are_not_tied(group):
+    params = make_params((2,), (2,))
+    leaf = torch.ones(2, requires_grad=True)
+    params[0].grad = tracked = leaf * 2
+    params[1].grad = misfit = torch.ones(2).to_sparse()
+    bucket_of(params, as_view=True).tie_grads()
+    assert params[0].grad is tracked
+    assert params[1].grad is misfit
 
 
 # --------------------------------------------------------- gradients with a history
