@@ -15,7 +15,8 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _sparse_bucket  a COO gradient that travels as it is
         _bucket         what they share: lifecycle, launch, wait
         _autograd       grad hooks, final callback, graph walk
-        _countdown      what has arrived: the state that grad hooks touch
+        _countdown      one backward: opened, counted down, paused, closed
+        _arrivals       what has arrived: all that grad hooks touch
         _watch          a failed collective gets rank, place and remedy
         _used_map       which parameters were used on any rank
         _collectives    the only caller of torch.distributed
@@ -25,6 +26,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _ledger         what was announced, reduced, or only added locally
         _phase          lifecycle of a reducer: enum and transition table
         trace           events of a backward
+        native/         find, build and load the optional extension in csrc/
     L0  config          options, validated and frozen
         errors          every exception
 
@@ -38,6 +40,7 @@ from .errors import (
     GraphChangedError,
     MarkedTwiceError,
     MiniDPError,
+    NativeError,
     ReducerFailedError,
     ReplicaMismatchError,
     UnfinishedReductionError,
@@ -54,6 +57,7 @@ __all__ = [
     "MarkedTwiceError",
     "MiniDPError",
     "Moment",
+    "NativeError",
     "Recorder",
     "ReducerFailedError",
     "ReplicaMismatchError",

@@ -3,8 +3,9 @@
 [Note: hook position] A grad hook sits on the parameter's AccumulateGrad *node*, where
 torch's reducer has its own: user tensor hooks and all post-accumulate hooks, registered
 before or after wrapping, have then run. The node must be kept referenced, else it and
-its hooks go away. All Python hooks of a node share one ordered dict; if the user adds
-one behind ours, it must not change what we read: such a gradient is copied at once.
+its hooks go away. All Python hooks of a node share one ordered dict; a native hook has
+a place of its own, as torch's. If there are others on the node (of the user, or of a
+second wrapper), they must not change what we read: such a gradient is copied at once.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import fields, is_dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
-from ._countdown import Countdown, Mark, is_copied_at_once
+from ._arrivals import Mark, is_copied_at_once
+from ._countdown import Countdown
 from ._streams import raw_stream
 
 if TYPE_CHECKING:
@@ -53,25 +56,36 @@ class GradHooks:
     def __init__(
         self, params: Sequence[torch.nn.Parameter], countdown: Countdown
     ) -> None:
-        self.nodes: list[Node] = []
+        self._params = params = tuple(params)
+        with torch.enable_grad():
+            self.nodes = [get_gradient_edge(param).node for param in params]
         self._handles: list[RemovableHandle] = []
         self._dicts: list[Sized] = []  # all Python hooks of each node
-        self._params = params = tuple(params)
         small, large = _small_hook(params, countdown), _large_hook(params, countdown)
+        self._shared_hooks = [large if is_copied_at_once(p) else small for p in params]
         for i, param in enumerate(params):
-            hook = large if is_copied_at_once(param) else small
             if param.is_cuda:
-                hook = _noting_stream(params, countdown, hook)
-            with torch.enable_grad():
-                node = get_gradient_edge(param).node
-            handle = node.register_hook(MethodType(hook, i))
-            self.nodes.append(node)
+                hook = self._shared_hooks[i]
+                self._shared_hooks[i] = _noting_stream(params, countdown, hook)
+        self._native = countdown.arrivals.attach(WeakMethod(self.python_hook))
+        if self._native is None:
+            self._attach()
+
+    def _attach(self) -> None:
+        for i, node in enumerate(self.nodes):
+            handle = node.register_hook(self.python_hook(i))
             self._handles.append(handle)
             hooks = handle.hooks_dict_ref()
             self._dicts.append(() if hooks is None else hooks)
 
+    def python_hook(self, i: int) -> Callable[[Any, Any], None]:
+        """The hook of parameter ``i``, also for a compiled graph."""
+        return MethodType(self._shared_hooks[i], i)
+
     def shared(self) -> list[int]:
-        """Parameters on whose node the user has hooks too."""
+        """Parameters on whose node other hooks may run behind ours."""
+        if self._native is not None:
+            return list(self._native.shared())
         if sum(map(len, self._dicts)) == len(self._dicts):
             return []
         return [i for i, hooks in enumerate(self._dicts) if len(hooks) > 1]
@@ -91,6 +105,8 @@ class GradHooks:
 
     def remove(self) -> None:
         """Take the hooks off the parameters; idempotent."""
+        if self._native is not None:
+            self._native.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -108,7 +124,7 @@ def _small_hook(params: Sequence[torch.Tensor], countdown: Countdown) -> SharedH
     """
     entries, pending = countdown.entries, countdown.pending
     bucket_of, note_ready = countdown.bucket_of, countdown.ready.append
-    on_unusual, on_full = countdown.on_unusual, countdown.on_full
+    on_full, on_unusual = countdown.callbacks
     unset = Mark.UNSET
 
     def grad_hook(i: int, _grad_inputs: Any, _grad_outputs: Any) -> None:
@@ -131,7 +147,7 @@ def _large_hook(params: Sequence[torch.Tensor], countdown: Countdown) -> SharedH
 
     def grad_hook(i: int, _grad_inputs: Any, _grad_outputs: Any) -> None:
         if entries[i] is not Mark.UNSET:
-            countdown.on_unusual(i)
+            countdown.callbacks.on_unusual(i)
         else:
             countdown.arrive(i, params[i].grad)
 

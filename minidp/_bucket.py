@@ -9,12 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._arrivals import Entry
 from ._collectives import all_reduce
-from ._countdown import Entry
 from ._layout import BucketPlan
 from ._streams import streams_for
 from .errors import GradientError, InternalError, explain
@@ -60,6 +60,7 @@ class Bucket(ABC):
         self.names = tuple(names[i] for i in plan.indices)
         self.position = {i: k for k, i in enumerate(plan.indices)}
         self.views: list[torch.Tensor] = []  # one per slot; none if sparse
+        self.slots: Any | None = None  # native kernels for the everyday case
         self.state = BucketState.FILLING
         self.streams = streams_for(plan.device)
         self._rank = rank

@@ -1,116 +1,79 @@
-"""What has arrived in this backward: the state that the grad hooks touch.
+"""One backward, counted down: what has arrived, what is missing, which bucket is full.
 
-One entry per parameter, one counter per bucket. The grad hook (`_autograd`) does no
-more than this per parameter::
-
-    entries[i] is UNSET ?  no -> on_unusual(i)      anything but the everyday case
-    entries[i] = param.grad                         large ones are copied at once
-    ready.append(i)
-    pending[bucket_of[i]] -= 1   0 -> on_full(bucket)
-
-A bucket lives on one device and a device has one autograd thread, so a bucket's counter
-needs no lock. The lists are never replaced, only refilled: hooks hold on to them.
+The grad hooks write to an `Arrivals`; here is everything else that happens to it, each
+of which is rare: opening and closing a backward, arrivals that are not everyday, a
+backward that is paused and goes on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
 
+from ._arrivals import (
+    Callbacks,
+    Entry,
+    Mark,
+    arrivals_for,
+    has_arrived,
+    is_copied_at_once,
+)
+
 if TYPE_CHECKING:
     from ._bucket import Bucket
-
-
-# From this size on a gradient is copied by its own hook, while it is still in cache.
-# Smaller ones wait for their bucket: a kernel call would cost more than the copy.
-COPY_AT_ONCE_BYTES = 64 * 1024
-
-
-def is_copied_at_once(param: torch.Tensor) -> bool:
-    """Whether the gradient of a parameter is copied by its own hook."""
-    return param.nbytes >= COPY_AT_ONCE_BYTES
-
-
-class Mark(Enum):
-    """What ``entries[i]`` holds when it is not a gradient (a tensor or None)."""
-
-    CLOSED = "closed"  # no reduction is open: the hook asks the reducer
-    UNSET = "unset"  # open, this gradient has not arrived: the everyday case
-    TRACED = "traced"  # as UNSET, but the reducer takes it: records, copies at once
-    COPIED = "copied"  # arrived, and already in its slot
-    COUNTING = "counting"  # static graph's first backward: hooks are only counted
-    REPEATS = "repeats"  # static graph: arrives more than once, not complete yet
-
-
-Entry = Mark | torch.Tensor | None
-
-
-def has_arrived(entry: Entry) -> bool:
-    """Whether an entry of an open (or paused) backward is ready."""
-    return not isinstance(entry, Mark) or entry is Mark.COPIED
 
 
 class Countdown:
     """Entries, ready order and pending counts of one backward.
 
     Args:
-        num_params: managed parameters.
-        on_full: called with a bucket index when its last gradient arrived.
-        on_unusual: called with a parameter index whose entry was not UNSET.
+        params: managed parameters, in parameter-index order.
+        callbacks: what the grad hooks call.
         copy_now: called with a parameter index and its gradient, when the gradient
             must be read at once; returns what to keep as the entry.
     """
 
-    __slots__ = (
-        "_gather",
-        "_paused",
-        "bucket_of",
-        "copy_now",
-        "entries",
-        "filled",
-        "num_slots",
-        "on_full",
-        "on_unusual",
-        "pending",
-        "ready",
-        "written_on",
-    )
-
     def __init__(
         self,
-        num_params: int,
-        on_full: Callable[[int], None],
-        on_unusual: Callable[[int], None],
+        params: Sequence[torch.Tensor],
+        callbacks: Callbacks,
         copy_now: Callable[[int, torch.Tensor], Entry],
     ) -> None:
-        self.on_full = on_full
-        self.on_unusual = on_unusual
+        self.callbacks = callbacks
         self.copy_now = copy_now
-        self.entries: list[Entry] = [Mark.CLOSED] * num_params
-        self.ready: list[int] = []  # parameter indices, in order of arrival
+        self.arrivals = arrivals_for(params, callbacks)
+        # The storage, bound once.
+        self.entries = self.arrivals.entries
+        self.ready = self.arrivals.ready
+        self.bucket_of = self.arrivals.bucket_of
+        self.pending = self.arrivals.pending
         self.filled: set[int] = set()  # parameter indices that did not arrive
-        self.bucket_of: list[int] = [0] * num_params
-        self.pending: list[int] = []  # per bucket
         self.written_on: list[set[int]] = []  # CUDA streams, per bucket
         self._paused: list[Entry] = []  # entries while a reduction is pending
+        self._members: list[Sequence[int]] = []  # parameter indices, per bucket
+        self._num_slots: list[int] = []  # per bucket
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Follow new buckets."""
+        self.arrivals.forget_slots()
         for number, bucket in enumerate(buckets):
-            for i in bucket.plan.indices:
+            for k, i in enumerate(bucket.plan.indices):
                 self.bucket_of[i] = number
-        self.num_slots = [len(bucket.plan.slots) for bucket in buckets]
-        self._gather = [itemgetter(*bucket.plan.indices) for bucket in buckets]
-        self.pending[:] = self.num_slots
+                if bucket.slots is not None and is_copied_at_once(bucket.params[k]):
+                    self.arrivals.copy_at_once(i, bucket.slots, k)
+        self._members = [bucket.plan.indices for bucket in buckets]
+        self._num_slots = [len(bucket.plan.slots) for bucket in buckets]
+        self.pending.clear()
+        self.pending.extend(self._num_slots)
         self.written_on[:] = [bucket.streams.written_on for bucket in buckets]
 
-    def open(self, entries: Iterable[Entry]) -> None:
-        """Start a backward."""
-        self.pending[:] = self.num_slots
+    def open(self, entries: Iterable[Entry], divisor: int) -> None:
+        """Start a backward to which ``divisor`` ranks contribute."""
+        self.arrivals.scale = 1.0 / divisor
+        self.pending.clear()
+        self.pending.extend(self._num_slots)
         self.ready.clear()
         self.filled.clear()
         self.entries[:] = entries
@@ -143,7 +106,7 @@ class Countdown:
     def is_first(self, i: int) -> bool:
         """Whether the bucket of parameter ``i`` has no gradient yet."""
         bucket = self.bucket_of[i]
-        return self.pending[bucket] == self.num_slots[bucket]
+        return self.pending[bucket] == self._num_slots[bucket]
 
     def missing(self) -> list[int]:
         """Parameter indices whose slots are still pending."""
@@ -151,13 +114,11 @@ class Countdown:
 
     def used(self) -> set[int]:
         """Parameter indices that arrived with a gradient."""
-        return {i for i in self.ready if self.entries[i] is not None}
+        return set(self.arrivals.used())
 
-    def of_bucket(self, number: int) -> tuple[Entry, ...]:
+    def of_bucket(self, number: int) -> Sequence[Entry]:
         """A bucket's entries, in slot order."""
-        entries = self._gather[number](self.entries)
-        # itemgetter of one index returns the item itself
-        return entries if self.num_slots[number] > 1 else (entries,)
+        return self.arrivals.gather(self._members[number])
 
     def arrive(
         self, i: int, grad: torch.Tensor | None, *, at_once: bool = True
@@ -186,4 +147,4 @@ class Countdown:
         bucket = self.bucket_of[i]
         self.pending[bucket] -= 1
         if not self.pending[bucket]:
-            self.on_full(bucket)
+            self.callbacks.on_full(bucket)

@@ -15,8 +15,8 @@ from typing import cast
 import torch
 
 from . import _ops
+from ._arrivals import Entry, Mark, is_copied_at_once
 from ._bucket import Bucket, BucketState
-from ._countdown import Entry, Mark, is_copied_at_once
 from ._layout import BucketPlan
 
 # For map(): these run once per gradient.
@@ -70,11 +70,9 @@ class DenseBucket(Bucket):
         ]
         self._numels = [slot.numel for slot in plan.slots]
         self._dtypes = {plan.dtype}
-        self._is_row = all(view.dim() == 1 for view in self.views)
-        self._runs = _small_runs(plan, self.params, values)
-        # Which slots the runs cover (a count of elements would not tell).
-        pairs = zip(self.views, self.params, strict=True)
-        self._small_ids = [id(v) for v, p in pairs if not is_copied_at_once(p)]
+        is_large = [is_copied_at_once(param) for param in self.params]
+        self._copy_plan = _ops.CopyPlan(values, self.views, is_large)
+        self.slots = _ops.slots(self.params, self.views, values, as_view=as_view)
         self._memory = Memory(self.buffer)
         self._saved: dict[int, torch.Tensor] = {}
         self._tracked: dict[int, torch.Tensor] = {}
@@ -106,6 +104,16 @@ class DenseBucket(Bucket):
         """Copy and scale what is not in the buffer yet, divide what is."""
         self.streams.gather(entries)
         self._arrived = entries
+        is_decided = not (undecided and self._as_view)
+        if self.slots and is_decided and self.slots.flatten(entries, divisor):
+            self.advance(BucketState.FULL)
+            return
+        self._flatten_carefully(tuple(entries), divisor, undecided)
+        self.advance(BucketState.FULL)
+
+    def _flatten_carefully(
+        self, entries: tuple[Entry, ...], divisor: int, undecided: Collection[int]
+    ) -> None:
         aliased: list[torch.Tensor] = []
         grads = cast("list[torch.Tensor]", list(entries))
         if set(map(type, entries)) == {torch.Tensor} and not (
@@ -120,13 +128,12 @@ class DenseBucket(Bucket):
             self._flatten_tracked(entries, divisor)
         else:
             try:
-                self._flatten_fresh(views, fresh, divisor)
+                self._copy_plan.flatten(views, fresh, 1.0 / divisor)
             except RuntimeError:
                 self._name_misfit(views, fresh)
                 raise
             for values in [self._values] if len(aliased) == len(entries) else aliased:
                 _ops.divide(values, divisor)
-        self.advance(BucketState.FULL)
 
     def _sort(
         self, entries: Sequence[Entry], undecided: Collection[int]
@@ -146,23 +153,6 @@ class DenseBucket(Bucket):
                 views.append(view)
                 fresh.append(grad)
         return views, fresh, aliased
-
-    def _flatten_fresh(
-        self, views: list[torch.Tensor], grads: list[torch.Tensor], divisor: int
-    ) -> None:
-        if not grads:
-            return
-        scale = 1.0 / divisor
-        if len(grads) == len(self.views):
-            if self._is_row:
-                _ops.flatten_row(self._values, grads, scale)
-            else:
-                _ops.flatten(views, grads, scale, [self._values])
-        elif list(map(id, views)) == self._small_ids:
-            _ops.flatten(views, grads, scale, self._runs)
-        else:
-            for view, grad in zip(views, grads, strict=True):
-                _ops.scale_into(view, grad, scale)
 
     def _check(self, views: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
         """A copy would convert or broadcast without a word."""
@@ -201,6 +191,14 @@ class DenseBucket(Bucket):
         for k in kept:
             if k in self._saved:
                 self.views[k].copy_(self._saved[k])
+        is_everyday = not (kept or self._tracked) and bool(self._arrived)
+        if not (self.slots and is_everyday and self.slots.unflatten(self._arrived)):
+            self._unflatten_carefully(kept)
+        self._saved.clear()
+        self._tracked.clear()
+        self._arrived = ()
+
+    def _unflatten_carefully(self, kept: Collection[int]) -> None:
         grads = [param.grad for param in self.params]
         if self._as_view and not self._tracked:
             self._point_at_views(grads, kept)
@@ -210,9 +208,6 @@ class DenseBucket(Bucket):
                     self._unflatten_slot(k)
         else:
             _ops.unflatten(grads, self.views)  # type: ignore[arg-type]
-        self._saved.clear()
-        self._tracked.clear()
-        self._arrived = ()
 
     def _point_at_views(
         self, grads: Sequence[torch.Tensor | None], kept: Collection[int]
@@ -261,18 +256,3 @@ def _allocate(plan: BucketPlan) -> tuple[torch.Tensor, torch.Tensor]:
         return values, values
     # Complex gradients travel as interleaved reals: backends cannot add complex.
     return torch.view_as_real(values).flatten(), values
-
-
-def _small_runs(
-    plan: BucketPlan, params: Sequence[torch.Tensor], values: torch.Tensor
-) -> list[torch.Tensor]:
-    """The buffer without the slots that `copy_now` fills, as 1D pieces."""
-    runs = []
-    start = end = 0
-    for slot, param in zip(plan.slots, params, strict=True):
-        if is_copied_at_once(param):
-            runs.append(values[start:end])
-            start = slot.offset + slot.numel
-        end = slot.offset + slot.numel
-    runs.append(values[start:end])
-    return [run for run in runs if run.numel() > 0]

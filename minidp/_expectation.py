@@ -16,8 +16,8 @@ from collections.abc import Collection, Sequence
 
 from torch.autograd.graph import Node
 
+from ._arrivals import Mark
 from ._autograd import unreachable
-from ._countdown import Mark
 from .config import ReducerConfig
 from .errors import GraphChangedError, MarkedTwiceError, MiniDPError, explain
 

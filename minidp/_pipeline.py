@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ._arrivals import Entry
 from ._bucket import Bucket, BucketState
 from ._collectives import broadcast_integers
-from ._countdown import Entry
 from ._dense_bucket import DenseBucket
 from ._layout import (
     BucketPlan,

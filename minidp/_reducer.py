@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
+from ._arrivals import Callbacks, Mark, is_copied_at_once
 from ._autograd import (
     NO_TASK,
     GradHooks,
@@ -28,7 +29,7 @@ from ._autograd import (
     probe_outputs,
     queue_final_callback,
 )
-from ._countdown import Countdown, Mark, is_copied_at_once
+from ._countdown import Countdown
 from ._expectation import expectation_for
 from ._layout import ParamSpec
 from ._ledger import Ledger
@@ -84,12 +85,8 @@ class Reducer:
         self.has_rebuilt = False
         self.pipeline = Pipeline(self.params, specs, config, group)
         self._expected = expectation_for(len(params), config)
-        self._countdown = Countdown(
-            len(params),
-            _weakly(self._on_full),
-            _weakly(self._on_unusual),
-            self.pipeline.copy_now,
-        )
+        callbacks = Callbacks(_weakly(self._on_full), _weakly(self._on_unusual))
+        self._countdown = Countdown(self.params, callbacks, self.pipeline.copy_now)
         self._countdown.adopt(self.pipeline.buckets)
         self._hooks = GradHooks(self.params, self._countdown)
         weakref.finalize(self, self._hooks.remove)  # they would outlive us otherwise
@@ -109,6 +106,7 @@ class Reducer:
         if self._ready_order is not None:
             order, self._ready_order = self._ready_order, None
             self.has_rebuilt = True
+            self._countdown.arrivals.forget_slots()
             self.pipeline.rebuild(order)
             self._countdown.adopt(self.pipeline.buckets)
 
@@ -141,7 +139,7 @@ class Reducer:
         marks = self._expected.marks(Mark.TRACED if is_traced else Mark.UNSET)
         for i in self._hooks.shared():
             marks[i] = Mark.TRACED if marks[i] is Mark.UNSET else marks[i]
-        self._countdown.open(marks)
+        self._countdown.open(marks, self.pipeline.divisor)
         if self._probed_task == NO_TASK:
             self._expect_end()
         for i in self._expected.absent():

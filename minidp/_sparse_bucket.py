@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 import torch
 
 from . import _ops
+from ._arrivals import Entry
 from ._bucket import Bucket, BucketState
-from ._countdown import Entry
 
 
 class SparseBucket(Bucket):

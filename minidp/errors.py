@@ -46,6 +46,10 @@ class ReducerFailedError(MiniDPError):
     """An earlier backward failed and `DataParallel.reset` has not been called."""
 
 
+class NativeError(MiniDPError):
+    """The native kernels are required, but cannot be built or loaded."""
+
+
 class InternalError(AssertionError):
     """A mistake in minidp itself; please report it with the traceback."""
 

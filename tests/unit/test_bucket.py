@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minidp._arrivals import COPY_AT_ONCE_BYTES, Mark
 from minidp._bucket import BucketState
-from minidp._countdown import COPY_AT_ONCE_BYTES, Mark
 from minidp._dense_bucket import DenseBucket
 from minidp._layout import ParamSpec, build_layout
 from minidp._sparse_bucket import SparseBucket

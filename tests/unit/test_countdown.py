@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minidp._countdown import (
+from minidp._arrivals import (
     COPY_AT_ONCE_BYTES,
-    Countdown,
+    Callbacks,
     Mark,
     has_arrived,
     is_copied_at_once,
 )
+from minidp._countdown import Countdown
 
 
 def make_buckets(*members):
@@ -21,6 +22,7 @@ def make_buckets(*members):
         SimpleNamespace(
             plan=SimpleNamespace(indices=indices, slots=indices),
             streams=SimpleNamespace(written_on=set()),
+            slots=None,
         )
         for indices in members
     ]
@@ -34,10 +36,13 @@ def log():
 @pytest.fixture
 def countdown(log):
     """Three parameters: bucket 0 holds 2 and 0, bucket 1 holds 1."""
-    made = Countdown(
-        3,
+    callbacks = Callbacks(
         on_full=lambda bucket: log.append(("full", bucket)),
         on_unusual=lambda i: log.append(("unusual", i)),
+    )
+    made = Countdown(
+        [torch.nn.Parameter(torch.ones(1)) for _ in range(3)],
+        callbacks,
         copy_now=lambda i, grad: Mark.COPIED if grad.numel() > 1 else grad,
     )
     made.adopt(make_buckets((2, 0), (1,)))
@@ -45,22 +50,22 @@ def countdown(log):
 
 
 def test_nothing_is_open_at_first(countdown):
-    assert countdown.entries == [Mark.CLOSED] * 3
-    assert countdown.bucket_of == [0, 1, 0]
-    assert countdown.pending == [2, 1]
+    assert list(countdown.entries) == [Mark.CLOSED] * 3
+    assert list(countdown.bucket_of) == [0, 1, 0]
+    assert list(countdown.pending) == [2, 1]
 
 
 def test_a_bucket_is_full_with_its_last_gradient(countdown, log):
-    countdown.open([Mark.UNSET] * 3)
+    countdown.open([Mark.UNSET] * 3, 1)
     for i in (0, 1, 2):
         countdown.arrive(i, torch.ones(1))
     assert log == [("full", 1), ("full", 0)]
-    assert countdown.ready == [0, 1, 2]
-    assert countdown.pending == [0, 0]
+    assert list(countdown.ready) == [0, 1, 2]
+    assert list(countdown.pending) == [0, 0]
 
 
 def test_a_gradient_may_be_copied_on_arrival(countdown):
-    countdown.open([Mark.UNSET] * 3)
+    countdown.open([Mark.UNSET] * 3, 1)
     small = torch.ones(1)
     countdown.arrive(0, torch.ones(2))
     countdown.arrive(1, small)
@@ -71,19 +76,19 @@ def test_a_gradient_may_be_copied_on_arrival(countdown):
 
 
 def test_filled_slots_are_no_arrivals(countdown, log):
-    countdown.open([Mark.UNSET] * 3)
+    countdown.open([Mark.UNSET] * 3, 1)
     countdown.fill_missing(1, None)
     assert log == [("full", 1)]
-    assert countdown.ready == []
+    assert list(countdown.ready) == []
     assert countdown.missing() == [0, 2]
     assert countdown.filled == {1}
     countdown.arrive_after_all(1, torch.ones(1))
-    assert countdown.ready == [1]
+    assert list(countdown.ready) == [1]
     assert countdown.filled == set()
 
 
 def test_used_means_arrived_with_a_gradient(countdown):
-    countdown.open([Mark.UNSET] * 3)
+    countdown.open([Mark.UNSET] * 3, 1)
     countdown.arrive(0, None)
     countdown.fill_missing(1, torch.ones(1))
     countdown.arrive(2, torch.ones(1))
@@ -93,29 +98,29 @@ def test_used_means_arrived_with_a_gradient(countdown):
 
 
 def test_pause_lets_hooks_ask_and_resume_goes_on(countdown, log):
-    countdown.open([Mark.UNSET] * 3)
+    countdown.open([Mark.UNSET] * 3, 1)
     countdown.arrive(0, torch.ones(2))
     countdown.pause()
-    assert countdown.entries == [Mark.COPIED, Mark.CLOSED, Mark.CLOSED]
+    assert list(countdown.entries) == [Mark.COPIED, Mark.CLOSED, Mark.CLOSED]
     assert countdown.missing() == [1, 2]
     countdown.resume()
-    assert countdown.entries == [Mark.COPIED, Mark.TRACED, Mark.TRACED]
-    assert countdown.pending == [1, 1]
+    assert list(countdown.entries) == [Mark.COPIED, Mark.TRACED, Mark.TRACED]
+    assert list(countdown.pending) == [1, 1]
     countdown.arrive(2, torch.ones(1))
     assert log == [("full", 0)]
-    assert countdown.ready == [0, 2]
+    assert list(countdown.ready) == [0, 2]
 
 
 def test_pause_keeps_gradients_that_are_none(countdown):
-    countdown.open([Mark.UNSET] * 3)
+    countdown.open([Mark.UNSET] * 3, 1)
     countdown.arrive(1, None)
     countdown.pause()
-    assert countdown.entries == [Mark.CLOSED, None, Mark.CLOSED]
+    assert list(countdown.entries) == [Mark.CLOSED, None, Mark.CLOSED]
 
 
 def test_of_bucket_gives_slot_order(countdown):
     a, b, c = torch.ones(1), torch.ones(1), None
-    countdown.open([a, b, c])
+    countdown.open([a, b, c], 1)
     assert len(countdown.of_bucket(0)) == 2
     assert countdown.of_bucket(0)[0] is c
     assert countdown.of_bucket(0)[1] is a
@@ -124,19 +129,19 @@ def test_of_bucket_gives_slot_order(countdown):
 
 
 def test_close_lets_go_of_gradients(countdown):
-    countdown.open([Mark.UNSET] * 3)
+    countdown.open([Mark.UNSET] * 3, 1)
     countdown.arrive(1, torch.ones(1))
     countdown.close()
-    assert countdown.entries == [Mark.CLOSED] * 3
+    assert list(countdown.entries) == [Mark.CLOSED] * 3
 
 
 def test_open_starts_afresh(countdown):
-    countdown.open([Mark.UNSET] * 3)
+    countdown.open([Mark.UNSET] * 3, 1)
     countdown.arrive(0, None)
-    countdown.open([Mark.UNSET, Mark.UNSET, Mark.REPEATS])
-    assert countdown.entries == [Mark.UNSET, Mark.UNSET, Mark.REPEATS]
-    assert countdown.ready == []
-    assert countdown.pending == [2, 1]
+    countdown.open([Mark.UNSET, Mark.UNSET, Mark.REPEATS], 1)
+    assert list(countdown.entries) == [Mark.UNSET, Mark.UNSET, Mark.REPEATS]
+    assert list(countdown.ready) == []
+    assert list(countdown.pending) == [2, 1]
 
 
 def test_hooks_may_hold_on_to_the_lists(countdown):
@@ -144,22 +149,22 @@ def test_hooks_may_hold_on_to_the_lists(countdown):
     before = [getattr(countdown, name) for name in lists]
     streams = make_buckets((1,), (0, 2))
     countdown.adopt(streams)
-    countdown.open([Mark.UNSET] * 3)
+    countdown.open([Mark.UNSET] * 3, 1)
     countdown.arrive(0, None)
     countdown.pause()
     countdown.resume()
     countdown.close()
     for name, old in zip(lists, before, strict=True):
         assert getattr(countdown, name) is old, name
-    assert countdown.bucket_of == [1, 0, 1]
-    assert countdown.pending == [1, 1]
+    assert list(countdown.bucket_of) == [1, 0, 1]
+    assert list(countdown.pending) == [1, 1]
     assert countdown.written_on[0] is streams[0].streams.written_on
 
 
 def test_adopt_follows_fewer_buckets(countdown):
     countdown.adopt(make_buckets((2, 1, 0)))
-    countdown.open([Mark.UNSET] * 3)
-    assert countdown.pending == [3]
+    countdown.open([Mark.UNSET] * 3, 1)
+    assert list(countdown.pending) == [3]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from minidp._countdown import Mark
+from minidp._arrivals import Mark
 from minidp._expectation import (
     EveryParameter,
     FindUnused,

@@ -1,0 +1,209 @@
+// What Python sees: minidp/_ops.py and minidp/_countdown.py say what each thing does.
+
+#include <pybind11/stl.h>
+#include <pybind11/stl_bind.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+
+#include "flatten.h"
+#include "grad_hook.h"
+#include "slots.h"
+
+PYBIND11_MAKE_OPAQUE(std::vector<int32_t>)
+
+namespace {
+
+namespace py = pybind11;
+using minidp::Arrivals;
+using minidp::Gathered;
+using minidp::GradHooks;
+using minidp::Slots;
+using Tensors = std::vector<at::Tensor>;
+using Integers = std::vector<int32_t>;
+
+// The whole of `entries[:]`: the only slice that anybody needs.
+void check_whole(const py::slice& slice, size_t size) {
+  size_t start = 0;
+  size_t stop = 0;
+  size_t step = 0;
+  size_t length = 0;
+  if (!slice.compute(size, &start, &stop, &step, &length) || length != size) {
+    throw py::index_error("only entries[:]");
+  }
+}
+
+// A view of the entries of an Arrivals, which Python uses like a list.
+struct Entries {
+  std::shared_ptr<Arrivals> arrivals;
+};
+
+void check_index(const Arrivals& arrivals, size_t i) {
+  if (i >= arrivals.size()) {
+    throw py::index_error("no such parameter index");
+  }
+}
+
+void bind_entries(py::module_& module) {
+  py::class_<Entries>(module, "Entries")
+      .def("__len__", [](const Entries& self) { return self.arrivals->size(); })
+      .def(
+          "__getitem__",
+          [](const Entries& self, size_t i) {
+            check_index(*self.arrivals, i);
+            return self.arrivals->entry(i);
+          })
+      .def(
+          "__setitem__",
+          [](const Entries& self, size_t i, py::handle entry) {
+            check_index(*self.arrivals, i);
+            self.arrivals->set_entry(i, entry);
+          })
+      .def(
+          "__setitem__",
+          [](const Entries& self, const py::slice& slice, const py::iterable& entries) {
+            check_whole(slice, self.arrivals->size());
+            self.arrivals->set_entries(entries);
+          });
+}
+
+void bind_arrivals(py::module_& module) {
+  py::bind_vector<Integers>(module, "Integers");
+  py::class_<GradHooks>(module, "GradHooks")
+      .def("shared", &GradHooks::shared)
+      .def("remove", &GradHooks::remove);
+  // Iterates too: Python asks for items until there are no more.
+  py::class_<Gathered>(module, "Gathered")
+      .def("__len__", [](const Gathered& self) { return self.grads.size(); })
+      .def("__getitem__", [](const Gathered& self, size_t k) {
+        if (k >= self.grads.size()) {
+          throw py::index_error("no such slot");
+        }
+        return self.arrivals->decode(self.codes[k], self.grads[k]);
+      });
+  py::class_<Arrivals, std::shared_ptr<Arrivals>>(module, "Arrivals")
+      .def(
+          py::init<
+              Tensors,
+              py::tuple,
+              const py::object&,
+              const py::object&,
+              const py::tuple&>(),
+          py::arg("params"),
+          py::arg("marks"),
+          py::arg("unset"),
+          py::arg("copied"),
+          py::arg("callbacks"))
+      .def_property_readonly(
+          "entries",
+          [](std::shared_ptr<Arrivals> self) { return Entries{std::move(self)}; })
+      .def_readonly("ready", &Arrivals::ready)
+      .def_readonly("pending", &Arrivals::pending)
+      .def_readonly("bucket_of", &Arrivals::bucket_of)
+      .def_readwrite("scale", &Arrivals::scale)
+      .def("copy_at_once", &Arrivals::copy_at_once)
+      .def("forget_slots", &Arrivals::forget_slots)
+      .def("used", &Arrivals::used)
+      .def(
+          "attach",
+          [](const std::shared_ptr<Arrivals>& self, py::object python_hook) {
+            self->set_python_hook(std::move(python_hook));
+            return std::make_unique<GradHooks>(self);
+          })
+      .def("gather", &Arrivals::gather);
+}
+
+// What Python calls entries: what `gather` returned, or any sequence of gradients, None
+// and marks.
+struct Given {
+  Tensors grads;
+  std::vector<bool> present;  // false: filled already
+};
+
+Given given(const py::sequence& entries) {
+  Given found;
+  if (py::isinstance<Gathered>(entries)) {
+    const auto& gathered = entries.cast<const Gathered&>();
+    found.grads = gathered.grads;
+    for (const auto code : gathered.codes) {
+      found.present.push_back(code == Arrivals::kArrived);
+    }
+    return found;
+  }
+  for (const auto entry : entries) {
+    const bool is_grad = THPVariable_Check(entry.ptr());
+    found.grads.push_back(is_grad ? THPVariable_Unpack(entry.ptr()) : at::Tensor());
+    found.present.push_back(is_grad || entry.is_none());
+  }
+  return found;
+}
+
+void bind_slots(py::module_& module) {
+  py::class_<Slots, std::shared_ptr<Slots>>(module, "Slots")
+      .def(
+          py::init<Tensors, Tensors, at::Tensor, bool>(),
+          py::arg("params"),
+          py::arg("views"),
+          py::arg("values"),
+          py::kw_only(),
+          py::arg("as_view"))
+      .def("copy_now", &Slots::copy_now)
+      .def(
+          "flatten",
+          [](Slots& self, const py::sequence& entries, int64_t divisor) {
+            const Given from = given(entries);
+            py::gil_scoped_release no_gil;
+            return self.flatten(from.grads, from.present, divisor);
+          })
+      .def("unflatten", [](Slots& self, const py::sequence& arrived) {
+        const Given from = given(arrived);
+        return self.unflatten(from.grads);
+      });
+}
+
+// flatten(views, grads, scale, stats=False) -> None or (sum of squares, first slot)
+py::object flatten(
+    const Tensors& views, const Tensors& grads, double scale, bool stats) {
+  if (views.size() != grads.size()) {
+    throw py::value_error("one gradient per view");
+  }
+  for (size_t k = 0; k < views.size(); ++k) {
+    if (grads[k].sizes() != views[k].sizes()) {
+      throw py::value_error("gradient " + std::to_string(k) + " has not its view's shape");
+    }
+  }
+  minidp::Stats seen;
+  {
+    py::gil_scoped_release no_gil;
+    minidp::flatten(views, grads, scale, stats ? &seen : nullptr);
+  }
+  if (!stats) {
+    return py::none();
+  }
+  return py::make_tuple(seen.sum_of_squares, seen.first_nonfinite);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  bind_entries(module);
+  bind_arrivals(module);
+  bind_slots(module);
+  module.def(
+      "flatten",
+      &flatten,
+      py::arg("views"),
+      py::arg("grads"),
+      py::arg("scale"),
+      py::arg("stats") = false);
+  module.def(
+      "unflatten", &minidp::unflatten, py::call_guard<py::gil_scoped_release>());
+#ifdef MINIDP_CUDA
+  module.attr("has_cuda") = true;
+#else
+  module.attr("has_cuda") = false;
+#endif
+}

@@ -1,0 +1,291 @@
+#include "flatten.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ScalarOps.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/cpu/vec/vec.h>
+#include <c10/util/complex.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+namespace minidp {
+namespace {
+
+// Below this many bytes a thread costs more than it saves.
+constexpr int64_t kBytesPerThread = 1 << 20;
+
+template <typename T>
+constexpr bool is_half = std::is_same_v<T, at::BFloat16> || std::is_same_v<T, at::Half>;
+
+// Torch multiplies halves in float and rounds once.
+template <typename T>
+using Wide = std::conditional_t<is_half<T>, float, T>;
+
+template <typename T>
+T scaled(T x, Wide<T> scale) {
+  return static_cast<T>(static_cast<Wide<T>>(x) * scale);
+}
+
+// The compiler does not vectorise the conversions of 16-bit types.
+template <typename T>
+int64_t scale_halves(T* to, const T* from, int64_t n, float scale) {
+  using Vec = at::vec::Vectorized<T>;
+  const at::vec::Vectorized<float> factor(scale);
+  int64_t i = 0;
+  for (; i + Vec::size() <= n; i += Vec::size()) {
+    auto [low, high] = at::vec::convert_to_float<T>(Vec::loadu(from + i));
+    at::vec::convert_from_float<T>(low * factor, high * factor).store(to + i);
+  }
+  return i;
+}
+
+template <typename To, typename From>
+void scale_row(To* to, const From* from, int64_t n, double scale) {
+  const auto factor = static_cast<Wide<From>>(scale);
+  int64_t i = 0;
+  if constexpr (std::is_same_v<To, From>) {
+    if (scale == 1) {
+      std::memcpy(to, from, n * sizeof(To));
+      return;
+    }
+    if constexpr (is_half<To>) {
+      i = scale_halves(to, from, n, factor);
+    }
+  }
+  for (; i < n; ++i) {
+    to[i] = static_cast<To>(scaled(from[i], factor));
+  }
+}
+
+// Eight sums, because the compiler may not reorder additions of one.
+template <typename T>
+double sum_of_squares(const T* x, int64_t n) {
+  constexpr int64_t kLanes = 8;
+  double sums[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const auto value = static_cast<double>(x[i + lane]);
+      sums[lane] += value * value;
+    }
+  }
+  double sum = 0;
+  for (; i < n; ++i) {
+    sum += static_cast<double>(x[i]) * static_cast<double>(x[i]);
+  }
+  for (const double each : sums) {
+    sum += each;
+  }
+  return sum;
+}
+
+// In pieces that stay in the first-level cache, so that looking costs no second trip to
+// memory. The sum of squares is finite exactly if all values are, except for doubles,
+// whose squares may overflow.
+template <typename To, typename From>
+double scale_and_look(To* to, const From* from, int64_t n, double scale, bool* finite) {
+  constexpr int64_t kPiece = 4096 / sizeof(To);
+  double sum = 0;
+  for (int64_t i = 0; i < n; i += kPiece) {
+    const int64_t length = std::min(kPiece, n - i);
+    scale_row(to + i, from + i, length, scale);
+    const double more = sum_of_squares(to + i, length);
+    if (!std::isfinite(more)) {
+      for (int64_t j = i; j < i + length; ++j) {
+        *finite = *finite && std::isfinite(static_cast<double>(to[j]));
+      }
+    }
+    sum += more;
+  }
+  return sum;
+}
+
+// One stretch of memory: the elements [begin, end) of slot `slot`.
+struct Stretch {
+  size_t slot;
+  int64_t begin;
+  int64_t end;
+};
+
+// Calls `work(stretch)` for all elements of all slots, on several threads if that pays.
+template <typename Work>
+void for_stretches(const std::vector<int64_t>& ends, int64_t item_size, Work work) {
+  const int64_t total = ends.empty() ? 0 : ends.back();
+  at::parallel_for(0, total, kBytesPerThread / item_size, [&](int64_t begin, int64_t end) {
+    auto slot = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin();
+    while (begin < end) {
+      const int64_t start = slot == 0 ? 0 : ends[slot - 1];
+      const int64_t stop = std::min(ends[slot], end);
+      if (begin < stop) {
+        work(Stretch{static_cast<size_t>(slot), begin - start, stop - start});
+      }
+      begin = stop;
+      ++slot;
+    }
+  });
+}
+
+template <typename F>
+void with_type(at::ScalarType type, F f) {
+  switch (type) {
+    case at::kFloat:
+      return f(float{});
+    case at::kDouble:
+      return f(double{});
+    case at::kBFloat16:
+      return f(at::BFloat16{});
+    case at::kHalf:
+      return f(at::Half{});
+    default:
+      TORCH_INTERNAL_ASSERT(false, "minidp: no loop for ", type);
+  }
+}
+
+bool has_loop(at::ScalarType type) {
+  return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 ||
+      type == at::kHalf;
+}
+
+// Everything that is not a loop over memory: odd strides, complex numbers (whose product
+// with a real number is torch's own), lazily negated or conjugated tensors.
+void scale_by_torch(const at::Tensor& view, const at::Tensor& grad, double scale) {
+  at::NoGradGuard no_grad;
+  if (scale == 1) {
+    view.copy_(grad);
+  } else if (view.scalar_type() == grad.scalar_type()) {
+    auto factor = c10::scalar_to_tensor(scale);
+    factor.unsafeGetTensorImpl()->set_wrapped_number(true);  // never promotes
+    at::Tensor out = view;
+    at::mul_out(out, grad, factor);
+  } else {
+    view.copy_(grad.mul(scale));
+  }
+}
+
+void look_at_slot(const at::Tensor& view, size_t slot, Stats* stats) {
+  const auto real = view.is_complex() ? at::view_as_real(view) : view;
+  const auto wide = real.to(at::kDouble);
+  stats->sum_of_squares += wide.square().sum().item<double>();
+  if (!wide.isfinite().all().item<bool>() && stats->first_nonfinite < 0) {
+    stats->first_nonfinite = static_cast<int64_t>(slot);
+  }
+}
+
+// Copies slots that are loops over memory; all have these two dtypes.
+template <typename To, typename From>
+void copy_rows(
+    const std::vector<at::Tensor>& views,
+    const std::vector<at::Tensor>& grads,
+    const std::vector<size_t>& slots,
+    double scale,
+    Stats* stats) {
+  std::vector<To*> to;
+  std::vector<const From*> from;
+  std::vector<int64_t> ends;
+  to.reserve(slots.size());
+  from.reserve(slots.size());
+  ends.reserve(slots.size());
+  int64_t total = 0;
+  for (const size_t slot : slots) {
+    to.push_back(static_cast<To*>(views[slot].data_ptr()));
+    from.push_back(static_cast<const From*>(grads[slot].const_data_ptr()));
+    ends.push_back(total += views[slot].numel());
+  }
+  if (stats == nullptr) {
+    for_stretches(ends, sizeof(To), [&](Stretch s) {
+      scale_row(to[s.slot] + s.begin, from[s.slot] + s.begin, s.end - s.begin, scale);
+    });
+    return;
+  }
+  // One thread: the sum must not depend on how many there are.
+  for (size_t k = 0; k < slots.size(); ++k) {
+    bool finite = true;
+    stats->sum_of_squares +=
+        scale_and_look(to[k], from[k], views[slots[k]].numel(), scale, &finite);
+    const auto slot = static_cast<int64_t>(slots[k]);
+    if (!finite && (stats->first_nonfinite < 0 || slot < stats->first_nonfinite)) {
+      stats->first_nonfinite = slot;
+    }
+  }
+}
+
+void copy_all(
+    const std::vector<at::Tensor>& to,
+    const std::vector<at::Tensor>& from,
+    double scale,
+    Stats* stats) {
+  std::vector<size_t> rows;
+  rows.reserve(to.size());
+  at::ScalarType to_type = at::kFloat;
+  at::ScalarType from_type = at::kFloat;
+  const auto flush = [&] {
+    if (rows.empty()) {
+      return;
+    }
+    with_type(to_type, [&](auto t) {
+      with_type(from_type, [&](auto f) {
+        copy_rows<decltype(t), decltype(f)>(to, from, rows, scale, stats);
+      });
+    });
+    rows.clear();
+  };
+  for (size_t k = 0; k < to.size(); ++k) {
+    if (!from[k].defined()) {
+      at::Tensor(to[k]).zero_();
+      continue;
+    }
+    if (!has_loop(to[k].scalar_type()) || !has_loop(from[k].scalar_type()) ||
+        !same_order(to[k], from[k])) {
+      scale_by_torch(to[k], from[k], scale);
+      if (stats != nullptr) {
+        look_at_slot(to[k], k, stats);
+      }
+      continue;
+    }
+    if (to[k].scalar_type() != to_type || from[k].scalar_type() != from_type) {
+      flush();
+      to_type = to[k].scalar_type();
+      from_type = from[k].scalar_type();
+    }
+    rows.push_back(k);
+  }
+  flush();
+}
+
+}  // namespace
+
+bool same_order(const at::Tensor& a, const at::Tensor& b) {
+  if (a.layout() != at::kStrided || b.layout() != at::kStrided || a.is_conj() ||
+      b.is_conj() || a.is_neg() || b.is_neg() || !a.device().is_cpu() ||
+      !b.device().is_cpu()) {
+    return false;
+  }
+  if (a.sizes() != b.sizes()) {
+    return false;
+  }
+  if (a.is_contiguous() && b.is_contiguous()) {
+    return true;
+  }
+  return a.strides() == b.strides() && a.is_non_overlapping_and_dense();
+}
+
+void flatten(
+    const std::vector<at::Tensor>& views,
+    const std::vector<at::Tensor>& grads,
+    double scale,
+    Stats* stats) {
+  copy_all(views, grads, scale, stats);
+}
+
+void unflatten(
+    const std::vector<at::Tensor>& grads, const std::vector<at::Tensor>& views) {
+  copy_all(grads, views, 1.0, nullptr);
+  for (const auto& grad : grads) {
+    grad.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
+  }
+}
+
+}  // namespace minidp

@@ -1,0 +1,35 @@
+// The copies between gradients and a bucket's buffer, on CPU.
+//
+// minidp/_ops.py is the specification: every function here gives the same bits.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace minidp {
+
+// What a pass over the gradients saw of the values that it wrote.
+struct Stats {
+  double sum_of_squares = 0;
+  int64_t first_nonfinite = -1;  // lowest slot with an inf or a NaN; -1: none
+};
+
+// Whether two tensors of one shape lie in memory in the same order and without gaps, so
+// that copying one to the other is a loop over memory.
+bool same_order(const at::Tensor& a, const at::Tensor& b);
+
+// views[k] = grads[k] * scale, multiplied in the gradient's dtype, then converted to the
+// view's. An undefined gradient gives zeros. `stats` may be null.
+void flatten(
+    const std::vector<at::Tensor>& views,
+    const std::vector<at::Tensor>& grads,
+    double scale,
+    Stats* stats);
+
+// grads[k] = views[k], converted.
+void unflatten(
+    const std::vector<at::Tensor>& grads, const std::vector<at::Tensor>& views);
+
+}  // namespace minidp

@@ -1,0 +1,235 @@
+#include "grad_hook.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/node.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace minidp {
+namespace {
+
+using torch::autograd::variable_list;
+
+// Calls into Python from a thread without the GIL. An exception goes on through the
+// engine to the caller of backward(), with its type and traceback.
+void call_python(const py::object& callable, size_t index) {
+  py::gil_scoped_acquire gil;
+  PyObject* result =
+      PyObject_CallFunction(callable.ptr(), "n", static_cast<Py_ssize_t>(index));
+  if (result == nullptr) {
+    python_error error;
+    error.persist();
+    throw std::move(error);
+  }
+  Py_DECREF(result);
+}
+
+// A hook of the AccumulateGrad node, where torch's reducer has its own: behind the
+// accumulation and all post-accumulate hooks, in the order of registration among others.
+class GradHook : public torch::autograd::FunctionPostHook {
+ public:
+  GradHook(std::shared_ptr<Arrivals> arrivals, size_t index)
+      : arrivals_(std::move(arrivals)), index_(index) {}
+
+  variable_list operator()(
+      const variable_list& outputs, const variable_list& /*inputs*/) override {
+    arrivals_->fired(index_);
+    return outputs;
+  }
+
+  // Compiled autograd can only trace Python.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    py::gil_scoped_acquire gil;
+    PyObject* hook = arrivals_->python_hook(index_).release().ptr();
+    args.add_post_hook(c10::SafePyObject(hook, getPyInterpreter()));
+  }
+
+ private:
+  std::shared_ptr<Arrivals> arrivals_;
+  size_t index_;
+};
+
+}  // namespace
+
+Arrivals::Arrivals(
+    std::vector<at::Tensor> params,
+    py::tuple marks,
+    const py::object& unset,
+    const py::object& copied,
+    const py::tuple& callbacks)
+    : params_(std::move(params)),
+      marks_(std::move(marks)),
+      on_full_(callbacks[0]),
+      on_unusual_(callbacks[1]) {
+  grads_.resize(params_.size());
+  codes_.resize(params_.size());
+  targets_.resize(params_.size());
+  bucket_of.resize(params_.size());
+  for (size_t code = 0; code < marks_.size(); ++code) {
+    if (marks_[code].ptr() == unset.ptr()) {
+      unset_ = static_cast<uint8_t>(code);
+    }
+    if (marks_[code].ptr() == copied.ptr()) {
+      copied_ = static_cast<uint8_t>(code);
+    }
+  }
+  for (const auto& param : params_) {
+    has_threads_ = has_threads_ || param.device() != params_.front().device();
+  }
+}
+
+// The last reference may go with a node of the graph, on a thread without the GIL.
+Arrivals::~Arrivals() {
+  if (!Py_IsInitialized()) {
+    marks_.release();
+    on_full_.release();
+    on_unusual_.release();
+    python_hook_.release();
+    return;
+  }
+  py::gil_scoped_acquire gil;
+  marks_ = py::tuple();
+  on_full_ = py::object();
+  on_unusual_ = py::object();
+  python_hook_ = py::object();
+}
+
+void Arrivals::fired(size_t i) {
+  if (codes_[i] != unset_) {
+    call_python(on_unusual_, i);
+    return;
+  }
+  const auto& grad = params_[i].grad();
+  const auto& target = targets_[i];
+  if (target.slots && grad.defined() && target.slots->copy_now(target.k, grad, scale)) {
+    codes_[i] = copied_;
+  } else {
+    grads_[i] = grad;
+    codes_[i] = kArrived;
+  }
+  {
+    std::unique_lock<std::mutex> lock(ready_mutex_, std::defer_lock);
+    if (has_threads_) {
+      lock.lock();
+    }
+    ready.push_back(static_cast<int32_t>(i));
+  }
+  const auto bucket = bucket_of[i];
+  if (--pending[bucket] == 0) {
+    call_python(on_full_, bucket);
+  }
+}
+
+void Arrivals::copy_at_once(size_t i, std::shared_ptr<Slots> slots, size_t k) {
+  targets_.at(i) = {std::move(slots), k};
+}
+
+void Arrivals::forget_slots() {
+  std::fill(targets_.begin(), targets_.end(), Target{});
+}
+
+std::vector<int64_t> Arrivals::used() const {
+  std::vector<int64_t> found;
+  for (const int32_t i : ready) {
+    if (codes_[i] != kArrived || grads_[i].defined()) {
+      found.push_back(i);
+    }
+  }
+  return found;
+}
+
+py::object Arrivals::decode(uint8_t code, const at::Tensor& grad) const {
+  if (code != kArrived) {
+    return marks_[code];
+  }
+  return grad.defined() ? py::reinterpret_steal<py::object>(THPVariable_Wrap(grad))
+                        : py::none();
+}
+
+py::object Arrivals::entry(size_t i) const {
+  return decode(codes_.at(i), grads_.at(i));
+}
+
+void Arrivals::set_entry(size_t i, py::handle entry) {
+  uint8_t code = kArrived;
+  at::Tensor grad;
+  if (THPVariable_Check(entry.ptr())) {
+    grad = THPVariable_Unpack(entry.ptr());
+  } else if (!entry.is_none()) {
+    for (code = 0; code < marks_.size(); ++code) {
+      if (PyTuple_GET_ITEM(marks_.ptr(), code) == entry.ptr()) {
+        break;
+      }
+    }
+    if (code == marks_.size()) {
+      throw py::type_error("an entry is a gradient, None or a mark");
+    }
+  }
+  codes_.at(i) = code;
+  grads_.at(i) = std::move(grad);
+}
+
+void Arrivals::set_entries(const py::iterable& entries) {
+  size_t i = 0;
+  for (const auto entry : entries) {
+    set_entry(i++, entry);
+  }
+  if (i != size()) {
+    throw py::value_error("one entry per parameter");
+  }
+}
+
+py::object Arrivals::python_hook(size_t i) const {
+  return python_hook_()(i);
+}
+
+Gathered Arrivals::gather(const std::vector<size_t>& indices) const {
+  Gathered found;
+  found.arrivals = shared_from_this();
+  found.grads.reserve(indices.size());
+  found.codes.reserve(indices.size());
+  for (const size_t i : indices) {
+    found.grads.push_back(grads_[i]);
+    found.codes.push_back(codes_[i]);
+  }
+  return found;
+}
+
+GradHooks::GradHooks(const std::shared_ptr<Arrivals>& arrivals) {
+  for (size_t i = 0; i < arrivals->size(); ++i) {
+    auto node = torch::autograd::impl::grad_accumulator(arrivals->params()[i]);
+    TORCH_CHECK(node, "parameter ", i, " requires no gradient");
+    const auto key =
+        node->add_post_hook(std::make_unique<GradHook>(arrivals, i));
+    attached_.push_back(Attached{std::move(node), key});
+  }
+}
+
+GradHooks::~GradHooks() {
+  remove();
+}
+
+std::vector<size_t> GradHooks::shared() const {
+  std::vector<size_t> found;
+  for (size_t i = 0; i < attached_.size(); ++i) {
+    if (attached_[i].node->post_hooks().size() > 1) {
+      found.push_back(i);
+    }
+  }
+  return found;
+}
+
+void GradHooks::remove() {
+  for (const auto& each : attached_) {
+    each.node->del_post_hook(each.key);
+  }
+  attached_.clear();
+}
+
+}  // namespace minidp

@@ -1,0 +1,120 @@
+// What has arrived in a backward, and the hook that writes it down without the GIL.
+//
+// The twin of `Arrivals` in minidp/_countdown.py, which is its specification. It knows
+// one kind of entry, UNSET; on any other the hook asks Python (`on_unusual`), as it does
+// when a bucket is full (`on_full`). So what the other marks mean, and every feature
+// built on them, is Python's business.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "slots.h"
+
+namespace minidp {
+
+namespace py = pybind11;
+
+class Arrivals;
+
+// A bucket's entries as they were when it was full: what `Slots::flatten` reads.
+struct Gathered {
+  std::shared_ptr<const Arrivals> arrivals;
+  std::vector<at::Tensor> grads;  // undefined: no gradient, or a mark
+  std::vector<uint8_t> codes;
+};
+
+class Arrivals : public std::enable_shared_from_this<Arrivals> {
+ public:
+  static constexpr uint8_t kArrived = 255;  // grads[i] is the entry
+
+  // marks: all values an entry can have besides a gradient or None; the hook knows
+  // `unset` and `copied`. callbacks: (on_full, on_unusual).
+  Arrivals(
+      std::vector<at::Tensor> params,
+      py::tuple marks,
+      const py::object& unset,
+      const py::object& copied,
+      const py::tuple& callbacks);
+  ~Arrivals();
+
+  // The gradient of parameter i was accumulated; called without the GIL.
+  void fired(size_t i);
+
+  // From now on gradient i is copied to slot k when it arrives.
+  void copy_at_once(size_t i, std::shared_ptr<Slots> slots, size_t k);
+  void forget_slots();
+  // Parameter indices that arrived with a gradient.
+  std::vector<int64_t> used() const;
+
+  py::object entry(size_t i) const;
+  void set_entry(size_t i, py::handle entry);
+  void set_entries(const py::iterable& entries);
+  Gathered gather(const std::vector<size_t>& indices) const;
+  py::object decode(uint8_t code, const at::Tensor& grad) const;
+  py::object python_hook(size_t i) const;
+  void set_python_hook(py::object weak_method) {
+    python_hook_ = std::move(weak_method);
+  }
+  const std::vector<at::Tensor>& params() const {
+    return params_;
+  }
+  size_t size() const {
+    return codes_.size();
+  }
+
+  double scale = 1;  // for what is copied at once
+  std::vector<int32_t> ready;  // parameter indices, in order of arrival
+  std::vector<int32_t> pending;  // per bucket
+  std::vector<int32_t> bucket_of;  // per parameter
+
+ private:
+  struct Target {
+    std::shared_ptr<Slots> slots;
+    size_t k = 0;
+  };
+
+  std::vector<at::Tensor> params_;
+  std::vector<at::Tensor> grads_;
+  std::vector<uint8_t> codes_;
+  std::vector<Target> targets_;
+  py::tuple marks_;
+  py::object on_full_;
+  py::object on_unusual_;
+  py::object python_hook_;
+  uint8_t unset_ = 0;
+  uint8_t copied_ = 0;
+  // Each device has an autograd thread of its own.
+  bool has_threads_ = false;
+  std::mutex ready_mutex_;
+};
+
+// The hooks of all parameters of an `Arrivals`, until `remove`.
+class GradHooks {
+ public:
+  explicit GradHooks(const std::shared_ptr<Arrivals>& arrivals);
+  ~GradHooks();
+
+  // Parameters on whose node there are other hooks: one may run behind ours.
+  std::vector<size_t> shared() const;
+  void remove();
+
+ private:
+  // Which kind of pointer holds a node depends on the version of torch.
+  using NodePointer =
+      decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor&>()));
+  struct Attached {
+    NodePointer node;
+    uintptr_t key;
+  };
+  std::vector<Attached> attached_;
+};
+
+}  // namespace minidp

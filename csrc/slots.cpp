@@ -1,0 +1,118 @@
+#include "slots.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <utility>
+
+#include "flatten.h"
+
+namespace minidp {
+
+Slots::Slots(
+    std::vector<at::Tensor> params,
+    std::vector<at::Tensor> views,
+    at::Tensor values,
+    bool as_view)
+    : params_(std::move(params)),
+      views_(std::move(views)),
+      values_(std::move(values)),
+      as_view_(as_view) {
+  TORCH_CHECK(params_.size() == views_.size(), "one view per parameter");
+}
+
+bool Slots::lies_in_buffer(const at::Tensor& grad) const {
+  const auto* start = static_cast<const char*>(values_.const_data_ptr());
+  const auto* address = static_cast<const char*>(grad.const_data_ptr());
+  return address >= start && address < start + values_.nbytes();
+}
+
+// Whether a gradient may be copied without a second look.
+bool Slots::fits(const at::Tensor& grad, const at::Tensor& view) const {
+  return !grad.unsafeGetTensorImpl()->is_python_dispatch() &&
+      grad.layout() == at::kStrided && grad.scalar_type() == view.scalar_type() &&
+      grad.device() == view.device() && grad.sizes() == view.sizes() &&
+      !(grad.requires_grad() && at::GradMode::is_enabled()) &&
+      !grad.is_same(view) && !(as_view_ && lies_in_buffer(grad));
+}
+
+bool Slots::copy_now(size_t k, const at::Tensor& grad, double scale) {
+  if (at::GradMode::is_enabled() || !fits(grad, views_[k])) {
+    return false;
+  }
+  minidp::flatten({views_[k]}, {grad}, scale, nullptr);
+  if (as_view_) {
+    params_[k].mutable_grad() = views_[k];  // lets go of the gradient's own memory
+  }
+  return true;
+}
+
+bool Slots::flatten(
+    const std::vector<at::Tensor>& grads,
+    const std::vector<bool>& present,
+    int64_t divisor) {
+  std::vector<at::Tensor> to;
+  std::vector<at::Tensor> from;
+  to.reserve(grads.size());
+  from.reserve(grads.size());
+  size_t in_place = 0;
+  for (size_t k = 0; k < grads.size(); ++k) {
+    const auto& grad = grads[k];
+    if (!present[k]) {
+      continue;
+    }
+    if (as_view_ && grad.is_same(views_[k])) {
+      ++in_place;
+      continue;
+    }
+    if (grad.defined() && !fits(grad, views_[k])) {
+      return false;
+    }
+    to.push_back(views_[k]);
+    from.push_back(grad);
+  }
+  if (in_place == grads.size()) {
+    if (divisor != 1) {
+      values_.div_(divisor);
+    }
+    return true;
+  }
+  if (in_place != 0) {
+    return false;  // some to multiply, some to divide
+  }
+  minidp::flatten(to, from, 1.0 / static_cast<double>(divisor), nullptr);
+  values_.unsafeGetTensorImpl()->bump_version();
+  return true;
+}
+
+bool Slots::unflatten(const std::vector<at::Tensor>& arrived) {
+  if (as_view_) {
+    return point_at_views(arrived);
+  }
+  std::vector<at::Tensor> grads;
+  grads.reserve(params_.size());
+  for (size_t k = 0; k < params_.size(); ++k) {
+    const auto& grad = params_[k].grad();
+    if (!grad.defined() || !fits(grad, views_[k])) {
+      return false;
+    }
+    grads.push_back(grad);
+  }
+  minidp::unflatten(grads, views_);
+  return true;
+}
+
+bool Slots::point_at_views(const std::vector<at::Tensor>& arrived) {
+  for (size_t k = 0; k < params_.size(); ++k) {
+    const auto& grad = params_[k].grad();
+    if (grad.is_same(views_[k])) {
+      continue;
+    }
+    if (grad.defined() && !grad.is_same(arrived[k])) {
+      return false;  // somebody else's memory: the Python side names the parameter
+    }
+    params_[k].mutable_grad() = views_[k];
+  }
+  return true;
+}
+
+}  // namespace minidp

@@ -1,0 +1,50 @@
+// The slots of one dense bucket: the everyday case of minidp/_dense_bucket.py.
+//
+// Each method either does its whole job and returns true, or finds something that is not
+// everyday, has written no value, and returns false: Python then does the job, or says
+// what is wrong.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace minidp {
+
+class Slots {
+ public:
+  // views: N-D windows on `values`, the bucket's buffer, one per parameter.
+  // as_view: gradient_as_bucket_view.
+  Slots(
+      std::vector<at::Tensor> params,
+      std::vector<at::Tensor> views,
+      at::Tensor values,
+      bool as_view);
+
+  // Copies one gradient into its slot at once.
+  bool copy_now(size_t k, const at::Tensor& grad, double scale);
+
+  // Scales all gradients into the buffer. present[k] false: slot k is filled already;
+  // an undefined gradient gives zeros.
+  bool flatten(
+      const std::vector<at::Tensor>& grads,
+      const std::vector<bool>& present,
+      int64_t divisor);
+
+  // Copies the buffer into every .grad, or points .grad at it. `arrived` is what was
+  // flattened.
+  bool unflatten(const std::vector<at::Tensor>& arrived);
+
+ private:
+  bool lies_in_buffer(const at::Tensor& grad) const;
+  bool fits(const at::Tensor& grad, const at::Tensor& view) const;
+  bool point_at_views(const std::vector<at::Tensor>& arrived);
+
+  std::vector<at::Tensor> params_;
+  std::vector<at::Tensor> views_;
+  at::Tensor values_;
+  bool as_view_;
+};
+
+}  // namespace minidp

@@ -1,0 +1,78 @@
+"""``python -m minidp.native build`` and ``status``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+
+from minidp.errors import MiniDPError
+
+from ._state import attempt, build, read_mode
+
+_EPILOG = """\
+environment variables:
+  MINIDP_NATIVE        auto (default): use a binary that fits, if there is one;
+                       0: never; 1: build it if needed, and fail without it
+  MINIDP_NATIVE_CACHE  folder for binaries (default: ~/.cache/minidp)
+  CXX                  the C++ compiler (default: c++)
+  MAX_JOBS             how many sources to compile at a time (default: one per core)
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; the exit status is 0 if it went well, else 1."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.command == "build":
+            return _build(force=options.force, verbose=options.verbose)
+        return _status()
+    except (MiniDPError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m minidp.native",
+        description="minidp's optional native kernels.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("build", help="compile csrc/, unless it is compiled")
+    making.add_argument("--force", action="store_true", help="compile in any case")
+    making.add_argument(
+        "--verbose", action="store_true", help="show commands and compiler output"
+    )
+    commands.add_parser(
+        "status",
+        help="say whether they load, and why; exit status 1 if not",
+        description="Says whether the native kernels load, and why. Never builds.",
+    )
+    return parser
+
+
+def _build(*, force: bool, verbose: bool) -> int:
+    start = time.perf_counter()
+    path = build(force=force, verbose=verbose, say=_say)
+    _say(f"done in {time.perf_counter() - start:.1f} s")
+    _say(str(path))
+    return 0
+
+
+def _status() -> int:
+    mode = read_mode()
+    # Not "1": a question should not take the minute that a build takes.
+    outcome = attempt("auto" if mode == "1" else mode)
+    _say(str(dataclasses.replace(outcome.status, mode=mode)))
+    return 0 if outcome.status.is_loaded else 1
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
