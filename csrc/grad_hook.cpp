@@ -1,14 +1,16 @@
 #include "grad_hook.h"
 
-#include <ATen/core/grad_mode.h>
+#include <c10/util/Type.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/node.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <algorithm>
+#include <typeinfo>
 #include <utility>
 
 namespace minidp {
@@ -54,6 +56,23 @@ class GradHook : public torch::autograd::FunctionPostHook {
   std::shared_ptr<Arrivals> arrivals_;
   size_t index_;
 };
+
+using AnyHook = std::unique_ptr<torch::autograd::FunctionPostHook>;
+
+uintptr_t key_of(const AnyHook& hook) {
+  return reinterpret_cast<uintptr_t>(hook.get());
+}
+
+// What stays on a node when all its Python hooks have been removed.
+bool is_empty(const AnyHook& hook) {
+  const auto& any = *hook;
+  // By name: torch does not export what a dynamic_cast needs.
+  if (c10::demangle(typeid(any).name()) != "torch::autograd::PyFunctionPostHook") {
+    return false;
+  }
+  const auto& python = static_cast<const torch::autograd::PyFunctionPostHook&>(any);
+  return PyDict_Size(python.dict) == 0;
+}
 
 }  // namespace
 
@@ -218,7 +237,10 @@ GradHooks::~GradHooks() {
 std::vector<size_t> GradHooks::shared() const {
   std::vector<size_t> found;
   for (size_t i = 0; i < attached_.size(); ++i) {
-    if (attached_[i].node->post_hooks().size() > 1) {
+    const auto& hooks = attached_[i].node->post_hooks();
+    if (std::any_of(hooks.begin(), hooks.end(), [&](const auto& hook) {
+          return key_of(hook) != attached_[i].key && !is_empty(hook);
+        })) {
       found.push_back(i);
     }
   }

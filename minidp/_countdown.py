@@ -87,10 +87,11 @@ class Countdown:
         """A backward ended early: the next hook asks the reducer.
 
         What has arrived is read now: until another backward goes on, the gradients are
-        the user's to change or to zero.
+        the user's to change or to zero. Full buckets were read, and may be in flight.
         """
         for i, entry in enumerate(self.entries):
-            if isinstance(entry, torch.Tensor):
+            is_full = not self.pending[self.bucket_of[i]]
+            if isinstance(entry, torch.Tensor) and not is_full:
                 self.entries[i] = self.copy_now(i, entry)
         self._paused = list(self.entries)
         self.entries[:] = [

@@ -57,7 +57,7 @@ caps = st.sampled_from([c for c in CAPS if not c or c[0][0] in oracle.TAKES])
 
 
 @st.composite
-def models(draw: st.DrawFn) -> ModelSpec:
+def models(draw: st.DrawFn, mode: str) -> ModelSpec:
     chosen = draw(st.lists(params, min_size=1, max_size=6))
     if all(p.frozen for p in chosen):
         chosen.append(ParamShape((3,)))
@@ -70,12 +70,14 @@ def models(draw: st.DrawFn) -> ModelSpec:
         tuple(chosen),
         (everything, *map(tuple, branches)),
         batch_norm=draw(st.booleans()),
+        # In the other modes torch leaves the gradients of the second part local.
+        in_two_parts=mode == "default" and draw(st.booleans()),
     )
 
 
 @st.composite
 def sessions(draw: st.DrawFn, mode: str, letters: str) -> Session:
-    model = draw(models())
+    model = draw(models(mode))
     num_branches = len(model.branches)
     flags = st.lists(st.booleans(), min_size=num_branches, max_size=num_branches)
     everything = (True,) * num_branches
@@ -122,8 +124,18 @@ world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 LETTERS = "FNGBLSZzETM"
 
 
+# A bucket in flight while the backward of its forward is interrupted.
+INTERRUPTED = Session(
+    ModelSpec((ParamShape((7,)),) * 2, ((0, 1),), in_two_parts=True),
+    (("bucket_cap_mb_list", (16 / 2**20,)),),
+    "FBFBFB",
+    (((True,),),),
+)
+
+
 @world_sizes
 def test_default_mode(pool: Any, world_size: int) -> None:
+    @example(INTERRUPTED)
     @given(sessions("default", LETTERS + "KR"))
     def run(session: Session) -> None:
         check(pool, world_size, session)

@@ -33,6 +33,7 @@ class ModelSpec:
     params: tuple[ParamShape, ...]
     branches: tuple[tuple[int, ...], ...]
     batch_norm: bool = False
+    in_two_parts: bool = False  # two losses, of odd and of even parameters
 
 
 class Patchwork(nn.Module):
@@ -51,15 +52,23 @@ class Patchwork(nn.Module):
         )
         self.norm = nn.BatchNorm1d(3) if spec.batch_norm else None
 
-    def forward(self, x: torch.Tensor, used: tuple[bool, ...]) -> torch.Tensor:
-        """The summed loss of the branches that are ``used``; x is (4, 3), fp32."""
+    def forward(
+        self, x: torch.Tensor, used: tuple[bool, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """The summed losses of the branches that are ``used``; x is (4, 3), fp32."""
         scale = x if self.norm is None else self.norm(x)
-        total = scale.double().pow(2).mean() if self.norm is not None else x.sum() * 0.0
-        for branch, is_used in zip(self.spec.branches, used, strict=True):
-            if is_used:
-                for i in branch:
-                    total = total + self._term(i, x)
-        return total
+        base = scale.double().pow(2).mean() if self.norm is not None else x.sum() * 0.0
+        indices = [
+            i
+            for branch, is_used in zip(self.spec.branches, used, strict=True)
+            for i in branch
+            if is_used
+        ]
+        if not self.spec.in_two_parts:
+            return (sum((self._term(i, x) for i in indices), base),)
+        odd = [self._term(i, x) for i in indices if i % 2]
+        even = [self._term(i, x) for i in indices if not i % 2]
+        return sum(odd, x.sum() * 0.0), sum(even, base)
 
     def _term(self, i: int, x: torch.Tensor) -> torch.Tensor:
         param = self.params[i]

@@ -108,7 +108,7 @@ class _Player:
         self._ddp = ddp
         self._module = module
         self._rank = rank
-        self._losses: list[torch.Tensor] = []
+        self._losses: list[list[torch.Tensor]] = []  # of each forward, its parts
         # Torch's search looks at the latest forward only, so that a backward of an
         # earlier one with other parameters breaks it.
         self._searches = ("find_unused_parameters", True) in session.options
@@ -142,23 +142,27 @@ class _Player:
         used = masks[self._rank % len(masks)]
         no_sync: Any = self._ddp.no_sync if letter == "N" else nullcontext
         with no_sync(), torch.no_grad() if letter == "G" else nullcontext():
-            loss = self._ddp(x, used)
+            losses = self._ddp(x, used)
         self._is_announced |= letter == "F"
         if letter != "G":
-            self._losses.append(loss)
+            self._losses.append([loss for loss in losses if loss.requires_grad])
 
     def _backward(self, letter: str) -> None:
         if not self._losses:
             return
         self._is_polluted = self._searches and not self._is_announced
         self._is_announced = False
-        if letter == "R":
-            self._losses[0].backward(retain_graph=True)
-        elif letter == "S":
-            losses, self._losses = self._losses, []
-            torch.stack(losses).sum().backward()
+        if letter == "S":
+            parts = [
+                torch.stack([part for loss in self._losses for part in loss]).sum()
+            ]
+            self._losses = []
+        elif letter == "R":
+            parts = self._losses[0]
         else:
-            self._losses.pop(0 if letter == "B" else -1).backward()
+            parts = self._losses.pop(0 if letter == "B" else -1)
+        for part in parts:
+            part.backward(retain_graph=letter == "R")
 
 
 def _grads(module: nn.Module) -> list[torch.Tensor | None]:

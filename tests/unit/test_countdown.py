@@ -111,6 +111,17 @@ def test_pause_lets_hooks_ask_and_resume_goes_on(countdown, log):
     assert list(countdown.ready) == [0, 2]
 
 
+def test_pause_reads_no_full_bucket_again(countdown):
+    """It may be in flight."""
+    countdown.open([Mark.UNSET] * 3, 1)
+    whole, part = torch.ones(2), torch.ones(2)
+    countdown.arrive(1, whole, at_once=False)  # bucket 1 is full
+    countdown.arrive(2, part, at_once=False)  # bucket 0 is not
+    countdown.pause()
+    assert countdown.entries[1] is whole
+    assert countdown.entries[2] is Mark.COPIED
+
+
 def test_pause_keeps_gradients_that_are_none(countdown):
     countdown.open([Mark.UNSET] * 3, 1)
     countdown.arrive(1, None)
