@@ -64,7 +64,7 @@ void bind_entries(py::module_& module) {
           })
       .def(
           "__setitem__",
-          [](const Entries& self, const py::slice& slice, const py::iterable& entries) {
+          [](const Entries& self, const py::slice& slice, const py::sequence& entries) {
             check_whole(slice, self.arrivals->size());
             self.arrivals->set_entries(entries);
           });
@@ -106,6 +106,8 @@ void bind_arrivals(py::module_& module) {
       .def_readwrite("scale", &Arrivals::scale)
       .def("copy_at_once", &Arrivals::copy_at_once)
       .def("forget_slots", &Arrivals::forget_slots)
+      .def("adopt", &Arrivals::adopt)
+      .def("refill", &Arrivals::refill)
       .def("used", &Arrivals::used)
       .def(
           "attach",
@@ -116,8 +118,8 @@ void bind_arrivals(py::module_& module) {
       .def("gather", &Arrivals::gather);
 }
 
-// What Python calls entries: what `gather` returned, or any sequence of gradients, None
-// and marks.
+// What Python calls entries, when it is not what `gather` returned: any sequence of
+// gradients, None and marks.
 struct Given {
   Tensors grads;
   std::vector<bool> present;  // false: filled already
@@ -125,18 +127,19 @@ struct Given {
 
 Given given(const py::sequence& entries) {
   Given found;
-  if (py::isinstance<Gathered>(entries)) {
-    const auto& gathered = entries.cast<const Gathered&>();
-    found.grads = gathered.grads;
-    for (const auto code : gathered.codes) {
-      found.present.push_back(code == Arrivals::kArrived);
-    }
-    return found;
-  }
   for (const auto entry : entries) {
     const bool is_grad = THPVariable_Check(entry.ptr());
     found.grads.push_back(is_grad ? THPVariable_Unpack(entry.ptr()) : at::Tensor());
     found.present.push_back(is_grad || entry.is_none());
+  }
+  return found;
+}
+
+std::vector<bool> present(const Gathered& entries) {
+  std::vector<bool> found;
+  found.reserve(entries.codes.size());
+  for (const auto code : entries.codes) {
+    found.push_back(code == Arrivals::kArrived);
   }
   return found;
 }
@@ -153,20 +156,45 @@ void bind_slots(py::module_& module) {
       .def("copy_now", &Slots::copy_now)
       .def(
           "flatten",
+          [](Slots& self, const Gathered& entries, int64_t divisor) {
+            py::gil_scoped_release no_gil;
+            return self.flatten(entries.grads, present(entries), divisor);
+          })
+      .def(
+          "flatten",
           [](Slots& self, const py::sequence& entries, int64_t divisor) {
             const Given from = given(entries);
-            py::gil_scoped_release no_gil;
             return self.flatten(from.grads, from.present, divisor);
           })
-      .def("unflatten", [](Slots& self, const py::sequence& arrived) {
-        const Given from = given(arrived);
-        return self.unflatten(from.grads);
-      });
+      .def(
+          "unflatten",
+          [](Slots& self, const Gathered& arrived, bool is_alone) {
+            py::gil_scoped_release no_gil;
+            return self.unflatten(arrived.grads, is_alone);
+          },
+          py::arg("arrived"),
+          py::kw_only(),
+          py::arg("is_alone") = false)
+      .def(
+          "unflatten",
+          [](Slots& self, const py::sequence& arrived, bool is_alone) {
+            return self.unflatten(given(arrived).grads, is_alone);
+          },
+          py::arg("arrived"),
+          py::kw_only(),
+          py::arg("is_alone") = false);
 }
 
-// flatten(views, grads, scale, stats=False) -> None or (sum of squares, first slot)
-py::object flatten(
-    const Tensors& views, const Tensors& grads, double scale, bool stats) {
+minidp::Refs refs(const Tensors& tensors) {
+  minidp::Refs found;
+  found.reserve(tensors.size());
+  for (const auto& tensor : tensors) {
+    found.push_back(&tensor);
+  }
+  return found;
+}
+
+void check_pairs(const Tensors& views, const Tensors& grads) {
   if (views.size() != grads.size()) {
     throw py::value_error("one gradient per view");
   }
@@ -174,11 +202,20 @@ py::object flatten(
     if (grads[k].sizes() != views[k].sizes()) {
       throw py::value_error("gradient " + std::to_string(k) + " has not its view's shape");
     }
+    if (grads[k].layout() != at::kStrided || views[k].layout() != at::kStrided) {
+      throw py::value_error("gradient " + std::to_string(k) + " is not strided");
+    }
   }
+}
+
+// flatten(views, grads, scale, stats=False) -> None or (sum of squares, first slot)
+py::object flatten(
+    const Tensors& views, const Tensors& grads, double scale, bool stats) {
+  check_pairs(views, grads);
   minidp::Stats seen;
   {
     py::gil_scoped_release no_gil;
-    minidp::flatten(views, grads, scale, stats ? &seen : nullptr);
+    minidp::flatten(refs(views), refs(grads), scale, stats ? &seen : nullptr);
   }
   if (!stats) {
     return py::none();
@@ -199,8 +236,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       py::arg("grads"),
       py::arg("scale"),
       py::arg("stats") = false);
-  module.def(
-      "unflatten", &minidp::unflatten, py::call_guard<py::gil_scoped_release>());
+  module.def("unflatten", [](const Tensors& grads, const Tensors& views) {
+    check_pairs(views, grads);
+    py::gil_scoped_release no_gil;
+    minidp::unflatten(refs(grads), refs(views));
+  });
 #ifdef MINIDP_CUDA
   module.attr("has_cuda") = true;
 #else

@@ -177,8 +177,8 @@ void look_at_slot(const at::Tensor& view, size_t slot, Stats* stats) {
 // Copies slots that are loops over memory; all have these two dtypes.
 template <typename To, typename From>
 void copy_rows(
-    const std::vector<at::Tensor>& views,
-    const std::vector<at::Tensor>& grads,
+    const Refs& views,
+    const Refs& grads,
     const std::vector<size_t>& slots,
     double scale,
     Stats* stats) {
@@ -190,9 +190,9 @@ void copy_rows(
   ends.reserve(slots.size());
   int64_t total = 0;
   for (const size_t slot : slots) {
-    to.push_back(static_cast<To*>(views[slot].data_ptr()));
-    from.push_back(static_cast<const From*>(grads[slot].const_data_ptr()));
-    ends.push_back(total += views[slot].numel());
+    to.push_back(static_cast<To*>(views[slot]->data_ptr()));
+    from.push_back(static_cast<const From*>(grads[slot]->const_data_ptr()));
+    ends.push_back(total += views[slot]->numel());
   }
   if (stats == nullptr) {
     for_stretches(ends, sizeof(To), [&](Stretch s) {
@@ -204,7 +204,7 @@ void copy_rows(
   for (size_t k = 0; k < slots.size(); ++k) {
     bool finite = true;
     stats->sum_of_squares +=
-        scale_and_look(to[k], from[k], views[slots[k]].numel(), scale, &finite);
+        scale_and_look(to[k], from[k], views[slots[k]]->numel(), scale, &finite);
     const auto slot = static_cast<int64_t>(slots[k]);
     if (!finite && (stats->first_nonfinite < 0 || slot < stats->first_nonfinite)) {
       stats->first_nonfinite = slot;
@@ -212,11 +212,12 @@ void copy_rows(
   }
 }
 
-void copy_all(
-    const std::vector<at::Tensor>& to,
-    const std::vector<at::Tensor>& from,
-    double scale,
-    Stats* stats) {
+bool has_loop(const at::Tensor& to, const at::Tensor& from) {
+  return has_loop(to.scalar_type()) && has_loop(from.scalar_type()) &&
+      same_order(to, from);
+}
+
+void copy_all(const Refs& to, const Refs& from, double scale, Stats* stats) {
   std::vector<size_t> rows;
   rows.reserve(to.size());
   at::ScalarType to_type = at::kFloat;
@@ -233,24 +234,21 @@ void copy_all(
     rows.clear();
   };
   for (size_t k = 0; k < to.size(); ++k) {
-    if (!from[k].defined()) {
-      at::Tensor(to[k]).zero_();
-      continue;
-    }
-    if (!has_loop(to[k].scalar_type()) || !has_loop(from[k].scalar_type()) ||
-        !same_order(to[k], from[k])) {
-      scale_by_torch(to[k], from[k], scale);
+    if (!from[k]->defined()) {
+      to[k]->zero_();
+    } else if (!has_loop(*to[k], *from[k])) {
+      scale_by_torch(*to[k], *from[k], scale);
       if (stats != nullptr) {
-        look_at_slot(to[k], k, stats);
+        look_at_slot(*to[k], k, stats);
       }
-      continue;
+    } else {
+      if (to[k]->scalar_type() != to_type || from[k]->scalar_type() != from_type) {
+        flush();
+        to_type = to[k]->scalar_type();
+        from_type = from[k]->scalar_type();
+      }
+      rows.push_back(k);
     }
-    if (to[k].scalar_type() != to_type || from[k].scalar_type() != from_type) {
-      flush();
-      to_type = to[k].scalar_type();
-      from_type = from[k].scalar_type();
-    }
-    rows.push_back(k);
   }
   flush();
 }
@@ -258,12 +256,9 @@ void copy_all(
 }  // namespace
 
 bool same_order(const at::Tensor& a, const at::Tensor& b) {
-  if (a.layout() != at::kStrided || b.layout() != at::kStrided || a.is_conj() ||
-      b.is_conj() || a.is_neg() || b.is_neg() || !a.device().is_cpu() ||
-      !b.device().is_cpu()) {
-    return false;
-  }
-  if (a.sizes() != b.sizes()) {
+  if (!a.device().is_cpu() || !b.device().is_cpu() || a.layout() != at::kStrided ||
+      b.layout() != at::kStrided || a.is_conj() != b.is_conj() || a.is_neg() ||
+      b.is_neg() || a.sizes() != b.sizes()) {
     return false;
   }
   if (a.is_contiguous() && b.is_contiguous()) {
@@ -272,19 +267,14 @@ bool same_order(const at::Tensor& a, const at::Tensor& b) {
   return a.strides() == b.strides() && a.is_non_overlapping_and_dense();
 }
 
-void flatten(
-    const std::vector<at::Tensor>& views,
-    const std::vector<at::Tensor>& grads,
-    double scale,
-    Stats* stats) {
+void flatten(const Refs& views, const Refs& grads, double scale, Stats* stats) {
   copy_all(views, grads, scale, stats);
 }
 
-void unflatten(
-    const std::vector<at::Tensor>& grads, const std::vector<at::Tensor>& views) {
+void unflatten(const Refs& grads, const Refs& views) {
   copy_all(grads, views, 1.0, nullptr);
-  for (const auto& grad : grads) {
-    grad.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
+  for (const auto* grad : grads) {
+    grad->unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
   }
 }
 

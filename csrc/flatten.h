@@ -20,16 +20,14 @@ struct Stats {
 // that copying one to the other is a loop over memory.
 bool same_order(const at::Tensor& a, const at::Tensor& b);
 
+// Tensors that live elsewhere: a count of references costs as much as a small copy.
+using Refs = std::vector<const at::Tensor*>;
+
 // views[k] = grads[k] * scale, multiplied in the gradient's dtype, then converted to the
 // view's. An undefined gradient gives zeros. `stats` may be null.
-void flatten(
-    const std::vector<at::Tensor>& views,
-    const std::vector<at::Tensor>& grads,
-    double scale,
-    Stats* stats);
+void flatten(const Refs& views, const Refs& grads, double scale, Stats* stats);
 
 // grads[k] = views[k], converted.
-void unflatten(
-    const std::vector<at::Tensor>& grads, const std::vector<at::Tensor>& views);
+void unflatten(const Refs& grads, const Refs& views);
 
 }  // namespace minidp

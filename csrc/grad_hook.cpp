@@ -124,7 +124,8 @@ void Arrivals::fired(size_t i) {
     call_python(on_unusual_, i);
     return;
   }
-  const auto& grad = params_[i].grad();
+  // Without the checks of Tensor::grad(), which cost more than the rest of this.
+  const auto& grad = params_[i].unsafeGetTensorImpl()->grad();
   const auto& target = targets_[i];
   if (target.slots && grad.defined() && target.slots->copy_now(target.k, grad, scale)) {
     codes_[i] = copied_;
@@ -175,32 +176,52 @@ py::object Arrivals::entry(size_t i) const {
   return decode(codes_.at(i), grads_.at(i));
 }
 
-void Arrivals::set_entry(size_t i, py::handle entry) {
-  uint8_t code = kArrived;
-  at::Tensor grad;
-  if (THPVariable_Check(entry.ptr())) {
-    grad = THPVariable_Unpack(entry.ptr());
-  } else if (!entry.is_none()) {
-    for (code = 0; code < marks_.size(); ++code) {
-      if (PyTuple_GET_ITEM(marks_.ptr(), code) == entry.ptr()) {
-        break;
-      }
-    }
-    if (code == marks_.size()) {
-      throw py::type_error("an entry is a gradient, None or a mark");
+// The code of anything but a gradient.
+uint8_t Arrivals::code_of(py::handle entry) const {
+  if (entry.is_none()) {
+    return kArrived;
+  }
+  for (size_t code = 0; code < marks_.size(); ++code) {
+    if (PyTuple_GET_ITEM(marks_.ptr(), code) == entry.ptr()) {
+      return static_cast<uint8_t>(code);
     }
   }
-  codes_.at(i) = code;
-  grads_.at(i) = std::move(grad);
+  throw py::type_error("an entry is a gradient, None or a mark");
 }
 
-void Arrivals::set_entries(const py::iterable& entries) {
-  size_t i = 0;
-  for (const auto entry : entries) {
-    set_entry(i++, entry);
+void Arrivals::set_entry(size_t i, py::handle entry) {
+  if (THPVariable_Check(entry.ptr())) {
+    codes_.at(i) = kArrived;
+    grads_.at(i) = THPVariable_Unpack(entry.ptr());
+  } else {
+    codes_.at(i) = code_of(entry);
+    grads_.at(i).reset();
   }
-  if (i != size()) {
+}
+
+void Arrivals::set_entries(const py::sequence& entries) {
+  const auto list = py::reinterpret_steal<py::object>(
+      PySequence_Fast(entries.ptr(), "entries must be a sequence"));
+  if (!list) {
+    throw py::error_already_set();
+  }
+  if (static_cast<size_t>(PySequence_Fast_GET_SIZE(list.ptr())) != size()) {
     throw py::value_error("one entry per parameter");
+  }
+  PyObject** items = PySequence_Fast_ITEMS(list.ptr());
+  PyObject* last = nullptr;  // nearly always all entries are the same mark
+  uint8_t code = 0;
+  for (size_t i = 0; i < size(); ++i) {
+    if (THPVariable_Check(items[i])) {
+      set_entry(i, items[i]);
+      continue;
+    }
+    if (items[i] != last) {
+      code = code_of(items[i]);
+      last = items[i];
+    }
+    codes_[i] = code;
+    grads_[i].reset();
   }
 }
 
@@ -208,7 +229,27 @@ py::object Arrivals::python_hook(size_t i) const {
   return python_hook_()(i);
 }
 
-Gathered Arrivals::gather(const std::vector<size_t>& indices) const {
+void Arrivals::adopt(std::vector<std::vector<size_t>> members) {
+  for (size_t bucket = 0; bucket < members.size(); ++bucket) {
+    for (const size_t i : members[bucket]) {
+      bucket_of.at(i) = static_cast<int32_t>(bucket);
+    }
+  }
+  members_ = std::move(members);
+  std::fill(targets_.begin(), targets_.end(), Target{});
+  refill();
+}
+
+void Arrivals::refill() {
+  ready.clear();
+  pending.clear();
+  for (const auto& indices : members_) {
+    pending.push_back(static_cast<int32_t>(indices.size()));
+  }
+}
+
+Gathered Arrivals::gather(size_t bucket) const {
+  const auto& indices = members_.at(bucket);
   Gathered found;
   found.arrivals = shared_from_this();
   found.grads.reserve(indices.size());

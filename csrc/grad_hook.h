@@ -56,8 +56,12 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
 
   py::object entry(size_t i) const;
   void set_entry(size_t i, py::handle entry);
-  void set_entries(const py::iterable& entries);
-  Gathered gather(const std::vector<size_t>& indices) const;
+  void set_entries(const py::sequence& entries);
+  // Follow new buckets: parameter indices of each, in slot order.
+  void adopt(std::vector<std::vector<size_t>> members);
+  // A backward starts: every bucket waits for all of its gradients.
+  void refill();
+  Gathered gather(size_t bucket) const;
   py::object decode(uint8_t code, const at::Tensor& grad) const;
   py::object python_hook(size_t i) const;
   void set_python_hook(py::object weak_method) {
@@ -76,6 +80,8 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   std::vector<int32_t> bucket_of;  // per parameter
 
  private:
+  uint8_t code_of(py::handle entry) const;
+
   struct Target {
     std::shared_ptr<Slots> slots;
     size_t k = 0;
@@ -85,6 +91,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   std::vector<at::Tensor> grads_;
   std::vector<uint8_t> codes_;
   std::vector<Target> targets_;
+  std::vector<std::vector<size_t>> members_;  // per bucket
   py::tuple marks_;
   py::object on_full_;
   py::object on_unusual_;

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "flatten.h"
@@ -18,7 +19,18 @@ Slots::Slots(
       values_(std::move(values)),
       as_view_(as_view) {
   TORCH_CHECK(params_.size() == views_.size(), "one view per parameter");
+  copied_.resize(params_.size());
+  versions_.resize(params_.size());
 }
+
+namespace {
+
+// Without the checks of Tensor::grad(), which cost more than the copy of a small one.
+const at::Tensor& grad_of(const at::Tensor& param) {
+  return param.unsafeGetTensorImpl()->grad();
+}
+
+}  // namespace
 
 bool Slots::lies_in_buffer(const at::Tensor& grad) const {
   const auto* start = static_cast<const char*>(values_.const_data_ptr());
@@ -31,7 +43,7 @@ bool Slots::fits(const at::Tensor& grad, const at::Tensor& view) const {
   return !grad.unsafeGetTensorImpl()->is_python_dispatch() &&
       grad.layout() == at::kStrided && grad.scalar_type() == view.scalar_type() &&
       grad.device() == view.device() && grad.sizes() == view.sizes() &&
-      !(grad.requires_grad() && at::GradMode::is_enabled()) &&
+      !(at::GradMode::is_enabled() && grad.requires_grad()) &&
       !grad.is_same(view) && !(as_view_ && lies_in_buffer(grad));
 }
 
@@ -39,9 +51,13 @@ bool Slots::copy_now(size_t k, const at::Tensor& grad, double scale) {
   if (at::GradMode::is_enabled() || !fits(grad, views_[k])) {
     return false;
   }
-  minidp::flatten({views_[k]}, {grad}, scale, nullptr);
+  minidp::flatten({&views_[k]}, {&grad}, scale, nullptr);
+  values_.unsafeGetTensorImpl()->bump_version();
   if (as_view_) {
     params_[k].mutable_grad() = views_[k];  // lets go of the gradient's own memory
+  } else if (scale == 1) {
+    copied_[k] = grad;
+    versions_[k] = grad._version();
   }
   return true;
 }
@@ -50,8 +66,8 @@ bool Slots::flatten(
     const std::vector<at::Tensor>& grads,
     const std::vector<bool>& present,
     int64_t divisor) {
-  std::vector<at::Tensor> to;
-  std::vector<at::Tensor> from;
+  Refs to;
+  Refs from;
   to.reserve(grads.size());
   from.reserve(grads.size());
   size_t in_place = 0;
@@ -67,8 +83,8 @@ bool Slots::flatten(
     if (grad.defined() && !fits(grad, views_[k])) {
       return false;
     }
-    to.push_back(views_[k]);
-    from.push_back(grad);
+    to.push_back(&views_[k]);
+    from.push_back(&grad);
   }
   if (in_place == grads.size()) {
     if (divisor != 1) {
@@ -81,29 +97,50 @@ bool Slots::flatten(
   }
   minidp::flatten(to, from, 1.0 / static_cast<double>(divisor), nullptr);
   values_.unsafeGetTensorImpl()->bump_version();
+  note_versions(grads);
   return true;
 }
 
-bool Slots::unflatten(const std::vector<at::Tensor>& arrived) {
+void Slots::note_versions(const std::vector<at::Tensor>& grads) {
+  for (size_t k = 0; k < grads.size(); ++k) {
+    if (grads[k].defined()) {
+      versions_[k] = grads[k]._version();
+    }
+  }
+}
+
+bool Slots::is_unchanged(
+    size_t k, const at::Tensor& grad, const at::Tensor& arrived) const {
+  const auto& read = copied_[k].defined() ? copied_[k] : arrived;
+  return grad.is_same(read) && grad._version() == versions_[k];
+}
+
+bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone) {
   if (as_view_) {
     return point_at_views(arrived);
   }
-  std::vector<at::Tensor> grads;
+  Refs grads;
+  Refs views;
   grads.reserve(params_.size());
+  views.reserve(params_.size());
   for (size_t k = 0; k < params_.size(); ++k) {
-    const auto& grad = params_[k].grad();
+    const auto& grad = grad_of(params_[k]);
     if (!grad.defined() || !fits(grad, views_[k])) {
       return false;
     }
-    grads.push_back(grad);
+    if (!is_alone || !is_unchanged(k, grad, arrived[k])) {
+      grads.push_back(&grad);
+      views.push_back(&views_[k]);
+    }
   }
-  minidp::unflatten(grads, views_);
+  minidp::unflatten(grads, views);
+  std::fill(copied_.begin(), copied_.end(), at::Tensor());
   return true;
 }
 
 bool Slots::point_at_views(const std::vector<at::Tensor>& arrived) {
   for (size_t k = 0; k < params_.size(); ++k) {
-    const auto& grad = params_[k].grad();
+    const auto& grad = grad_of(params_[k]);
     if (grad.is_same(views_[k])) {
       continue;
     }

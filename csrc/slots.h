@@ -33,17 +33,24 @@ class Slots {
       int64_t divisor);
 
   // Copies the buffer into every .grad, or points .grad at it. `arrived` is what was
-  // flattened.
-  bool unflatten(const std::vector<at::Tensor>& arrived);
+  // flattened. is_alone: no other rank contributed, so that a .grad which nobody wrote
+  // to since it was flattened has the values of the buffer already.
+  bool unflatten(const std::vector<at::Tensor>& arrived, bool is_alone);
 
  private:
   bool lies_in_buffer(const at::Tensor& grad) const;
   bool fits(const at::Tensor& grad, const at::Tensor& view) const;
+  void note_versions(const std::vector<at::Tensor>& grads);
+  bool is_unchanged(size_t k, const at::Tensor& grad, const at::Tensor& arrived) const;
   bool point_at_views(const std::vector<at::Tensor>& arrived);
 
   std::vector<at::Tensor> params_;
   std::vector<at::Tensor> views_;
   at::Tensor values_;
+  // What copy_now read, and the versions of all gradients when they were read: for
+  // unflatten when we are alone.
+  std::vector<at::Tensor> copied_;
+  std::vector<int64_t> versions_;
   bool as_view_;
 };
 

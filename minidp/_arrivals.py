@@ -76,9 +76,24 @@ class Arrivals:
         self.pending: list[int] = []  # per bucket
         self.bucket_of: list[int] = [0] * num_params
         self.scale = 1.0  # of what a native hook copies at once
+        self._members: Sequence[Sequence[int]] = ()
 
-    def gather(self, indices: Sequence[int]) -> Sequence[Entry]:
-        """The entries of some parameters, as they are now."""
+    def adopt(self, members: Sequence[Sequence[int]]) -> None:
+        """Follow new buckets: parameter indices of each, in slot order."""
+        self._members = members
+        for bucket, indices in enumerate(members):
+            for i in indices:
+                self.bucket_of[i] = bucket
+        self.refill()
+
+    def refill(self) -> None:
+        """A backward starts: every bucket waits for all of its gradients."""
+        self.ready.clear()
+        self.pending[:] = map(len, self._members)
+
+    def gather(self, bucket: int) -> Sequence[Entry]:
+        """The entries of a bucket as they are now, in slot order."""
+        indices = self._members[bucket]
         found = itemgetter(*indices)(self.entries)
         return found if len(indices) > 1 else (found,)
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ._arrivals import Entry
-from ._collectives import all_reduce
+from ._collectives import Work, all_reduce
 from ._layout import BucketPlan
 from ._streams import streams_for
 from .errors import GradientError, InternalError, explain
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import ProcessGroup
 
 
 class BucketState(Enum):

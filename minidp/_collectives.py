@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -87,14 +87,42 @@ def exchange_device(group: ProcessGroup, fallback: torch.device) -> torch.device
     return fallback
 
 
-def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> dist.Work:
-    """Start a SUM over all ranks, in place; someone must wait on the work."""
+class Work(Protocol):
+    """What is used of torch.distributed.Work."""
+
+    def wait(self) -> object:
+        """Wait until the collective is done."""
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Completes with the collective."""
+
+
+class _NothingToDo:
+    def wait(self) -> object:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        done.set_result(None)
+        return done
+
+
+def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
+    """Start a SUM over all ranks, in place; someone must wait on the work.
+
+    A group of one rank has nothing to do; but on CUDA the collective orders streams, and
+    a sparse tensor becomes coalesced.
+    """
+    is_plain = tensor.is_cpu and tensor.layout is torch.strided
+    if is_plain and group.size() == 1:
+        return _NothingToDo()
     # The group's own method: dist.all_reduce costs three times as much before anything
     # is sent, and a coalescing manager of the caller would swallow the work.
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
     options.asyncOp = True
-    return group.allreduce([tensor], options)
+    work: Work = group.allreduce([tensor], options)
+    return work
 
 
 def gather_integers(

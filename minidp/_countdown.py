@@ -52,29 +52,22 @@ class Countdown:
         self.filled: set[int] = set()  # parameter indices that did not arrive
         self.written_on: list[set[int]] = []  # CUDA streams, per bucket
         self._paused: list[Entry] = []  # entries while a reduction is pending
-        self._members: list[Sequence[int]] = []  # parameter indices, per bucket
         self._num_slots: list[int] = []  # per bucket
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
         """Follow new buckets."""
-        self.arrivals.forget_slots()
-        for number, bucket in enumerate(buckets):
+        self._num_slots = [len(bucket.plan.slots) for bucket in buckets]
+        self.arrivals.adopt([bucket.plan.indices for bucket in buckets])
+        for bucket in buckets:
             for k, i in enumerate(bucket.plan.indices):
-                self.bucket_of[i] = number
                 if bucket.slots is not None and is_copied_at_once(bucket.params[k]):
                     self.arrivals.copy_at_once(i, bucket.slots, k)
-        self._members = [bucket.plan.indices for bucket in buckets]
-        self._num_slots = [len(bucket.plan.slots) for bucket in buckets]
-        self.pending.clear()
-        self.pending.extend(self._num_slots)
         self.written_on[:] = [bucket.streams.written_on for bucket in buckets]
 
     def open(self, entries: Iterable[Entry], divisor: int) -> None:
         """Start a backward to which ``divisor`` ranks contribute."""
         self.arrivals.scale = 1.0 / divisor
-        self.pending.clear()
-        self.pending.extend(self._num_slots)
-        self.ready.clear()
+        self.arrivals.refill()
         self.filled.clear()
         self.entries[:] = entries
 
@@ -119,7 +112,7 @@ class Countdown:
 
     def of_bucket(self, number: int) -> Sequence[Entry]:
         """A bucket's entries, in slot order."""
-        return self.arrivals.gather(self._members[number])
+        return self.arrivals.gather(number)
 
     def arrive(
         self, i: int, grad: torch.Tensor | None, *, at_once: bool = True

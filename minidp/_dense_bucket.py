@@ -77,6 +77,7 @@ class DenseBucket(Bucket):
         self._saved: dict[int, torch.Tensor] = {}
         self._tracked: dict[int, torch.Tensor] = {}
         self._arrived: Sequence[Entry] = ()
+        self._is_alone = False
 
     def _payload(self) -> torch.Tensor:
         return self.buffer
@@ -104,6 +105,7 @@ class DenseBucket(Bucket):
         """Copy and scale what is not in the buffer yet, divide what is."""
         self.streams.gather(entries)
         self._arrived = entries
+        self._is_alone = divisor == 1
         is_decided = not (undecided and self._as_view)
         if self.slots and is_decided and self.slots.flatten(entries, divisor):
             self.advance(BucketState.FULL)
@@ -129,7 +131,7 @@ class DenseBucket(Bucket):
         else:
             try:
                 self._copy_plan.flatten(views, fresh, 1.0 / divisor)
-            except RuntimeError:
+            except (RuntimeError, ValueError):
                 self._name_misfit(views, fresh)
                 raise
             for values in [self._values] if len(aliased) == len(entries) else aliased:
@@ -192,7 +194,11 @@ class DenseBucket(Bucket):
             if k in self._saved:
                 self.views[k].copy_(self._saved[k])
         is_everyday = not (kept or self._tracked) and bool(self._arrived)
-        if not (self.slots and is_everyday and self.slots.unflatten(self._arrived)):
+        if not (
+            self.slots
+            and is_everyday
+            and self.slots.unflatten(self._arrived, is_alone=self._is_alone)
+        ):
             self._unflatten_carefully(kept)
         self._saved.clear()
         self._tracked.clear()

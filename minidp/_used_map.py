@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ._collectives import all_reduce
+from ._collectives import Work, all_reduce
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import ProcessGroup
 
 
 class UsedMap:

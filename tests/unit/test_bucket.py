@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from minidp._arrivals import COPY_AT_ONCE_BYTES, Mark
@@ -77,11 +76,28 @@ def test_copy_in_and_out(group):
 def test_what_other_ranks_add_arrives(group):
     params = make_params((3,), (2,))
     bucket = bucket_of(params)
-    bucket.flatten(give_grads(params), 1)
-    reduce(bucket, group, factor=10)
+    bucket.flatten(give_grads(params), 2)
+    reduce(bucket, group, factor=20)
     bucket.unflatten()
     assert params[0].grad.tolist() == [10, 20, 30]
     assert params[1].grad.tolist() == [40, 50]
+
+
+@pytest.mark.parametrize("numel", [3, COPY_AT_ONCE_BYTES // 4])
+def test_alone_what_was_written_after_the_copy_is_undone(group, numel):
+    """As in torch: also where the copy out is left out because nobody wrote."""
+    params = make_params((numel,), (numel,), (numel,))
+    bucket = bucket_of(params)
+    grads = give_grads(params)
+    expected = [grad.clone() for grad in grads]
+    entries = [bucket.copy_now(k, grad, 1) for k, grad in enumerate(grads)]
+    bucket.flatten(entries, 1)
+    params[0].grad.mul_(7)
+    params[1].grad = grads[1] * 7
+    reduce(bucket, group)
+    bucket.unflatten()
+    for param, value in zip(params, expected, strict=True):
+        assert torch.equal(param.grad, value)
 
 
 def test_missing_gradients_contribute_zeros_and_receive(group):
@@ -126,9 +142,9 @@ def test_dense_gradient_of_any_strides(group):
     param.grad = torch.arange(6.0).reshape(3, 2).t()
     expected, stride = param.grad.clone(), param.grad.stride()
     bucket = bucket_of([param])
-    bucket.flatten([param.grad], 1)
-    assert torch.equal(bucket.views[0], expected)
-    reduce(bucket, group, factor=2)
+    bucket.flatten([param.grad], 2)
+    assert torch.equal(bucket.views[0], expected / 2)
+    reduce(bucket, group, factor=4)
     bucket.unflatten()
     assert torch.equal(param.grad, expected * 2)
     assert param.grad.stride() == stride
@@ -434,7 +450,8 @@ def test_launch_hands_out_the_work(group):
     bucket = bucket_of(params)
     bucket.flatten(give_grads(params), 1)
     work = bucket.launch(group)
-    assert isinstance(work, dist.Work)
+    work.wait()
+    assert work.get_future().done()
     bucket.complete()
 
 

@@ -1,0 +1,60 @@
+"""The compiled kernels, whatever MINIDP_NATIVE says, and a process group of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch.distributed as dist
+
+from minidp import native
+from minidp.native import _state
+
+# A binary built in another way (asan.sh) is tested instead of a build of csrc/.
+BINARY = os.environ.get("MINIDP_TEST_BINARY")
+
+
+@pytest.fixture(scope="session")
+def library() -> ModuleType:
+    """The extension, built first if there is a compiler; else a skip says why not."""
+    if BINARY:
+        return _state.load(Path(BINARY))
+    # A process can load one version only: if csrc/ has changed since, not another one.
+    if os.environ.get("MINIDP_NATIVE", "auto") != "0":
+        loaded = native.library()
+        if loaded is not None:
+            return loaded
+    outcome = _state.attempt("1")
+    if outcome.module is None:
+        pytest.skip(f"no native kernels: {outcome.status.reason}")
+    return outcome.module
+
+
+@pytest.fixture(params=["native", "python"])
+def either_kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> str:
+    """A test runs twice: minidp with and without the extension."""
+    module = request.getfixturevalue("library") if request.param == "native" else None
+    monkeypatch.setattr(native, "library", lambda: module)
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def lone_group() -> Iterator[dist.ProcessGroup]:
+    """A default group of this process alone: real collectives, no other rank."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=20),
+    )
+    world = dist.group.WORLD
+    assert world is not None
+    yield world
+    dist.destroy_process_group()

@@ -1,0 +1,824 @@
+"""The compiled copies give torch's bits, and write nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minidp import DataParallel
+from minidp._arrivals import Mark
+from minidp._dense_bucket import DenseBucket
+from minidp._layout import ParamSpec, build_layout
+from minidp.errors import GradientError
+
+REALS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+COMPLEX = [torch.complex64, torch.complex128]
+DTYPES = [*REALS, *COMPLEX]
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+SCALES = [1.0, 1 / 2, 1 / 3, 1 / 7]
+GUARD = 3  # elements that nobody may touch, between two tensors
+all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+
+# --------------------------------------------------------------- tensors and oracles
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: ``skip`` elements behind the guard of the one before."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    skip: int = 0
+
+    @property
+    def extent(self) -> int:
+        if 0 in self.shape:
+            return 0
+        pairs = zip(self.shape, self.stride, strict=True)
+        return 1 + sum((n - 1) * stride for n, stride in pairs)
+
+
+def dense(shape, order=None, *, step=1, skip=0):
+    """A place whose dimensions are stored in an order, the last one innermost."""
+    strides = [0] * len(shape)
+    for dim in reversed(order if order is not None else range(len(shape))):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return Place(tuple(shape), tuple(strides), skip)
+
+
+def arena_for(places, dtype, seed):
+    """(1-D memory full of values, one tensor per place)."""
+    offsets, end = [], GUARD
+    for place in places:
+        offsets.append(end + place.skip)
+        end = offsets[-1] + place.extent + GUARD
+    arena = values(end, dtype, seed)
+    return arena, windows(arena, places, offsets), offsets
+
+
+def windows(arena, places, offsets):
+    return [
+        arena.as_strided(place.shape, place.stride, offset)
+        for place, offset in zip(places, offsets, strict=True)
+    ]
+
+
+def values(numel, dtype, seed):
+    """Random numbers of all magnitudes, every fourth of them special."""
+    if dtype.is_complex:
+        real = values(2 * numel, dtype.to_real(), seed)
+        return torch.view_as_complex(real.view(numel, 2))
+    generator = torch.Generator().manual_seed(seed)
+    info = torch.finfo(dtype)
+    tiny = info.smallest_normal
+    special = [0.0, -0.0, math.inf, -math.inf, math.nan]
+    special += [info.max, -info.max, tiny, -tiny, tiny / 2, -tiny / 4]
+    table = torch.tensor(special, dtype=torch.float64)
+    drawn = torch.randn(numel, generator=generator, dtype=torch.float64)
+    drawn *= 2.0 ** torch.randint(-20, 15, (numel,), generator=generator)
+    chosen = torch.randint(0, 4 * len(special), (numel,), generator=generator)
+    index = chosen.clamp(max=len(special) - 1)
+    return torch.where(chosen < len(special), table[index], drawn).to(dtype)
+
+
+def finite(numel, dtype=torch.float32):
+    return torch.randn(numel, dtype=dtype)
+
+
+def bits_of(tensor):
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real, real.contiguous().view(INTEGERS[real.itemsize])
+
+
+def assert_same_bits(found, expected):
+    """Equal bit patterns; which NaN it is does not matter."""
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    (found, found_bits), (expected, bits) = bits_of(found), bits_of(expected)
+    both_nan = found.isnan() & expected.isnan()
+    wrong = (found_bits != bits) & ~both_nan
+    assert not wrong.any(), (found[wrong], expected[wrong], wrong.nonzero())
+
+
+def reference_flatten(view, grad, scale):
+    """The specification: multiply in the gradient's dtype, then convert."""
+    if scale == 1:
+        view.copy_(grad)
+    elif view.dtype == grad.dtype:
+        torch.mul(grad, scale, out=view)
+    else:
+        view.copy_(torch.mul(grad, scale))
+
+
+# -------------------------------------------------------------------------- examples
+
+SHAPES = st.one_of(
+    st.lists(st.integers(0, 4), max_size=5),
+    st.lists(st.integers(1, 3), min_size=4, max_size=5),
+    st.integers(0, 200).map(lambda n: [n]),  # several SIMD registers and a tail
+    st.tuples(st.integers(1, 40), st.integers(1, 40)).map(list),
+).map(tuple)
+KINDS = ["contiguous", "transposed", "any order", "channels_last", "holes", "odd ones"]
+
+
+@st.composite
+def places(draw, shape, *, kinds=tuple(KINDS)):
+    kind = draw(st.sampled_from(kinds))
+    dims = list(range(len(shape)))
+    if kind == "transposed":
+        dims.reverse()
+    elif kind == "any order":
+        dims = draw(st.permutations(dims))
+    elif kind == "channels_last" and len(shape) > 2:
+        dims.append(dims.pop(1))
+    step = draw(st.integers(2, 3)) if kind == "holes" else 1
+    place = dense(shape, dims, step=step, skip=draw(st.integers(0, 3)))
+    strides = list(place.stride)
+    for dim, numel in enumerate(shape):
+        if (kind == "odd ones" and numel == 1) or (
+            kind == "expanded" and draw(st.booleans())
+        ):
+            strides[dim] = draw(st.integers(0, 17)) if numel == 1 else 0
+    return Place(place.shape, tuple(strides), place.skip)
+
+
+@st.composite
+def pairs(draw, *, grad_kinds=(*KINDS, "expanded")):
+    """Some shapes, and two places for each: of the view, of the gradient."""
+    shapes = draw(st.lists(SHAPES, min_size=1, max_size=5))
+    made = []
+    for shape in shapes:
+        view = draw(places(shape))
+        is_alike = draw(st.booleans())  # the fast path, else mostly torch's
+        grad = draw(places(shape, kinds=grad_kinds))
+        made.append((view, view if is_alike else grad))
+    return made
+
+
+@st.composite
+def dtype_pairs(draw):
+    """(of the views, of the gradients)"""
+    one = draw(st.sampled_from(DTYPES))
+    if draw(st.booleans()):
+        return one, one
+    return one, draw(st.sampled_from(COMPLEX if one.is_complex else REALS))
+
+
+def lazy(grad, is_lazy):
+    if not is_lazy:
+        return grad
+    return grad.conj() if grad.is_complex() else torch._neg_view(grad)
+
+
+seeds = st.integers(0, 2**32)
+scales = st.sampled_from(SCALES)
+flags = st.lists(st.sampled_from([False, False, False, True]), min_size=5, max_size=5)
+
+
+# -------------------------------------------------------------------------- the bits
+
+
+@given(pairs(), dtype_pairs(), scales, flags, seeds, st.booleans())
+def test_flatten_has_torchs_bits(library, pairs, dtypes, scale, is_lazy, seed, stats):
+    arena, views, offsets = arena_for([v for v, _ in pairs], dtypes[0], seed)
+    sources, grads, _ = arena_for([g for _, g in pairs], dtypes[1], seed + 1)
+    grads = [lazy(g, flag) for g, flag in zip(grads, is_lazy, strict=False)]
+    before = sources.clone()
+    expected = arena.clone()
+    for view, grad in zip(
+        windows(expected, [v for v, _ in pairs], offsets), grads, strict=True
+    ):
+        reference_flatten(view, grad, scale)
+    found = library.flatten(views, grads, scale, stats=stats)
+    assert_same_bits(arena, expected)
+    assert_same_bits(sources, before)
+    if stats:
+        assert_stats(found, views)
+    else:
+        assert found is None
+
+
+@given(pairs(grad_kinds=tuple(KINDS)), dtype_pairs(), flags, seeds)
+def test_unflatten_has_torchs_bits(library, pairs, dtypes, is_lazy, seed):
+    arena, views, _ = arena_for([v for v, _ in pairs], dtypes[0], seed)
+    targets, grads, offsets = arena_for([g for _, g in pairs], dtypes[1], seed + 1)
+    expected = targets.clone()
+    wanted = windows(expected, [g for _, g in pairs], offsets)
+    grads = [lazy(g, flag) for g, flag in zip(grads, is_lazy, strict=False)]
+    for grad, view, flag in zip(wanted, views, is_lazy, strict=False):
+        lazy(grad, flag).copy_(view)
+    before = arena.clone()
+    versions = [grad._version for grad in grads]
+    assert library.unflatten(grads, views) is None
+    assert_same_bits(targets, expected)
+    assert_same_bits(arena, before)
+    assert all(g._version > v for g, v in zip(grads, versions, strict=True))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(
+    ("to", "of"), itertools.product(REALS, REALS), ids=lambda d: str(d)[6:]
+)
+def test_every_offset_and_length(library, to, of, scale):
+    """Around the width of a register, where a loop has its tail."""
+    placed = [dense((n,), skip=n % 4) for n in range(70)]
+    arena, views, offsets = arena_for(placed, to, 1)
+    _, grads, _ = arena_for([dense(p.shape, skip=1) for p in placed], of, 2)
+    expected = arena.clone()
+    for view, grad in zip(windows(expected, placed, offsets), grads, strict=True):
+        reference_flatten(view, grad, scale)
+    library.flatten(views, grads, scale)
+    assert_same_bits(arena, expected)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_all_half_precision_numbers(library, dtype, scale):
+    grad = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    for to in REALS:
+        view, expected = torch.empty_like(grad, dtype=to), grad.new_empty(0, dtype=to)
+        library.flatten([view], [grad], scale)
+        expected = grad.mul(scale).to(to) if scale != 1 else grad.to(to)
+        assert_same_bits(view, expected)
+
+
+@given(seeds, st.sampled_from(REALS), st.sampled_from([torch.float32, torch.float64]))
+def test_any_bit_pattern_is_rounded_as_torch_does(library, seed, to, of):
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(-(2**63), 2**63 - 1, (500,), generator=generator)
+    grad = bits.view(of)
+    for scale in SCALES:
+        view, expected = (torch.zeros_like(grad, dtype=to) for _ in range(2))
+        reference_flatten(expected, grad, scale)
+        library.flatten([view], [grad], scale)
+        assert_same_bits(view, expected)
+
+
+def test_no_tensors_at_all(library):
+    assert library.flatten([], [], 0.5) is None
+    assert library.flatten([], [], 0.5, stats=True) == (0, -1)
+    assert library.unflatten([], []) is None
+
+
+def test_ten_thousand_tensors(library):
+    placed = [dense((k % 7, 3) if k % 5 else (k % 3, 2, 2)) for k in range(10_000)]
+    arena, views, offsets = arena_for(placed, torch.float32, 1)
+    _, grads, _ = arena_for(placed, torch.float32, 2)
+    expected = arena.clone()
+    for view, grad in zip(windows(expected, placed, offsets), grads, strict=True):
+        reference_flatten(view, grad, 1 / 3)
+    library.flatten(views, grads, 1 / 3)
+    assert_same_bits(arena, expected)
+    for grad in grads:
+        grad.zero_()
+    library.unflatten(grads, views)
+    for view, grad in zip(views, grads, strict=True):
+        assert_same_bits(grad, view)
+
+
+def free_memory():
+    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+@pytest.mark.slow
+def test_a_tensor_of_one_gibibyte(library):
+    if free_memory() < 4 << 30:
+        pytest.skip("less than 4 GiB of memory are free")
+    numel = (1 << 30) // 4
+    ordinary = 0x30000000  # bits of a small positive number, not of a subnormal one
+    bits = torch.arange(ordinary, ordinary + numel, dtype=torch.int32)
+    grad, view = bits.view(torch.float32), torch.empty(numel)
+    library.flatten([view], [grad], 1 / 3)
+    step = numel // 16
+    for begin in range(0, numel, step):
+        part = slice(begin, begin + step)
+        assert torch.equal(view[part], grad[part] * (1 / 3))
+    library.unflatten([grad], [view])
+    assert torch.equal(grad, view)
+
+
+@all_dtypes
+def test_as_many_threads_as_you_like(library, dtype):
+    """Small tensors, then two that several threads share, then one with odd strides."""
+    placed = [dense((n,), skip=1) for n in (5, 700_001, 3, 900_007, 11)]
+    placed += [dense((300, 500), (1, 0))]
+    _, grads, _ = arena_for([dense(p.shape) for p in placed], dtype, 1)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            arena, views, _ = arena_for(placed, dtype, 2)
+            library.flatten(views, grads, 1 / 7)
+            looked = library.flatten(views, [g / 4 for g in grads], 1.0, stats=True)
+            library.flatten(views, grads, 1 / 7)
+            results.append((arena, repr(looked)))
+    finally:
+        torch.set_num_threads(before)
+    assert_same_bits(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+# ------------------------------------------------------------------------- statistics
+
+
+def assert_stats(found, views):
+    """Against float64, from the values that were written."""
+    total, first = found
+    wide = [torch.view_as_real(v) if v.is_complex() else v for v in views]
+    wide = [v.double() for v in wide]
+    bad = [k for k, v in enumerate(wide) if not v.isfinite().all()]
+    assert first == (bad[0] if bad else -1)
+    expected = sum(v.square().sum().item() for v in wide)
+    if math.isnan(expected):
+        assert math.isnan(total)
+    else:
+        assert math.isclose(total, expected, rel_tol=1e-12, abs_tol=1e-300)
+
+
+@all_dtypes
+@pytest.mark.parametrize("scale", SCALES)
+def test_sum_of_squares(library, dtype, scale):
+    shapes = [(1000,), (), (7, 9), (0,), (4, 5, 6), (5001,)]
+    for order in (None, "transposed"):
+        grads = [finite(math.prod(s), dtype).reshape(s) for s in shapes]
+        if order:
+            grads = [g.permute(*range(g.dim() - 1, -1, -1)) for g in grads]
+        views = [torch.empty(g.shape, dtype=dtype) for g in grads]
+        found = library.flatten(views, grads, scale, stats=True)
+        assert found[0] > 0
+        assert_stats(found, views)
+
+
+@all_dtypes
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("slots", [(0,), (4,), (1, 3), (2, 0), (3, 2), ()])
+def test_the_first_slot_that_is_not_finite(library, dtype, bad, slots):
+    # Slots 1 and 3 have odd strides: torch copies them, not the loop.
+    grads = [finite(30, dtype).reshape(5, 6) for _ in range(5)]
+    for k in (1, 3):
+        grads[k] = grads[k].T.contiguous().T
+    for k in slots:
+        grads[k][-1, 2] = bad
+    views = [torch.empty(5, 6, dtype=dtype) for _ in grads]
+    _, first = library.flatten(views, grads, 0.5, stats=True)
+    assert first == min(slots, default=-1)
+
+
+@pytest.mark.parametrize("position", [0, 1, 511, 512, 513, 1023, 4999, 5000])
+def test_one_bad_value_anywhere(library, position):
+    grads = [torch.ones(5001, dtype=torch.float64) for _ in range(3)]
+    grads[1][position] = math.nan
+    views = [torch.empty_like(grad) for grad in grads]
+    total, first = library.flatten(views, grads, 1.0, stats=True)
+    assert first == 1
+    assert math.isnan(total)
+
+
+def test_overflow_of_the_sum_is_no_bad_value(library):
+    grad = torch.full((100,), 1e200, dtype=torch.float64)
+    found = library.flatten([torch.empty_like(grad)], [grad], 1.0, stats=True)
+    assert found == (math.inf, -1)
+
+
+def test_what_is_not_finite_after_conversion(library):
+    """Seen is what was written."""
+    grad = torch.full((3,), 1e6)
+    view = torch.empty(3, dtype=torch.float16)
+    assert library.flatten([view], [grad], 1.0, stats=True)[1] == 0
+    assert library.flatten([view], [grad], 1 / 1024, stats=True)[1] == -1
+
+
+# ------------------------------------------------------------------------- bad input
+
+
+def make_views():
+    buffer = torch.full((6,), 7.0)
+    return buffer, [buffer[:2], buffer[2:5]]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([], "one gradient per view"),
+        ([(2,)], "one gradient per view"),
+        ([(2,), (3,), (1,)], "one gradient per view"),
+        ([(2,), (1,)], "gradient 1"),
+        ([(2,), (3, 1)], "gradient 1"),
+        ([(), (3,)], "gradient 0"),
+        ([(2,), (0,)], "gradient 1"),
+    ],
+)
+def test_flatten_refuses(library, scale, shapes, message):
+    buffer, views = make_views()
+    with pytest.raises(ValueError, match=message):
+        library.flatten(views, [torch.ones(s) for s in shapes], scale)
+    assert buffer.tolist() == [7] * 6
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("stats", [False, True])
+@pytest.mark.parametrize("kind", ["sparse", "meta", "none", "integers", "text"])
+def test_flatten_survives_strange_gradients(library, scale, stats, kind):
+    _, views = make_views()
+    strange = {
+        "sparse": torch.ones(3).to_sparse(),
+        "meta": torch.ones(3, device="meta"),
+        "none": None,
+        "integers": [1, 2, 3],
+        "text": "abc",
+    }[kind]
+    with pytest.raises((RuntimeError, TypeError)):
+        library.flatten(views, [torch.ones(2), strange], scale, stats=stats)
+
+
+def test_unflatten_survives_strange_gradients(library):
+    _, views = make_views()
+    for strange in (torch.ones(3).to_sparse(), torch.ones(()).expand(3), None):
+        with pytest.raises((RuntimeError, TypeError)):
+            library.unflatten([torch.ones(2), strange], views)
+
+
+NO_CHECK = "unflatten does not check its arguments as flatten does"
+
+
+@pytest.mark.xfail(run=False, reason=f"{NO_CHECK}: reads behind a vector")
+@pytest.mark.parametrize("count", [1, 3])
+def test_unflatten_refuses_other_counts(library, count):
+    _, views = make_views()
+    grads = [torch.ones(n) for n in (2, 3, 1)[:count]]
+    with pytest.raises(ValueError, match="one gradient per view"):
+        library.unflatten(grads, views)
+    assert all(bool((g == 1).all()) for g in grads)
+
+
+@pytest.mark.xfail(reason=f"{NO_CHECK}: it broadcasts")
+def test_unflatten_refuses_other_shapes(library):
+    grads = [torch.ones(2), torch.ones(4, 3)]
+    with pytest.raises(ValueError, match="gradient 1"):
+        library.unflatten(grads, make_views()[1])
+    assert all(bool((g == 1).all()) for g in grads)
+
+
+# ----------------------------------------------------------------------------- slots
+
+
+class Wrapped(torch.Tensor):
+    """A tensor whose operations are Python's business (as DTensor's are)."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args = [a.inner if isinstance(a, Wrapped) else a for a in args]
+        found = func(*args, **(kwargs or {}))
+        # detach() must give the same type, or it is no Parameter.
+        return Wrapped(found) if func is torch.ops.aten.detach.default else found
+
+
+SHAPES_OF_SLOTS = [(3, 4), (5,), ()]
+UNFIT = {
+    "dtype": lambda: torch.ones(5, dtype=torch.float64),
+    "half": lambda: torch.ones(5, dtype=torch.bfloat16),
+    "shape": lambda: torch.ones(4),
+    "dimensions": lambda: torch.ones(1, 5),
+    "broadcast": lambda: torch.ones(1),
+    "sparse": lambda: torch.ones(5).to_sparse(),
+    "meta": lambda: torch.ones(5, device="meta"),
+    "subclass": lambda: Wrapped(torch.ones(5)),
+}
+unfit = pytest.mark.parametrize("unfit", UNFIT)
+as_views = pytest.mark.parametrize("as_view", [False, True])
+divisors = pytest.mark.parametrize("divisor", [1, 2, 3, 7])
+
+
+class Case:
+    """A bucket of three slots between guards, filled with 7; gradients are random."""
+
+    def __init__(self, library, *, as_view=False, dtype=torch.float32, params=None):
+        placed = [dense(shape) for shape in SHAPES_OF_SLOTS]
+        total = sum(p.extent for p in placed)
+        self.arena = torch.full((total + 2 * GUARD,), 7.0, dtype=dtype)
+        self.values = self.arena[GUARD:-GUARD]
+        self.views, start = [], 0
+        for place in placed:
+            part = self.values[start : start + place.extent]
+            self.views.append(part.view(place.shape))
+            start += place.extent
+        self.params = params or [
+            torch.nn.Parameter(torch.zeros(s, dtype=dtype)) for s in SHAPES_OF_SLOTS
+        ]
+        self.grads = [torch.randn(s, dtype=dtype) for s in SHAPES_OF_SLOTS]
+        self.slots = library.Slots(
+            self.params, self.views, self.values, as_view=as_view
+        )
+
+    def give(self, grads=None):
+        for param, grad in zip(self.params, grads or self.grads, strict=True):
+            param.grad = grad
+
+    @contextlib.contextmanager
+    def untouched(self):
+        """Neither the buffer nor any .grad changes."""
+        arena, version = self.arena.clone(), self.arena._version
+        grads = [p.grad for p in self.params]
+        copies = [None if is_opaque(g) else g.clone() for g in grads]
+        yield
+        assert torch.equal(self.arena, arena)
+        assert self.arena._version == version
+        for param, grad, copy in zip(self.params, grads, copies, strict=True):
+            assert param.grad is grad
+            assert copy is None or torch.equal(grad, copy)
+
+    def assert_guards(self):
+        assert self.arena[:GUARD].tolist() == [7] * GUARD
+        assert self.arena[-GUARD:].tolist() == [7] * GUARD
+
+
+def is_opaque(grad):
+    return (
+        grad is None
+        or grad.is_meta
+        or grad.layout is not torch.strided
+        or isinstance(grad, Wrapped)
+    )
+
+
+@unfit
+@as_views
+@divisors
+def test_slots_flatten_refuses(library, unfit, as_view, divisor):
+    case = Case(library, as_view=as_view)
+    case.give()
+    entries = [case.grads[0], UNFIT[unfit](), case.grads[2]]
+    with case.untouched():
+        assert case.slots.flatten(entries, divisor) is False
+
+
+@unfit
+@as_views
+def test_copy_now_refuses(library, unfit, as_view):
+    case = Case(library, as_view=as_view)
+    case.give()
+    with case.untouched(), torch.no_grad():
+        assert case.slots.copy_now(1, UNFIT[unfit](), 0.5) is False
+
+
+@unfit
+def test_slots_unflatten_refuses(library, unfit):
+    """The parameter was changed behind the bucket's back, as was its gradient."""
+    params = [torch.nn.Parameter(torch.zeros(s)) for s in SHAPES_OF_SLOTS]
+    grad = UNFIT[unfit]()
+    if unfit != "sparse":
+        params[1] = torch.nn.Parameter(UNFIT[unfit]())
+    case = Case(library, params=params)
+    case.give([case.grads[0], grad, case.grads[2]])
+    with case.untouched():
+        assert case.slots.unflatten(case.grads) is False
+
+
+def test_slots_refuse_gradients_with_a_history(library):
+    case = Case(library)
+    tracked = torch.ones(5, requires_grad=True) * 2
+    entries = [case.grads[0], tracked, case.grads[2]]
+    case.give(entries)
+    with case.untouched():
+        assert case.slots.flatten(entries, 2) is False
+        assert case.slots.unflatten(entries) is False
+        assert case.slots.copy_now(1, tracked, 0.5) is False
+        # Python decides for itself whether grad mode means create_graph here.
+        assert case.slots.copy_now(1, case.grads[1], 0.5) is False
+    with torch.no_grad():
+        assert case.slots.flatten(entries, 2) is True
+        assert case.slots.copy_now(1, tracked, 0.25) is True
+    assert case.views[1].tolist() == [0.5] * 5
+
+
+def test_slots_refuse_views_next_to_fresh_gradients(library):
+    for entries in itertools.product(["view", "fresh", "none", "copied"], repeat=3):
+        if "view" not in entries or set(entries) == {"view"}:
+            continue
+        case = Case(library, as_view=True)
+        given = [
+            {"view": view, "fresh": grad, "none": None, "copied": Mark.COPIED}[word]
+            for word, view, grad in zip(entries, case.views, case.grads, strict=True)
+        ]
+        with case.untouched():
+            assert case.slots.flatten(given, 3) is False, entries
+
+
+def test_slots_refuse_what_lies_in_the_buffer(library):
+    """A view in another tensor object, or a part of another slot."""
+    case = Case(library, as_view=True)
+    for alias in (case.views[1].view(5), case.values[3:8], case.values[-5:]):
+        entries = [case.grads[0], alias, case.grads[2]]
+        with case.untouched(), torch.no_grad():
+            assert case.slots.flatten(entries, 3) is False
+            assert case.slots.copy_now(1, alias, 0.5) is False
+            assert case.slots.copy_now(1, case.views[1], 0.5) is False
+    # Beside the buffer is not in it.
+    beside = torch.cat([case.values, torch.ones(5)])[-5:]
+    assert case.slots.flatten([case.grads[0], beside, case.grads[2]], 1) is True
+
+
+def test_without_as_view_a_view_is_not_everyday(library):
+    case = Case(library)
+    with case.untouched(), torch.no_grad():
+        assert case.slots.flatten(case.views, 3) is False
+        assert case.slots.copy_now(0, case.views[0], 0.5) is False
+
+
+@all_dtypes
+@as_views
+@divisors
+def test_slots_everyday(library, dtype, as_view, divisor):
+    case = Case(library, as_view=as_view, dtype=dtype)
+    case.give()
+    assert case.slots.flatten(case.grads, divisor) is True
+    for view, grad in zip(case.views, case.grads, strict=True):
+        assert_same_bits(view, grad * (1.0 / divisor) if divisor != 1 else grad)
+    case.values.mul_(2)
+    versions = [grad._version for grad in case.grads]
+    assert case.slots.unflatten(case.grads) is True
+    for k, (param, view) in enumerate(zip(case.params, case.views, strict=True)):
+        assert torch.equal(param.grad, view)
+        assert param.grad is (view if as_view else case.grads[k])
+        assert as_view or case.grads[k]._version > versions[k]
+    case.assert_guards()
+
+
+@as_views
+def test_slots_flatten_bumps_the_buffers_version(library, as_view):
+    case = Case(library, as_view=as_view)
+    for entries in [case.grads] + [case.views] * as_view:
+        before = case.values._version
+        assert case.slots.flatten(entries, 3) is True
+        assert case.values._version > before
+
+
+@as_views
+@divisors
+def test_slots_without_gradients_are_zero(library, as_view, divisor):
+    case = Case(library, as_view=as_view)
+    assert case.slots.flatten([None] * 3, divisor) is True
+    assert not case.values.any()
+    case.assert_guards()
+
+
+@as_views
+def test_filled_slots_are_skipped(library, as_view):
+    case = Case(library, as_view=as_view)
+    case.values[:] = torch.arange(18.0)
+    kept = case.views[1].clone()
+    assert case.slots.flatten([case.grads[0], Mark.COPIED, None], 3) is True
+    assert torch.equal(case.views[0], case.grads[0] * (1 / 3))
+    assert torch.equal(case.views[1], kept)
+    assert case.views[2] == 0
+    before = case.values.clone()
+    assert case.slots.flatten([Mark.COPIED] * 3, 3) is True
+    assert torch.equal(case.values, before)
+    case.assert_guards()
+
+
+@pytest.mark.parametrize("dtype", REALS, ids=lambda d: str(d)[6:])
+@divisors
+def test_in_place_divides_truly(library, dtype, divisor):
+    case = Case(library, as_view=True, dtype=dtype)
+    case.values.copy_(torch.arange(1, 19))
+    expected = case.values / divisor
+    reciprocal = case.values * (1.0 / divisor)
+    assert case.slots.flatten(case.views, divisor) is True
+    assert_same_bits(case.values, expected)
+    if divisor == 3 and dtype in (torch.float32, torch.float64):
+        assert not torch.equal(expected, reciprocal)
+    case.assert_guards()
+
+
+@as_views
+@divisors
+def test_copy_now_copies(library, as_view, divisor):
+    case = Case(library, as_view=as_view)
+    case.give()
+    with torch.no_grad():
+        assert case.slots.copy_now(1, case.grads[1], 1.0 / divisor) is True
+    assert_same_bits(case.views[1], case.grads[1] * (1.0 / divisor))
+    assert case.params[1].grad is (case.views[1] if as_view else case.grads[1])
+    assert case.params[0].grad is case.grads[0]
+    assert set(case.views[0].flatten().tolist()) == {7}
+    case.assert_guards()
+
+
+def test_slots_unflatten_leaves_missing_gradients_to_python(library):
+    case = Case(library)
+    case.give([case.grads[0], None, case.grads[2]])
+    with case.untouched():
+        assert case.slots.unflatten([case.grads[0], None, case.grads[2]]) is False
+
+
+def test_slots_point_at_views(library):
+    case = Case(library, as_view=True)
+    case.give([None, case.views[1], case.grads[2]])
+    before = case.values.clone()
+    assert case.slots.unflatten([None, case.views[1], case.grads[2]]) is True
+    for param, view in zip(case.params, case.views, strict=True):
+        assert param.grad is view
+    assert torch.equal(case.values, before)
+
+
+@pytest.mark.parametrize("k", range(3))
+def test_slots_do_not_take_foreign_gradients_away(library, k):
+    case = Case(library, as_view=True)
+    arrived = [grad.clone() for grad in case.grads]
+    arrived[:k] = case.views[:k]
+    grads = [*arrived[:k], case.grads[k], *arrived[k + 1 :]]
+    case.give(grads)
+    with case.untouched():
+        assert case.slots.unflatten(arrived) is False
+
+
+def test_slots_are_as_many_as_parameters(library):
+    case = Case(library)
+    with pytest.raises(RuntimeError, match="one view per parameter"):
+        library.Slots(case.params[:2], case.views, case.values, as_view=False)
+
+
+# --------------------------------------------------------------------- through minidp
+
+
+def dense_bucket(params, *, as_view):
+    specs = [
+        ParamSpec(f"p{i}", tuple(p.shape), p.stride(), p.dtype, p.device, is_sparse)
+        for i, p in enumerate(params)
+        for is_sparse in [False]
+    ]
+    (plan,) = build_layout(specs, [range(len(params))]).buckets
+    return DenseBucket(plan, params, [s.name for s in specs], 0, as_view=as_view)
+
+
+UNNAMED = "a gradient on another device raises torch's own error, without a name"
+
+
+@pytest.mark.parametrize(
+    "unfit",
+    [
+        "dtype",
+        "shape",
+        "dimensions",
+        "broadcast",
+        "sparse",
+        pytest.param("meta", marks=pytest.mark.xfail(reason=UNNAMED)),
+    ],
+)
+@pytest.mark.parametrize("shapes", [SHAPES_OF_SLOTS, [(3,), (5,), (2,)]])
+@as_views
+@pytest.mark.parametrize("divisor", [1, 2])
+def test_the_error_names_the_parameter(either_kernels, unfit, shapes, as_view, divisor):
+    params = [torch.nn.Parameter(torch.zeros(s)) for s in shapes]
+    bucket = dense_bucket(params, as_view=as_view)
+    assert (bucket.slots is not None) == (either_kernels == "native")
+    for param in params:
+        param.grad = torch.randn(param.shape)
+    grads = [param.grad for param in params]
+    before = [grad.clone() for grad in grads]
+    with pytest.raises(GradientError, match="p1"):
+        bucket.flatten([grads[0], UNFIT[unfit](), grads[2]], divisor)
+    for param, grad, copy in zip(params, grads, before, strict=True):
+        assert param.grad is grad
+        assert torch.equal(grad, copy)
+
+
+@as_views
+def test_data_parallel_names_the_parameter(either_kernels, lone_group, as_view):
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    model = DataParallel(module, gradient_as_bucket_view=as_view)
+    culprit = module[1].weight
+    culprit.register_post_accumulate_grad_hook(
+        lambda p: setattr(p, "grad", p.grad.to_sparse())
+    )
+    inputs = torch.randn(5, 3)
+    expected = torch.autograd.grad(module(inputs).sum(), list(module.parameters()))
+    with pytest.raises(GradientError, match=r"1\.weight"):
+        model(inputs).sum().backward()
+    for param, grad in zip(module.parameters(), expected, strict=True):
+        if param.grad is not None and param is not culprit:
+            assert torch.equal(param.grad, grad)
+    assert os.environ.get("MINIDP_NATIVE", "auto") in ("auto", "0", "1")
