@@ -108,6 +108,7 @@ void bind_arrivals(py::module_& module) {
       .def("forget_slots", &Arrivals::forget_slots)
       .def("adopt", &Arrivals::adopt)
       .def("refill", &Arrivals::refill)
+      .def("take_streams", &Arrivals::take_streams)
       .def("used", &Arrivals::used)
       .def(
           "attach",

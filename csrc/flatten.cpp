@@ -149,22 +149,6 @@ bool has_loop(at::ScalarType type) {
       type == at::kHalf;
 }
 
-// Everything that is not a loop over memory: odd strides, complex numbers (whose product
-// with a real number is torch's own), lazily negated or conjugated tensors.
-void scale_by_torch(const at::Tensor& view, const at::Tensor& grad, double scale) {
-  at::NoGradGuard no_grad;
-  if (scale == 1) {
-    view.copy_(grad);
-  } else if (view.scalar_type() == grad.scalar_type()) {
-    auto factor = c10::scalar_to_tensor(scale);
-    factor.unsafeGetTensorImpl()->set_wrapped_number(true);  // never promotes
-    at::Tensor out = view;
-    at::mul_out(out, grad, factor);
-  } else {
-    view.copy_(grad.mul(scale));
-  }
-}
-
 void look_at_slot(const at::Tensor& view, size_t slot, Stats* stats) {
   const auto real = view.is_complex() ? at::view_as_real(view) : view;
   const auto wide = real.to(at::kDouble);
@@ -213,7 +197,7 @@ void copy_rows(
 }
 
 bool has_loop(const at::Tensor& to, const at::Tensor& from) {
-  return has_loop(to.scalar_type()) && has_loop(from.scalar_type()) &&
+  return to.is_cpu() && has_loop(to.scalar_type()) && has_loop(from.scalar_type()) &&
       same_order(to, from);
 }
 
@@ -256,7 +240,7 @@ void copy_all(const Refs& to, const Refs& from, double scale, Stats* stats) {
 }  // namespace
 
 bool same_order(const at::Tensor& a, const at::Tensor& b) {
-  if (!a.device().is_cpu() || !b.device().is_cpu() || a.layout() != at::kStrided ||
+  if (a.device() != b.device() || a.layout() != at::kStrided ||
       b.layout() != at::kStrided || a.is_conj() != b.is_conj() || a.is_neg() ||
       b.is_neg() || a.sizes() != b.sizes()) {
     return false;
@@ -265,6 +249,22 @@ bool same_order(const at::Tensor& a, const at::Tensor& b) {
     return true;
   }
   return a.strides() == b.strides() && a.is_non_overlapping_and_dense();
+}
+
+// Odd strides, complex numbers (whose product with a real number is torch's own), lazily
+// negated or conjugated tensors.
+void scale_by_torch(const at::Tensor& view, const at::Tensor& grad, double scale) {
+  at::NoGradGuard no_grad;
+  if (scale == 1) {
+    view.copy_(grad);
+  } else if (view.scalar_type() == grad.scalar_type()) {
+    auto factor = c10::scalar_to_tensor(scale);
+    factor.unsafeGetTensorImpl()->set_wrapped_number(true);  // never promotes
+    at::Tensor out = view;
+    at::mul_out(out, grad, factor);
+  } else {
+    view.copy_(grad.mul(scale));
+  }
 }
 
 void flatten(const Refs& views, const Refs& grads, double scale, Stats* stats) {

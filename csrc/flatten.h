@@ -16,12 +16,15 @@ struct Stats {
   int64_t first_nonfinite = -1;  // lowest slot with an inf or a NaN; -1: none
 };
 
-// Whether two tensors of one shape lie in memory in the same order and without gaps, so
+// Whether two tensors of one device and shape lie in memory in the same order and without gaps, so
 // that copying one to the other is a loop over memory.
 bool same_order(const at::Tensor& a, const at::Tensor& b);
 
 // Tensors that live elsewhere: a count of references costs as much as a small copy.
 using Refs = std::vector<const at::Tensor*>;
+
+// view = grad * scale by torch itself, for whatever is not a loop over memory.
+void scale_by_torch(const at::Tensor& view, const at::Tensor& grad, double scale);
 
 // views[k] = grads[k] * scale, multiplied in the gradient's dtype, then converted to the
 // view's. An undefined gradient gives zeros. `stats` may be null.

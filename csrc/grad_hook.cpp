@@ -9,6 +9,10 @@
 #include <torch/csrc/autograd/node.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
+#ifdef MINIDP_CUDA
+#include <c10/cuda/CUDAStream.h>
+#endif
+
 #include <algorithm>
 #include <typeinfo>
 #include <utility>
@@ -124,6 +128,7 @@ void Arrivals::fired(size_t i) {
     call_python(on_unusual_, i);
     return;
   }
+  note_stream(i);
   // Without the checks of Tensor::grad(), which cost more than the rest of this.
   const auto& grad = params_[i].unsafeGetTensorImpl()->grad();
   const auto& target = targets_[i];
@@ -144,6 +149,25 @@ void Arrivals::fired(size_t i) {
   if (--pending[bucket] == 0) {
     call_python(on_full_, bucket);
   }
+}
+
+void Arrivals::note_stream([[maybe_unused]] size_t i) {
+#ifdef MINIDP_CUDA
+  if (params_[i].is_cuda()) {
+    const auto stream = c10::cuda::getCurrentCUDAStream(params_[i].device().index());
+    const auto handle = reinterpret_cast<int64_t>(stream.stream());
+    auto& streams = streams_[bucket_of[i]];
+    if (std::find(streams.begin(), streams.end(), handle) == streams.end()) {
+      streams.push_back(handle);
+    }
+  }
+#endif
+}
+
+std::vector<int64_t> Arrivals::take_streams(size_t bucket) {
+  std::vector<int64_t> taken;
+  std::swap(taken, streams_.at(bucket));
+  return taken;
 }
 
 void Arrivals::copy_at_once(size_t i, std::shared_ptr<Slots> slots, size_t k) {
@@ -235,6 +259,7 @@ void Arrivals::adopt(std::vector<std::vector<size_t>> members) {
       bucket_of.at(i) = static_cast<int32_t>(bucket);
     }
   }
+  streams_.assign(members.size(), {});
   members_ = std::move(members);
   std::fill(targets_.begin(), targets_.end(), Target{});
   refill();

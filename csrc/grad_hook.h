@@ -51,6 +51,8 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   // From now on gradient i is copied to slot k when it arrives.
   void copy_at_once(size_t i, std::shared_ptr<Slots> slots, size_t k);
   void forget_slots();
+  // Handles of the CUDA streams that wrote gradients of a bucket since the last call.
+  std::vector<int64_t> take_streams(size_t bucket);
   // Parameter indices that arrived with a gradient.
   std::vector<int64_t> used() const;
 
@@ -80,6 +82,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   std::vector<int32_t> bucket_of;  // per parameter
 
  private:
+  void note_stream(size_t i);
   uint8_t code_of(py::handle entry) const;
 
   struct Target {
@@ -92,6 +95,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   std::vector<uint8_t> codes_;
   std::vector<Target> targets_;
   std::vector<std::vector<size_t>> members_;  // per bucket
+  std::vector<std::vector<int64_t>> streams_;  // per bucket
   py::tuple marks_;
   py::object on_full_;
   py::object on_unusual_;

@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "flatten.h"
-
 namespace minidp {
 
 Slots::Slots(
@@ -19,6 +17,11 @@ Slots::Slots(
       values_(std::move(values)),
       as_view_(as_view) {
   TORCH_CHECK(params_.size() == views_.size(), "one view per parameter");
+#ifdef MINIDP_CUDA
+  if (values_.is_cuda()) {
+    plan_ = std::make_unique<CudaPlan>(views_);
+  }
+#endif
   copied_.resize(params_.size());
   versions_.resize(params_.size());
 }
@@ -51,8 +54,7 @@ bool Slots::copy_now(size_t k, const at::Tensor& grad, double scale) {
   if (at::GradMode::is_enabled() || !fits(grad, views_[k])) {
     return false;
   }
-  minidp::flatten({&views_[k]}, {&grad}, scale, nullptr);
-  values_.unsafeGetTensorImpl()->bump_version();
+  copy_in({k}, {&grad}, scale);
   if (as_view_) {
     params_[k].mutable_grad() = views_[k];  // lets go of the gradient's own memory
   } else if (scale == 1) {
@@ -66,9 +68,9 @@ bool Slots::flatten(
     const std::vector<at::Tensor>& grads,
     const std::vector<bool>& present,
     int64_t divisor) {
-  Refs to;
+  std::vector<size_t> slots;
   Refs from;
-  to.reserve(grads.size());
+  slots.reserve(grads.size());
   from.reserve(grads.size());
   size_t in_place = 0;
   for (size_t k = 0; k < grads.size(); ++k) {
@@ -83,7 +85,7 @@ bool Slots::flatten(
     if (grad.defined() && !fits(grad, views_[k])) {
       return false;
     }
-    to.push_back(&views_[k]);
+    slots.push_back(k);
     from.push_back(&grad);
   }
   if (in_place == grads.size()) {
@@ -95,10 +97,60 @@ bool Slots::flatten(
   if (in_place != 0) {
     return false;  // some to multiply, some to divide
   }
-  minidp::flatten(to, from, 1.0 / static_cast<double>(divisor), nullptr);
-  values_.unsafeGetTensorImpl()->bump_version();
+  copy_in(slots, from, 1.0 / static_cast<double>(divisor));
   note_versions(grads);
   return true;
+}
+
+void Slots::copy_in(const std::vector<size_t>& slots, const Refs& grads, double scale) {
+#ifdef MINIDP_CUDA
+  if (plan_) {
+    std::vector<at::Tensor> rows(views_.size());  // undefined: the kernel skips the slot
+    for (size_t n = 0; n < slots.size(); ++n) {
+      const auto& view = views_[slots[n]];
+      if (!grads[n]->defined()) {
+        view.zero_();
+      } else if (!view.is_complex() && same_order(view, *grads[n])) {
+        rows[slots[n]] = *grads[n];
+      } else {
+        scale_by_torch(view, *grads[n], scale);
+      }
+    }
+    plan_->flatten(rows, scale, std::nullopt);
+    return;
+  }
+#endif
+  Refs views;
+  views.reserve(slots.size());
+  for (const size_t k : slots) {
+    views.push_back(&views_[k]);
+  }
+  minidp::flatten(views, grads, scale, nullptr);
+  values_.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
+}
+
+void Slots::copy_out(const std::vector<size_t>& slots, const Refs& grads) {
+#ifdef MINIDP_CUDA
+  if (plan_) {
+    std::vector<at::Tensor> rows(views_.size());
+    for (size_t n = 0; n < slots.size(); ++n) {
+      const auto& view = views_[slots[n]];
+      if (same_order(view, *grads[n])) {
+        rows[slots[n]] = *grads[n];
+      } else {
+        scale_by_torch(*grads[n], view, 1.0);
+      }
+    }
+    plan_->unflatten(rows);
+    return;
+  }
+#endif
+  Refs views;
+  views.reserve(slots.size());
+  for (const size_t k : slots) {
+    views.push_back(&views_[k]);
+  }
+  minidp::unflatten(grads, views);
 }
 
 void Slots::note_versions(const std::vector<at::Tensor>& grads) {
@@ -120,9 +172,9 @@ bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone) {
     return point_at_views(arrived);
   }
   Refs grads;
-  Refs views;
+  std::vector<size_t> slots;
   grads.reserve(params_.size());
-  views.reserve(params_.size());
+  slots.reserve(params_.size());
   for (size_t k = 0; k < params_.size(); ++k) {
     const auto& grad = grad_of(params_[k]);
     if (!grad.defined() || !fits(grad, views_[k])) {
@@ -130,10 +182,10 @@ bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone) {
     }
     if (!is_alone || !is_unchanged(k, grad, arrived[k])) {
       grads.push_back(&grad);
-      views.push_back(&views_[k]);
+      slots.push_back(k);
     }
   }
-  minidp::unflatten(grads, views);
+  copy_out(slots, grads);
   std::fill(copied_.begin(), copied_.end(), at::Tensor());
   return true;
 }

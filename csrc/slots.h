@@ -8,7 +8,13 @@
 #include <ATen/ATen.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
+
+#include "flatten.h"
+#ifdef MINIDP_CUDA
+#include "cuda/plan.h"
+#endif
 
 namespace minidp {
 
@@ -42,6 +48,8 @@ class Slots {
   bool fits(const at::Tensor& grad, const at::Tensor& view) const;
   void note_versions(const std::vector<at::Tensor>& grads);
   bool is_unchanged(size_t k, const at::Tensor& grad, const at::Tensor& arrived) const;
+  void copy_in(const std::vector<size_t>& slots, const Refs& grads, double scale);
+  void copy_out(const std::vector<size_t>& slots, const Refs& grads);
   bool point_at_views(const std::vector<at::Tensor>& arrived);
 
   std::vector<at::Tensor> params_;
@@ -51,6 +59,9 @@ class Slots {
   // unflatten when we are alone.
   std::vector<at::Tensor> copied_;
   std::vector<int64_t> versions_;
+#ifdef MINIDP_CUDA
+  std::unique_ptr<CudaPlan> plan_;  // none on CPU
+#endif
   bool as_view_;
 };
 

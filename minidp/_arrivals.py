@@ -104,6 +104,10 @@ class Arrivals:
     def copy_at_once(self, i: int, slots: Any, k: int) -> None:
         """Copy gradient ``i`` to slot ``k``; here a hook of its own does that."""
 
+    def take_streams(self, bucket: int) -> Iterable[int]:
+        """CUDA streams that native hooks noted; hooks in Python need no help."""
+        return ()
+
     def forget_slots(self) -> None:
         """Let go of the slots that `copy_at_once` named."""
 

@@ -110,8 +110,8 @@ class _NothingToDo:
 def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
     """Start a SUM over all ranks, in place; someone must wait on the work.
 
-    A group of one rank has nothing to do; but on CUDA the collective orders streams, and
-    a sparse tensor becomes coalesced.
+    A group of one rank has nothing to do; but on CUDA the collective orders streams,
+    and a sparse tensor becomes coalesced.
     """
     is_plain = tensor.is_cpu and tensor.layout is torch.strided
     if is_plain and group.size() == 1:

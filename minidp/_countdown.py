@@ -59,9 +59,11 @@ class Countdown:
         self._num_slots = [len(bucket.plan.slots) for bucket in buckets]
         self.arrivals.adopt([bucket.plan.indices for bucket in buckets])
         for bucket in buckets:
-            for k, i in enumerate(bucket.plan.indices):
-                if bucket.slots is not None and is_copied_at_once(bucket.params[k]):
-                    self.arrivals.copy_at_once(i, bucket.slots, k)
+            if bucket.slots is not None:
+                pairs = zip(bucket.plan.indices, bucket.params, strict=True)
+                for k, (i, param) in enumerate(pairs):
+                    if param.is_cpu and is_copied_at_once(param):
+                        self.arrivals.copy_at_once(i, bucket.slots, k)
         self.written_on[:] = [bucket.streams.written_on for bucket in buckets]
 
     def open(self, entries: Iterable[Entry], divisor: int) -> None:
@@ -112,6 +114,7 @@ class Countdown:
 
     def of_bucket(self, number: int) -> Sequence[Entry]:
         """A bucket's entries, in slot order."""
+        self.written_on[number].update(self.arrivals.take_streams(number))
         return self.arrivals.gather(number)
 
     def arrive(

@@ -1,0 +1,690 @@
+"""The compiled arrivals are the twin of those in Python, and nothing leaks."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import traceback
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._dynamo import compiled_autograd
+
+from minidp import native
+from minidp._arrivals import Arrivals, Callbacks, Mark
+from minidp._autograd import GradHooks
+from minidp._countdown import Countdown
+
+NUM_PARAMS = 5
+BUCKET_OF = (0, 1, 0, 1, 2)
+
+
+def make_params(count=NUM_PARAMS):
+    return [torch.nn.Parameter(torch.tensor(float(i))) for i in range(count)]
+
+
+def native_arrivals(library, params, *, on_full=None, on_unusual=None):
+    """Open, one bucket."""
+    made = library.Arrivals(
+        params,
+        tuple(Mark),
+        Mark.UNSET,
+        Mark.COPIED,
+        (on_full or (lambda bucket: None), on_unusual or (lambda i: None)),
+    )
+    made.entries[:] = [Mark.UNSET] * len(params)
+    made.pending.append(len(params))
+    return made
+
+
+def no_python_hook():
+    raise AssertionError("only compiled autograd asks for it")
+
+
+@contextlib.contextmanager
+def attached(arrivals):
+    hooks = arrivals.attach(no_python_hook)
+    yield hooks
+    hooks.remove()
+
+
+# --------------------------------------------------------------------------- the twin
+
+
+class NoGradient(torch.autograd.Function):
+    """Reaches its input's node with an undefined gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+class World:
+    """Parameters, their arrivals and hooks, and a log of what was called."""
+
+    def __init__(self, library):
+        self.params = make_params()
+        self.log = []
+        callbacks = Callbacks(self._on_full, self._on_unusual)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "library", lambda: library)
+            self.countdown = Countdown(self.params, callbacks, lambda i, grad: grad)
+            self.hooks = GradHooks(self.params, self.countdown)
+        self.arrivals = self.countdown.arrivals
+        assert isinstance(self.arrivals, Arrivals) == (library is None)
+        self.arrivals.bucket_of[:] = self.make_integers(BUCKET_OF)
+        self.refill([2, 2, 1])
+
+    def make_integers(self, numbers):
+        made = type(self.arrivals.ready)()
+        made.extend(list(numbers))
+        return made
+
+    def _on_full(self, bucket):
+        members = [i for i in range(NUM_PARAMS) if BUCKET_OF[i] == bucket]
+        self.log.append(("full", bucket, self.read(self.arrivals.gather(members))))
+
+    def _on_unusual(self, i):
+        self.log.append(("unusual", i, self.read([self.arrivals.entries[i]])))
+
+    def read(self, entries):
+        return [
+            entry.item() if isinstance(entry, torch.Tensor) else entry
+            for entry in entries
+        ]
+
+    def refill(self, pending):
+        self.arrivals.pending.clear()
+        self.arrivals.pending.extend(pending)
+
+    def set_entry(self, i, entry):
+        self.arrivals.entries[i] = entry
+
+    def set_all(self, entries):
+        self.arrivals.entries[:] = entries
+
+    def clear(self):
+        self.arrivals.ready.clear()
+
+    def zero_grad(self):
+        for param in self.params:
+            param.grad = None
+
+    def gather(self, indices):
+        self.log.append(("gather", self.read(self.arrivals.gather(indices))))
+
+    def backward(self, uses):
+        terms = [
+            NoGradient.apply(self.params[i]) if factor == 0 else self.params[i] * factor
+            for i, factor in uses
+        ]
+        torch.stack(terms).sum().backward()
+
+    def state(self):
+        found = self.arrivals
+        return {
+            "entries": self.read(found.entries),
+            "ready": list(found.ready),
+            "pending": list(found.pending),
+            "bucket_of": list(found.bucket_of),
+            "used": list(found.used()),
+            "log": self.log,
+            "grads": self.read([p.grad for p in self.params]),
+        }
+
+
+indices = st.integers(0, NUM_PARAMS - 1)
+entries = st.one_of(
+    st.just(Mark.UNSET),
+    st.sampled_from(list(Mark)),
+    st.none(),
+    st.integers(100, 200).map(float).map(torch.tensor),
+)
+some_entries = st.lists(entries, min_size=NUM_PARAMS, max_size=NUM_PARAMS)
+operations = st.one_of(
+    st.tuples(st.just("set_entry"), indices, entries),
+    st.tuples(st.just("set_all"), some_entries),
+    st.tuples(st.just("set_all"), st.just([Mark.UNSET] * NUM_PARAMS)),
+    st.tuples(st.just("refill"), st.lists(st.integers(0, 3), min_size=3, max_size=3)),
+    st.tuples(st.just("clear")),
+    st.tuples(st.just("zero_grad")),
+    st.tuples(st.just("gather"), st.lists(indices, min_size=1, max_size=7)),
+    st.tuples(
+        st.just("backward"),
+        st.lists(st.tuples(indices, st.integers(0, 5)), min_size=1, max_size=6),
+    ),
+)
+
+
+@given(st.lists(operations, max_size=12))
+def test_both_arrivals_see_the_same(library, operations):
+    worlds = [World(library), World(None)]
+    for name, *arguments in [("set_all", [Mark.UNSET] * NUM_PARAMS), *operations]:
+        for world in worlds:
+            getattr(world, name)(*arguments)
+        states = [world.state() for world in worlds]
+        assert states[0] == states[1], name
+    for world in worlds:
+        world.hooks.remove()
+
+
+def test_entries_are_the_very_objects(library):
+    params = make_params()
+    arrivals = native_arrivals(library, params)
+    mine = torch.ones(3)
+    arrivals.entries[2] = mine
+    assert arrivals.entries[2] is mine
+    assert arrivals.gather([2, 0])[0] is mine
+    with attached(arrivals):
+        params[1].backward()
+    assert arrivals.entries[1] is params[1].grad
+    assert all(arrivals.entries[i] is Mark.UNSET for i in (0, 3, 4))
+
+
+def test_gathered_stays_as_it_was(library):
+    arrivals = native_arrivals(library, make_params())
+    arrivals.entries[1] = None
+    gathered = arrivals.gather([1, 0])
+    arrivals.entries[:] = [Mark.CLOSED] * NUM_PARAMS
+    assert len(gathered) == 2
+    assert list(gathered) == [None, Mark.UNSET]
+
+
+def test_the_lists_are_views(library):
+    arrivals = native_arrivals(library, make_params())
+    ready, pending, held = arrivals.ready, arrivals.pending, arrivals.entries
+    del arrivals
+    gc.collect()
+    ready.append(3)
+    pending[0] = 7
+    held[0] = None
+    assert (list(ready), list(pending), held[0]) == ([3], [7], None)
+
+
+@pytest.mark.parametrize("junk", ["unset", 0, 3.5, object(), Mark, [None], "closed"])
+def test_entries_reject_junk(library, junk):
+    arrivals = native_arrivals(library, make_params())
+    with pytest.raises(TypeError, match="gradient, None or a mark"):
+        arrivals.entries[1] = junk
+    assert arrivals.entries[1] is Mark.UNSET
+    with pytest.raises(TypeError, match="gradient, None or a mark"):
+        arrivals.entries[:] = [junk] * NUM_PARAMS
+    assert list(arrivals.entries) == [Mark.UNSET] * NUM_PARAMS
+
+
+def test_indices_are_checked(library):
+    arrivals = native_arrivals(library, make_params())
+    held = arrivals.entries
+    assert len(held) == NUM_PARAMS
+    for index in (NUM_PARAMS, 10**9):
+        with pytest.raises(IndexError):
+            held[index]
+        with pytest.raises(IndexError):
+            held[index] = None
+        with pytest.raises(IndexError):
+            arrivals.copy_at_once(index, None, 0)
+        with pytest.raises(IndexError):
+            arrivals.gather([0])[index]
+    with pytest.raises(IndexError):
+        held[1:3] = [None, None]
+    with pytest.raises(IndexError):
+        arrivals.ready[0]
+    # Nobody counts from the end; a list would.
+    with pytest.raises((IndexError, TypeError)):
+        held[-1]
+    with pytest.raises((IndexError, TypeError)):
+        arrivals.gather([-1])
+
+
+@pytest.mark.parametrize("count", [0, NUM_PARAMS - 1, NUM_PARAMS + 1])
+def test_all_entries_at_once_or_none(library, count):
+    arrivals = native_arrivals(library, make_params())
+    with pytest.raises((ValueError, IndexError)):
+        arrivals.entries[:] = [None] * count
+
+
+@pytest.mark.xfail(run=False, reason="gather reads behind a vector: a crash")
+def test_gather_checks_indices(library):
+    with pytest.raises(IndexError):
+        list(native_arrivals(library, make_params()).gather([10**6]))
+
+
+def test_parameters_must_require_gradients(library):
+    params = [*make_params(2), torch.ones(())]
+    arrivals = native_arrivals(library, params)
+    with pytest.raises(RuntimeError, match="parameter 2 requires no gradient"):
+        arrivals.attach(no_python_hook)
+    params[0].backward()  # and the hooks before it are gone
+    assert list(arrivals.ready) == []
+
+
+# ------------------------------------------------------------------- copied at once
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_a_gradient_is_copied_by_its_own_hook(library, as_view):
+    param = torch.nn.Parameter(torch.zeros(100))
+    buffer = torch.zeros(102)
+    view = buffer[1:-1]
+    slots = library.Slots([param], [view], view, as_view=as_view)
+    arrivals = native_arrivals(library, [param])
+    arrivals.copy_at_once(0, slots, 0)
+    arrivals.scale = 1 / 3
+    grad = torch.randn(100)
+    with attached(arrivals):
+        param.backward(grad)
+        assert arrivals.entries[0] is Mark.COPIED
+        assert list(arrivals.used()) == [0]
+        assert torch.equal(view, grad * (1 / 3))
+        assert (buffer[0], buffer[-1]) == (0, 0)
+        assert (param.grad is view) == as_view
+
+        # What does not fit is kept, for Python to look at.
+        param.grad = None
+        buffer.zero_()
+        arrivals.entries[0] = Mark.UNSET
+        (param * (param + 1)).sum().backward(create_graph=True)
+        assert arrivals.entries[0] is param.grad
+        assert not buffer.any()
+
+        param.grad = None
+        arrivals.forget_slots()
+        arrivals.entries[0] = Mark.UNSET
+        param.backward(grad)
+        assert arrivals.entries[0] is param.grad
+        assert not buffer.any()
+    param.grad = None
+
+
+# -------------------------------------------------------------------------- exceptions
+
+
+class Boom(Exception):
+    def __init__(self, message, *, code):
+        super().__init__(message)
+        self.code = code
+
+
+def explode(_index):
+    raise Boom("with these words", code=17)
+
+
+@pytest.mark.parametrize("name", ["on_full", "on_unusual"])
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_exceptions_arrive_whole(library, name, in_thread):
+    params = make_params(1)
+    arrivals = native_arrivals(library, params, **{name: explode})
+    if name == "on_unusual":
+        arrivals.entries[0] = Mark.CLOSED
+    caught = []
+
+    def run():
+        with pytest.raises(Boom, match="^with these words$") as info:
+            (params[0] * 2).backward()
+        caught.append(info.value)
+
+    with attached(arrivals):
+        if in_thread:
+            in_new_thread(run)
+        else:
+            run()
+        (error,) = caught
+        assert error.code == 17
+        frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        assert frames[-1] == "explode"
+        assert "run" in frames
+
+        # And the hook goes on as before.
+        arrivals.entries[0] = None
+        if name == "on_full":
+            (params[0] * 2).backward()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, StopIteration])
+def test_any_kind_of_exception(library, error):
+    params = make_params(1)
+
+    def stop(bucket):
+        raise error("now")
+
+    with (
+        attached(native_arrivals(library, params, on_full=stop)),
+        pytest.raises(error, match="now"),
+    ):
+        params[0].backward()
+
+
+def in_new_thread(work):
+    failures = []
+
+    def guarded():
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+
+
+# ---------------------------------------------------------------------- where it sits
+
+
+def test_behind_all_hooks_of_the_user(library):
+    param = make_params(1)[0]
+    order = []
+    arrivals = native_arrivals(library, [param], on_full=lambda b: order.append("ours"))
+
+    def tensor_hook(grad):
+        order.append("tensor")
+        return grad * 10
+
+    def replace(p):
+        order.append("post")
+        p.grad = p.grad + 1
+
+    param.register_hook(tensor_hook)
+    param.register_post_accumulate_grad_hook(replace)
+    with attached(arrivals):
+        param.register_hook(lambda grad: order.append("tensor"))
+        param.register_post_accumulate_grad_hook(lambda p: order.append("post"))
+        (param * 2).backward()
+    assert order == ["tensor", "tensor", "post", "post", "ours"]
+    assert arrivals.entries[0] is param.grad
+    assert param.grad == 21
+
+
+def test_gradients_accumulate_before_the_hook(library):
+    param = make_params(1)[0]
+    param.grad = torch.tensor(5.0)
+    arrivals = native_arrivals(library, [param])
+    with attached(arrivals):
+        (param * 2 + param * 3).backward()
+    assert list(arrivals.ready) == [0]  # once per backward
+    assert arrivals.entries[0] == 10
+
+
+def test_a_backward_in_another_thread(library):
+    params = make_params()
+    threads = []
+    arrivals = native_arrivals(
+        library, params, on_full=lambda b: threads.append(threading.current_thread())
+    )
+    with attached(arrivals):
+        in_new_thread(lambda: torch.stack(params).sum().backward())
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+    assert sorted(arrivals.ready) == list(range(NUM_PARAMS))
+    assert list(arrivals.pending) == [0]
+
+
+def test_callbacks_may_change_everything(library):
+    """As the reducer does when the first gradient opens a backward."""
+    params = make_params()
+
+    def open_all(i):
+        arrivals.pending.clear()
+        arrivals.pending.append(NUM_PARAMS - 1)
+        arrivals.ready.clear()
+        arrivals.ready.append(i)
+        arrivals.entries[:] = [
+            params[i].grad if k == i else Mark.UNSET for k in range(NUM_PARAMS)
+        ]
+
+    full = []
+    arrivals = native_arrivals(
+        library, params, on_full=full.append, on_unusual=lambda i: open_all(i)
+    )
+    with attached(arrivals):
+        for _ in range(3):
+            arrivals.entries[:] = [Mark.CLOSED] * NUM_PARAMS
+            torch.stack(params).sum().backward()
+            assert sorted(arrivals.ready) == list(range(NUM_PARAMS))
+            assert all(
+                a is b.grad for a, b in zip(arrivals.entries, params, strict=True)
+            )
+    assert full == [0, 0, 0]
+
+
+def test_a_backward_in_a_callback(library):
+    params = make_params(2)
+    arrivals = native_arrivals(
+        library, params, on_unusual=lambda i: (params[1] * 3).backward()
+    )
+    arrivals.entries[0] = Mark.CLOSED
+    with attached(arrivals):
+        (params[0] * 2).backward()
+    assert list(arrivals.ready) == [1]
+    assert params[1].grad == 3
+
+
+# ----------------------------------------------------------------- attach and remove
+
+
+def test_remove_is_idempotent(library):
+    params = make_params()
+    arrivals = native_arrivals(library, params)
+    hooks = arrivals.attach(no_python_hook)
+    hooks.remove()
+    hooks.remove()
+    torch.stack(params).sum().backward()
+    assert list(arrivals.ready) == []
+    again = arrivals.attach(no_python_hook)
+    hooks.remove()  # takes away nobody else's
+    torch.stack(params).sum().backward()
+    assert sorted(arrivals.ready) == list(range(NUM_PARAMS))
+    del again  # as does letting go
+    torch.stack(params).sum().backward()
+    assert len(arrivals.ready) == NUM_PARAMS
+
+
+def test_two_sets_of_hooks_on_one_node(library):
+    params = make_params(2)
+    first, second = (native_arrivals(library, params) for _ in range(2))
+    with attached(first) as hooks:
+        assert hooks.shared() == []
+        with attached(second) as others:
+            assert hooks.shared() == others.shared() == [0, 1]
+            params[0].backward()
+        assert hooks.shared() == []
+        params[1].backward()
+        assert hooks.shared() == []
+    assert (list(first.ready), list(second.ready)) == ([0, 1], [0])
+    assert hooks.shared() == []
+
+
+def test_hooks_of_the_user_on_the_node_are_seen(library):
+    params = make_params(3)
+    arrivals = native_arrivals(library, params)
+    node = torch.autograd.graph.get_gradient_edge(params[1]).node
+    with attached(arrivals) as hooks:
+        handle = node.register_hook(lambda *_: None)
+        assert hooks.shared() == [1]
+        handle.remove()
+        assert hooks.shared() == []
+        # These run before ours.
+        params[0].register_hook(lambda grad: None)
+        params[2].register_post_accumulate_grad_hook(lambda p: None)
+        assert hooks.shared() == []
+
+
+# ------------------------------------------------------------------------------ freed
+
+
+class Callback:
+    def __call__(self, index):
+        pass
+
+
+def make_watched(library, *, as_view=True):
+    """(what to hold on to, weak references to all of it)"""
+    params = [torch.nn.Parameter(torch.zeros(20)) for _ in range(3)]
+    buffer = torch.zeros(60)
+    views = list(buffer.view(3, 20).unbind())
+    slots = library.Slots(params, views, buffer, as_view=as_view)
+    on_full, on_unusual, python_hook = Callback(), Callback(), Callback()
+    arrivals = native_arrivals(library, params, on_full=on_full, on_unusual=on_unusual)
+    for k in range(2):
+        arrivals.copy_at_once(k, slots, k)
+    hooks = arrivals.attach(python_hook)
+    things = [*params, buffer, *views, on_full, on_unusual, python_hook]
+    refs = [weakref.ref(thing) for thing in things]
+    held = SimpleNamespace(
+        params=params, arrivals=arrivals, hooks=hooks, slots=slots, views=views
+    )
+    return held, refs
+
+
+def alive(refs):
+    gc.collect()
+    return [ref() for ref in refs if ref() is not None]
+
+
+def test_everything_is_freed(library):
+    held, refs = make_watched(library)
+    torch.stack(held.params).sum().backward()
+    grads = [weakref.ref(p.grad) for p in held.params]
+    gathered = held.arrivals.gather([2, 0])
+    del held
+    assert alive(refs)  # `gathered` holds the arrivals
+    del gathered
+    assert alive(refs) == []
+    assert alive(grads) == []
+
+
+def test_gradients_are_let_go(library):
+    held, _ = make_watched(library, as_view=False)
+    torch.stack(held.params).sum().backward()
+    grads = [weakref.ref(p.grad) for p in held.params]
+    for param in held.params:
+        param.grad = None
+    assert len(alive(grads)) == 1  # the entry that was not copied at once
+    held.arrivals.entries[:] = [Mark.CLOSED] * 3
+    assert alive(grads) == []
+
+
+@pytest.mark.parametrize("order", ["arrivals first", "hooks first"])
+def test_a_graph_outlives_the_hooks(library, order):
+    held, refs = make_watched(library)
+    loss = torch.stack(held.params).sum()
+    names = (
+        ["arrivals", "hooks"] if order == "arrivals first" else ["hooks", "arrivals"]
+    )
+    for name in names:
+        delattr(held, name)
+    del held
+    left = alive(refs)
+    assert {type(thing) for thing in left} <= {torch.nn.Parameter}
+    del left
+    loss.backward()  # through nodes that had hooks
+    del loss
+    assert alive(refs) == []
+
+
+def test_a_node_outlives_everything(library):
+    held, refs = make_watched(library)
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in held.params]
+    del held
+    assert {type(thing) for thing in alive(refs)} <= {torch.nn.Parameter}
+    del nodes
+    assert alive(refs) == []
+
+
+def test_hooks_keep_the_arrivals_alive(library):
+    held, _ = make_watched(library)
+    ready = []
+    params, hooks = held.params, held.hooks
+    ready = held.arrivals.ready
+    del held
+    gc.collect()
+    params[0].backward(torch.ones(20))
+    assert list(ready) == [0]
+    hooks.remove()
+    params[0].backward(torch.ones(20))
+    assert list(ready) == [0]
+
+
+def test_freed_by_a_thread_that_runs_a_backward(library):
+    """The last reference may go with a node, in a thread without the GIL."""
+    held, refs = make_watched(library)
+    holder = [held]
+    del held
+
+    def drop(_grad):
+        holder.clear()
+
+    loss = torch.stack(holder[0].params).sum()
+    loss.register_hook(drop)
+    in_new_thread(loss.backward)
+    del loss
+    assert alive(refs) == []
+
+
+def resident_bytes():
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc")
+def test_a_thousand_cycles_leak_nothing(library):
+    kept = make_params(100)  # their nodes come and go
+
+    def cycle(count):
+        for _ in range(count):
+            arrivals = native_arrivals(library, kept)
+            hooks = arrivals.attach(no_python_hook)
+            torch.stack(kept).sum().backward()
+            hooks.remove()
+
+    cycle(200)
+    gc.collect()
+    before = resident_bytes()
+    cycle(1000)
+    gc.collect()
+    # 100 hooks, entries and slots of over 100 bytes each: a leak of any would be 10 MB.
+    assert resident_bytes() - before < 4 << 20
+
+
+# ------------------------------------------------------------------ compiled autograd
+
+
+@pytest.mark.parametrize("compiler", ["none", "eager"])
+def test_compiled_autograd_calls_the_python_hook(library, compiler):
+    """Only Python can be traced; the counting is then its business too."""
+    params = make_params(3)
+    arrivals = native_arrivals(library, params)
+    seen = []
+
+    def python_hook(i):
+        return lambda _inputs, _outputs: seen.append((i, params[i].grad.item()))
+
+    def compile_graph(graph):
+        return graph if compiler == "none" else torch.compile(graph, backend="eager")
+
+    hooks = arrivals.attach(lambda: python_hook)
+    loss = (torch.stack(params) * torch.tensor([2.0, 3.0, 5.0])).sum()
+    with compiled_autograd._enable(compile_graph):
+        loss.backward()
+    assert sorted(seen) == [(0, 2), (1, 3), (2, 5)]
+    assert list(arrivals.ready) == []
+    assert list(arrivals.entries) == [Mark.UNSET] * 3
+
+    torch.stack(params).sum().backward()  # and afterwards the compiled one again
+    assert sorted(arrivals.ready) == [0, 1, 2]
+    assert len(seen) == 3
+    hooks.remove()
