@@ -18,7 +18,6 @@ from ._arrivals import (
     Mark,
     arrivals_for,
     has_arrived,
-    is_copied_at_once,
 )
 
 if TYPE_CHECKING:
@@ -59,11 +58,8 @@ class Countdown:
         self._num_slots = [len(bucket.plan.slots) for bucket in buckets]
         self.arrivals.adopt([bucket.plan.indices for bucket in buckets])
         for bucket in buckets:
-            if bucket.slots is not None:
-                pairs = zip(bucket.plan.indices, bucket.params, strict=True)
-                for k, (i, param) in enumerate(pairs):
-                    if param.is_cpu and is_copied_at_once(param):
-                        self.arrivals.copy_at_once(i, bucket.slots, k)
+            for k in bucket.large:
+                self.arrivals.copy_at_once(bucket.plan.indices[k], bucket.slots, k)
         self.written_on[:] = [bucket.streams.written_on for bucket in buckets]
 
     def open(self, entries: Iterable[Entry], divisor: int) -> None:

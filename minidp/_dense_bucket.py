@@ -73,6 +73,8 @@ class DenseBucket(Bucket):
         is_large = [is_copied_at_once(param) for param in self.params]
         self._copy_plan = _ops.CopyPlan(values, self.views, is_large)
         self.slots = _ops.slots(self.params, self.views, values, as_view=as_view)
+        if self.slots and values.is_cpu:
+            self.large = [k for k, large in enumerate(is_large) if large]
         self._memory = Memory(self.buffer)
         self._saved: dict[int, torch.Tensor] = {}
         self._tracked: dict[int, torch.Tensor] = {}
@@ -167,16 +169,11 @@ class DenseBucket(Bucket):
     def _name_misfit(
         self, views: list[torch.Tensor], grads: list[torch.Tensor]
     ) -> None:
-        for view, grad in zip(views, grads, strict=True):
-            expected = (view.dtype, view.layout, tuple(view.shape))
-            found = (grad.dtype, grad.layout, tuple(grad.shape))
-            if expected != found:
-                k = next(k for k, mine in enumerate(self.views) if mine is view)
-                raise self._misfit(
-                    self.names[k],
-                    "{}, {}, shape {}".format(*expected),
-                    "{}, {}, shape {}".format(*found),
-                )
+        misfit = _first_misfit(views, grads)
+        if misfit is not None:
+            view, expected, found = misfit
+            k = next(k for k, mine in enumerate(self.views) if mine is view)
+            raise self._misfit(self.names[k], expected, found)
 
     def _flatten_tracked(self, entries: Sequence[Entry], divisor: int) -> None:
         """``create_graph=True``: gradients that themselves require grad.
@@ -247,6 +244,18 @@ class DenseBucket(Bucket):
             grad = param.grad
             if grad is not None and _can_tie(grad, view):
                 param.grad = view.copy_(grad)
+
+
+def _first_misfit(
+    views: list[torch.Tensor], grads: list[torch.Tensor]
+) -> tuple[torch.Tensor, str, str] | None:
+    """The first view that its gradient does not fit, and what both are in words."""
+    for view, grad in zip(views, grads, strict=True):
+        kinds = [(t.dtype, t.layout, tuple(t.shape), t.device) for t in (view, grad)]
+        if kinds[0] != kinds[1]:
+            expected, found = ("{}, {}, shape {}, on {}".format(*k) for k in kinds)
+            return view, expected, found
+    return None
 
 
 def _can_tie(grad: torch.Tensor, view: torch.Tensor) -> bool:

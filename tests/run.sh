@@ -12,7 +12,11 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
-ALL_STAGES=(lint types unit property distributed fault examples benchmarks)
+ALL_STAGES=(
+    lint types unit property distributed fault
+    native native-unit native-property native-distributed native-fault
+    examples benchmarks
+)
 
 # One thread per rank, or the ranks fight over the cores; and gloo on the loopback
 # device, or it binds to whatever the host name happens to resolve to.
@@ -36,10 +40,28 @@ run_pytest() {
     "$PYTHON" -m pytest "$1"  # pytest fails by itself if it collects nothing
 }
 
-stage_unit() { run_pytest tests/unit; }
-stage_property() { run_pytest tests/property; }
-stage_distributed() { run_pytest tests/distributed; }
-stage_fault() { run_pytest tests/fault; }
+# Everything twice: with the reference in Python, and with the native extension.
+python_mode() { MINIDP_NATIVE=0 run_pytest "$1"; }
+
+native_mode() {
+    if no_compiler; then
+        echo "skipped: there is no C++ compiler (${CXX:-c++}) to build the extension with"
+    else
+        MINIDP_NATIVE=1 run_pytest "$1"
+    fi
+}
+
+no_compiler() { ! command -v "${CXX:-c++}" >/dev/null; }
+
+stage_unit() { python_mode tests/unit; }
+stage_property() { python_mode tests/property; }
+stage_distributed() { python_mode tests/distributed; }
+stage_fault() { python_mode tests/fault; }
+stage_native() { no_compiler || "$PYTHON" -m minidp.native build && native_mode tests/native; }
+stage_native-unit() { native_mode tests/unit; }
+stage_native-property() { native_mode tests/property; }
+stage_native-distributed() { native_mode tests/distributed; }
+stage_native-fault() { native_mode tests/fault; }
 
 # Runs `"$@" SCRIPT --smoke` for every script of the folder: by glob, not from a list,
 # so that a new script cannot be forgotten.
@@ -71,12 +93,12 @@ SUMMARY=()
 record() {  # record NAME RESULT SECONDS
     local minutes
     minutes=$(awk -v seconds="$3" 'BEGIN { printf "%.1f", seconds / 60 }')
-    SUMMARY+=("$(printf '%-14s %-8s %6s min' "$1" "$2" "$minutes")")
+    SUMMARY+=("$(printf '%-18s %-8s %6s min' "$1" "$2" "$minutes")")
     echo "=== $1: $2 after $minutes min"
 }
 
 summarise() {
-    printf '\n%-14s %-8s %10s\n' stage result time
+    printf '\n%-18s %-8s %10s\n' stage result time
     printf '%s\n' "${SUMMARY[@]}"
 }
 

@@ -441,21 +441,17 @@ def test_flatten_survives_strange_gradients(library, scale, stats, kind):
         "integers": [1, 2, 3],
         "text": "abc",
     }[kind]
-    with pytest.raises((RuntimeError, TypeError)):
+    with pytest.raises((RuntimeError, TypeError, ValueError)):
         library.flatten(views, [torch.ones(2), strange], scale, stats=stats)
 
 
 def test_unflatten_survives_strange_gradients(library):
     _, views = make_views()
     for strange in (torch.ones(3).to_sparse(), torch.ones(()).expand(3), None):
-        with pytest.raises((RuntimeError, TypeError)):
+        with pytest.raises((RuntimeError, TypeError, ValueError)):
             library.unflatten([torch.ones(2), strange], views)
 
 
-NO_CHECK = "unflatten does not check its arguments as flatten does"
-
-
-@pytest.mark.xfail(run=False, reason=f"{NO_CHECK}: reads behind a vector")
 @pytest.mark.parametrize("count", [1, 3])
 def test_unflatten_refuses_other_counts(library, count):
     _, views = make_views()
@@ -465,7 +461,6 @@ def test_unflatten_refuses_other_counts(library, count):
     assert all(bool((g == 1).all()) for g in grads)
 
 
-@pytest.mark.xfail(reason=f"{NO_CHECK}: it broadcasts")
 def test_unflatten_refuses_other_shapes(library):
     grads = [torch.ones(2), torch.ones(4, 3)]
     with pytest.raises(ValueError, match="gradient 1"):
@@ -751,6 +746,44 @@ def test_slots_do_not_take_foreign_gradients_away(library, k):
     case.give(grads)
     with case.untouched():
         assert case.slots.unflatten(arrived) is False
+
+
+def test_alone_only_what_changed_is_copied_back(library):
+    case = Case(library)
+    case.give()
+    with torch.no_grad():
+        assert case.slots.copy_now(0, case.grads[0], 1.0) is True
+    assert case.slots.flatten([Mark.COPIED, *case.grads[1:]], 1) is True
+    case.values.mul_(2)  # which nobody does who is alone: it shows what was copied
+    arrived = [Mark.COPIED, *case.grads[1:]]
+    before = [grad.clone() for grad in case.grads]
+    assert case.slots.unflatten(arrived, is_alone=True) is True
+    for param, grad in zip(case.params, before, strict=True):
+        assert torch.equal(param.grad, grad)
+
+    # Somebody wrote to one, and replaced another.
+    case.grads[1].add_(1)
+    case.params[2].grad = torch.zeros(())
+    assert case.slots.unflatten(case.grads, is_alone=True) is True
+    assert torch.equal(case.params[0].grad, before[0])
+    for k in (1, 2):
+        assert torch.equal(case.params[k].grad, case.views[k])
+    assert case.slots.unflatten(case.grads) is True
+    assert torch.equal(case.params[0].grad, case.views[0])
+
+
+@pytest.mark.xfail(reason="what copy_now read is forgotten only by a full unflatten")
+def test_alone_after_a_backward_that_python_finished(library):
+    case = Case(library)
+    case.give([case.grads[0], None, case.grads[2]])
+    with torch.no_grad():
+        assert case.slots.copy_now(0, case.grads[0], 1.0) is True
+    assert case.slots.unflatten([Mark.COPIED, None, case.grads[2]]) is False
+    case.give()
+    entries = [None, *case.grads[1:]]
+    assert case.slots.flatten(entries, 1) is True
+    assert case.slots.unflatten(entries, is_alone=True) is True
+    assert not case.params[0].grad.any()
 
 
 def test_slots_are_as_many_as_parameters(library):

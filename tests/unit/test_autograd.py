@@ -407,7 +407,7 @@ def test_small_hook_and_countdown_agree():
         countdown = Countdown(params, callbacks, lambda _i, grad: grad)
         plan = SimpleNamespace(indices=(1, 0), slots=(1, 0))
         streams = SimpleNamespace(written_on=set())
-        bucket = SimpleNamespace(plan=plan, streams=streams, slots=None)
+        bucket = SimpleNamespace(plan=plan, streams=streams, slots=None, large=())
         countdown.adopt([bucket])
         hooks = GradHooks(params, countdown)
         countdown.open([Mark.UNSET] * 2, 1)

@@ -23,6 +23,7 @@ def make_buckets(*members):
             plan=SimpleNamespace(indices=indices, slots=indices),
             streams=SimpleNamespace(written_on=set()),
             slots=None,
+            large=(),
         )
         for indices in members
     ]
