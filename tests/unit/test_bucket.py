@@ -377,8 +377,9 @@ REMEDY = (
 @pytest.mark.parametrize(
     ("grad", "found"),
     [
-        (torch.ones(2, 2, dtype=torch.float64), "torch.float64, torch.strided, "),
-        (torch.ones(2, 2).to_sparse(), "torch.float32, torch.sparse_coo, "),
+        (torch.ones(2, 2, dtype=torch.float64), "float64, torch.strided, {}, on cpu"),
+        (torch.ones(2, 2).to_sparse(), "float32, torch.sparse_coo, {}, on cpu"),
+        (torch.ones(2, 2, device="meta"), "float32, torch.strided, {}, on meta"),
     ],
 )
 def test_misfits_are_named(grad, found, as_view):
@@ -388,8 +389,8 @@ def test_misfits_are_named(grad, found, as_view):
         bucket.flatten([torch.ones(3), grad], 1)
     assert str(caught.value) == (
         "[rank 0] A gradient does not fit its bucket. Expected: torch.float32, "
-        f"torch.strided, shape (2, 2). Found: {found}shape (2, 2). Parameters: p1. "
-        + REMEDY
+        "torch.strided, shape (2, 2), on cpu. "
+        f"Found: torch.{found.format('shape (2, 2)')}. Parameters: p1. " + REMEDY
     )
 
 
@@ -397,7 +398,9 @@ def test_misfits_are_named(grad, found, as_view):
 def test_a_gradient_of_another_shape_is_not_broadcast(shape):
     params = make_params((3,), (4,))
     bucket = bucket_of(params)
-    with pytest.raises(GradientError, match=r"shape \(4,\)\. Found: .* Parameters: p1"):
+    with pytest.raises(
+        GradientError, match=r"shape \(4,\), on cpu\. Found: .* Parameters: p1"
+    ):
         bucket.flatten([torch.ones(3), torch.ones(shape)], 1)
 
 
