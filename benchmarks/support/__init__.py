@@ -2,10 +2,12 @@
 
 nets        the models, with the data of a step
 ranks       rank processes, and the result of rank 0
+copies      ways to flatten and to unflatten
 links       a network of two ranks with a limited rate
 rounds      implementations measured step by step in turn, gradients compared
 estimates   medians of paired differences and ratios, with intervals
 comparison  one measurement as a table and as JSON
+verdicts    targets, met or missed
 bars        several as a chart
 report      header, console, files
 """

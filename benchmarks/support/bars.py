@@ -54,7 +54,8 @@ def draw(path: Path, words: Words, rows: Sequence[Sequence[Panel]]) -> None:
     for axes, row in zip(grid, rows, strict=True):
         for k, ax in enumerate(axes):
             if k < len(row):
-                _draw_panel(ax, row[k], words.unit, with_labels=k == 0)
+                is_new = k == 0 or list(row[k].bars) != list(row[k - 1].bars)
+                _draw_panel(ax, row[k], words.unit, with_labels=is_new)
             else:
                 ax.axis("off")
     handles = [Patch(color=colour, label=who) for who, colour in COLOURS.items()]

@@ -62,6 +62,12 @@ class Comparison:
         """By name, in the order of the measurement."""
         return {name: self._row(name) for name in self.measured.times}
 
+    def fastest(self, who: str) -> str:
+        """The name among ``who``'s modes with the least median of a step."""
+        times = self.measured.times
+        names = [name for name in times if name.startswith(who)]
+        return min(names, key=lambda name: float(np.median(times[name])))
+
     def _row(self, name: str) -> Row:
         measured = self.measured
         times, plain = measured.times[name], measured.times[PLAIN]

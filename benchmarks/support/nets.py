@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -122,6 +122,64 @@ class Transformer(Net):
         return (torch.randint(self.words, shape, generator=generator),)
 
 
+class Shapes(Net):
+    """The parameters of a well-known model, and next to nothing else.
+
+    Every parameter has a gradient of its own, at the price of reading it twice and
+    writing the gradient once: what is done with gradients shows as nowhere else.
+    """
+
+    def __init__(self, title: str, shapes: Sequence[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.title = title
+        self.pieces = nn.ParameterList(torch.randn(shape) for shape in shapes)
+
+    def forward(self, factors: Tensor) -> Tensor:
+        """Return the loss, whose gradient of ``piece`` is ``factor * piece``."""
+        rows = (piece.view(-1) for piece in self.pieces)
+        return torch.stack([torch.dot(row, row.detach()) for row in rows]) @ factors
+
+    def data(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+        """Return the inputs of one step."""
+        return (torch.randn(len(self.pieces), generator=generator),)
+
+
+def resnet50_shapes(
+    width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3), classes: int = 1000
+) -> list[tuple[int, ...]]:
+    """Of ResNet-50's parameters: 161, with 25.6 million elements."""
+    shapes: list[tuple[int, ...]] = []
+
+    def convolution(into: int, out: int, kernel: int) -> None:
+        shapes.extend([(out, into, kernel, kernel), (out,), (out,)])  # and its norm
+
+    convolution(3, width, 7)
+    inputs = width
+    for stage, count in enumerate(blocks):
+        inner = width * 2**stage
+        for block in range(count):
+            convolution(inputs, inner, 1)
+            convolution(inner, inner, 3)
+            convolution(inner, 4 * inner, 1)
+            if block == 0:
+                convolution(inputs, 4 * inner, 1)  # of the shortcut
+            inputs = 4 * inner
+    return [*shapes, (classes, inputs), (classes,)]
+
+
+def gpt2_shapes(
+    width: int = 768, blocks: int = 12, words: int = 50257, length: int = 1024
+) -> list[tuple[int, ...]]:
+    """Of GPT-2 small's parameters: 148, with 124 million elements."""
+    shapes: list[tuple[int, ...]] = [(words, width), (length, width)]
+    for _ in range(blocks):
+        shapes += [(width,), (width,)]  # norm
+        shapes += [(width, 3 * width), (3 * width,), (width, width), (width,)]
+        shapes += [(width,), (width,)]  # norm
+        shapes += [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    return [*shapes, (width,), (width,)]
+
+
 @dataclass(frozen=True)
 class Sizes:
     """A model at full size, and one of the same kind for ``--smoke``."""
@@ -139,6 +197,14 @@ NETS = {
     "transformer": Sizes(
         lambda: Transformer(4, 128, words=512, length=64),
         lambda: Transformer(1, 16, words=32, length=8),
+    ),
+    "resnet50": Sizes(
+        lambda: Shapes("parameters of ResNet-50", resnet50_shapes()),
+        lambda: Shapes("parameters of ResNet-50", resnet50_shapes(4, (1, 1), 9)),
+    ),
+    "gpt2": Sizes(
+        lambda: Shapes("parameters of GPT-2 small", gpt2_shapes()),
+        lambda: Shapes("parameters of GPT-2 small", gpt2_shapes(8, 1, 99, 9)),
     ),
     "unused": Sizes(
         lambda: Mlp(8, 1024, batch=128, unused=True),

@@ -19,6 +19,10 @@ import torch.multiprocessing as mp
 from support.links import Link
 
 TIMEOUT = timedelta(seconds=120)  # of a collective without its peers
+# Freed memory stays with the process. Else it depends on who took the step before
+# whether gradients lie in memory that the system has to clear first, page by page: more
+# than what any wrapper adds.
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 def run_ranks(
@@ -39,6 +43,8 @@ def run_ranks(
     # starts at once, and with the same memory whatever was measured before.
     multiprocessing.set_forkserver_preload(["torch", "torch._dynamo"])
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by that import
+    for name, value in KEEP_MEMORY.items():  # read by glibc when a process starts
+        os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _main,

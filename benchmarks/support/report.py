@@ -15,12 +15,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from minidp import native
+
 ROOT = Path(__file__).parents[2]
+MEASURED = ("minidp", "csrc", "benchmarks/**/*.py")
 WIDTH = 112  # columns, where there is no terminal or a narrower one
 
 
 def report_console() -> Console:
-    """Prints plain text when piped; ``save_text`` writes what was printed."""
+    """Prints plain text when piped; `write_markdown` writes what was printed."""
     console = Console(record=True, highlight=False)
     console.width = max(console.width if console.is_terminal else 0, WIDTH)
     return console
@@ -52,8 +55,24 @@ def header_table(lines: dict[str, str]) -> Table:
     return table
 
 
+def native_line() -> str:
+    """Whether this process has the native extension, for the header."""
+    status = native.status()
+    if status.is_loaded:
+        return "loaded"
+    return f"not loaded: {status.reason}"
+
+
+def write_markdown(path: Path, title: str, console: Console) -> None:
+    """Write what was printed, under a title."""
+    lines = (line.rstrip() for line in console.export_text().strip().split("\n"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([f"# {title}", "", "```text", *lines, "```", ""]))
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write a file that people can read as well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -61,7 +80,7 @@ def _commit() -> str:
     """The checked out commit, and whether what is measured differs from it."""
     try:
         commit = _git("rev-parse", "--short=10", "HEAD")
-        changed = _git("status", "--porcelain", "--", "minidp", "benchmarks/**/*.py")
+        changed = _git("status", "--porcelain", "--", *MEASURED)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit + (" with uncommitted changes" if changed else "")

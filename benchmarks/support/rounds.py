@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -233,12 +232,14 @@ class Contest:
 def turn(number: int, count: int) -> list[int]:
     """Who takes which place in round ``number``.
 
-    The first place goes round, and after each lap the next stride that visits everyone
-    is taken, so that nobody always follows the same one.
+    In ``2 * count`` rounds everyone takes every place, and follows every other one,
+    equally often (a Williams design).
     """
-    strides = [s for s in range(1, count + 1) if math.gcd(s, count) == 1]
-    stride = strides[number // count % len(strides)]
-    return [(number + stride * place) % count for place in range(count)]
+    zigzag = [
+        -(place // 2) if place % 2 else place // 2 for place in range(1, count + 1)
+    ]
+    order = [(number + step) % count for step in zigzag]
+    return order[::-1] if number // count % 2 else order
 
 
 def same_bits(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
