@@ -155,6 +155,7 @@ void bind_slots(py::module_& module) {
           py::kw_only(),
           py::arg("as_view"))
       .def("copy_now", &Slots::copy_now)
+      .def("forget_copies", &Slots::forget_copies)
       .def(
           "flatten",
           [](Slots& self, const Gathered& entries, int64_t divisor) {

@@ -146,7 +146,7 @@ void Arrivals::fired(size_t i) {
     ready.push_back(static_cast<int32_t>(i));
   }
   const auto bucket = bucket_of[i];
-  if (--pending[bucket] == 0) {
+  if (--pending.at(bucket) == 0) {
     call_python(on_full_, bucket);
   }
 }

@@ -51,7 +51,7 @@ bool Slots::fits(const at::Tensor& grad, const at::Tensor& view) const {
 }
 
 bool Slots::copy_now(size_t k, const at::Tensor& grad, double scale) {
-  if (at::GradMode::is_enabled() || !fits(grad, views_[k])) {
+  if (at::GradMode::is_enabled() || !fits(grad, views_.at(k))) {
     return false;
   }
   copy_in({k}, {&grad}, scale);
@@ -68,6 +68,7 @@ bool Slots::flatten(
     const std::vector<at::Tensor>& grads,
     const std::vector<bool>& present,
     int64_t divisor) {
+  TORCH_CHECK(grads.size() == views_.size(), "one gradient per slot");
   std::vector<size_t> slots;
   Refs from;
   slots.reserve(grads.size());
@@ -167,7 +168,12 @@ bool Slots::is_unchanged(
   return grad.is_same(read) && grad._version() == versions_[k];
 }
 
+void Slots::forget_copies() {
+  std::fill(copied_.begin(), copied_.end(), at::Tensor());
+}
+
 bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone) {
+  TORCH_CHECK(arrived.size() == views_.size(), "one gradient per slot");
   if (as_view_) {
     return point_at_views(arrived);
   }
@@ -178,6 +184,7 @@ bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone) {
   for (size_t k = 0; k < params_.size(); ++k) {
     const auto& grad = grad_of(params_[k]);
     if (!grad.defined() || !fits(grad, views_[k])) {
+      forget_copies();
       return false;
     }
     if (!is_alone || !is_unchanged(k, grad, arrived[k])) {
@@ -186,20 +193,21 @@ bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone) {
     }
   }
   copy_out(slots, grads);
-  std::fill(copied_.begin(), copied_.end(), at::Tensor());
+  forget_copies();
   return true;
 }
 
 bool Slots::point_at_views(const std::vector<at::Tensor>& arrived) {
   for (size_t k = 0; k < params_.size(); ++k) {
     const auto& grad = grad_of(params_[k]);
-    if (grad.is_same(views_[k])) {
-      continue;
-    }
-    if (grad.defined() && !grad.is_same(arrived[k])) {
+    if (grad.defined() && !grad.is_same(views_[k]) && !grad.is_same(arrived[k])) {
       return false;  // somebody else's memory: the Python side names the parameter
     }
-    params_[k].mutable_grad() = views_[k];
+  }
+  for (size_t k = 0; k < params_.size(); ++k) {
+    if (!grad_of(params_[k]).is_same(views_[k])) {
+      params_[k].mutable_grad() = views_[k];
+    }
   }
   return true;
 }

@@ -43,6 +43,9 @@ class Slots {
   // to since it was flattened has the values of the buffer already.
   bool unflatten(const std::vector<at::Tensor>& arrived, bool is_alone);
 
+  // Python ends this backward: lets go of the gradients that copy_now read.
+  void forget_copies();
+
  private:
   bool lies_in_buffer(const at::Tensor& grad) const;
   bool fits(const at::Tensor& grad, const at::Tensor& view) const;

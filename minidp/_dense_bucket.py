@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from operator import attrgetter
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -190,16 +190,17 @@ class DenseBucket(Bucket):
         for k in kept:
             if k in self._saved:
                 self.views[k].copy_(self._saved[k])
-        is_everyday = not (kept or self._tracked) and bool(self._arrived)
-        if not (
-            self.slots
-            and is_everyday
-            and self.slots.unflatten(self._arrived, is_alone=self._is_alone)
-        ):
+        if not (self.slots and self._unflatten_natively(self.slots, kept)):
             self._unflatten_carefully(kept)
         self._saved.clear()
         self._tracked.clear()
         self._arrived = ()
+
+    def _unflatten_natively(self, slots: Any, kept: Collection[int]) -> bool:
+        if kept or self._tracked or not self._arrived:
+            slots.forget_copies()
+            return False
+        return bool(slots.unflatten(self._arrived, is_alone=self._is_alone))
 
     def _unflatten_carefully(self, kept: Collection[int]) -> None:
         grads = [param.grad for param in self.params]

@@ -4,8 +4,8 @@
 #
 #     bash tests/native/asan.sh [PYTEST ARGUMENTS]
 #
-# Builds csrc/*.cpp into a scratch folder (a minute or two), then runs test_flatten.py
-# and test_hooks.py with few examples.  Finds reads and writes out of bounds, use after
+# Builds csrc/*.cpp into a scratch folder, then runs test_flatten.py and test_hooks.py
+# with few examples: two or three minutes.  Finds reads and writes out of bounds, use after
 # free, and undefined behaviour in our code; torch itself is not instrumented, so leaks
 # (which Python and torch have on purpose) and the memory of torch's arenas are not
 # looked at.  Needs g++ with libasan.  PYTHON (default: .venv/bin/python) is respected.
@@ -22,6 +22,7 @@ binary=$scratch/_minidp_native.so
 # The flags of minidp/native/_recipe.py, but for the optimisation; AVX2 if there is any,
 # because the loops over registers are what reads out of bounds.
 flags=(-std=c++20 -O1 -g -fPIC -fno-omit-frame-pointer -ffp-contract=off -fopenmp
+    -fvisibility=hidden
     -fsanitize=address,undefined -fno-sanitize-recover=undefined
     # UBSan would want the type information of torch's classes, which it hides.
     -fno-sanitize=vptr
@@ -56,8 +57,7 @@ export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 export MINIDP_NATIVE=0 MINIDP_TEST_BINARY=$binary
 export HYPOTHESIS_PROFILE=${HYPOTHESIS_PROFILE:-dev}
 
-# Freed memory stays in ASan's quarantine, so the resident size says nothing; and the
-# eager compiler starts other processes.
+# Freed memory stays in ASan's quarantine, so the resident size says nothing.
 "$PYTHON" -m pytest tests/native/test_flatten.py tests/native/test_hooks.py \
     -p no:cacheprovider -m "not slow" \
     --deselect tests/native/test_hooks.py::test_a_thousand_cycles_leak_nothing "$@"
