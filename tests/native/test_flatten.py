@@ -799,6 +799,22 @@ def test_wrong_counts_are_errors(library):
         case.slots.copy_now(10**6, case.grads[0], 1.0)
 
 
+def test_difference_alone_a_change_by_way_of_data_stays(lone_group, library):
+    """With the extension, on one rank; torch and the reference undo both."""
+    module = nn.Linear(2, 2, bias=False)
+    ddp = DataParallel(module, process_group=lone_group)
+    bucket = ddp._reducer.pipeline.buckets[0]
+    for edit, stays in ((lambda g: g.mul_(7), False), (lambda g: g.data.mul_(7), True)):
+        module.weight.grad = torch.ones(2, 2)
+        bucket.flatten([module.weight.grad], 1)
+        edit(module.weight.grad)
+        bucket.launch(lone_group)
+        bucket.complete()
+        bucket.unflatten()
+        is_kept = bool((module.weight.grad == 7).all())
+        assert is_kept is (stays and bucket.slots is not None)
+
+
 def test_a_copy_at_once_is_let_go_with_its_backward(lone_group):
     """Also if Python ends the backward, because of a parameter that nobody used."""
     module = nn.ModuleList([nn.Linear(300, 300), nn.Linear(3, 3)])
