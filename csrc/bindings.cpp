@@ -1,4 +1,4 @@
-// What Python sees: minidp/_ops.py and minidp/_countdown.py say what each thing does.
+// What Python sees: minidp/_ops.py and minidp/_arrivals.py say what each thing does.
 
 #include <pybind11/stl.h>
 #include <pybind11/stl_bind.h>
@@ -106,6 +106,8 @@ void bind_arrivals(py::module_& module) {
       .def_readwrite("scale", &Arrivals::scale)
       .def("copy_at_once", &Arrivals::copy_at_once)
       .def("forget_slots", &Arrivals::forget_slots)
+      .def("note_ready", &Arrivals::note_ready)
+      .def("count_down", &Arrivals::count_down)
       .def("adopt", &Arrivals::adopt)
       .def("refill", &Arrivals::refill)
       .def("take_streams", &Arrivals::take_streams)

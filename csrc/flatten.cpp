@@ -264,9 +264,13 @@ void copy_all(const Refs& to, const Refs& from, double scale, Stats* stats) {
 
 }  // namespace
 
+bool has_memory(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor._is_zerotensor() &&
+      !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+}
+
 bool same_order(const at::Tensor& a, const at::Tensor& b) {
-  if (a.device() != b.device() || a.layout() != at::kStrided ||
-      b.layout() != at::kStrided || a.is_conj() != b.is_conj() || a.is_neg() ||
+  if (!has_memory(a) || !has_memory(b) || a.device() != b.device() || a.is_conj() != b.is_conj() || a.is_neg() ||
       b.is_neg() || a.sizes() != b.sizes()) {
     return false;
   }

@@ -1,6 +1,7 @@
 // The copies between gradients and a bucket's buffer, on CPU.
 //
-// minidp/_ops.py is the specification: every function here gives the same bits.
+// minidp/_ops.py is the specification: every function here gives the same bits, but for
+// the sign and payload of a NaN.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -10,17 +11,22 @@
 
 namespace minidp {
 
+// For clipping, and for naming the parameter that went NaN, without another pass.
 // What a pass over the gradients saw of the values that it wrote.
 struct Stats {
   double sum_of_squares = 0;
   int64_t first_nonfinite = -1;  // lowest slot with an inf or a NaN; -1: none
 };
 
+// Whether a tensor is plain: subclasses, sparse tensors and lazy zeros have no address.
+bool has_memory(const at::Tensor& tensor);
+
 // Whether two tensors of one device and shape lie in memory in the same order and without gaps, so
 // that copying one to the other is a loop over memory.
 bool same_order(const at::Tensor& a, const at::Tensor& b);
 
-// Tensors that live elsewhere: a count of references costs as much as a small copy.
+// Tensors that the caller keeps alive meanwhile: counting references costs as much as
+// copying a small one.
 using Refs = std::vector<const at::Tensor*>;
 
 // view = grad * scale by torch itself, for whatever is not a loop over memory.

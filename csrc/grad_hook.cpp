@@ -14,6 +14,7 @@
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <typeinfo>
 #include <utility>
 
@@ -45,19 +46,32 @@ class GradHook : public torch::autograd::FunctionPostHook {
 
   variable_list operator()(
       const variable_list& outputs, const variable_list& /*inputs*/) override {
-    arrivals_->fired(index_);
+    if (const auto arrivals = arrivals_.load()) {
+      arrivals->fired(index_);
+    }
     return outputs;
   }
 
   // Compiled autograd can only trace Python.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    const auto arrivals = arrivals_.load();
+    if (!arrivals) {
+      return;
+    }
     py::gil_scoped_acquire gil;
-    PyObject* hook = arrivals_->python_hook(index_).release().ptr();
+    PyObject* hook = arrivals->python_hook(index_).release().ptr();
     args.add_post_hook(c10::SafePyObject(hook, getPyInterpreter()));
   }
 
+  void disarm() {
+    arrivals_.store(nullptr);
+  }
+  bool is_disarmed() const {
+    return arrivals_.load() == nullptr;
+  }
+
  private:
-  std::shared_ptr<Arrivals> arrivals_;
+  std::atomic<std::shared_ptr<Arrivals>> arrivals_;
   size_t index_;
 };
 
@@ -67,9 +81,17 @@ uintptr_t key_of(const AnyHook& hook) {
   return reinterpret_cast<uintptr_t>(hook.get());
 }
 
-// What stays on a node when all its Python hooks have been removed.
+bool is_disarmed(const AnyHook& hook) {
+  const auto* ours = dynamic_cast<const GradHook*>(hook.get());
+  return ours != nullptr && ours->is_disarmed();
+}
+
+// What stays on a node when hooks have been removed.
 bool is_empty(const AnyHook& hook) {
   const auto& any = *hook;
+  if (is_disarmed(hook)) {
+    return true;
+  }
   // By name: torch does not export what a dynamic_cast needs.
   if (c10::demangle(typeid(any).name()) != "torch::autograd::PyFunctionPostHook") {
     return false;
@@ -102,9 +124,6 @@ Arrivals::Arrivals(
       copied_ = static_cast<uint8_t>(code);
     }
   }
-  for (const auto& param : params_) {
-    has_threads_ = has_threads_ || param.device() != params_.front().device();
-  }
 }
 
 // The last reference may go with a node of the graph, on a thread without the GIL.
@@ -117,14 +136,16 @@ Arrivals::~Arrivals() {
     return;
   }
   py::gil_scoped_acquire gil;
-  marks_ = py::tuple();
-  on_full_ = py::object();
-  on_unusual_ = py::object();
-  python_hook_ = py::object();
+  for (py::object* each : {static_cast<py::object*>(&marks_), &on_full_, &on_unusual_,
+                           &python_hook_}) {
+    each->release().dec_ref();  // the members are destroyed without the GIL
+  }
 }
 
 void Arrivals::fired(size_t i) {
-  if (codes_[i] != unset_) {
+  const bool is_elsewhere =
+      params_[i].is_cpu() && owner_.load() != std::this_thread::get_id();
+  if (codes_[i] != unset_ || is_elsewhere) {
     call_python(on_unusual_, i);
     return;
   }
@@ -138,16 +159,14 @@ void Arrivals::fired(size_t i) {
     grads_[i] = grad;
     codes_[i] = kArrived;
   }
+  int32_t left = 0;
   {
-    std::unique_lock<std::mutex> lock(ready_mutex_, std::defer_lock);
-    if (has_threads_) {
-      lock.lock();
-    }
+    const std::lock_guard<std::mutex> lock(mutex_);
     ready.push_back(static_cast<int32_t>(i));
+    left = --pending.at(bucket_of[i]);
   }
-  const auto bucket = bucket_of[i];
-  if (--pending.at(bucket) == 0) {
-    call_python(on_full_, bucket);
+  if (left == 0) {
+    call_python(on_full_, bucket_of[i]);
   }
 }
 
@@ -168,6 +187,16 @@ std::vector<int64_t> Arrivals::take_streams(size_t bucket) {
   std::vector<int64_t> taken;
   std::swap(taken, streams_.at(bucket));
   return taken;
+}
+
+void Arrivals::note_ready(size_t i) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  ready.push_back(static_cast<int32_t>(i));
+}
+
+int32_t Arrivals::count_down(size_t i) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return --pending.at(bucket_of.at(i));
 }
 
 void Arrivals::copy_at_once(size_t i, std::shared_ptr<Slots> slots, size_t k) {
@@ -266,6 +295,7 @@ void Arrivals::adopt(std::vector<std::vector<size_t>> members) {
 }
 
 void Arrivals::refill() {
+  owner_.store(std::this_thread::get_id());
   ready.clear();
   pending.clear();
   for (const auto& indices : members_) {
@@ -286,10 +316,27 @@ Gathered Arrivals::gather(size_t bucket) const {
   return found;
 }
 
+namespace {
+
+void prune(torch::autograd::Node& node) {
+  std::vector<uintptr_t> disarmed;
+  for (const auto& hook : node.post_hooks()) {
+    if (is_disarmed(hook)) {
+      disarmed.push_back(key_of(hook));
+    }
+  }
+  for (const auto key : disarmed) {
+    node.del_post_hook(key);
+  }
+}
+
+}  // namespace
+
 GradHooks::GradHooks(const std::shared_ptr<Arrivals>& arrivals) {
   for (size_t i = 0; i < arrivals->size(); ++i) {
     auto node = torch::autograd::impl::grad_accumulator(arrivals->params()[i]);
     TORCH_CHECK(node, "parameter ", i, " requires no gradient");
+    prune(*node);
     const auto key =
         node->add_post_hook(std::make_unique<GradHook>(arrivals, i));
     attached_.push_back(Attached{std::move(node), key});
@@ -315,7 +362,11 @@ std::vector<size_t> GradHooks::shared() const {
 
 void GradHooks::remove() {
   for (const auto& each : attached_) {
-    each.node->del_post_hook(each.key);
+    for (const auto& hook : each.node->post_hooks()) {
+      if (key_of(hook) == each.key) {
+        static_cast<GradHook&>(*hook).disarm();
+      }
+    }
   }
   attached_.clear();
 }

@@ -1,18 +1,25 @@
 // What has arrived in a backward, and the hook that writes it down without the GIL.
 //
-// The twin of `Arrivals` in minidp/_countdown.py, which is its specification. It knows
-// one kind of entry, UNSET; on any other the hook asks Python (`on_unusual`), as it does
-// when a bucket is full (`on_full`). So what the other marks mean, and every feature
-// built on them, is Python's business.
+// The twin of `Arrivals` in minidp/_arrivals.py, which is its specification. The hook
+// reacts to one kind of entry, UNSET, and writes gradients or COPIED; on any other it asks
+// Python (`on_unusual`), as it does when a bucket is full (`on_full`). So what the other
+// marks mean, and every feature built on them, is Python's business.
+//
+// The GIL does not serialise hooks here: each device has a thread of its own, and on CPU
+// a backward runs on the thread that called it. So what all of them share, the order and
+// the counts, has a lock, which nobody holds while it waits for the GIL; and gradients on
+// CPU that arrive on a second thread are Python's business.
 #pragma once
 
 #include <ATen/ATen.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -51,6 +58,9 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   // From now on gradient i is copied to slot k when it arrives.
   void copy_at_once(size_t i, std::shared_ptr<Slots> slots, size_t k);
   void forget_slots();
+  void note_ready(size_t i);
+  // The slot of parameter i is no longer pending; returns how many are in its bucket.
+  int32_t count_down(size_t i);
   // Handles of the CUDA streams that wrote gradients of a bucket since the last call.
   std::vector<int64_t> take_streams(size_t bucket);
   // Parameter indices that arrived with a gradient.
@@ -102,12 +112,13 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   py::object python_hook_;
   uint8_t unset_ = 0;
   uint8_t copied_ = 0;
-  // Each device has an autograd thread of its own.
-  bool has_threads_ = false;
-  std::mutex ready_mutex_;
+  std::mutex mutex_;  // of ready and pending
+  std::atomic<std::thread::id> owner_;  // who opened this backward
 };
 
-// The hooks of all parameters of an `Arrivals`, until `remove`.
+// The hooks of all parameters of an `Arrivals`, until `remove`. A removed hook stays on
+// its node and does nothing: the engine may be walking the node's hooks right now, if the
+// garbage collector is what removes it. The next hook on the node takes it away.
 class GradHooks {
  public:
   explicit GradHooks(const std::shared_ptr<Arrivals>& arrivals);

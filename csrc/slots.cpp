@@ -43,8 +43,7 @@ bool Slots::lies_in_buffer(const at::Tensor& grad) const {
 
 // Whether a gradient may be copied without a second look.
 bool Slots::fits(const at::Tensor& grad, const at::Tensor& view) const {
-  return !grad.unsafeGetTensorImpl()->is_python_dispatch() &&
-      grad.layout() == at::kStrided && grad.scalar_type() == view.scalar_type() &&
+  return has_memory(grad) && grad.scalar_type() == view.scalar_type() &&
       grad.device() == view.device() && grad.sizes() == view.sizes() &&
       !(at::GradMode::is_enabled() && grad.requires_grad()) &&
       !grad.is_same(view) && !(as_view_ && lies_in_buffer(grad));
@@ -57,7 +56,7 @@ bool Slots::copy_now(size_t k, const at::Tensor& grad, double scale) {
   copy_in({k}, {&grad}, scale);
   if (as_view_) {
     params_[k].mutable_grad() = views_[k];  // lets go of the gradient's own memory
-  } else if (scale == 1) {
+  } else if (scale == 1) {  // we may be alone: see unflatten
     copied_[k] = grad;
     versions_[k] = grad._version();
   }
@@ -69,6 +68,9 @@ bool Slots::flatten(
     const std::vector<bool>& present,
     int64_t divisor) {
   TORCH_CHECK(grads.size() == views_.size(), "one gradient per slot");
+  for (size_t k = 0; k < versions_.size(); ++k) {
+    versions_[k] = copied_[k].defined() ? versions_[k] : -1;  // unknown, if Python goes on
+  }
   std::vector<size_t> slots;
   Refs from;
   slots.reserve(grads.size());
@@ -99,7 +101,9 @@ bool Slots::flatten(
     return false;  // some to multiply, some to divide
   }
   copy_in(slots, from, 1.0 / static_cast<double>(divisor));
-  note_versions(grads);
+  if (divisor == 1) {
+    note_versions(grads);
+  }
   return true;
 }
 
@@ -165,7 +169,8 @@ void Slots::note_versions(const std::vector<at::Tensor>& grads) {
 bool Slots::is_unchanged(
     size_t k, const at::Tensor& grad, const at::Tensor& arrived) const {
   const auto& read = copied_[k].defined() ? copied_[k] : arrived;
-  return grad.is_same(read) && grad._version() == versions_[k];
+  return grad.is_same(read) && grad._version() == versions_[k] &&
+      grad.is_non_overlapping_and_dense();  // else the copy would fail: as at two ranks
 }
 
 void Slots::forget_copies() {
@@ -177,8 +182,10 @@ bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone) {
   if (as_view_) {
     return point_at_views(arrived);
   }
+  std::vector<at::Tensor> held;  // another thread may set .grad meanwhile
   Refs grads;
   std::vector<size_t> slots;
+  held.reserve(params_.size());
   grads.reserve(params_.size());
   slots.reserve(params_.size());
   for (size_t k = 0; k < params_.size(); ++k) {
@@ -188,7 +195,8 @@ bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone) {
       return false;
     }
     if (!is_alone || !is_unchanged(k, grad, arrived[k])) {
-      grads.push_back(&grad);
+      held.push_back(grad);
+      grads.push_back(&held.back());
       slots.push_back(k);
     }
   }

@@ -1,4 +1,7 @@
-// The slots of one dense bucket: the everyday case of minidp/_dense_bucket.py.
+// The slots of one dense bucket: the everyday case of minidp/_dense_bucket.py. That is:
+// every gradient is there or counts as zeros, is a plain strided tensor of its slot's
+// dtype, shape and device, has no history to keep; and is either outside of the buffer,
+// or all gradients are their views.
 //
 // Each method either does its whole job and returns true, or finds something that is not
 // everyday, has written no value, and returns false: Python then does the job, or says

@@ -8,8 +8,8 @@ case::
     ready.append(i)
     pending[bucket_of[i]] -= 1   0 -> on_full(bucket)
 
-A bucket lives on one device and a device has one autograd thread, so a bucket's counter
-needs no lock. The lists are never replaced, only refilled: hooks hold on to them.
+The GIL keeps hooks on several threads apart; the native twin has a lock. The lists are
+never replaced, only refilled: hooks hold on to them.
 """
 
 from __future__ import annotations
@@ -85,6 +85,15 @@ class Arrivals:
             for i in indices:
                 self.bucket_of[i] = bucket
         self.refill()
+
+    def note_ready(self, i: int) -> None:
+        """Parameter ``i`` arrived; native hooks do this on several threads."""
+        self.ready.append(i)
+
+    def count_down(self, i: int) -> int:
+        """The slot of parameter ``i`` is settled; returns how many its bucket lacks."""
+        self.pending[self.bucket_of[i]] -= 1
+        return self.pending[self.bucket_of[i]]
 
     def refill(self) -> None:
         """A backward starts: every bucket waits for all of its gradients."""

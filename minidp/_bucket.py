@@ -61,7 +61,7 @@ class Bucket(ABC):
         self.position = {i: k for k, i in enumerate(plan.indices)}
         self.views: list[torch.Tensor] = []  # one per slot; none if sparse
         self.slots: Any | None = None  # native kernels for the everyday case
-        self.large: list[int] = []  # slots that a native hook fills with them
+        self.large: list[int] = []  # slots that a native hook fills at once
         self.state = BucketState.FILLING
         self.streams = streams_for(plan.device)
         self._rank = rank

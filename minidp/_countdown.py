@@ -8,6 +8,7 @@ backward that is paused and goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,6 +49,7 @@ class Countdown:
         self.ready = self.arrivals.ready
         self.bucket_of = self.arrivals.bucket_of
         self.pending = self.arrivals.pending
+        self._thread = get_ident()
         self.filled: set[int] = set()  # parameter indices that did not arrive
         self.written_on: list[set[int]] = []  # CUDA streams, per bucket
         self._paused: list[Entry] = []  # entries while a reduction is pending
@@ -64,6 +66,7 @@ class Countdown:
 
     def open(self, entries: Iterable[Entry], divisor: int) -> None:
         """Start a backward to which ``divisor`` ranks contribute."""
+        self._thread = get_ident()
         self.arrivals.scale = 1.0 / divisor
         self.arrivals.refill()
         self.filled.clear()
@@ -91,9 +94,14 @@ class Countdown:
 
     def resume(self) -> None:
         """Another backward goes on where the last one ended."""
+        self._thread = get_ident()
         self.entries[:] = [
             Mark.TRACED if entry is Mark.UNSET else entry for entry in self._paused
         ]
+
+    def is_elsewhere(self) -> bool:
+        """Whether this is not the thread on which the backward was opened."""
+        return get_ident() != self._thread
 
     def is_first(self, i: int) -> bool:
         """Whether the bucket of parameter ``i`` has no gradient yet."""
@@ -117,7 +125,7 @@ class Countdown:
         self, i: int, grad: torch.Tensor | None, *, at_once: bool = True
     ) -> None:
         """A gradient arrived; copy it now if it must be read at once."""
-        self.ready.append(i)
+        self.arrivals.note_ready(i)
         entry: Entry = grad
         if at_once and grad is not None:
             entry = self.copy_now(i, grad)
@@ -127,7 +135,7 @@ class Countdown:
         """A gradient arrived whose slot was filled, but is not reduced yet."""
         self.filled.discard(i)
         self.entries[i] = grad
-        self.ready.append(i)
+        self.arrivals.note_ready(i)
 
     def fill_missing(self, i: int, grad: torch.Tensor | None) -> None:
         """A parameter that does not arrive contributes its present ``.grad``."""
@@ -137,7 +145,5 @@ class Countdown:
     def fill(self, i: int, entry: Entry) -> None:
         """The slot of parameter ``i`` is no longer pending."""
         self.entries[i] = entry
-        bucket = self.bucket_of[i]
-        self.pending[bucket] -= 1
-        if not self.pending[bucket]:
-            self.callbacks.on_full(bucket)
+        if not self.arrivals.count_down(i):
+            self.callbacks.on_full(self.bucket_of[i])

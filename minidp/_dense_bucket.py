@@ -73,7 +73,7 @@ class DenseBucket(Bucket):
         is_large = [is_copied_at_once(param) for param in self.params]
         self._copy_plan = _ops.CopyPlan(values, self.views, is_large)
         self.slots = _ops.slots(self.params, self.views, values, as_view=as_view)
-        if self.slots and values.is_cpu:
+        if self.slots and values.is_cpu:  # on CUDA one launch per bucket beats caches
             self.large = [k for k, large in enumerate(is_large) if large]
         self._memory = Memory(self.buffer)
         self._saved: dict[int, torch.Tensor] = {}

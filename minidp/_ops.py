@@ -91,8 +91,12 @@ def unflatten(grads: list[torch.Tensor], views: list[torch.Tensor]) -> None:
     kernels = kernels_for(views)
     if kernels is not None:
         kernels.unflatten(grads, views)
-    else:
+        return
+    try:
         torch._foreach_copy_(grads, views)
+    except RuntimeError:  # it takes no lazily negated gradients, for example
+        for grad, view in zip(grads, views, strict=True):
+            grad.copy_(view)
 
 
 class CopyPlan:

@@ -36,7 +36,7 @@ from ._ledger import Ledger
 from ._phase import Phase, PhaseBox
 from ._pipeline import Pipeline
 from .config import ReducerConfig
-from .errors import GradientError, lost_hooks
+from .errors import GradientError, lost_hooks, two_threads
 from .trace import Moment
 
 if TYPE_CHECKING:
@@ -129,6 +129,8 @@ class Reducer:
                 self._countdown.resume()
                 if self._probed_task == NO_TASK:
                     self._expect_end()
+            elif self._countdown.is_elsewhere() and self.params[i].is_cpu:
+                raise GradientError(two_threads(self.rank, self.names[i]))
             self._mark(i)
 
     def _open(self) -> None:

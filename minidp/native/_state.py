@@ -78,7 +78,7 @@ def read_mode() -> str:
     Raises:
         ValueError: it is none of the three.
     """
-    mode = os.environ.get("MINIDP_NATIVE", "auto")
+    mode = os.environ.get("MINIDP_NATIVE") or "auto"
     if mode not in MODES:
         raise ValueError(
             f"MINIDP_NATIVE must be one of {', '.join(MODES)}, but is {mode!r}."
@@ -116,7 +116,11 @@ def _attempt(mode: str, recipe: Recipe, cache: Cache) -> Outcome:
     path = None
     try:
         if mode == "1":
-            path = build_into(cache, recipe, _LOG.info)
+            found = cache.find(recipe)
+            is_there = found is not None and found.is_intact
+            # A build takes a minute: silence would look like a hang.
+            say = _LOG.info if is_there else _LOG.warning
+            path = build_into(cache, recipe, say)
         else:
             entry = _usable_entry(recipe, cache)
             path = entry.binary
@@ -144,6 +148,7 @@ def _usable_entry(recipe: Recipe, cache: Cache) -> Entry:
     if entry is None:
         stale = cache.nearest_changes(recipe)
         if stale:
+            _LOG.warning("The native extension is stale and not used: %s.", stale[0])
             raise NativeError(
                 f"The binary is stale: {'; '.join(stale)}. What to do: {BUILD}"
             )

@@ -16,9 +16,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from torch._dynamo import compiled_autograd
+from torch.testing._internal.two_tensor import TwoTensor
 
-from minidp import native
+from minidp import DataParallel, MiniDPError, native
 from minidp._arrivals import Arrivals, Callbacks, Mark
 from minidp._autograd import GradHooks
 from minidp._countdown import Countdown
@@ -344,6 +346,7 @@ def test_exceptions_arrive_whole(library, name, in_thread):
     caught = []
 
     def run():
+        arrivals.refill()  # as the thread does on which a backward is opened
         with pytest.raises(Boom, match=r"^with these words$") as info:
             (params[0] * 2).backward()
         caught.append(info.value)
@@ -439,8 +442,13 @@ def test_a_backward_in_another_thread(library):
     arrivals = native_arrivals(
         library, params, on_full=lambda b: threads.append(threading.current_thread())
     )
+
+    def run():
+        arrivals.refill()  # it is this thread that opens the backward
+        torch.stack(params).sum().backward()
+
     with attached(arrivals):
-        in_new_thread(lambda: torch.stack(params).sum().backward())
+        in_new_thread(run)
     assert len(threads) == 1
     assert threads[0] is not threading.main_thread()
     assert sorted(arrivals.ready) == list(range(NUM_PARAMS))
@@ -705,3 +713,75 @@ def test_compiled_autograd_calls_the_python_hook(library, compiler):
     assert sorted(arrivals.ready) == [0, 1, 2]
     assert len(seen) == 3
     hooks.remove()
+
+
+# ------------------------------------------- found by an attacker; each was a crash
+
+
+def odd_gradient(module, group, make):
+    ddp = DataParallel(module, process_group=group, gradient_as_bucket_view=True)
+    module.weight.register_hook(make)
+    ddp(torch.ones(2, 4)).sum().backward()
+    return module.weight.grad
+
+
+def test_a_wrapper_subclass_as_gradient(lone_group, either_kernels):
+    grad = odd_gradient(nn.Linear(4, 4), lone_group, lambda g: TwoTensor(g, g.clone()))
+    assert torch.equal(grad, torch.full((4, 4), 2.0))
+
+
+def test_lazy_zeros_as_gradient(lone_group, either_kernels):
+    grad = odd_gradient(
+        nn.Linear(4, 4), lone_group, lambda g: torch._efficientzerotensor(g.shape)
+    )
+    assert not grad.any()
+
+
+def test_a_wrapper_that_dies_inside_a_hook_of_another(lone_group, either_kernels):
+    """Its hooks may not leave the nodes whose hooks the engine is walking."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    old = [DataParallel(module, process_group=lone_group)]
+    new = DataParallel(module, process_group=lone_group)
+    pipeline = new._reducer.pipeline
+    start = pipeline.start  # called by the first grad hook
+
+    def start_after_a_death():
+        old.clear()
+        start()
+
+    pipeline.start = start_after_a_death
+    for _ in range(3):
+        new(torch.ones(1, 4)).sum().backward()
+    assert old == []
+    assert all(param.grad is not None for param in module.parameters())
+
+
+def test_two_threads_in_one_backward_are_an_error(lone_group, library, monkeypatch):
+    monkeypatch.setattr(native, "library", lambda: library)
+    module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    module.forward = lambda x: (module[0](x).sum(), module[1](x).sum())
+    ddp = DataParallel(module, process_group=lone_group)
+    first, second = ddp(torch.ones(1, 2))
+    errors, calls = [], []
+
+    def run():
+        try:
+            second.backward()
+        except MiniDPError as error:
+            errors.append(str(error))
+
+    def meanwhile(_):
+        calls.append(1)
+        if len(calls) == 2:  # the grad hook of the other one has fired
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+
+    for param in module[0].parameters():
+        param.register_post_accumulate_grad_hook(meanwhile)
+    with contextlib.suppress(MiniDPError):
+        first.backward()
+    assert "Two threads run backwards of one forward" in errors[0]
+    with pytest.raises(MiniDPError):
+        ddp(torch.ones(1, 2))
+    ddp.reset()
