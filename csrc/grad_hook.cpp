@@ -4,9 +4,9 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/node.h>
 #include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/autograd/node.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #ifdef MINIDP_CUDA
@@ -88,10 +88,10 @@ bool is_disarmed(const AnyHook& hook) {
 
 // What stays on a node when hooks have been removed.
 bool is_empty(const AnyHook& hook) {
-  const auto& any = *hook;
   if (is_disarmed(hook)) {
     return true;
   }
+  const auto& any = *hook;
   // By name: torch does not export what a dynamic_cast needs.
   if (c10::demangle(typeid(any).name()) != "torch::autograd::PyFunctionPostHook") {
     return false;

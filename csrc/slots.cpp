@@ -68,8 +68,8 @@ bool Slots::flatten(
     const std::vector<bool>& present,
     int64_t divisor) {
   TORCH_CHECK(grads.size() == views_.size(), "one gradient per slot");
-  for (size_t k = 0; k < versions_.size(); ++k) {
-    versions_[k] = copied_[k].defined() ? versions_[k] : -1;  // unknown, if Python goes on
+  if (divisor == 1) {
+    forget_versions();
   }
   std::vector<size_t> slots;
   Refs from;
@@ -107,55 +107,69 @@ bool Slots::flatten(
   return true;
 }
 
-void Slots::copy_in(const std::vector<size_t>& slots, const Refs& grads, double scale) {
-#ifdef MINIDP_CUDA
-  if (plan_) {
-    std::vector<at::Tensor> rows(views_.size());  // undefined: the kernel skips the slot
-    for (size_t n = 0; n < slots.size(); ++n) {
-      const auto& view = views_[slots[n]];
-      if (!grads[n]->defined()) {
-        view.zero_();
-      } else if (!view.is_complex() && same_order(view, *grads[n])) {
-        rows[slots[n]] = *grads[n];
-      } else {
-        scale_by_torch(view, *grads[n], scale);
-      }
-    }
-    plan_->flatten(rows, scale, std::nullopt);
-    return;
-  }
-#endif
+Refs Slots::views_of(const std::vector<size_t>& slots) const {
   Refs views;
   views.reserve(slots.size());
   for (const size_t k : slots) {
     views.push_back(&views_[k]);
   }
-  minidp::flatten(views, grads, scale, nullptr);
+  return views;
+}
+
+#ifdef MINIDP_CUDA
+// By slot what one kernel can copy; undefined is skipped. The rest is done here.
+template <typename ByTorch>
+std::vector<at::Tensor> Slots::rows(
+    const std::vector<size_t>& slots, const Refs& grads, ByTorch by_torch) const {
+  std::vector<at::Tensor> found(views_.size());
+  for (size_t n = 0; n < slots.size(); ++n) {
+    const auto& view = views_[slots[n]];
+    if (!grads[n]->defined()) {
+      view.zero_();
+    } else if (!view.is_complex() && same_order(view, *grads[n])) {
+      found[slots[n]] = *grads[n];
+    } else {
+      by_torch(view, *grads[n]);
+    }
+  }
+  return found;
+}
+#endif
+
+void Slots::copy_in(const std::vector<size_t>& slots, const Refs& grads, double scale) {
+#ifdef MINIDP_CUDA
+  if (plan_) {
+    const auto by_torch = [&](const at::Tensor& view, const at::Tensor& grad) {
+      scale_by_torch(view, grad, scale);
+    };
+    plan_->flatten(rows(slots, grads, by_torch), scale, std::nullopt);
+    return;
+  }
+#endif
+  minidp::flatten(views_of(slots), grads, scale, nullptr);
   values_.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
 }
 
 void Slots::copy_out(const std::vector<size_t>& slots, const Refs& grads) {
 #ifdef MINIDP_CUDA
   if (plan_) {
-    std::vector<at::Tensor> rows(views_.size());
-    for (size_t n = 0; n < slots.size(); ++n) {
-      const auto& view = views_[slots[n]];
-      if (same_order(view, *grads[n])) {
-        rows[slots[n]] = *grads[n];
-      } else {
-        scale_by_torch(*grads[n], view, 1.0);
-      }
-    }
-    plan_->unflatten(rows);
+    const auto by_torch = [](const at::Tensor& view, const at::Tensor& grad) {
+      scale_by_torch(grad, view, 1.0);
+    };
+    plan_->unflatten(rows(slots, grads, by_torch));
     return;
   }
 #endif
-  Refs views;
-  views.reserve(slots.size());
-  for (const size_t k : slots) {
-    views.push_back(&views_[k]);
+  minidp::unflatten(grads, views_of(slots));
+}
+
+// In case that Python goes on; what copy_now read stays known.
+void Slots::forget_versions() {
+  for (size_t k = 0; k < versions_.size(); ++k) {
+    if (!copied_[k].defined()) {
+      versions_[k] = -1;
+    }
   }
-  minidp::unflatten(grads, views);
 }
 
 void Slots::note_versions(const std::vector<at::Tensor>& grads) {
@@ -201,7 +215,9 @@ bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone) {
     }
   }
   copy_out(slots, grads);
-  forget_copies();
+  if (is_alone) {
+    forget_copies();
+  }
   return true;
 }
 

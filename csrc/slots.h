@@ -46,12 +46,14 @@ class Slots {
   // to since it was flattened has the values of the buffer already.
   bool unflatten(const std::vector<at::Tensor>& arrived, bool is_alone);
 
-  // Python ends this backward: lets go of the gradients that copy_now read.
+  // Python ends this backward: let go of the gradients that copy_now read.
   void forget_copies();
 
  private:
   bool lies_in_buffer(const at::Tensor& grad) const;
   bool fits(const at::Tensor& grad, const at::Tensor& view) const;
+  Refs views_of(const std::vector<size_t>& slots) const;
+  void forget_versions();
   void note_versions(const std::vector<at::Tensor>& grads);
   bool is_unchanged(size_t k, const at::Tensor& grad, const at::Tensor& arrived) const;
   void copy_in(const std::vector<size_t>& slots, const Refs& grads, double scale);
@@ -66,6 +68,9 @@ class Slots {
   std::vector<at::Tensor> copied_;
   std::vector<int64_t> versions_;
 #ifdef MINIDP_CUDA
+  template <typename ByTorch>
+  std::vector<at::Tensor> rows(
+      const std::vector<size_t>& slots, const Refs& grads, ByTorch by_torch) const;
   std::unique_ptr<CudaPlan> plan_;  // none on CPU
 #endif
   bool as_view_;

@@ -109,10 +109,8 @@ class DenseBucket(Bucket):
         self._arrived = entries
         self._is_alone = divisor == 1
         is_decided = not (undecided and self._as_view)
-        if self.slots and is_decided and self.slots.flatten(entries, divisor):
-            self.advance(BucketState.FULL)
-            return
-        self._flatten_carefully(tuple(entries), divisor, undecided)
+        if not (self.slots and is_decided and self.slots.flatten(entries, divisor)):
+            self._flatten_carefully(tuple(entries), divisor, undecided)
         self.advance(BucketState.FULL)
 
     def _flatten_carefully(

@@ -48,7 +48,7 @@ def flatten(
         runs: 1-D tensors that tile exactly the memory of ``views``: scaling runs
             instead of views costs a call per run, not per parameter.
     """
-    kernels = kernels_for(views)
+    kernels = kernels_for(views[:1])  # a bucket lives on one device
     if kernels is not None:
         kernels.flatten(views, grads, scale)
         return
@@ -88,7 +88,7 @@ def divide(values: torch.Tensor, divisor: int) -> None:
 
 def unflatten(grads: list[torch.Tensor], views: list[torch.Tensor]) -> None:
     """``grads[k] = views[k]`` for all k."""
-    kernels = kernels_for(views)
+    kernels = kernels_for(views[:1])
     if kernels is not None:
         kernels.unflatten(grads, views)
         return

@@ -1,4 +1,4 @@
-"""Hypothesis profiles, markers by folder, one seed per test, the warm rank pool."""
+"""Hypothesis profiles, markers by folder, one seed per test, process groups."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import random
 import zlib
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.pool import Pool
 
@@ -87,6 +89,22 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     request.config.stash[_POOL] = ranks
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="module")
+def lone_group() -> Iterator[dist.ProcessGroup]:
+    """A default group of this process alone: real collectives, no other rank."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        timeout=timedelta(seconds=20),
+    )
+    world = dist.group.WORLD
+    assert world is not None
+    yield world
+    dist.destroy_process_group()
 
 
 def pytest_terminal_summary(

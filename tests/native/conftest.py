@@ -1,15 +1,12 @@
-"""The compiled kernels, whatever MINIDP_NATIVE says, and a process group of one."""
+"""The compiled kernels, whatever MINIDP_NATIVE says."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch.distributed as dist
 
 from minidp import native
 from minidp.native import _state
@@ -42,19 +39,3 @@ def either_kernels(
     module = request.getfixturevalue("library") if request.param == "native" else None
     monkeypatch.setattr(native, "library", lambda: module)
     return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def lone_group() -> Iterator[dist.ProcessGroup]:
-    """A default group of this process alone: real collectives, no other rank."""
-    dist.init_process_group(
-        "gloo",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-        timeout=timedelta(seconds=20),
-    )
-    world = dist.group.WORLD
-    assert world is not None
-    yield world
-    dist.destroy_process_group()
