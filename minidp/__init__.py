@@ -33,9 +33,11 @@ Read it top to bottom of a backward's life, from the face to the wire::
 Imports only point down (``tests/unit/test_architecture.py`` holds the table).
 """
 
+from ._grad_bucket import GradBucket
 from .data_parallel import DataParallel
 from .errors import (
     CollectiveError,
+    CommHookError,
     GradientError,
     GraphChangedError,
     MarkedTwiceError,
@@ -50,8 +52,10 @@ from .trace import Event, Moment, Recorder
 
 __all__ = [
     "CollectiveError",
+    "CommHookError",
     "DataParallel",
     "Event",
+    "GradBucket",
     "GradientError",
     "GraphChangedError",
     "MarkedTwiceError",

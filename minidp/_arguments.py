@@ -36,6 +36,7 @@ class Given:
     check_reduction: bool
     gradient_as_bucket_view: bool
     static_graph: bool
+    batched_grad_copy: bool
     forward_sync_buffers: bool | None
     unsynced: object
     unsupported: Mapping[str, object]
@@ -81,6 +82,7 @@ def check(module: nn.Module, given: Given) -> Checked:
         bool(given.find_unused_parameters),
         bool(given.static_graph),
         bool(given.gradient_as_bucket_view),
+        bool(given.batched_grad_copy),
     )
     return Checked(
         replica,

@@ -7,20 +7,32 @@ entries --flatten--> payload --launch--> all ranks --complete--> payload
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ._arrivals import Entry
-from ._collectives import Work, all_reduce
+from ._collectives import Work
 from ._layout import BucketPlan
 from ._streams import streams_for
 from .errors import GradientError, InternalError, explain
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+
+class Division(NamedTuple):
+    """What gradients are divided by before they travel, and when.
+
+    On CPU the two places differ in the last bit, unless the number is a power of two.
+    """
+
+    at_copy: int = 1  # each gradient, on its way to its slot
+    of_buffer: int = 1  # the whole buffer, once it is full
+
+    @property
+    def total(self) -> int:
+        """Both together; 1 if somebody else divides (a comm hook)."""
+        return self.at_copy * self.of_buffer
 
 
 class BucketState(Enum):
@@ -66,6 +78,7 @@ class Bucket(ABC):
         self.streams = streams_for(plan.device)
         self._rank = rank
         self._work: Work | None = None
+        self._is_alone = False  # launched, but nothing changes the payload
 
     def advance(self, state: BucketState) -> None:
         """Move to the next state; any other move is a mistake of ours."""
@@ -76,34 +89,49 @@ class Bucket(ABC):
             )
         self.state = state
 
-    def launch(self, group: ProcessGroup) -> Work:
-        """Start the all-reduce; `complete` waits for it."""
+    def launch(
+        self, start: Callable[[torch.Tensor], Work], *, is_alone: bool = False
+    ) -> Work:
+        """Start what reduces the payload; `complete` waits for it.
+
+        Args:
+            start: begins the collective. If waiting for the work gives a tensor, that
+                replaces the payload's values.
+            is_alone: promises that the values stay what they are.
+        """
         self.advance(BucketState.IN_FLIGHT)
+        self._is_alone = is_alone
         with self.streams.launching():
-            self._work = all_reduce(self._payload(), group)
+            self._work = start(self.payload)
         return self._work
 
     def complete(self) -> None:
         """Wait for the collective (on CUDA: order the current stream after it)."""
         if self._work is None:
             raise InternalError(f"[rank {self._rank}] nothing to wait for.")
-        self._work.wait()
+        result = self._work.wait()
+        if isinstance(result, torch.Tensor) and result is not self.payload:
+            with torch.no_grad():
+                self.payload.copy_(result)
         self._work = None
         self.advance(BucketState.FILLING)
 
     @abstractmethod
-    def copy_now(self, k: int, grad: torch.Tensor, divisor: int) -> Entry:
+    def copy_now(self, k: int, grad: torch.Tensor, division: Division) -> Entry:
         """Fill slot ``k`` before the bucket is full; returns the entry to keep."""
 
     @abstractmethod
     def flatten(
-        self, entries: Sequence[Entry], divisor: int, undecided: Collection[int] = ()
+        self,
+        entries: Sequence[Entry],
+        division: Division,
+        undecided: Collection[int] = (),
     ) -> None:
         """Bring every slot into the payload, divided; the bucket is then FULL.
 
         Args:
             entries: per slot a gradient, None (contributes zeros) or COPIED.
-            divisor: number of ranks that contribute.
+            division: by what, and when.
             undecided: slots whose parameter may turn out to be unused on all ranks:
                 what would be lost of their ``.grad`` is saved for `unflatten`.
         """
@@ -120,9 +148,10 @@ class Bucket(ABC):
         a view is divided where a fresh gradient is multiplied.
         """
 
+    @property
     @abstractmethod
-    def _payload(self) -> torch.Tensor:
-        """What travels."""
+    def payload(self) -> torch.Tensor:
+        """What travels: the flat buffer, or the sparse gradient."""
 
     def _misfit(self, name: str, expected: str, found: str) -> GradientError:
         return GradientError(

@@ -1,7 +1,7 @@
 """The package's own collectives; nothing else here calls torch.distributed.
 
 Every function here is a *collective*: all ranks of the group must call it, in the same
-order. Ranks are group ranks throughout; the root is group rank 0.
+order. Ranks are group ranks throughout; the root is group rank 0 unless it is named.
 """
 
 from __future__ import annotations
@@ -159,9 +159,12 @@ def broadcast_integers(
 
 
 def broadcast_coalesced(
-    tensors: Sequence[torch.Tensor], group: ProcessGroup, message_bytes: int
+    tensors: Sequence[torch.Tensor],
+    group: ProcessGroup,
+    message_bytes: int,
+    root: int = 0,
 ) -> None:
-    """Overwrite ``tensors`` (any shapes, strides, dtypes) with rank 0's, in place.
+    """Overwrite ``tensors`` (any shapes, strides, dtypes) with the root's, in place.
 
     Tensors travel as raw bytes, so that one message per device carries all dtypes, in
     messages of about ``message_bytes``, at most two in flight. Version counters stay as
@@ -182,7 +185,7 @@ def broadcast_coalesced(
         for part in _parts(members, message_bytes):
             if len(in_flight) == MAX_IN_FLIGHT:
                 in_flight.pop(0).unpack()
-            in_flight.append(Message(part, group))
+            in_flight.append(Message(part, group, root))
         for message in in_flight:
             message.unpack()
 
@@ -200,11 +203,13 @@ def _parts(
 class Message:
     """One coalesced broadcast in flight; owns the bytes until they are unpacked."""
 
-    def __init__(self, tensors: list[torch.Tensor], group: ProcessGroup) -> None:
+    def __init__(
+        self, tensors: list[torch.Tensor], group: ProcessGroup, root: int
+    ) -> None:
         self._tensors = tensors
         self._bytes = torch.cat([_as_bytes(t) for t in tensors])  # 1D uint8
         self._work = dist.broadcast(
-            self._bytes, group=group, group_src=0, async_op=True
+            self._bytes, group=group, group_src=root, async_op=True
         )
 
     def unpack(self) -> None:

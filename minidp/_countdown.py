@@ -65,7 +65,7 @@ class Countdown:
         self.written_on[:] = [bucket.streams.written_on for bucket in buckets]
 
     def open(self, entries: Iterable[Entry], divisor: int) -> None:
-        """Start a backward to which ``divisor`` ranks contribute."""
+        """Start a backward whose gradients are divided by ``divisor`` when copied."""
         self._thread = get_ident()
         self.arrivals.scale = 1.0 / divisor
         self.arrivals.refill()

@@ -16,7 +16,7 @@ import torch
 
 from . import _ops
 from ._arrivals import Entry, Mark, is_copied_at_once
-from ._bucket import Bucket, BucketState
+from ._bucket import Bucket, BucketState, Division
 from ._layout import BucketPlan
 
 # For map(): these run once per gradient.
@@ -79,12 +79,13 @@ class DenseBucket(Bucket):
         self._saved: dict[int, torch.Tensor] = {}
         self._tracked: dict[int, torch.Tensor] = {}
         self._arrived: Sequence[Entry] = ()
-        self._is_alone = False
 
-    def _payload(self) -> torch.Tensor:
+    @property
+    def payload(self) -> torch.Tensor:
+        """The buffer; 1-D, real."""
         return self.buffer
 
-    def copy_now(self, k: int, grad: torch.Tensor, divisor: int) -> Entry:
+    def copy_now(self, k: int, grad: torch.Tensor, division: Division) -> Entry:
         """Copy, unless `flatten` has to look at this gradient first."""
         view = self.views[k]
         if (
@@ -96,25 +97,32 @@ class DenseBucket(Bucket):
             or grad.layout is not torch.strided
         ):
             return grad
-        _ops.scale_into(view, grad, 1.0 / divisor)
+        _ops.scale_into(view, grad, 1.0 / division.at_copy)
         if self._as_view:
             self.params[k].grad = view  # lets go of the gradient's own memory
         return Mark.COPIED
 
     def flatten(
-        self, entries: Sequence[Entry], divisor: int, undecided: Collection[int] = ()
+        self,
+        entries: Sequence[Entry],
+        division: Division,
+        undecided: Collection[int] = (),
     ) -> None:
         """Copy and scale what is not in the buffer yet, divide what is."""
         self.streams.gather(entries)
         self._arrived = entries
-        self._is_alone = divisor == 1
         is_decided = not (undecided and self._as_view)
-        if not (self.slots and is_decided and self.slots.flatten(entries, divisor)):
-            self._flatten_carefully(tuple(entries), divisor, undecided)
+        slots = self.slots if is_decided else None
+        if not (slots and slots.flatten(entries, division.at_copy)):
+            self._flatten_carefully(tuple(entries), division, undecided)
+        _ops.divide(self.buffer, division.of_buffer)
         self.advance(BucketState.FULL)
 
     def _flatten_carefully(
-        self, entries: tuple[Entry, ...], divisor: int, undecided: Collection[int]
+        self,
+        entries: tuple[Entry, ...],
+        division: Division,
+        undecided: Collection[int],
     ) -> None:
         aliased: list[torch.Tensor] = []
         grads = cast("list[torch.Tensor]", list(entries))
@@ -127,15 +135,15 @@ class DenseBucket(Bucket):
             views, fresh, aliased = self._sort(entries, undecided)
         self._check(views, fresh)
         if torch.is_grad_enabled() and any(g.requires_grad for g in fresh + aliased):
-            self._flatten_tracked(entries, divisor)
+            self._flatten_tracked(entries, division)
         else:
             try:
-                self._copy_plan.flatten(views, fresh, 1.0 / divisor)
+                self._copy_plan.flatten(views, fresh, 1.0 / division.at_copy)
             except (RuntimeError, ValueError):
                 self._name_misfit(views, fresh)
                 raise
             for values in [self._values] if len(aliased) == len(entries) else aliased:
-                _ops.divide(values, divisor)
+                _ops.divide(values, division.at_copy)
 
     def _sort(
         self, entries: Sequence[Entry], undecided: Collection[int]
@@ -150,6 +158,8 @@ class DenseBucket(Bucket):
                     self._saved[k] = view.clone()
                 aliased.append(view)
             elif grad is None:
+                if k in undecided and self._memory.owns(self.params[k].grad):
+                    self._saved[k] = view.clone()  # a shadow: .grad did not arrive
                 view.zero_()
             elif isinstance(grad, torch.Tensor):
                 views.append(view)
@@ -173,15 +183,15 @@ class DenseBucket(Bucket):
             k = next(k for k, mine in enumerate(self.views) if mine is view)
             raise self._misfit(self.names[k], expected, found)
 
-    def _flatten_tracked(self, entries: Sequence[Entry], divisor: int) -> None:
+    def _flatten_tracked(self, entries: Sequence[Entry], division: Division) -> None:
         """``create_graph=True``: gradients that themselves require grad.
 
         Their scaled copies stay outside the buffer: the next backward writes that.
         """
         for k, grad in enumerate(entries):
             if isinstance(grad, torch.Tensor):
-                self._tracked[k] = grad * (1.0 / divisor)
-                self.views[k].copy_(self._tracked[k].detach())
+                self._tracked[k] = grad * (1.0 / division.total)
+                _ops.scale_into(self.views[k], grad.detach(), 1.0 / division.at_copy)
 
     def unflatten(self, kept: Collection[int] = ()) -> None:
         """Copy out, or point ``.grad`` at the buffer; restore what is kept."""

@@ -61,6 +61,10 @@ class EveryParameter:
             unused: parameters that no rank used.
         """
 
+    def shadowed(self, missing: Sequence[int], unused: Collection[int]) -> None:
+        """Other ranks had a backward, this one contributed zeros."""
+        self.ended(missing, unused)
+
     def twice(self, rank: int, name: str) -> MiniDPError:
         """The error for a gradient that arrives once too often."""
         return MarkedTwiceError(
@@ -129,6 +133,12 @@ class StaticGraph(EveryParameter):
         self.shares_used_map = True
         self.map_goes_first = True
         self.keeps_ready_order = False
+
+    def shadowed(self, missing: Sequence[int], unused: Collection[int]) -> None:
+        """Unused parameters are known now; the counts are not, on this rank."""
+        was_counting = self.counting
+        self.ended(missing, unused)
+        self.counting = self.completes_at_end = was_counting
 
     def marks(self, everyday: Mark) -> list[Mark]:
         """Everything is counted first; later only repeats are special."""

@@ -1,6 +1,9 @@
-"""``sync_gradients()``: average what ``.grad`` holds now, outside any backward."""
+"""Reductions without a backward: ``sync_gradients()``, and the shadows of `_join`."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -12,33 +15,74 @@ def average_now(reducer: Reducer) -> None:
     """Collective: average the present ``.grad`` of every parameter over the ranks.
 
     Averaging a mixture of reduced and local parts is right for both: the reduced part
-    is equal on all ranks and stays what it is.
+    is equal on all ranks and stays what it is. No comm hook takes part.
     """
     armed, forwards = reducer.phase.now is Phase.ARMED, reducer.ledger.forwards
-    try:
-        _reduce(reducer)
-    except BaseException:
-        reducer.fail()
-        raise
+    grads = [param.grad for param in reducer.params]
+    used = {i for i, grad in enumerate(grads) if grad is not None}
+    with _failing_for_good(reducer), reducer.pipeline.without_comm_hook():
+        _reduce(reducer, grads, used)
     if armed:  # a forward still waits for its backward
         reducer.phase.enter(Phase.ARMED)
         reducer.ledger.forwards = forwards
 
 
-def _reduce(reducer: Reducer) -> None:
+def shadow_backward(reducer: Reducer) -> None:
+    """Collective: what a backward does on a rank that has no gradients: zeros travel.
+
+    The averages end up in ``.grad`` here as well.
+    """
+    with _failing_for_good(reducer):
+        expected = reducer.expected
+        used: Collection[int] | None = () if expected.shares_used_map else None
+        nothing = [None] * len(reducer.params)
+        unused = _reduce(reducer, nothing, used, map_goes_first=expected.map_goes_first)
+        reducer.shadowed(unused)
+
+
+def _reduce(
+    reducer: Reducer,
+    grads: Sequence[torch.Tensor | None],
+    used: Collection[int] | None,
+    *,
+    map_goes_first: bool = False,
+) -> Collection[int]:
+    """Reduce ``grads``; returns whose ``.grad`` was left alone.
+
+    Args:
+        reducer: not in a backward.
+        grads: one per managed parameter.
+        used: this rank's part of the used-map; None: there is none.
+        map_goes_first: before the buckets.
+    """
     pipeline = reducer.pipeline
     reducer.phase.enter(Phase.REDUCING)
-    pipeline.start()
-    grads = [param.grad for param in reducer.params]
-    used = {i for i, grad in enumerate(grads) if grad is not None}
     with torch.no_grad():
+        pipeline.start()
+        if used is not None and map_goes_first:
+            pipeline.launch_used_map(used)
         for bucket in pipeline.buckets:
             entries = [grads[i] for i in bucket.plan.indices]
-            bucket.flatten(entries, pipeline.divisor)
+            undecided = [k for k, entry in enumerate(entries) if entry is None]
+            bucket.flatten(entries, pipeline.division, undecided)
         pipeline.launch_due()
-        pipeline.launch_used_map(used)
+        if used is not None:
+            pipeline.launch_used_map(used)
         reducer.phase.enter(Phase.FINALIZING)
-        unused = pipeline.unused_everywhere()
-        pipeline.finish(unused)
-    reducer.ledger.settle(unused)
+        untouched = reducer.expected.kept
+        if used is not None:
+            untouched = pipeline.unused_everywhere()
+        pipeline.finish(untouched)
+    reducer.ledger.settle(untouched)
     reducer.phase.enter(Phase.IDLE)
+    return untouched
+
+
+@contextmanager
+def _failing_for_good(reducer: Reducer) -> Iterator[None]:
+    """Whatever is raised inside leaves the reducer FAILED."""
+    try:
+        yield
+    except BaseException:
+        reducer.fail()
+        raise

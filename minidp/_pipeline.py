@@ -8,16 +8,19 @@ Every collective of a backward starts and ends here, under the eye of a `Watch`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from ._arrivals import Entry
-from ._bucket import Bucket, BucketState
-from ._collectives import broadcast_integers
+from ._bucket import Bucket, BucketState, Division
+from ._collectives import Work, all_reduce, broadcast_integers
+from ._comm_hook import CommHook
 from ._dense_bucket import DenseBucket
+from ._grad_bucket import GradBucket, Turn
 from ._layout import (
     BucketPlan,
     Layout,
@@ -58,7 +61,10 @@ class Pipeline:
         self.tracer = Tracer()
         self.watch = Watch(self.rank, group.size())
         self.launched_count = 0  # asynchronous collectives, ever
-        self.divisor = group.size()  # ranks that contribute to this backward
+        self.num_contributors: int | None = None  # ranks to average over; None: all
+        self.division = Division()
+        self.comm_hook: CommHook | None = None
+        self._hook_now: CommHook | None = None  # the one of this backward
         self._params = params
         self._names = [spec.name for spec in specs]
         self._specs = specs
@@ -94,14 +100,34 @@ class Pipeline:
     def copy_now(self, i: int, grad: torch.Tensor) -> Entry:
         """Fill the slot of parameter ``i`` at once; returns the entry to keep."""
         bucket = self.buckets[self.layout.bucket_of[i]]
-        return bucket.copy_now(bucket.position[i], grad, self.divisor)
+        return bucket.copy_now(bucket.position[i], grad, self.division)
 
     # -- launch ------------------------------------------------------------------------
+
+    @property
+    def divisor(self) -> int:
+        """How many ranks to average over."""
+        return self.num_contributors or self.group.size()
 
     def start(self) -> None:
         """A synchronised backward begins."""
         self._next = 0
-        self.divisor = self.group.size()
+        self._hook_now = self.comm_hook
+        if self._hook_now is not None:
+            self.division = Division()
+        elif self._config.batched_grad_copy:
+            self.division = Division(of_buffer=self.divisor)
+        else:
+            self.division = Division(at_copy=self.divisor)
+
+    @contextmanager
+    def without_comm_hook(self) -> Iterator[None]:
+        """Average plainly, whatever hook is registered."""
+        hook, self.comm_hook = self.comm_hook, None
+        try:
+            yield
+        finally:
+            self.comm_hook = hook
 
     @property
     def is_launched(self) -> bool:
@@ -118,13 +144,30 @@ class Pipeline:
             number = self._next
             self._next += 1
             with self.watch.over("launching the all-reduce", number):
-                work = self.buckets[number].launch(self.group)
+                work = self._launch(number)
             self.launched_count += 1
             self.tracer.note(Moment.LAUNCHED, number)
             if self.tracer.is_on:
                 done = partial(self.tracer.note, Moment.DONE, number)
                 work.get_future().add_done_callback(done)
         return before < self._next == len(self.buckets)
+
+    def _launch(self, number: int) -> Work:
+        bucket, group = self.buckets[number], self.group
+        hook = self._hook_now
+        if hook is None:
+            return bucket.launch(
+                lambda payload: all_reduce(payload, group), is_alone=group.size() == 1
+            )
+        is_last = number == len(self.buckets) - 1
+        turn = Turn(number, is_last, self.divisor, group)
+        return bucket.launch(
+            lambda payload: hook.start(
+                GradBucket(bucket.plan, payload, bucket.params, turn),
+                bucket.names,
+                self.rank,
+            )
+        )
 
     def launch_used_map(self, used: Collection[int]) -> None:
         """Start summing the used-map, unless it is in flight."""
@@ -162,6 +205,8 @@ class Pipeline:
 
     def restart(self, group: ProcessGroup) -> None:
         """Abandon what is in flight, with its memory: it may still be written to."""
+        if self.comm_hook is not None and self.comm_hook.state is self.group:
+            self.comm_hook.state = group
         self.group = group
         self.watch.has_failed = False
         self.launched_count = 0

@@ -84,7 +84,7 @@ class Reducer:
         self.ledger = Ledger()
         self.has_rebuilt = False
         self.pipeline = Pipeline(self.params, specs, config, group)
-        self._expected = expectation_for(len(params), config)
+        self.expected = expectation_for(len(params), config)
         callbacks = Callbacks(_weakly(self._on_full), _weakly(self._on_unusual))
         self._countdown = Countdown(self.params, callbacks, self.pipeline.copy_now)
         self._countdown.adopt(self.pipeline.buckets)
@@ -92,19 +92,19 @@ class Reducer:
         weakref.finalize(self, self._hooks.remove)  # they would outlive us otherwise
         self._lock = threading.RLock()  # CUDA runs one autograd thread per device
         self._probed_task = NO_TASK
-        self._ready_order: list[int] | None = None
+        self.ready_order: list[int] | None = None
 
     def arm(self, output: object) -> None:
         """A synchronising forward returned ``output``: the next backward reduces."""
         self.phase.enter(Phase.ARMED)
         self._probed_task = NO_TASK
-        self._expected.saw_outputs(output, self._hooks.nodes)
+        self.expected.saw_outputs(output, self._hooks.nodes)
         probe_outputs(output, _weakly(self._expect_end))
 
     def rebuild_if_due(self) -> None:
         """Collective: adopt the layout that follows rank 0's ready order, once."""
-        if self._ready_order is not None:
-            order, self._ready_order = self._ready_order, None
+        if self.ready_order is not None:
+            order, self.ready_order = self.ready_order, None
             self.has_rebuilt = True
             self._countdown.arrivals.forget_slots()
             self.pipeline.rebuild(order)
@@ -138,24 +138,24 @@ class Reducer:
         self.phase.enter(Phase.REDUCING)
         self.pipeline.start()
         is_traced = self.pipeline.tracer.is_on
-        marks = self._expected.marks(Mark.TRACED if is_traced else Mark.UNSET)
+        marks = self.expected.marks(Mark.TRACED if is_traced else Mark.UNSET)
         for i in self._hooks.shared():
             marks[i] = Mark.TRACED if marks[i] is Mark.UNSET else marks[i]
-        self._countdown.open(marks, self.pipeline.divisor)
+        self._countdown.open(marks, self.pipeline.division.at_copy)
         if self._probed_task == NO_TASK:
             self._expect_end()
-        for i in self._expected.absent():
+        for i in self.expected.absent():
             self._countdown.fill_missing(i, self.params[i].grad)
 
     def _mark(self, i: int) -> None:
         """Account for an arrival that the grad hook did not settle itself."""
         countdown, entry = self._countdown, self._countdown.entries[i]
         if entry is Mark.COUNTING:
-            self._expected.count(i)
+            self.expected.count(i)
             if self.params[i].grad is not None:
                 self.ledger.used_locally.add(i)
         elif entry is Mark.REPEATS:
-            if self._expected.is_last_but_one(i):
+            if self.expected.is_last_but_one(i):
                 countdown.entries[i] = Mark.TRACED
         elif entry is Mark.UNSET or entry is Mark.TRACED:
             self.pipeline.tracer.note(Moment.PARAM_READY, i)
@@ -165,14 +165,14 @@ class Reducer:
             at_once = entry is Mark.TRACED or is_copied_at_once(self.params[i])
             countdown.arrive(i, self.params[i].grad, at_once=at_once)
         elif (
-            self._expected.may_guess_wrong
+            self.expected.may_guess_wrong
             and i in countdown.filled
             and self.pipeline.is_filling(i)
         ):
             # Thought to be out of reach, but its bucket still waits: take it.
             countdown.arrive_after_all(i, self.params[i].grad)
         else:
-            raise self._expected.twice(self.rank, self.names[i])
+            raise self.expected.twice(self.rank, self.names[i])
 
     @_failing
     def _on_full(self, number: int) -> None:
@@ -182,14 +182,14 @@ class Reducer:
         filled = self._countdown.filled
         undecided = {bucket.position[i] for i in filled if i in bucket.position}
         entries = self._countdown.of_bucket(number)
-        bucket.flatten(entries, self.pipeline.divisor, undecided)
+        bucket.flatten(entries, self.pipeline.division, undecided)
         with self._lock:
             if self.pipeline.launch_due():
                 self._launch_used_map()
                 queue_final_callback(self._finalize)
 
     def _launch_used_map(self) -> None:
-        if self._expected.shares_used_map:
+        if self.expected.shares_used_map:
             self.pipeline.launch_used_map(
                 self._countdown.used() | self.ledger.used_locally
             )
@@ -208,7 +208,7 @@ class Reducer:
             self._probed_task = NO_TASK
             if self.phase.now is not Phase.REDUCING or self.pipeline.is_launched:
                 return  # not ours (torch.autograd.grad), or complete
-            if self._expected.completes_at_end:
+            if self.expected.completes_at_end:
                 self._complete()
             else:
                 self.phase.enter(Phase.PENDING)
@@ -220,7 +220,7 @@ class Reducer:
         lost = [self.names[i] for i in self._hooks.lost(missing)]
         if lost:
             raise GradientError(lost_hooks(self.rank, lost))
-        if self._expected.map_goes_first:
+        if self.expected.map_goes_first:
             self._launch_used_map()
         for i in missing:
             self._countdown.fill_missing(i, self.params[i].grad)
@@ -230,16 +230,25 @@ class Reducer:
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
             missing = sorted(self._countdown.filled)
-            untouched: Collection[int] = self._expected.kept
-            if self._expected.shares_used_map:
+            untouched: Collection[int] = self.expected.kept
+            if self.expected.shares_used_map:
                 untouched = self.pipeline.unused_everywhere().intersection(missing)
             self.pipeline.finish(untouched)
-            if not self.has_rebuilt and self._expected.keeps_ready_order:
-                self._ready_order = [*self._countdown.ready, *missing]
-            self._expected.ended(missing, untouched)
+            if not self.has_rebuilt and self.expected.keeps_ready_order:
+                self.ready_order = [*self._countdown.ready, *missing]
+            self.expected.ended(missing, untouched)
             self._countdown.close()
             self.ledger.settle(untouched)
             self.phase.enter(Phase.IDLE)
+
+    def shadowed(self, unused: Collection[int]) -> None:
+        """A reduction without a backward took the place of one on other ranks."""
+        everything = range(len(self.params))
+        if not self.has_rebuilt and self.ready_order is None:
+            self.ready_order = (
+                list(everything) if self.expected.keeps_ready_order else None
+            )
+        self.expected.shadowed(everything, unused)
 
     def fail(self) -> None:
         """Only `restart` leads out of this."""

@@ -198,12 +198,12 @@ def start_equal(
     state: list[torch.Tensor] = list(replica.parameters.values())
     if checked.init_buffers:
         state += module_buffers.values()
-    broadcast_coalesced(state, group, MESSAGE_BYTES)
+    broadcast_state(state, group)
     return f"verified/{number}"
 
 
-def broadcast_module_buffers(
-    module_buffers: Sequence[torch.Tensor], group: ProcessGroup
+def broadcast_state(
+    tensors: Sequence[torch.Tensor], group: ProcessGroup, root: int = 0
 ) -> None:
-    """Collective: overwrite module buffers with rank 0's (before a forward)."""
-    broadcast_coalesced(module_buffers, group, MESSAGE_BYTES)
+    """Collective: overwrite parameters or module buffers with the root's."""
+    broadcast_coalesced(tensors, group, MESSAGE_BYTES, root)

@@ -8,18 +8,21 @@ import torch
 
 from . import _ops
 from ._arrivals import Entry
-from ._bucket import Bucket, BucketState
+from ._bucket import Bucket, BucketState, Division
 
 
 class SparseBucket(Bucket):
     """One sparse gradient: the payload is the user's ``.grad`` itself."""
 
-    def copy_now(self, k: int, grad: torch.Tensor, divisor: int) -> Entry:
+    def copy_now(self, k: int, grad: torch.Tensor, division: Division) -> Entry:
         """A sparse gradient is never copied."""
         return grad
 
     def flatten(
-        self, entries: Sequence[Entry], divisor: int, undecided: Collection[int] = ()
+        self,
+        entries: Sequence[Entry],
+        division: Division,
+        undecided: Collection[int] = (),
     ) -> None:
         """Divide in place; a missing gradient contributes an empty one."""
         grad = entries[0]
@@ -43,11 +46,13 @@ class SparseBucket(Bucket):
             )
         self._before = grad.clone() if undecided else None
         with torch.no_grad():
-            _ops.divide(grad, divisor)
+            _ops.divide(grad, division.total)
         self._grad = grad
         self.advance(BucketState.FULL)
 
-    def _payload(self) -> torch.Tensor:
+    @property
+    def payload(self) -> torch.Tensor:
+        """The gradient itself."""
         return self._grad
 
     def unflatten(self, kept: Collection[int] = ()) -> None:

@@ -6,7 +6,7 @@ A failed collective leaves its group unusable, so the watch also remembers it fo
 
 from __future__ import annotations
 
-from .errors import CollectiveError, explain
+from .errors import CollectiveError, MiniDPError, explain
 
 
 class Watch:
@@ -35,9 +35,10 @@ class Watch:
         """Nothing to prepare."""
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Turn any exception into a `CollectiveError`."""
+        """Turn any exception into a `CollectiveError`, unless it has a name."""
         if isinstance(error, Exception):
-            self.has_failed = True
+            self.has_failed = True  # at best other ranks wait in vain
+        if isinstance(error, Exception) and not isinstance(error, MiniDPError):
             bucket = "" if self._bucket is None else f" of bucket {self._bucket}"
             raise CollectiveError(
                 explain(

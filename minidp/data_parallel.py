@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,8 +10,10 @@ import torch
 from torch import nn
 
 from . import _arguments, _replicas
-from ._collectives import default_group
+from ._comm_hook import CommHook, Hook
+from ._copies import Copies
 from ._guard import Guard, refuse_forward
+from ._join import Heading, UnevenInputs
 from ._on_demand import average_now
 from ._recovery import agree_and_recover
 from ._reducer import Reducer
@@ -24,10 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-_NOT_PORTABLE = ("process_group", "_reducer", "_guard", "device_mesh")
 
-
-class DataParallel(nn.Module):
+class DataParallel(Copies, nn.Module, UnevenInputs):
     """Drop-in for ``torch.nn.parallel.DistributedDataParallel``.
 
     Wrap the same module on every rank; gradients are then averaged over the ranks while
@@ -53,7 +51,7 @@ class DataParallel(nn.Module):
         device_mesh: a 1-D mesh, instead of ``process_group``.
         skip_all_reduce_unused_params: not supported yet.
         bucket_cap_mb_list: MiB per bucket, the last one repeats.
-        batched_grad_copy: not supported yet.
+        batched_grad_copy: divide a whole bucket at once, not each of its gradients.
         forward_sync_buffers: broadcast module buffers from rank 0 before forwards.
         unsynced: what to do when an optimizer is about to apply gradients that differ
             between ranks: "raise" (default), "warn" or "ignore".
@@ -89,7 +87,8 @@ class DataParallel(nn.Module):
         *,
         unsynced: Unsynced = "raise",
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
+        UnevenInputs.__init__(self)
         self._given = _arguments.Given(
             device_ids=device_ids,
             output_device=output_device,
@@ -101,6 +100,7 @@ class DataParallel(nn.Module):
             check_reduction=check_reduction,
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
+            batched_grad_copy=batched_grad_copy,
             forward_sync_buffers=forward_sync_buffers,
             unsynced=unsynced,
             unsupported={
@@ -108,7 +108,6 @@ class DataParallel(nn.Module):
                 "param_to_hook_all_reduce": param_to_hook_all_reduce,
                 "mixed_precision": mixed_precision,
                 "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
-                "batched_grad_copy": batched_grad_copy,
             },
         )
         self.process_group = _arguments.choose_group(process_group, device_mesh)
@@ -177,22 +176,27 @@ class DataParallel(nn.Module):
         """
         reducer = self._reducer
         with_grad = torch.is_grad_enabled()
+        will_reduce = with_grad and reducer.ledger.sync_enabled
+        will_rebuild = with_grad and reducer.ready_order is not None
         if with_grad:
             refuse_forward(self._reducer)
+        will_broadcast = self.will_sync_module_buffers()
+        root = self.announce(Heading(True, will_rebuild, will_broadcast, will_reduce))
+        if will_rebuild:
             reducer.rebuild_if_due()
-        if self.will_sync_module_buffers():
-            self._broadcast_module_buffers()
+        if will_broadcast:
+            self.sync_module_buffers(root)
         if self.device_ids:
             inputs = _arguments.move_inputs(inputs, self.device)
             kwargs = _arguments.move_inputs(kwargs, self.device)
         output = self.module(*inputs, **kwargs)
         # Torch's schedule is one forward late: whether the *next* forward broadcasts
         # module buffers depends on whether this one will be synchronised.
-        self.require_forward_param_sync = with_grad and reducer.ledger.sync_enabled
-        if self.require_forward_param_sync:
+        self.require_forward_param_sync = will_reduce
+        if will_reduce:
             reducer.arm(output)
         if with_grad:
-            reducer.ledger.note_forward(synchronising=self.require_forward_param_sync)
+            reducer.ledger.note_forward(synchronising=will_reduce)
         return output
 
     def will_sync_module_buffers(self) -> bool:
@@ -203,10 +207,20 @@ class DataParallel(nn.Module):
             and self.modules_buffers
         )
 
-    def _broadcast_module_buffers(self) -> None:
+    def sync_module_buffers(self, root: int = 0) -> None:
+        """Collective: take the module buffers of a rank."""
         self._collect_module_buffers()  # some may have been re-assigned or added
         with self._reducer.pipeline.watch.over("broadcasting module buffers"):
-            _replicas.broadcast_module_buffers(self.modules_buffers, self.process_group)
+            _replicas.broadcast_state(self.modules_buffers, self.process_group, root)
+
+    def take_state_of(self, root: int) -> None:
+        """Collective: take all parameters of a rank, and its module buffers if due."""
+        ignored = self.parameters_to_ignore
+        state = [p for n, p in self.module.named_parameters() if n not in ignored]
+        with self._reducer.pipeline.watch.over("broadcasting parameters"):
+            _replicas.broadcast_state(state, self.process_group, root)
+        if self.forward_sync_buffers:
+            self.sync_module_buffers(root)
 
     # -- synchronisation ---------------------------------------------------------------
 
@@ -232,6 +246,27 @@ class DataParallel(nn.Module):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let ``hook`` reduce the buckets, instead of an all-reduce that averages.
+
+        Args:
+            state: passed to the hook on every call. If it is the process group, a fresh
+                group takes its place when `reset` makes one.
+            hook: ``hook(state, bucket) -> torch.futures.Future[torch.Tensor]``, see
+                `GradBucket`. The gradients in the bucket are not divided; what the
+                future brings are the values that the gradients get.
+
+        Raises:
+            TypeError, ValueError: not a comm hook.
+            RuntimeError: one is registered already.
+        """
+        if self._reducer.pipeline.comm_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called "
+                f"once, and {self._reducer.pipeline.comm_hook.name} is registered."
+            )
+        self._reducer.pipeline.comm_hook = CommHook(state, hook)
 
     def sync_gradients(self) -> None:
         """Collective: average over ranks what the parameters' ``.grad`` hold now.
@@ -260,6 +295,7 @@ class DataParallel(nn.Module):
             self._reducer, f"reset/{self._key}/{self._num_resets}"
         )
         self._num_resets += 1
+        self.stop_joining()
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -273,48 +309,3 @@ class DataParallel(nn.Module):
     def set_recorder(self, recorder: Recorder | None) -> None:
         """Let ``recorder`` receive the moments of every backward; None stops it."""
         self._reducer.pipeline.tracer.recorder = recorder
-
-    # -- copies ------------------------------------------------------------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickle, which cannot carry a process group: only the default one.
-
-        Raises:
-            RuntimeError: the object uses another group.
-        """
-        if self.process_group is not default_group():
-            raise RuntimeError(
-                "DDP Pickling/Unpickling are only supported when using DDP with the "
-                "default process group. Save module.state_dict() instead."
-            )
-        return portable_state(self)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        restore(self, state, default_group())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
-        """A copy in this process shares the group, whichever it is."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        restore(twin, copy.deepcopy(portable_state(self), memo), self.process_group)
-        return twin
-
-
-def portable_state(ddp: DataParallel) -> dict[str, Any]:
-    """What a copy is made from: all but the group and what is wired to it."""
-    state = {k: v for k, v in ddp.__dict__.items() if k not in _NOT_PORTABLE}
-    return state | {"sync_enabled": ddp.require_backward_grad_sync}
-
-
-def restore(ddp: DataParallel, state: dict[str, Any], group: ProcessGroup) -> None:
-    """Turn an empty object into a copy, on ``group``, without any collective."""
-    state = dict(state)
-    sync_enabled = state.pop("sync_enabled")
-    nn.Module.__setstate__(ddp, state)
-    ddp.process_group = group
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # said when the original was built
-        checked = _arguments.check(ddp.module, ddp._given)
-    ddp._wire(checked)
-    ddp._key = _replicas.next_key(group, "copy")
-    ddp.require_backward_grad_sync = sync_enabled

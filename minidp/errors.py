@@ -42,6 +42,10 @@ class CollectiveError(MiniDPError):
     """A collective failed or did not finish within its group's timeout."""
 
 
+class CommHookError(MiniDPError):
+    """A comm hook raised, or what it returned is not one tensor that fits."""
+
+
 class ReducerFailedError(MiniDPError):
     """An earlier backward failed and `DataParallel.reset` has not been called."""
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from minidp._arrivals import COPY_AT_ONCE_BYTES, Mark
-from minidp._bucket import BucketState
+from minidp._bucket import BucketState, Division
+from minidp._collectives import all_reduce
 from minidp._dense_bucket import DenseBucket
 from minidp._layout import ParamSpec, build_layout
 from minidp._sparse_bucket import SparseBucket
@@ -47,9 +50,13 @@ def group(lone_group):
     return lone_group
 
 
+def launch(bucket, group):
+    return bucket.launch(partial(all_reduce, group=group))
+
+
 def reduce(bucket, group, *, factor=1):
     """Launch and wait; ``factor`` stands for what other ranks add."""
-    bucket.launch(group)
+    launch(bucket, group)
     bucket.complete()
     if factor != 1:
         bucket.buffer.mul_(factor)
@@ -63,7 +70,7 @@ def test_copy_in_and_out(group):
     grads = give_grads(params)
     expected = [grad / 2 for grad in grads]
     bucket = bucket_of(params)
-    bucket.flatten(grads, 2)
+    bucket.flatten(grads, Division(2))
     assert torch.equal(bucket.buffer, torch.arange(1.0, 12.0) / 2)
     reduce(bucket, group)
     bucket.unflatten()
@@ -76,7 +83,7 @@ def test_copy_in_and_out(group):
 def test_what_other_ranks_add_arrives(group):
     params = make_params((3,), (2,))
     bucket = bucket_of(params)
-    bucket.flatten(give_grads(params), 2)
+    bucket.flatten(give_grads(params), Division(2))
     reduce(bucket, group, factor=20)
     bucket.unflatten()
     assert params[0].grad.tolist() == [10, 20, 30]
@@ -90,8 +97,8 @@ def test_alone_what_was_written_after_the_copy_is_undone(group, numel):
     bucket = bucket_of(params)
     grads = give_grads(params)
     expected = [grad.clone() for grad in grads]
-    entries = [bucket.copy_now(k, grad, 1) for k, grad in enumerate(grads)]
-    bucket.flatten(entries, 1)
+    entries = [bucket.copy_now(k, grad, Division(1)) for k, grad in enumerate(grads)]
+    bucket.flatten(entries, Division(1))
     params[0].grad.mul_(7)
     params[1].grad = grads[1] * 7
     reduce(bucket, group)
@@ -104,7 +111,7 @@ def test_missing_gradients_contribute_zeros_and_receive(group):
     params = make_params((2,), (2,))
     bucket = bucket_of(params)
     bucket.buffer.fill_(torch.nan)
-    bucket.flatten([None, torch.ones(2)], 1)
+    bucket.flatten([None, torch.ones(2)], Division(1))
     assert bucket.buffer.tolist() == [0, 0, 1, 1]
     reduce(bucket, group)
     bucket.buffer[:2] = 5
@@ -117,7 +124,7 @@ def test_fresh_gradients_are_laid_out_like_their_parameter(group):
     param = nn.Parameter(torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last))
     bucket = bucket_of([param])
     assert bucket.views[0].stride() == param.stride()
-    bucket.flatten([None], 1)
+    bucket.flatten([None], Division(1))
     reduce(bucket, group)
     bucket.unflatten()
     assert param.grad.stride() == param.stride()
@@ -129,7 +136,7 @@ def test_kept_slots_are_not_written(group, as_view):
     grads = give_grads(params)
     params[2].grad = None
     bucket = bucket_of(params, as_view=as_view)
-    bucket.flatten([grads[0], grads[1], None], 1)
+    bucket.flatten([grads[0], grads[1], None], Division(1))
     reduce(bucket, group, factor=100)
     bucket.unflatten(kept=[1, 2])
     assert params[0].grad.tolist() == [100, 200]
@@ -142,7 +149,7 @@ def test_dense_gradient_of_any_strides(group):
     param.grad = torch.arange(6.0).reshape(3, 2).t()
     expected, stride = param.grad.clone(), param.grad.stride()
     bucket = bucket_of([param])
-    bucket.flatten([param.grad], 2)
+    bucket.flatten([param.grad], Division(2))
     assert torch.equal(bucket.views[0], expected / 2)
     reduce(bucket, group, factor=4)
     bucket.unflatten()
@@ -162,7 +169,7 @@ def test_complex_gradients_travel_as_interleaved_reals(group):
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
     bucket = bucket_of(params)
-    bucket.flatten(grads, 2)
+    bucket.flatten(grads, Division(2))
     assert bucket.buffer.dtype is torch.float32
     assert bucket.buffer.tolist() == [0.5, 1, 1.5, 2, 2.5, 3]
     reduce(bucket, group, factor=2)
@@ -183,10 +190,10 @@ def test_large_gradients_are_copied_on_arrival(group, as_view):
     entries = list(grads)
     with torch.no_grad():
         for k in (1, 3):
-            entries[k] = bucket.copy_now(k, grads[k], 3)
+            entries[k] = bucket.copy_now(k, grads[k], Division(3))
             assert entries[k] is Mark.COPIED
             assert (params[k].grad is bucket.views[k]) == as_view
-        bucket.flatten(entries, 3)
+        bucket.flatten(entries, Division(3))
     assert torch.equal(bucket.buffer, expected)  # each scaled exactly once
     reduce(bucket, group)
     bucket.unflatten()
@@ -199,8 +206,8 @@ def test_copied_slots_beside_missing_ones():
     grads = give_grads(params)
     bucket = bucket_of(params)
     with torch.no_grad():
-        large = bucket.copy_now(1, grads[1], 3)
-        bucket.flatten([None, large, grads[2]], 3)
+        large = bucket.copy_now(1, grads[1], Division(3))
+        bucket.flatten([None, large, grads[2]], Division(3))
     third = 1.0 / 3
     assert torch.equal(
         bucket.buffer, torch.cat([torch.zeros(3), grads[1] * third, grads[2] * third])
@@ -219,9 +226,11 @@ def test_what_copy_now_leaves_to_flatten():
             torch.ones(2, 2),
             torch.ones(4).to_sparse(),
         ):
-            assert bucket.copy_now(0, grad, 2) is grad
+            assert bucket.copy_now(0, grad, Division(2)) is grad
     tracked = torch.ones(4)
-    assert bucket.copy_now(0, tracked, 2) is tracked  # grad mode: create_graph
+    assert (
+        bucket.copy_now(0, tracked, Division(2)) is tracked
+    )  # grad mode: create_graph
 
 
 # ------------------------------------------------------- gradients that are views
@@ -230,7 +239,7 @@ def test_what_copy_now_leaves_to_flatten():
 def synced(params, group, *, divisor=1, factor=1):
     """A bucket after one synchronised backward with views."""
     bucket = bucket_of(params, as_view=True)
-    bucket.flatten(give_grads(params), divisor)
+    bucket.flatten(give_grads(params), Division(divisor))
     reduce(bucket, group, factor=factor)
     bucket.unflatten()
     return bucket
@@ -250,7 +259,7 @@ def test_views_are_divided_not_multiplied(group):
     bucket = synced(params, group)
     values = torch.rand(100)
     bucket.buffer.copy_(values)
-    bucket.flatten([p.grad for p in params], 3)
+    bucket.flatten([p.grad for p in params], Division(3))
     assert torch.equal(bucket.buffer, values / 3)
     assert not torch.equal(values / 3, values * (1.0 / 3))
 
@@ -260,7 +269,7 @@ def test_views_beside_fresh_gradients_each_get_their_formula(group):
     bucket = synced(params, group)
     old, new = torch.rand(50), torch.rand(50)
     params[0].grad.copy_(old)
-    bucket.flatten([params[0].grad, new], 3)
+    bucket.flatten([params[0].grad, new], Division(3))
     assert torch.equal(bucket.buffer, torch.cat([old / 3, new * (1.0 / 3)]))
 
 
@@ -269,7 +278,7 @@ def test_set_to_none_cuts_the_tie_and_the_same_memory_is_tied_again(group):
     bucket = synced(params, group)
     address = params[0].grad.data_ptr()
     params[0].grad = None
-    bucket.flatten(give_grads(params), 1)
+    bucket.flatten(give_grads(params), Division(1))
     reduce(bucket, group)
     bucket.unflatten()
     assert params[0].grad is bucket.views[0]
@@ -280,7 +289,7 @@ def test_another_tensor_on_the_same_memory_counts_as_the_view(group):
     params = make_params((2,), (2,))
     bucket = synced(params, group)
     params[1].grad = bucket.buffer[2:]
-    bucket.flatten([p.grad for p in params], 2)
+    bucket.flatten([p.grad for p in params], Division(2))
     assert bucket.buffer.tolist() == [0.5, 1, 1.5, 2]
 
 
@@ -288,7 +297,7 @@ def test_replaced_gradient_is_tolerated(group):
     params = make_params((2,))
     bucket = synced(params, group)
     params[0].grad = params[0].grad.clone()
-    bucket.flatten([params[0].grad], 2)
+    bucket.flatten([params[0].grad], Division(2))
     reduce(bucket, group)
     bucket.unflatten()
     assert params[0].grad is bucket.views[0]
@@ -300,7 +309,7 @@ def test_undecided_views_get_their_bytes_back_when_kept(group):
     bucket = synced(params, group)
     before = torch.tensor([0.1, 0.2, 0.3])
     params[0].grad.copy_(before)
-    bucket.flatten([p.grad for p in params], 3, undecided={0})
+    bucket.flatten([p.grad for p in params], Division(3), undecided={0})
     reduce(bucket, group)
     assert not torch.equal(bucket.views[0], before)
     bucket.unflatten(kept=[0])
@@ -311,7 +320,7 @@ def test_undecided_views_get_their_bytes_back_when_kept(group):
 def test_undecided_views_that_are_not_kept_are_reduced(group):
     params = make_params((3,))
     bucket = synced(params, group)
-    bucket.flatten([params[0].grad], 2, undecided={0})
+    bucket.flatten([params[0].grad], Division(2), undecided={0})
     reduce(bucket, group)
     bucket.unflatten()
     assert params[0].grad.tolist() == [0.5, 1, 1.5]
@@ -352,7 +361,7 @@ def test_gradients_that_require_grad_keep_their_history(group, as_view):
     param.grad = leaf * leaf
     bucket = bucket_of([param], as_view=as_view)
     with torch.enable_grad():
-        bucket.flatten([param.grad], 2)
+        bucket.flatten([param.grad], Division(2))
     assert bucket.buffer.tolist() == [4.5, 8.0]
     assert not bucket.buffer.requires_grad
     with torch.no_grad():
@@ -386,7 +395,7 @@ def test_misfits_are_named(grad, found, as_view):
     params = make_params((3,), (2, 2))
     bucket = bucket_of(params, as_view=as_view)
     with pytest.raises(GradientError) as caught:
-        bucket.flatten([torch.ones(3), grad], 1)
+        bucket.flatten([torch.ones(3), grad], Division(1))
     assert str(caught.value) == (
         "[rank 0] A gradient does not fit its bucket. Expected: torch.float32, "
         "torch.strided, shape (2, 2), on cpu. "
@@ -401,13 +410,13 @@ def test_a_gradient_of_another_shape_is_not_broadcast(shape):
     with pytest.raises(
         GradientError, match=r"shape \(4,\), on cpu\. Found: .* Parameters: p1"
     ):
-        bucket.flatten([torch.ones(3), torch.ones(shape)], 1)
+        bucket.flatten([torch.ones(3), torch.ones(shape)], Division(1))
 
 
 def test_two_misfits_of_the_right_total_are_found():
     bucket = bucket_of(make_params((3,), (4,)))
     with pytest.raises(GradientError, match="Parameters: p0"):
-        bucket.flatten([torch.ones(1), torch.ones(6)], 1)
+        bucket.flatten([torch.ones(1), torch.ones(6)], Division(1))
 
 
 # --------------------------------------------------------------------------- states
@@ -417,9 +426,9 @@ def test_states_follow_each_other(group):
     params = make_params((2,))
     bucket = bucket_of(params)
     assert bucket.state is BucketState.FILLING
-    bucket.flatten(give_grads(params), 1)
+    bucket.flatten(give_grads(params), Division(1))
     assert bucket.state is BucketState.FULL
-    bucket.launch(group)
+    launch(bucket, group)
     assert bucket.state is BucketState.IN_FLIGHT
     bucket.complete()
     assert bucket.state is BucketState.FILLING
@@ -428,7 +437,7 @@ def test_states_follow_each_other(group):
 def test_launch_before_full_is_a_mistake(group):
     bucket = bucket_of(make_params((2,)))
     with pytest.raises(InternalError) as caught:
-        bucket.launch(group)
+        launch(bucket, group)
     assert str(caught.value) == (
         "[rank 0] bucket of p0: FILLING -> IN_FLIGHT is not allowed."
     )
@@ -437,9 +446,9 @@ def test_launch_before_full_is_a_mistake(group):
 def test_flatten_twice_is_a_mistake():
     params = make_params((2,))
     bucket = bucket_of(params)
-    bucket.flatten(give_grads(params), 1)
+    bucket.flatten(give_grads(params), Division(1))
     with pytest.raises(InternalError, match="FULL -> FULL is not allowed"):
-        bucket.flatten(give_grads(params), 1)
+        bucket.flatten(give_grads(params), Division(1))
 
 
 def test_complete_before_launch_is_a_mistake():
@@ -451,8 +460,8 @@ def test_complete_before_launch_is_a_mistake():
 def test_launch_hands_out_the_work(group):
     params = make_params((2,))
     bucket = bucket_of(params)
-    bucket.flatten(give_grads(params), 1)
-    work = bucket.launch(group)
+    bucket.flatten(give_grads(params), Division(1))
+    work = launch(bucket, group)
     work.wait()
     assert work.get_future().done()
     bucket.complete()
@@ -475,10 +484,10 @@ def embedding():
 def test_sparse_gradient_is_the_payload(group, embedding):
     embedding.grad = grad = sparse_grad(1, 6.0)
     bucket = bucket_of([embedding], sparse=True)
-    assert bucket.copy_now(0, grad, 3) is grad
-    bucket.flatten([grad], 3)
-    assert bucket._payload() is grad
-    bucket.launch(group)
+    assert bucket.copy_now(0, grad, Division(3)) is grad
+    bucket.flatten([grad], Division(3))
+    assert bucket.payload is grad
+    launch(bucket, group)
     bucket.complete()
     bucket.unflatten()
     assert embedding.grad is grad
@@ -487,8 +496,8 @@ def test_sparse_gradient_is_the_payload(group, embedding):
 
 def test_missing_sparse_gradient_contributes_nothing(group, embedding):
     bucket = bucket_of([embedding], sparse=True)
-    bucket.flatten([None], 3)
-    bucket.launch(group)
+    bucket.flatten([None], Division(3))
+    launch(bucket, group)
     bucket.complete()
     bucket.unflatten()
     assert embedding.grad.layout is torch.sparse_coo
@@ -499,8 +508,8 @@ def test_missing_sparse_gradient_contributes_nothing(group, embedding):
 def test_kept_sparse_gradient_stays(group, embedding):
     embedding.grad = sparse_grad(2, 6.0)
     bucket = bucket_of([embedding], sparse=True)
-    bucket.flatten([embedding.grad], 3, undecided={0})
-    bucket.launch(group)
+    bucket.flatten([embedding.grad], Division(3), undecided={0})
+    launch(bucket, group)
     bucket.complete()
     bucket.unflatten(kept=[0])
     assert embedding.grad.to_dense()[2].tolist() == [6, 6]
@@ -508,8 +517,8 @@ def test_kept_sparse_gradient_stays(group, embedding):
 
 def test_kept_missing_sparse_gradient_stays_none(group, embedding):
     bucket = bucket_of([embedding], sparse=True)
-    bucket.flatten([None], 3, undecided={0})
-    bucket.launch(group)
+    bucket.flatten([None], Division(3), undecided={0})
+    launch(bucket, group)
     bucket.complete()
     bucket.unflatten(kept=[0])
     assert embedding.grad is None
@@ -518,7 +527,7 @@ def test_kept_missing_sparse_gradient_stays_none(group, embedding):
 def test_dense_gradient_in_a_sparse_bucket_is_a_misfit(embedding):
     bucket = bucket_of([embedding], sparse=True)
     with pytest.raises(GradientError) as caught:
-        bucket.flatten([torch.ones(4, 2)], 1)
+        bucket.flatten([torch.ones(4, Division(2))], 1)
     assert str(caught.value) == (
         "[rank 0] A gradient does not fit its bucket. Expected: a sparse COO gradient "
         "(the embedding has sparse=True). Found: a gradient of layout torch.strided. "

@@ -1,0 +1,201 @@
+"""A registered comm hook: its signature checked, its mistakes named.
+
+``hook(state, bucket) -> Future[Tensor]`` is called once per full bucket, in index order
+on every rank, on the thread of the autograd engine. What its future brings replaces the
+buffer; nobody else divides.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, get_origin, get_type_hints
+
+import torch
+from torch.futures import Future
+
+from ._grad_bucket import GradBucket
+from .errors import CommHookError, explain
+
+Hook = Callable[[Any, Any], Future[torch.Tensor]]
+_REMEDY = "mend the hook; then call reset() on all ranks, and zero_grad()"
+
+
+class CommHook:
+    """A hook and its state.
+
+    Args:
+        state: the hook's first argument, as given.
+        hook: see the module.
+
+    Raises:
+        TypeError: not callable, or not with two arguments.
+        ValueError: an annotation says that it is no comm hook.
+    """
+
+    def __init__(self, state: object, hook: Hook) -> None:
+        _check_signature(hook)
+        self.state = state
+        self.hook = hook
+        self.name = name_of(hook)
+
+    def start(
+        self, bucket: GradBucket, names: Sequence[str], rank: int
+    ) -> HookInFlight:
+        """Call the hook; the result has to be waited for.
+
+        Raises:
+            CommHookError: it raised, or returned no future.
+        """
+        call = HookInFlight(self.name, bucket, names, rank)
+        try:
+            future = self.hook(self.state, bucket)
+        except Exception as error:
+            raise call.problem(f"raised {type(error).__name__}: {error}") from error
+        if not isinstance(future, Future):
+            raise call.problem(
+                "did not return a future: DDP communication hook's callback must "
+                "return a torch.futures.Future object",
+                expected="a torch.futures.Future whose value is one tensor",
+                found=f"{type(future).__name__}",
+            )
+        call.future = future
+        return call
+
+
+class HookInFlight:
+    """One call of a hook: the `Work` of its bucket."""
+
+    def __init__(
+        self, hook_name: str, bucket: GradBucket, names: Sequence[str], rank: int
+    ) -> None:
+        self.future: Future[Any] = Future()
+        self._hook_name = hook_name
+        self._index = bucket.index()
+        self._payload = bucket.buffer()
+        self._names = names
+        self._rank = rank
+
+    def get_future(self) -> Future[Any]:
+        """Completes with the hook."""
+        return self.future
+
+    def wait(self) -> torch.Tensor:
+        """What replaces the bucket's buffer.
+
+        Raises:
+            CommHookError: the future brings an error, or anything but one tensor of as
+                many elements.
+        """
+        try:
+            result = self.future.wait()
+        except Exception as error:
+            raise self.problem(f"returned a future that failed: {error}") from error
+        expected = f"one tensor of {self._payload.numel()} elements"
+        if not isinstance(result, torch.Tensor):
+            raise self.problem(
+                "returned a future whose value is no tensor",
+                expected=expected,
+                found=f"{type(result).__name__}"
+                + (
+                    " (take its first item in .then())"
+                    if isinstance(result, list)
+                    else ""
+                ),
+            )
+        if not _fits(result, self._payload):
+            raise self.problem(
+                "returned a future whose tensor does not fit the bucket",
+                expected=f"{expected} (layout {self._payload.layout}, a dtype that "
+                f"converts to {self._payload.dtype})",
+                found=f"shape {tuple(result.shape)}, {result.layout}, {result.dtype}",
+            )
+        return result if result.is_sparse else result.reshape(self._payload.shape)
+
+    def problem(
+        self, what: str, *, expected: str = "", found: str = ""
+    ) -> CommHookError:
+        """An error about this call."""
+        return CommHookError(
+            explain(
+                self._rank,
+                f"The comm hook {self._hook_name} {what} (bucket {self._index}).",
+                names=self._names,
+                expected=expected,
+                found=found,
+                remedy=_REMEDY,
+            )
+        )
+
+
+def _fits(result: torch.Tensor, payload: torch.Tensor) -> bool:
+    if result.is_sparse != payload.is_sparse:
+        return False
+    if payload.is_sparse:
+        return result.shape == payload.shape
+    return (
+        result.layout is torch.strided
+        and result.numel() == payload.numel()
+        and torch.can_cast(result.dtype, payload.dtype)
+    )
+
+
+def name_of(hook: object) -> str:
+    """How a hook is called in messages and logs; partials by what they wrap."""
+    name = getattr(hook, "__qualname__", None)
+    if name is None and hasattr(hook, "func"):  # functools.partial
+        return name_of(hook.func)
+    return str(name or type(hook).__name__)
+
+
+def _check_signature(hook: object) -> None:
+    if not callable(hook):
+        raise TypeError(
+            "Communication hook must be callable, as hook(state, bucket), but got "
+            f"{hook!r} ({type(hook).__name__})."
+        )
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):
+        return  # a builtin: nothing is known about it
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            "Communication hook must take two arguments, hook(state, bucket), but "
+            f"{name_of(hook)}{signature} does not: {error}."
+        ) from None
+    hints = _hints(hook)
+    positional = list(signature.parameters.values())
+    kind = hints.get(positional[1].name) if len(positional) > 1 else None
+    if kind is not None and not _is_bucket(kind):
+        raise ValueError(
+            "Communication hook: bucket annotation should be minidp.GradBucket or "
+            f"dist.GradBucket, but {name_of(hook)} has {kind!r}."
+        )
+    returned = hints.get("return")
+    if returned is not None and (get_origin(returned) or returned) is not Future:
+        raise ValueError(
+            "Communication hook: return annotation should be "
+            f"torch.futures.Future[torch.Tensor], but {name_of(hook)} has {returned!r}."
+        )
+
+
+def _hints(hook: object) -> dict[str, Any]:
+    """Annotations, as far as their names can be found."""
+    function = hook if hasattr(hook, "__annotations__") else type(hook).__call__
+    try:
+        return get_type_hints(function)
+    except Exception:  # any code may stand in a string
+        return {}
+
+
+def _is_bucket(kind: object) -> bool:
+    """Ours, torch's, or something that says nothing (Any)."""
+    if not isinstance(kind, type):
+        return True
+    return (
+        kind is object
+        or kind.__name__ == GradBucket.__name__
+        or (issubclass(GradBucket, kind))
+    )

@@ -1,0 +1,192 @@
+"""Uneven inputs: ranks that ran out keep the others company.
+
+Inside ``join()`` every forward of an active rank begins with a small exchange: each
+rank says what it is about to do. A rank that has *joined* (ran out of inputs) says
+nothing, hears what the others do, and shadows it::
+
+    active   announce | rebuild | module buffers | forward | backward: buckets, used-map
+    joined   listen   | rebuild | module buffers |           zeros:    buckets, used-map
+
+The protocol around it (who still has inputs, when everybody is done, several joinables)
+is ``torch.distributed.algorithms.Join``, with which optimizers that communicate join as
+well.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from ._collectives import gather_integers
+from ._on_demand import shadow_backward
+from ._reducer import Reducer
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Heading(NamedTuple):
+    """What a rank is about to do, in its next forward."""
+
+    is_active: bool = False  # it has inputs
+    rebuilds: bool = False  # buckets
+    broadcasts: bool = False  # module buffers
+    reduces: bool = False  # gradients, in the backward after it
+
+
+class Agreement(NamedTuple):
+    """What all ranks are about to do."""
+
+    rebuilds: bool
+    broadcasts: bool
+    num_reducing: int  # ranks that have a backward to come
+    root: int  # whose module buffers count
+
+
+def agree(mine: Heading, group: ProcessGroup, device: torch.device) -> Agreement:
+    """Collective: exchange headings (one small all-gather)."""
+    found = [Heading(*map(bool, row)) for row in gather_integers(mine, group, device)]
+    return Agreement(
+        rebuilds=any(heading.rebuilds for heading in found),
+        broadcasts=any(heading.broadcasts for heading in found),
+        num_reducing=sum(heading.reduces for heading in found),
+        root=max(
+            (r for r, heading in enumerate(found) if heading.is_active), default=0
+        ),
+    )
+
+
+class UnevenInputs(Joinable):
+    """The part of `DataParallel` that takes part in ``Join``."""
+
+    process_group: ProcessGroup
+    device: torch.device
+    forward_sync_buffers: bool
+    require_forward_param_sync: bool
+    _reducer: Reducer
+    _divide_by_initial_world_size = True
+
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,  # noqa: FBT001, FBT002 -- torch's
+        enable: bool = True,  # noqa: FBT001, FBT002
+        throw_on_early_termination: bool = False,  # noqa: FBT001, FBT002
+    ) -> Iterator[None]:
+        """Train on numbers of inputs that differ between ranks.
+
+        A rank that runs out goes on to take part in the collectives of the others,
+        until all have; then every rank gets the state of one that trained longest. Its
+        ``.grad`` follow the others' meanwhile.
+
+        Args:
+            divide_by_initial_world_size: average over all ranks. False: over those that
+                still have inputs (``GradBucket.divisor`` for comm hooks).
+            enable: False does nothing, for ranks that are known to be even.
+            throw_on_early_termination: raise on every rank as soon as one runs out.
+
+        Raises:
+            RuntimeError: a rank ran out, and ``throw_on_early_termination`` was asked.
+        """
+        try:
+            with Join(
+                [self],
+                enable,
+                throw_on_early_termination,
+                divide_by_initial_world_size=divide_by_initial_world_size,
+            ):
+                yield
+        finally:
+            self.stop_joining()
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What this object does for ``Join`` once this rank has run out of inputs.
+
+        Args:
+            kwargs: those of ``Join``; ours is ``divide_by_initial_world_size``.
+        """
+        self._divide_by_initial_world_size = kwargs.get(
+            "divide_by_initial_world_size", True
+        )
+        return Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the messages of ``Join`` live."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The ranks that join."""
+        return self.process_group
+
+    def stop_joining(self) -> None:
+        """Forwards are no longer announced, and gradients averaged over all ranks."""
+        disabled = self._join_config.construct_disabled_join_config()
+        self._join_config = disabled
+        self._divide_by_initial_world_size = True
+        self._reducer.pipeline.num_contributors = None
+
+    def announce(self, heading: Heading) -> int:
+        """Before a forward, collective inside ``join()``.
+
+        Returns:
+            The rank whose module buffers count.
+
+        Raises:
+            RuntimeError: another rank ran out of inputs, and that was to be an error.
+        """
+        if not self._join_config.enable:
+            return 0
+        work = Join.notify_join_context(self)
+        if work is not None:
+            work.wait()
+        return self.take(agree(heading, self.process_group, self.device)).root
+
+    def take(self, agreement: Agreement) -> Agreement:
+        """The next backward averages over the ranks of this agreement."""
+        if self._divide_by_initial_world_size:
+            self._reducer.pipeline.num_contributors = None
+        elif agreement.num_reducing:  # else the last backward may still come
+            self._reducer.pipeline.num_contributors = agreement.num_reducing
+        return agreement
+
+    @abstractmethod
+    def sync_module_buffers(self, root: int) -> None:
+        """Collective: take the module buffers of ``root``."""
+
+    @abstractmethod
+    def take_state_of(self, root: int) -> None:
+        """Collective: take parameters, and module buffers if they are synchronised."""
+
+
+class Shadow(JoinHook):
+    """Does what the active ranks do, with nothing to contribute."""
+
+    def __init__(self, ddp: UnevenInputs) -> None:
+        self._ddp = ddp
+
+    def main_hook(self) -> None:
+        """Shadow one forward and its backward."""
+        ddp = self._ddp
+        agreed = ddp.take(agree(Heading(), ddp.process_group, ddp.device))
+        if agreed.rebuilds:
+            ddp._reducer.rebuild_if_due()
+        if agreed.broadcasts:
+            ddp.sync_module_buffers(agreed.root)
+        ddp.require_forward_param_sync = agreed.num_reducing > 0
+        if agreed.num_reducing:
+            shadow_backward(ddp._reducer)
+
+    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: FBT001 -- torch's
+        """Everybody is done: all take the state of a rank that trained longest."""
+        ddp = self._ddp
+        mine = ddp.process_group.rank() if is_last_joiner else -1
+        rows = gather_integers([mine], ddp.process_group, ddp.device)
+        ddp.take_state_of(max(rank for (rank,) in rows))
+        ddp.stop_joining()
