@@ -52,7 +52,7 @@ class CommHook:
             future = self.hook(self.state, bucket)
         except Exception as error:
             raise call.problem(f"raised {type(error).__name__}: {error}") from error
-        if not isinstance(future, Future):
+        if not isinstance(future, torch._C.Future):  # works give this base class
             raise call.problem(
                 "did not return a future: DDP communication hook's callback must "
                 "return a torch.futures.Future object",
@@ -174,7 +174,7 @@ def _check_signature(hook: object) -> None:
             f"dist.GradBucket, but {name_of(hook)} has {kind!r}."
         )
     returned = hints.get("return")
-    if returned is not None and (get_origin(returned) or returned) is not Future:
+    if returned not in (None, Any) and (get_origin(returned) or returned) is not Future:
         raise ValueError(
             "Communication hook: return annotation should be "
             f"torch.futures.Future[torch.Tensor], but {name_of(hook)} has {returned!r}."
@@ -191,11 +191,7 @@ def _hints(hook: object) -> dict[str, Any]:
 
 
 def _is_bucket(kind: object) -> bool:
-    """Ours, torch's, or something that says nothing (Any)."""
-    if not isinstance(kind, type):
+    """Ours, torch's, or something that says nothing (Any, object, a string)."""
+    if kind is Any or not isinstance(kind, type):
         return True
-    return (
-        kind is object
-        or kind.__name__ == GradBucket.__name__
-        or (issubclass(GradBucket, kind))
-    )
+    return kind.__name__ == GradBucket.__name__ or issubclass(GradBucket, kind)

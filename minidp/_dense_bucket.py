@@ -227,7 +227,8 @@ class DenseBucket(Bucket):
         for k, (view, grad) in enumerate(zip(self.views, grads, strict=True)):
             if grad is view or k in kept:
                 continue
-            if grad is not None and grad is not self._arrived[k]:
+            arrived = self._arrived[k]
+            if grad is not None and arrived is not None and grad is not arrived:
                 raise self._misfit(
                     self.names[k],
                     "the bucket's view, or the gradient that arrived",
