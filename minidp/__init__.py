@@ -38,6 +38,7 @@ from .data_parallel import DataParallel
 from .errors import (
     CollectiveError,
     CommHookError,
+    DoubleStepError,
     GradientError,
     GraphChangedError,
     MarkedTwiceError,
@@ -54,6 +55,7 @@ __all__ = [
     "CollectiveError",
     "CommHookError",
     "DataParallel",
+    "DoubleStepError",
     "Event",
     "GradBucket",
     "GradientError",

@@ -29,6 +29,7 @@ class EveryParameter:
     completes_at_end = False  # what is missing is filled in when the backward ends
     shares_used_map = False  # ranks tell each other which parameters they used
     map_goes_first = False  # ... before the buckets (torch's order, static graph)
+    shares_reach = False  # ... and after a forward which the backward can reach
     keeps_ready_order = True  # this backward's order is the order to rebuild by
     kept: Collection[int] = ()  # parameters whose ``.grad`` is never written
 
@@ -88,7 +89,8 @@ class FindUnused(EveryParameter):
     Torch walks the graph in every forward, to launch early the buckets of parameters
     that will not arrive. Here nothing is walked as long as everything arrives; only
     after a backward with missing parameters the next forwards look whether *those* are
-    out of reach again.
+    out of reach again. With ``skip_all_reduce_unused_params`` every forward is
+    searched, and ranks tell each other: a bucket that nobody reaches does not travel.
     """
 
     may_guess_wrong = True
@@ -96,21 +98,19 @@ class FindUnused(EveryParameter):
     shares_used_map = True
     keeps_ready_order = False
 
-    def __init__(self, num_params: int) -> None:
+    def __init__(self, num_params: int, *, shares_reach: bool = False) -> None:
         super().__init__(num_params)
+        self.shares_reach = shares_reach
         self._missing_last: Sequence[int] = ()
         self._absent: set[int] = set()
 
     def saw_outputs(self, output: object, nodes: Sequence[Node]) -> None:
         """Predict what will be missing, if anything was last time."""
-        self._absent = (
-            unreachable(output, nodes, self._missing_last)
-            if self._missing_last
-            else set()
-        )
+        among = range(self._num_params) if self.shares_reach else self._missing_last
+        self._absent = unreachable(output, nodes, among) if among else set()
 
     def absent(self) -> Sequence[int]:
-        """Missing last time, and out of reach this time."""
+        """Out of reach this time (and missing last time)."""
         return sorted(self._absent)
 
     def ended(self, missing: Sequence[int], unused: Collection[int]) -> None:
@@ -192,5 +192,6 @@ def expectation_for(num_params: int, config: ReducerConfig) -> EveryParameter:
     if config.static_graph:
         return StaticGraph(num_params)
     if config.find_unused_parameters:
-        return FindUnused(num_params)
+        skips = config.skip_all_reduce_unused_params
+        return FindUnused(num_params, shares_reach=skips)
     return EveryParameter(num_params)

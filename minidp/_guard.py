@@ -23,6 +23,7 @@ from ._phase import Phase
 from ._reducer import Reducer
 from .config import Unsynced
 from .errors import (
+    DoubleStepError,
     ReducerFailedError,
     UnfinishedReductionError,
     UnsyncedGradientsError,
@@ -56,6 +57,8 @@ class Guard:
     def __init__(self, reducer: Reducer, policy: Unsynced) -> None:
         self._reducer = reducer
         self._policy = policy
+        self.stepping: set[int] = set()  # ids of optimizers that step in the backward
+        self.in_backward: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._index = {id(param): i for i, param in enumerate(reducer.params)}
         self._seen: weakref.WeakKeyDictionary[Optimizer, Seen] = (
             weakref.WeakKeyDictionary()
@@ -67,7 +70,19 @@ class Guard:
 
         Raises:
             UnsyncedGradientsError: it would apply gradients that differ by rank.
+            DoubleStepError: it steps by itself, in the backward.
         """
+        if id(optimizer) in self.stepping:
+            return
+        if optimizer in self.in_backward:
+            raise DoubleStepError(
+                explain(
+                    self._reducer.rank,
+                    "This optimizer steps in the backward (step_in_backward); "
+                    "another step would apply its gradients twice.",
+                    remedy="remove the call of optimizer.step()",
+                )
+            )
         problem = self._find_problem(optimizer)
         if problem and self._policy == "raise":
             raise UnsyncedGradientsError(problem)
@@ -112,7 +127,7 @@ class Guard:
             return say(
                 "The last backward did not finish its reduction"
                 + (" (it raised)." if phase is Phase.REDUCING else "."),
-                names=reducer.missing_names(),
+                names=[reducer.names[i] for i in reducer.countdown.missing()],
                 expected="a gradient for every parameter before optimizer.step()",
                 found="no gradient for the parameters below",
                 remedy="pass find_unused_parameters=True if they are unused on "
@@ -169,7 +184,7 @@ def refuse_forward(reducer: Reducer) -> None:
             reducer.rank,
             "Expected to have finished reduction in the prior iteration before "
             "starting a new one.",
-            names=reducer.missing_names(),
+            names=[reducer.names[i] for i in reducer.countdown.missing()],
             found="no gradient for the parameters below"
             + (", and the backward raised" if phase is Phase.REDUCING else ""),
             remedy="pass find_unused_parameters=True if not every parameter takes "

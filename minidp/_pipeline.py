@@ -3,7 +3,7 @@
     ready:    bucket 2   bucket 0   bucket 1
     launched:            0          1, 2          same order on every rank
 
-Every collective of a backward starts and ends here, under the eye of a `Watch`.
+Every bucket's collective starts and ends here, under the eye of a `Watch`.
 """
 
 from __future__ import annotations
@@ -17,18 +17,13 @@ import torch
 
 from ._arrivals import Entry
 from ._bucket import Bucket, BucketState, Division
-from ._collectives import Work, all_reduce, broadcast_integers
+from ._collectives import Work, all_reduce
 from ._comm_hook import CommHook
 from ._dense_bucket import DenseBucket
 from ._grad_bucket import GradBucket, Turn
-from ._layout import (
-    BucketPlan,
-    Layout,
-    ParamSpec,
-    build_layout,
-    initial_layout,
-    rebuilt_layout,
-)
+from ._layout import BucketPlan, Layout, ParamSpec, initial_layout
+from ._overlap import Observer
+from ._rebuild import agreed_layout
 from ._sparse_bucket import SparseBucket
 from ._used_map import UsedMap
 from ._watch import Watch
@@ -60,17 +55,18 @@ class Pipeline:
         self.rank = group.rank()
         self.tracer = Tracer()
         self.watch = Watch(self.rank, group.size())
-        self.launched_count = 0  # asynchronous collectives, ever
+        self.launched_count = 0  # buckets, since the last restart
         self.num_contributors: int | None = None  # ranks to average over; None: all
         self.division = Division()
         self.comm_hook: CommHook | None = None
+        self.skipped: Collection[int] = ()  # buckets that do not travel this time
+        self.observers: list[Observer] = []
+        self.used_map = UsedMap(len(params), specs[0].device, self.watch)
+        self.reach_map = UsedMap(len(params), specs[0].device, self.watch)
         self._hook_now: CommHook | None = None  # the one of this backward
         self._params = params
-        self._names = [spec.name for spec in specs]
         self._specs = specs
         self._config = config
-        self._as_view = config.gradient_as_bucket_view
-        self._used_map = UsedMap(len(params), specs[0].device)
         self._next = 0
         self.buckets: list[Bucket] = []
         limits = config.caps.initial_limits(one_bucket=config.starts_with_one_bucket)
@@ -81,15 +77,22 @@ class Pipeline:
         self.buckets = []  # frees memory before we take new memory
         self.layout = layout
         self.buckets = [self._make_bucket(plan) for plan in layout.buckets]
-        if self._as_view:
+        if self._config.gradient_as_bucket_view:
             for bucket in self.buckets:
                 bucket.tie_grads()
 
     def _make_bucket(self, plan: BucketPlan) -> Bucket:
+        names = [spec.name for spec in self._specs]
         if plan.sparse:
-            return SparseBucket(plan, self._params, self._names, self.rank)
-        return DenseBucket(
-            plan, self._params, self._names, self.rank, as_view=self._as_view
+            return SparseBucket(plan, self._params, names, self.rank)
+        as_view = self._config.gradient_as_bucket_view
+        return DenseBucket(plan, self._params, names, self.rank, as_view=as_view)
+
+    def rebuild(self, ready_order: Sequence[int]) -> None:
+        """Collective: adopt the layout that follows rank 0's ready order."""
+        limits = self._config.caps.rebuilt_limits()
+        self.adopt(
+            agreed_layout(self._specs, limits, ready_order, self.group, self.watch)
         )
 
     def is_filling(self, i: int) -> bool:
@@ -104,14 +107,23 @@ class Pipeline:
 
     # -- launch ------------------------------------------------------------------------
 
-    @property
-    def divisor(self) -> int:
-        """How many ranks to average over."""
-        return self.num_contributors or self.group.size()
+    def share_reach(self, within: Collection[int]) -> None:
+        """Collective: tell the ranks which parameters the next backward can reach."""
+        self.reach_map.unused_everywhere()  # of a forward without backward
+        self.reach_map.launch(within, self.group)
 
-    def start(self) -> None:
-        """A synchronised backward begins."""
+    def start(self, absent: frozenset[int] = frozenset()) -> None:
+        """A synchronised backward begins.
+
+        Args:
+            absent: parameters that no rank brings: buckets of only these do not travel.
+        """
         self._next = 0
+        self.skipped = {
+            number
+            for number, bucket in enumerate(self.buckets)
+            if absent and absent.issuperset(bucket.plan.indices)
+        }
         self._hook_now = self.comm_hook
         if self._hook_now is not None:
             self.division = Division()
@@ -119,6 +131,16 @@ class Pipeline:
             self.division = Division(of_buffer=self.divisor)
         else:
             self.division = Division(at_copy=self.divisor)
+
+    @property
+    def skipped_params(self) -> set[int]:
+        """Parameters of the buckets that do not travel."""
+        return {i for n in self.skipped for i in self.buckets[n].plan.indices}
+
+    @property
+    def divisor(self) -> int:
+        """How many ranks to average over."""
+        return self.num_contributors or self.group.size()
 
     @contextmanager
     def without_comm_hook(self) -> Iterator[None]:
@@ -137,28 +159,29 @@ class Pipeline:
     def launch_due(self) -> bool:
         """Launch every full bucket whose predecessors are; True with the last one."""
         before = self._next
-        while (
-            self._next < len(self.buckets)
-            and self.buckets[self._next].state is BucketState.FULL
-        ):
+        while self._next < len(self.buckets):
             number = self._next
+            if number not in self.skipped:
+                if self.buckets[number].state is not BucketState.FULL:
+                    break
+                self._launch(number)
             self._next += 1
-            with self.watch.over("launching the all-reduce", number):
-                work = self._launch(number)
-            self.launched_count += 1
-            self.tracer.note(Moment.LAUNCHED, number)
-            if self.tracer.is_on:
-                done = partial(self.tracer.note, Moment.DONE, number)
-                work.get_future().add_done_callback(done)
         return before < self._next == len(self.buckets)
 
-    def _launch(self, number: int) -> Work:
-        bucket, group = self.buckets[number], self.group
-        hook = self._hook_now
+    def _launch(self, number: int) -> None:
+        with self.watch.over("launching the all-reduce", number):
+            work = self._start(number)
+        self.launched_count += 1
+        self.tracer.note(Moment.LAUNCHED, number)
+        if self.tracer.is_on:
+            done = partial(self.tracer.note, Moment.DONE, number)
+            work.get_future().add_done_callback(done)
+
+    def _start(self, number: int) -> Work:
+        bucket, group, hook = self.buckets[number], self.group, self._hook_now
         if hook is None:
-            return bucket.launch(
-                lambda payload: all_reduce(payload, group), is_alone=group.size() == 1
-            )
+            is_alone = group.size() == 1
+            return bucket.launch(partial(all_reduce, group=group), is_alone=is_alone)
         is_last = number == len(self.buckets) - 1
         turn = Turn(number, is_last, self.divisor, group)
         return bucket.launch(
@@ -169,23 +192,13 @@ class Pipeline:
             )
         )
 
-    def launch_used_map(self, used: Collection[int]) -> None:
-        """Start summing the used-map, unless it is in flight."""
-        if not self._used_map.is_launched:
-            with self.watch.over("launching the all-reduce of the used-map"):
-                self._used_map.launch(used, self.group)
-            self.launched_count += 1
-
     # -- wait --------------------------------------------------------------------------
-
-    def unused_everywhere(self) -> frozenset[int]:
-        """Wait for the used-map, if launched: parameters that no rank used."""
-        with self.watch.over("waiting for the all-reduce of the used-map"):
-            return self._used_map.unused_everywhere()
 
     def finish(self, untouched: Collection[int]) -> None:
         """Wait for each bucket in turn and copy it out, but for ``untouched`` ones."""
         for number, bucket in enumerate(self.buckets):
+            if number in self.skipped:
+                continue
             with self.watch.over("waiting for the all-reduce", number):
                 bucket.complete()
             kept: Collection[int] = ()
@@ -193,6 +206,10 @@ class Pipeline:
                 kept = [k for k, i in enumerate(bucket.plan.indices) if i in untouched]
             bucket.unflatten(kept)
             self.tracer.note(Moment.COPIED_OUT, number)
+            for observer in self.observers:
+                observer.reduced(bucket.params)
+        for observer in self.observers:
+            observer.finished()
         self.tracer.backward += 1
 
     def drain(self) -> None:
@@ -201,7 +218,14 @@ class Pipeline:
             if bucket.state is BucketState.IN_FLIGHT:
                 with self.watch.over("waiting for the all-reduce", number):
                     bucket.complete()
-        self.unused_everywhere()
+        for shared in (self.used_map, self.reach_map):
+            shared.unused_everywhere()
+
+    @property
+    def num_launched(self) -> int:
+        """Asynchronous collectives, since the last restart."""
+        maps = self.used_map.launched_count + self.reach_map.launched_count
+        return self.launched_count + maps
 
     def restart(self, group: ProcessGroup) -> None:
         """Abandon what is in flight, with its memory: it may still be written to."""
@@ -209,33 +233,8 @@ class Pipeline:
             self.comm_hook.state = group
         self.group = group
         self.watch.has_failed = False
-        self.launched_count = 0
-        self._used_map.drop()
-        self._next = 0
+        self.launched_count = self._next = 0
+        self.skipped = ()
+        for shared in (self.used_map, self.reach_map):
+            shared.forget()
         self.adopt(self.layout)
-
-    # -- rebuild -----------------------------------------------------------------------
-
-    def rebuild(self, ready_order: Sequence[int]) -> None:
-        """Collective: adopt the layout that follows rank 0's ready order."""
-        limits = self._config.caps.rebuilt_limits()
-        mine = rebuilt_layout(self._specs, limits, ready_order)
-        with self.watch.over("broadcasting the bucket layout"):
-            agreed = broadcast_integers(
-                _encode(mine), self.group, self._specs[0].device
-            )
-        self.adopt(build_layout(self._specs, _decode(agreed)))
-
-
-def _encode(layout: Layout) -> list[int]:
-    """Indices in bucket order, then bucket lengths, padded to one per parameter."""
-    lengths = [len(members) for members in layout.assignment]
-    padding = [0] * (layout.num_params - len(lengths))
-    return [i for members in layout.assignment for i in members] + lengths + padding
-
-
-def _decode(message: Sequence[int]) -> list[list[int]]:
-    """Parameter indices per bucket."""
-    half = len(message) // 2
-    rest = iter(message[:half])
-    return [[next(rest) for _ in range(length)] for length in message[half:] if length]

@@ -40,7 +40,7 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     """
     pipeline = reducer.pipeline
     group = pipeline.group
-    mine = json.dumps([pipeline.launched_count, pipeline.watch.has_failed])
+    mine = json.dumps([pipeline.num_launched, pipeline.watch.has_failed])
     try:
         reports = _exchange(group_store(group, key), mine, group)
     except RuntimeError as error:

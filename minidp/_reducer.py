@@ -86,9 +86,9 @@ class Reducer:
         self.pipeline = Pipeline(self.params, specs, config, group)
         self.expected = expectation_for(len(params), config)
         callbacks = Callbacks(_weakly(self._on_full), _weakly(self._on_unusual))
-        self._countdown = Countdown(self.params, callbacks, self.pipeline.copy_now)
-        self._countdown.adopt(self.pipeline.buckets)
-        self._hooks = GradHooks(self.params, self._countdown)
+        self.countdown = Countdown(self.params, callbacks, self.pipeline.copy_now)
+        self.countdown.adopt(self.pipeline.buckets)
+        self._hooks = GradHooks(self.params, self.countdown)
         weakref.finalize(self, self._hooks.remove)  # they would outlive us otherwise
         self._lock = threading.RLock()  # CUDA runs one autograd thread per device
         self._probed_task = NO_TASK
@@ -99,6 +99,9 @@ class Reducer:
         self.phase.enter(Phase.ARMED)
         self._probed_task = NO_TASK
         self.expected.saw_outputs(output, self._hooks.nodes)
+        if self.expected.shares_reach:
+            within = {*range(len(self.params))} - {*self.expected.absent()}
+            self.pipeline.share_reach(within | self.ledger.used_locally)
         probe_outputs(output, _weakly(self._expect_end))
 
     def rebuild_if_due(self) -> None:
@@ -106,13 +109,9 @@ class Reducer:
         if self.ready_order is not None:
             order, self.ready_order = self.ready_order, None
             self.has_rebuilt = True
-            self._countdown.arrivals.forget_slots()
+            self.countdown.arrivals.forget_slots()
             self.pipeline.rebuild(order)
-            self._countdown.adopt(self.pipeline.buckets)
-
-    def missing_names(self) -> list[str]:
-        """Parameters whose gradients an open or paused reduction still lacks."""
-        return [self.names[i] for i in self._countdown.missing()]
+            self.countdown.adopt(self.pipeline.buckets)
 
     @_failing
     def _on_unusual(self, i: int) -> None:
@@ -126,30 +125,33 @@ class Reducer:
                 self._open()
             elif self.phase.now is Phase.PENDING:
                 self.phase.enter(Phase.REDUCING)
-                self._countdown.resume()
+                self.countdown.resume()
                 if self._probed_task == NO_TASK:
                     self._expect_end()
-            elif self._countdown.is_elsewhere() and self.params[i].is_cpu:
+            elif self.countdown.is_elsewhere() and self.params[i].is_cpu:
                 raise GradientError(two_threads(self.rank, self.names[i]))
             self._mark(i)
 
     def _open(self) -> None:
         """The first gradient of a synchronised backward is here."""
         self.phase.enter(Phase.REDUCING)
-        self.pipeline.start()
+        self.pipeline.start(self.pipeline.reach_map.unused_everywhere())
         is_traced = self.pipeline.tracer.is_on
         marks = self.expected.marks(Mark.TRACED if is_traced else Mark.UNSET)
         for i in self._hooks.shared():
             marks[i] = Mark.TRACED if marks[i] is Mark.UNSET else marks[i]
-        self._countdown.open(marks, self.pipeline.division.at_copy)
+        self.countdown.open(marks, self.pipeline.division.at_copy)
         if self._probed_task == NO_TASK:
             self._expect_end()
         for i in self.expected.absent():
-            self._countdown.fill_missing(i, self.params[i].grad)
+            if self.pipeline.layout.bucket_of[i] in self.pipeline.skipped:
+                self.countdown.entries[i] = None
+            else:
+                self.countdown.fill_missing(i, self.params[i].grad)
 
     def _mark(self, i: int) -> None:
         """Account for an arrival that the grad hook did not settle itself."""
-        countdown, entry = self._countdown, self._countdown.entries[i]
+        countdown, entry = self.countdown, self.countdown.entries[i]
         if entry is Mark.COUNTING:
             self.expected.count(i)
             if self.params[i].grad is not None:
@@ -179,9 +181,9 @@ class Reducer:
         """The last gradient of a bucket is here."""
         self.pipeline.tracer.note(Moment.FULL, number)
         bucket = self.pipeline.buckets[number]
-        filled = self._countdown.filled
+        filled = self.countdown.filled
         undecided = {bucket.position[i] for i in filled if i in bucket.position}
-        entries = self._countdown.of_bucket(number)
+        entries = self.countdown.of_bucket(number)
         bucket.flatten(entries, self.pipeline.division, undecided)
         with self._lock:
             if self.pipeline.launch_due():
@@ -190,9 +192,8 @@ class Reducer:
 
     def _launch_used_map(self) -> None:
         if self.expected.shares_used_map:
-            self.pipeline.launch_used_map(
-                self._countdown.used() | self.ledger.used_locally
-            )
+            used = self.countdown.used() | self.ledger.used_locally
+            self.pipeline.used_map.launch(used, self.pipeline.group)
 
     def _expect_end(self) -> None:
         """Queue the end probe, once per graph task."""
@@ -212,32 +213,32 @@ class Reducer:
                 self._complete()
             else:
                 self.phase.enter(Phase.PENDING)
-                self._countdown.pause()
+                self.countdown.pause()
 
     def _complete(self) -> None:
         """Fill in what did not arrive; this launches the rest."""
-        missing = self._countdown.missing()
+        missing = self.countdown.missing()
         lost = [self.names[i] for i in self._hooks.lost(missing)]
         if lost:
             raise GradientError(lost_hooks(self.rank, lost))
         if self.expected.map_goes_first:
             self._launch_used_map()
         for i in missing:
-            self._countdown.fill_missing(i, self.params[i].grad)
+            self.countdown.fill_missing(i, self.params[i].grad)
 
     @_failing
     def _finalize(self) -> None:
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
-            missing = sorted(self._countdown.filled)
+            missing = sorted(self.countdown.filled | self.pipeline.skipped_params)
             untouched: Collection[int] = self.expected.kept
             if self.expected.shares_used_map:
-                untouched = self.pipeline.unused_everywhere().intersection(missing)
+                untouched = self.pipeline.used_map.unused_everywhere() & set(missing)
             self.pipeline.finish(untouched)
             if not self.has_rebuilt and self.expected.keeps_ready_order:
-                self.ready_order = [*self._countdown.ready, *missing]
+                self.ready_order = [*self.countdown.ready, *missing]
             self.expected.ended(missing, untouched)
-            self._countdown.close()
+            self.countdown.close()
             self.ledger.settle(untouched)
             self.phase.enter(Phase.IDLE)
 
@@ -253,14 +254,14 @@ class Reducer:
     def fail(self) -> None:
         """Only `restart` leads out of this."""
         self.phase.enter(Phase.FAILED)
-        self._countdown.close()
+        self.countdown.close()
 
     def restart(self, group: ProcessGroup) -> None:
         """Back to IDLE on ``group``, whatever happened."""
         with self._lock:
             self.fail()
             self.pipeline.restart(group)
-            self._countdown.adopt(self.pipeline.buckets)
+            self.countdown.adopt(self.pipeline.buckets)
             self._probed_task = NO_TASK
             self.ledger.forget()
             self.phase.enter(Phase.IDLE)

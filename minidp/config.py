@@ -100,6 +100,7 @@ class ReducerConfig:
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = False
+    skip_all_reduce_unused_params: bool = False
     batched_grad_copy: bool = False  # divide whole buffers, not single gradients
 
     @property

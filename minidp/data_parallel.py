@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import _arguments, _replicas
+from . import _arguments, _managed, _replicas
 from ._comm_hook import CommHook, Hook
 from ._copies import Copies
 from ._guard import Guard, refuse_forward
+from ._inputs import move_inputs
 from ._join import Heading, UnevenInputs
+from ._mixed_precision import MixedPrecision, reduce_in_low_precision
 from ._on_demand import average_now
+from ._overlap import StepInBackward
 from ._recovery import agree_and_recover
 from ._reducer import Reducer
 from .config import Unsynced
@@ -23,6 +26,7 @@ from .trace import Recorder
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim.optimizer import Optimizer
 
 
 class DataParallel(Copies, nn.Module, UnevenInputs):
@@ -45,11 +49,15 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         check_reduction: deprecated and ignored, as in torch.
         gradient_as_bucket_view: ``.grad`` are views of the buckets (saves memory).
         static_graph: every iteration uses the same parameters equally often.
-        delay_all_reduce_named_params: not supported yet.
-        param_to_hook_all_reduce: not supported yet.
-        mixed_precision: not supported yet.
+        delay_all_reduce_named_params: pairs (name, parameter) whose gradients travel
+            after all others, in one message for each dtype.
+        param_to_hook_all_reduce: required with it, and of no effect: those gradients
+            travel when they and all others are there.
+        mixed_precision: torch's private ``_MixedPrecision``: the module computes with
+            parameters cast to ``param_dtype``, gradients travel in ``reduce_dtype``.
         device_mesh: a 1-D mesh, instead of ``process_group``.
-        skip_all_reduce_unused_params: not supported yet.
+        skip_all_reduce_unused_params: with ``find_unused_parameters``: buckets that no
+            rank uses do not travel. Costs a small all-reduce in each forward.
         bucket_cap_mb_list: MiB per bucket, the last one repeats.
         batched_grad_copy: divide a whole bucket at once, not each of its gradients.
         forward_sync_buffers: broadcast module buffers from rank 0 before forwards.
@@ -58,7 +66,6 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
 
     Raises:
         ValueError, TypeError, RuntimeError: bad arguments, as in torch.
-        NotImplementedError: an argument that is not supported yet is used.
         ReplicaMismatchError: the replicas differ, or another rank raised.
     """
 
@@ -103,12 +110,10 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             batched_grad_copy=batched_grad_copy,
             forward_sync_buffers=forward_sync_buffers,
             unsynced=unsynced,
-            unsupported={
-                "delay_all_reduce_named_params": delay_all_reduce_named_params,
-                "param_to_hook_all_reduce": param_to_hook_all_reduce,
-                "mixed_precision": mixed_precision,
-                "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
-            },
+            delayed=delay_all_reduce_named_params,
+            delayed_until=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
         self.process_group = _arguments.choose_group(process_group, device_mesh)
         if device_mesh is not None:
@@ -130,7 +135,11 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
                 checked, self.named_module_buffers, self.process_group
             )
         else:
+            late = [checked.replica.managed[name] for name in checked.replica.delayed]
+            _replicas.broadcast_state(late, self.process_group)  # as torch does
             self._key = _replicas.next_key(self.process_group, "unsynced")
+        if self._precision is not None:
+            self._precision.cast_module_buffers(self.named_module_buffers)
 
     # -- wiring ------------------------------------------------------------------------
 
@@ -155,9 +164,15 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             list(replica.managed.values()), replica.specs, config, self.process_group
         )
         self._guard = Guard(self._reducer, checked.unsynced)
+        self._precision = None
+        if checked.precision is not None:
+            self._precision = MixedPrecision(
+                self.module, replica.parameters, checked.precision
+            )
+            self.register_comm_hook(checked.precision, reduce_in_low_precision)
 
     def _collect_module_buffers(self) -> None:
-        self.named_module_buffers = _arguments.module_buffers(
+        self.named_module_buffers = _managed.module_buffers(
             self.module, frozenset(self.parameters_to_ignore)
         )
         self.modules_buffers = list(self.named_module_buffers.values())
@@ -187,9 +202,10 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         if will_broadcast:
             self.sync_module_buffers(root)
         if self.device_ids:
-            inputs = _arguments.move_inputs(inputs, self.device)
-            kwargs = _arguments.move_inputs(kwargs, self.device)
-        output = self.module(*inputs, **kwargs)
+            inputs = move_inputs(inputs, self.device)
+            kwargs = move_inputs(kwargs, self.device)
+        run = self.module if self._precision is None else self._precision.run
+        output = run(*inputs, **kwargs)
         # Torch's schedule is one forward late: whether the *next* forward broadcasts
         # module buffers depends on whether this one will be synchronised.
         self.require_forward_param_sync = will_reduce
@@ -267,6 +283,29 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
                 f"once, and {self._reducer.pipeline.comm_hook.name} is registered."
             )
         self._reducer.pipeline.comm_hook = CommHook(state, hook)
+
+    def step_in_backward(
+        self, optimizer: Optimizer, *, clip_grad_norm: float | None = None
+    ) -> None:
+        """From now on ``optimizer`` steps inside synchronised backwards by itself.
+
+        The step of a bucket's parameters runs as soon as the bucket is reduced, while
+        others are still in flight. Do not call ``optimizer.step()``; do call
+        ``zero_grad()``. Backwards of ``no_sync()`` do not step, so gradients accumulate
+        as ever. Works with comm hooks and learning rate schedulers, not with
+        ``GradScaler``. If a backward fails, some buckets may have stepped: reload.
+
+        Args:
+            optimizer: keeps its state per parameter (all of torch's, but LBFGS).
+            clip_grad_norm: clip the gradients of the optimizer's parameters to this
+                norm. Then everything steps at the end of the backward.
+
+        Raises:
+            TypeError: an optimizer that cannot step on a part of its parameters.
+        """
+        step = StepInBackward(optimizer, self._guard.stepping, clip_grad_norm)
+        self._guard.in_backward.add(optimizer)
+        self._reducer.pipeline.observers.append(step)
 
     def sync_gradients(self) -> None:
         """Collective: average over ranks what the parameters' ``.grad`` hold now.

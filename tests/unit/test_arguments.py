@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel, _arguments
-from minidp._arguments import examine, move_inputs
+from minidp._inputs import move_inputs
+from minidp._managed import examine
 from tests.support.oracle import skip_unless_torch_takes
 
 
