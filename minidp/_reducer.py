@@ -233,7 +233,7 @@ class Reducer:
             missing = sorted(self.countdown.filled | self.pipeline.skipped_params)
             untouched: Collection[int] = self.expected.kept
             if self.expected.shares_used_map:
-                untouched = self.pipeline.used_map.unused_everywhere() & set(missing)
+                untouched = self.pipeline.used_map.unused_everywhere()
             self.pipeline.finish(untouched)
             if not self.has_rebuilt and self.expected.keeps_ready_order:
                 self.ready_order = [*self.countdown.ready, *missing]
