@@ -33,7 +33,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
 Imports only point down (``tests/unit/test_architecture.py`` holds the table).
 """
 
-from .data_parallel import DataParallel
+from ._compat import DataParallel
 from .errors import (
     CollectiveError,
     GradientError,

@@ -35,6 +35,7 @@ from ._layout import ParamSpec
 from ._ledger import Ledger
 from ._phase import Phase, PhaseBox
 from ._pipeline import Pipeline
+from ._untraced import untraced
 from .config import ReducerConfig
 from .errors import GradientError, lost_hooks, two_threads
 from .trace import Moment
@@ -49,6 +50,7 @@ Method = TypeVar("Method", bound=Callable[..., None])
 def _failing(method: Method) -> Method:
     """Whatever a method raises leaves the reducer FAILED."""
 
+    @untraced
     @functools.wraps(method)
     def guarded(self: Reducer, *arguments: Any) -> None:
         try:
@@ -261,6 +263,7 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Call a bound method without keeping its object alive."""
     reference = weakref.WeakMethod(method)
 
+    @untraced
     def call(*arguments: Any) -> Any:
         target = reference()
         return None if target is None else target(*arguments)

@@ -17,6 +17,7 @@ from ._guard import Guard, refuse_forward
 from ._on_demand import average_now
 from ._recovery import agree_and_recover
 from ._reducer import Reducer
+from ._untraced import untraced, untraced_itself
 from .config import Unsynced
 from .trace import Recorder
 
@@ -165,6 +166,7 @@ class DataParallel(nn.Module):
 
     # -- forward -----------------------------------------------------------------------
 
+    @untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; afterwards the next backward averages gradients.
 
@@ -175,17 +177,33 @@ class DataParallel(nn.Module):
             UnfinishedReductionError: the last backward left gradients missing.
             ReducerFailedError: an earlier backward failed; call `reset`.
         """
-        reducer = self._reducer
-        with_grad = torch.is_grad_enabled()
-        if with_grad:
+        inputs, kwargs = self._before_module(inputs, kwargs)
+        output = self._run_module(inputs, kwargs)
+        self._after_module(output)
+        return output
+
+    @untraced
+    def _before_module(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if torch.is_grad_enabled():
             refuse_forward(self._reducer)
-            reducer.rebuild_if_due()
+            self._reducer.rebuild_if_due()
         if self.will_sync_module_buffers():
             self._broadcast_module_buffers()
         if self.device_ids:
             inputs = _arguments.move_inputs(inputs, self.device)
             kwargs = _arguments.move_inputs(kwargs, self.device)
-        output = self.module(*inputs, **kwargs)
+        return inputs, kwargs
+
+    @untraced_itself
+    def _run_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    @untraced
+    def _after_module(self, output: Any) -> None:
+        reducer = self._reducer
+        with_grad = torch.is_grad_enabled()
         # Torch's schedule is one forward late: whether the *next* forward broadcasts
         # module buffers depends on whether this one will be synchronised.
         self.require_forward_param_sync = with_grad and reducer.ledger.sync_enabled
@@ -193,7 +211,6 @@ class DataParallel(nn.Module):
             reducer.arm(output)
         if with_grad:
             reducer.ledger.note_forward(synchronising=self.require_forward_param_sync)
-        return output
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward broadcasts module buffers (a collective)."""
@@ -233,6 +250,7 @@ class DataParallel(nn.Module):
         finally:
             self.require_backward_grad_sync = before
 
+    @untraced
     def sync_gradients(self) -> None:
         """Collective: average over ranks what the parameters' ``.grad`` hold now.
 
@@ -246,6 +264,7 @@ class DataParallel(nn.Module):
         refuse_forward(self._reducer)
         average_now(self._reducer)
 
+    @untraced
     def reset(self) -> None:
         """Collective: recover from a failed, aborted or unfinished backward.
 
