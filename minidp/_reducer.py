@@ -26,6 +26,7 @@ from ._autograd import (
     NO_TASK,
     GradHooks,
     current_task,
+    is_compiled_backward,
     probe_outputs,
     queue_final_callback,
 )
@@ -37,7 +38,7 @@ from ._phase import Phase, PhaseBox
 from ._pipeline import Pipeline
 from ._untraced import untraced
 from .config import ReducerConfig
-from .errors import GradientError, lost_hooks, two_threads
+from .errors import GradientError, lost_hooks, no_end, two_threads
 from .trace import Moment
 
 if TYPE_CHECKING:
@@ -137,6 +138,8 @@ class Reducer:
 
     def _open(self) -> None:
         """The first gradient of a synchronised backward is here."""
+        if self._expected.completes_at_end and is_compiled_backward():
+            raise GradientError(no_end(self.rank))
         self.phase.enter(Phase.REDUCING)
         self.pipeline.start()
         is_traced = self.pipeline.tracer.is_on
@@ -188,7 +191,10 @@ class Reducer:
         with self._lock:
             if self.pipeline.launch_due():
                 self._launch_used_map()
-                queue_final_callback(self._finalize)
+                if is_compiled_backward():  # where everything has arrived by now
+                    self._finalize()
+                else:
+                    queue_final_callback(self._finalize)
 
     def _launch_used_map(self) -> None:
         if self._expected.shares_used_map:

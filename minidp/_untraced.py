@@ -34,7 +34,9 @@ def untraced_itself(function: Function) -> Function:
 def _mark(function: Function, callees: _FrameAction) -> Function:
     marked: Any = function
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = "it is part of minidp"
+    marked._torchdynamo_disable_msg = (
+        "minidp synchronises here: compile without fullgraph=True"
+    )
     strategy = _FrameExecStrategy(_FrameAction.SKIP, callees)
     set_code_exec_strategy(marked.__code__, strategy)
     return function
