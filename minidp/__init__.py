@@ -33,8 +33,8 @@ Read it top to bottom of a backward's life, from the face to the wire::
 Imports only point down (``tests/unit/test_architecture.py`` holds the table).
 """
 
+from ._compat import DataParallel
 from ._grad_bucket import GradBucket
-from .data_parallel import DataParallel
 from .errors import (
     CollectiveError,
     CommHookError,

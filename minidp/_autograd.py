@@ -10,6 +10,7 @@ second wrapper), they must not change what we read: such a gradient is copied at
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import fields, is_dataclass
 from types import MethodType
@@ -23,6 +24,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from ._arrivals import Mark, is_copied_at_once
 from ._countdown import Countdown
 from ._streams import raw_stream
+from ._untraced import untraced
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -43,6 +45,17 @@ def queue_final_callback(callback: Callable[[], None]) -> None:
     the caller of ``backward()``; if the backward raises, it never runs.
     """
     Variable._execution_engine.queue_callback(callback)
+
+
+def is_compiled_backward() -> bool:
+    """Whether compiled autograd runs this backward, which never runs final callbacks.
+
+    It runs our hooks as they are (`untraced`), between two of its graphs.
+    """
+    compiled_autograd: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return compiled_autograd is not None and bool(
+        compiled_autograd.in_compiled_autograd_region
+    )
 
 
 class GradHooks:
@@ -127,6 +140,7 @@ def _small_hook(params: Sequence[torch.Tensor], countdown: Countdown) -> SharedH
     on_full, on_unusual = countdown.callbacks
     unset = Mark.UNSET
 
+    @untraced
     def grad_hook(i: int, _grad_inputs: Any, _grad_outputs: Any) -> None:
         if entries[i] is not unset:
             on_unusual(i)
@@ -145,6 +159,7 @@ def _large_hook(params: Sequence[torch.Tensor], countdown: Countdown) -> SharedH
     """For gradients that are copied while they are still in cache."""
     entries = countdown.entries
 
+    @untraced
     def grad_hook(i: int, _grad_inputs: Any, _grad_outputs: Any) -> None:
         if entries[i] is not Mark.UNSET:
             countdown.callbacks.on_unusual(i)
@@ -161,6 +176,7 @@ def _noting_stream(
     written_on, bucket_of = countdown.written_on, countdown.bucket_of
     devices = [param.device.index for param in params]
 
+    @untraced
     def grad_hook(i: int, grad_inputs: Any, grad_outputs: Any) -> None:
         written_on[bucket_of[i]].add(raw_stream(devices[i]))
         hook(i, grad_inputs, grad_outputs)
@@ -185,9 +201,14 @@ def find_tensors(output: object) -> list[torch.Tensor]:
 
 def probe_outputs(output: object, probe: Callable[[], None]) -> None:
     """Call ``probe`` as soon as a backward reaches one of the outputs."""
+
+    @untraced
+    def prehook(_grads: Any) -> None:
+        probe()
+
     for tensor in find_tensors(output):
         if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(lambda _grads: probe())
+            tensor.grad_fn.register_prehook(prehook)
 
 
 def reachable_nodes(output: object) -> set[Node]:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ._autograd import NO_TASK, current_task
 from ._phase import Phase
 from ._reducer import Reducer
+from ._untraced import untraced, untraced_itself
 from .config import Unsynced
 from .errors import (
     DoubleStepError,
@@ -65,6 +66,7 @@ class Guard:
         )
         _watch(self)
 
+    @untraced
     def check(self, optimizer: Optimizer) -> None:
         """Complain about a step of ``optimizer``, or note that it went ahead.
 
@@ -209,6 +211,7 @@ def _watch(guard: Guard) -> None:
             _installed = True
 
 
+@untraced
 def _before_any_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -218,6 +221,7 @@ def _before_any_step(
             guard.check(optimizer)
         return None
 
+    @untraced_itself
     @functools.wraps(closure)
     def checked(*closure_args: Any, **closure_kwargs: Any) -> Any:
         result = closure(*closure_args, **closure_kwargs)

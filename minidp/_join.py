@@ -14,7 +14,6 @@ well.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +23,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ._collectives import gather_integers
 from ._on_demand import shadow_backward
-from ._reducer import Reducer
+from ._shared_state import SharedState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,14 +60,10 @@ def agree(mine: Heading, group: ProcessGroup, device: torch.device) -> Agreement
     )
 
 
-class UnevenInputs(Joinable):
+class UnevenInputs(SharedState, Joinable):
     """The part of `DataParallel` that takes part in ``Join``."""
 
-    process_group: ProcessGroup
     device: torch.device
-    forward_sync_buffers: bool
-    require_forward_param_sync: bool
-    _reducer: Reducer
     _divide_by_initial_world_size = True
 
     @contextmanager
@@ -155,14 +150,6 @@ class UnevenInputs(Joinable):
         elif agreement.num_reducing:  # else the last backward may still come
             self._reducer.pipeline.num_contributors = agreement.num_reducing
         return agreement
-
-    @abstractmethod
-    def sync_module_buffers(self, root: int) -> None:
-        """Collective: take the module buffers of ``root``."""
-
-    @abstractmethod
-    def take_state_of(self, root: int) -> None:
-        """Collective: take parameters, and module buffers if they are synchronised."""
 
 
 class Shadow(JoinHook):

@@ -26,6 +26,7 @@ from ._autograd import (
     NO_TASK,
     GradHooks,
     current_task,
+    is_compiled_backward,
     probe_outputs,
     queue_final_callback,
 )
@@ -35,8 +36,9 @@ from ._layout import ParamSpec
 from ._ledger import Ledger
 from ._phase import Phase, PhaseBox
 from ._pipeline import Pipeline
+from ._untraced import untraced
 from .config import ReducerConfig
-from .errors import GradientError, lost_hooks, two_threads
+from .errors import GradientError, lost_hooks, no_end, two_threads
 from .trace import Moment
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ Method = TypeVar("Method", bound=Callable[..., None])
 def _failing(method: Method) -> Method:
     """Whatever a method raises leaves the reducer FAILED."""
 
+    @untraced
     @functools.wraps(method)
     def guarded(self: Reducer, *arguments: Any) -> None:
         try:
@@ -134,6 +137,8 @@ class Reducer:
 
     def _open(self) -> None:
         """The first gradient of a synchronised backward is here."""
+        if self._expected.completes_at_end and is_compiled_backward():
+            raise GradientError(no_end(self.rank))
         self.phase.enter(Phase.REDUCING)
         self.pipeline.start(self.pipeline.reach_map.unused_everywhere())
         is_traced = self.pipeline.tracer.is_on
@@ -188,7 +193,10 @@ class Reducer:
         with self._lock:
             if self.pipeline.launch_due():
                 self._launch_used_map()
-                queue_final_callback(self._finalize)
+                if is_compiled_backward():  # where everything has arrived by now
+                    self._finalize()
+                else:
+                    queue_final_callback(self._finalize)
 
     def _launch_used_map(self) -> None:
         if self.expected.shares_used_map:
@@ -271,6 +279,7 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Call a bound method without keeping its object alive."""
     reference = weakref.WeakMethod(method)
 
+    @untraced
     def call(*arguments: Any) -> Any:
         target = reference()
         return None if target is None else target(*arguments)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from . import _arguments, _managed, _replicas
+from . import _arguments, _replicas
 from ._comm_hook import CommHook, Hook
 from ._copies import Copies
 from ._guard import Guard, refuse_forward
@@ -20,6 +20,7 @@ from ._on_demand import average_now
 from ._overlap import StepInBackward
 from ._recovery import agree_and_recover
 from ._reducer import Reducer
+from ._untraced import untraced, untraced_itself
 from .config import Unsynced
 from .trace import Recorder
 
@@ -157,7 +158,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         self.bucket_bytes_cap = config.caps.rest_bytes
         self.broadcast_bucket_size = _replicas.MESSAGE_BYTES
         self.parameters_to_ignore = set(checked.replica.ignored)
-        self._collect_module_buffers()
+        self.collect_module_buffers()
         self._num_resets = 0
         replica = checked.replica
         self._reducer = Reducer(
@@ -171,14 +172,9 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             )
             self.register_comm_hook(checked.precision, reduce_in_low_precision)
 
-    def _collect_module_buffers(self) -> None:
-        self.named_module_buffers = _managed.module_buffers(
-            self.module, frozenset(self.parameters_to_ignore)
-        )
-        self.modules_buffers = list(self.named_module_buffers.values())
-
     # -- forward -----------------------------------------------------------------------
 
+    @untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; afterwards the next backward averages gradients.
 
@@ -189,54 +185,48 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             UnfinishedReductionError: the last backward left gradients missing.
             ReducerFailedError: an earlier backward failed; call `reset`.
         """
-        reducer = self._reducer
+        inputs, kwargs = self._before_module(inputs, kwargs)
+        output = self._run_module(inputs, kwargs)
+        self._after_module(output)
+        return output
+
+    @untraced
+    def _before_module(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         with_grad = torch.is_grad_enabled()
-        will_reduce = with_grad and reducer.ledger.sync_enabled
-        will_rebuild = with_grad and reducer.ready_order is not None
         if with_grad:
             refuse_forward(self._reducer)
-        will_broadcast = self.will_sync_module_buffers()
-        root = self.announce(Heading(True, will_rebuild, will_broadcast, will_reduce))
-        if will_rebuild:
-            reducer.rebuild_if_due()
-        if will_broadcast:
+        heading = Heading(
+            is_active=True,
+            rebuilds=with_grad and self._reducer.ready_order is not None,
+            broadcasts=self.will_sync_module_buffers(),
+            reduces=with_grad and self.require_backward_grad_sync,
+        )
+        root = self.announce(heading)
+        if heading.rebuilds:
+            self._reducer.rebuild_if_due()
+        if heading.broadcasts:
             self.sync_module_buffers(root)
         if self.device_ids:
             inputs = move_inputs(inputs, self.device)
             kwargs = move_inputs(kwargs, self.device)
+        return inputs, kwargs
+
+    @untraced_itself
+    def _run_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self.module if self._precision is None else self._precision.run
-        output = run(*inputs, **kwargs)
-        # Torch's schedule is one forward late: whether the *next* forward broadcasts
-        # module buffers depends on whether this one will be synchronised.
+        return run(*inputs, **kwargs)
+
+    @untraced
+    def _after_module(self, output: Any) -> None:
+        with_grad = torch.is_grad_enabled()
+        will_reduce = with_grad and self.require_backward_grad_sync
         self.require_forward_param_sync = will_reduce
         if will_reduce:
-            reducer.arm(output)
+            self._reducer.arm(output)
         if with_grad:
-            reducer.ledger.note_forward(synchronising=will_reduce)
-        return output
-
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward broadcasts module buffers (a collective)."""
-        return bool(
-            self.require_forward_param_sync
-            and self.forward_sync_buffers
-            and self.modules_buffers
-        )
-
-    def sync_module_buffers(self, root: int = 0) -> None:
-        """Collective: take the module buffers of a rank."""
-        self._collect_module_buffers()  # some may have been re-assigned or added
-        with self._reducer.pipeline.watch.over("broadcasting module buffers"):
-            _replicas.broadcast_state(self.modules_buffers, self.process_group, root)
-
-    def take_state_of(self, root: int) -> None:
-        """Collective: take all parameters of a rank, and its module buffers if due."""
-        ignored = self.parameters_to_ignore
-        state = [p for n, p in self.module.named_parameters() if n not in ignored]
-        with self._reducer.pipeline.watch.over("broadcasting parameters"):
-            _replicas.broadcast_state(state, self.process_group, root)
-        if self.forward_sync_buffers:
-            self.sync_module_buffers(root)
+            self._reducer.ledger.note_forward(synchronising=will_reduce)
 
     # -- synchronisation ---------------------------------------------------------------
 
@@ -307,6 +297,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         self._guard.in_backward.add(optimizer)
         self._reducer.pipeline.observers.append(step)
 
+    @untraced
     def sync_gradients(self) -> None:
         """Collective: average over ranks what the parameters' ``.grad`` hold now.
 
@@ -320,6 +311,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         refuse_forward(self._reducer)
         average_now(self._reducer)
 
+    @untraced
     def reset(self) -> None:
         """Collective: recover from a failed, aborted or unfinished backward.
 
@@ -335,15 +327,6 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         )
         self._num_resets += 1
         self.stop_joining()
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Deprecated alias of ``forward_sync_buffers``."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, enabled: bool) -> None:
-        self.forward_sync_buffers = enabled
 
     def set_recorder(self, recorder: Recorder | None) -> None:
         """Let ``recorder`` receive the moments of every backward; None stops it."""
