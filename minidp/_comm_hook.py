@@ -52,7 +52,7 @@ class CommHook:
             future = self.hook(self.state, bucket)
         except Exception as error:
             raise call.problem(f"raised {type(error).__name__}: {error}") from error
-        if not isinstance(future, Future):
+        if not isinstance(future, torch._C.Future):  # what Work.get_future() returns
             raise call.problem(
                 "did not return a future: DDP communication hook's callback must "
                 "return a torch.futures.Future object",
@@ -110,7 +110,9 @@ class HookInFlight:
                 f"converts to {self._payload.dtype})",
                 found=f"shape {tuple(result.shape)}, {result.layout}, {result.dtype}",
             )
-        return result if result.is_sparse else result.reshape(self._payload.shape)
+        if result.shape == self._payload.shape:
+            return result  # as it is: the payload itself need not be copied
+        return result.reshape(self._payload.shape)
 
     def problem(
         self, what: str, *, expected: str = "", found: str = ""
