@@ -176,7 +176,7 @@ def _check_signature(hook: object) -> None:
             f"dist.GradBucket, but {name_of(hook)} has {kind!r}."
         )
     returned = hints.get("return")
-    if returned is not None and (get_origin(returned) or returned) is not Future:
+    if returned not in (None, Any) and (get_origin(returned) or returned) is not Future:
         raise ValueError(
             "Communication hook: return annotation should be "
             f"torch.futures.Future[torch.Tensor], but {name_of(hook)} has {returned!r}."
@@ -194,10 +194,6 @@ def _hints(hook: object) -> dict[str, Any]:
 
 def _is_bucket(kind: object) -> bool:
     """Ours, torch's, or something that says nothing (Any)."""
-    if not isinstance(kind, type):
+    if kind is Any or not isinstance(kind, type):  # Any is a class since Python 3.11
         return True
-    return (
-        kind is object
-        or kind.__name__ == GradBucket.__name__
-        or (issubclass(GradBucket, kind))
-    )
+    return kind.__name__ == GradBucket.__name__ or issubclass(GradBucket, kind)
