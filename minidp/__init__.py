@@ -11,7 +11,8 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _reducer        "gradient i is ready" -> launched buckets -> finished backward
         _pipeline       the buckets, launched and awaited in index order
         _expectation    which gradients a backward must bring: one class per mode
-    L2  _dense_bucket   a flat buffer: copy in, copy out, gradients as views
+    L2  comm_hooks      other ways to average a bucket, to be copied and changed
+        _dense_bucket   a flat buffer: copy in, copy out, gradients as views
         _sparse_bucket  a COO gradient that travels as it is
         _bucket         what they share: lifecycle, launch, wait
         _autograd       grad hooks, final callback, graph walk
@@ -33,6 +34,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
 Imports only point down (``tests/unit/test_architecture.py`` holds the table).
 """
 
+from . import comm_hooks
 from ._compat import DataParallel
 from ._grad_bucket import GradBucket
 from .errors import (
@@ -69,4 +71,5 @@ __all__ = [
     "ReplicaMismatchError",
     "UnfinishedReductionError",
     "UnsyncedGradientsError",
+    "comm_hooks",
 ]

@@ -110,7 +110,9 @@ class HookInFlight:
                 f"converts to {self._payload.dtype})",
                 found=f"shape {tuple(result.shape)}, {result.layout}, {result.dtype}",
             )
-        return result if result.is_sparse else result.reshape(self._payload.shape)
+        if result.shape == self._payload.shape:
+            return result  # as it is: the payload itself need not be copied
+        return result.reshape(self._payload.shape)
 
     def problem(
         self, what: str, *, expected: str = "", found: str = ""

@@ -33,6 +33,10 @@ class Memory:
         start = buffer.data_ptr()
         self._addresses = range(start, start + buffer.nbytes)
 
+    def is_of(self, buffer: torch.Tensor) -> bool:
+        """Whether the buffer is still there."""
+        return self._addresses.start == buffer.data_ptr()
+
     def owns(self, grad: Entry) -> bool:
         """Whether a gradient lies in the buffer."""
         return (
@@ -192,6 +196,14 @@ class DenseBucket(Bucket):
             if isinstance(grad, torch.Tensor):
                 self._tracked[k] = grad * (1.0 / division.total)
                 _ops.scale_into(self.views[k], grad.detach(), 1.0 / division.at_copy)
+
+    def complete(self) -> None:
+        """See `Bucket`."""
+        super().complete()
+        if not self._memory.is_of(self.buffer):
+            # A comm hook called resize_ on it. The views have moved along; the old
+            # addresses may soon be those of somebody's gradient.
+            self._memory = Memory(self.buffer)
 
     def unflatten(self, kept: Collection[int] = ()) -> None:
         """Copy out, or point ``.grad`` at the buffer; restore what is kept."""

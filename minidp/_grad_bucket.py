@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from ._layout import BucketPlan, Slot
+from ._layout import BucketPlan, Slot, row_major_stride
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -87,6 +87,24 @@ class GradBucket:
         if self._plan.dtype.is_complex and not values.is_complex():
             values = torch.view_as_complex(values.view(-1, 2))
         return [_window(values, slot) for slot in self._plan.slots]
+
+    def in_row_major(self) -> GradBucket:
+        """A copy whose gradients are row-major contiguous; itself if they are already.
+
+        Not in torch's interface.
+        """
+        grads = self.gradients()
+        if self._plan.sparse or all(grad.is_contiguous() for grad in grads):
+            return self
+        slots = tuple(
+            replace(slot, stride=row_major_stride(slot.shape))
+            for slot in self._plan.slots
+        )
+        plan = replace(self._plan, slots=slots)
+        values = torch.cat([grad.reshape(-1) for grad in grads])
+        if values.is_complex():
+            values = torch.view_as_real(values).flatten()
+        return GradBucket(plan, values, self._params, self._turn)
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the order of `gradients`."""

@@ -66,14 +66,17 @@ class ParamSpec:
     @property
     def view_stride(self) -> tuple[int, ...]:
         """Strides of the slot's view: the parameter's when dense, else row-major."""
-        if self.is_dense:
-            return self.stride
-        steps: list[int] = []
-        step = 1
-        for length in reversed(self.shape):
-            steps.append(step)
-            step *= max(length, 1)
-        return tuple(reversed(steps))
+        return self.stride if self.is_dense else row_major_stride(self.shape)
+
+
+def row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    steps: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        steps.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(steps))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ Collectives may be broken, so ranks talk through the process group's store. Each
 publishes how many asynchronous collectives it launched and whether one failed. Equal
 counts and no failure: every launched collective finds its peers, so it is awaited and
 the group is kept. Otherwise some will never complete: they are abandoned, together with
-the group and the memory they may still write to, and a fresh group takes over.
+the group and the memory they may still write to, and a fresh group takes over. What a
+comm hook owes is abandoned too: only its author knows what it waits for.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     """
     pipeline = reducer.pipeline
     group = pipeline.group
-    mine = json.dumps([pipeline.num_launched, pipeline.watch.has_failed])
+    is_lost = pipeline.watch.has_failed or pipeline.owes_to_hook
+    mine = json.dumps([pipeline.num_launched, is_lost])
     try:
         reports = _exchange(group_store(group, key), mine, group)
     except RuntimeError as error:

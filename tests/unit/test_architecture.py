@@ -68,6 +68,7 @@ IMPORTS: dict[str, set[str]] = {
         "config",
         "trace",
     },
+    "comm_hooks": {"_comm_hook", "_grad_bucket"},
     "_reducer": {
         "_arrivals",
         "_autograd",
@@ -97,9 +98,9 @@ IMPORTS: dict[str, set[str]] = {
         "config",
         "trace",
     },
-    "__init__": {"data_parallel", "errors", "trace"},
+    "__init__": {"_grad_bucket", "comm_hooks", "data_parallel", "errors", "trace"},
 }
-TALKS_TO_OTHER_RANKS = {"_collectives"}
+TALKS_TO_OTHER_RANKS = {"_collectives", "comm_hooks"}
 
 FILE_LINES = 400
 FUNCTION_CODE_LINES_P90 = 30
