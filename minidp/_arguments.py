@@ -14,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from ._collectives import default_first_bucket_bytes, default_group, is_group
 from ._layout import ParamSpec
 from .config import ReducerConfig, Unsynced, bucket_caps, unsynced_policy
+from .sync_batchnorm import refuse_torchs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -82,6 +83,7 @@ def check(module: nn.Module, given: Given) -> Checked:
         bool(given.static_graph),
         bool(given.gradient_as_bucket_view),
     )
+    refuse_torchs(module, devices.device)
     return Checked(
         replica,
         devices,

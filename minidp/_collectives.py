@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,13 @@ def default_group() -> ProcessGroup:
     return group
 
 
+def joined_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """``group`` or the default one; None while torch.distributed is not initialized."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return default_group() if group is None else group
+
+
 def default_first_bucket_bytes() -> int:
     """Limit of the small first bucket; torch's constant, so that both can be set."""
     return int(dist._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
@@ -60,6 +68,30 @@ def fresh_group(group: ProcessGroup) -> ProcessGroup:
         use_local_synchronization=True,
     )
     return created
+
+
+_side_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+
+
+def side_group(group: ProcessGroup) -> ProcessGroup:
+    """The same ranks once more, for collectives of layers; made by the first call.
+
+    Ranks whose graphs differ launch buckets at different points of a backward. On one
+    group, the sums of a layer would then meet a bucket of another rank: gloo aborts the
+    process, or adds them up if they are equally long. It is faster, too, not to queue
+    behind the buckets.
+    """
+    if group not in _side_groups:
+        _side_groups[group] = fresh_group(group)
+    return _side_groups[group]
+
+
+def forget_side_groups(group: ProcessGroup) -> None:
+    """Make new ones when needed; all ranks of ``group`` call it, after a failure."""
+    members = set(dist.get_process_group_ranks(group))
+    for other in list(_side_groups):
+        if members.issuperset(dist.get_process_group_ranks(other)):
+            del _side_groups[other]
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
@@ -123,6 +155,13 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
     options.asyncOp = True
     work: Work = group.allreduce([tensor], options)
     return work
+
+
+def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """All ranks' rows (1D, equally long on each rank), as one 2D tensor."""
+    rows = row.new_empty(group.size(), row.numel())
+    dist.all_gather(list(rows.unbind()), row, group=group)
+    return rows
 
 
 def gather_integers(

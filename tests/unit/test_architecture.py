@@ -85,7 +85,8 @@ IMPORTS: dict[str, set[str]] = {
     "_recovery": {"_collectives", "_reducer", "errors"},
     "_guard": {"_autograd", "_phase", "_reducer", "config", "errors"},
     "_replicas": {"_collectives", "errors"},
-    "_arguments": {"_collectives", "_layout", "config"},
+    "sync_batchnorm": {"_collectives", "_watch", "errors"},
+    "_arguments": {"_collectives", "_layout", "config", "sync_batchnorm"},
     "data_parallel": {
         "_arguments",
         "_collectives",
@@ -97,7 +98,7 @@ IMPORTS: dict[str, set[str]] = {
         "config",
         "trace",
     },
-    "__init__": {"data_parallel", "errors", "trace"},
+    "__init__": {"data_parallel", "errors", "sync_batchnorm", "trace"},
 }
 TALKS_TO_OTHER_RANKS = {"_collectives"}
 
@@ -108,7 +109,7 @@ CLASS_LINES = 200
 CLASS_METHODS = 15
 ARGUMENTS = 6
 NESTING = 3
-CORE_LINES = 2400
+CORE_LINES = 2450  # 2400 until SyncBatchNorm needed a group of its own
 CORE = {
     "errors",
     "config",
