@@ -71,10 +71,11 @@ def fresh_group(group: ProcessGroup) -> ProcessGroup:
 
 
 _side_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_renewals: dict[frozenset[int], str] = {}  # global ranks -> key of their last failure
 
 
 def side_group(group: ProcessGroup) -> ProcessGroup:
-    """The same ranks once more, for collectives of layers; made by the first call.
+    """Gloo between the same ranks once more, for layers; made by the first call.
 
     Ranks whose graphs differ launch buckets at different points of a backward. On one
     group, the sums of a layer would then meet a bucket of another rank: gloo aborts the
@@ -82,13 +83,29 @@ def side_group(group: ProcessGroup) -> ProcessGroup:
     behind the buckets.
     """
     if group not in _side_groups:
-        _side_groups[group] = fresh_group(group)
+        ranks = frozenset(dist.get_process_group_ranks(group))
+        newest_first = reversed(_renewals.items())
+        key = next((key for members, key in newest_first if members >= ranks), "first")
+        store = group_store(group, f"side/{key}")
+        # Not new_group(), whose names depend on how many groups a process is in. The
+        # backend alone has all that is called of a process group here.
+        gloo: Any = dist.ProcessGroupGloo(
+            store, group.rank(), group.size(), group_timeout(group)
+        )
+        _side_groups[group] = gloo
     return _side_groups[group]
 
 
-def forget_side_groups(group: ProcessGroup) -> None:
-    """Make new ones when needed; all ranks of ``group`` call it, after a failure."""
-    members = set(dist.get_process_group_ranks(group))
+def renew_side_groups(group: ProcessGroup, key: str) -> None:
+    """After a failure: side groups within ``group`` are made anew when needed.
+
+    Args:
+        group: all of its ranks call this.
+        key: the same on all ranks, and never used before.
+    """
+    members = frozenset(dist.get_process_group_ranks(group))
+    _renewals.pop(members, None)
+    _renewals[members] = key
     for other in list(_side_groups):
         if members.issuperset(dist.get_process_group_ranks(other)):
             del _side_groups[other]
@@ -160,7 +177,7 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
 def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """All ranks' rows (1D, equally long on each rank), as one 2D tensor."""
     rows = row.new_empty(group.size(), row.numel())
-    dist.all_gather(list(rows.unbind()), row, group=group)
+    group.allgather([list(rows.unbind())], [row]).wait()
     return rows
 
 

@@ -14,7 +14,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ._collectives import forget_side_groups, fresh_group, group_store, group_timeout
+from ._collectives import fresh_group, group_store, group_timeout, renew_side_groups
 from ._reducer import Reducer
 from .errors import CollectiveError, explain
 
@@ -59,7 +59,7 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
         pipeline.drain()
     else:
         group = fresh_group(group)
-    forget_side_groups(group)
+    renew_side_groups(group, key)
     reducer.restart(group)
     return group
 
