@@ -17,6 +17,7 @@ bias stay sums over the local batch: averaging them is the job of `DataParallel`
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             (self.running_var, unbiased),
         ):
             running.copy_(torch.lerp(running.double(), new, factor or 0.0))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
+        """A copy in this process shares the group, which cannot be copied."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        memo[id(self.process_group)] = self.process_group
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
 
     @classmethod
     def convert_sync_batchnorm(

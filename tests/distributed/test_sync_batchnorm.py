@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import hypothesis.strategies as st
@@ -14,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minidp import DataParallel, SyncBatchNorm
 from minidp._collectives import side_group
-from tests.support.both import same
+from tests.support.both import grads, same
 
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 RELATIVE = {  # to the largest element
@@ -62,7 +61,7 @@ def one_pass(layer: Any, x: torch.Tensor, case: Any) -> Any:
     return (
         y.detach(),
         x.grad,
-        [p.grad if p.grad is None else p.grad.clone() for p in layer.parameters()],
+        grads(layer),
         y.stride() if case.get("channels_last") else (),
     )
 
@@ -103,14 +102,14 @@ def check(pool: Any, sizes: Any, shape: Any, dtype: Any = torch.float64, **case:
     layer = plain_layer(shape, dtype, **case.get("options", {}))
     expected, module_buffers = train(layer, sizes, shape, dtype, case, "all")
     ranks = pool.run(on_rank, len(sizes), sizes, shape, dtype, case)
-    for step, (y, dx, grads, stride) in enumerate(expected):
+    for step, (y, dx, expected_grads, stride) in enumerate(expected):
         mine = [results[step] for results, _ in ranks]
         close(torch.cat([m[0] for m in mine]), y, dtype, f"outputs {step}")
         if dx is None:
             assert all(m[1] is None for m in mine)
         else:
             close(torch.cat([m[1] for m in mine]), dx, dtype, f"input grads {step}")
-        for i, grad in enumerate(grads):
+        for i, grad in enumerate(expected_grads):
             total = None if grad is None else sum(m[2][i] for m in mine)
             close(total, grad, dtype, f"grads {step} {i}")
         # Strides of a dense tensor in one memory format, less that of the samples.
@@ -311,9 +310,9 @@ def penalty(layer: Any, x: torch.Tensor) -> Any:
     y = layer(x)
     loss = loss_of(y)
     params = list(layer.parameters())
-    grads = torch.autograd.grad(loss, [x, *params], create_graph=True)
-    # Not one number of the whole batch: only what splits into sums over ranks.
-    wanted = sum(g.square().sum() for g in grads[:1]) + y.square().mul(x).sum()
+    (dx,) = torch.autograd.grad(loss, [x], create_graph=True)
+    # A sum over samples, so that the ranks' penalties add up to that of the full batch.
+    wanted = dx.square().sum() + y.square().mul(x).sum()
     return torch.autograd.grad(wanted, [x, *params], materialize_grads=True)
 
 
@@ -328,10 +327,10 @@ def penalty_on_rank(ctx: Any, parts: Any, options: Any) -> Any:
 def test_gradient_penalty_equals_full_batch(pool, sizes, options):
     parts = batches(sizes, (0, 3, 2, 2), 0, torch.float64)
     layer = plain_layer((0, 3, 2, 2), torch.float64, **options)
-    dx, *grads = penalty(layer, torch.cat(parts))
+    dx, *others = penalty(layer, torch.cat(parts))
     results = pool.run(penalty_on_rank, len(sizes), parts, options)
     close(torch.cat([r[0] for r in results]), dx, torch.float64, "input")
-    for i, grad in enumerate(grads, 1):
+    for i, grad in enumerate(others, 1):
         close(sum(r[i] for r in results), grad, torch.float64, f"parameter {i}")
 
 
@@ -339,7 +338,10 @@ def test_gradient_penalty_equals_full_batch(pool, sizes, options):
 
 
 class ConvNet(nn.Module):
-    """Two norms, the second on the vectors that pooling leaves, and two heads."""
+    """Two norms, the second on what pooling leaves, and two heads.
+
+    No bias before a norm: its gradient would be rounding only.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,7 +349,7 @@ class ConvNet(nn.Module):
             nn.Conv2d(2, 6, 3, bias=False),
             nn.BatchNorm2d(6),
             nn.ReLU(),
-            nn.Conv2d(6, 4, 3),
+            nn.Conv2d(6, 4, 3, bias=False),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
             nn.BatchNorm1d(4),
@@ -359,14 +361,19 @@ class ConvNet(nn.Module):
         return self.heads[head](body)
 
 
+def conv_net() -> ConvNet:
+    torch.manual_seed(7)  # the same on every rank and in the test
+    return ConvNet().double()
+
+
 def images(world_size: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
     shape = (world_size, 4, 2, 7, 7)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def conv_net_on_ranks(ctx: Any, net: Any, options: Any, how: str) -> Any:
-    net = SyncBatchNorm.convert_sync_batchnorm(net, ctx.group)
+def conv_net_on_ranks(ctx: Any, options: Any, how: str) -> Any:
+    net = SyncBatchNorm.convert_sync_batchnorm(conv_net(), ctx.group)
     ddp = DataParallel(net, process_group=ctx.group, **options)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     found = []
@@ -375,7 +382,7 @@ def conv_net_on_ranks(ctx: Any, net: Any, options: Any, how: str) -> Any:
         head = ctx.rank if how == "own head" else 0
         x = images(ctx.world_size, step)[ctx.rank]
         loss_of(ddp(x, head, how == "checkpoint")).backward()
-        found.append([p.grad for p in copy.deepcopy(net).parameters()])
+        found.append(grads(net))
         optimizer.step()
     return found, dict(net.named_buffers())
 
@@ -389,7 +396,7 @@ def conv_net_alone(net: nn.Module, world_size: int, how: str) -> Any:
         heads = range(world_size) if how == "own head" else [0] * world_size
         y = torch.cat([net.heads[h](b) for h, b in zip(heads, body, strict=True)])
         (loss_of(y) / world_size).backward()
-        expected.append([p.grad for p in copy.deepcopy(net).parameters()])
+        expected.append(grads(net))
         optimizer.step()
     return expected, dict(net.named_buffers())
 
@@ -410,10 +417,10 @@ def test_conv_net_equals_full_batch(pool, how, world_size, options, caps):
     On one group, the layer's sums then met a bucket of the other rank, and gloo ended
     the process.
     """
-    net = ConvNet().double()
     # The second head of the others has no gradient on any rank.
     options = {**options, "find_unused_parameters": True, "bucket_cap_mb_list": caps}
-    ranks = pool.run(conv_net_on_ranks, world_size, net, options, how)
+    ranks = pool.run(conv_net_on_ranks, world_size, options, how)
+    net = conv_net()
     expected, module_buffers = conv_net_alone(net, world_size, how)
     for found, found_buffers in ranks:
         for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):

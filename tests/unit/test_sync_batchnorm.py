@@ -129,6 +129,19 @@ def test_convert_of_a_subclass_gives_the_subclass():
     assert type(Mine.convert_sync_batchnorm(nn.BatchNorm1d(2))) is Mine
 
 
+def test_a_copy_shares_only_the_group(lone_group):
+    layer = convert(nn.BatchNorm1d(2), lone_group)
+    with pytest.raises(TypeError, match="cannot pickle"):
+        copy.deepcopy(nn.SyncBatchNorm(2, process_group=lone_group))
+    first, second = copy.deepcopy([layer, layer])
+    assert first is second
+    assert type(first) is SyncBatchNorm
+    assert first.process_group is lone_group
+    assert first.weight is not layer.weight
+    assert first.running_mean is not layer.running_mean
+    assert list(first.state_dict()) == list(layer.state_dict())
+
+
 # -------------------------------------------------------------- plain batch norm
 
 
