@@ -109,7 +109,7 @@ CLASS_LINES = 200
 CLASS_METHODS = 15
 ARGUMENTS = 6
 NESTING = 3
-CORE_LINES = 2450  # 2400 until SyncBatchNorm needed a group of its own
+CORE_LINES = 2460  # 2400 until SyncBatchNorm needed a group of its own
 CORE = {
     "errors",
     "config",
