@@ -5,6 +5,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
     L4  data_parallel   the nn.Module face: forward, no_sync, reset, wiring
     L3  _arguments      the constructor's arguments, checked in torch's order
         _replicas       replicas start and stay equal: verify, broadcast
+        sync_batchnorm  batch norm over the batches of all ranks, on the CPU too
         _guard          no optimizer applies gradients that differ between ranks
         _recovery       reset(): ranks agree on what survived a failure
         _on_demand      sync_gradients(): average what .grad holds now
@@ -51,6 +52,7 @@ from .errors import (
     UnfinishedReductionError,
     UnsyncedGradientsError,
 )
+from .sync_batchnorm import SyncBatchNorm
 from .trace import Event, Moment, Recorder
 
 __all__ = [
@@ -69,6 +71,7 @@ __all__ = [
     "Recorder",
     "ReducerFailedError",
     "ReplicaMismatchError",
+    "SyncBatchNorm",
     "UnfinishedReductionError",
     "UnsyncedGradientsError",
     "comm_hooks",

@@ -14,6 +14,7 @@ from ._collectives import default_first_bucket_bytes, default_group, is_group
 from ._managed import Replica, check_data, examine
 from ._mixed_precision import Precision, precision_from
 from .config import ReducerConfig, Unsynced, bucket_caps, unsynced_policy
+from .sync_batchnorm import refuse_torchs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -86,6 +87,7 @@ def check(module: nn.Module, given: Given) -> Checked:
         bool(given.skip_all_reduce_unused_params),
         bool(given.batched_grad_copy),
     )
+    refuse_torchs(module, devices.device)
     return Checked(
         replica,
         devices,

@@ -15,7 +15,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from ._collectives import fresh_group, group_store, group_timeout
+from ._collectives import fresh_group, group_store, group_timeout, renew_side_groups
 from ._reducer import Reducer
 from .errors import CollectiveError, explain
 
@@ -61,6 +61,7 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
         pipeline.drain()
     else:
         group = fresh_group(group)
+    renew_side_groups(group, key)
     reducer.restart(group)
     return group
 

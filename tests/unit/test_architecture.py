@@ -86,7 +86,8 @@ IMPORTS: dict[str, set[str]] = {
     "_recovery": {"_collectives", "_reducer", "errors"},
     "_guard": {"_autograd", "_phase", "_reducer", "config", "errors"},
     "_replicas": {"_collectives", "errors"},
-    "_arguments": {"_collectives", "_layout", "config"},
+    "sync_batchnorm": {"_collectives", "_watch", "errors"},
+    "_arguments": {"_collectives", "_layout", "config", "sync_batchnorm"},
     "data_parallel": {
         "_arguments",
         "_collectives",
@@ -98,7 +99,14 @@ IMPORTS: dict[str, set[str]] = {
         "config",
         "trace",
     },
-    "__init__": {"_grad_bucket", "comm_hooks", "data_parallel", "errors", "trace"},
+    "__init__": {
+        "_compat",
+        "_grad_bucket",
+        "comm_hooks",
+        "errors",
+        "sync_batchnorm",
+        "trace",
+    },
 }
 TALKS_TO_OTHER_RANKS = {"_collectives", "comm_hooks"}
 
@@ -109,7 +117,7 @@ CLASS_LINES = 200
 CLASS_METHODS = 15
 ARGUMENTS = 6
 NESTING = 3
-CORE_LINES = 2400
+CORE_LINES = 2460  # 2400 until SyncBatchNorm needed a group of its own
 CORE = {
     "errors",
     "config",
