@@ -43,6 +43,11 @@ class Given:
     mixed_precision: object
     skip_all_reduce_unused_params: bool
 
+    @property
+    def delayed_by_name(self) -> dict[str, nn.Parameter]:
+        """Parameters that travel last."""
+        return check_delayed(self.delayed, self.delayed_until)
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -63,7 +68,7 @@ def check(module: nn.Module, given: Given) -> Checked:
     Raises:
         ValueError, TypeError, RuntimeError, NotImplementedError: see the parts.
     """
-    replica = examine(module, check_delayed(given.delayed, given.delayed_until))
+    replica = examine(module, given.delayed_by_name)
     devices = check_devices(replica.parameters, given.device_ids, given.output_device)
     forward_sync, init_buffers = buffer_flags(
         broadcast_buffers=given.broadcast_buffers,

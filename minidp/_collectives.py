@@ -59,14 +59,27 @@ def is_group(value: object) -> bool:
     return isinstance(value, dist.ProcessGroup)
 
 
-def fresh_group(group: ProcessGroup) -> ProcessGroup:
-    """A new group over the same ranks, backend and timeout; its members call it."""
-    created: ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group),
+def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
+    """A new group over the same ranks, backend and timeout; its members call it.
+
+    Args:
+        group: the old one.
+        key: the same on all ranks, and never used before in this group.
+    """
+    # Not new_group(), whose name for a group that only its members make depends on how
+    # many groups a process is in: ranks that differ there would wait for each other.
+    ranks = dist.get_process_group_ranks(group)
+    made = c10d._new_process_group_helper(
+        len(ranks),
+        group.rank(),
+        ranks,
+        dist.Backend(str(dist.get_backend(group))),
+        c10d._get_default_store(),
+        c10d.GroupName(f"minidp/{group.group_name}/{key}"),
         timeout=group_timeout(group),
-        backend=str(dist.get_backend(group)),
-        use_local_synchronization=True,
     )
+    created: ProcessGroup = made[0]
+    c10d._world.pg_group_ranks[created] = {rank: i for i, rank in enumerate(ranks)}
     return created
 
 

@@ -7,7 +7,6 @@ torch's own tests reach for.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 import warnings
@@ -22,144 +21,17 @@ from torch.nn.parallel import DistributedDataParallel, scatter_gather
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from . import _arguments, _managed, _replicas, comm_hooks, data_parallel
-from ._collectives import all_reduce
-from ._grad_bucket import GradBucket, Turn
+from ._compat_reducer import ReducerNames
 from ._guard import refuse_forward
 from ._logging_data import LoggingData
 from ._overlap import excused
 from ._untraced import untraced_itself
 
+_Builtin: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]
 BUILTIN_HOOKS = {
-    dist.BuiltinCommHookType.ALLREDUCE: comm_hooks.all_reduce_hook,
-    dist.BuiltinCommHookType.FP16_COMPRESS: comm_hooks.fp16_compress_hook,
+    _Builtin.ALLREDUCE: comm_hooks.all_reduce_hook,
+    _Builtin.FP16_COMPRESS: comm_hooks.fp16_compress_hook,
 }
-
-
-class ReducerNames:
-    """``ddp.reducer``: entry points of torch's reducer, on ours.
-
-    Args:
-        ddp: whose reducer it stands for.
-    """
-
-    def __init__(self, ddp: data_parallel.DataParallel) -> None:
-        self._ddp = ddp
-
-    def prepare_for_forward(self) -> None:
-        """Nothing to prepare."""
-
-    def prepare_for_backward(self, outputs: Any) -> None:
-        """The next backward reduces, as after a forward that returned ``outputs``."""
-        refuse_forward(self._ddp._reducer)
-        self._ddp._after_module(outputs)
-
-    def _rebuild_buckets(self) -> bool:
-        """Collective if it returns True: rebuild if that is due."""
-        reducer = self._ddp._reducer
-        refuse_forward(reducer)
-        is_due = reducer.ready_order is not None
-        reducer.rebuild_if_due()
-        return is_due
-
-    def _push_all_rebuilt_params(self) -> None:
-        """The next rebuild follows the parameters' own order."""
-        self._ddp._reducer.ready_order = list(range(len(self._ddp._reducer.params)))
-
-    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
-        """Buckets as a rank without inputs contributes them."""
-        pipeline = self._ddp._reducer.pipeline
-        last = len(pipeline.buckets) - 1
-        return [
-            GradBucket(
-                bucket.plan,
-                torch.zeros_like(bucket.payload),
-                bucket.params,
-                Turn(number, number == last, pipeline.divisor, pipeline.group),
-            )
-            for number, bucket in enumerate(pipeline.buckets)
-            if not bucket.plan.sparse
-        ]
-
-    def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        """Sum a bucket over the ranks, undivided."""
-        buffer = bucket.buffer()
-        future = all_reduce(buffer, self._ddp.process_group).get_future()
-        return future.then(lambda _: buffer)
-
-    def _run_comm_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        """What a registered comm hook makes of a bucket."""
-        hook = self._ddp._reducer.pipeline.comm_hook
-        if hook is None:
-            return self._run_allreduce_hook(bucket)
-        return hook.hook(hook.state, bucket)
-
-    def _set_forward_pass_work_handle(
-        self, work: Any, use_static_world_size: bool
-    ) -> None:
-        """``work`` sums how many ranks take part in the next backward."""
-        (count,) = work.get_future().wait()
-        count = None if use_static_world_size else int(count.item())
-        self._ddp._reducer.pipeline.num_contributors = count
-
-    def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
-        """The next synchronised backward waits for these, too."""
-        observers = self._ddp._reducer.pipeline.observers
-        observers.append(_Awaits(futures, observers))
-
-    def _get_local_used_map(self) -> torch.Tensor:
-        """How many ranks used each parameter in the last backward (1-D int32)."""
-        return self._ddp._reducer.pipeline.used_map.last_counts
-
-    def _ddp_graph_static(self) -> bool:
-        """Whether the same parameters were missing in all backwards so far."""
-        return self._ddp._reducer.expected.is_steady
-
-    def _autograd_hook(self, i: int) -> None:
-        """The gradient of parameter ``i`` is in ``.grad``."""
-        self._ddp._reducer.hooks.python_hook(i)(None, None)
-
-    def _delay_all_reduce(self) -> None:
-        """Called in a backward: whatever did not arrive does not come any more."""
-        self._ddp._reducer.end_now()
-
-    def _set_static_graph(self) -> None:
-        self._ddp._set_static_graph()
-
-    def _check_reducer_finalized(self) -> None:
-        refuse_forward(self._ddp._reducer)
-
-    def _reset_state(self) -> None:
-        """Forget a failed or unfinished backward, without asking other ranks."""
-        self._ddp._reducer.restart(self._ddp.process_group)
-
-    def _update_process_group(self, group: dist.ProcessGroup) -> None:
-        self._ddp._update_process_group(group)
-
-    def _remove_autograd_hooks(self) -> None:
-        self._ddp._remove_autograd_hooks()
-
-    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        self._ddp._logging.set_rate(rate)
-
-    def get_backward_stats(self) -> list[int]:
-        """Nanoseconds from the end of the forward to each gradient, when sampled."""
-        return self._ddp._logging.ready_times()
-
-
-class _Awaits:
-    """Waits for futures at the end of one backward."""
-
-    def __init__(self, futures: Sequence[Any], observers: list[Any]) -> None:
-        self._futures = futures
-        self._observers = observers
-
-    def reduced(self, params: Sequence[nn.Parameter]) -> None:
-        """Not yet."""
-
-    def finished(self) -> None:
-        """Wait, once."""
-        self._observers.remove(self)
-        torch.futures.wait_all(list(self._futures))
 
 
 class _OwnOptimizers:
@@ -222,9 +94,7 @@ class _Attributes:
             for n, p in ddp.module.named_parameters()
             if n not in ddp.parameters_to_ignore
         ],
-        "_delay_all_reduce_params": lambda ddp: [
-            p for _, p in ddp._given.delayed or ()
-        ],
+        "_delay_all_reduce_params": lambda ddp: [*ddp._given.delayed_by_name.values()],
         "_has_rebuilt_buckets": lambda ddp: ddp._reducer.has_rebuilt,
         "_comm_hooks": lambda ddp: [
             (hook.hook, hook.state)
@@ -238,23 +108,27 @@ class _Attributes:
     }
 
 
-class DataParallel(_Legacy, data_parallel.DataParallel):  # noqa: D101 -- set below
+class DataParallel(_Legacy, data_parallel.DataParallel):
     __doc__ = data_parallel.DataParallel.__doc__
     __module__ = "minidp"
+    _not_portable = (
+        *data_parallel.DataParallel._not_portable,
+        "_logging",
+        "_module_buffer_hook",
+    )
 
-    @functools.wraps(data_parallel.DataParallel.__init__)
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        mesh = kwargs.get("device_mesh", args[14] if len(args) > 14 else None)
-        if mesh is not None and mesh.ndim == 1 and mesh._get_root_mesh() != mesh:
-            # Tensor parallel inside: DTensors become plain parameters between forwards.
+    def _prepare(self, module: nn.Module, device_mesh: Any) -> None:
+        """Tensor parallel inside: DTensors become plain parameters between forwards."""
+        super()._prepare(module, device_mesh)
+        if device_mesh is not None and device_mesh._get_root_mesh() != device_mesh:
             name = "torch.distributed.tensor.parallel.ddp"
             importlib.import_module(name)._pre_dp_module_transform(module)
-        super().__init__(module, *args, **kwargs)
 
     def _wire(self, checked: _arguments.Checked) -> None:
-        super()._wire(checked)
-        self._caps = checked.config.caps
         self._logging = LoggingData(self)
+        super()._wire(checked)
+        self._logging.describe()
+        self._caps = checked.config.caps
         self._module_buffer_hook: tuple[Any, Callable[..., Any], Any] | None = None
         self._lazy_init_ran = False
 
@@ -269,8 +143,10 @@ class DataParallel(_Legacy, data_parallel.DataParallel):  # noqa: D101 -- set be
         if not self._lazy_init_ran:
             self._lazy_init_ran = True
             self._adopt_own_optimizers()
-        self._logging.forward_begins()
-        return super()._before_module(inputs, kwargs)
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self._logging.forward_begins()
+        with self._logging.noting_errors():
+            return super()._before_module(inputs, kwargs)
 
     @untraced_itself
     def _run_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -283,7 +159,7 @@ class DataParallel(_Legacy, data_parallel.DataParallel):  # noqa: D101 -- set be
         before = active._active_ddp_module
         active._active_ddp_module = self
         try:
-            return _call(self.runs, inputs, kwargs)
+            return _call(self._what_runs(), inputs, kwargs)
         finally:
             active._active_ddp_module = before
 
@@ -291,7 +167,8 @@ class DataParallel(_Legacy, data_parallel.DataParallel):  # noqa: D101 -- set be
         if self._module_buffer_hook is not None and self.will_sync_module_buffers():
             self._run_buffer_hook(_BufferCommHookLocation.POST_FORWARD)
         super()._after_module(output)
-        self._logging.forward_ends()
+        if self.require_forward_param_sync:  # this forward is synchronised
+            self._logging.forward_ends()
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self._before_module(inputs, kwargs)
@@ -302,7 +179,12 @@ class DataParallel(_Legacy, data_parallel.DataParallel):  # noqa: D101 -- set be
 
     # -- hooks and optimizers ----------------------------------------------------------
 
-    def _register_builtin_comm_hook(self, kind: dist.BuiltinCommHookType) -> None:
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """See `data_parallel.DataParallel`; an error is also logged."""
+        with self._logging.noting_errors():
+            super().register_comm_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, kind: Any) -> None:
         if kind not in BUILTIN_HOOKS:
             warnings.warn(f"Unknown builtin comm hook {kind!r}: ignored.", stacklevel=2)
             return
@@ -410,7 +292,7 @@ class DataParallel(_Legacy, data_parallel.DataParallel):  # noqa: D101 -- set be
         self._logging.set_rate(sample_rate)
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        replica = _managed.examine(self.module, dict(self._given.delayed or ()))
+        replica = _managed.examine(self.module, self._given.delayed_by_name)
         managed = replica.managed
         return list(managed.values()), [name in replica.sparse for name in managed]
 
@@ -433,7 +315,8 @@ class DataParallel(_Legacy, data_parallel.DataParallel):  # noqa: D101 -- set be
 
     @staticmethod
     def _get_data_parallel_params(
-        module: nn.Module, named_params: bool = False
+        module: nn.Module,
+        named_params: bool = False,  # noqa: FBT001, FBT002 -- torch's
     ) -> Iterator[Any]:
         """Parameters that are not on an ignore list."""
         for name, param in module.named_parameters():

@@ -31,6 +31,7 @@ class EveryParameter:
     map_goes_first = False  # ... before the buckets (torch's order, static graph)
     shares_reach = False  # ... and after a forward which the backward can reach
     keeps_ready_order = True  # this backward's order is the order to rebuild by
+    is_steady = True  # the same parameters were missing in every backward so far
     kept: Collection[int] = ()  # parameters whose ``.grad`` is never written
 
     def __init__(self, num_params: int) -> None:
@@ -101,12 +102,13 @@ class FindUnused(EveryParameter):
     def __init__(self, num_params: int, *, shares_reach: bool = False) -> None:
         super().__init__(num_params)
         self.shares_reach = shares_reach
-        self._missing_last: Sequence[int] = ()
+        self._missing_last: Sequence[int] | None = None
         self._absent: set[int] = set()
 
     def saw_outputs(self, output: object, nodes: Sequence[Node]) -> None:
         """Predict what will be missing, if anything was last time."""
-        among = range(self._num_params) if self.shares_reach else self._missing_last
+        last = self._missing_last
+        among = range(self._num_params) if self.shares_reach else last
         self._absent = unreachable(output, nodes, among) if among else set()
 
     def absent(self) -> Sequence[int]:
@@ -115,6 +117,8 @@ class FindUnused(EveryParameter):
 
     def ended(self, missing: Sequence[int], unused: Collection[int]) -> None:
         """Remember what was missing."""
+        is_first = self._missing_last is None
+        self.is_steady &= is_first or set(missing) == set(self._missing_last or ())
         self._missing_last = missing
 
 

@@ -57,7 +57,7 @@ class Guard:
 
     def __init__(self, reducer: Reducer, policy: Unsynced) -> None:
         self._reducer = reducer
-        self._policy = policy
+        self.policy = policy
         self.stepping: set[int] = set()  # ids of optimizers that step in the backward
         self.in_backward: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._index = {id(param): i for i, param in enumerate(reducer.params)}
@@ -86,9 +86,9 @@ class Guard:
                 )
             )
         problem = self._find_problem(optimizer)
-        if problem and self._policy == "raise":
+        if problem and self.policy == "raise":
             raise UnsyncedGradientsError(problem)
-        if problem and self._policy == "warn":
+        if problem and self.policy == "warn":
             warnings.warn(problem, stacklevel=4)
         ledger = self._reducer.ledger
         self._seen[optimizer] = Seen(ledger.armed, ledger.finalized)

@@ -65,6 +65,8 @@ class UnevenInputs(SharedState, Joinable):
 
     device: torch.device
     _divide_by_initial_world_size = True
+    _authoritative_rank = 0  # whose state counts
+    _has_joined = False  # a join was announced, ever
 
     @contextmanager
     def join(
@@ -108,6 +110,7 @@ class UnevenInputs(SharedState, Joinable):
         self._divide_by_initial_world_size = kwargs.get(
             "divide_by_initial_world_size", True
         )
+        self._has_joined = True
         return Shadow(self)
 
     @property
@@ -175,5 +178,6 @@ class Shadow(JoinHook):
         ddp = self._ddp
         mine = ddp.process_group.rank() if is_last_joiner else -1
         rows = gather_integers([mine], ddp.process_group, ddp.device)
-        ddp.take_state_of(max(rank for (rank,) in rows))
+        ddp._authoritative_rank = max(rank for (rank,) in rows)
+        ddp.take_state_of(ddp._authoritative_rank)
         ddp.stop_joining()

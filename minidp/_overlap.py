@@ -4,7 +4,7 @@
     bucket 1   ........... all-reduce ......... | copy out | step
 
 The steps of the first buckets run while the last ones are still on their way. A step
-sees the optimizer as it is, but with parameter groups that hold this bucket's parameters
+sees the optimizer as it is, but for parameter groups that hold the bucket's parameters
 only; state, hooks and learning rate schedulers stay the optimizer's own.
 """
 

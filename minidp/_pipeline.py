@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -69,8 +70,7 @@ class Pipeline:
         self._config = config
         self._next = 0
         self.buckets: list[Bucket] = []
-        limits = config.caps.initial_limits(one_bucket=config.starts_with_one_bucket)
-        self.adopt(initial_layout(specs, limits))
+        self.replan(static_graph=config.static_graph)
 
     def adopt(self, layout: Layout) -> None:
         """Make the buckets of a layout; gradient views move along."""
@@ -80,6 +80,14 @@ class Pipeline:
         if self._config.gradient_as_bucket_view:
             for bucket in self.buckets:
                 bucket.tie_grads()
+
+    def replan(self, *, static_graph: bool) -> ReducerConfig:
+        """Start over, with or without the promise of a static graph."""
+        self._config = replace(self._config, static_graph=static_graph)
+        one_bucket = self._config.starts_with_one_bucket
+        limits = self._config.caps.initial_limits(one_bucket=one_bucket)
+        self.adopt(initial_layout(self._specs, limits))
+        return self._config
 
     def _make_bucket(self, plan: BucketPlan) -> Bucket:
         names = [spec.name for spec in self._specs]

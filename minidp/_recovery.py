@@ -60,7 +60,7 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     if len(counts) == 1 and not failed:
         pipeline.drain()
     else:
-        group = fresh_group(group)
+        group = fresh_group(group, key)
     renew_side_groups(group, key)
     reducer.restart(group)
     return group

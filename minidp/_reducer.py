@@ -3,7 +3,7 @@
     arm            a synchronising forward ended                        data_parallel
     _on_unusual    first gradient of a backward: open the countdown     grad hook
     _on_full       flatten a bucket, launch what is due, in index order grad hook
-    _end_probe     the backward is over: complete it, or note PENDING   final callback
+    end_now        the backward is over: complete it, or note PENDING   final callback
     _finalize      wait, copy out, close                                final callback
 
 The final callback is queued when the last bucket is launched, which is where torch
@@ -56,7 +56,8 @@ def _failing(method: Method) -> Method:
     def guarded(self: Reducer, *arguments: Any) -> None:
         try:
             method(self, *arguments)
-        except BaseException:
+        except BaseException as error:
+            self.failure = error
             self.fail()
             raise
 
@@ -86,13 +87,14 @@ class Reducer:
         self.phase = PhaseBox()
         self.ledger = Ledger()
         self.has_rebuilt = False
+        self.failure: BaseException | None = None  # what made it FAILED
         self.pipeline = Pipeline(self.params, specs, config, group)
         self.expected = expectation_for(len(params), config)
         callbacks = Callbacks(_weakly(self._on_full), _weakly(self._on_unusual))
         self.countdown = Countdown(self.params, callbacks, self.pipeline.copy_now)
         self.countdown.adopt(self.pipeline.buckets)
-        self._hooks = GradHooks(self.params, self.countdown)
-        weakref.finalize(self, self._hooks.remove)  # they would outlive us otherwise
+        self.hooks = GradHooks(self.params, self.countdown)
+        weakref.finalize(self, self.hooks.remove)  # they would outlive us otherwise
         self._lock = threading.RLock()  # CUDA runs one autograd thread per device
         self._probed_task = NO_TASK
         self.ready_order: list[int] | None = None
@@ -101,7 +103,7 @@ class Reducer:
         """A synchronising forward returned ``output``: the next backward reduces."""
         self.phase.enter(Phase.ARMED)
         self._probed_task = NO_TASK
-        self.expected.saw_outputs(output, self._hooks.nodes)
+        self.expected.saw_outputs(output, self.hooks.nodes)
         if self.expected.shares_reach:
             within = {*range(len(self.params))} - {*self.expected.absent()}
             self.pipeline.share_reach(within | self.ledger.used_locally)
@@ -137,13 +139,13 @@ class Reducer:
 
     def _open(self) -> None:
         """The first gradient of a synchronised backward is here."""
-        if self._expected.completes_at_end and is_compiled_backward():
+        if self.expected.completes_at_end and is_compiled_backward():
             raise GradientError(no_end(self.rank))
         self.phase.enter(Phase.REDUCING)
         self.pipeline.start(self.pipeline.reach_map.unused_everywhere())
         is_traced = self.pipeline.tracer.is_on
         marks = self.expected.marks(Mark.TRACED if is_traced else Mark.UNSET)
-        for i in self._hooks.shared():
+        for i in self.hooks.shared():
             marks[i] = Mark.TRACED if marks[i] is Mark.UNSET else marks[i]
         self.countdown.open(marks, self.pipeline.division.at_copy)
         if self._probed_task == NO_TASK:
@@ -208,10 +210,10 @@ class Reducer:
         task = current_task()
         if task != self._probed_task:
             self._probed_task = task
-            queue_final_callback(self._end_probe)
+            queue_final_callback(self.end_now)
 
     @_failing
-    def _end_probe(self) -> None:
+    def end_now(self) -> None:
         """The backward is over."""
         with self._lock:
             self._probed_task = NO_TASK
@@ -226,7 +228,7 @@ class Reducer:
     def _complete(self) -> None:
         """Fill in what did not arrive; this launches the rest."""
         missing = self.countdown.missing()
-        lost = [self.names[i] for i in self._hooks.lost(missing)]
+        lost = [self.names[i] for i in self.hooks.lost(missing)]
         if lost:
             raise GradientError(lost_hooks(self.rank, lost))
         if self.expected.map_goes_first:
@@ -259,6 +261,13 @@ class Reducer:
             )
         self.expected.shadowed(everything, unused)
 
+    def replan(self, *, static_graph: bool) -> None:
+        """Promise a static graph, before any backward."""
+        self.expected = expectation_for(
+            len(self.params), self.pipeline.replan(static_graph=static_graph)
+        )
+        self.countdown.adopt(self.pipeline.buckets)
+
     def fail(self) -> None:
         """Only `restart` leads out of this."""
         self.phase.enter(Phase.FAILED)
@@ -268,6 +277,7 @@ class Reducer:
         """Back to IDLE on ``group``, whatever happened."""
         with self._lock:
             self.fail()
+            self.failure = None
             self.pipeline.restart(group)
             self.countdown.adopt(self.pipeline.buckets)
             self._probed_task = NO_TASK

@@ -25,6 +25,7 @@ class UsedMap:
 
     def __init__(self, num_params: int, device: torch.device, watch: Watch) -> None:
         self.launched_count = 0  # collectives, since the last `forget`
+        self.last_counts = torch.zeros(num_params, dtype=torch.int32, device=device)
         self._num_params = num_params
         self._device = device
         self._watch = watch
@@ -54,6 +55,7 @@ class UsedMap:
             return frozenset()
         with self._watch.over("waiting for the all-reduce of the used-map"):
             self._work.wait()
+        self.last_counts = self._counts
         unused = torch.nonzero(self._counts == 0).flatten().tolist()
         self.drop()
         return frozenset(unused)

@@ -117,8 +117,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
         self.process_group = _arguments.choose_group(process_group, device_mesh)
-        if device_mesh is not None:
-            self.device_mesh = device_mesh
+        self._prepare(module, device_mesh)
         try:
             checked = _arguments.check(module, self._given)
         except Exception as error:
@@ -143,6 +142,11 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             self._precision.cast_module_buffers(self.named_module_buffers)
 
     # -- wiring ------------------------------------------------------------------------
+
+    def _prepare(self, module: nn.Module, device_mesh: DeviceMesh | None) -> None:
+        """Before anything is checked."""
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
 
     def _wire(self, checked: _arguments.Checked) -> None:
         """Create everything that is not part of the module's state."""
@@ -215,8 +219,10 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
 
     @untraced_itself
     def _run_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run = self.module if self._precision is None else self._precision.run
-        return run(*inputs, **kwargs)
+        return self._what_runs()(*inputs, **kwargs)
+
+    def _what_runs(self) -> Any:
+        return self.module if self._precision is None else self._precision.run
 
     @untraced
     def _after_module(self, output: Any) -> None:
