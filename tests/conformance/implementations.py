@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -23,14 +24,11 @@ IMPLEMENTATIONS: dict[str, type[nn.Module]] = {
 }
 
 
-_instances_made: list[type] = []
-
-
-def bind(name: str) -> None:
+def bind(name: str, at_instance: Callable[[], None]) -> None:
     """Make this process reach the implementation under every name of torch's class."""
     implementation = IMPLEMENTATIONS[name]
     leave_out_devices(implementation)
-    _count_instances(implementation)
+    _notice_instances(implementation, at_instance)
     if implementation is DistributedDataParallel:
         return
     _lend_class_helpers(implementation)
@@ -42,20 +40,15 @@ def bind(name: str) -> None:
                 setattr(module, attribute, implementation)
 
 
-def was_reached() -> bool:
-    """Whether this process constructed the implementation, successfully or not."""
-    return bool(_instances_made)
-
-
-def _count_instances(implementation: type[nn.Module]) -> None:
+def _notice_instances(implementation: type[nn.Module], call: Callable[[], None]) -> None:
     construct = implementation.__init__
 
     @functools.wraps(construct)
-    def count_and_construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        _instances_made.append(implementation)
+    def notice_and_construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        call()
         construct(self, *args, **kwargs)
 
-    implementation.__init__ = count_and_construct
+    implementation.__init__ = notice_and_construct
 
 
 def _lend_class_helpers(implementation: Any) -> None:

@@ -1,9 +1,9 @@
 """Runs tests that were written for one GPU per rank on the CPU.
 
 Only where things are placed is changed: moves to a GPU do nothing, tensors asked for on
-a GPU are made on the CPU, the constructor's `device_ids` and `output_device` are left
-out, and "needs a GPU" is no reason to skip. No assertion, and nothing that a wrapper
-for data parallelism calls on a CPU model, is touched.
+a GPU are made on the CPU, streams and events of an accelerator do nothing, the
+constructor's `device_ids` and `output_device` are left out, and "needs a GPU" is no
+reason to skip. No assertion is touched.
 """
 
 from __future__ import annotations
@@ -97,3 +97,27 @@ def _silence_cuda() -> None:
     torch.cuda.current_device = lambda: 0
     for name in ("device", "stream"):
         setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+    # Without an accelerator all of these raise, also where torch's DDP itself uses them.
+    torch.Stream = torch.Event = torch.cuda.Stream = _InOrder
+    torch.accelerator.current_stream = _InOrder
+
+
+class _InOrder:
+    """A stream, or an event on one, of a device that does one thing after another."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __enter__(self) -> _InOrder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait(self, *_: Any, **__: Any) -> None:
+        pass
+
+    record = synchronize = wait_event = wait_stream = wait
+
+    def record_event(self, *_: Any) -> _InOrder:
+        return self

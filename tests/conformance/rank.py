@@ -45,14 +45,12 @@ def be_rank(setup: Setup, rank: int, errors: Connection) -> None:
     try:
         _set_environment(setup, rank)
         placement.place_on_cpu()
-        implementations.bind(setup.implementation)
+        implementations.bind(setup.implementation, at_instance=setup.reached.touch)
         suite.Case._run(rank, setup.name, str(setup.folder / "rendezvous"), errors)
     except SystemExit as request:
         code = request.code
     except BaseException:  # torch's harness sends those of the test itself
         errors.send(traceback.format_exc())
-    if implementations.was_reached():
-        setup.reached.touch()
     sys.stdout.flush()
     sys.stderr.flush()
     # No interpreter shutdown: process groups whose peers are gone may hang in it.
@@ -71,6 +69,3 @@ def _set_environment(setup: Setup, rank: int) -> None:
     torch.set_num_threads(1)
     os.environ["WORLD_SIZE"] = str(setup.num_ranks)
     os.environ["TEMP_DIR"] = str(setup.folder)
-    # Torch's own harness sets this one before the module is imported; tests that see
-    # a file here also save and load the wrapper.
-    suite.torch_tests.INIT_METHOD = f"file://{setup.folder}/init_dir/shared_init_file"

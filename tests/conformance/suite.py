@@ -37,3 +37,11 @@ class Case(torch_tests.TestDistBackend, torch_tests.DistributedTest._DistTestBas
 def all_names() -> list[str]:
     """Every test of the module, in its own order."""
     return [name for name in dir(Case) if name.startswith("test_")]
+
+
+def why_skipped(name: str) -> str:
+    """The reason that a decorator left for unittest's own runner; empty if none."""
+    test = getattr(Case, name)
+    if not getattr(test, "__unittest_skip__", False):
+        return ""
+    return str(test.__unittest_skip_why__)

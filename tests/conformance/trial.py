@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.testing._internal.common_distributed import TEST_SKIPS
 
+from tests.conformance import suite
 from tests.conformance.rank import Setup, be_rank
 
 # Peers of a failed rank mostly wait for it in a collective. They get this long to fail
@@ -51,6 +52,8 @@ def run_trial(
     name: str, implementation: str, num_ranks: int, timeout: float
 ) -> Outcome:
     """Run a test on as many processes as it needs; kill what is left of it."""
+    if why := suite.why_skipped(name):
+        return Outcome(name, "skipped", 0.0, num_ranks, why)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
         setup = Setup(name, implementation, num_ranks, timeout, Path(folder))
