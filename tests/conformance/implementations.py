@@ -40,7 +40,9 @@ def bind(name: str, at_instance: Callable[[], None]) -> None:
                 setattr(module, attribute, implementation)
 
 
-def _notice_instances(implementation: type[nn.Module], call: Callable[[], None]) -> None:
+def _notice_instances(
+    implementation: type[nn.Module], call: Callable[[], None]
+) -> None:
     construct = implementation.__init__
 
     @functools.wraps(construct)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from tests.conformance.outcome import Outcome
 from tests.conformance.records import Listed
-from tests.conformance.trial import Outcome
 
 _MAX_REASON = 160  # characters
 

@@ -97,7 +97,7 @@ def _silence_cuda() -> None:
     torch.cuda.current_device = lambda: 0
     for name in ("device", "stream"):
         setattr(torch.cuda, name, lambda *_, **__: nullcontext())
-    # Without an accelerator all of these raise, also where torch's DDP itself uses them.
+    # Without an accelerator all of these raise, also where torch's DDP uses them.
     torch.Stream = torch.Event = torch.cuda.Stream = _InOrder
     torch.accelerator.current_stream = _InOrder
 

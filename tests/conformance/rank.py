@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import signal
 import sys
 import traceback
 from dataclasses import dataclass
@@ -38,9 +39,10 @@ class Setup:
 def be_rank(setup: Setup, rank: int, errors: Connection) -> None:
     """Run the test and exit with the code that torch's harness chose."""
     _redirect_output(setup.log(rank))
-    # The parent kills ranks that take too long. This says where they were, and ends
-    # them if there is no parent any more.
-    faulthandler.dump_traceback_later(setup.timeout, exit=True)
+    # The parent asks ranks that take too long where they are, and kills them. Should
+    # there be no parent any more, they end by themselves.
+    faulthandler.register(signal.SIGUSR1)
+    faulthandler.dump_traceback_later(setup.timeout + 10, exit=True)
     code = 1
     try:
         _set_environment(setup, rank)

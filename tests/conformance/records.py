@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from tests.conformance.trial import Outcome
+from tests.conformance.outcome import Outcome
 
 _HERE = Path(__file__).parent
 BASELINE = _HERE / "baseline.txt"
@@ -60,6 +60,11 @@ def read_baseline(path: Path = BASELINE) -> dict[str, Known]:
     return known
 
 
+def baseline_version(path: Path = BASELINE) -> str:
+    """The torch that passed those tests."""
+    return path.read_text().split()[3]
+
+
 def write_baseline(outcomes: Iterable[Outcome], path: Path = BASELINE) -> None:
     """Keep what passed and has to do with the wrapper at all."""
     rows = sorted(
@@ -70,7 +75,9 @@ def write_baseline(outcomes: Iterable[Outcome], path: Path = BASELINE) -> None:
     path.write_text(_HEAD.format(version=torch.__version__) + "".join(rows))
 
 
-def read_exceptions(path: Path = EXCEPTIONS, readme: Path = README) -> dict[str, Listed]:
+def read_exceptions(
+    path: Path = EXCEPTIONS, readme: Path = README
+) -> dict[str, Listed]:
     """By name; each must point to a row of the README's table."""
     rows = _table_rows(readme)
     listed = {}

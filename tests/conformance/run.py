@@ -5,7 +5,7 @@
     python tests/conformance/run.py --implementation torch --record
 
 Exit status: 0 if exactly those tests fail that exceptions.txt lists, 1 if not, 2 if the
-question was wrong. README.md beside this file says how and why.
+question was wrong. tests/README.md says more.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-# As a script, this file's own folder is on the path instead of the repository.
-sys.path[0] = str(Path(__file__).parents[2])
+# As a script, it finds its own folder on the path instead of the repository.
+sys.path.insert(0, str(Path(__file__).parents[2]))
 # Before torch is imported; see tests/conftest.py.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -27,9 +27,9 @@ import torch
 from tests.conformance import records, suite
 from tests.conformance.implementations import IMPLEMENTATIONS
 from tests.conformance.judge import Judge
+from tests.conformance.outcome import Outcome
 from tests.conformance.records import Known
 from tests.conformance.schedule import run_all
-from tests.conformance.trial import Outcome
 
 
 def main(arguments: list[str]) -> int:
@@ -74,7 +74,7 @@ def _selected(
     options: argparse.Namespace,
     baseline: dict[str, Known],
 ) -> list[Known]:
-    for name in options.tests:
+    for name in options.tests or baseline:
         if name not in suite.all_names():
             parser.error(f"torch {torch.__version__} has no test {name!r}")
         if name not in baseline:
@@ -94,11 +94,11 @@ def _check(
         print(judge.line(outcome), flush=True)
         if options.details and outcome.details:
             print(outcome.details)
-    left_out = [known for known in baseline.values() if known not in selected]
-    if left_out and not options.tests:
-        print("left out, for --slow:")
-        for known in left_out:
-            print(f"    {known.name} ({known.seconds:.0f} s)")
+    for known in baseline.values():
+        if known not in selected and not options.tests:
+            print(f"slow    {known.name}  {known.seconds:.0f} s  left out: --slow")
+    if (recorded := records.baseline_version()) != torch.__version__:
+        print(f"baseline.txt is of torch {recorded}, this is {torch.__version__}")
     print(judge.summary(num_baseline=len(baseline)))
     return 0 if judge.is_satisfied else 1
 

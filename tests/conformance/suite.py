@@ -5,28 +5,34 @@ Import this module once, in the process from which ranks are forked: it takes se
 
 from __future__ import annotations
 
+import importlib
 import os
-
-# Torch's module reads both when it is imported. The largest number of ranks that any
-# test is given here; each rank process sets the number of its own test.
-os.environ["BACKEND"] = "gloo"
-os.environ["WORLD_SIZE"] = "4"
-
-from tests.conformance.placement import lift_gpu_skips
-
-lift_gpu_skips()
+from types import ModuleType
+from unittest import mock
 
 from torch.testing._internal import common_utils
 
-# Some tests are switched off on Linux because they were flaky on torch's GPU machines.
-# They count here if torch passes them.
-common_utils.IS_LINUX = False
-from torch.testing._internal.distributed import distributed_test as torch_tests
+from tests.conformance.placement import lift_gpu_skips
 
-common_utils.IS_LINUX = True
+_TORCH_TESTS = "torch.testing._internal.distributed.distributed_test"
 
 
-class Case(torch_tests.TestDistBackend, torch_tests.DistributedTest._DistTestBase):
+def _import_torch_tests() -> ModuleType:
+    # Read when the module is imported. Four is the largest number of ranks that any
+    # test is given here; each rank process sets the number of its own test.
+    os.environ["BACKEND"] = "gloo"
+    os.environ["WORLD_SIZE"] = "4"
+    lift_gpu_skips()
+    # Some tests are switched off on Linux because they were flaky on torch's GPU
+    # machines. They count here if torch passes them.
+    with mock.patch.object(common_utils, "IS_LINUX", new=False):
+        return importlib.import_module(_TORCH_TESTS)
+
+
+_tests = _import_torch_tests()
+
+
+class Case(_tests.TestDistBackend, _tests.DistributedTest._DistTestBase):
     """Torch's tests, one method each; `_run` is what one rank executes."""
 
     def _barrier(self, wait_for: int | None = None, timeout: float = 10) -> None:
@@ -35,7 +41,7 @@ class Case(torch_tests.TestDistBackend, torch_tests.DistributedTest._DistTestBas
 
 
 def all_names() -> list[str]:
-    """Every test of the module, in its own order."""
+    """Every test of the module."""
     return [name for name in dir(Case) if name.startswith("test_")]
 
 

@@ -2,11 +2,14 @@
 
     run_trial --fork--> rank 0    one pipe each, for the traceback of a failure
               --fork--> rank 1    exit code 0: passed, 10: failed, 72 to 89: skipped
+
+Pipes and exit codes are those of torch's own harness.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import tempfile
 import time
@@ -18,26 +21,15 @@ from typing import Any
 from torch.testing._internal.common_distributed import TEST_SKIPS
 
 from tests.conformance import suite
+from tests.conformance.outcome import Outcome
 from tests.conformance.rank import Setup, be_rank
 
 # Peers of a failed rank mostly wait for it in a collective. They get this long to fail
 # by themselves, as their text may be the better one.
 _GRACE_SECONDS = 3.0
+_LAST_WORDS_SECONDS = 0.2
 _SKIP_REASONS = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
 _FORK = multiprocessing.get_context("fork")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a test went."""
-
-    name: str
-    verdict: str  # "ok", "FAILED" or "skipped"
-    seconds: float
-    num_ranks: int
-    reason: str = ""  # the error's first line, or why it was skipped
-    details: str = ""  # traceback, and the end of what the ranks printed
-    wraps_module: bool = False  # whether it reached the implementation at all
 
 
 @dataclass
@@ -115,6 +107,9 @@ def _kill(ranks: list[_Rank]) -> list[_Rank]:
     """Kill who still runs, and return them; read what the others left."""
     late = [rank for rank in ranks if rank.process.exitcode is None]
     for rank in late:
+        os.kill(rank.process.pid, signal.SIGUSR1)  # prints where it is
+    for rank in late:
+        rank.process.join(_LAST_WORDS_SECONDS)
         rank.process.kill()
         rank.process.join()
     for rank in ranks:

@@ -13,7 +13,7 @@ from minidp import DataParallel
 
 
 class NoReduce(DataParallel):
-    """Replicas start equal and then never hear of each other's gradients."""
+    """Replicas start equal and then never hear of each other."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with super().no_sync():
