@@ -8,6 +8,8 @@ torch's own tests reach for.
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +24,13 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from . import _arguments, _managed, _replicas, comm_hooks, data_parallel
 from ._compat_reducer import ReducerNames
+from ._expectation import expectation_for
 from ._guard import refuse_forward
 from ._logging_data import LoggingData
 from ._overlap import excused
 from ._untraced import untraced_itself
 
+logger = logging.getLogger("minidp")
 _Builtin: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]
 BUILTIN_HOOKS = {
     _Builtin.ALLREDUCE: comm_hooks.all_reduce_hook,
@@ -54,6 +58,25 @@ class _OwnOptimizers:
         for param in self._stepped:
             param.grad = None
         self._stepped.clear()
+
+
+class _LogsUnused:
+    """Logs which parameters no rank used, for TORCH_DISTRIBUTED_DEBUG=INFO."""
+
+    def __init__(self, ddp: data_parallel.DataParallel) -> None:
+        self._pipeline = ddp._reducer.pipeline
+        self._names = ddp._reducer.names
+
+    def reduced(self, params: Sequence[nn.Parameter]) -> None:
+        """Not known before the end."""
+
+    def finished(self) -> None:
+        """Log."""
+        counts = self._pipeline.used_map.last_counts.tolist()
+        unused = [name for name, n in zip(self._names, counts, strict=True) if not n]
+        logger.info(
+            "[rank %d] unused parameters: %s", self._pipeline.rank, ", ".join(unused)
+        )
 
 
 class _Legacy:
@@ -95,10 +118,10 @@ class _Attributes:
             if n not in ddp.parameters_to_ignore
         ],
         "_delay_all_reduce_params": lambda ddp: [*ddp._given.delayed_by_name.values()],
-        "_has_rebuilt_buckets": lambda ddp: ddp._reducer.has_rebuilt,
+        "_has_rebuilt_buckets": lambda ddp: ddp._reducer.ready_order.has_rebuilt,
         "_comm_hooks": lambda ddp: [
             (hook.hook, hook.state)
-            for hook in [ddp._reducer.pipeline.comm_hook]
+            for hook in [ddp._reducer.pipeline.averaging.comm_hook]
             if hook is not None
         ],
         "_use_python_reducer": lambda _: False,
@@ -129,6 +152,10 @@ class DataParallel(_Legacy, data_parallel.DataParallel):
         super()._wire(checked)
         self._logging.describe()
         self._caps = checked.config.caps
+        level = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
+        is_debugged = level.upper() in ("INFO", "DETAIL")
+        if is_debugged and self.find_unused_parameters:
+            self._reducer.pipeline.observers.append(_LogsUnused(self))
         self._module_buffer_hook: tuple[Any, Callable[..., Any], Any] | None = None
         self._lazy_init_ran = False
 
@@ -258,19 +285,23 @@ class DataParallel(_Legacy, data_parallel.DataParallel):
             warnings.warn("The graph has been set to be static already.", stacklevel=2)
             return
         if self._reducer.ledger.armed:
-            raise RuntimeError(
-                "set_static_graph() should be called before training loop starts and "
-                "after DistributedDataParallel is constructed."
-            )
+            with self._logging.noting_errors():
+                raise RuntimeError(
+                    "set_static_graph() should be called before training loop starts "
+                    "and after DistributedDataParallel is constructed."
+                )
         self._given = replace(self._given, static_graph=True)
         self.static_graph = True
-        self._reducer.replan(static_graph=True)
+        reducer = self._reducer
+        config = reducer.pipeline.replan(static_graph=True)
+        reducer.expected = expectation_for(len(reducer.params), config)
+        reducer.countdown.adopt(reducer.pipeline.buckets)
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Reduce over other ranks from now on; all of the new group call it."""
         self.process_group = new_process_group
         self._reducer.restart(new_process_group)
-        self._reducer.has_rebuilt = False
+        self._reducer.ready_order.allow_again()
 
     def _remove_autograd_hooks(self) -> None:
         """From now on gradients stay local, and nobody complains."""
@@ -301,16 +332,15 @@ class DataParallel(_Legacy, data_parallel.DataParallel):
     ) -> dict[int, str]:
         names = {id(p): n for n, p in self.module.named_parameters()}
         known = {id(p) for p in self._build_params_for_reducer()[0]}
-        strangers = [names.get(id(p), "?") for p in parameters if id(p) not in known]
-        if strangers:
+        if len(parameters) > len(known):
             raise ValueError(
-                f"Param with name {', '.join(strangers)} is not reduced by this object."
+                f"Expected param to name mapping of {len(known)} parameters, but got "
+                f"{len(parameters)}."
             )
-        if len(parameters) != len(known):
-            raise ValueError(
-                "Expected param to name mapping to cover all "
-                f"{len(known)} parameters, but got {len(parameters)}."
-            )
+        found = {id(p) for p in parameters}
+        if found != known:
+            odd = ", ".join(names.get(i, "?") for i in found ^ known)
+            raise ValueError(f"Param with name {odd} is missing, or not reduced here.")
         return {i: names[id(p)] for i, p in enumerate(parameters)}
 
     @staticmethod

@@ -40,13 +40,14 @@ class ReducerNames:
         """Collective if it returns True: rebuild if that is due."""
         reducer = self._ddp._reducer
         refuse_forward(reducer)
-        is_due = reducer.ready_order is not None
+        is_due = reducer.ready_order.is_due
         reducer.rebuild_if_due()
         return is_due
 
     def _push_all_rebuilt_params(self) -> None:
         """The next rebuild follows the parameters' own order."""
-        self._ddp._reducer.ready_order = list(range(len(self._ddp._reducer.params)))
+        reducer = self._ddp._reducer
+        reducer.ready_order.note(list(range(len(reducer.params))))
 
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
         """Buckets as a rank without inputs contributes them."""
@@ -57,7 +58,9 @@ class ReducerNames:
                 bucket.plan,
                 torch.zeros_like(bucket.payload),
                 bucket.params,
-                Turn(number, number == last, pipeline.divisor, pipeline.group),
+                Turn(
+                    number, number == last, pipeline.averaging.divisor, pipeline.group
+                ),
             )
             for number, bucket in enumerate(pipeline.buckets)
             if not bucket.plan.sparse
@@ -71,7 +74,7 @@ class ReducerNames:
 
     def _run_comm_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         """What a registered comm hook makes of a bucket."""
-        hook = self._ddp._reducer.pipeline.comm_hook
+        hook = self._ddp._reducer.pipeline.averaging.comm_hook
         if hook is None:
             return self._run_allreduce_hook(bucket)
         return hook.hook(hook.state, bucket)
@@ -84,7 +87,7 @@ class ReducerNames:
         """``work`` sums how many ranks take part in the next backward."""
         (count,) = work.get_future().wait()
         count = None if use_static_world_size else int(count.item())
-        self._ddp._reducer.pipeline.num_contributors = count
+        self._ddp._reducer.pipeline.averaging.num_contributors = count
 
     def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
         """The next synchronised backward waits for these, too."""

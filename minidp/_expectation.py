@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from torch.autograd.graph import Node
+from torch.profiler import record_function
 
 from ._arrivals import Mark
 from ._autograd import unreachable
@@ -32,6 +33,12 @@ class EveryParameter:
     shares_reach = False  # ... and after a forward which the backward can reach
     keeps_ready_order = True  # this backward's order is the order to rebuild by
     is_steady = True  # the same parameters were missing in every backward so far
+    cause_of_missing = "your module has parameters that were not used in producing loss"
+    remedy_for_missing = (
+        "enable unused parameter detection by passing the keyword argument "
+        "`find_unused_parameters=True`, and make sure that all `forward` function "
+        "outputs participate in calculating loss"
+    )
     kept: Collection[int] = ()  # parameters whose ``.grad`` is never written
 
     def __init__(self, num_params: int) -> None:
@@ -109,7 +116,8 @@ class FindUnused(EveryParameter):
         """Predict what will be missing, if anything was last time."""
         last = self._missing_last
         among = range(self._num_params) if self.shares_reach else last
-        self._absent = unreachable(output, nodes, among) if among else set()
+        with record_function("minidp::search_unused_parameters"):
+            self._absent = unreachable(output, nodes, among) if among else set()
 
     def absent(self) -> Sequence[int]:
         """Out of reach this time (and missing last time)."""
@@ -124,6 +132,15 @@ class FindUnused(EveryParameter):
 
 class StaticGraph(EveryParameter):
     """``static_graph=True``: the first backward counts, later ones follow."""
+
+    cause_of_missing = (
+        "your training graph has changed in this iteration, e.g., one parameter is "
+        "used in first iteration, but then got unused in the second iteration. this is "
+        "not compatible with static_graph set to True"
+    )
+    remedy_for_missing = (
+        "use static_graph only if every iteration uses the same parameters"
+    )
 
     def __init__(self, num_params: int) -> None:
         super().__init__(num_params)
@@ -182,8 +199,9 @@ class StaticGraph(EveryParameter):
         return GraphChangedError(
             explain(
                 rank,
-                "Your training graph has changed: a gradient arrived more often than "
-                "in the first backward of static_graph=True, or only now.",
+                "Your training graph has changed in this iteration: a gradient arrived "
+                "more often than in the first backward of static_graph=True, or only "
+                "now.",
                 names=[name],
                 remedy="use static_graph only if every iteration uses the same "
                 "parameters equally often; call reset() on all ranks to go on",

@@ -181,19 +181,26 @@ def refuse_forward(reducer: Reducer) -> None:
                 remedy="call reset() on all ranks, then zero_grad()",
             )
         )
-    raise UnfinishedReductionError(
-        explain(
-            reducer.rank,
-            "Expected to have finished reduction in the prior iteration before "
-            "starting a new one.",
-            names=[reducer.names[i] for i in reducer.countdown.missing()],
-            found="no gradient for the parameters below"
-            + (", and the backward raised" if phase is Phase.REDUCING else ""),
-            remedy="pass find_unused_parameters=True if not every parameter takes "
-            "part in every loss (with static_graph=True: in every iteration), and "
-            "let all forward outputs take part in the loss; then call reset() on "
-            "all ranks, and zero_grad()",
-        )
+    raise UnfinishedReductionError(_unfinished(reducer))
+
+
+def _unfinished(reducer: Reducer) -> str:
+    """Which gradients are missing, with the phrases that scripts look for."""
+    missing = reducer.countdown.missing()
+    rank, expected = reducer.rank, reducer.expected
+    indices = " ".join(map(str, missing))
+    names = ", ".join(reducer.names[i] for i in missing)
+    has_raised = reducer.phase.now is Phase.REDUCING
+    return explain(
+        rank,
+        "Expected to have finished reduction in the prior iteration before starting a "
+        f"new one. This error indicates that {expected.cause_of_missing}.\n"
+        f"Parameter indices which did not receive grad for rank {rank}: {indices}\n"
+        f"Parameters which did not receive grad for rank {rank}: {names}.\n"
+        + ("The backward raised. " if has_raised else ""),
+        remedy=f"{expected.remedy_for_missing}; then call reset() on all ranks, and "
+        "zero_grad(). To log the unused parameters of every backward, set the "
+        "environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL",
     )
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .trace import Moment, Recorder
+from .trace import Moment, Recorder, Tracer
 
 if TYPE_CHECKING:
     from .data_parallel import DataParallel
@@ -112,11 +112,14 @@ class LoggingData:
     def forward_begins(self) -> None:
         """A synchronised forward begins: the iteration before it is complete."""
         ddp = self._ddp()
-        if ddp is None or not self._is_asked:
+        if ddp is None:
             return
-        tracer = ddp._reducer.pipeline.tracer
         if self._iteration and self._is_sampled(self._iteration):
             self._runtime = self._observe(ddp)
+        if self._is_asked:
+            self._take_times(ddp._reducer.pipeline.tracer)
+
+    def _take_times(self, tracer: Tracer) -> None:
         if tracer.recorder is self._recorder:
             tracer.recorder = None
         self._recorder.clear()
@@ -152,7 +155,7 @@ class LoggingData:
     def _states(self, ddp: DataParallel) -> dict[str, Any]:
         """Keys that are there only if there is something to say."""
         states: dict[str, Any] = {}
-        hook = ddp._reducer.pipeline.comm_hook
+        hook = ddp._reducer.pipeline.averaging.comm_hook
         if ddp.static_graph:
             states["static_graph"] = 1
         if hook is not None:
@@ -170,7 +173,7 @@ class LoggingData:
         """The iteration that just ended."""
         reducer = ddp._reducer
         pipeline = reducer.pipeline
-        rebuilt = pipeline.layout.buckets if reducer.has_rebuilt else ()
+        rebuilt = pipeline.layout.buckets if reducer.ready_order.has_rebuilt else ()
         unused = [i for i, n in enumerate(pipeline.used_map.last_counts) if not n]
         data = {
             "iteration": self._iteration,
@@ -180,7 +183,7 @@ class LoggingData:
                 for i in unused
                 if reducer.expected.shares_used_map
             ),
-            "has_rebuilt_buckets": int(reducer.has_rebuilt),
+            "has_rebuilt_buckets": int(reducer.ready_order.has_rebuilt),
             "rebuilt_bucket_sizes": _listed(plan.nbytes for plan in rebuilt),
             "rebuilt_per_bucket_param_indices": ", ".join(
                 " ".join(map(str, plan.indices)) for plan in rebuilt

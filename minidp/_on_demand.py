@@ -21,7 +21,7 @@ def average_now(reducer: Reducer) -> None:
     grads = [param.grad for param in reducer.params]
     used = {i for i, grad in enumerate(grads) if grad is not None}
     pipeline = reducer.pipeline
-    with _failing_for_good(reducer), pipeline.without_comm_hook():
+    with _failing_for_good(reducer), pipeline.averaging.without_comm_hook():
         pipeline.start()
         _reduce(reducer, grads, used)
     if armed:  # a forward still waits for its backward
@@ -39,10 +39,13 @@ def shadow_backward(reducer: Reducer) -> None:
         used: Collection[int] | None = () if expected.shares_used_map else None
         nothing = [None] * len(reducer.params)
         if expected.shares_reach:
-            pipeline.share_reach(())
+            pipeline.reach_map.relaunch((), pipeline.group)
         pipeline.start(pipeline.reach_map.unused_everywhere())
         unused = _reduce(reducer, nothing, used, map_goes_first=expected.map_goes_first)
-        reducer.shadowed(unused)
+        everything = list(range(len(reducer.params)))
+        if expected.keeps_ready_order and not reducer.ready_order.is_due:
+            reducer.ready_order.note(everything)
+        expected.shadowed(everything, unused)
 
 
 def _reduce(
@@ -70,7 +73,7 @@ def _reduce(
                 continue
             entries = [grads[i] for i in bucket.plan.indices]
             undecided = [k for k, entry in enumerate(entries) if entry is None]
-            bucket.flatten(entries, pipeline.division, undecided)
+            bucket.flatten(entries, pipeline.averaging.division, undecided)
         pipeline.launch_due()
         if used is not None:
             pipeline.used_map.launch(used, pipeline.group)

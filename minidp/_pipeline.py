@@ -8,8 +8,7 @@ Every bucket's collective starts and ends here, under the eye of a `Watch`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,11 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ._arrivals import Entry
-from ._bucket import Bucket, BucketState, Division
-from ._collectives import Work, all_reduce
-from ._comm_hook import CommHook
+from ._averaging import Averaging
+from ._bucket import Bucket, BucketState
 from ._dense_bucket import DenseBucket
-from ._grad_bucket import GradBucket, Turn
 from ._layout import BucketPlan, Layout, ParamSpec, initial_layout
 from ._overlap import Observer
 from ._rebuild import agreed_layout
@@ -52,25 +49,26 @@ class Pipeline:
         config: ReducerConfig,
         group: ProcessGroup,
     ) -> None:
-        self.group = group
+        self.averaging = Averaging(group, batched=config.batched_grad_copy)
         self.rank = group.rank()
         self.tracer = Tracer()
         self.watch = Watch(self.rank, group.size())
         self.launched_count = 0  # buckets, since the last restart
-        self.num_contributors: int | None = None  # ranks to average over; None: all
-        self.division = Division()
-        self.comm_hook: CommHook | None = None
         self.skipped: Collection[int] = ()  # buckets that do not travel this time
         self.observers: list[Observer] = []
         self.used_map = UsedMap(len(params), specs[0].device, self.watch)
         self.reach_map = UsedMap(len(params), specs[0].device, self.watch)
-        self._hook_now: CommHook | None = None  # the one of this backward
         self._params = params
         self._specs = specs
         self._config = config
         self._next = 0
         self.buckets: list[Bucket] = []
         self.replan(static_graph=config.static_graph)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """Who reduces together."""
+        return self.averaging.group
 
     def adopt(self, layout: Layout) -> None:
         """Make the buckets of a layout; gradient views move along."""
@@ -105,20 +103,16 @@ class Pipeline:
 
     def is_filling(self, i: int) -> bool:
         """Whether the bucket of parameter ``i`` still waits for gradients."""
-        bucket = self.buckets[self.layout.bucket_of[i]]
-        return bucket.state is BucketState.FILLING
+        number = self.layout.bucket_of[i]
+        is_filling = self.buckets[number].state is BucketState.FILLING
+        return is_filling and number not in self.skipped
 
     def copy_now(self, i: int, grad: torch.Tensor) -> Entry:
         """Fill the slot of parameter ``i`` at once; returns the entry to keep."""
         bucket = self.buckets[self.layout.bucket_of[i]]
-        return bucket.copy_now(bucket.position[i], grad, self.division)
+        return bucket.copy_now(bucket.position[i], grad, self.averaging.division)
 
     # -- launch ------------------------------------------------------------------------
-
-    def share_reach(self, within: Collection[int]) -> None:
-        """Collective: tell the ranks which parameters the next backward can reach."""
-        self.reach_map.unused_everywhere()  # of a forward without backward
-        self.reach_map.launch(within, self.group)
 
     def start(self, absent: frozenset[int] = frozenset()) -> None:
         """A synchronised backward begins.
@@ -132,32 +126,7 @@ class Pipeline:
             for number, bucket in enumerate(self.buckets)
             if absent and absent.issuperset(bucket.plan.indices)
         }
-        self._hook_now = self.comm_hook
-        if self._hook_now is not None:
-            self.division = Division()
-        elif self._config.batched_grad_copy:
-            self.division = Division(of_buffer=self.divisor)
-        else:
-            self.division = Division(at_copy=self.divisor)
-
-    @property
-    def skipped_params(self) -> set[int]:
-        """Parameters of the buckets that do not travel."""
-        return {i for n in self.skipped for i in self.buckets[n].plan.indices}
-
-    @property
-    def divisor(self) -> int:
-        """How many ranks to average over."""
-        return self.num_contributors or self.group.size()
-
-    @contextmanager
-    def without_comm_hook(self) -> Iterator[None]:
-        """Average plainly, whatever hook is registered."""
-        hook, self.comm_hook = self.comm_hook, None
-        try:
-            yield
-        finally:
-            self.comm_hook = hook
+        self.averaging.begin()
 
     @property
     def is_launched(self) -> bool:
@@ -178,27 +147,13 @@ class Pipeline:
 
     def _launch(self, number: int) -> None:
         with self.watch.over("launching the all-reduce", number):
-            work = self._start(number)
+            is_last = number == len(self.buckets) - 1
+            work = self.averaging.launch(self.buckets[number], number, is_last=is_last)
         self.launched_count += 1
         self.tracer.note(Moment.LAUNCHED, number)
         if self.tracer.is_on:
             done = partial(self.tracer.note, Moment.DONE, number)
             work.get_future().add_done_callback(done)
-
-    def _start(self, number: int) -> Work:
-        bucket, group, hook = self.buckets[number], self.group, self._hook_now
-        if hook is None:
-            is_alone = group.size() == 1
-            return bucket.launch(partial(all_reduce, group=group), is_alone=is_alone)
-        is_last = number == len(self.buckets) - 1
-        turn = Turn(number, is_last, self.divisor, group)
-        return bucket.launch(
-            lambda payload: hook.start(
-                GradBucket(bucket.plan, payload, bucket.params, turn),
-                bucket.names,
-                self.rank,
-            )
-        )
 
     # -- wait --------------------------------------------------------------------------
 
@@ -220,17 +175,6 @@ class Pipeline:
             observer.finished()
         self.tracer.backward += 1
 
-    @property
-    def owes_to_hook(self) -> bool:
-        """Whether a comm hook has results to bring; nobody knows if it ever will.
-
-        A hook may issue its collectives late, at a call that an aborted backward does
-        not reach.
-        """
-        return self._hook_now is not None and any(
-            bucket.state is BucketState.IN_FLIGHT for bucket in self.buckets
-        )
-
     def drain(self) -> None:
         """Wait for everything in flight and discard the results."""
         for number, bucket in enumerate(self.buckets):
@@ -240,17 +184,9 @@ class Pipeline:
         for shared in (self.used_map, self.reach_map):
             shared.unused_everywhere()
 
-    @property
-    def num_launched(self) -> int:
-        """Asynchronous collectives, since the last restart."""
-        maps = self.used_map.launched_count + self.reach_map.launched_count
-        return self.launched_count + maps
-
     def restart(self, group: ProcessGroup) -> None:
         """Abandon what is in flight, with its memory: it may still be written to."""
-        if self.comm_hook is not None and self.comm_hook.state is self.group:
-            self.comm_hook.state = group
-        self.group = group
+        self.averaging.move_to(group)
         self.watch.has_failed = False
         self.launched_count = self._next = 0
         self.skipped = ()

@@ -13,6 +13,34 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+class ReadyOrder:
+    """The order in which gradients became ready, while a rebuild is still to come."""
+
+    def __init__(self) -> None:
+        self.has_rebuilt = False
+        self._order: list[int] | None = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next forward rebuilds; the same on all ranks."""
+        return self._order is not None
+
+    def note(self, order: list[int]) -> None:
+        """A backward ended; the last one before the rebuild counts."""
+        if not self.has_rebuilt:
+            self._order = order
+
+    def take(self) -> list[int]:
+        """Rebuild now."""
+        order, self._order = self._order or [], None
+        self.has_rebuilt = True
+        return order
+
+    def allow_again(self) -> None:
+        """Rebuild once more, after the next backward."""
+        self.has_rebuilt = False
+
+
 def agreed_layout(
     specs: Sequence[ParamSpec],
     limits: Sequence[int],

@@ -15,7 +15,9 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from ._bucket import BucketState
 from ._collectives import fresh_group, group_store, group_timeout, renew_side_groups
+from ._pipeline import Pipeline
 from ._reducer import Reducer
 from .errors import CollectiveError, explain
 
@@ -41,8 +43,9 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     """
     pipeline = reducer.pipeline
     group = pipeline.group
-    is_lost = pipeline.watch.has_failed or pipeline.owes_to_hook
-    mine = json.dumps([pipeline.num_launched, is_lost])
+    is_lost = pipeline.watch.has_failed or _owes_to_hook(pipeline)
+    shared = (pipeline, pipeline.used_map, pipeline.reach_map)
+    mine = json.dumps([sum(each.launched_count for each in shared), is_lost])
     try:
         reports = _exchange(group_store(group, key), mine, group)
     except RuntimeError as error:
@@ -64,6 +67,17 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     renew_side_groups(group, key)
     reducer.restart(group)
     return group
+
+
+def _owes_to_hook(pipeline: Pipeline) -> bool:
+    """Whether a comm hook has results to bring; nobody knows if it ever will.
+
+    A hook may issue its collectives late, at a call that an aborted backward does not
+    reach.
+    """
+    return pipeline.averaging.hook_now is not None and any(
+        bucket.state is BucketState.IN_FLIGHT for bucket in pipeline.buckets
+    )
 
 
 def _exchange(store: Store, mine: str, group: ProcessGroup) -> list[tuple[int, bool]]:

@@ -36,6 +36,7 @@ from ._layout import ParamSpec
 from ._ledger import Ledger
 from ._phase import Phase, PhaseBox
 from ._pipeline import Pipeline
+from ._rebuild import ReadyOrder
 from ._untraced import untraced
 from .config import ReducerConfig
 from .errors import GradientError, lost_hooks, no_end, two_threads
@@ -86,7 +87,6 @@ class Reducer:
         self.rank = group.rank()
         self.phase = PhaseBox()
         self.ledger = Ledger()
-        self.has_rebuilt = False
         self.failure: BaseException | None = None  # what made it FAILED
         self.pipeline = Pipeline(self.params, specs, config, group)
         self.expected = expectation_for(len(params), config)
@@ -97,7 +97,7 @@ class Reducer:
         weakref.finalize(self, self.hooks.remove)  # they would outlive us otherwise
         self._lock = threading.RLock()  # CUDA runs one autograd thread per device
         self._probed_task = NO_TASK
-        self.ready_order: list[int] | None = None
+        self.ready_order = ReadyOrder()
 
     def arm(self, output: object) -> None:
         """A synchronising forward returned ``output``: the next backward reduces."""
@@ -106,14 +106,14 @@ class Reducer:
         self.expected.saw_outputs(output, self.hooks.nodes)
         if self.expected.shares_reach:
             within = {*range(len(self.params))} - {*self.expected.absent()}
-            self.pipeline.share_reach(within | self.ledger.used_locally)
+            within |= self.ledger.used_locally
+            self.pipeline.reach_map.relaunch(within, self.pipeline.group)
         probe_outputs(output, _weakly(self._expect_end))
 
     def rebuild_if_due(self) -> None:
         """Collective: adopt the layout that follows rank 0's ready order, once."""
-        if self.ready_order is not None:
-            order, self.ready_order = self.ready_order, None
-            self.has_rebuilt = True
+        if self.ready_order.is_due:
+            order = self.ready_order.take()
             self.countdown.arrivals.forget_slots()
             self.pipeline.rebuild(order)
             self.countdown.adopt(self.pipeline.buckets)
@@ -147,12 +147,12 @@ class Reducer:
         marks = self.expected.marks(Mark.TRACED if is_traced else Mark.UNSET)
         for i in self.hooks.shared():
             marks[i] = Mark.TRACED if marks[i] is Mark.UNSET else marks[i]
-        self.countdown.open(marks, self.pipeline.division.at_copy)
+        self.countdown.open(marks, self.pipeline.averaging.division.at_copy)
         if self._probed_task == NO_TASK:
             self._expect_end()
         for i in self.expected.absent():
             if self.pipeline.layout.bucket_of[i] in self.pipeline.skipped:
-                self.countdown.entries[i] = None
+                self.countdown.skip(i)
             else:
                 self.countdown.fill_missing(i, self.params[i].grad)
 
@@ -191,7 +191,7 @@ class Reducer:
         filled = self.countdown.filled
         undecided = {bucket.position[i] for i in filled if i in bucket.position}
         entries = self.countdown.of_bucket(number)
-        bucket.flatten(entries, self.pipeline.division, undecided)
+        bucket.flatten(entries, self.pipeline.averaging.division, undecided)
         with self._lock:
             if self.pipeline.launch_due():
                 self._launch_used_map()
@@ -240,33 +240,17 @@ class Reducer:
     def _finalize(self) -> None:
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
-            missing = sorted(self.countdown.filled | self.pipeline.skipped_params)
+            missing = sorted(self.countdown.filled)
             untouched: Collection[int] = self.expected.kept
             if self.expected.shares_used_map:
                 untouched = self.pipeline.used_map.unused_everywhere()
             self.pipeline.finish(untouched)
-            if not self.has_rebuilt and self.expected.keeps_ready_order:
-                self.ready_order = [*self.countdown.ready, *missing]
+            if self.expected.keeps_ready_order:
+                self.ready_order.note([*self.countdown.ready, *missing])
             self.expected.ended(missing, untouched)
             self.countdown.close()
             self.ledger.settle(untouched)
             self.phase.enter(Phase.IDLE)
-
-    def shadowed(self, unused: Collection[int]) -> None:
-        """A reduction without a backward took the place of one on other ranks."""
-        everything = range(len(self.params))
-        if not self.has_rebuilt and self.ready_order is None:
-            self.ready_order = (
-                list(everything) if self.expected.keeps_ready_order else None
-            )
-        self.expected.shadowed(everything, unused)
-
-    def replan(self, *, static_graph: bool) -> None:
-        """Promise a static graph, before any backward."""
-        self.expected = expectation_for(
-            len(self.params), self.pipeline.replan(static_graph=static_graph)
-        )
-        self.countdown.adopt(self.pipeline.buckets)
 
     def fail(self) -> None:
         """Only `restart` leads out of this."""

@@ -49,6 +49,11 @@ class UsedMap:
             self._work = all_reduce(self._counts, group)
         self.launched_count += 1
 
+    def relaunch(self, used: Collection[int], group: ProcessGroup) -> None:
+        """Start afresh; what is in flight belongs to a forward without backward."""
+        self.unused_everywhere()
+        self.launch(used, group)
+
     def unused_everywhere(self) -> frozenset[int]:
         """Wait, if launched: parameters that no rank used."""
         if self._work is None or self._counts is None:

@@ -203,7 +203,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             refuse_forward(self._reducer)
         heading = Heading(
             is_active=True,
-            rebuilds=with_grad and self._reducer.ready_order is not None,
+            rebuilds=with_grad and self._reducer.ready_order.is_due,
             broadcasts=self.will_sync_module_buffers(),
             reduces=with_grad and self.require_backward_grad_sync,
         )
@@ -273,12 +273,13 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             TypeError, ValueError: not a comm hook.
             RuntimeError: one is registered already.
         """
-        if self._reducer.pipeline.comm_hook is not None:
+        averaging = self._reducer.pipeline.averaging
+        if averaging.comm_hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called "
-                f"once, and {self._reducer.pipeline.comm_hook.name} is registered."
+                f"once, and {averaging.comm_hook.name} is registered."
             )
-        self._reducer.pipeline.comm_hook = CommHook(state, hook)
+        averaging.comm_hook = CommHook(state, hook)
 
     def step_in_backward(
         self, optimizer: Optimizer, *, clip_grad_norm: float | None = None
