@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -138,8 +139,8 @@ class Reducer:
 
     def _open(self) -> None:
         """The first gradient of a synchronised backward is here."""
-        if self._expected.completes_at_end and is_compiled_backward():
-            raise GradientError(no_end(self.rank))
+        if is_compiled_backward():
+            _accept_compiled(self.rank, needs_end=self._expected.completes_at_end)
         self.phase.enter(Phase.REDUCING)
         self.pipeline.start()
         is_traced = self.pipeline.tracer.is_on
@@ -263,6 +264,18 @@ class Reducer:
             self._probed_task = NO_TASK
             self.ledger.forget()
             self.phase.enter(Phase.IDLE)
+
+
+def _accept_compiled(rank: int, *, needs_end: bool) -> None:
+    """Nobody says when a backward of compiled autograd is over."""
+    if needs_end:
+        raise GradientError(no_end(rank))
+    warnings.warn(
+        "Compiled autograd compiles one graph per parameter, because gradients are "
+        "averaged between its graphs; that takes seconds for each of them. Gradients "
+        "are right. torch.compile without compiled autograd compiles backwards, too.",
+        stacklevel=2,
+    )
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
