@@ -2,7 +2,9 @@
 
 Read it top to bottom of a backward's life, from the face to the wire::
 
-    L4  data_parallel   the nn.Module face: forward, no_sync, reset, wiring
+    L4  _compat         what third parties look for in torch's DDP
+        _compiling      torch.compile: its graphs end where our buckets do
+        data_parallel   the nn.Module face: forward, no_sync, reset, wiring
     L3  _arguments      the constructor's arguments, checked in torch's order
         _replicas       replicas start and stay equal: verify, broadcast
         _guard          no optimizer applies gradients that differ between ranks
@@ -15,6 +17,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _sparse_bucket  a COO gradient that travels as it is
         _bucket         what they share: lifecycle, launch, wait
         _autograd       grad hooks, final callback, graph walk
+        _compiled_backward  what compiled autograd cannot, and says
         _countdown      one backward: opened, counted down, paused, closed
         _arrivals       what has arrived: all that grad hooks touch
         _watch          a failed collective gets rank, place and remedy
@@ -23,6 +26,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
     L1  _layout         parameters -> buckets -> slots, as integers
         _ops            flatten and unflatten: the arithmetic
         _streams        CUDA streams that wrote a bucket's gradients
+        _untraced       what dynamo must run as it is
         _ledger         what was announced, reduced, or only added locally
         _phase          lifecycle of a reducer: enum and transition table
         trace           events of a backward

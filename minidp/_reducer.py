@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -27,10 +26,10 @@ from ._autograd import (
     NO_TASK,
     GradHooks,
     current_task,
-    is_compiled_backward,
     probe_outputs,
     queue_final_callback,
 )
+from ._compiled_backward import accept, is_compiled_backward
 from ._countdown import Countdown
 from ._expectation import expectation_for
 from ._layout import ParamSpec
@@ -39,7 +38,7 @@ from ._phase import Phase, PhaseBox
 from ._pipeline import Pipeline
 from ._untraced import untraced
 from .config import ReducerConfig
-from .errors import GradientError, lost_hooks, no_end, two_threads
+from .errors import GradientError, lost_hooks, two_threads
 from .trace import Moment
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ class Reducer:
     def _open(self) -> None:
         """The first gradient of a synchronised backward is here."""
         if is_compiled_backward():
-            _accept_compiled(self.rank, needs_end=self._expected.completes_at_end)
+            accept(self.rank, needs_end=self._expected.completes_at_end)
         self.phase.enter(Phase.REDUCING)
         self.pipeline.start()
         is_traced = self.pipeline.tracer.is_on
@@ -264,18 +263,6 @@ class Reducer:
             self._probed_task = NO_TASK
             self.ledger.forget()
             self.phase.enter(Phase.IDLE)
-
-
-def _accept_compiled(rank: int, *, needs_end: bool) -> None:
-    """Nobody says when a backward of compiled autograd is over."""
-    if needs_end:
-        raise GradientError(no_end(rank))
-    warnings.warn(
-        "Compiled autograd compiles one graph per parameter, because gradients are "
-        "averaged between its graphs; that takes seconds for each of them. Gradients "
-        "are right. torch.compile without compiled autograd compiles backwards, too.",
-        stacklevel=2,
-    )
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

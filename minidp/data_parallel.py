@@ -177,40 +177,14 @@ class DataParallel(nn.Module):
             UnfinishedReductionError: the last backward left gradients missing.
             ReducerFailedError: an earlier backward failed; call `reset`.
         """
-        inputs, kwargs = self._before_module(inputs, kwargs)
+        inputs, kwargs = _before_module(self, inputs, kwargs)
         output = self._run_module(inputs, kwargs)
-        self._after_module(output)
+        _after_module(self, output)
         return output
-
-    @untraced
-    def _before_module(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if torch.is_grad_enabled():
-            refuse_forward(self._reducer)
-            self._reducer.rebuild_if_due()
-        if self.will_sync_module_buffers():
-            self._broadcast_module_buffers()
-        if self.device_ids:
-            inputs = _arguments.move_inputs(inputs, self.device)
-            kwargs = _arguments.move_inputs(kwargs, self.device)
-        return inputs, kwargs
 
     @untraced_itself
     def _run_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.module(*inputs, **kwargs)
-
-    @untraced
-    def _after_module(self, output: Any) -> None:
-        reducer = self._reducer
-        with_grad = torch.is_grad_enabled()
-        # Torch's schedule is one forward late: whether the *next* forward broadcasts
-        # module buffers depends on whether this one will be synchronised.
-        self.require_forward_param_sync = with_grad and reducer.ledger.sync_enabled
-        if self.require_forward_param_sync:
-            reducer.arm(output)
-        if with_grad:
-            reducer.ledger.note_forward(synchronising=self.require_forward_param_sync)
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward broadcasts module buffers (a collective)."""
@@ -219,11 +193,6 @@ class DataParallel(nn.Module):
             and self.forward_sync_buffers
             and self.modules_buffers
         )
-
-    def _broadcast_module_buffers(self) -> None:
-        self._collect_module_buffers()  # some may have been re-assigned or added
-        with self._reducer.pipeline.watch.over("broadcasting module buffers"):
-            _replicas.broadcast_module_buffers(self.modules_buffers, self.process_group)
 
     # -- synchronisation ---------------------------------------------------------------
 
@@ -317,6 +286,37 @@ class DataParallel(nn.Module):
         memo[id(self)] = twin
         restore(twin, copy.deepcopy(portable_state(self), memo), self.process_group)
         return twin
+
+
+@untraced
+def _before_module(
+    ddp: DataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if torch.is_grad_enabled():
+        refuse_forward(ddp._reducer)
+        ddp._reducer.rebuild_if_due()
+    if ddp.will_sync_module_buffers():
+        ddp._collect_module_buffers()  # some may have been re-assigned or added
+        with ddp._reducer.pipeline.watch.over("broadcasting module buffers"):
+            _replicas.broadcast_module_buffers(ddp.modules_buffers, ddp.process_group)
+    if not ddp.device_ids:
+        return inputs, kwargs
+    return (
+        _arguments.move_inputs(inputs, ddp.device),
+        _arguments.move_inputs(kwargs, ddp.device),
+    )
+
+
+@untraced
+def _after_module(ddp: DataParallel, output: Any) -> None:
+    reducer, with_grad = ddp._reducer, torch.is_grad_enabled()
+    # Torch's schedule is one forward late: whether the *next* forward broadcasts
+    # module buffers depends on whether this one will be synchronised.
+    ddp.require_forward_param_sync = with_grad and reducer.ledger.sync_enabled
+    if ddp.require_forward_param_sync:
+        reducer.arm(output)
+    if with_grad:
+        reducer.ledger.note_forward(synchronising=ddp.require_forward_param_sync)
 
 
 def portable_state(ddp: DataParallel) -> dict[str, Any]:

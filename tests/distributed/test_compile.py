@@ -150,39 +150,38 @@ def test_compiled_wrapper(pool: Any, mode: Any) -> None:
     assert_as_torch_and_uncompiled(pool, compile_wrapper, mode)
 
 
-@pytest.mark.parametrize(
-    "build", [compile_wrapper, compile_in_place, compile_module, compile_step]
-)
+@pytest.mark.parametrize("build", [compile_in_place, compile_module, compile_step])
 def test_places_to_compile(pool: Any, build: Build) -> None:
-    mode = {"gradient_as_bucket_view": True}
-    assert_as_torch_and_uncompiled(pool, build, mode, "aot_eager")
+    assert_as_torch_and_uncompiled(pool, build, {"gradient_as_bucket_view": True})
 
 
+def test_aot_autograd(pool: Any) -> None:
+    assert_as_torch_and_uncompiled(pool, compile_wrapper, {}, "aot_eager")
+
+
+@pytest.mark.slow
 @modes
 def test_compiled_step(pool: Any, mode: Any) -> None:
-    assert_as_torch_and_uncompiled(pool, compile_step, mode)
+    assert_as_torch_and_uncompiled(pool, compile_step, mode, "aot_eager")
 
 
 def test_one_rank(pool: Any) -> None:
     assert_as_torch_and_uncompiled(pool, compile_wrapper, {}, world_size=1)
 
 
-@pytest.mark.parametrize("build", [compile_wrapper, compile_step])
-def test_python_reducer_of_torch_changes_nothing(pool: Any, build: Build) -> None:
+def test_python_reducer_of_torch_changes_nothing(pool: Any) -> None:
     plain = pool.run(uncompiled_on_both, 2, {}, True)
-    compiled = pool.run(under_python_reducer, 2, build)
-    if build is not compile_step:
-        for (_, expected), found in zip(plain, compiled, strict=True):
-            assert same(expected, found)
-    assert same(compiled[0][0], compiled[1][0])
+    compiled = pool.run(under_python_reducer, 2)
+    for (_, expected), found in zip(plain, compiled, strict=True):
+        assert same(expected, found)
 
 
-def under_python_reducer(ctx: Any, build: Build) -> Any:
+def under_python_reducer(ctx: Any) -> Any:
+    def scenario(ctx: Any, wrap: Any) -> Any:
+        return history(ctx, wrap, compile_wrapper, {}, Counting(), True)
+
     with clean_compiler(optimize_ddp="python_reducer"):
-        _, ours = on_both(
-            ctx, lambda c, wrap: history(c, wrap, build, {}, "aot_eager", True)
-        )
-    return ours
+        return on_both(ctx, scenario)[1]
 
 
 @pytest.mark.slow
@@ -210,7 +209,7 @@ def test_checkpoint_in_a_compiled_module(pool: Any, kind: str) -> None:
 def checkpointed(ctx: Any, kind: str) -> Any:
     def scenario(ctx: Any, wrap: Any) -> Any:
         ddp = wrap(Net(checkpointed=kind))
-        step = backward_of(torch.compile(ddp, backend="aot_eager"))
+        step = backward_of(torch.compile(ddp, backend="eager"))
         found = []
         for i in range(2):
             ddp.zero_grad()
@@ -232,7 +231,7 @@ def test_autocast_and_scaler_around_a_compiled_wrapper(pool: Any) -> None:
 def with_amp(ctx: Any) -> Any:
     def scenario(ctx: Any, wrap: Any) -> Any:
         ddp = wrap(Net())
-        compiled = torch.compile(ddp, backend="aot_eager")
+        compiled = torch.compile(ddp, backend="eager")
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         scaler = torch.amp.GradScaler("cpu")
         for i in range(2):
@@ -290,7 +289,10 @@ def in_backwards(autograd: str) -> Any:
 @pytest.mark.parametrize("mode", MODES[:2], ids=lambda m: "-".join(m) or "default")
 @pytest.mark.parametrize(
     ("autograd", "is_module_compiled"),
-    [("captured", False), ("captured", True), ("eager", True)],
+    [
+        ("captured", False),
+        pytest.param("eager", True, marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_autograd_gives_the_same_gradients(
     pool: Any, mode: Any, autograd: str, is_module_compiled: bool

@@ -33,6 +33,7 @@ IMPORTS: dict[str, set[str]] = {
     "_ledger": set(),
     "_phase": {"errors"},
     "_streams": set(),
+    "_untraced": set(),
     "native/_recipe": set(),
     "native/_cache": {"errors", "native/_recipe"},
     "native/_compile": {"errors", "native/_cache", "native/_recipe"},
@@ -51,7 +52,7 @@ IMPORTS: dict[str, set[str]] = {
     "_watch": {"errors"},
     "_arrivals": {"_ops"},
     "_countdown": {"_arrivals"},
-    "_autograd": {"_arrivals", "_countdown", "_streams"},
+    "_autograd": {"_arrivals", "_countdown", "_streams", "_untraced"},
     "_expectation": {"_arrivals", "_autograd", "config", "errors"},
     "_bucket": {"_arrivals", "_collectives", "_layout", "_streams", "errors"},
     "_dense_bucket": {"_arrivals", "_bucket", "_layout", "_ops"},
@@ -71,19 +72,21 @@ IMPORTS: dict[str, set[str]] = {
     "_reducer": {
         "_arrivals",
         "_autograd",
+        "_compiled_backward",
         "_countdown",
         "_expectation",
         "_layout",
         "_ledger",
         "_phase",
         "_pipeline",
+        "_untraced",
         "config",
         "errors",
         "trace",
     },
     "_on_demand": {"_phase", "_reducer"},
     "_recovery": {"_collectives", "_reducer", "errors"},
-    "_guard": {"_autograd", "_phase", "_reducer", "config", "errors"},
+    "_guard": {"_autograd", "_phase", "_reducer", "_untraced", "config", "errors"},
     "_replicas": {"_collectives", "errors"},
     "_arguments": {"_collectives", "_layout", "config"},
     "data_parallel": {
@@ -94,10 +97,14 @@ IMPORTS: dict[str, set[str]] = {
         "_recovery",
         "_reducer",
         "_replicas",
+        "_untraced",
         "config",
         "trace",
     },
-    "__init__": {"data_parallel", "errors", "trace"},
+    "_compiled_backward": {"errors"},
+    "_compiling": {"_untraced"},
+    "_compat": {"_compiling", "data_parallel"},
+    "__init__": {"_compat", "errors", "trace"},
 }
 TALKS_TO_OTHER_RANKS = {"_collectives"}
 
@@ -108,7 +115,7 @@ CLASS_LINES = 200
 CLASS_METHODS = 15
 ARGUMENTS = 6
 NESTING = 3
-CORE_LINES = 2400
+CORE_LINES = 2440  # of which 30 keep dynamo out
 CORE = {
     "errors",
     "config",
@@ -370,8 +377,9 @@ def test_functions_are_short():
 def _lines_of_our_own(c: ast.ClassDef) -> int:
     """Lines of a class, less the signature and arguments that torch dictates."""
     length = c.end_lineno - c.lineno + 1
-    if c.name in DICTATED_BY_TORCH:
-        init = next(f for f in c.body if isinstance(f, Function))
+    inits = [f for f in c.body if isinstance(f, Function) and f.name == "__init__"]
+    if inits and c.name in DICTATED_BY_TORCH:
+        init = inits[0]
         length -= init.end_lineno - init.lineno + 1
         length -= len(ast.get_docstring(c).splitlines())
     return length

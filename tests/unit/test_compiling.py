@@ -60,9 +60,14 @@ def count_graphs(
 
 
 @pytest.mark.parametrize(
-    "compile_it", [compile_outside, compile_inside, compile_in_place]
+    ("cap", "expected", "compile_it"),
+    [
+        (None, 2, compile_outside),
+        (1, 3, compile_outside),
+        (1, 3, compile_inside),
+        (1, 3, compile_in_place),
+    ],
 )
-@pytest.mark.parametrize(("cap", "expected"), [(None, 2), (1, 3)])
 def test_graphs_end_where_those_of_torch_end(lone_group, cap, expected, compile_it):
     counts = [count_graphs(w, Eight(), cap, compile_it) for w in WRAPPERS]
     assert counts == [expected, expected]
@@ -172,6 +177,7 @@ def test_functional_call_of_a_wrapped_module(lone_group):
         assert all(p.grad is None for p in ddp.parameters())
 
 
+@pytest.mark.slow
 def test_import_does_not_load_the_compiler():
     code = "import minidp, sys; assert 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
