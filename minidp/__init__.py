@@ -5,6 +5,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
     L4  data_parallel   the nn.Module face: forward, no_sync, reset, wiring
         _compat         torch's private names, for third parties; skip it
         _compat_reducer  the same, of ``ddp.reducer``
+        _compiling      torch.compile: its graphs end where our buckets do
         _logging_data   the facts behind ``_get_ddp_logging_data()``
     L3  _arguments      the constructor's arguments, checked in torch's order
         _managed        which tensors of a module take part
@@ -30,6 +31,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _comm_hook      a registered comm hook: checked, run, its mistakes named
         _grad_bucket    what a comm hook may see of a bucket
         _autograd       grad hooks, final callback, graph walk
+        _compiled_backward  what compiled autograd cannot, and says
         _countdown      one backward: opened, counted down, paused, closed
         _arrivals       what has arrived: all that grad hooks touch
         _rebuild        the layout that follows rank 0's ready order

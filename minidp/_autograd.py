@@ -10,7 +10,6 @@ second wrapper), they must not change what we read: such a gradient is copied at
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import fields, is_dataclass
 from types import MethodType
@@ -45,17 +44,6 @@ def queue_final_callback(callback: Callable[[], None]) -> None:
     the caller of ``backward()``; if the backward raises, it never runs.
     """
     Variable._execution_engine.queue_callback(callback)
-
-
-def is_compiled_backward() -> bool:
-    """Whether compiled autograd runs this backward, which never runs final callbacks.
-
-    It runs our hooks as they are (`untraced`), between two of its graphs.
-    """
-    compiled_autograd: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    return compiled_autograd is not None and bool(
-        compiled_autograd.in_compiled_autograd_region
-    )
 
 
 class GradHooks:

@@ -24,11 +24,12 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from . import _arguments, _managed, _replicas, comm_hooks, data_parallel
 from ._compat_reducer import ReducerNames
+from ._compiling import run_splitting
 from ._expectation import expectation_for
 from ._guard import refuse_forward
 from ._logging_data import LoggingData
 from ._overlap import excused
-from ._untraced import untraced_itself
+from ._untraced import untraced
 
 logger = logging.getLogger("minidp")
 _Builtin: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]
@@ -166,6 +167,7 @@ class DataParallel(_Legacy, data_parallel.DataParallel):
 
     # -- forward -----------------------------------------------------------------------
 
+    @untraced
     def _before_module(self, inputs: Any, kwargs: Any) -> Any:
         if not self._lazy_init_ran:
             self._lazy_init_ran = True
@@ -175,21 +177,9 @@ class DataParallel(_Legacy, data_parallel.DataParallel):
         with self._logging.noting_errors():
             return super()._before_module(inputs, kwargs)
 
-    @untraced_itself
-    def _run_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Graphs that dynamo compiles in here are split where our buckets end.
+    _run_module = run_splitting
 
-        It asks torch's class whose forward is running, and reads ``bucket_bytes_cap``
-        from the answer.
-        """
-        active: Any = DistributedDataParallel
-        before = active._active_ddp_module
-        active._active_ddp_module = self
-        try:
-            return _call(self._what_runs(), inputs, kwargs)
-        finally:
-            active._active_ddp_module = before
-
+    @untraced
     def _after_module(self, output: Any) -> None:
         if self._module_buffer_hook is not None and self.will_sync_module_buffers():
             self._run_buffer_hook(_BufferCommHookLocation.POST_FORWARD)
@@ -364,11 +354,6 @@ class DataParallel(_Legacy, data_parallel.DataParallel):
         for name, tensor in everything:
             if name in listed:
                 tensor._ddp_ignored = True
-
-
-def _call(run: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Where dynamo starts; in a frame of torch.nn itself it would not."""
-    return run(*inputs, **kwargs)
 
 
 DistributedDataParallel.register(DataParallel)

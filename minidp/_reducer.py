@@ -26,10 +26,10 @@ from ._autograd import (
     NO_TASK,
     GradHooks,
     current_task,
-    is_compiled_backward,
     probe_outputs,
     queue_final_callback,
 )
+from ._compiled_backward import accept, is_compiled_backward
 from ._countdown import Countdown
 from ._expectation import expectation_for
 from ._layout import ParamSpec
@@ -39,7 +39,7 @@ from ._pipeline import Pipeline
 from ._rebuild import ReadyOrder
 from ._untraced import untraced
 from .config import ReducerConfig
-from .errors import GradientError, lost_hooks, no_end, two_threads
+from .errors import GradientError, lost_hooks, two_threads
 from .trace import Moment
 
 if TYPE_CHECKING:
@@ -139,8 +139,8 @@ class Reducer:
 
     def _open(self) -> None:
         """The first gradient of a synchronised backward is here."""
-        if self.expected.completes_at_end and is_compiled_backward():
-            raise GradientError(no_end(self.rank))
+        if is_compiled_backward():
+            accept(self.rank, needs_end=self.expected.completes_at_end)
         self.phase.enter(Phase.REDUCING)
         self.pipeline.start(self.pipeline.reach_map.unused_everywhere())
         is_traced = self.pipeline.tracer.is_on

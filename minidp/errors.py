@@ -73,17 +73,6 @@ def lost_hooks(rank: int, names: Sequence[str]) -> str:
     )
 
 
-def no_end(rank: int) -> str:
-    """The text for a backward of compiled autograd in a mode that must see its end."""
-    return explain(
-        rank,
-        "Compiled autograd does not say when a backward ends, which "
-        "find_unused_parameters=True and the first backward of static_graph=True need.",
-        remedy="run this backward with torch._dynamo.config.compiled_autograd = False, "
-        "or wrap with neither option; call reset() on all ranks to go on",
-    )
-
-
 def two_threads(rank: int, name: str) -> str:
     """The text for a gradient that comes from a second thread on CPU."""
     return explain(
