@@ -65,6 +65,7 @@ def _redirect_output(log: Path) -> None:
         stream.flush()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # a killed rank flushes nothing
 
 
 def _set_environment(setup: Setup, rank: int) -> None:

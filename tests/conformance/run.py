@@ -74,14 +74,23 @@ def _selected(
     options: argparse.Namespace,
     baseline: dict[str, Known],
 ) -> list[Known]:
-    for name in options.tests or baseline:
-        if name not in suite.all_names():
+    present = set(suite.all_names())
+    for name in options.tests:
+        if name not in present:
             parser.error(f"torch {torch.__version__} has no test {name!r}")
         if name not in baseline:
             parser.error(f"torch itself does not pass {name}: see {records.BASELINE}")
     if options.tests:
         return [baseline[name] for name in options.tests]
-    return [known for known in baseline.values() if options.slow or not known.is_slow]
+    selected = []
+    for known in baseline.values():
+        if known.name not in present:
+            print(f"absent  {known.name}  left out: torch {torch.__version__}")
+        elif known.is_slow and not options.slow:
+            print(f"slow    {known.name}  {known.seconds:.0f} s  left out: --slow")
+        else:
+            selected.append(known)
+    return selected
 
 
 def _check(
@@ -94,9 +103,6 @@ def _check(
         print(judge.line(outcome), flush=True)
         if options.details and outcome.details:
             print(outcome.details)
-    for known in baseline.values():
-        if known not in selected and not options.tests:
-            print(f"slow    {known.name}  {known.seconds:.0f} s  left out: --slow")
     if (recorded := records.baseline_version()) != torch.__version__:
         print(f"baseline.txt is of torch {recorded}, this is {torch.__version__}")
     print(judge.summary(num_baseline=len(baseline)))
