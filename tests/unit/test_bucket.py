@@ -527,7 +527,7 @@ def test_kept_missing_sparse_gradient_stays_none(group, embedding):
 def test_dense_gradient_in_a_sparse_bucket_is_a_misfit(embedding):
     bucket = bucket_of([embedding], sparse=True)
     with pytest.raises(GradientError) as caught:
-        bucket.flatten([torch.ones(4, Division(2))], 1)
+        bucket.flatten([torch.ones(4, 2)], Division(1))
     assert str(caught.value) == (
         "[rank 0] A gradient does not fit its bucket. Expected: a sparse COO gradient "
         "(the embedding has sparse=True). Found: a gradient of layout torch.strided. "
