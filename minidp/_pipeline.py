@@ -195,17 +195,6 @@ class Pipeline:
             self.tracer.note(Moment.COPIED_OUT, number)
         self.tracer.backward += 1
 
-    @property
-    def owes_to_hook(self) -> bool:
-        """Whether a comm hook has results to bring; nobody knows if it ever will.
-
-        A hook may issue its collectives late, at a call that an aborted backward does
-        not reach.
-        """
-        return self._hook_now is not None and any(
-            bucket.state is BucketState.IN_FLIGHT for bucket in self.buckets
-        )
-
     def drain(self) -> None:
         """Wait for everything in flight and discard the results."""
         for number, bucket in enumerate(self.buckets):

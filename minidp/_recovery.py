@@ -15,6 +15,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from ._bucket import BucketState
 from ._collectives import fresh_group, group_store, group_timeout
 from ._reducer import Reducer
 from .errors import CollectiveError, explain
@@ -22,6 +23,8 @@ from .errors import CollectiveError, explain
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
+
+    from ._pipeline import Pipeline
 
 POLL = timedelta(milliseconds=200)
 
@@ -41,7 +44,7 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     """
     pipeline = reducer.pipeline
     group = pipeline.group
-    is_lost = pipeline.watch.has_failed or pipeline.owes_to_hook
+    is_lost = pipeline.watch.has_failed or _waits_for_hook(pipeline)
     mine = json.dumps([pipeline.launched_count, is_lost])
     try:
         reports = _exchange(group_store(group, key), mine, group)
@@ -63,6 +66,16 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
         group = fresh_group(group)
     reducer.restart(group)
     return group
+
+
+def _waits_for_hook(pipeline: Pipeline) -> bool:
+    """Whether a comm hook has results to bring; nobody knows if it ever will.
+
+    A hook may start collectives late, in a call that an aborted backward never makes.
+    """
+    return pipeline.comm_hook is not None and any(
+        bucket.state is BucketState.IN_FLIGHT for bucket in pipeline.buckets
+    )
 
 
 def _exchange(store: Store, mine: str, group: ProcessGroup) -> list[tuple[int, bool]]:

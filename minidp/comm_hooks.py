@@ -67,10 +67,6 @@ def all_reduce_hook(
 
     The same as no hook at all, but for the last bits when n is no power of two: without
     a hook, gradients are multiplied by ``1 / n``. Takes sparse gradients as well.
-
-    Args:
-        state: who averages; None: the bucket's group.
-        bucket: see `GradBucket`.
     """
     group, n = _who(state, bucket)
     buffer = bucket.buffer().div_(n)  # before the sum, which might overflow
@@ -169,7 +165,7 @@ class Fp32State:
         """Start the first half; then the second half of the bucket before."""
         if bucket.index() == 0:
             self._half_done = None  # of a backward that was aborted
-        exchange = _Exchange(bucket, *_who(self.process_group, bucket), self.wire_dtype)
+        exchange = _Exchange(self, bucket)
         self.finish()
         self._half_done = exchange
         if bucket.is_last():
@@ -206,27 +202,18 @@ def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.T
 class _Exchange:
     """One bucket on its way through all-to-all and all-gather."""
 
-    def __init__(
-        self,
-        bucket: GradBucket,
-        group: ProcessGroup,
-        divisor: int,
-        wire_dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, state: Fp32State, bucket: GradBucket) -> None:
         self._buffer = bucket.buffer()
-        self._group = group
-        self._divisor = divisor
-        is_cpu = self._buffer.is_cpu
-        self.future: Future[torch.Tensor] = Future(
-            devices=None if is_cpu else [self._buffer.device]
-        )
-        numel, n = self._buffer.numel(), group.size()
+        self._group, self._divisor = _who(state.process_group, bucket)
+        devices = None if self._buffer.is_cpu else [self._buffer.device]
+        self.future: Future[torch.Tensor] = Future(devices=devices)
+        numel, n = self._buffer.numel(), self._group.size()
         part = -(-numel // n)  # rounded up; the last parts are padded
-        self._sent = self._buffer.new_zeros((n, part), dtype=wire_dtype)
+        self._sent = self._buffer.new_zeros((n, part), dtype=state.wire_dtype)
         self._sent.view(-1)[:numel] = self._buffer
         self._received = torch.empty_like(self._sent)
         self._work: Work = dist.all_to_all_single(
-            self._received, self._sent, group=group, async_op=True
+            self._received, self._sent, group=self._group, async_op=True
         )
 
     def finish(self) -> None:
@@ -297,10 +284,8 @@ def int8_error_feedback_hook(
     holds an infinity or NaN becomes NaN on all ranks, so that a GradScaler sees it, and
     leaves its residual as it was.
 
-    All floating dtypes. Seide et al., "1-Bit Stochastic Gradient Descent and its
-    Application to Data-Parallel Distributed Training of Speech DNNs", 2014;
-    Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
-    Schemes", 2019.
+    All floating dtypes. After Seide et al., "1-Bit SGD", Interspeech 2014, and
+    Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019.
     """
     buffer = bucket.buffer()
     if not _shrinks(buffer, torch.int8):
@@ -346,8 +331,7 @@ def row_major(hook: Hook) -> Hook:
     """Give ``hook`` gradients that are row-major contiguous, whatever the parameters.
 
     For hooks that ``.view()`` gradients as matrices, as torch's ``powerSGD_hook`` does,
-    which fails on channels_last parameters. Copies such buckets in and out; a bucket
-    that is row-major already goes to the hook as it is.
+    which fails on channels_last parameters. Only buckets with such gradients are copied.
     """
 
     def rearranged(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:

@@ -83,7 +83,7 @@ IMPORTS: dict[str, set[str]] = {
         "trace",
     },
     "_on_demand": {"_phase", "_reducer"},
-    "_recovery": {"_collectives", "_reducer", "errors"},
+    "_recovery": {"_bucket", "_collectives", "_reducer", "errors"},
     "_guard": {"_autograd", "_phase", "_reducer", "config", "errors"},
     "_replicas": {"_collectives", "errors"},
     "_arguments": {"_collectives", "_layout", "config"},
