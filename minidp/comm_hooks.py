@@ -155,22 +155,15 @@ class Fp32State:
         self.wire_dtype = wire_dtype
         self._half_done: _Exchange | None = None
 
-    def finish(self) -> None:
-        """Start the second half of the exchange that lacks it."""
+    def go_on(self, exchange: _Exchange | None) -> None:
+        """Start the second half of the exchange before this one."""
         if self._half_done is not None:
             self._half_done.finish()
-        self._half_done = None
-
-    def begin(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Start the first half; then the second half of the bucket before."""
-        if bucket.index() == 0:
-            self._half_done = None  # of a backward that was aborted
-        exchange = _Exchange(self, bucket)
-        self.finish()
         self._half_done = exchange
-        if bucket.is_last():
-            self.finish()
-        return exchange.future
+
+    def forget(self) -> None:
+        """Drop what an aborted backward left half done."""
+        self._half_done = None
 
 
 def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -180,7 +173,7 @@ def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.T
     the rounded mean to everybody (all-gather): as many bytes as a 16-bit all-reduce,
     whose error grows with n, but only two roundings r. With u = 2**-8 (bfloat16) or
     2**-11 (float16), up to float32's own error and underflow,
-    ``|error| <= u * mean(|g|) + u * (1 + u) * |mean(g)|``. For float32 and float64.
+    ``|error| <= (u + u*u) * mean(|g|) + u * |mean(g)|``. For float32 and float64.
 
     The second collective cannot start in a callback (see the module), so it starts when
     the hook is called for the next bucket, behind that one's first::
@@ -192,11 +185,18 @@ def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.T
     That call waits until the exchange that it goes on with is half done: on a network
     slower than the backward, the backward waits here instead of at its end.
     """
+    if bucket.index() == 0:
+        state.forget()
+    exchange = None
     if _shrinks(bucket.buffer(), state.wire_dtype):
-        return state.begin(bucket)
-    if bucket.index() > 0:
-        state.finish()
-    return all_reduce_hook(state.process_group, bucket)
+        exchange = _Exchange(state, bucket)
+        future = exchange.future
+    else:
+        future = all_reduce_hook(state.process_group, bucket)
+    state.go_on(exchange)
+    if bucket.is_last():
+        state.go_on(None)
+    return future
 
 
 class _Exchange:
@@ -205,7 +205,7 @@ class _Exchange:
     def __init__(self, state: Fp32State, bucket: GradBucket) -> None:
         self._buffer = bucket.buffer()
         self._group, self._divisor = _who(state.process_group, bucket)
-        devices = None if self._buffer.is_cpu else [self._buffer.device]
+        devices: Any = None if self._buffer.is_cpu else [self._buffer.device]
         self.future: Future[torch.Tensor] = Future(devices=devices)
         numel, n = self._buffer.numel(), self._group.size()
         part = -(-numel // n)  # rounded up; the last parts are padded
@@ -331,7 +331,7 @@ def row_major(hook: Hook) -> Hook:
     """Give ``hook`` gradients that are row-major contiguous, whatever the parameters.
 
     For hooks that ``.view()`` gradients as matrices, as torch's ``powerSGD_hook`` does,
-    which fails on channels_last parameters. Only buckets with such gradients are copied.
+    which fails on channels_last parameters. Other buckets are not copied.
     """
 
     def rearranged(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -354,9 +354,8 @@ def row_major(hook: Hook) -> Hook:
 def one_at_a_time(hook: Hook) -> Hook:
     """Wait for each bucket in the hook, so that no two are in flight.
 
-    For hooks that start collectives in callbacks (see the module), as torch's
-    ``powerSGD_hook`` does, on Gloo and with several buckets. On CUDA it costs little:
-    there, waiting only orders streams.
+    For hooks that start collectives in callbacks (see the module), on Gloo: torch's
+    ``powerSGD_hook``, say. On CUDA waiting only orders streams.
     """
 
     def waiting(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
