@@ -153,17 +153,13 @@ class Fp32State:
             )
         self.process_group = process_group
         self.wire_dtype = wire_dtype
-        self._half_done: _Exchange | None = None
+        self.half_done: _Exchange | None = None
 
     def go_on(self, exchange: _Exchange | None) -> None:
         """Start the second half of the exchange before this one."""
-        if self._half_done is not None:
-            self._half_done.finish()
-        self._half_done = exchange
-
-    def forget(self) -> None:
-        """Drop what an aborted backward left half done."""
-        self._half_done = None
+        if self.half_done is not None:
+            self.half_done.finish()
+        self.half_done = exchange
 
 
 def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -186,7 +182,7 @@ def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.T
     slower than the backward, the backward waits here instead of at its end.
     """
     if bucket.index() == 0:
-        state.forget()
+        state.half_done = None  # of a backward that was aborted
     exchange = None
     if _shrinks(bucket.buffer(), state.wire_dtype):
         exchange = _Exchange(state, bucket)
@@ -238,7 +234,7 @@ class _Exchange:
 
 
 class Int8State:
-    """For `int8_error_feedback_hook`: what quantisation has left behind so far.
+    """For `int8_error_feedback_hook`: what rounding has left behind so far.
 
     Args:
         process_group: who averages; None: the bucket's group.

@@ -407,6 +407,49 @@ def test_our_hooks_average_unusual_gradients(
         )
 
 
+def mixed_buckets(ctx: Any, hook: str) -> Any:
+    """Buckets that a hook can shrink, and some that it cannot, in turns."""
+    torch.manual_seed(0)
+    parts = [Images(), Words(), Net(torch.bfloat16), Net(torch.float64), Waves()]
+    net = nn.ModuleList(parts)
+    ddp = DataParallel(InTurn(net), process_group=ctx.group, **SMALL)
+    state, hook = OURS[hook](ctx)
+    ddp.register_comm_hook(state, hook)
+    history = []
+    for step in range(4):
+        ddp.zero_grad()
+        ddp(inputs(ctx.rank, step)).backward()
+        averaged = [g.to_dense() for g in grads(ddp)]
+        net.zero_grad()
+        for rank in range(ctx.world_size):
+            ddp.module(inputs(rank, step)).backward()
+        means = [g.to_dense() / ctx.world_size for g in grads(ddp)]
+        history.append((averaged, means))
+    return history
+
+
+class InTurn(nn.Module):
+    def __init__(self, parts: nn.ModuleList) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for part in self.parts:
+            dtype = part.scale.dtype if isinstance(part, Net) else x.dtype
+            total = total + part(x.to(dtype)).pow(2).sum().double()
+        return total
+
+
+@pytest.mark.parametrize("hook", OURS)
+def test_our_hooks_pass_on_what_they_cannot_shrink(pool: Any, hook: str) -> None:
+    for history in pool.run(mixed_buckets, 3, hook):
+        for averaged, means in history:
+            for grad, mean in zip(averaged, means, strict=True):
+                tolerance = 0.04 * mean.abs().max().item() + 0.02
+                torch.testing.assert_close(grad, mean, rtol=0.0, atol=tolerance)
+
+
 # -- our hooks -------------------------------------------------------------------------
 
 SAME_AS_TORCHS = {
