@@ -445,8 +445,11 @@ class InTurn(nn.Module):
 def test_our_hooks_pass_on_what_they_cannot_shrink(pool: Any, hook: str) -> None:
     for history in pool.run(mixed_buckets, 3, hook):
         for averaged, means in history:
+            largest = max(mean.abs().max().item() for mean in means)
             for grad, mean in zip(averaged, means, strict=True):
                 tolerance = 0.04 * mean.abs().max().item() + 0.02
+                if "int8" in hook:  # a block's error is relative to its largest
+                    tolerance = 0.03 * largest
                 torch.testing.assert_close(grad, mean, rtol=0.0, atol=tolerance)
 
 
