@@ -3,27 +3,46 @@
 Read it top to bottom of a backward's life, from the face to the wire::
 
     L4  data_parallel   the nn.Module face: forward, no_sync, reset, wiring
+        _compat         torch's private names, for third parties; skip it
+        _compat_reducer  the same, of ``ddp.reducer``
+        _compiling      torch.compile: its graphs end where our buckets do
+        _logging_data   the facts behind ``_get_ddp_logging_data()``
     L3  _arguments      the constructor's arguments, checked in torch's order
+        _managed        which tensors of a module take part
         _replicas       replicas start and stay equal: verify, broadcast
+        _shared_state   when parameters and module buffers follow one rank
+        _copies         pickle and deepcopy
+        _join           uneven inputs: ranks that ran out keep the others company
         _guard          no optimizer applies gradients that differ between ranks
         _recovery       reset(): ranks agree on what survived a failure
-        _on_demand      sync_gradients(): average what .grad holds now
+        _on_demand      reductions without a backward: sync_gradients(), shadows
         _reducer        "gradient i is ready" -> launched buckets -> finished backward
         _pipeline       the buckets, launched and awaited in index order
         _expectation    which gradients a backward must bring: one class per mode
-    L2  comm_hooks      other ways to average a bucket, to be copied and changed
+        _mixed_precision  compute in one dtype, reduce in another
+        _overlap        optimizer steps inside the backward
+        sync_batchnorm  batch norm over all ranks, also on CPU
+    L2  _averaging      how buckets are averaged: who divides, what travels how
         _dense_bucket   a flat buffer: copy in, copy out, gradients as views
+        _fit            whether gradients fit their slots
         _sparse_bucket  a COO gradient that travels as it is
         _bucket         what they share: lifecycle, launch, wait
+        comm_hooks      ready-made comm hooks, to be used or copied out
+        _comm_hook      a registered comm hook: checked, run, its mistakes named
+        _grad_bucket    what a comm hook may see of a bucket
         _autograd       grad hooks, final callback, graph walk
+        _compiled_backward  what compiled autograd cannot, and says
         _countdown      one backward: opened, counted down, paused, closed
         _arrivals       what has arrived: all that grad hooks touch
-        _watch          a failed collective gets rank, place and remedy
+        _rebuild        the layout that follows rank 0's ready order
         _used_map       which parameters were used on any rank
-        _collectives    the only caller of torch.distributed
+        _watch          a failed collective gets rank, place and remedy
+        _collectives    the package's own collectives
     L1  _layout         parameters -> buckets -> slots, as integers
         _ops            flatten and unflatten: the arithmetic
+        _inputs         tensors inside a forward's inputs
         _streams        CUDA streams that wrote a bucket's gradients
+        _untraced       what dynamo must run as it is
         _ledger         what was announced, reduced, or only added locally
         _phase          lifecycle of a reducer: enum and transition table
         trace           events of a backward
@@ -35,11 +54,12 @@ Imports only point down (``tests/unit/test_architecture.py`` holds the table).
 """
 
 from . import comm_hooks
+from ._compat import DataParallel
 from ._grad_bucket import GradBucket
-from .data_parallel import DataParallel
 from .errors import (
     CollectiveError,
     CommHookError,
+    DoubleStepError,
     GradientError,
     GraphChangedError,
     MarkedTwiceError,
@@ -50,12 +70,14 @@ from .errors import (
     UnfinishedReductionError,
     UnsyncedGradientsError,
 )
+from .sync_batchnorm import SyncBatchNorm
 from .trace import Event, Moment, Recorder
 
 __all__ = [
     "CollectiveError",
     "CommHookError",
     "DataParallel",
+    "DoubleStepError",
     "Event",
     "GradBucket",
     "GradientError",
@@ -67,6 +89,7 @@ __all__ = [
     "Recorder",
     "ReducerFailedError",
     "ReplicaMismatchError",
+    "SyncBatchNorm",
     "UnfinishedReductionError",
     "UnsyncedGradientsError",
     "comm_hooks",

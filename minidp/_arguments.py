@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from ._collectives import default_first_bucket_bytes, default_group, is_group
-from ._layout import ParamSpec
+from ._managed import Replica, check_data, examine
+from ._mixed_precision import Precision, precision_from
 from .config import ReducerConfig, Unsynced, bucket_caps, unsynced_policy
+from .sync_batchnorm import refuse_torchs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-IGNORE_ATTRIBUTE = "_ddp_params_and_buffers_to_ignore"  # torch's name, set by users
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,15 @@ class Given:
     batched_grad_copy: bool
     forward_sync_buffers: bool | None
     unsynced: object
-    unsupported: Mapping[str, object]
+    delayed: object  # delay_all_reduce_named_params
+    delayed_until: object  # param_to_hook_all_reduce
+    mixed_precision: object
+    skip_all_reduce_unused_params: bool
+
+    @property
+    def delayed_by_name(self) -> dict[str, nn.Parameter]:
+        """Parameters that travel last."""
+        return check_delayed(self.delayed, self.delayed_until)
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,7 @@ class Checked:
     forward_sync: bool  # broadcast module buffers before forwards
     init_buffers: bool  # broadcast module buffers at construction
     unsynced: Unsynced
+    precision: Precision | None
 
 
 def check(module: nn.Module, given: Given) -> Checked:
@@ -60,8 +68,7 @@ def check(module: nn.Module, given: Given) -> Checked:
     Raises:
         ValueError, TypeError, RuntimeError, NotImplementedError: see the parts.
     """
-    refuse_unsupported(given.unsupported)
-    replica = examine(module)
+    replica = examine(module, given.delayed_by_name)
     devices = check_devices(replica.parameters, given.device_ids, given.output_device)
     forward_sync, init_buffers = buffer_flags(
         broadcast_buffers=given.broadcast_buffers,
@@ -82,8 +89,10 @@ def check(module: nn.Module, given: Given) -> Checked:
         bool(given.find_unused_parameters),
         bool(given.static_graph),
         bool(given.gradient_as_bucket_view),
+        bool(given.skip_all_reduce_unused_params),
         bool(given.batched_grad_copy),
     )
+    refuse_torchs(module, devices.device)
     return Checked(
         replica,
         devices,
@@ -91,7 +100,44 @@ def check(module: nn.Module, given: Given) -> Checked:
         forward_sync,
         init_buffers,
         unsynced_policy(given.unsynced),
+        precision_from(given.mixed_precision),
     )
+
+
+def check_delayed(delayed: Any, until: Any) -> dict[str, nn.Parameter]:
+    """Parameters whose reduction comes last, by name.
+
+    Args:
+        delayed: pairs of names and parameters, or None.
+        until: torch starts the reduction when this parameter's gradient arrives. Here
+            it starts when all delayed gradients and all other buckets are there.
+
+    Raises:
+        ValueError: one of the two without the other.
+        TypeError: not pairs of names and parameters, or not a parameter.
+    """
+    if (delayed is None) != (until is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be "
+            "set at the same time."
+        )
+    pairs = list(delayed or ())
+    for pair in pairs:
+        if not (
+            isinstance(pair, tuple | list)
+            and len(pair) == 2
+            and isinstance(pair[0], str)
+            and isinstance(pair[1], nn.Parameter)
+        ):
+            raise TypeError(
+                "delay_all_reduce_named_params must be pairs (name, parameter), as "
+                f"from named_parameters(), but got {pair!r}."
+            )
+    if until is not None and not isinstance(until, torch.Tensor):
+        raise TypeError(
+            f"param_to_hook_all_reduce must be a parameter, but got {until!r}."
+        )
+    return dict(pairs)
 
 
 def some_device(module: object) -> torch.device:
@@ -132,132 +178,6 @@ def choose_group(
             f"({type(process_group).__name__})."
         )
     return process_group
-
-
-def refuse_unsupported(arguments: Mapping[str, object]) -> None:
-    """Arguments of torch's DDP that minidp does not have yet.
-
-    Raises:
-        ValueError: one of the delayed all-reduce arguments without the other.
-        NotImplementedError: any of them is used.
-    """
-    delayed = arguments["delay_all_reduce_named_params"] is not None
-    if delayed != (arguments["param_to_hook_all_reduce"] is not None):
-        raise ValueError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be "
-            "set at the same time."
-        )
-    for name, value in arguments.items():
-        if value is not None and value is not False:
-            raise NotImplementedError(
-                f"minidp.DataParallel does not support {name} yet; leave it at its "
-                "default, or use torch's DistributedDataParallel for this model."
-            )
-
-
-@dataclass(frozen=True)
-class Replica:
-    """The parts of a module that take part in synchronisation."""
-
-    parameters: Mapping[str, nn.Parameter]  # frozen ones included
-    managed: Mapping[str, nn.Parameter]  # trainable, in parameter-index order
-    sparse: frozenset[str]  # names of managed parameters with sparse gradients
-    ignored: frozenset[str]
-
-    @property
-    def specs(self) -> list[ParamSpec]:
-        """The managed parameters, as the layout sees them."""
-        return [
-            ParamSpec(
-                name,
-                tuple(param.shape),
-                tuple(param.stride()),
-                param.dtype,
-                param.device,
-                name in self.sparse,
-            )
-            for name, param in self.managed.items()
-        ]
-
-
-def examine(module: nn.Module) -> Replica:
-    """Find what takes part: everything that is not on the module's ignore list.
-
-    A root-level parameter may be listed as ``w`` or ``.w``.
-
-    Raises:
-        TypeError: not a module.
-        RuntimeError: nothing is trainable.
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"module must be a torch.nn.Module, but got {type(module).__name__}."
-        )
-    listed = frozenset(getattr(module, IGNORE_ATTRIBUTE, ()))
-    ignored = frozenset(name.removeprefix(".") for name in listed)
-    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    if ignored - known:
-        warnings.warn(
-            "The module's ignore list names parameters or buffers that it does not "
-            f"have: {', '.join(sorted(ignored - known))}.",
-            stacklevel=4,
-        )
-    parameters = {n: p for n, p in module.named_parameters() if n not in ignored}
-    managed: dict[str, nn.Parameter] = {}
-    sparse = set()
-    seen: set[int] = set()
-    for name, owner, param in _owned_parameters(module):
-        if name in ignored or id(param) in seen or not param.requires_grad:
-            continue
-        seen.add(id(param))
-        managed[name] = param
-        if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse:
-            sparse.add(name)
-    if not managed:
-        raise RuntimeError(
-            "DistributedDataParallel is not needed when a module doesn't have any "
-            "parameter that requires a gradient. (Every parameter of this module is "
-            "frozen or on the ignore list.)"
-        )
-    return Replica(parameters, managed, frozenset(sparse), ignored)
-
-
-def check_data(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse parameters that cannot be broadcast or reduced.
-
-    Raises:
-        RuntimeError: uninitialized (lazy) or meta parameters.
-        NotImplementedError: DTensor parameters.
-    """
-    lazy = [n for n, p in parameters.items() if isinstance(p, UninitializedParameter)]
-    if lazy:
-        raise RuntimeError(
-            "Modules with uninitialized parameters can't be used with "
-            "`DataParallel`. Run a dummy forward pass to correctly initialize the "
-            f"modules. Uninitialized: {', '.join(lazy)}."
-        )
-    meta = [name for name, param in parameters.items() if param.is_meta]
-    if meta:
-        raise RuntimeError(
-            "Parameters on the meta device have no data to synchronise: "
-            f"{', '.join(meta)}. Materialise them first, for example with "
-            "module.to_empty(device=...) and an initialisation."
-        )
-    dtensors = [n for n, p in parameters.items() if type(p.data).__name__ == "DTensor"]
-    if dtensors:
-        raise NotImplementedError(
-            "minidp.DataParallel does not support DTensor parameters yet: "
-            f"{', '.join(dtensors)}."
-        )
-
-
-def _owned_parameters(
-    module: nn.Module,
-) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    for prefix, owner in module.named_modules():
-        for short, param in owner.named_parameters(recurse=False):
-            yield (f"{prefix}.{short}" if prefix else short), owner, param
 
 
 @dataclass(frozen=True)
@@ -335,23 +255,3 @@ def buffer_flags(
         stacklevel=4,
     )
     return forward_sync_buffers, True
-
-
-def move_inputs(value: Any, device: torch.device) -> Any:
-    """Move tensors (also inside tuples, lists, dicts) to ``device``; keep the rest."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, nn.utils.rnn.PackedSequence):
-        return value.to(device)  # type: ignore[arg-type]  # also takes devices
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(move_inputs(item, device) for item in value))
-    if isinstance(value, tuple | list):
-        return type(value)(move_inputs(item, device) for item in value)
-    if isinstance(value, dict):
-        return type(value)((k, move_inputs(item, device)) for k, item in value.items())
-    return value
-
-
-def module_buffers(module: nn.Module, ignored: frozenset[str]) -> dict[str, Any]:
-    """Module buffers that take part, non-persistent ones included."""
-    return {n: b for n, b in module.named_buffers() if n not in ignored}

@@ -23,6 +23,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from ._arrivals import Mark, is_copied_at_once
 from ._countdown import Countdown
 from ._streams import raw_stream
+from ._untraced import untraced
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -127,6 +128,7 @@ def _small_hook(params: Sequence[torch.Tensor], countdown: Countdown) -> SharedH
     on_full, on_unusual = countdown.callbacks
     unset = Mark.UNSET
 
+    @untraced
     def grad_hook(i: int, _grad_inputs: Any, _grad_outputs: Any) -> None:
         if entries[i] is not unset:
             on_unusual(i)
@@ -145,6 +147,7 @@ def _large_hook(params: Sequence[torch.Tensor], countdown: Countdown) -> SharedH
     """For gradients that are copied while they are still in cache."""
     entries = countdown.entries
 
+    @untraced
     def grad_hook(i: int, _grad_inputs: Any, _grad_outputs: Any) -> None:
         if entries[i] is not Mark.UNSET:
             countdown.callbacks.on_unusual(i)
@@ -161,6 +164,7 @@ def _noting_stream(
     written_on, bucket_of = countdown.written_on, countdown.bucket_of
     devices = [param.device.index for param in params]
 
+    @untraced
     def grad_hook(i: int, grad_inputs: Any, grad_outputs: Any) -> None:
         written_on[bucket_of[i]].add(raw_stream(devices[i]))
         hook(i, grad_inputs, grad_outputs)
@@ -185,9 +189,14 @@ def find_tensors(output: object) -> list[torch.Tensor]:
 
 def probe_outputs(output: object, probe: Callable[[], None]) -> None:
     """Call ``probe`` as soon as a backward reaches one of the outputs."""
+
+    @untraced
+    def prehook(_grads: Any) -> None:
+        probe()
+
     for tensor in find_tensors(output):
         if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(lambda _grads: probe())
+            tensor.grad_fn.register_prehook(prehook)
 
 
 def reachable_nodes(output: object) -> set[Node]:

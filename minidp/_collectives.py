@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -41,6 +42,13 @@ def default_group() -> ProcessGroup:
     return group
 
 
+def joined_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """``group`` or the default one; None while torch.distributed is not initialized."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return default_group() if group is None else group
+
+
 def default_first_bucket_bytes() -> int:
     """Limit of the small first bucket; torch's constant, so that both can be set."""
     return int(dist._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
@@ -51,15 +59,69 @@ def is_group(value: object) -> bool:
     return isinstance(value, dist.ProcessGroup)
 
 
-def fresh_group(group: ProcessGroup) -> ProcessGroup:
-    """A new group over the same ranks, backend and timeout; its members call it."""
-    created: ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group),
+def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
+    """A new group over the same ranks, backend and timeout; its members call it.
+
+    Args:
+        group: the old one.
+        key: the same on all ranks, and never used before in this group.
+    """
+    # Not new_group(), whose name for a group that only its members make depends on how
+    # many groups a process is in: ranks that differ there would wait for each other.
+    ranks = dist.get_process_group_ranks(group)
+    made = c10d._new_process_group_helper(
+        len(ranks),
+        group.rank(),
+        ranks,
+        dist.Backend(str(dist.get_backend(group))),
+        c10d._get_default_store(),
+        c10d.GroupName(f"minidp/{group.group_name}/{key}"),
         timeout=group_timeout(group),
-        backend=str(dist.get_backend(group)),
-        use_local_synchronization=True,
     )
+    created: ProcessGroup = made[0]
+    c10d._world.pg_group_ranks[created] = {rank: i for i, rank in enumerate(ranks)}
     return created
+
+
+_side_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_renewals: dict[frozenset[int], str] = {}  # global ranks -> key of their last failure
+
+
+def side_group(group: ProcessGroup) -> ProcessGroup:
+    """Gloo between the same ranks once more, for layers; made by the first call.
+
+    Ranks whose graphs differ launch buckets at different points of a backward. On one
+    group, the sums of a layer would then meet a bucket of another rank: gloo aborts the
+    process, or adds them up if they are equally long. It is faster, too, not to queue
+    behind the buckets.
+    """
+    if group not in _side_groups:
+        ranks = frozenset(dist.get_process_group_ranks(group))
+        newest_first = reversed(_renewals.items())
+        key = next((key for members, key in newest_first if members >= ranks), "first")
+        store = group_store(group, f"side/{key}")
+        # Not new_group(), whose names depend on how many groups a process is in. The
+        # backend alone has all that is called of a process group here.
+        gloo: Any = dist.ProcessGroupGloo(
+            store, group.rank(), group.size(), group_timeout(group)
+        )
+        _side_groups[group] = gloo
+    return _side_groups[group]
+
+
+def renew_side_groups(group: ProcessGroup, key: str) -> None:
+    """After a failure: side groups within ``group`` are made anew when needed.
+
+    Args:
+        group: all of its ranks call this.
+        key: the same on all ranks, and never used before.
+    """
+    members = frozenset(dist.get_process_group_ranks(group))
+    _renewals.pop(members, None)
+    _renewals[members] = key
+    for other in list(_side_groups):
+        if members.issuperset(dist.get_process_group_ranks(other)):
+            del _side_groups[other]
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
@@ -123,6 +185,13 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
     options.asyncOp = True
     work: Work = group.allreduce([tensor], options)
     return work
+
+
+def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """All ranks' rows (1D, equally long on each rank), as one 2D tensor."""
+    rows = row.new_empty(group.size(), row.numel())
+    group.allgather([list(rows.unbind())], [row]).wait()
+    return rows
 
 
 def gather_integers(

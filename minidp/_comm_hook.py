@@ -52,7 +52,7 @@ class CommHook:
             future = self.hook(self.state, bucket)
         except Exception as error:
             raise call.problem(f"raised {type(error).__name__}: {error}") from error
-        if not isinstance(future, torch._C.Future):  # what Work.get_future() returns
+        if not isinstance(future, torch._C.Future):  # works give this base class
             raise call.problem(
                 "did not return a future: DDP communication hook's callback must "
                 "return a torch.futures.Future object",
@@ -193,7 +193,7 @@ def _hints(hook: object) -> dict[str, Any]:
 
 
 def _is_bucket(kind: object) -> bool:
-    """Ours, torch's, or something that says nothing (Any)."""
-    if kind is Any or not isinstance(kind, type):  # Any is a class since Python 3.11
+    """Ours, torch's, or something that says nothing (Any, object, a string)."""
+    if kind is Any or not isinstance(kind, type):
         return True
     return kind.__name__ == GradBucket.__name__ or issubclass(GradBucket, kind)

@@ -14,14 +14,16 @@ from ._collectives import default_group
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_NOT_PORTABLE = ("process_group", "_reducer", "_guard", "device_mesh")
-
 
 class Copies:
     """The part of `DataParallel` that is copied: all but what is wired to a group.
 
     A copy starts without comm hook, with its buckets in registration order.
     """
+
+    _not_portable: tuple[str, ...] = (
+        *("process_group", "device_mesh", "_reducer", "_guard", "_precision"),
+    )
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle, which cannot carry a process group: only the default one.
@@ -50,7 +52,7 @@ class Copies:
 
 def portable_state(ddp: Any) -> dict[str, Any]:
     """What a copy is made from: all but the group and what is wired to it."""
-    state = {k: v for k, v in ddp.__dict__.items() if k not in _NOT_PORTABLE}
+    state = {k: v for k, v in ddp.__dict__.items() if k not in ddp._not_portable}
     return state | {"sync_enabled": ddp.require_backward_grad_sync}
 
 

@@ -142,6 +142,11 @@ class Countdown:
         self.filled.add(i)
         self.fill(i, grad)
 
+    def skip(self, i: int) -> None:
+        """Parameter ``i`` does not arrive, and its bucket does not travel."""
+        self.filled.add(i)
+        self.entries[i] = None
+
     def fill(self, i: int, entry: Entry) -> None:
         """The slot of parameter ``i`` is no longer pending."""
         self.entries[i] = entry

@@ -17,13 +17,12 @@ import torch
 from . import _ops
 from ._arrivals import Entry, Mark, is_copied_at_once
 from ._bucket import Bucket, BucketState, Division
+from ._fit import Fit, can_tie
 from ._layout import BucketPlan
 
 # For map(): these run once per gradient.
-_dtype = attrgetter("dtype")
 _layout_of = attrgetter("layout")
 _data_ptr = torch.Tensor.data_ptr
-_numel = torch.Tensor.numel
 
 
 class Memory:
@@ -74,8 +73,7 @@ class DenseBucket(Bucket):
             values.as_strided(slot.shape, slot.stride, slot.offset)
             for slot in plan.slots
         ]
-        self._numels = [slot.numel for slot in plan.slots]
-        self._dtypes = {plan.dtype}
+        self._fit = Fit(plan, self.views)
         is_large = [is_copied_at_once(param) for param in self.params]
         self._copy_plan = _ops.CopyPlan(values, self.views, is_large)
         self.slots = _ops.slots(self.params, self.views, values, as_view=as_view)
@@ -139,7 +137,8 @@ class DenseBucket(Bucket):
             views, fresh = self.views, grads
         else:
             views, fresh, aliased = self._sort(entries, undecided)
-        self._check(views, fresh)
+        if not self._fit.is_likely(views, fresh):
+            self._name_misfit(views, fresh)
         if torch.is_grad_enabled() and any(g.requires_grad for g in fresh + aliased):
             self._flatten_tracked(entries, division)
         else:
@@ -172,21 +171,12 @@ class DenseBucket(Bucket):
                 fresh.append(grad)
         return views, fresh, aliased
 
-    def _check(self, views: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
-        """A copy would convert or broadcast without a word."""
-        numels = self._numels if views is self.views else list(map(_numel, views))
-        if not set(map(_dtype, grads)) <= self._dtypes or (
-            list(map(_numel, grads)) != numels
-        ):
-            self._name_misfit(views, grads)
-
     def _name_misfit(
         self, views: list[torch.Tensor], grads: list[torch.Tensor]
     ) -> None:
-        misfit = _first_misfit(views, grads)
+        misfit = self._fit.first_misfit(views, grads)
         if misfit is not None:
-            view, expected, found = misfit
-            k = next(k for k, mine in enumerate(self.views) if mine is view)
+            k, expected, found = misfit
             raise self._misfit(self.names[k], expected, found)
 
     def _flatten_tracked(self, entries: Sequence[Entry], division: Division) -> None:
@@ -233,7 +223,8 @@ class DenseBucket(Bucket):
         for k, (view, grad) in enumerate(zip(self.views, grads, strict=True)):
             if grad is view or k in kept:
                 continue
-            if grad is not None and grad is not self._arrived[k]:
+            arrived = self._arrived[k]
+            if grad is not None and arrived is not None and grad is not arrived:
                 raise self._misfit(
                     self.names[k],
                     "the bucket's view, or the gradient that arrived",
@@ -257,26 +248,8 @@ class DenseBucket(Bucket):
         """See `Bucket`."""
         for param, view in zip(self.params, self.views, strict=True):
             grad = param.grad
-            if grad is not None and _can_tie(grad, view):
+            if grad is not None and can_tie(grad, view):
                 param.grad = view.copy_(grad)
-
-
-def _first_misfit(
-    views: list[torch.Tensor], grads: list[torch.Tensor]
-) -> tuple[torch.Tensor, str, str] | None:
-    """The first view that its gradient does not fit, and what both are in words."""
-    for view, grad in zip(views, grads, strict=True):
-        kinds = [(t.dtype, t.layout, tuple(t.shape), t.device) for t in (view, grad)]
-        if kinds[0] != kinds[1]:
-            expected, found = ("{}, {}, shape {}, on {}".format(*k) for k in kinds)
-            return view, expected, found
-    return None
-
-
-def _can_tie(grad: torch.Tensor, view: torch.Tensor) -> bool:
-    """Not if it misfits (refused when the bucket is full) or has a history to lose."""
-    kinds = [(t.dtype, t.layout, t.device, t.shape) for t in (grad, view)]
-    return kinds[0] == kinds[1] and not grad.requires_grad
 
 
 def _allocate(plan: BucketPlan) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from torch.autograd.graph import Node
+from torch.profiler import record_function
 
 from ._arrivals import Mark
 from ._autograd import unreachable
@@ -29,7 +30,15 @@ class EveryParameter:
     completes_at_end = False  # what is missing is filled in when the backward ends
     shares_used_map = False  # ranks tell each other which parameters they used
     map_goes_first = False  # ... before the buckets (torch's order, static graph)
+    shares_reach = False  # ... and after a forward which the backward can reach
     keeps_ready_order = True  # this backward's order is the order to rebuild by
+    is_steady = True  # the same parameters were missing in every backward so far
+    cause_of_missing = "your module has parameters that were not used in producing loss"
+    remedy_for_missing = (
+        "enable unused parameter detection by passing the keyword argument "
+        "`find_unused_parameters=True`, and make sure that all `forward` function "
+        "outputs participate in calculating loss"
+    )
     kept: Collection[int] = ()  # parameters whose ``.grad`` is never written
 
     def __init__(self, num_params: int) -> None:
@@ -88,7 +97,8 @@ class FindUnused(EveryParameter):
     Torch walks the graph in every forward, to launch early the buckets of parameters
     that will not arrive. Here nothing is walked as long as everything arrives; only
     after a backward with missing parameters the next forwards look whether *those* are
-    out of reach again.
+    out of reach again. With ``skip_all_reduce_unused_params`` every forward is
+    searched, and ranks tell each other: a bucket that nobody reaches does not travel.
     """
 
     may_guess_wrong = True
@@ -96,30 +106,41 @@ class FindUnused(EveryParameter):
     shares_used_map = True
     keeps_ready_order = False
 
-    def __init__(self, num_params: int) -> None:
+    def __init__(self, num_params: int, *, shares_reach: bool = False) -> None:
         super().__init__(num_params)
-        self._missing_last: Sequence[int] = ()
+        self.shares_reach = shares_reach
+        self._missing_last: Sequence[int] | None = None
         self._absent: set[int] = set()
 
     def saw_outputs(self, output: object, nodes: Sequence[Node]) -> None:
         """Predict what will be missing, if anything was last time."""
-        self._absent = (
-            unreachable(output, nodes, self._missing_last)
-            if self._missing_last
-            else set()
-        )
+        last = self._missing_last
+        among = range(self._num_params) if self.shares_reach else last
+        with record_function("minidp::search_unused_parameters"):
+            self._absent = unreachable(output, nodes, among) if among else set()
 
     def absent(self) -> Sequence[int]:
-        """Missing last time, and out of reach this time."""
+        """Out of reach this time (and missing last time)."""
         return sorted(self._absent)
 
     def ended(self, missing: Sequence[int], unused: Collection[int]) -> None:
         """Remember what was missing."""
+        is_first = self._missing_last is None
+        self.is_steady &= is_first or set(missing) == set(self._missing_last or ())
         self._missing_last = missing
 
 
 class StaticGraph(EveryParameter):
     """``static_graph=True``: the first backward counts, later ones follow."""
+
+    cause_of_missing = (
+        "your training graph has changed in this iteration, e.g., one parameter is "
+        "used in first iteration, but then got unused in the second iteration. this is "
+        "not compatible with static_graph set to True"
+    )
+    remedy_for_missing = (
+        "use static_graph only if every iteration uses the same parameters"
+    )
 
     def __init__(self, num_params: int) -> None:
         super().__init__(num_params)
@@ -178,8 +199,9 @@ class StaticGraph(EveryParameter):
         return GraphChangedError(
             explain(
                 rank,
-                "Your training graph has changed: a gradient arrived more often than "
-                "in the first backward of static_graph=True, or only now.",
+                "Your training graph has changed in this iteration: a gradient arrived "
+                "more often than in the first backward of static_graph=True, or only "
+                "now.",
                 names=[name],
                 remedy="use static_graph only if every iteration uses the same "
                 "parameters equally often; call reset() on all ranks to go on",
@@ -192,5 +214,6 @@ def expectation_for(num_params: int, config: ReducerConfig) -> EveryParameter:
     if config.static_graph:
         return StaticGraph(num_params)
     if config.find_unused_parameters:
-        return FindUnused(num_params)
+        skips = config.skip_all_reduce_unused_params
+        return FindUnused(num_params, shares_reach=skips)
     return EveryParameter(num_params)

@@ -21,8 +21,10 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ._autograd import NO_TASK, current_task
 from ._phase import Phase
 from ._reducer import Reducer
+from ._untraced import untraced, untraced_itself
 from .config import Unsynced
 from .errors import (
+    DoubleStepError,
     ReducerFailedError,
     UnfinishedReductionError,
     UnsyncedGradientsError,
@@ -55,23 +57,38 @@ class Guard:
 
     def __init__(self, reducer: Reducer, policy: Unsynced) -> None:
         self._reducer = reducer
-        self._policy = policy
+        self.policy = policy
+        self.stepping: set[int] = set()  # ids of optimizers that step in the backward
+        self.in_backward: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._index = {id(param): i for i, param in enumerate(reducer.params)}
         self._seen: weakref.WeakKeyDictionary[Optimizer, Seen] = (
             weakref.WeakKeyDictionary()
         )
         _watch(self)
 
+    @untraced
     def check(self, optimizer: Optimizer) -> None:
         """Complain about a step of ``optimizer``, or note that it went ahead.
 
         Raises:
             UnsyncedGradientsError: it would apply gradients that differ by rank.
+            DoubleStepError: it steps by itself, in the backward.
         """
+        if id(optimizer) in self.stepping:
+            return
+        if optimizer in self.in_backward:
+            raise DoubleStepError(
+                explain(
+                    self._reducer.rank,
+                    "This optimizer steps in the backward (step_in_backward); "
+                    "another step would apply its gradients twice.",
+                    remedy="remove the call of optimizer.step()",
+                )
+            )
         problem = self._find_problem(optimizer)
-        if problem and self._policy == "raise":
+        if problem and self.policy == "raise":
             raise UnsyncedGradientsError(problem)
-        if problem and self._policy == "warn":
+        if problem and self.policy == "warn":
             warnings.warn(problem, stacklevel=4)
         ledger = self._reducer.ledger
         self._seen[optimizer] = Seen(ledger.armed, ledger.finalized)
@@ -112,7 +129,7 @@ class Guard:
             return say(
                 "The last backward did not finish its reduction"
                 + (" (it raised)." if phase is Phase.REDUCING else "."),
-                names=reducer.missing_names(),
+                names=[reducer.names[i] for i in reducer.countdown.missing()],
                 expected="a gradient for every parameter before optimizer.step()",
                 found="no gradient for the parameters below",
                 remedy="pass find_unused_parameters=True if they are unused on "
@@ -164,19 +181,26 @@ def refuse_forward(reducer: Reducer) -> None:
                 remedy="call reset() on all ranks, then zero_grad()",
             )
         )
-    raise UnfinishedReductionError(
-        explain(
-            reducer.rank,
-            "Expected to have finished reduction in the prior iteration before "
-            "starting a new one.",
-            names=reducer.missing_names(),
-            found="no gradient for the parameters below"
-            + (", and the backward raised" if phase is Phase.REDUCING else ""),
-            remedy="pass find_unused_parameters=True if not every parameter takes "
-            "part in every loss (with static_graph=True: in every iteration), and "
-            "let all forward outputs take part in the loss; then call reset() on "
-            "all ranks, and zero_grad()",
-        )
+    raise UnfinishedReductionError(_unfinished(reducer))
+
+
+def _unfinished(reducer: Reducer) -> str:
+    """Which gradients are missing, with the phrases that scripts look for."""
+    missing = reducer.countdown.missing()
+    rank, expected = reducer.rank, reducer.expected
+    indices = " ".join(map(str, missing))
+    names = ", ".join(reducer.names[i] for i in missing)
+    has_raised = reducer.phase.now is Phase.REDUCING
+    return explain(
+        rank,
+        "Expected to have finished reduction in the prior iteration before starting a "
+        f"new one. This error indicates that {expected.cause_of_missing}.\n"
+        f"Parameter indices which did not receive grad for rank {rank}: {indices}\n"
+        f"Parameters which did not receive grad for rank {rank}: {names}.\n"
+        + ("The backward raised. " if has_raised else ""),
+        remedy=f"{expected.remedy_for_missing}; then call reset() on all ranks, and "
+        "zero_grad(). To log the unused parameters of every backward, set the "
+        "environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL",
     )
 
 
@@ -194,6 +218,7 @@ def _watch(guard: Guard) -> None:
             _installed = True
 
 
+@untraced
 def _before_any_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -203,6 +228,7 @@ def _before_any_step(
             guard.check(optimizer)
         return None
 
+    @untraced_itself
     @functools.wraps(closure)
     def checked(*closure_args: Any, **closure_kwargs: Any) -> Any:
         result = closure(*closure_args, **closure_kwargs)

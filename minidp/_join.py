@@ -14,17 +14,17 @@ well.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ._collectives import gather_integers
 from ._on_demand import shadow_backward
-from ._reducer import Reducer
+from ._shared_state import SharedState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,15 +61,13 @@ def agree(mine: Heading, group: ProcessGroup, device: torch.device) -> Agreement
     )
 
 
-class UnevenInputs(Joinable):
+class UnevenInputs(SharedState, Joinable):
     """The part of `DataParallel` that takes part in ``Join``."""
 
-    process_group: ProcessGroup
     device: torch.device
-    forward_sync_buffers: bool
-    require_forward_param_sync: bool
-    _reducer: Reducer
     _divide_by_initial_world_size = True
+    _authoritative_rank = 0  # whose state counts
+    _has_joined = False  # a join was announced, ever
 
     @contextmanager
     def join(
@@ -81,8 +79,7 @@ class UnevenInputs(Joinable):
         """Train on numbers of inputs that differ between ranks.
 
         A rank that runs out goes on to take part in the collectives of the others,
-        until all have; then every rank gets the state of one that trained longest. Its
-        ``.grad`` follow the others' meanwhile.
+        until all have; then every rank gets the state of one that trained longest.
 
         Args:
             divide_by_initial_world_size: average over all ranks. False: over those that
@@ -113,6 +110,7 @@ class UnevenInputs(Joinable):
         self._divide_by_initial_world_size = kwargs.get(
             "divide_by_initial_world_size", True
         )
+        self._has_joined = True
         return Shadow(self)
 
     @property
@@ -130,7 +128,7 @@ class UnevenInputs(Joinable):
         disabled = self._join_config.construct_disabled_join_config()
         self._join_config = disabled
         self._divide_by_initial_world_size = True
-        self._reducer.pipeline.num_contributors = None
+        self._reducer.pipeline.averaging.num_contributors = None
 
     def announce(self, heading: Heading) -> int:
         """Before a forward, collective inside ``join()``.
@@ -151,25 +149,23 @@ class UnevenInputs(Joinable):
     def take(self, agreement: Agreement) -> Agreement:
         """The next backward averages over the ranks of this agreement."""
         if self._divide_by_initial_world_size:
-            self._reducer.pipeline.num_contributors = None
+            self._reducer.pipeline.averaging.num_contributors = None
         elif agreement.num_reducing:  # else the last backward may still come
-            self._reducer.pipeline.num_contributors = agreement.num_reducing
+            self._reducer.pipeline.averaging.num_contributors = agreement.num_reducing
         return agreement
-
-    @abstractmethod
-    def sync_module_buffers(self, root: int) -> None:
-        """Collective: take the module buffers of ``root``."""
-
-    @abstractmethod
-    def take_state_of(self, root: int) -> None:
-        """Collective: take parameters, and module buffers if they are synchronised."""
 
 
 class Shadow(JoinHook):
-    """Does what the active ranks do, with nothing to contribute."""
+    """Does what the active ranks do, with nothing to contribute.
+
+    Meanwhile ``.grad`` hold the averages of the others, for optimizers that join, too.
+    This rank's own gradients come back at the end: they may be waiting for its next
+    backward.
+    """
 
     def __init__(self, ddp: UnevenInputs) -> None:
         self._ddp = ddp
+        self._own: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] | None = None
 
     def main_hook(self) -> None:
         """Shadow one forward and its backward."""
@@ -181,12 +177,42 @@ class Shadow(JoinHook):
             ddp.sync_module_buffers(agreed.root)
         ddp.require_forward_param_sync = agreed.num_reducing > 0
         if agreed.num_reducing:
+            if self._own is None:
+                self._own = _put_aside(ddp._reducer.params)
             shadow_backward(ddp._reducer)
 
     def post_hook(self, is_last_joiner: bool) -> None:  # noqa: FBT001 -- torch's
         """Everybody is done: all take the state of a rank that trained longest."""
         ddp = self._ddp
+        if self._own is not None:
+            _put_back(ddp._reducer.params, self._own)
         mine = ddp.process_group.rank() if is_last_joiner else -1
         rows = gather_integers([mine], ddp.process_group, ddp.device)
-        ddp.take_state_of(max(rank for (rank,) in rows))
+        ddp._authoritative_rank = max(rank for (rank,) in rows)
+        ddp.take_state_of(ddp._authoritative_rank)
         ddp.stop_joining()
+
+
+def _put_aside(
+    params: Sequence[nn.Parameter],
+) -> list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
+    """Take away all gradients; returns parameters, gradients and their values."""
+    own = [(p, p.grad, p.grad.clone()) for p in params if p.grad is not None]
+    for param in params:
+        param.grad = None
+    return own
+
+
+def _put_back(
+    params: Sequence[nn.Parameter],
+    own: Sequence[tuple[nn.Parameter, torch.Tensor, torch.Tensor]],
+) -> None:
+    for param in params:
+        param.grad = None
+    for param, grad, values in own:
+        if grad.is_sparse:
+            param.grad = values
+            continue
+        with torch.no_grad():
+            grad.copy_(values)  # it may be a view of a bucket, which was used meanwhile
+        param.grad = grad

@@ -35,6 +35,7 @@ class ParamSpec:
     dtype: torch.dtype
     device: torch.device
     sparse: bool = False  # its gradient is announced to be sparse
+    delayed: bool = False  # travels after all others, in one message
 
     @cached_property
     def numel(self) -> int:
@@ -174,9 +175,9 @@ def assign(
             result is then sorted by the smallest index of each bucket.
 
     Returns:
-        Parameter indices per bucket. Buckets that never reached their limit come after
-        the full ones, in the order in which their last parameter came (torch leaves
-        that to a hash map).
+        Parameter indices per bucket, without delayed ones. Buckets that never reached
+        their limit come after the full ones, in the order in which their last parameter
+        came (torch leaves that to a hash map).
     """
     open_bucket: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     open_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -184,6 +185,8 @@ def assign(
     closed: list[list[int]] = []
     for i in range(len(specs)) if order is None else order:
         spec = specs[i]
+        if spec.delayed:
+            continue
         if spec.sparse:
             closed.append([i])
             continue
@@ -204,20 +207,30 @@ def assign(
     return sorted(buckets, key=min) if order is None else buckets
 
 
+def delayed(specs: Sequence[ParamSpec]) -> list[list[int]]:
+    """Buckets of delayed parameters: one per dtype and device, of any size."""
+    together: dict[tuple[object, ...], list[int]] = {}
+    for i, spec in enumerate(specs):
+        if spec.delayed:
+            alone = i if spec.sparse else None
+            together.setdefault((spec.dtype, spec.device, alone), []).append(i)
+    return list(together.values())
+
+
 def initial_layout(specs: Sequence[ParamSpec], limits: Sequence[int]) -> Layout:
     """The layout before any backward: registration order, last bucket launched first.
 
     Later layers tend to get their gradients first, so the list of buckets (not their
     inside) is reversed.
     """
-    return build_layout(specs, assign(specs, limits)[::-1])
+    return build_layout(specs, assign(specs, limits)[::-1] + delayed(specs))
 
 
 def rebuilt_layout(
     specs: Sequence[ParamSpec], limits: Sequence[int], order: Sequence[int]
 ) -> Layout:
     """The layout that follows the order in which gradients became ready."""
-    return build_layout(specs, assign(specs, limits, order))
+    return build_layout(specs, assign(specs, limits, order) + delayed(specs))
 
 
 def build_layout(

@@ -20,7 +20,9 @@ def average_now(reducer: Reducer) -> None:
     armed, forwards = reducer.phase.now is Phase.ARMED, reducer.ledger.forwards
     grads = [param.grad for param in reducer.params]
     used = {i for i, grad in enumerate(grads) if grad is not None}
-    with _failing_for_good(reducer), reducer.pipeline.without_comm_hook():
+    pipeline = reducer.pipeline
+    with _failing_for_good(reducer), pipeline.averaging.without_comm_hook():
+        pipeline.start()
         _reduce(reducer, grads, used)
     if armed:  # a forward still waits for its backward
         reducer.phase.enter(Phase.ARMED)
@@ -32,12 +34,18 @@ def shadow_backward(reducer: Reducer) -> None:
 
     The averages end up in ``.grad`` here as well.
     """
+    pipeline, expected = reducer.pipeline, reducer.expected
     with _failing_for_good(reducer):
-        expected = reducer.expected
         used: Collection[int] | None = () if expected.shares_used_map else None
         nothing = [None] * len(reducer.params)
+        if expected.shares_reach:
+            pipeline.reach_map.relaunch((), pipeline.group)
+        pipeline.start(pipeline.reach_map.unused_everywhere())
         unused = _reduce(reducer, nothing, used, map_goes_first=expected.map_goes_first)
-        reducer.shadowed(unused)
+        everything = list(range(len(reducer.params)))
+        if expected.keeps_ready_order and not reducer.ready_order.is_due:
+            reducer.ready_order.note(everything)
+        expected.shadowed(everything, unused)
 
 
 def _reduce(
@@ -50,7 +58,7 @@ def _reduce(
     """Reduce ``grads``; returns whose ``.grad`` was left alone.
 
     Args:
-        reducer: not in a backward.
+        reducer: not in a backward; its pipeline is started.
         grads: one per managed parameter.
         used: this rank's part of the used-map; None: there is none.
         map_goes_first: before the buckets.
@@ -58,20 +66,21 @@ def _reduce(
     pipeline = reducer.pipeline
     reducer.phase.enter(Phase.REDUCING)
     with torch.no_grad():
-        pipeline.start()
         if used is not None and map_goes_first:
-            pipeline.launch_used_map(used)
-        for bucket in pipeline.buckets:
+            pipeline.used_map.launch(used, pipeline.group)
+        for number, bucket in enumerate(pipeline.buckets):
+            if number in pipeline.skipped:
+                continue
             entries = [grads[i] for i in bucket.plan.indices]
             undecided = [k for k, entry in enumerate(entries) if entry is None]
-            bucket.flatten(entries, pipeline.division, undecided)
+            bucket.flatten(entries, pipeline.averaging.division, undecided)
         pipeline.launch_due()
         if used is not None:
-            pipeline.launch_used_map(used)
+            pipeline.used_map.launch(used, pipeline.group)
         reducer.phase.enter(Phase.FINALIZING)
         untouched = reducer.expected.kept
         if used is not None:
-            untouched = pipeline.unused_everywhere()
+            untouched = pipeline.used_map.unused_everywhere()
         pipeline.finish(untouched)
     reducer.ledger.settle(untouched)
     reducer.phase.enter(Phase.IDLE)

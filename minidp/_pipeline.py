@@ -3,32 +3,25 @@
     ready:    bucket 2   bucket 0   bucket 1
     launched:            0          1, 2          same order on every rank
 
-Every collective of a backward starts and ends here, under the eye of a `Watch`.
+Every bucket's collective starts and ends here, under the eye of a `Watch`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from ._arrivals import Entry
-from ._bucket import Bucket, BucketState, Division
-from ._collectives import Work, all_reduce, broadcast_integers
-from ._comm_hook import CommHook
+from ._averaging import Averaging
+from ._bucket import Bucket, BucketState
 from ._dense_bucket import DenseBucket
-from ._grad_bucket import GradBucket, Turn
-from ._layout import (
-    BucketPlan,
-    Layout,
-    ParamSpec,
-    build_layout,
-    initial_layout,
-    rebuilt_layout,
-)
+from ._layout import BucketPlan, Layout, ParamSpec, initial_layout
+from ._overlap import Observer
+from ._rebuild import agreed_layout
 from ._sparse_bucket import SparseBucket
 from ._used_map import UsedMap
 from ._watch import Watch
@@ -56,78 +49,84 @@ class Pipeline:
         config: ReducerConfig,
         group: ProcessGroup,
     ) -> None:
-        self.group = group
+        self.averaging = Averaging(group, batched=config.batched_grad_copy)
         self.rank = group.rank()
         self.tracer = Tracer()
         self.watch = Watch(self.rank, group.size())
-        self.launched_count = 0  # asynchronous collectives, ever
-        self.num_contributors: int | None = None  # ranks to average over; None: all
-        self.division = Division()
-        self.comm_hook: CommHook | None = None
-        self._hook_now: CommHook | None = None  # the one of this backward
+        self.launched_count = 0  # buckets, since the last restart
+        self.skipped: Collection[int] = ()  # buckets that do not travel this time
+        self.observers: list[Observer] = []
+        self.used_map = UsedMap(len(params), specs[0].device, self.watch)
+        self.reach_map = UsedMap(len(params), specs[0].device, self.watch)
         self._params = params
-        self._names = [spec.name for spec in specs]
         self._specs = specs
         self._config = config
-        self._as_view = config.gradient_as_bucket_view
-        self._used_map = UsedMap(len(params), specs[0].device)
         self._next = 0
         self.buckets: list[Bucket] = []
-        limits = config.caps.initial_limits(one_bucket=config.starts_with_one_bucket)
-        self.adopt(initial_layout(specs, limits))
+        self.replan(static_graph=config.static_graph)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """Who reduces together."""
+        return self.averaging.group
 
     def adopt(self, layout: Layout) -> None:
         """Make the buckets of a layout; gradient views move along."""
         self.buckets = []  # frees memory before we take new memory
         self.layout = layout
         self.buckets = [self._make_bucket(plan) for plan in layout.buckets]
-        if self._as_view:
+        if self._config.gradient_as_bucket_view:
             for bucket in self.buckets:
                 bucket.tie_grads()
 
+    def replan(self, *, static_graph: bool) -> ReducerConfig:
+        """Start over, with or without the promise of a static graph."""
+        self._config = replace(self._config, static_graph=static_graph)
+        one_bucket = self._config.starts_with_one_bucket
+        limits = self._config.caps.initial_limits(one_bucket=one_bucket)
+        self.adopt(initial_layout(self._specs, limits))
+        return self._config
+
     def _make_bucket(self, plan: BucketPlan) -> Bucket:
+        names = [spec.name for spec in self._specs]
         if plan.sparse:
-            return SparseBucket(plan, self._params, self._names, self.rank)
-        return DenseBucket(
-            plan, self._params, self._names, self.rank, as_view=self._as_view
+            return SparseBucket(plan, self._params, names, self.rank)
+        as_view = self._config.gradient_as_bucket_view
+        return DenseBucket(plan, self._params, names, self.rank, as_view=as_view)
+
+    def rebuild(self, ready_order: Sequence[int]) -> None:
+        """Collective: adopt the layout that follows rank 0's ready order."""
+        limits = self._config.caps.rebuilt_limits()
+        self.adopt(
+            agreed_layout(self._specs, limits, ready_order, self.group, self.watch)
         )
 
     def is_filling(self, i: int) -> bool:
         """Whether the bucket of parameter ``i`` still waits for gradients."""
-        bucket = self.buckets[self.layout.bucket_of[i]]
-        return bucket.state is BucketState.FILLING
+        number = self.layout.bucket_of[i]
+        is_filling = self.buckets[number].state is BucketState.FILLING
+        return is_filling and number not in self.skipped
 
     def copy_now(self, i: int, grad: torch.Tensor) -> Entry:
         """Fill the slot of parameter ``i`` at once; returns the entry to keep."""
         bucket = self.buckets[self.layout.bucket_of[i]]
-        return bucket.copy_now(bucket.position[i], grad, self.division)
+        return bucket.copy_now(bucket.position[i], grad, self.averaging.division)
 
     # -- launch ------------------------------------------------------------------------
 
-    @property
-    def divisor(self) -> int:
-        """How many ranks to average over."""
-        return self.num_contributors or self.group.size()
+    def start(self, absent: frozenset[int] = frozenset()) -> None:
+        """A synchronised backward begins.
 
-    def start(self) -> None:
-        """A synchronised backward begins."""
+        Args:
+            absent: parameters that no rank brings: buckets of only these do not travel.
+        """
         self._next = 0
-        self._hook_now = self.comm_hook
-        if self._hook_now is not None:
-            self.division = Division()
-        elif self._config.batched_grad_copy:
-            self.division = Division(of_buffer=self.divisor)
-        else:
-            self.division = Division(at_copy=self.divisor)
-
-    @contextmanager
-    def without_comm_hook(self) -> Iterator[None]:
-        """Average plainly, whatever hook is registered."""
-        hook, self.comm_hook = self.comm_hook, None
-        try:
-            yield
-        finally:
-            self.comm_hook = hook
+        self.skipped = {
+            number
+            for number, bucket in enumerate(self.buckets)
+            if absent and absent.issuperset(bucket.plan.indices)
+        }
+        self.averaging.begin()
 
     @property
     def is_launched(self) -> bool:
@@ -137,55 +136,32 @@ class Pipeline:
     def launch_due(self) -> bool:
         """Launch every full bucket whose predecessors are; True with the last one."""
         before = self._next
-        while (
-            self._next < len(self.buckets)
-            and self.buckets[self._next].state is BucketState.FULL
-        ):
+        while self._next < len(self.buckets):
             number = self._next
+            if number not in self.skipped:
+                if self.buckets[number].state is not BucketState.FULL:
+                    break
+                self._launch(number)
             self._next += 1
-            with self.watch.over("launching the all-reduce", number):
-                work = self._launch(number)
-            self.launched_count += 1
-            self.tracer.note(Moment.LAUNCHED, number)
-            if self.tracer.is_on:
-                done = partial(self.tracer.note, Moment.DONE, number)
-                work.get_future().add_done_callback(done)
         return before < self._next == len(self.buckets)
 
-    def _launch(self, number: int) -> Work:
-        bucket, group = self.buckets[number], self.group
-        hook = self._hook_now
-        if hook is None:
-            return bucket.launch(
-                lambda payload: all_reduce(payload, group), is_alone=group.size() == 1
-            )
-        is_last = number == len(self.buckets) - 1
-        turn = Turn(number, is_last, self.divisor, group)
-        return bucket.launch(
-            lambda payload: hook.start(
-                GradBucket(bucket.plan, payload, bucket.params, turn),
-                bucket.names,
-                self.rank,
-            )
-        )
-
-    def launch_used_map(self, used: Collection[int]) -> None:
-        """Start summing the used-map, unless it is in flight."""
-        if not self._used_map.is_launched:
-            with self.watch.over("launching the all-reduce of the used-map"):
-                self._used_map.launch(used, self.group)
-            self.launched_count += 1
+    def _launch(self, number: int) -> None:
+        with self.watch.over("launching the all-reduce", number):
+            is_last = number == len(self.buckets) - 1
+            work = self.averaging.launch(self.buckets[number], number, is_last=is_last)
+        self.launched_count += 1
+        self.tracer.note(Moment.LAUNCHED, number)
+        if self.tracer.is_on:
+            done = partial(self.tracer.note, Moment.DONE, number)
+            work.get_future().add_done_callback(done)
 
     # -- wait --------------------------------------------------------------------------
-
-    def unused_everywhere(self) -> frozenset[int]:
-        """Wait for the used-map, if launched: parameters that no rank used."""
-        with self.watch.over("waiting for the all-reduce of the used-map"):
-            return self._used_map.unused_everywhere()
 
     def finish(self, untouched: Collection[int]) -> None:
         """Wait for each bucket in turn and copy it out, but for ``untouched`` ones."""
         for number, bucket in enumerate(self.buckets):
+            if number in self.skipped:
+                continue
             with self.watch.over("waiting for the all-reduce", number):
                 bucket.complete()
             kept: Collection[int] = ()
@@ -193,6 +169,10 @@ class Pipeline:
                 kept = [k for k, i in enumerate(bucket.plan.indices) if i in untouched]
             bucket.unflatten(kept)
             self.tracer.note(Moment.COPIED_OUT, number)
+            for observer in self.observers:
+                observer.reduced(bucket.params)
+        for observer in self.observers:
+            observer.finished()
         self.tracer.backward += 1
 
     def drain(self) -> None:
@@ -201,41 +181,15 @@ class Pipeline:
             if bucket.state is BucketState.IN_FLIGHT:
                 with self.watch.over("waiting for the all-reduce", number):
                     bucket.complete()
-        self.unused_everywhere()
+        for shared in (self.used_map, self.reach_map):
+            shared.unused_everywhere()
 
     def restart(self, group: ProcessGroup) -> None:
         """Abandon what is in flight, with its memory: it may still be written to."""
-        if self.comm_hook is not None and self.comm_hook.state is self.group:
-            self.comm_hook.state = group
-        self.group = group
+        self.averaging.move_to(group)
         self.watch.has_failed = False
-        self.launched_count = 0
-        self._used_map.drop()
-        self._next = 0
+        self.launched_count = self._next = 0
+        self.skipped = ()
+        for shared in (self.used_map, self.reach_map):
+            shared.forget()
         self.adopt(self.layout)
-
-    # -- rebuild -----------------------------------------------------------------------
-
-    def rebuild(self, ready_order: Sequence[int]) -> None:
-        """Collective: adopt the layout that follows rank 0's ready order."""
-        limits = self._config.caps.rebuilt_limits()
-        mine = rebuilt_layout(self._specs, limits, ready_order)
-        with self.watch.over("broadcasting the bucket layout"):
-            agreed = broadcast_integers(
-                _encode(mine), self.group, self._specs[0].device
-            )
-        self.adopt(build_layout(self._specs, _decode(agreed)))
-
-
-def _encode(layout: Layout) -> list[int]:
-    """Indices in bucket order, then bucket lengths, padded to one per parameter."""
-    lengths = [len(members) for members in layout.assignment]
-    padding = [0] * (layout.num_params - len(lengths))
-    return [i for members in layout.assignment for i in members] + lengths + padding
-
-
-def _decode(message: Sequence[int]) -> list[list[int]]:
-    """Parameter indices per bucket."""
-    half = len(message) // 2
-    rest = iter(message[:half])
-    return [[next(rest) for _ in range(length)] for length in message[half:] if length]

@@ -16,15 +16,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ._bucket import BucketState
-from ._collectives import fresh_group, group_store, group_timeout
+from ._collectives import fresh_group, group_store, group_timeout, renew_side_groups
+from ._pipeline import Pipeline
 from ._reducer import Reducer
 from .errors import CollectiveError, explain
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
-
-    from ._pipeline import Pipeline
 
 POLL = timedelta(milliseconds=200)
 
@@ -44,8 +43,9 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     """
     pipeline = reducer.pipeline
     group = pipeline.group
-    is_lost = pipeline.watch.has_failed or _waits_for_hook(pipeline)
-    mine = json.dumps([pipeline.launched_count, is_lost])
+    is_lost = pipeline.watch.has_failed or _owes_to_hook(pipeline)
+    shared = (pipeline, pipeline.used_map, pipeline.reach_map)
+    mine = json.dumps([sum(each.launched_count for each in shared), is_lost])
     try:
         reports = _exchange(group_store(group, key), mine, group)
     except RuntimeError as error:
@@ -63,17 +63,19 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     if len(counts) == 1 and not failed:
         pipeline.drain()
     else:
-        group = fresh_group(group)
+        group = fresh_group(group, key)
+    renew_side_groups(group, key)
     reducer.restart(group)
     return group
 
 
-def _waits_for_hook(pipeline: Pipeline) -> bool:
+def _owes_to_hook(pipeline: Pipeline) -> bool:
     """Whether a comm hook has results to bring; nobody knows if it ever will.
 
-    A hook may start collectives late, in a call that an aborted backward never makes.
+    A hook may issue its collectives late, at a call that an aborted backward does not
+    reach.
     """
-    return pipeline.comm_hook is not None and any(
+    return pipeline.averaging.hook_now is not None and any(
         bucket.state is BucketState.IN_FLIGHT for bucket in pipeline.buckets
     )
 

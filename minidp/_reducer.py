@@ -3,7 +3,7 @@
     arm            a synchronising forward ended                        data_parallel
     _on_unusual    first gradient of a backward: open the countdown     grad hook
     _on_full       flatten a bucket, launch what is due, in index order grad hook
-    _end_probe     the backward is over: complete it, or note PENDING   final callback
+    end_now        the backward is over: complete it, or note PENDING   final callback
     _finalize      wait, copy out, close                                final callback
 
 The final callback is queued when the last bucket is launched, which is where torch
@@ -29,12 +29,15 @@ from ._autograd import (
     probe_outputs,
     queue_final_callback,
 )
+from ._compiled_backward import accept, is_compiled_backward
 from ._countdown import Countdown
 from ._expectation import expectation_for
 from ._layout import ParamSpec
 from ._ledger import Ledger
 from ._phase import Phase, PhaseBox
 from ._pipeline import Pipeline
+from ._rebuild import ReadyOrder
+from ._untraced import untraced
 from .config import ReducerConfig
 from .errors import GradientError, lost_hooks, two_threads
 from .trace import Moment
@@ -49,11 +52,13 @@ Method = TypeVar("Method", bound=Callable[..., None])
 def _failing(method: Method) -> Method:
     """Whatever a method raises leaves the reducer FAILED."""
 
+    @untraced
     @functools.wraps(method)
     def guarded(self: Reducer, *arguments: Any) -> None:
         try:
             method(self, *arguments)
-        except BaseException:
+        except BaseException as error:
+            self.failure = error
             self.fail()
             raise
 
@@ -82,37 +87,36 @@ class Reducer:
         self.rank = group.rank()
         self.phase = PhaseBox()
         self.ledger = Ledger()
-        self.has_rebuilt = False
+        self.failure: BaseException | None = None  # what made it FAILED
         self.pipeline = Pipeline(self.params, specs, config, group)
         self.expected = expectation_for(len(params), config)
         callbacks = Callbacks(_weakly(self._on_full), _weakly(self._on_unusual))
-        self._countdown = Countdown(self.params, callbacks, self.pipeline.copy_now)
-        self._countdown.adopt(self.pipeline.buckets)
-        self._hooks = GradHooks(self.params, self._countdown)
-        weakref.finalize(self, self._hooks.remove)  # they would outlive us otherwise
+        self.countdown = Countdown(self.params, callbacks, self.pipeline.copy_now)
+        self.countdown.adopt(self.pipeline.buckets)
+        self.hooks = GradHooks(self.params, self.countdown)
+        weakref.finalize(self, self.hooks.remove)  # they would outlive us otherwise
         self._lock = threading.RLock()  # CUDA runs one autograd thread per device
         self._probed_task = NO_TASK
-        self.ready_order: list[int] | None = None
+        self.ready_order = ReadyOrder()
 
     def arm(self, output: object) -> None:
         """A synchronising forward returned ``output``: the next backward reduces."""
         self.phase.enter(Phase.ARMED)
         self._probed_task = NO_TASK
-        self.expected.saw_outputs(output, self._hooks.nodes)
+        self.expected.saw_outputs(output, self.hooks.nodes)
+        if self.expected.shares_reach:
+            within = {*range(len(self.params))} - {*self.expected.absent()}
+            within |= self.ledger.used_locally
+            self.pipeline.reach_map.relaunch(within, self.pipeline.group)
         probe_outputs(output, _weakly(self._expect_end))
 
     def rebuild_if_due(self) -> None:
         """Collective: adopt the layout that follows rank 0's ready order, once."""
-        if self.ready_order is not None:
-            order, self.ready_order = self.ready_order, None
-            self.has_rebuilt = True
-            self._countdown.arrivals.forget_slots()
+        if self.ready_order.is_due:
+            order = self.ready_order.take()
+            self.countdown.arrivals.forget_slots()
             self.pipeline.rebuild(order)
-            self._countdown.adopt(self.pipeline.buckets)
-
-    def missing_names(self) -> list[str]:
-        """Parameters whose gradients an open or paused reduction still lacks."""
-        return [self.names[i] for i in self._countdown.missing()]
+            self.countdown.adopt(self.pipeline.buckets)
 
     @_failing
     def _on_unusual(self, i: int) -> None:
@@ -126,30 +130,35 @@ class Reducer:
                 self._open()
             elif self.phase.now is Phase.PENDING:
                 self.phase.enter(Phase.REDUCING)
-                self._countdown.resume()
+                self.countdown.resume()
                 if self._probed_task == NO_TASK:
                     self._expect_end()
-            elif self._countdown.is_elsewhere() and self.params[i].is_cpu:
+            elif self.countdown.is_elsewhere() and self.params[i].is_cpu:
                 raise GradientError(two_threads(self.rank, self.names[i]))
             self._mark(i)
 
     def _open(self) -> None:
         """The first gradient of a synchronised backward is here."""
+        if is_compiled_backward():
+            accept(self.rank, needs_end=self.expected.completes_at_end)
         self.phase.enter(Phase.REDUCING)
-        self.pipeline.start()
+        self.pipeline.start(self.pipeline.reach_map.unused_everywhere())
         is_traced = self.pipeline.tracer.is_on
         marks = self.expected.marks(Mark.TRACED if is_traced else Mark.UNSET)
-        for i in self._hooks.shared():
+        for i in self.hooks.shared():
             marks[i] = Mark.TRACED if marks[i] is Mark.UNSET else marks[i]
-        self._countdown.open(marks, self.pipeline.division.at_copy)
+        self.countdown.open(marks, self.pipeline.averaging.division.at_copy)
         if self._probed_task == NO_TASK:
             self._expect_end()
         for i in self.expected.absent():
-            self._countdown.fill_missing(i, self.params[i].grad)
+            if self.pipeline.layout.bucket_of[i] in self.pipeline.skipped:
+                self.countdown.skip(i)
+            else:
+                self.countdown.fill_missing(i, self.params[i].grad)
 
     def _mark(self, i: int) -> None:
         """Account for an arrival that the grad hook did not settle itself."""
-        countdown, entry = self._countdown, self._countdown.entries[i]
+        countdown, entry = self.countdown, self.countdown.entries[i]
         if entry is Mark.COUNTING:
             self.expected.count(i)
             if self.params[i].grad is not None:
@@ -179,30 +188,32 @@ class Reducer:
         """The last gradient of a bucket is here."""
         self.pipeline.tracer.note(Moment.FULL, number)
         bucket = self.pipeline.buckets[number]
-        filled = self._countdown.filled
+        filled = self.countdown.filled
         undecided = {bucket.position[i] for i in filled if i in bucket.position}
-        entries = self._countdown.of_bucket(number)
-        bucket.flatten(entries, self.pipeline.division, undecided)
+        entries = self.countdown.of_bucket(number)
+        bucket.flatten(entries, self.pipeline.averaging.division, undecided)
         with self._lock:
             if self.pipeline.launch_due():
                 self._launch_used_map()
-                queue_final_callback(self._finalize)
+                if is_compiled_backward():  # where everything has arrived by now
+                    self._finalize()
+                else:
+                    queue_final_callback(self._finalize)
 
     def _launch_used_map(self) -> None:
         if self.expected.shares_used_map:
-            self.pipeline.launch_used_map(
-                self._countdown.used() | self.ledger.used_locally
-            )
+            used = self.countdown.used() | self.ledger.used_locally
+            self.pipeline.used_map.launch(used, self.pipeline.group)
 
     def _expect_end(self) -> None:
         """Queue the end probe, once per graph task."""
         task = current_task()
         if task != self._probed_task:
             self._probed_task = task
-            queue_final_callback(self._end_probe)
+            queue_final_callback(self.end_now)
 
     @_failing
-    def _end_probe(self) -> None:
+    def end_now(self) -> None:
         """The backward is over."""
         with self._lock:
             self._probed_task = NO_TASK
@@ -212,55 +223,47 @@ class Reducer:
                 self._complete()
             else:
                 self.phase.enter(Phase.PENDING)
-                self._countdown.pause()
+                self.countdown.pause()
 
     def _complete(self) -> None:
         """Fill in what did not arrive; this launches the rest."""
-        missing = self._countdown.missing()
-        lost = [self.names[i] for i in self._hooks.lost(missing)]
+        missing = self.countdown.missing()
+        lost = [self.names[i] for i in self.hooks.lost(missing)]
         if lost:
             raise GradientError(lost_hooks(self.rank, lost))
         if self.expected.map_goes_first:
             self._launch_used_map()
         for i in missing:
-            self._countdown.fill_missing(i, self.params[i].grad)
+            self.countdown.fill_missing(i, self.params[i].grad)
 
     @_failing
     def _finalize(self) -> None:
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
-            missing = sorted(self._countdown.filled)
+            missing = sorted(self.countdown.filled)
             untouched: Collection[int] = self.expected.kept
             if self.expected.shares_used_map:
-                untouched = self.pipeline.unused_everywhere().intersection(missing)
+                untouched = self.pipeline.used_map.unused_everywhere()
             self.pipeline.finish(untouched)
-            if not self.has_rebuilt and self.expected.keeps_ready_order:
-                self.ready_order = [*self._countdown.ready, *missing]
+            if self.expected.keeps_ready_order:
+                self.ready_order.note([*self.countdown.ready, *missing])
             self.expected.ended(missing, untouched)
-            self._countdown.close()
+            self.countdown.close()
             self.ledger.settle(untouched)
             self.phase.enter(Phase.IDLE)
-
-    def shadowed(self, unused: Collection[int]) -> None:
-        """A reduction without a backward took the place of one on other ranks."""
-        everything = range(len(self.params))
-        if not self.has_rebuilt and self.ready_order is None:
-            self.ready_order = (
-                list(everything) if self.expected.keeps_ready_order else None
-            )
-        self.expected.shadowed(everything, unused)
 
     def fail(self) -> None:
         """Only `restart` leads out of this."""
         self.phase.enter(Phase.FAILED)
-        self._countdown.close()
+        self.countdown.close()
 
     def restart(self, group: ProcessGroup) -> None:
         """Back to IDLE on ``group``, whatever happened."""
         with self._lock:
             self.fail()
+            self.failure = None
             self.pipeline.restart(group)
-            self._countdown.adopt(self.pipeline.buckets)
+            self.countdown.adopt(self.pipeline.buckets)
             self._probed_task = NO_TASK
             self.ledger.forget()
             self.phase.enter(Phase.IDLE)
@@ -270,6 +273,7 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Call a bound method without keeping its object alive."""
     reference = weakref.WeakMethod(method)
 
+    @untraced
     def call(*arguments: Any) -> Any:
         target = reference()
         return None if target is None else target(*arguments)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ._collectives import Work, all_reduce
+from ._watch import Watch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -19,36 +20,56 @@ class UsedMap:
     Args:
         num_params: managed parameters.
         device: where they live.
+        watch: over its collectives.
     """
 
-    def __init__(self, num_params: int, device: torch.device) -> None:
+    def __init__(self, num_params: int, device: torch.device, watch: Watch) -> None:
+        self.launched_count = 0  # collectives, since the last `forget`
+        self.last_counts = torch.zeros(num_params, dtype=torch.int32, device=device)
         self._num_params = num_params
         self._device = device
+        self._watch = watch
         self._counts: torch.Tensor | None = None  # 1D int32
         self._work: Work | None = None
 
-    @property
-    def is_launched(self) -> bool:
-        """Whether the sum is in flight."""
-        return self._work is not None
-
     def launch(self, used: Collection[int], group: ProcessGroup) -> None:
-        """Start summing over ranks; ``used`` are this rank's parameter indices."""
+        """Start summing over ranks, unless it is in flight.
+
+        Args:
+            used: this rank's parameter indices.
+            group: the ranks.
+        """
+        if self._work is not None:
+            return
         flags = [0] * self._num_params
         for i in used:
             flags[i] = 1
         self._counts = torch.tensor(flags, dtype=torch.int32, device=self._device)
-        self._work = all_reduce(self._counts, group)
+        with self._watch.over("launching the all-reduce of the used-map"):
+            self._work = all_reduce(self._counts, group)
+        self.launched_count += 1
+
+    def relaunch(self, used: Collection[int], group: ProcessGroup) -> None:
+        """Start afresh; what is in flight belongs to a forward without backward."""
+        self.unused_everywhere()
+        self.launch(used, group)
 
     def unused_everywhere(self) -> frozenset[int]:
-        """Wait, and return the parameters that no rank used."""
+        """Wait, if launched: parameters that no rank used."""
         if self._work is None or self._counts is None:
             return frozenset()
-        self._work.wait()
+        with self._watch.over("waiting for the all-reduce of the used-map"):
+            self._work.wait()
+        self.last_counts = self._counts
         unused = torch.nonzero(self._counts == 0).flatten().tolist()
         self.drop()
         return frozenset(unused)
 
     def drop(self) -> None:
-        """Forget what is in flight."""
+        """Let go of what was in flight."""
         self._counts = self._work = None
+
+    def forget(self) -> None:
+        """Start afresh, on another group."""
+        self.drop()
+        self.launched_count = 0

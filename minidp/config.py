@@ -26,6 +26,11 @@ class BucketCaps:
     rest_bytes: int
     list_bytes: tuple[int, ...] = ()
 
+    @property
+    def has_small_first(self) -> bool:
+        """Whether the first bucket is smaller than the others."""
+        return self.first_bytes < self.rest_bytes
+
     def initial_limits(self, *, one_bucket: bool) -> tuple[int, ...]:
         """Limits before the ready order is known."""
         if self.list_bytes:
@@ -36,7 +41,7 @@ class BucketCaps:
         """Limits once buckets follow the ready order."""
         if self.list_bytes:
             return self.list_bytes
-        if self.first_bytes < self.rest_bytes:
+        if self.has_small_first:
             return (self.first_bytes, self.rest_bytes)
         return (self.rest_bytes,)
 
@@ -100,6 +105,7 @@ class ReducerConfig:
     find_unused_parameters: bool = False
     static_graph: bool = False
     gradient_as_bucket_view: bool = False
+    skip_all_reduce_unused_params: bool = False
     batched_grad_copy: bool = False  # divide whole buffers, not single gradients
 
     @property

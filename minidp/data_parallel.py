@@ -13,16 +13,21 @@ from . import _arguments, _replicas
 from ._comm_hook import CommHook, Hook
 from ._copies import Copies
 from ._guard import Guard, refuse_forward
+from ._inputs import move_inputs
 from ._join import Heading, UnevenInputs
+from ._mixed_precision import MixedPrecision, reduce_in_low_precision
 from ._on_demand import average_now
+from ._overlap import StepInBackward
 from ._recovery import agree_and_recover
 from ._reducer import Reducer
+from ._untraced import untraced, untraced_itself
 from .config import Unsynced
 from .trace import Recorder
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim.optimizer import Optimizer
 
 
 class DataParallel(Copies, nn.Module, UnevenInputs):
@@ -45,11 +50,15 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         check_reduction: deprecated and ignored, as in torch.
         gradient_as_bucket_view: ``.grad`` are views of the buckets (saves memory).
         static_graph: every iteration uses the same parameters equally often.
-        delay_all_reduce_named_params: not supported yet.
-        param_to_hook_all_reduce: not supported yet.
-        mixed_precision: not supported yet.
+        delay_all_reduce_named_params: pairs (name, parameter) whose gradients travel
+            after all others, in one message for each dtype.
+        param_to_hook_all_reduce: required with it, and of no effect: those gradients
+            travel when they and all others are there.
+        mixed_precision: torch's private ``_MixedPrecision``: the module computes with
+            parameters cast to ``param_dtype``, gradients travel in ``reduce_dtype``.
         device_mesh: a 1-D mesh, instead of ``process_group``.
-        skip_all_reduce_unused_params: not supported yet.
+        skip_all_reduce_unused_params: with ``find_unused_parameters``: buckets that no
+            rank uses do not travel. Costs a small all-reduce in each forward.
         bucket_cap_mb_list: MiB per bucket, the last one repeats.
         batched_grad_copy: divide a whole bucket at once, not each of its gradients.
         forward_sync_buffers: broadcast module buffers from rank 0 before forwards.
@@ -58,7 +67,6 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
 
     Raises:
         ValueError, TypeError, RuntimeError: bad arguments, as in torch.
-        NotImplementedError: an argument that is not supported yet is used.
         ReplicaMismatchError: the replicas differ, or another rank raised.
     """
 
@@ -103,16 +111,13 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             batched_grad_copy=batched_grad_copy,
             forward_sync_buffers=forward_sync_buffers,
             unsynced=unsynced,
-            unsupported={
-                "delay_all_reduce_named_params": delay_all_reduce_named_params,
-                "param_to_hook_all_reduce": param_to_hook_all_reduce,
-                "mixed_precision": mixed_precision,
-                "skip_all_reduce_unused_params": skip_all_reduce_unused_params,
-            },
+            delayed=delay_all_reduce_named_params,
+            delayed_until=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
         )
         self.process_group = _arguments.choose_group(process_group, device_mesh)
-        if device_mesh is not None:
-            self.device_mesh = device_mesh
+        self._prepare(module, device_mesh)
         try:
             checked = _arguments.check(module, self._given)
         except Exception as error:
@@ -130,9 +135,18 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
                 checked, self.named_module_buffers, self.process_group
             )
         else:
+            late = [checked.replica.managed[name] for name in checked.replica.delayed]
+            _replicas.broadcast_state(late, self.process_group)  # as torch does
             self._key = _replicas.next_key(self.process_group, "unsynced")
+        if self._precision is not None:
+            self._precision.cast_module_buffers(self.named_module_buffers)
 
     # -- wiring ------------------------------------------------------------------------
+
+    def _prepare(self, module: nn.Module, device_mesh: DeviceMesh | None) -> None:
+        """Before anything is checked."""
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
 
     def _wire(self, checked: _arguments.Checked) -> None:
         """Create everything that is not part of the module's state."""
@@ -148,22 +162,23 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         self.bucket_bytes_cap = config.caps.rest_bytes
         self.broadcast_bucket_size = _replicas.MESSAGE_BYTES
         self.parameters_to_ignore = set(checked.replica.ignored)
-        self._collect_module_buffers()
+        self.collect_module_buffers()
         self._num_resets = 0
         replica = checked.replica
         self._reducer = Reducer(
             list(replica.managed.values()), replica.specs, config, self.process_group
         )
         self._guard = Guard(self._reducer, checked.unsynced)
-
-    def _collect_module_buffers(self) -> None:
-        self.named_module_buffers = _arguments.module_buffers(
-            self.module, frozenset(self.parameters_to_ignore)
-        )
-        self.modules_buffers = list(self.named_module_buffers.values())
+        self._precision = None
+        if checked.precision is not None:
+            self._precision = MixedPrecision(
+                self.module, replica.parameters, checked.precision
+            )
+            self.register_comm_hook(checked.precision, reduce_in_low_precision)
 
     # -- forward -----------------------------------------------------------------------
 
+    @untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; afterwards the next backward averages gradients.
 
@@ -174,53 +189,50 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             UnfinishedReductionError: the last backward left gradients missing.
             ReducerFailedError: an earlier backward failed; call `reset`.
         """
-        reducer = self._reducer
-        with_grad = torch.is_grad_enabled()
-        will_reduce = with_grad and reducer.ledger.sync_enabled
-        will_rebuild = with_grad and reducer.ready_order is not None
-        if with_grad:
-            refuse_forward(self._reducer)
-        will_broadcast = self.will_sync_module_buffers()
-        root = self.announce(Heading(True, will_rebuild, will_broadcast, will_reduce))
-        if will_rebuild:
-            reducer.rebuild_if_due()
-        if will_broadcast:
-            self.sync_module_buffers(root)
-        if self.device_ids:
-            inputs = _arguments.move_inputs(inputs, self.device)
-            kwargs = _arguments.move_inputs(kwargs, self.device)
-        output = self.module(*inputs, **kwargs)
-        # Torch's schedule is one forward late: whether the *next* forward broadcasts
-        # module buffers depends on whether this one will be synchronised.
-        self.require_forward_param_sync = will_reduce
-        if will_reduce:
-            reducer.arm(output)
-        if with_grad:
-            reducer.ledger.note_forward(synchronising=will_reduce)
+        inputs, kwargs = self._before_module(inputs, kwargs)
+        output = self._run_module(inputs, kwargs)
+        self._after_module(output)
         return output
 
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward broadcasts module buffers (a collective)."""
-        return bool(
-            self.require_forward_param_sync
-            and self.forward_sync_buffers
-            and self.modules_buffers
+    @untraced
+    def _before_module(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        with_grad = torch.is_grad_enabled()
+        if with_grad:
+            refuse_forward(self._reducer)
+        heading = Heading(
+            is_active=True,
+            rebuilds=with_grad and self._reducer.ready_order.is_due,
+            broadcasts=self.will_sync_module_buffers(),
+            reduces=with_grad and self.require_backward_grad_sync,
         )
-
-    def sync_module_buffers(self, root: int = 0) -> None:
-        """Collective: take the module buffers of a rank."""
-        self._collect_module_buffers()  # some may have been re-assigned or added
-        with self._reducer.pipeline.watch.over("broadcasting module buffers"):
-            _replicas.broadcast_state(self.modules_buffers, self.process_group, root)
-
-    def take_state_of(self, root: int) -> None:
-        """Collective: take all parameters of a rank, and its module buffers if due."""
-        ignored = self.parameters_to_ignore
-        state = [p for n, p in self.module.named_parameters() if n not in ignored]
-        with self._reducer.pipeline.watch.over("broadcasting parameters"):
-            _replicas.broadcast_state(state, self.process_group, root)
-        if self.forward_sync_buffers:
+        root = self.announce(heading)
+        if heading.rebuilds:
+            self._reducer.rebuild_if_due()
+        if heading.broadcasts:
             self.sync_module_buffers(root)
+        if self.device_ids:
+            inputs = move_inputs(inputs, self.device)
+            kwargs = move_inputs(kwargs, self.device)
+        return inputs, kwargs
+
+    @untraced_itself
+    def _run_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._what_runs()(*inputs, **kwargs)
+
+    def _what_runs(self) -> Any:
+        return self.module if self._precision is None else self._precision.run
+
+    @untraced
+    def _after_module(self, output: Any) -> None:
+        with_grad = torch.is_grad_enabled()
+        will_reduce = with_grad and self.require_backward_grad_sync
+        self.require_forward_param_sync = will_reduce
+        if will_reduce:
+            self._reducer.arm(output)
+        if with_grad:
+            self._reducer.ledger.note_forward(synchronising=will_reduce)
 
     # -- synchronisation ---------------------------------------------------------------
 
@@ -261,13 +273,38 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             TypeError, ValueError: not a comm hook.
             RuntimeError: one is registered already.
         """
-        if self._reducer.pipeline.comm_hook is not None:
+        averaging = self._reducer.pipeline.averaging
+        if averaging.comm_hook is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called "
-                f"once, and {self._reducer.pipeline.comm_hook.name} is registered."
+                f"once, and {averaging.comm_hook.name} is registered."
             )
-        self._reducer.pipeline.comm_hook = CommHook(state, hook)
+        averaging.comm_hook = CommHook(state, hook)
 
+    def step_in_backward(
+        self, optimizer: Optimizer, *, clip_grad_norm: float | None = None
+    ) -> None:
+        """From now on ``optimizer`` steps inside synchronised backwards by itself.
+
+        The step of a bucket's parameters runs as soon as the bucket is reduced, while
+        others are still in flight. Do not call ``optimizer.step()``; do call
+        ``zero_grad()``. Backwards of ``no_sync()`` do not step, so gradients accumulate
+        as ever. Works with comm hooks and learning rate schedulers, not with
+        ``GradScaler``. If a backward fails, some buckets may have stepped: reload.
+
+        Args:
+            optimizer: keeps its state per parameter (all of torch's, but LBFGS).
+            clip_grad_norm: clip the gradients of the optimizer's parameters to this
+                norm. Then everything steps at the end of the backward.
+
+        Raises:
+            TypeError: an optimizer that cannot step on a part of its parameters.
+        """
+        step = StepInBackward(optimizer, self._guard.stepping, clip_grad_norm)
+        self._guard.in_backward.add(optimizer)
+        self._reducer.pipeline.observers.append(step)
+
+    @untraced
     def sync_gradients(self) -> None:
         """Collective: average over ranks what the parameters' ``.grad`` hold now.
 
@@ -281,6 +318,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         refuse_forward(self._reducer)
         average_now(self._reducer)
 
+    @untraced
     def reset(self) -> None:
         """Collective: recover from a failed, aborted or unfinished backward.
 
@@ -296,15 +334,6 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         )
         self._num_resets += 1
         self.stop_joining()
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Deprecated alias of ``forward_sync_buffers``."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, enabled: bool) -> None:
-        self.forward_sync_buffers = enabled
 
     def set_recorder(self, recorder: Recorder | None) -> None:
         """Let ``recorder`` receive the moments of every backward; None stops it."""

@@ -38,6 +38,10 @@ class UnsyncedGradientsError(MiniDPError):
     """An optimizer is about to apply gradients that differ between ranks."""
 
 
+class DoubleStepError(MiniDPError):
+    """An optimizer that steps in the backward is told to step once more."""
+
+
 class CollectiveError(MiniDPError):
     """A collective failed or did not finish within its group's timeout."""
 

@@ -13,8 +13,9 @@ set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 ALL_STAGES=(
-    lint types unit property distributed fault
+    lint types unit property distributed fault conformance
     native native-unit native-property native-distributed native-fault
+    native-conformance
     examples benchmarks
 )
 
@@ -51,17 +52,21 @@ native_mode() {
     fi
 }
 
+conform() { "$PYTHON" tests/conformance/run.py; }
+
 no_compiler() { ! command -v "${CXX:-c++}" >/dev/null; }
 
 stage_unit() { python_mode tests/unit; }
 stage_property() { python_mode tests/property; }
 stage_distributed() { python_mode tests/distributed; }
 stage_fault() { python_mode tests/fault; }
+stage_conformance() { python_mode tests/conformance && MINIDP_NATIVE=0 conform; }
 stage_native() { no_compiler || "$PYTHON" -m minidp.native build && native_mode tests/native; }
 stage_native-unit() { native_mode tests/unit; }
 stage_native-property() { native_mode tests/property; }
 stage_native-distributed() { native_mode tests/distributed; }
 stage_native-fault() { native_mode tests/fault; }
+stage_native-conformance() { no_compiler || MINIDP_NATIVE=1 conform; }
 
 # Runs `"$@" SCRIPT --smoke` for every script of the folder: by glob, not from a list,
 # so that a new script cannot be forgotten.

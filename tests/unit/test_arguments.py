@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel, _arguments
-from minidp._arguments import examine, move_inputs
+from minidp._inputs import move_inputs
+from minidp._managed import examine
 from tests.support.oracle import skip_unless_torch_takes
 
 
@@ -427,7 +428,7 @@ class Tied(nn.Module):
 def test_managed_parameters_are_torchs(lone_group):
     module = Tied()
     theirs, sparse = DistributedDataParallel(module)._build_params_for_reducer()
-    ours = examine(module)
+    ours = examine(module, {})
     assert [id(p) for p in ours.managed.values()] == [id(p) for p in theirs]
     assert [name in ours.sparse for name in ours.managed] == sparse
     assert list(ours.managed) == [
@@ -442,7 +443,7 @@ def test_managed_parameters_are_torchs(lone_group):
 
 
 def test_frozen_parameters_take_part_but_are_not_managed():
-    replica = examine(Tied())
+    replica = examine(Tied(), {})
     assert "fixed" in replica.parameters
     assert "fixed" not in replica.managed
 
@@ -451,7 +452,7 @@ def test_frozen_parameters_take_part_but_are_not_managed():
 def test_root_parameters_may_be_ignored_by_either_name(listed):
     module = Tied()
     module._ddp_params_and_buffers_to_ignore = [listed, "late.bias"]
-    replica = examine(module)
+    replica = examine(module, {})
     assert replica.ignored == {"scale", "late.bias"}
     for names in (replica.parameters, replica.managed):
         assert "scale" not in names
@@ -481,7 +482,7 @@ def test_torchs_function_makes_the_list(lone_group):
 
 
 def test_specs_say_what_the_layout_needs():
-    spec = {s.name: s for s in examine(Tied()).specs}["table.weight"]
+    spec = {s.name: s for s in examine(Tied(), {}).specs}["table.weight"]
     assert (spec.shape, spec.stride) == ((3, 2), (2, 1))
     assert (spec.dtype, spec.device.type, spec.sparse) == (torch.float32, "cpu", True)
 

@@ -230,8 +230,8 @@ def test_dropping_the_object_takes_the_hooks_off(lone_group, options):
     ddp = DataParallel(module, process_group=lone_group, **options)
     for _ in range(3):
         ddp(torch.randn(3, 2)).sum().backward()
-    hooks = ddp._reducer._hooks
-    nodes, ready = list(hooks.nodes), ddp._reducer._countdown.ready
+    hooks = ddp._reducer.hooks
+    nodes, ready = list(hooks.nodes), ddp._reducer.countdown.ready
     assert len(nodes) == 4
     parts = [weakref.ref(part) for part in (ddp, ddp._reducer, ddp._guard)]
     del ddp

@@ -192,7 +192,7 @@ def test_torch_save(lone_group):
     file.seek(0)
     twin = torch.load(file, weights_only=False)
     assert twin.bucket_bytes_cap == 2**20
-    assert twin._guard._policy == "warn"
+    assert twin._guard.policy == "warn"
 
 
 def test_copy_keeps_flags_and_warns_no_second_time(lone_group):

@@ -1,0 +1,141 @@
+"""Which tensors of a module take part in synchronisation."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from ._layout import ParamSpec
+
+IGNORE_ATTRIBUTE = "_ddp_params_and_buffers_to_ignore"  # torch's name, set by users
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The parts of a module that take part in synchronisation."""
+
+    parameters: Mapping[str, nn.Parameter]  # frozen ones included
+    managed: Mapping[str, nn.Parameter]  # trainable, in parameter-index order
+    sparse: frozenset[str]  # names of managed parameters with sparse gradients
+    ignored: frozenset[str]
+    delayed: frozenset[str]  # names of managed parameters that travel last
+
+    @property
+    def specs(self) -> list[ParamSpec]:
+        """The managed parameters, as the layout sees them."""
+        return [
+            ParamSpec(
+                name,
+                tuple(param.shape),
+                tuple(param.stride()),
+                param.dtype,
+                param.device,
+                name in self.sparse,
+                name in self.delayed,
+            )
+            for name, param in self.managed.items()
+        ]
+
+
+def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
+    """Find what takes part: everything that is not on the module's ignore list.
+
+    A root-level parameter may be listed as ``w`` or ``.w``.
+
+    Args:
+        module: the module to replicate.
+        delayed: parameters that travel last; they take part even if they are ignored.
+
+    Raises:
+        TypeError: not a module.
+        RuntimeError: nothing is trainable.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"module must be a torch.nn.Module, but got {type(module).__name__}."
+        )
+    listed = frozenset(getattr(module, IGNORE_ATTRIBUTE, ()))
+    ignored = frozenset(name.removeprefix(".") for name in listed) - delayed.keys()
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    if ignored - known:
+        warnings.warn(
+            "The module's ignore list names parameters or buffers that it does not "
+            f"have: {', '.join(sorted(ignored - known))}.",
+            stacklevel=4,
+        )
+    parameters = {n: p for n, p in module.named_parameters() if n not in ignored}
+    managed: dict[str, nn.Parameter] = {}
+    sparse = set()
+    seen: set[int] = set()
+    for name, owner, param in _owned_parameters(module):
+        if name in ignored or id(param) in seen or not param.requires_grad:
+            continue
+        seen.add(id(param))
+        managed[name] = param
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse:
+            sparse.add(name)
+    for name, param in delayed.items():  # of another module
+        if id(param) not in seen and param.requires_grad and name not in known:
+            managed[name] = parameters[name] = param
+    if not managed:
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any "
+            "parameter that requires a gradient. (Every parameter of this module is "
+            "frozen or on the ignore list.)"
+        )
+    late = {id(param) for param in delayed.values()}
+    return Replica(
+        parameters,
+        managed,
+        frozenset(sparse),
+        ignored,
+        frozenset(name for name, param in managed.items() if id(param) in late),
+    )
+
+
+def check_data(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters that cannot be broadcast or reduced.
+
+    Raises:
+        RuntimeError: uninitialized (lazy) or meta parameters.
+        NotImplementedError: DTensor parameters.
+    """
+    lazy = [n for n, p in parameters.items() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with "
+            "`DataParallel`. Run a dummy forward pass to correctly initialize the "
+            f"modules. Uninitialized: {', '.join(lazy)}."
+        )
+    meta = [name for name, param in parameters.items() if param.is_meta]
+    if meta:
+        raise RuntimeError(
+            "Parameters on the meta device have no data to synchronise: "
+            f"{', '.join(meta)}. Materialise them first, for example with "
+            "module.to_empty(device=...) and an initialisation."
+        )
+    dtensors = [n for n, p in parameters.items() if type(p.data).__name__ == "DTensor"]
+    if dtensors:
+        raise NotImplementedError(
+            "minidp.DataParallel does not support DTensor parameters yet: "
+            f"{', '.join(dtensors)}."
+        )
+
+
+def _owned_parameters(
+    module: nn.Module,
+) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+    for prefix, owner in module.named_modules():
+        for short, param in owner.named_parameters(recurse=False):
+            yield (f"{prefix}.{short}" if prefix else short), owner, param
+
+
+def module_buffers(module: nn.Module, ignored: frozenset[str]) -> dict[str, Any]:
+    """Module buffers that take part, non-persistent ones included."""
+    return {n: b for n, b in module.named_buffers() if n not in ignored}

@@ -1,0 +1,108 @@
+"""Mixed precision: the module computes in one dtype, gradients travel in another.
+
+    fp32 parameter --cast--> low precision --module--> loss
+    fp32 .grad <--cast-- (the cast's own backward)
+       '--> bucket --cast to reduce_dtype--> SUM --/ world size--> fp32 .grad
+
+The cast is a node of the graph, so parameters stay what they are all the time, and
+their gradients arrive at the usual hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from ._collectives import all_reduce
+from ._grad_bucket import GradBucket
+from ._inputs import map_tensors
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of torch's private ``_MixedPrecision``; None leaves a dtype alone."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None  # None: that of the parameters
+    buffer_dtype: torch.dtype | None
+
+
+def precision_from(given: Any) -> Precision | None:
+    """The constructor's ``mixed_precision``, checked.
+
+    Raises:
+        TypeError: it has no such dtypes.
+    """
+    if given is None:
+        return None
+    names = ("param_dtype", "reduce_dtype", "buffer_dtype")
+    dtypes: list[Any] = [getattr(given, name, "missing") for name in names]
+    if not all(isinstance(d, torch.dtype | None) for d in dtypes):
+        raise TypeError(
+            "mixed_precision must have a param_dtype, a reduce_dtype and a "
+            "buffer_dtype, each a floating torch.dtype or None (torch.nn.parallel."
+            f"distributed._MixedPrecision), but got {given!r}."
+        )
+    return Precision(*dtypes)
+
+
+class MixedPrecision:
+    """Runs a module in low precision.
+
+    Args:
+        module: the module.
+        parameters: those to cast, by name.
+        precision: the dtypes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        precision: Precision,
+    ) -> None:
+        self._module = module
+        self._precision = precision
+        self._parameters = {
+            name: param
+            for name, param in parameters.items()
+            if param.is_floating_point() and precision.param_dtype is not None
+        }
+
+    def run(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward, with parameters and floating inputs cast."""
+        dtype = self._precision.param_dtype
+        if dtype is None:
+            return self._module(*inputs, **kwargs)
+
+        def cast(tensor: Any) -> Any:
+            is_floating = tensor.data.is_floating_point()  # or a packed sequence's
+            return tensor.to(dtype) if is_floating else tensor
+
+        inputs, kwargs = map_tensors(inputs, cast), map_tensors(kwargs, cast)
+        low = {name: param.to(dtype) for name, param in self._parameters.items()}
+        return functional_call(self._module, low, inputs, kwargs)
+
+    def cast_module_buffers(self, module_buffers: Mapping[str, torch.Tensor]) -> None:
+        """Cast floating module buffers for good."""
+        dtype = self._precision.buffer_dtype
+        for value in module_buffers.values():
+            if dtype is not None and value.is_floating_point():
+                value.data = value.data.to(dtype)
+
+
+def reduce_in_low_precision(
+    precision: Precision, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Comm hook: cast, SUM, then divide (in this order, as torch does)."""
+    buffer = bucket.buffer()
+    dtype = precision.reduce_dtype or precision.param_dtype
+    if not buffer.is_sparse and buffer.is_floating_point():
+        buffer = buffer.to(precision.param_dtype or buffer.dtype).to(dtype)
+    future = all_reduce(buffer, bucket.process_group()).get_future()
+    return future.then(lambda _: buffer.div_(bucket.divisor()))
