@@ -26,29 +26,31 @@ _data_ptr = torch.Tensor.data_ptr
 
 
 class Memory:
-    """The addresses of a buffer: tells which gradients lie in it."""
+    """The addresses of a buffer: tells which gradients lie in it.
+
+    They are asked for each time: a comm hook may call ``resize_`` on the buffer, which
+    moves it, and the old addresses may then be those of somebody's gradient.
+    """
 
     def __init__(self, buffer: torch.Tensor) -> None:
-        start = buffer.data_ptr()
-        self._addresses = range(start, start + buffer.nbytes)
-
-    def is_of(self, buffer: torch.Tensor) -> bool:
-        """Whether the buffer is still there."""
-        return self._addresses.start == buffer.data_ptr()
+        self._buffer = buffer
+        self._nbytes = buffer.nbytes
 
     def owns(self, grad: Entry) -> bool:
         """Whether a gradient lies in the buffer."""
         return (
             isinstance(grad, torch.Tensor)
             and grad.layout is torch.strided
-            and grad.data_ptr() in self._addresses
+            and 0 <= grad.data_ptr() - self._buffer.data_ptr() < self._nbytes
         )
 
     def owns_any(self, grads: Sequence[torch.Tensor]) -> bool:
         """Whether any may lie in the buffer; `owns` then tells which."""
         if set(map(_layout_of, grads)) != {torch.strided}:
             return True  # only strided tensors have an address
-        return any(map(self._addresses.__contains__, map(_data_ptr, grads)))
+        start = self._buffer.data_ptr()
+        addresses = range(start, start + self._nbytes)
+        return any(map(addresses.__contains__, map(_data_ptr, grads)))
 
 
 class DenseBucket(Bucket):
@@ -186,14 +188,6 @@ class DenseBucket(Bucket):
             if isinstance(grad, torch.Tensor):
                 self._tracked[k] = grad * (1.0 / division.total)
                 _ops.scale_into(self.views[k], grad.detach(), 1.0 / division.at_copy)
-
-    def complete(self) -> None:
-        """See `Bucket`."""
-        super().complete()
-        if not self._memory.is_of(self.buffer):
-            # A comm hook called resize_ on it. The views have moved along; the old
-            # addresses may soon be those of somebody's gradient.
-            self._memory = Memory(self.buffer)
 
     def unflatten(self, kept: Collection[int] = ()) -> None:
         """Copy out, or point ``.grad`` at the buffer; restore what is kept."""
