@@ -67,12 +67,9 @@ class DenseBucket(Bucket):
     ) -> None:
         super().__init__(plan, params, names, rank)
         self._as_view = as_view
-        self.buffer, values = _allocate(plan)  # 1D both, the same memory
+        # 1D, 1D, ND each; all on the same memory
+        self.buffer, values, self.views = _allocate(plan)
         self._values = values
-        self.views = [  # ND each
-            values.as_strided(slot.shape, slot.stride, slot.offset)
-            for slot in plan.slots
-        ]
         self._fit = Fit(plan, self.views)
         is_large = [is_copied_at_once(param) for param in self.params]
         self._copy_plan = _ops.CopyPlan(values, self.views, is_large)
@@ -96,9 +93,7 @@ class DenseBucket(Bucket):
             grad is view
             or (self._as_view and self._memory.owns(grad))
             or torch.is_grad_enabled()
-            or grad.dtype is not self.plan.dtype
-            or grad.shape != view.shape
-            or grad.layout is not torch.strided
+            or not self._fit.allows(view, grad)
         ):
             return grad
         _ops.scale_into(view, grad, 1.0 / division.at_copy)
@@ -252,10 +247,13 @@ class DenseBucket(Bucket):
                 param.grad = view.copy_(grad)
 
 
-def _allocate(plan: BucketPlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """What travels, and the same memory in the parameters' dtype."""
+def _allocate(
+    plan: BucketPlan,
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """What travels, the same memory in the parameters' dtype, and its slots."""
     values = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device)
+    views = [values.as_strided(s.shape, s.stride, s.offset) for s in plan.slots]
     if not plan.dtype.is_complex:
-        return values, values
+        return values, values, views
     # Complex gradients travel as interleaved reals: backends cannot add complex.
-    return torch.view_as_real(values).flatten(), values
+    return torch.view_as_real(values).flatten(), values, views

@@ -19,7 +19,7 @@ from ._arrivals import Entry
 from ._averaging import Averaging
 from ._bucket import Bucket, BucketState
 from ._dense_bucket import DenseBucket
-from ._layout import BucketPlan, Layout, ParamSpec, initial_layout
+from ._layout import Layout, ParamSpec, initial_layout
 from ._overlap import Observer
 from ._rebuild import agreed_layout
 from ._sparse_bucket import SparseBucket
@@ -74,8 +74,15 @@ class Pipeline:
         """Make the buckets of a layout; gradient views move along."""
         self.buckets = []  # frees memory before we take new memory
         self.layout = layout
-        self.buckets = [self._make_bucket(plan) for plan in layout.buckets]
-        if self._config.gradient_as_bucket_view:
+        as_view = self._config.gradient_as_bucket_view
+        names = [spec.name for spec in self._specs]
+        self.buckets = [
+            SparseBucket(plan, self._params, names, self.rank)
+            if plan.sparse
+            else DenseBucket(plan, self._params, names, self.rank, as_view=as_view)
+            for plan in layout.buckets
+        ]
+        if as_view:
             for bucket in self.buckets:
                 bucket.tie_grads()
 
@@ -86,13 +93,6 @@ class Pipeline:
         limits = self._config.caps.initial_limits(one_bucket=one_bucket)
         self.adopt(initial_layout(self._specs, limits))
         return self._config
-
-    def _make_bucket(self, plan: BucketPlan) -> Bucket:
-        names = [spec.name for spec in self._specs]
-        if plan.sparse:
-            return SparseBucket(plan, self._params, names, self.rank)
-        as_view = self._config.gradient_as_bucket_view
-        return DenseBucket(plan, self._params, names, self.rank, as_view=as_view)
 
     def rebuild(self, ready_order: Sequence[int]) -> None:
         """Collective: adopt the layout that follows rank 0's ready order."""
@@ -113,6 +113,10 @@ class Pipeline:
         return bucket.copy_now(bucket.position[i], grad, self.averaging.division)
 
     # -- launch ------------------------------------------------------------------------
+
+    def share_reach(self, within: Collection[int]) -> None:
+        """Collective: tell the ranks which parameters the next backward can reach."""
+        self.reach_map.relaunch(within, self.group)
 
     def start(self, absent: frozenset[int] = frozenset()) -> None:
         """A synchronised backward begins.

@@ -105,9 +105,8 @@ class Reducer:
         self._probed_task = NO_TASK
         self.expected.saw_outputs(output, self.hooks.nodes)
         if self.expected.shares_reach:
-            within = {*range(len(self.params))} - {*self.expected.absent()}
-            within |= self.ledger.used_locally
-            self.pipeline.reach_map.relaunch(within, self.pipeline.group)
+            within = {*range(len(self.params))}.difference(self.expected.absent())
+            self.pipeline.share_reach(within | self.ledger.used_locally)
         probe_outputs(output, _weakly(self._expect_end))
 
     def rebuild_if_due(self) -> None:
@@ -151,10 +150,8 @@ class Reducer:
         if self._probed_task == NO_TASK:
             self._expect_end()
         for i in self.expected.absent():
-            if self.pipeline.layout.bucket_of[i] in self.pipeline.skipped:
-                self.countdown.skip(i)
-            else:
-                self.countdown.fill_missing(i, self.params[i].grad)
+            travels = self.pipeline.layout.bucket_of[i] not in self.pipeline.skipped
+            self.countdown.fill_missing(i, self.params[i].grad, travels=travels)
 
     def _mark(self, i: int) -> None:
         """Account for an arrival that the grad hook did not settle itself."""
@@ -253,7 +250,7 @@ class Reducer:
             self.phase.enter(Phase.IDLE)
 
     def fail(self) -> None:
-        """Only `restart` leads out of this."""
+        """Only `restart` leads out."""
         self.phase.enter(Phase.FAILED)
         self.countdown.close()
 
