@@ -197,7 +197,7 @@ def _unfinished(reducer: Reducer) -> str:
         f"new one. This error indicates that {expected.cause_of_missing}.\n"
         f"Parameter indices which did not receive grad for rank {rank}: {indices}\n"
         f"Parameters which did not receive grad for rank {rank}: {names}.\n"
-        + ("The backward raised. " if has_raised else ""),
+        + ("The backward raised." if has_raised else ""),
         remedy=f"{expected.remedy_for_missing}; then call reset() on all ranks, and "
         "zero_grad(). To log the unused parameters of every backward, set the "
         "environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL",
