@@ -66,7 +66,7 @@ def check(module: nn.Module, given: Given) -> Checked:
     """All checks that need no other rank, in torch's order.
 
     Raises:
-        ValueError, TypeError, RuntimeError, NotImplementedError: see the parts.
+        ValueError, TypeError, RuntimeError: see the parts.
     """
     replica = examine(module, given.delayed_by_name)
     devices = check_devices(replica.parameters, given.device_ids, given.output_device)

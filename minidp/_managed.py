@@ -104,7 +104,7 @@ def check_data(parameters: Mapping[str, nn.Parameter]) -> None:
 
     Raises:
         RuntimeError: uninitialized (lazy) or meta parameters.
-        NotImplementedError: DTensor parameters.
+        TypeError: DTensor parameters.
     """
     lazy = [n for n, p in parameters.items() if isinstance(p, UninitializedParameter)]
     if lazy:
@@ -122,9 +122,10 @@ def check_data(parameters: Mapping[str, nn.Parameter]) -> None:
         )
     dtensors = [n for n, p in parameters.items() if type(p.data).__name__ == "DTensor"]
     if dtensors:
-        raise NotImplementedError(
-            "minidp.DataParallel does not support DTensor parameters yet: "
-            f"{', '.join(dtensors)}."
+        raise TypeError(
+            "DTensor parameters can only be averaged as local tensors: instead of a "
+            "process group pass device_mesh, a slice (mesh['dp']) of the mesh over which "
+            f"they are distributed. DTensors: {', '.join(dtensors)}."
         )
 
 
