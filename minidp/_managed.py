@@ -124,8 +124,8 @@ def check_data(parameters: Mapping[str, nn.Parameter]) -> None:
     if dtensors:
         raise TypeError(
             "DTensor parameters can only be averaged as local tensors: instead of a "
-            "process group pass device_mesh, a slice (mesh['dp']) of the mesh over which "
-            f"they are distributed. DTensors: {', '.join(dtensors)}."
+            "process group pass device_mesh, a slice (mesh['dp']) of the mesh they are "
+            f"distributed over. DTensors: {', '.join(dtensors)}."
         )
 
 

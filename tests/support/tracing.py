@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from minidp import _collectives, _averaging, _used_map
+from minidp import _averaging, _collectives, _used_map
 
 Trace = list[tuple[str, int, str]]
 
