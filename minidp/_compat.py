@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,10 +24,9 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from . import _arguments, _managed, _replicas, comm_hooks, data_parallel
 from ._compat_reducer import ReducerNames
 from ._compiling import run_splitting
-from ._expectation import expectation_for
+from ._expectation import EveryParameter, expectation_for
 from ._guard import refuse_forward
 from ._logging_data import LoggingData
-from ._overlap import excused
 from ._untraced import untraced
 
 logger = logging.getLogger("minidp")
@@ -43,14 +41,14 @@ class _OwnOptimizers:
     """Steps parameters that carry ``_in_backward_optimizers``."""
 
     def __init__(self, ddp: data_parallel.DataParallel) -> None:
-        self._stepping = ddp._guard.stepping
+        self._excuses = ddp._guard.excuses
         self._stepped: list[nn.Parameter] = []
 
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
         """Step those of a bucket."""
         for param in params:
             for optimizer in getattr(param, "_in_backward_optimizers", ()):
-                with excused(optimizer, self._stepping):
+                with self._excuses.excused(optimizer):
                     optimizer.step()
                 self._stepped.append(param)
 
@@ -75,9 +73,9 @@ class _LogsUnused:
         """Log."""
         counts = self._pipeline.used_map.last_counts.tolist()
         unused = [name for name, n in zip(self._names, counts, strict=True) if not n]
-        logger.info(
-            "[rank %d] unused parameters: %s", self._pipeline.rank, ", ".join(unused)
-        )
+        if unused:
+            names = ", ".join(unused)
+            logger.info("[rank %d] unused parameters: %s", self._pipeline.rank, names)
 
 
 class _Legacy:
@@ -212,7 +210,7 @@ class DataParallel(_Legacy, data_parallel.DataParallel):
         self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> None:
         """Reduce with torch's arithmetic of a hook, and step in the backward."""
-        params = self.parameters() if optim_params is None else optim_params
+        params = self._reducer.params if optim_params is None else optim_params
         self.register_comm_hook(None, comm_hooks.all_reduce_hook)
         self.step_in_backward(optim(list(params), *args, **kwargs))
 
@@ -222,7 +220,9 @@ class DataParallel(_Legacy, data_parallel.DataParallel):
         if not any(hasattr(p, "_in_backward_optimizers") for p in params):
             return
         # Whoever planted those has imported this.
-        planted = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
+        planted = importlib.import_module(
+            "torch.distributed.optim.apply_optimizer_in_backward"
+        )
         for param in params:
             for handle in planted.param_to_optim_hook_handle_map.get(param, []):
                 handle.remove()
@@ -295,7 +295,9 @@ class DataParallel(_Legacy, data_parallel.DataParallel):
 
     def _remove_autograd_hooks(self) -> None:
         """From now on gradients stay local, and nobody complains."""
-        self._reducer.hooks.remove()
+        reducer = self._reducer
+        reducer.hooks.remove()
+        reducer.expected = EveryParameter(len(reducer.params))  # searches no graphs
         self._guard.policy = "ignore"
 
     def _check_reducer_finalized(self) -> None:

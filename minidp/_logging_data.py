@@ -174,7 +174,8 @@ class LoggingData:
         reducer = ddp._reducer
         pipeline = reducer.pipeline
         rebuilt = pipeline.layout.buckets if reducer.ready_order.has_rebuilt else ()
-        unused = [i for i, n in enumerate(pipeline.used_map.last_counts) if not n]
+        counts = pipeline.used_map.last_counts.tolist()
+        unused = [i for i, n in enumerate(counts) if not n]
         data = {
             "iteration": self._iteration,
             "num_buckets_reduced": len(pipeline.buckets) - len(pipeline.skipped),

@@ -42,7 +42,10 @@ def precision_from(given: Any) -> Precision | None:
         return None
     names = ("param_dtype", "reduce_dtype", "buffer_dtype")
     dtypes: list[Any] = [getattr(given, name, "missing") for name in names]
-    if not all(isinstance(d, torch.dtype | None) for d in dtypes):
+    if not all(
+        d is None or (isinstance(d, torch.dtype) and d.is_floating_point)
+        for d in dtypes
+    ):
         raise TypeError(
             "mixed_precision must have a param_dtype, a reduce_dtype and a "
             "buffer_dtype, each a floating torch.dtype or None (torch.nn.parallel."
@@ -68,10 +71,11 @@ class MixedPrecision:
     ) -> None:
         self._module = module
         self._precision = precision
+        own = {name for name, _ in module.named_parameters()}  # not those of others
         self._parameters = {
             name: param
             for name, param in parameters.items()
-            if param.is_floating_point() and precision.param_dtype is not None
+            if param.is_floating_point() and name in own
         }
 
     def run(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -102,7 +106,7 @@ def reduce_in_low_precision(
     """Comm hook: cast, SUM, then divide (in this order, as torch does)."""
     buffer = bucket.buffer()
     dtype = precision.reduce_dtype or precision.param_dtype
-    if not buffer.is_sparse and buffer.is_floating_point():
-        buffer = buffer.to(precision.param_dtype or buffer.dtype).to(dtype)
+    if dtype is not None and bucket.parameters()[0].is_floating_point():
+        buffer = buffer.to(dtype)
     future = all_reduce(buffer, bucket.process_group()).get_future()
     return future.then(lambda _: buffer.div_(bucket.divisor()))
