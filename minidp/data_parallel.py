@@ -171,9 +171,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         self._guard = Guard(self._reducer, checked.unsynced)
         self._precision = None
         if checked.precision is not None:
-            self._precision = MixedPrecision(
-                self.module, replica.parameters, checked.precision
-            )
+            self._precision = MixedPrecision(self.module, replica, checked.precision)
             self.register_comm_hook(checked.precision, reduce_in_low_precision)
 
     # -- forward -----------------------------------------------------------------------
