@@ -432,7 +432,7 @@ def fused(ctx: Any, kind: type, kwargs: dict[str, Any], only_some: bool) -> Any:
 def test_fused_optimizers_are_torchs(
     pool: Any, kind: type, kwargs: dict[str, Any], only_some: bool
 ) -> None:
-    """On all ranks, because torch's takes the default group whatever the module's is."""
+    """On all ranks: torch's takes the default group, whatever the module's is."""
     for theirs, ours in pool.run(fused, 4, kind, kwargs, only_some):
         assert same(theirs, ours)
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 
-from minidp import _bucket, _collectives, _used_map
+from minidp import _averaging, _collectives, _used_map
 
 Trace = list[tuple[str, int, str]]
 
@@ -28,7 +28,7 @@ def collective_trace() -> Iterator[Trace]:
     reduce = _recording(trace, "all_reduce", _collectives.all_reduce, 0)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(_collectives, "dist", door))
-        for module in (_bucket, _used_map):
+        for module in (_averaging, _used_map):
             stack.enter_context(mock.patch.object(module, "all_reduce", reduce))
         yield trace
 
