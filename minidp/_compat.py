@@ -288,10 +288,15 @@ class DataParallel(_Legacy, data_parallel.DataParallel):
         reducer.countdown.adopt(reducer.pipeline.buckets)
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Reduce over other ranks from now on; all of the new group call it."""
-        self.process_group = new_process_group
-        self._reducer.restart(new_process_group)
+        """Reduce over other ranks from now on; all of the new group call it.
+
+        A rank that is not in the new group keeps the old one.
+        """
+        if isinstance(new_process_group, dist.ProcessGroup):
+            self.process_group = new_process_group
+        self._reducer.restart(self.process_group)
         self._reducer.ready_order.allow_again()
+        self._guard.excuses.rank = self._reducer.rank
 
     def _remove_autograd_hooks(self) -> None:
         """From now on gradients stay local, and nobody complains."""

@@ -91,7 +91,7 @@ class Excuses:
     """
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
+        self.rank = rank
         self._stepping: set[int] = set()  # ids
 
     def __contains__(self, optimizer: Optimizer) -> bool:
@@ -111,7 +111,7 @@ class Excuses:
             name = type(optimizer).__name__
             raise MiniDPError(
                 explain(
-                    self._rank,
+                    self.rank,
                     f"{name}.step() raised {type(error).__name__} inside the backward: "
                     f"{error}",
                     remedy="call reset() on all ranks, and load parameters and "

@@ -197,7 +197,8 @@ class Pipeline:
     def restart(self, group: ProcessGroup) -> None:
         """Abandon what is in flight, with its memory: it may still be written to."""
         self.averaging.move_to(group)
-        self.watch.has_failed = False
+        self.rank = group.rank()
+        self.watch.begin_anew(self.rank, group.size())
         self.launched_count = self._next = 0
         self.owed = []
         self.skipped = ()
