@@ -26,6 +26,7 @@ from ._compat_reducer import ReducerNames
 from ._compiling import run_splitting
 from ._expectation import EveryParameter, expectation_for
 from ._guard import refuse_forward
+from ._inputs import move_inputs
 from ._logging_data import LoggingData
 from ._untraced import untraced
 
@@ -82,15 +83,16 @@ class _Legacy:
     """Public helpers of torch's class from the days of one process for several GPUs."""
 
     dim: int
+    device_type: str
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         """Split inputs over devices."""
         return scatter_gather.scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> Any:
-        """Move inputs to one device."""
-        moved = scatter_gather.scatter_kwargs(inputs, kwargs, [device_id], dim=self.dim)
-        return tuple(moved[0]), tuple(moved[1])
+        """Move inputs to one device, given by its index."""
+        device = torch.device(self.device_type, device_id)
+        return (move_inputs(inputs, device),), (move_inputs(kwargs, device),)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs of several devices."""

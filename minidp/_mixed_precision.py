@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -106,7 +106,7 @@ class MixedPrecision:
     def _cast(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         param = self._parameters[name]
         if name in self._sparse:
-            return cast("torch.Tensor", _CastSparse.apply(param, dtype))
+            return _cast_sparse(param, dtype)
         return param.to(dtype)
 
     def cast_module_buffers(self, module_buffers: Mapping[str, torch.Tensor]) -> None:
@@ -128,6 +128,12 @@ class _CastSparse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0].to(ctx.dtype), None
+
+
+def _cast_sparse(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    function: Any = _CastSparse
+    low: torch.Tensor = function.apply(param, dtype)
+    return low
 
 
 def reduce_in_low_precision(
