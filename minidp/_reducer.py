@@ -259,6 +259,7 @@ class Reducer:
         with self._lock:
             self.fail()
             self.failure = None
+            self.rank = group.rank()
             self.pipeline.restart(group)
             self.countdown.adopt(self.pipeline.buckets)
             self._probed_task = NO_TASK
