@@ -39,7 +39,7 @@ def shadow_backward(reducer: Reducer) -> None:
         used: Collection[int] | None = () if expected.shares_used_map else None
         nothing = [None] * len(reducer.params)
         if expected.shares_reach:
-            pipeline.share_reach(())
+            pipeline.reach_map.relaunch((), pipeline.group)
         pipeline.start(pipeline.reach_map.unused_everywhere())
         unused = _reduce(reducer, nothing, used, map_goes_first=expected.map_goes_first)
         everything = list(range(len(reducer.params)))

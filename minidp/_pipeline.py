@@ -116,10 +116,6 @@ class Pipeline:
 
     # -- launch ------------------------------------------------------------------------
 
-    def share_reach(self, within: Collection[int]) -> None:
-        """Collective: tell the ranks which parameters the next backward can reach."""
-        self.reach_map.relaunch(within, self.group)
-
     def start(self, absent: frozenset[int] = frozenset()) -> None:
         """A synchronised backward begins.
 

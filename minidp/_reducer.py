@@ -106,7 +106,8 @@ class Reducer:
         self.expected.saw_outputs(output, self.hooks.nodes)
         if self.expected.shares_reach:
             within = {*range(len(self.params))}.difference(self.expected.absent())
-            self.pipeline.share_reach(within | self.ledger.used_locally)
+            within |= self.ledger.used_locally
+            self.pipeline.reach_map.relaunch(within, self.pipeline.group)
         probe_outputs(output, _weakly(self._expect_end))
 
     def rebuild_if_due(self) -> None:

@@ -150,7 +150,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
 
     def _wire(self, checked: _arguments.Checked) -> None:
         """Create everything that is not part of the module's state."""
-        config, devices = checked.config, checked.devices
+        config, devices, replica = checked.config, checked.devices, checked.replica
         self.device_ids = devices.device_ids
         self.output_device = devices.output_device
         self.device = devices.device
@@ -161,10 +161,9 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         self.static_graph = config.static_graph
         self.bucket_bytes_cap = config.caps.rest_bytes
         self.broadcast_bucket_size = _replicas.MESSAGE_BYTES
-        self.parameters_to_ignore = set(checked.replica.ignored)
+        self.parameters_to_ignore = set(replica.ignored)
         self.collect_module_buffers()
         self._num_resets = 0
-        replica = checked.replica
         self._reducer = Reducer(
             list(replica.managed.values()), replica.specs, config, self.process_group
         )
