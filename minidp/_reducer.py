@@ -105,8 +105,8 @@ class Reducer:
         self._probed_task = NO_TASK
         self.expected.saw_outputs(output, self.hooks.nodes)
         if self.expected.shares_reach:
-            within = {*range(len(self.params))}.difference(self.expected.absent())
-            within |= self.ledger.used_locally
+            away = {*self.expected.absent()} - self.ledger.used_locally
+            within = {*range(len(self.params))} - away
             self.pipeline.reach_map.relaunch(within, self.pipeline.group)
         probe_outputs(output, _weakly(self._expect_end))
 
@@ -239,9 +239,8 @@ class Reducer:
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
             missing = sorted(self.countdown.filled)
-            untouched: Collection[int] = self.expected.kept
-            if self.expected.shares_used_map:
-                untouched = self.pipeline.used_map.unused_everywhere()
+            unused = self.pipeline.used_map.unused_everywhere()
+            untouched = unused if self.expected.shares_used_map else self.expected.kept
             self.pipeline.finish(untouched)
             if self.expected.keeps_ready_order:
                 self.ready_order.note([*self.countdown.ready, *missing])
