@@ -165,7 +165,10 @@ class Pipeline:
         observers = tuple(self.observers)  # some take themselves off the list
         for number, bucket in enumerate(self.buckets):
             if number not in self.skipped:
-                self._finish(number, bucket, untouched)
+                with self.watch.over("waiting for the all-reduce", number):
+                    bucket.complete()
+                bucket.unflatten(_slots_of(untouched, bucket))
+                self.tracer.note(Moment.COPIED_OUT, number)
             for observer in observers:
                 observer.reduced(bucket.params)
         for observer in observers:
@@ -175,15 +178,6 @@ class Pipeline:
             with self.watch.over("waiting for what a hook owes"):
                 torch.futures.wait_all(owed)
         self.tracer.backward += 1
-
-    def _finish(self, number: int, bucket: Bucket, untouched: Collection[int]) -> None:
-        with self.watch.over("waiting for the all-reduce", number):
-            bucket.complete()
-        kept: Collection[int] = ()
-        if untouched:
-            kept = [k for k, i in enumerate(bucket.plan.indices) if i in untouched]
-        bucket.unflatten(kept)
-        self.tracer.note(Moment.COPIED_OUT, number)
 
     def drain(self) -> None:
         """Wait for everything in flight and discard the results."""
@@ -205,3 +199,9 @@ class Pipeline:
         for shared in (self.used_map, self.reach_map):
             shared.forget()
         self.adopt(self.layout)
+
+
+def _slots_of(params: Collection[int], bucket: Bucket) -> list[int]:
+    if not params:
+        return []
+    return [k for k, i in enumerate(bucket.plan.indices) if i in params]

@@ -583,16 +583,15 @@ def test_legacy_helpers(lone_group: Any) -> None:
     found = []
     for wrap in (DistributedDataParallel, DataParallel):
         ddp: Any = wrap(Scalars())
-        with pytest.raises(ValueError, match="Expected a non cpu device"):
-            ddp.to_kwargs((torch.ones(2),), {}, torch.device("cpu"))
         found.append(
             [
                 ddp.to_kwargs((3, [4]), {"k": "v"}, 0),
+                ddp.to_kwargs((torch.ones(2), 3), {"k": [torch.ones(1)]}, 0),
                 ddp.scatter((3,), {"k": "v"}, [0, 1]),
                 ddp.gather([{"k": None}, {"k": None}], 0),
             ]
         )
-    assert found[0] == found[1]
+    assert same(found[0], found[1])
 
 
 # ----------------------------------------------------------------------------- logging
