@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -56,6 +57,16 @@ CAPS = [
 caps = st.sampled_from([c for c in CAPS if not c or c[0][0] in oracle.TAKES])
 
 
+FLAGS = ["gradient_as_bucket_view"]
+FLAGS += [name for name in ["batched_grad_copy"] if name in oracle.TAKES]
+flags = st.sets(st.sampled_from(FLAGS))
+skipping = st.booleans()
+if "skip_all_reduce_unused_params" not in oracle.TAKES:
+    skipping = st.just(False)
+# Torch skips buckets that only local backwards used, so that they stay local.
+SKIPPING_LETTERS = "FGSZzETMK"
+
+
 @st.composite
 def models(draw: st.DrawFn, mode: str) -> ModelSpec:
     chosen = draw(st.lists(params, min_size=1, max_size=6))
@@ -79,23 +90,26 @@ def models(draw: st.DrawFn, mode: str) -> ModelSpec:
 def sessions(draw: st.DrawFn, mode: str, letters: str) -> Session:
     model = draw(models(mode))
     num_branches = len(model.branches)
-    flags = st.lists(st.booleans(), min_size=num_branches, max_size=num_branches)
+    uses = st.lists(st.booleans(), min_size=num_branches, max_size=num_branches)
     everything = (True,) * num_branches
+    options = dict(draw(caps)) | dict.fromkeys(draw(flags), True)
+    if mode != "default":
+        options[mode] = True
+    skips = mode == "find_unused_parameters" and draw(skipping)
+    if skips:
+        options["skip_all_reduce_unused_params"] = True
+        letters = SKIPPING_LETTERS
     # Without find_unused_parameters ranks must use the same branches, else torch hangs.
     # With it each rank still needs something to run backward on: the batch norm.
-    per_rank = mode == "find_unused_parameters" and model.batch_norm
+    per_rank = mode == "find_unused_parameters" and model.batch_norm and not skips
     num_ranks = 4 if per_rank else 1
-    one_mask = st.lists(flags.map(tuple), min_size=num_ranks, max_size=num_ranks)
+    one_mask = st.lists(uses.map(tuple), min_size=num_ranks, max_size=num_ranks)
     masks = draw(st.lists(one_mask.map(tuple), min_size=1, max_size=2))
     if mode == "default" or draw(st.booleans()):
         masks = [(everything,), *masks]
-    options = dict(draw(caps))
-    if mode != "default":
-        options[mode] = True
-    if draw(st.booleans()):
-        options["gradient_as_bucket_view"] = True
-    steps = st.sampled_from(["FB", "FB", "FB", "FFBB", "FFS", "NB", "Z", "z", *letters])
-    word = "".join(draw(st.lists(steps, min_size=1, max_size=9)))
+    steps = ["FB", "FB", "FB", "FFS", "Z", "z", *letters]
+    steps += [] if skips else ["FFBB", "NB"]
+    word = "".join(draw(st.lists(st.sampled_from(steps), min_size=1, max_size=9)))
     return Session(
         model,
         tuple(options.items()),
@@ -104,10 +118,19 @@ def sessions(draw: st.DrawFn, mode: str, letters: str) -> Session:
         tuple(masks),
         frozen=draw(st.integers(0, len(model.params) - 1)),
         has_grads=draw(st.booleans()),
+        has_hook=draw(st.sampled_from([False, False, True])),
+        delayed=draw(st.just(()) | indices_of(model)),
     )
 
 
+def indices_of(model: ModelSpec) -> st.SearchStrategy[tuple[int, ...]]:
+    trainable = [i for i, param in enumerate(model.params) if not param.frozen]
+    return st.lists(st.sampled_from(trainable), max_size=3, unique=True).map(tuple)
+
+
 def check(pool: Any, world_size: int, session: Session) -> None:
+    if world_size > 2:
+        session = dataclasses.replace(session, delayed=())
     results = pool.run(compare_on_rank, world_size, session)
     for rank, (difference, torch_message, _) in enumerate(results):
         if not any(defect in torch_message for defect in TORCH_DEFECTS):

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from minidp import DataParallel
 from minidp._phase import Phase
@@ -37,6 +38,10 @@ class Session:
     masks: tuple[tuple[tuple[bool, ...], ...], ...]  # [step M][rank % len][branch]
     frozen: int = 0  # parameter that K freezes
     has_grads: bool = False  # before wrapping, the same on all ranks
+    has_hook: bool = False  # torch's allreduce_hook
+    # Parameters that travel last. With minidp only: torch does not wait for them. Up to
+    # two ranks the sums are the same wherever a gradient travels.
+    delayed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def run_session(
             param.grad = torch.empty_like(param).copy_(same.detach())
     log = Log()
     try:
-        ddp = wrap(module, process_group=group, **dict(session.options))
+        ddp = _wrapped(session, module, wrap, group)
     except RuntimeError as error:  # the same on all ranks: sessions start alike
         log.error, log.message = type(error).__name__, str(error)
         return log
@@ -98,6 +103,24 @@ def run_session(
             )
         )
     return log
+
+
+def _wrapped(
+    session: Session,
+    module: Patchwork,
+    wrap: Callable[..., nn.Module],
+    group: dist.ProcessGroup,
+) -> nn.Module:
+    options = dict(session.options)
+    if session.delayed and wrap is DataParallel:
+        named = [(f"params.{i}", module.params[i]) for i in session.delayed]
+        options["delay_all_reduce_named_params"] = named
+        options["param_to_hook_all_reduce"] = named[0][1]
+    ddp: Any = wrap(module, process_group=group, **options)
+    if session.has_hook:
+        ddp.register_comm_hook(group, allreduce_hook)
+    result: nn.Module = ddp
+    return result
 
 
 class _Player:
@@ -176,7 +199,8 @@ def _is_unfinished(ddp: nn.Module) -> bool:
 def first_difference(session: Session, expected: Log, found: Log) -> str:
     """Where two logs differ, in words; empty when they are equal bit for bit."""
     on = {name for name, value in session.options if value is True}
-    can_drift = "gradient_as_bucket_view" in on and len(on) > 1  # a mode with unused
+    has_unused = not on.isdisjoint(["find_unused_parameters", "static_graph"])
+    can_drift = has_unused and "gradient_as_bucket_view" in on
     drifted: set[int] = set()
     before: Step | None = None
     for number, (theirs, ours) in enumerate(
