@@ -138,13 +138,20 @@ def check_delayed(delayed: Any, until: Any) -> dict[str, nn.Parameter]:
         ):
             raise TypeError(
                 "delay_all_reduce_named_params must be pairs (name, parameter), as "
-                f"from named_parameters(), but got {pair!r}."
+                f"from named_parameters(), but got {_kinds(pair)}."
             )
     if until is not None and not isinstance(until, torch.Tensor):
         raise TypeError(
             f"param_to_hook_all_reduce must be a parameter, but got {until!r}."
         )
     return dict(pairs)
+
+
+def _kinds(value: Any) -> str:
+    """What a value is, without printing tensors."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(type(item).__name__ for item in value)})"
+    return type(value).__name__
 
 
 def some_device(module: object) -> torch.device:
@@ -171,6 +178,11 @@ def choose_group(
             "Cannot specify both process_group and device_mesh arguments."
         )
     if device_mesh is not None:
+        if not hasattr(device_mesh, "get_group"):
+            raise TypeError(
+                "device_mesh must be a torch.distributed.device_mesh.DeviceMesh, but "
+                f"got {device_mesh!r}."
+            )
         if device_mesh.ndim != 1:
             raise RuntimeError(
                 f"Only 1D device mesh is supported, but got {device_mesh}."

@@ -7,7 +7,7 @@ order. Ranks are group ranks throughout; the root is group rank 0 unless it is n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
@@ -192,6 +192,22 @@ def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     rows = row.new_empty(group.size(), row.numel())
     group.allgather([list(rows.unbind())], [row]).wait()
     return rows
+
+
+def then(
+    future: torch.futures.Future[Any], finish: Callable[[], torch.Tensor]
+) -> torch.futures.Future[torch.Tensor]:
+    """What ``finish()`` returns once a collective is done; or what either raised.
+
+    A callback that does not look at its future would swallow the collective's failure,
+    and go on with numbers that were never reduced.
+    """
+
+    def complete(done: torch.futures.Future[Any]) -> torch.Tensor:
+        done.value()
+        return finish()
+
+    return future.then(complete)
 
 
 def gather_integers(

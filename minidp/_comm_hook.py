@@ -18,7 +18,10 @@ from ._grad_bucket import GradBucket
 from .errors import CommHookError, explain
 
 Hook = Callable[[Any, Any], Future[torch.Tensor]]
-_REMEDY = "mend the hook; then call reset() on all ranks, and zero_grad()"
+_REMEDY = (
+    "mend the hook, or look for a rank that died; then call reset() on all ranks, and "
+    "zero_grad()"
+)
 
 
 class CommHook:
@@ -51,12 +54,14 @@ class CommHook:
         try:
             future = self.hook(self.state, bucket)
         except Exception as error:
-            raise call.problem(f"raised {type(error).__name__}: {error}") from error
+            text = f": {error}" if str(error) else ""
+            raise call.problem(f"raised {type(error).__name__}{text}") from error
         if not isinstance(future, torch._C.Future):  # works give this base class
             raise call.problem(
-                "did not return a future: DDP communication hook's callback must "
-                "return a torch.futures.Future object",
-                expected="a torch.futures.Future whose value is one tensor",
+                "returned no future: DDP communication hook's callback must return a "
+                "torch.futures.Future object",
+                expected="a future of one tensor (future.set_result(tensor) for a "
+                "value that is there already)",
                 found=f"{type(future).__name__}",
             )
         call.future = future

@@ -197,11 +197,13 @@ class DataParallel(_Legacy, data_parallel.DataParallel):
     # -- hooks and optimizers ----------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """See `data_parallel.DataParallel`; an error is also logged."""
         with self._logging.noting_errors():
             super().register_comm_hook(state, hook)
 
+    register_comm_hook.__doc__ = data_parallel.DataParallel.register_comm_hook.__doc__
+
     def _register_builtin_comm_hook(self, kind: Any) -> None:
+        """Register the hook of ours that does what torch's built-in one does."""
         if kind not in BUILTIN_HOOKS:
             warnings.warn(f"Unknown builtin comm hook {kind!r}: ignored.", stacklevel=2)
             return
@@ -241,19 +243,28 @@ class DataParallel(_Legacy, data_parallel.DataParallel):
             raise AssertionError(f"A buffer comm hook must be callable, got {hook!r}.")
         self._module_buffer_hook = (state, hook, comm_hook_location)
 
-    def sync_module_buffers(self, root: int = 0) -> None:
+    def _sync_module_buffers(self, root: int = 0) -> None:
         """Collective: take the module buffers of a rank, or let a hook do that."""
         if self._module_buffer_hook is None:
-            super().sync_module_buffers(root)
+            super()._sync_module_buffers(root)
         else:
             self._run_buffer_hook(_BufferCommHookLocation.PRE_FORWARD)
+
+    def join_hook(self, **kwargs: Any) -> Any:
+        """See `data_parallel.DataParallel`; a module-buffer hook has no shadow."""
+        if self._module_buffer_hook is not None:
+            raise RuntimeError(
+                "join() does not go together with _register_buffer_comm_hook: ranks "
+                "that ran out of inputs could not take part in the hook's collectives."
+            )
+        return super().join_hook(**kwargs)
 
     def _run_buffer_hook(self, location: _BufferCommHookLocation) -> None:
         assert self._module_buffer_hook is not None
         state, hook, wanted = self._module_buffer_hook
         if location is not wanted:
             return
-        self.collect_module_buffers()
+        self._collect_module_buffers()
         futures = hook(state, self.named_module_buffers)
         if futures is not None:
             self.reducer._install_post_backward_futures(futures)
@@ -316,6 +327,7 @@ class DataParallel(_Legacy, data_parallel.DataParallel):
     # -- what there is -----------------------------------------------------------------
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Facts and times of this object, under torch's keys (see `_logging_data`)."""
         return self._logging.to_dict()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._collectives import all_reduce
+from ._collectives import all_reduce, then
 from ._grad_bucket import GradBucket, Turn
 from ._guard import refuse_forward
 
@@ -71,7 +71,7 @@ class ReducerNames:
         """Sum a bucket over the ranks, undivided."""
         buffer = bucket.buffer()
         future = all_reduce(buffer, self._ddp.process_group).get_future()
-        return future.then(lambda _: buffer)
+        return then(future, lambda: buffer)
 
     def _run_comm_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
         """What a registered comm hook makes of a bucket."""

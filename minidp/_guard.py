@@ -83,7 +83,9 @@ class Guard:
                     self._reducer.rank,
                     "This optimizer steps in the backward (step_in_backward); "
                     "another step would apply its gradients twice.",
-                    remedy="remove the call of optimizer.step()",
+                    remedy="remove the call of optimizer.step(); if a GradScaler "
+                    "called it, the two do not go together, and the parameters have "
+                    "taken a step of scaled gradients: reload them",
                 )
             )
         problem = self._find_problem(optimizer)
@@ -98,8 +100,14 @@ class Guard:
         """From now on ``optimizer`` steps in backwards, and nowhere else.
 
         Raises:
-            ValueError: it does so already, here or in those of another module.
+            ValueError: it does so already, here or in those of another module, or it
+                has nothing to do with this one.
         """
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(param) in self._index for param in held):
+            raise ValueError(
+                f"This {type(optimizer).__name__} holds no parameter of the module."
+            )
         if any(optimizer in guard._in_backward for guard in _guards):
             raise ValueError(
                 f"This {type(optimizer).__name__} steps in the backward already; use "

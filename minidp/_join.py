@@ -44,20 +44,21 @@ class Agreement(NamedTuple):
 
     rebuilds: bool
     broadcasts: bool
-    num_reducing: int  # ranks that have a backward to come
+    active: list[int]  # ranks that have inputs
+    reducing: list[int]  # ranks that have a backward to come
     root: int  # whose module buffers count
 
 
 def agree(mine: Heading, group: ProcessGroup, device: torch.device) -> Agreement:
     """Collective: exchange headings (one small all-gather)."""
     found = [Heading(*map(bool, row)) for row in gather_integers(mine, group, device)]
+    active = [rank for rank, heading in enumerate(found) if heading.is_active]
     return Agreement(
         rebuilds=any(heading.rebuilds for heading in found),
         broadcasts=any(heading.broadcasts for heading in found),
-        num_reducing=sum(heading.reduces for heading in found),
-        root=max(
-            (r for r, heading in enumerate(found) if heading.is_active), default=0
-        ),
+        active=active,
+        reducing=[rank for rank, heading in enumerate(found) if heading.reduces],
+        root=max(active, default=0),
     )
 
 
@@ -79,7 +80,14 @@ class UnevenInputs(SharedState, Joinable):
         """Train on numbers of inputs that differ between ranks.
 
         A rank that runs out goes on to take part in the collectives of the others,
-        until all have; then every rank gets the state of one that trained longest.
+        until all have; then every rank gets the state of one that trained longest::
+
+            with model.join():           # on every rank
+                for x, y in loader:      # of any length
+                    ...
+
+        If a rank raises inside, the others get a `CollectiveError` after the group's
+        timeout; then call `reset` on all ranks.
 
         Args:
             divide_by_initial_world_size: average over all ranks. False: over those that
@@ -89,7 +97,9 @@ class UnevenInputs(SharedState, Joinable):
 
         Raises:
             RuntimeError: a rank ran out, and ``throw_on_early_termination`` was asked.
+            CollectiveError: another rank does not take part any more.
         """
+        watch, ran_out = self._reducer.pipeline.watch, False
         try:
             with Join(
                 [self],
@@ -98,8 +108,15 @@ class UnevenInputs(SharedState, Joinable):
                 divide_by_initial_world_size=divide_by_initial_world_size,
             ):
                 yield
+                ran_out = True
+        except Exception:
+            watch.has_failed = True  # others may be inside a collective
+            if ran_out and not throw_on_early_termination:
+                with watch.over("keeping company to ranks that still have inputs"):
+                    raise
+            raise
         finally:
-            self.stop_joining()
+            self._stop_joining()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What this object does for ``Join`` once this rank has run out of inputs.
@@ -123,14 +140,14 @@ class UnevenInputs(SharedState, Joinable):
         """The ranks that join."""
         return self.process_group
 
-    def stop_joining(self) -> None:
+    def _stop_joining(self) -> None:
         """Forwards are no longer announced, and gradients averaged over all ranks."""
         disabled = self._join_config.construct_disabled_join_config()
         self._join_config = disabled
         self._divide_by_initial_world_size = True
         self._reducer.pipeline.averaging.num_contributors = None
 
-    def announce(self, heading: Heading) -> int:
+    def _announce(self, heading: Heading) -> int:
         """Before a forward, collective inside ``join()``.
 
         Returns:
@@ -143,15 +160,25 @@ class UnevenInputs(SharedState, Joinable):
             return 0
         work = Join.notify_join_context(self)
         if work is not None:
-            work.wait()
-        return self.take(agree(heading, self.process_group, self.device)).root
+            with self._reducer.pipeline.watch.over("announcing a forward in join()"):
+                work.wait()
+        return self._agree(heading).root
 
-    def take(self, agreement: Agreement) -> Agreement:
-        """The next backward averages over the ranks of this agreement."""
+    def _agree(self, heading: Heading) -> Agreement:
+        """Collective: the next backward averages over the ranks that will reduce."""
+        with self._reducer.pipeline.watch.over("announcing a forward in join()"):
+            agreement = agree(heading, self.process_group, self.device)
+            if agreement.reducing and agreement.reducing != agreement.active:
+                raise RuntimeError(
+                    "inside join() all ranks with inputs must agree on no_sync() and "
+                    f"no_grad(), but of ranks {agreement.active} only "
+                    f"{agreement.reducing} have a synchronised forward"
+                )
         if self._divide_by_initial_world_size:
             self._reducer.pipeline.averaging.num_contributors = None
-        elif agreement.num_reducing:  # else the last backward may still come
-            self._reducer.pipeline.averaging.num_contributors = agreement.num_reducing
+        elif agreement.reducing:  # else the last backward may still come
+            num_reducing = len(agreement.reducing)
+            self._reducer.pipeline.averaging.num_contributors = num_reducing
         return agreement
 
 
@@ -170,15 +197,17 @@ class Shadow(JoinHook):
     def main_hook(self) -> None:
         """Shadow one forward and its backward."""
         ddp = self._ddp
-        agreed = ddp.take(agree(Heading(), ddp.process_group, ddp.device))
+        agreed = ddp._agree(Heading())
         if agreed.rebuilds:
             ddp._reducer.rebuild_if_due()
         if agreed.broadcasts:
-            ddp.sync_module_buffers(agreed.root)
-        ddp.require_forward_param_sync = agreed.num_reducing > 0
-        if agreed.num_reducing:
+            ddp._sync_module_buffers(agreed.root)
+        ddp.require_forward_param_sync = bool(agreed.reducing)
+        if agreed.reducing:
             if self._own is None:
-                self._own = _put_aside(ddp._reducer.params)
+                self._own = _values_of(ddp._reducer.params)
+            for param in ddp._reducer.params:
+                param.grad = None  # nobody may apply what an earlier shadow left
             shadow_backward(ddp._reducer)
 
     def post_hook(self, is_last_joiner: bool) -> None:  # noqa: FBT001 -- torch's
@@ -189,18 +218,15 @@ class Shadow(JoinHook):
         mine = ddp.process_group.rank() if is_last_joiner else -1
         rows = gather_integers([mine], ddp.process_group, ddp.device)
         ddp._authoritative_rank = max(rank for (rank,) in rows)
-        ddp.take_state_of(ddp._authoritative_rank)
-        ddp.stop_joining()
+        ddp._take_state_of(ddp._authoritative_rank)
+        ddp._stop_joining()
 
 
-def _put_aside(
+def _values_of(
     params: Sequence[nn.Parameter],
 ) -> list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
-    """Take away all gradients; returns parameters, gradients and their values."""
-    own = [(p, p.grad, p.grad.clone()) for p in params if p.grad is not None]
-    for param in params:
-        param.grad = None
-    return own
+    """Parameters with a gradient, their gradients, and the values of these."""
+    return [(p, p.grad, p.grad.clone()) for p in params if p.grad is not None]
 
 
 def _put_back(

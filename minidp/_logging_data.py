@@ -1,8 +1,8 @@
 """``_get_ddp_logging_data()``: the facts that torch's DDP logs, under its keys.
 
-Facts of construction are always there. Times are taken once somebody has asked for them
-(by this call, or by setting a sample rate): in the first ten iterations and then in
-every ``rate``-th one, seen from the start of the next synchronised forward.
+Times and what else changes are taken in the first ten iterations and then in every
+``rate``-th one, and told from the start of the next synchronised forward on. For them a
+backward ends with its last full bucket.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .trace import Moment, Recorder, Tracer
+from .trace import Moment, Recorder
 
 if TYPE_CHECKING:
     from .data_parallel import DataParallel
@@ -76,7 +76,6 @@ class LoggingData:
         self._facts: dict[str, Any] = {}
         self._runtime: dict[str, Any] = {"iteration": 0}
         self._rate = 100
-        self._is_asked = False
         self._iteration = 0  # synchronised forwards so far
         self._recorder = Recorder(capacity=1 << 16)
         self._forward = (0, 0)  # start and end of the last one, ns
@@ -112,7 +111,6 @@ class LoggingData:
                 f"but got {rate}."
             )
         self._rate = rate
-        self._is_asked = True
 
     def forward_begins(self) -> None:
         """A synchronised forward begins: the iteration before it is complete."""
@@ -121,15 +119,10 @@ class LoggingData:
             return
         if self._iteration and self._is_sampled(self._iteration):
             self._runtime = self._observe(ddp)
-        if self._is_asked:
-            self._take_times(ddp._reducer.pipeline.tracer)
-
-    def _take_times(self, tracer: Tracer) -> None:
-        if tracer.recorder is self._recorder:
-            tracer.recorder = None
         self._recorder.clear()
-        if tracer.recorder is None and self._is_sampled(self._iteration + 1):
-            tracer.recorder = self._recorder
+        is_sampled = self._is_sampled(self._iteration + 1)
+        tracer = ddp._reducer.pipeline.tracer
+        tracer.bucket_recorder = self._recorder if is_sampled else None
         self._forward = (time.perf_counter_ns(), 0)
 
     def forward_ends(self) -> None:
@@ -144,15 +137,20 @@ class LoggingData:
 
     def to_dict(self) -> dict[str, Any]:
         """All keys and values."""
-        self._is_asked = True
         ddp = self._ddp()
         return {**self._facts, **self._runtime, **(self._states(ddp) if ddp else {})}
 
     def ready_times(self) -> list[int]:
-        """Nanoseconds from the end of the last forward to each recorded gradient."""
+        """Nanoseconds from the end of the last forward to each gradient.
+
+        Zeros unless `DataParallel.set_recorder` was called: to note every gradient
+        costs more than to hook it.
+        """
+        ddp = self._ddp()
+        recorder = None if ddp is None else ddp._reducer.pipeline.tracer.recorder
         times = {
             event.index: event.time_ns - self._forward[1]
-            for event in self._recorder
+            for event in recorder or ()
             if event.moment is Moment.PARAM_READY
         }
         return [times.get(i, 0) for i in range(self._facts["num_parameter_tensors"])]
@@ -203,12 +201,12 @@ class LoggingData:
         """Durations, their averages, and of some where they begin and end."""
         times = {
             moment: [e.time_ns for e in self._recorder if e.moment is moment]
-            for moment in (Moment.PARAM_READY, Moment.LAUNCHED, Moment.DONE)
+            for moment in (Moment.FULL, Moment.LAUNCHED, Moment.DONE)
         }
         if not all(times.values()):
             return dict.fromkeys(TIMES, 0)
         start, end = self._forward
-        last_gradient = max(times[Moment.PARAM_READY])
+        last_gradient = max(times[Moment.FULL])
         first_launch, last_done = min(times[Moment.LAUNCHED]), max(times[Moment.DONE])
         spans = [
             (start, end),

@@ -18,12 +18,17 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from ._collectives import all_reduce
+from ._autograd import reachable_nodes
+from ._collectives import all_reduce, then
 from ._grad_bucket import GradBucket
 from ._inputs import map_tensors
+from .errors import MiniDPError, explain
 
 if TYPE_CHECKING:
     from ._managed import Replica
+
+
+_REENTRANT = "CheckpointFunctionBackward"  # how autograd calls it
 
 
 @dataclass(frozen=True)
@@ -64,14 +69,13 @@ class MixedPrecision:
         module: the module.
         replica: which of its parameters to cast.
         precision: the dtypes.
+        rank: group rank, for errors.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        replica: Replica,
-        precision: Precision,
+        self, module: nn.Module, replica: Replica, precision: Precision, rank: int
     ) -> None:
+        self._rank = rank
         self._module = module
         self._precision = precision
         own = {name for name, _ in module.named_parameters()}  # not those of others
@@ -80,12 +84,16 @@ class MixedPrecision:
             for name, param in replica.parameters.items()
             if param.is_floating_point() and name in own
         }
-
         self._sparse = replica.sparse
         self._recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
 
     def run(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward, with parameters and floating inputs cast."""
+        """The module's forward, with parameters and floating inputs cast.
+
+        Raises:
+            MiniDPError: it checkpoints: what is computed again, in the backward, would
+                not be cast. (The reentrant kind; the other finds different dtypes.)
+        """
         dtype = self._precision.param_dtype
         if dtype is None:
             return self._module(*inputs, **kwargs)
@@ -97,11 +105,21 @@ class MixedPrecision:
         inputs, kwargs = map_tensors(inputs, to_low), map_tensors(kwargs, to_low)
         low = {name: self._cast(name, dtype) for name in self._parameters}
         try:
-            return functional_call(self._module, low, inputs, kwargs)
+            output = functional_call(self._module, low, inputs, kwargs)
         finally:
             for module in self._recurrent:  # keep their weights in a list, too
                 names = module._flat_weights_names
                 module._flat_weights = [getattr(module, n, None) for n in names]
+        if any(n.name() == _REENTRANT for n in reachable_nodes(output)):
+            raise MiniDPError(
+                explain(
+                    self._rank,
+                    "mixed_precision does not go together with checkpointing: what is "
+                    "computed again in the backward would not be cast.",
+                    remedy="use torch.autocast in the module instead",
+                )
+            )
+        return output
 
     def _cast(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         param = self._parameters[name]
@@ -145,4 +163,4 @@ def reduce_in_low_precision(
     if dtype is not None and bucket.parameters()[0].is_floating_point():
         buffer = buffer.to(dtype)
     future = all_reduce(buffer, bucket.process_group()).get_future()
-    return future.then(lambda _: buffer.div_(bucket.divisor()))
+    return then(future, lambda: buffer.div_(bucket.divisor()))

@@ -48,6 +48,7 @@ class StepInBackward:
 
     Raises:
         TypeError: the optimizer cannot step on a part of its parameters.
+        ValueError: a norm that is not positive.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class StepInBackward:
         clip_grad_norm: float | None = None,
     ) -> None:
         _check(optimizer)
+        if clip_grad_norm is not None and not clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm must be positive, got {clip_grad_norm}.")
         self.optimizer = optimizer
         self._excuses = excuses
         self._max_norm = clip_grad_norm
@@ -123,19 +126,33 @@ class Excuses:
 
 
 def step_on(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-    """``optimizer.step()`` as if it held only ``params``."""
+    """``optimizer.step()`` as if it held only ``params``.
+
+    Raises:
+        TypeError: the step wrote to a parameter group: it counts steps, and would count
+            one per bucket.
+    """
     wanted = set(map(id, params))
     everything = optimizer.param_groups
     parts = [
         {**group, "params": [p for p in group["params"] if id(p) in wanted]}
         for group in everything
     ]
+    before = [dict(part) for part in parts]
     optimizer.param_groups = [part for part in parts if part["params"]]
     try:
         if optimizer.param_groups:
             optimizer.step()
     finally:
         optimizer.param_groups = everything
+    for part, old in zip(parts, before, strict=True):
+        changed = [k for k, v in part.items() if k not in old or v is not old[k]]
+        if changed:
+            raise TypeError(
+                f"{type(optimizer).__name__}.step() writes {', '.join(changed)} to its "
+                "parameter groups, so it cannot step bucket by bucket: pass "
+                "clip_grad_norm=float('inf') to step once, at the end."
+            )
 
 
 def _check(optimizer: Any) -> None:

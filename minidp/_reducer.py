@@ -143,7 +143,7 @@ class Reducer:
             accept(self.rank, needs_end=self.expected.completes_at_end)
         self.phase.enter(Phase.REDUCING)
         self.pipeline.start(self.pipeline.reach_map.unused_everywhere())
-        is_traced = self.pipeline.tracer.is_on
+        is_traced = self.pipeline.tracer.recorder is not None
         marks = self.expected.marks(Mark.TRACED if is_traced else Mark.UNSET)
         for i in self.hooks.shared():
             marks[i] = Mark.TRACED if marks[i] is Mark.UNSET else marks[i]

@@ -36,27 +36,29 @@ class SharedState:
             and self.modules_buffers
         )
 
-    def sync_module_buffers(self, root: int = 0) -> None:
+    def _sync_module_buffers(self, root: int = 0) -> None:
         """Collective: take the module buffers of a rank."""
-        self.collect_module_buffers()  # some may have been re-assigned or added
+        self._collect_module_buffers()  # some may have been re-assigned or added
         with self._reducer.pipeline.watch.over("broadcasting module buffers"):
             _replicas.broadcast_state(self.modules_buffers, self.process_group, root)
 
-    def collect_module_buffers(self) -> None:
+    def _collect_module_buffers(self) -> None:
         """Look which module buffers there are."""
         self.named_module_buffers = _managed.module_buffers(
             self.module, frozenset(self.parameters_to_ignore)
         )
         self.modules_buffers = list(self.named_module_buffers.values())
 
-    def take_state_of(self, root: int) -> None:
+    def _take_state_of(self, root: int) -> None:
         """Collective: take all parameters of a rank, and its module buffers if due."""
         ignored = self.parameters_to_ignore
-        state = [p for n, p in self.module.named_parameters() if n not in ignored]
+        own = [p for n, p in self.module.named_parameters() if n not in ignored]
+        # Also delayed ones of other modules; each once.
+        state = list({id(p): p for p in (*own, *self._reducer.params)}.values())
         with self._reducer.pipeline.watch.over("broadcasting parameters"):
             _replicas.broadcast_state(state, self.process_group, root)
         if self.forward_sync_buffers:
-            self.sync_module_buffers(root)
+            self._sync_module_buffers(root)
 
     @property
     def broadcast_buffers(self) -> bool:

@@ -24,7 +24,10 @@ class SparseBucket(Bucket):
         division: Division,
         undecided: Collection[int] = (),
     ) -> None:
-        """Divide in place; a missing gradient contributes an empty one."""
+        """Copy and divide; a missing gradient contributes an empty one.
+
+        A copy, because two embeddings that are added share the memory of their values.
+        """
         grad = entries[0]
         param = self.params[0]
         if not isinstance(grad, torch.Tensor):
@@ -44,10 +47,9 @@ class SparseBucket(Bucket):
                 "a sparse COO gradient (the embedding has sparse=True)",
                 f"a gradient of layout {grad.layout}",
             )
-        self._before = grad.clone() if undecided else None
         with torch.no_grad():
-            _ops.divide(grad, division.total)
-        self._grad = grad
+            self._grad = grad.detach().clone()
+            _ops.divide(self._grad, division.total)
         self.advance(BucketState.FULL)
 
     @property
@@ -57,15 +59,13 @@ class SparseBucket(Bucket):
 
     def unflatten(self, kept: Collection[int] = ()) -> None:
         """Put the reduced gradient into ``.grad``."""
-        param = self.params[0]
-        grad, before = self._grad, self._before
-        del self._grad, self._before
+        param, grad = self.params[0], self._grad
+        del self._grad
         if kept:
-            if before is not None and param.grad is not None:
-                param.grad = before
-        elif param.grad is None:
+            return
+        if param.grad is None:
             param.grad = grad
-        elif param.grad is not grad:
+        else:
             with torch.no_grad():
                 param.grad.copy_(grad)
 

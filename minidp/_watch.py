@@ -43,13 +43,15 @@ class Watch:
         if isinstance(error, Exception):
             self.has_failed = True  # at best other ranks wait in vain
         if isinstance(error, Exception) and not isinstance(error, MiniDPError):
+            text = str(error).rstrip(". \n")
             bucket = "" if self._bucket is None else f" of bucket {self._bucket}"
             raise CollectiveError(
                 explain(
                     self._rank,
-                    f"A collective failed while {self._doing}{bucket}: {error}",
+                    f"A collective failed while {self._doing}{bucket}: {text}.",
                     expected=f"all {self._world_size} ranks to take part in time",
-                    remedy="look for the rank that died, raised, or took another "
-                    "branch; then call reset() on all live ranks",
+                    remedy="look for the rank that died, raised, took another branch, "
+                    "or ran out of inputs (see join()); then call reset() on all live "
+                    "ranks",
                 )
             ) from error

@@ -1,6 +1,5 @@
 """Comm hooks: other ways to average a bucket. Short, to be copied and changed.
 
-    ddp.register_comm_hook(None, comm_hooks.bf16_compress_hook)
     ddp.register_comm_hook(None, comm_hooks.row_major(my_hook))
 
 A comm hook gets a full bucket with this rank's own gradients, *not divided*, and
@@ -21,23 +20,22 @@ Bytes that a rank sends per bucket of N elements, on n ranks (ring algorithms)::
     int8_error_feedback_hook        N (n-1) (1 + 4/block)     less than fp32 for n < 8
 
 The ``state`` of a hook is a process group, or None: the bucket's own group, which stays
-right when `DataParallel.reset` replaces it. Hooks that remember something have a state
-class instead; make one state per wrapped module.
+right when `DataParallel.reset` replaces it. Hooks that remember something have a class
+of states; make one per wrapped module.
 
-What a hook cannot make smaller (a dtype as small as what it would send, or a sparse
-gradient) it averages as it is, like `all_reduce_hook`. Complex gradients arrive as
-interleaved reals and are treated as such.
+What a hook cannot make smaller (16-bit or sparse gradients) it averages as it is, like
+`all_reduce_hook`. Complex gradients arrive as interleaved reals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from ._collectives import then
 from ._comm_hook import Hook, name_of
 from ._grad_bucket import GradBucket
 
@@ -70,7 +68,8 @@ def all_reduce_hook(
     """
     group, n = _who(state, bucket)
     buffer = bucket.buffer().div_(n)  # before the sum, which might overflow
-    return _after(dist.all_reduce(buffer, group=group, async_op=True), lambda: buffer)
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    return then(work.get_future(), lambda: buffer)
 
 
 # -- 16 bits on the wire ---------------------------------------------------------------
@@ -105,7 +104,7 @@ def _compress(
     group, n = _who(state, bucket)
     small = buffer.to(dtype).div_(n)
     work = dist.all_reduce(small, group=group, async_op=True)
-    return _after(work, lambda: buffer.copy_(small))
+    return then(work.get_future(), lambda: buffer.copy_(small))
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
@@ -155,6 +154,13 @@ class Fp32State:
         self.wire_dtype = wire_dtype
         self.half_done: _Exchange | None = None
 
+    def drop_aborted(self, bucket: GradBucket) -> None:
+        """Forget an exchange of a backward that was aborted."""
+        group, _ = _who(self.process_group, bucket)
+        is_old = self.half_done is not None and self.half_done.group is not group
+        if bucket.index() == 0 or is_old:
+            self.half_done = None
+
     def go_on(self, exchange: _Exchange | None) -> None:
         """Start the second half of the exchange before this one."""
         if self.half_done is not None:
@@ -181,8 +187,8 @@ def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.T
     That call waits until the exchange that it goes on with is half done: on a network
     slower than the backward, the backward waits here instead of at its end.
     """
-    if bucket.index() == 0:
-        state.half_done = None  # of a backward that was aborted
+    _check_state(state, Fp32State)
+    state.drop_aborted(bucket)
     exchange = None
     if _shrinks(bucket.buffer(), state.wire_dtype):
         exchange = _Exchange(state, bucket)
@@ -200,16 +206,16 @@ class _Exchange:
 
     def __init__(self, state: Fp32State, bucket: GradBucket) -> None:
         self._buffer = bucket.buffer()
-        self._group, self._divisor = _who(state.process_group, bucket)
+        self.group, self._divisor = _who(state.process_group, bucket)
         devices: Any = None if self._buffer.is_cpu else [self._buffer.device]
         self.future: Future[torch.Tensor] = Future(devices=devices)
-        numel, n = self._buffer.numel(), self._group.size()
+        numel, n = self._buffer.numel(), self.group.size()
         part = -(-numel // n)  # rounded up; the last parts are padded
         self._sent = self._buffer.new_zeros((n, part), dtype=state.wire_dtype)
         self._sent.view(-1)[:numel] = self._buffer
         self._received = torch.empty_like(self._sent)
         self._work: Work = dist.all_to_all_single(
-            self._received, self._sent, group=self._group, async_op=True
+            self._received, self._sent, group=self.group, async_op=True
         )
 
     def finish(self) -> None:
@@ -218,7 +224,7 @@ class _Exchange:
         total = self._received.sum(0, dtype=torch.float32)
         mean = total.div_(self._divisor).to(self._sent.dtype)
         everyones = list(self._sent)  # the memory is free again
-        self._work = dist.all_gather(everyones, mean, group=self._group, async_op=True)
+        self._work = dist.all_gather(everyones, mean, group=self.group, async_op=True)
         self._work.get_future().then(self._complete)
 
     def _complete(self, done: Future[Any]) -> None:
@@ -283,6 +289,7 @@ def int8_error_feedback_hook(
     All floating dtypes. After Seide et al., "1-Bit SGD", Interspeech 2014, and
     Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019.
     """
+    _check_state(state, Int8State)
     buffer = bucket.buffer()
     if not _shrinks(buffer, torch.int8):
         return all_reduce_hook(state.process_group, bucket)
@@ -308,7 +315,8 @@ def int8_error_feedback_hook(
             total += theirs[head:].view(torch.int8).view(total.shape) * scale
         return buffer.copy_(total.div_(n).view(-1)[: buffer.numel()])
 
-    return _after(dist.all_gather(messages, message, group, async_op=True), decode)
+    work = dist.all_gather(messages, message, group, async_op=True)
+    return then(work.get_future(), decode)
 
 
 def _quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -327,7 +335,7 @@ def row_major(hook: Hook) -> Hook:
     """Give ``hook`` gradients that are row-major contiguous, whatever the parameters.
 
     For hooks that ``.view()`` gradients as matrices, as torch's ``powerSGD_hook`` does,
-    which fails on channels_last parameters. Other buckets are not copied.
+    which fails on channels_last parameters.
     """
 
     def rearranged(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -350,8 +358,7 @@ def row_major(hook: Hook) -> Hook:
 def one_at_a_time(hook: Hook) -> Hook:
     """Wait for each bucket in the hook, so that no two are in flight.
 
-    For hooks that start collectives in callbacks (see the module), on Gloo: torch's
-    ``powerSGD_hook``, say. On CUDA waiting only orders streams.
+    For hooks that start collectives in callbacks: torch's ``powerSGD_hook`` on Gloo.
     """
 
     def waiting(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -362,14 +369,19 @@ def one_at_a_time(hook: Hook) -> Hook:
     return _named(waiting, "one_at_a_time", hook)
 
 
-# -- what hooks are made of ------------------------------------------------------------
-
-
 def _who(state: ProcessGroup | None, bucket: GradBucket) -> tuple[ProcessGroup, int]:
     """The group, and the number to divide by."""
     if state is None or state is bucket.process_group():
         return bucket.process_group(), bucket.divisor()
     return state, state.size()
+
+
+def _check_state(state: object, kind: type) -> None:
+    if not isinstance(state, kind):
+        name = kind.__name__
+        raise TypeError(
+            f"it needs a state: register_comm_hook(comm_hooks.{name}(), ...)"
+        )
 
 
 def _shrinks(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -379,16 +391,6 @@ def _shrinks(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
         and buffer.dtype.is_floating_point
         and buffer.dtype.itemsize > dtype.itemsize
     )
-
-
-def _after(work: Work, finish: Callable[[], torch.Tensor]) -> Future[torch.Tensor]:
-    """What ``finish()`` returns, once ``work`` is done; or what it raised."""
-
-    def complete(done: Future[Any]) -> torch.Tensor:
-        done.value()  # raises what the collective raised
-        return finish()
-
-    return work.get_future().then(complete)
 
 
 def _named(wrapped: Hook, wrapper_name: str, hook: Hook) -> Hook:

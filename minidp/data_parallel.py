@@ -162,7 +162,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         self.bucket_bytes_cap = config.caps.rest_bytes
         self.broadcast_bucket_size = _replicas.MESSAGE_BYTES
         self.parameters_to_ignore = set(replica.ignored)
-        self.collect_module_buffers()
+        self._collect_module_buffers()
         self._num_resets = 0
         self._reducer = Reducer(
             list(replica.managed.values()), replica.specs, config, self.process_group
@@ -170,8 +170,9 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         self._guard = Guard(self._reducer, checked.unsynced)
         self._precision = None
         if checked.precision is not None:
-            self._precision = MixedPrecision(self.module, replica, checked.precision)
-            self.register_comm_hook(checked.precision, reduce_in_low_precision)
+            rank, wanted = self.process_group.rank(), checked.precision
+            self._precision = MixedPrecision(self.module, replica, wanted, rank)
+            self.register_comm_hook(wanted, reduce_in_low_precision)
 
     # -- forward -----------------------------------------------------------------------
 
@@ -204,11 +205,11 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             broadcasts=self.will_sync_module_buffers(),
             reduces=with_grad and self.require_backward_grad_sync,
         )
-        root = self.announce(heading)
+        root = self._announce(heading)
         if heading.rebuilds:
             self._reducer.rebuild_if_due()
         if heading.broadcasts:
-            self.sync_module_buffers(root)
+            self._sync_module_buffers(root)
         if self.device_ids:
             inputs = move_inputs(inputs, self.device)
             kwargs = move_inputs(kwargs, self.device)
@@ -244,7 +245,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forwards inside do not announce a synchronised backward.
+        """Backwards of forwards that run inside stay local.
 
         As in torch, what counts is where the *forward* runs. Gradients accumulate
         locally until the first synchronised backward averages all of them.
@@ -297,6 +298,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
 
         Raises:
             TypeError: an optimizer that cannot step on a part of its parameters.
+            ValueError: it steps in a backward already, or holds none of the parameters.
             ValueError: it steps in the backward already.
         """
         step = StepInBackward(optimizer, self._guard.excuses, clip_grad_norm)
@@ -332,7 +334,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             self._reducer, f"reset/{self._key}/{self._num_resets}"
         )
         self._num_resets += 1
-        self.stop_joining()
+        self._stop_joining()
 
     def set_recorder(self, recorder: Recorder | None) -> None:
         """Let ``recorder`` receive the moments of every backward; None stops it."""

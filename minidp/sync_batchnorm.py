@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ._collectives import all_reduce, gather_rows, is_group, joined_group, side_group
+from ._untraced import untraced
 from ._watch import Watch
 from .errors import CollectiveError, explain
 
@@ -47,8 +48,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     empty. Double backward works on CPU. On an accelerator it is torch's layer.
     """
 
+    @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise; a collective in training mode.
+        """Normalise; a collective in training mode, never part of a compiled graph.
 
         Raises:
             ValueError: one value per channel in all ranks' batches together, or an

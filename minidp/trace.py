@@ -77,18 +77,21 @@ class Recorder:
 
 
 class Tracer:
-    """What the pipeline holds: tells a recorder, if there is one."""
+    """What the pipeline holds: tells who listens, if anybody does."""
 
     def __init__(self) -> None:
-        self.recorder: Recorder | None = None
+        self.recorder: Recorder | None = None  # of everything
+        self.bucket_recorder: Recorder | None = None  # of all but PARAM_READY
         self.backward = 0  # number of the synchronised backward
 
     @property
     def is_on(self) -> bool:
         """Whether somebody listens."""
-        return self.recorder is not None
+        return self.recorder is not None or self.bucket_recorder is not None
 
     def note(self, moment: Moment, index: int, *_future: object) -> None:
         """Pass a moment on (the last argument is for futures' callbacks)."""
         if self.recorder is not None:
             self.recorder.record(moment, index, self.backward)
+        if self.bucket_recorder is not None and moment is not Moment.PARAM_READY:
+            self.bucket_recorder.record(moment, index, self.backward)

@@ -79,7 +79,13 @@ IMPORTS: dict[str, set[str]] = {
     },
     "_join": {"_collectives", "_on_demand", "_shared_state"},
     "_managed": {"_layout"},
-    "_mixed_precision": {"_collectives", "_grad_bucket", "_inputs"},
+    "_mixed_precision": {
+        "_autograd",
+        "_collectives",
+        "_grad_bucket",
+        "_inputs",
+        "errors",
+    },
     "_on_demand": {"_phase", "_reducer"},
     "_overlap": {"errors"},
     "_pipeline": {
