@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +67,7 @@ def check(module: nn.Module, given: Given) -> Checked:
     """All checks that need no other rank, in torch's order.
 
     Raises:
-        ValueError, TypeError, RuntimeError, NotImplementedError: see the parts.
+        ValueError, TypeError, RuntimeError: see the parts.
     """
     replica = examine(module, given.delayed_by_name)
     devices = check_devices(replica.parameters, given.device_ids, given.output_device)
@@ -91,6 +92,7 @@ def check(module: nn.Module, given: Given) -> Checked:
         bool(given.gradient_as_bucket_view),
         bool(given.skip_all_reduce_unused_params),
         bool(given.batched_grad_copy),
+        os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1",
     )
     refuse_torchs(module, devices.device)
     return Checked(
@@ -102,6 +104,11 @@ def check(module: nn.Module, given: Given) -> Checked:
         unsynced_policy(given.unsynced),
         precision_from(given.mixed_precision),
     )
+
+
+def as_list(pairs: Any) -> Any:
+    """An iterator can be read only once: what it gives. Others stay as they are."""
+    return list(pairs) if isinstance(pairs, Iterator) else pairs
 
 
 def check_delayed(delayed: Any, until: Any) -> dict[str, nn.Parameter]:

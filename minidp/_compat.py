@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,10 +24,10 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from . import _arguments, _managed, _replicas, comm_hooks, data_parallel
 from ._compat_reducer import ReducerNames
 from ._compiling import run_splitting
-from ._expectation import expectation_for
+from ._expectation import EveryParameter, expectation_for
 from ._guard import refuse_forward
+from ._inputs import move_inputs
 from ._logging_data import LoggingData
-from ._overlap import excused
 from ._untraced import untraced
 
 logger = logging.getLogger("minidp")
@@ -43,14 +42,14 @@ class _OwnOptimizers:
     """Steps parameters that carry ``_in_backward_optimizers``."""
 
     def __init__(self, ddp: data_parallel.DataParallel) -> None:
-        self._stepping = ddp._guard.stepping
+        self._excuses = ddp._guard.excuses
         self._stepped: list[nn.Parameter] = []
 
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
         """Step those of a bucket."""
         for param in params:
             for optimizer in getattr(param, "_in_backward_optimizers", ()):
-                with excused(optimizer, self._stepping):
+                with self._excuses.excused(optimizer):
                     optimizer.step()
                 self._stepped.append(param)
 
@@ -75,24 +74,25 @@ class _LogsUnused:
         """Log."""
         counts = self._pipeline.used_map.last_counts.tolist()
         unused = [name for name, n in zip(self._names, counts, strict=True) if not n]
-        logger.info(
-            "[rank %d] unused parameters: %s", self._pipeline.rank, ", ".join(unused)
-        )
+        if unused:
+            names = ", ".join(unused)
+            logger.info("[rank %d] unused parameters: %s", self._pipeline.rank, names)
 
 
 class _Legacy:
     """Public helpers of torch's class from the days of one process for several GPUs."""
 
     dim: int
+    device_type: str
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         """Split inputs over devices."""
         return scatter_gather.scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> Any:
-        """Move inputs to one device."""
-        moved = scatter_gather.scatter_kwargs(inputs, kwargs, [device_id], dim=self.dim)
-        return tuple(moved[0]), tuple(moved[1])
+        """Move inputs to one device, given by its index."""
+        device = torch.device(self.device_type, device_id)
+        return (move_inputs(inputs, device),), (move_inputs(kwargs, device),)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs of several devices."""
@@ -212,7 +212,7 @@ class DataParallel(_Legacy, data_parallel.DataParallel):
         self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> None:
         """Reduce with torch's arithmetic of a hook, and step in the backward."""
-        params = self.parameters() if optim_params is None else optim_params
+        params = self._reducer.params if optim_params is None else optim_params
         self.register_comm_hook(None, comm_hooks.all_reduce_hook)
         self.step_in_backward(optim(list(params), *args, **kwargs))
 
@@ -222,7 +222,9 @@ class DataParallel(_Legacy, data_parallel.DataParallel):
         if not any(hasattr(p, "_in_backward_optimizers") for p in params):
             return
         # Whoever planted those has imported this.
-        planted = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
+        planted = importlib.import_module(
+            "torch.distributed.optim.apply_optimizer_in_backward"
+        )
         for param in params:
             for handle in planted.param_to_optim_hook_handle_map.get(param, []):
                 handle.remove()
@@ -288,14 +290,21 @@ class DataParallel(_Legacy, data_parallel.DataParallel):
         reducer.countdown.adopt(reducer.pipeline.buckets)
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Reduce over other ranks from now on; all of the new group call it."""
-        self.process_group = new_process_group
-        self._reducer.restart(new_process_group)
+        """Reduce over other ranks from now on; all of the new group call it.
+
+        A rank that is not in the new group keeps the old one.
+        """
+        if isinstance(new_process_group, dist.ProcessGroup):
+            self.process_group = new_process_group
+        self._reducer.restart(self.process_group)
         self._reducer.ready_order.allow_again()
+        self._guard.excuses.rank = self._reducer.rank
 
     def _remove_autograd_hooks(self) -> None:
         """From now on gradients stay local, and nobody complains."""
-        self._reducer.hooks.remove()
+        reducer = self._reducer
+        reducer.hooks.remove()
+        reducer.expected = EveryParameter(len(reducer.params))  # searches no graphs
         self._guard.policy = "ignore"
 
     def _check_reducer_finalized(self) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from ._collectives import all_reduce
 from ._grad_bucket import GradBucket, Turn
@@ -33,8 +32,10 @@ class ReducerNames:
 
     def prepare_for_backward(self, outputs: Any) -> None:
         """The next backward reduces, as after a forward that returned ``outputs``."""
-        refuse_forward(self._ddp._reducer)
-        self._ddp._after_module(outputs)
+        reducer = self._ddp._reducer
+        refuse_forward(reducer)
+        reducer.arm(outputs)
+        reducer.ledger.note_forward(synchronising=True)
 
     def _rebuild_buckets(self) -> bool:
         """Collective if it returns True: rebuild if that is due."""
@@ -91,8 +92,7 @@ class ReducerNames:
 
     def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
         """The next synchronised backward waits for these, too."""
-        observers = self._ddp._reducer.pipeline.observers
-        observers.append(_Awaits(futures, observers))
+        self._ddp._reducer.pipeline.owed.extend(futures)
 
     def _get_local_used_map(self) -> torch.Tensor:
         """How many ranks used each parameter in the last backward (1-D int32)."""
@@ -119,6 +119,7 @@ class ReducerNames:
     def _reset_state(self) -> None:
         """Forget a failed or unfinished backward, without asking other ranks."""
         self._ddp._reducer.restart(self._ddp.process_group)
+        self._ddp._reducer.ready_order.allow_again()
 
     def _update_process_group(self, group: ProcessGroup) -> None:
         self._ddp._update_process_group(group)
@@ -132,19 +133,3 @@ class ReducerNames:
     def get_backward_stats(self) -> list[int]:
         """Nanoseconds from the end of the forward to each gradient, when sampled."""
         return self._ddp._logging.ready_times()
-
-
-class _Awaits:
-    """Waits for futures at the end of one backward."""
-
-    def __init__(self, futures: Sequence[Any], observers: list[Any]) -> None:
-        self._futures = futures
-        self._observers = observers
-
-    def reduced(self, params: Sequence[nn.Parameter]) -> None:
-        """Not yet."""
-
-    def finished(self) -> None:
-        """Wait, once."""
-        self._observers.remove(self)
-        torch.futures.wait_all(list(self._futures))

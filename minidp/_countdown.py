@@ -137,15 +137,21 @@ class Countdown:
         self.entries[i] = grad
         self.arrivals.note_ready(i)
 
-    def fill_missing(self, i: int, grad: torch.Tensor | None) -> None:
-        """A parameter that does not arrive contributes its present ``.grad``."""
-        self.filled.add(i)
-        self.fill(i, grad)
+    def fill_missing(
+        self, i: int, grad: torch.Tensor | None, *, travels: bool = True
+    ) -> None:
+        """A parameter that does not arrive contributes its present ``.grad``.
 
-    def skip(self, i: int) -> None:
-        """Parameter ``i`` does not arrive, and its bucket does not travel."""
+        Args:
+            i: parameter index.
+            grad: what it contributes.
+            travels: False: its bucket is skipped, and contributes nothing.
+        """
         self.filled.add(i)
-        self.entries[i] = None
+        if travels:
+            self.fill(i, grad)
+        else:
+            self.entries[i] = None
 
     def fill(self, i: int, entry: Entry) -> None:
         """The slot of parameter ``i`` is no longer pending."""

@@ -26,29 +26,31 @@ _data_ptr = torch.Tensor.data_ptr
 
 
 class Memory:
-    """The addresses of a buffer: tells which gradients lie in it."""
+    """The addresses of a buffer: tells which gradients lie in it.
+
+    They are asked for each time: a comm hook may call ``resize_`` on the buffer, which
+    moves it, and the old addresses may then be those of somebody's gradient.
+    """
 
     def __init__(self, buffer: torch.Tensor) -> None:
-        start = buffer.data_ptr()
-        self._addresses = range(start, start + buffer.nbytes)
-
-    def is_of(self, buffer: torch.Tensor) -> bool:
-        """Whether the buffer is still there."""
-        return self._addresses.start == buffer.data_ptr()
+        self._buffer = buffer
+        self._nbytes = buffer.nbytes
 
     def owns(self, grad: Entry) -> bool:
         """Whether a gradient lies in the buffer."""
         return (
             isinstance(grad, torch.Tensor)
             and grad.layout is torch.strided
-            and grad.data_ptr() in self._addresses
+            and 0 <= grad.data_ptr() - self._buffer.data_ptr() < self._nbytes
         )
 
     def owns_any(self, grads: Sequence[torch.Tensor]) -> bool:
         """Whether any may lie in the buffer; `owns` then tells which."""
         if set(map(_layout_of, grads)) != {torch.strided}:
             return True  # only strided tensors have an address
-        return any(map(self._addresses.__contains__, map(_data_ptr, grads)))
+        start = self._buffer.data_ptr()
+        addresses = range(start, start + self._nbytes)
+        return any(map(addresses.__contains__, map(_data_ptr, grads)))
 
 
 class DenseBucket(Bucket):
@@ -65,12 +67,9 @@ class DenseBucket(Bucket):
     ) -> None:
         super().__init__(plan, params, names, rank)
         self._as_view = as_view
-        self.buffer, values = _allocate(plan)  # 1D both, the same memory
+        # 1D, 1D, ND each; all on the same memory
+        self.buffer, values, self.views = _allocate(plan)
         self._values = values
-        self.views = [  # ND each
-            values.as_strided(slot.shape, slot.stride, slot.offset)
-            for slot in plan.slots
-        ]
         self._fit = Fit(plan, self.views)
         is_large = [is_copied_at_once(param) for param in self.params]
         self._copy_plan = _ops.CopyPlan(values, self.views, is_large)
@@ -94,9 +93,7 @@ class DenseBucket(Bucket):
             grad is view
             or (self._as_view and self._memory.owns(grad))
             or torch.is_grad_enabled()
-            or grad.dtype is not self.plan.dtype
-            or grad.shape != view.shape
-            or grad.layout is not torch.strided
+            or not self._fit.allows(view, grad)
         ):
             return grad
         _ops.scale_into(view, grad, 1.0 / division.at_copy)
@@ -187,14 +184,6 @@ class DenseBucket(Bucket):
                 self._tracked[k] = grad * (1.0 / division.total)
                 _ops.scale_into(self.views[k], grad.detach(), 1.0 / division.at_copy)
 
-    def complete(self) -> None:
-        """See `Bucket`."""
-        super().complete()
-        if not self._memory.is_of(self.buffer):
-            # A comm hook called resize_ on it. The views have moved along; the old
-            # addresses may soon be those of somebody's gradient.
-            self._memory = Memory(self.buffer)
-
     def unflatten(self, kept: Collection[int] = ()) -> None:
         """Copy out, or point ``.grad`` at the buffer; restore what is kept."""
         for k in kept:
@@ -258,10 +247,13 @@ class DenseBucket(Bucket):
                 param.grad = view.copy_(grad)
 
 
-def _allocate(plan: BucketPlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """What travels, and the same memory in the parameters' dtype."""
+def _allocate(
+    plan: BucketPlan,
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """What travels, the same memory in the parameters' dtype, and its slots."""
     values = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device)
+    views = [values.as_strided(s.shape, s.stride, s.offset) for s in plan.slots]
     if not plan.dtype.is_complex:
-        return values, values
+        return values, values, views
     # Complex gradients travel as interleaved reals: backends cannot add complex.
-    return torch.view_as_real(values).flatten(), values
+    return torch.view_as_real(values).flatten(), values, views

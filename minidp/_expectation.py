@@ -110,24 +110,27 @@ class FindUnused(EveryParameter):
         super().__init__(num_params)
         self.shares_reach = shares_reach
         self._missing_last: Sequence[int] | None = None
-        self._absent: set[int] = set()
+        self._absent: set[int] | None = None  # None: no forward since the last one
 
     def saw_outputs(self, output: object, nodes: Sequence[Node]) -> None:
         """Predict what will be missing, if anything was last time."""
         last = self._missing_last
         among = range(self._num_params) if self.shares_reach else last
         with record_function("minidp::search_unused_parameters"):
-            self._absent = unreachable(output, nodes, among) if among else set()
+            absent = unreachable(output, nodes, among) if among else set()
+        # The backward may be that of an earlier forward, or of several.
+        self._absent = absent if self._absent is None else self._absent & absent
 
     def absent(self) -> Sequence[int]:
         """Out of reach this time (and missing last time)."""
-        return sorted(self._absent)
+        return sorted(self._absent or ())
 
     def ended(self, missing: Sequence[int], unused: Collection[int]) -> None:
         """Remember what was missing."""
         is_first = self._missing_last is None
         self.is_steady &= is_first or set(missing) == set(self._missing_last or ())
         self._missing_last = missing
+        self._absent = None
 
 
 class StaticGraph(EveryParameter):

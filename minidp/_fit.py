@@ -27,6 +27,11 @@ class Fit:
         self._numels = [slot.numel for slot in plan.slots]
         self._dtypes = {plan.dtype}
 
+    def allows(self, view: torch.Tensor, grad: torch.Tensor) -> bool:
+        """Whether one gradient fits its view."""
+        is_plain = grad.layout is torch.strided
+        return is_plain and grad.dtype is view.dtype and grad.shape == view.shape
+
     def is_likely(
         self, views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
     ) -> bool:

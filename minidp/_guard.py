@@ -19,6 +19,7 @@ from typing import Any
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ._autograd import NO_TASK, current_task
+from ._overlap import Excuses
 from ._phase import Phase
 from ._reducer import Reducer
 from ._untraced import untraced, untraced_itself
@@ -58,8 +59,8 @@ class Guard:
     def __init__(self, reducer: Reducer, policy: Unsynced) -> None:
         self._reducer = reducer
         self.policy = policy
-        self.stepping: set[int] = set()  # ids of optimizers that step in the backward
-        self.in_backward: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.excuses = Excuses(reducer.rank)
+        self._in_backward: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._index = {id(param): i for i, param in enumerate(reducer.params)}
         self._seen: weakref.WeakKeyDictionary[Optimizer, Seen] = (
             weakref.WeakKeyDictionary()
@@ -74,9 +75,9 @@ class Guard:
             UnsyncedGradientsError: it would apply gradients that differ by rank.
             DoubleStepError: it steps by itself, in the backward.
         """
-        if id(optimizer) in self.stepping:
+        if optimizer in self.excuses:
             return
-        if optimizer in self.in_backward:
+        if optimizer in self._in_backward:
             raise DoubleStepError(
                 explain(
                     self._reducer.rank,
@@ -92,6 +93,19 @@ class Guard:
             warnings.warn(problem, stacklevel=4)
         ledger = self._reducer.ledger
         self._seen[optimizer] = Seen(ledger.armed, ledger.finalized)
+
+    def expect_in_backward(self, optimizer: Optimizer) -> None:
+        """From now on ``optimizer`` steps in backwards, and nowhere else.
+
+        Raises:
+            ValueError: it does so already, here or in those of another module.
+        """
+        if any(optimizer in guard._in_backward for guard in _guards):
+            raise ValueError(
+                f"This {type(optimizer).__name__} steps in the backward already; use "
+                "one optimizer for each module."
+            )
+        self._in_backward.add(optimizer)
 
     def _find_problem(self, optimizer: Optimizer) -> str:
         phase, ledger = self._reducer.phase.now, self._reducer.ledger
@@ -197,7 +211,7 @@ def _unfinished(reducer: Reducer) -> str:
         f"new one. This error indicates that {expected.cause_of_missing}.\n"
         f"Parameter indices which did not receive grad for rank {rank}: {indices}\n"
         f"Parameters which did not receive grad for rank {rank}: {names}.\n"
-        + ("The backward raised. " if has_raised else ""),
+        + ("The backward raised." if has_raised else ""),
         remedy=f"{expected.remedy_for_missing}; then call reset() on all ranks, and "
         "zero_grad(). To log the unused parameters of every backward, set the "
         "environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL",

@@ -227,10 +227,26 @@ def initial_layout(specs: Sequence[ParamSpec], limits: Sequence[int]) -> Layout:
 
 
 def rebuilt_layout(
-    specs: Sequence[ParamSpec], limits: Sequence[int], order: Sequence[int]
+    specs: Sequence[ParamSpec],
+    limits: Sequence[int],
+    order: Sequence[int],
+    *,
+    from_the_end: bool = False,
 ) -> Layout:
-    """The layout that follows the order in which gradients became ready."""
-    return build_layout(specs, assign(specs, limits, order) + delayed(specs))
+    """The layout that follows the order in which gradients became ready.
+
+    Args:
+        specs: all managed parameters.
+        limits: bytes.
+        order: parameter indices.
+        from_the_end: the last bucket gets the first limit. Parameters then stand in
+            their buckets against the order (as in torch).
+    """
+    if from_the_end:
+        assignment = assign(specs, limits, order[::-1])[::-1]
+    else:
+        assignment = assign(specs, limits, order)
+    return build_layout(specs, assignment + delayed(specs))
 
 
 def build_layout(

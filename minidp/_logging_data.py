@@ -38,6 +38,11 @@ TIMES = (
     "backward_comm_time",
     "backward_compute_comm_overlap_time",
 )
+UNTOLD = {  # by torch
+    "forward_compute_time_end",
+    "backward_compute_comm_overlap_time_start",
+    "backward_compute_comm_overlap_time_end",
+}
 ENV = {  # key: environment variable
     "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
     "master_addr": "MASTER_ADDR",
@@ -174,7 +179,8 @@ class LoggingData:
         reducer = ddp._reducer
         pipeline = reducer.pipeline
         rebuilt = pipeline.layout.buckets if reducer.ready_order.has_rebuilt else ()
-        unused = [i for i, n in enumerate(pipeline.used_map.last_counts) if not n]
+        counts = pipeline.used_map.last_counts.tolist()
+        unused = [i for i, n in enumerate(counts) if not n]
         data = {
             "iteration": self._iteration,
             "num_buckets_reduced": len(pipeline.buckets) - len(pipeline.skipped),
@@ -184,16 +190,17 @@ class LoggingData:
                 if reducer.expected.shares_used_map
             ),
             "has_rebuilt_buckets": int(reducer.ready_order.has_rebuilt),
-            "rebuilt_bucket_sizes": _listed(plan.nbytes for plan in rebuilt),
-            "rebuilt_per_bucket_param_indices": ", ".join(
-                " ".join(map(str, plan.indices)) for plan in rebuilt
-            ),
             "prev_iteration_grad_ready_order_indices": _listed(reducer.countdown.ready),
         }
+        if rebuilt:
+            data["rebuilt_bucket_sizes"] = _listed(plan.nbytes for plan in rebuilt)
+            data["rebuilt_per_bucket_param_indices"] = ", ".join(
+                " ".join(map(str, plan.indices)) for plan in rebuilt
+            )
         return data | self._times()
 
     def _times(self) -> dict[str, int]:
-        """Durations, their averages, and where they begin and end."""
+        """Durations, their averages, and of some where they begin and end."""
         times = {
             moment: [e.time_ns for e in self._recorder if e.moment is moment]
             for moment in (Moment.PARAM_READY, Moment.LAUNCHED, Moment.DONE)
@@ -215,8 +222,8 @@ class LoggingData:
             data[key] = finish - begin
             self._sums[key] += finish - begin
             data[f"avg_{key}"] = self._sums[key] // self._num_samples
-            data[f"{key}_start"], data[f"{key}_end"] = begin, finish
-        return data
+            data |= {f"{key}_start": begin, f"{key}_end": finish}
+        return {key: value for key, value in data.items() if key not in UNTOLD}
 
 
 def facts_of(ddp: DataParallel) -> dict[str, Any]:

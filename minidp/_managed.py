@@ -54,6 +54,7 @@ def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
     Raises:
         TypeError: not a module.
         RuntimeError: nothing is trainable.
+        ValueError: a delayed parameter has the name of another one.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -81,8 +82,14 @@ def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
         if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse:
             sparse.add(name)
     for name, param in delayed.items():  # of another module
-        if id(param) not in seen and param.requires_grad and name not in known:
-            managed[name] = parameters[name] = param
+        if id(param) in seen or not param.requires_grad:
+            continue
+        if name in known:
+            raise ValueError(
+                f"delay_all_reduce_named_params gives the name {name} to a parameter "
+                "of another module, but this module has one of that name."
+            )
+        managed[name] = parameters[name] = param
     if not managed:
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any "
@@ -104,7 +111,7 @@ def check_data(parameters: Mapping[str, nn.Parameter]) -> None:
 
     Raises:
         RuntimeError: uninitialized (lazy) or meta parameters.
-        NotImplementedError: DTensor parameters.
+        TypeError: DTensor parameters.
     """
     lazy = [n for n, p in parameters.items() if isinstance(p, UninitializedParameter)]
     if lazy:
@@ -122,9 +129,10 @@ def check_data(parameters: Mapping[str, nn.Parameter]) -> None:
         )
     dtensors = [n for n, p in parameters.items() if type(p.data).__name__ == "DTensor"]
     if dtensors:
-        raise NotImplementedError(
-            "minidp.DataParallel does not support DTensor parameters yet: "
-            f"{', '.join(dtensors)}."
+        raise TypeError(
+            "DTensor parameters can only be averaged as local tensors: instead of a "
+            "process group pass device_mesh, a slice (mesh['dp']) of the mesh they are "
+            f"distributed over. DTensors: {', '.join(dtensors)}."
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from torch.func import functional_call
 from ._collectives import all_reduce
 from ._grad_bucket import GradBucket
 from ._inputs import map_tensors
+
+if TYPE_CHECKING:
+    from ._managed import Replica
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,10 @@ def precision_from(given: Any) -> Precision | None:
         return None
     names = ("param_dtype", "reduce_dtype", "buffer_dtype")
     dtypes: list[Any] = [getattr(given, name, "missing") for name in names]
-    if not all(isinstance(d, torch.dtype | None) for d in dtypes):
+    if not all(
+        d is None or (isinstance(d, torch.dtype) and d.is_floating_point)
+        for d in dtypes
+    ):
         raise TypeError(
             "mixed_precision must have a param_dtype, a reduce_dtype and a "
             "buffer_dtype, each a floating torch.dtype or None (torch.nn.parallel."
@@ -56,23 +62,27 @@ class MixedPrecision:
 
     Args:
         module: the module.
-        parameters: those to cast, by name.
+        replica: which of its parameters to cast.
         precision: the dtypes.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        parameters: Mapping[str, nn.Parameter],
+        replica: Replica,
         precision: Precision,
     ) -> None:
         self._module = module
         self._precision = precision
+        own = {name for name, _ in module.named_parameters()}  # not those of others
         self._parameters = {
             name: param
-            for name, param in parameters.items()
-            if param.is_floating_point() and precision.param_dtype is not None
+            for name, param in replica.parameters.items()
+            if param.is_floating_point() and name in own
         }
+
+        self._sparse = replica.sparse
+        self._recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
 
     def run(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, with parameters and floating inputs cast."""
@@ -80,13 +90,24 @@ class MixedPrecision:
         if dtype is None:
             return self._module(*inputs, **kwargs)
 
-        def cast(tensor: Any) -> Any:
+        def to_low(tensor: Any) -> Any:
             is_floating = tensor.data.is_floating_point()  # or a packed sequence's
             return tensor.to(dtype) if is_floating else tensor
 
-        inputs, kwargs = map_tensors(inputs, cast), map_tensors(kwargs, cast)
-        low = {name: param.to(dtype) for name, param in self._parameters.items()}
-        return functional_call(self._module, low, inputs, kwargs)
+        inputs, kwargs = map_tensors(inputs, to_low), map_tensors(kwargs, to_low)
+        low = {name: self._cast(name, dtype) for name in self._parameters}
+        try:
+            return functional_call(self._module, low, inputs, kwargs)
+        finally:
+            for module in self._recurrent:  # keep their weights in a list, too
+                names = module._flat_weights_names
+                module._flat_weights = [getattr(module, n, None) for n in names]
+
+    def _cast(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        param = self._parameters[name]
+        if name in self._sparse:
+            return _cast_sparse(param, dtype)
+        return param.to(dtype)
 
     def cast_module_buffers(self, module_buffers: Mapping[str, torch.Tensor]) -> None:
         """Cast floating module buffers for good."""
@@ -96,13 +117,32 @@ class MixedPrecision:
                 value.data = value.data.to(dtype)
 
 
+class _CastSparse(torch.autograd.Function):
+    """As ``param.to(dtype)``, whose own backward takes no sparse gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtype = param.dtype
+        return param.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].to(ctx.dtype), None
+
+
+def _cast_sparse(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    function: Any = _CastSparse
+    low: torch.Tensor = function.apply(param, dtype)
+    return low
+
+
 def reduce_in_low_precision(
     precision: Precision, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """Comm hook: cast, SUM, then divide (in this order, as torch does)."""
     buffer = bucket.buffer()
     dtype = precision.reduce_dtype or precision.param_dtype
-    if not buffer.is_sparse and buffer.is_floating_point():
-        buffer = buffer.to(precision.param_dtype or buffer.dtype).to(dtype)
+    if dtype is not None and bucket.parameters()[0].is_floating_point():
+        buffer = buffer.to(dtype)
     future = all_reduce(buffer, bucket.process_group()).get_future()
     return future.then(lambda _: buffer.div_(bucket.divisor()))

@@ -5,7 +5,9 @@
 
 The steps of the first buckets run while the last ones are still on their way. A step
 sees the optimizer as it is, but for parameter groups that hold the bucket's parameters
-only; state, hooks and learning rate schedulers stay the optimizer's own.
+only; state, hooks and learning rate schedulers stay the optimizer's own. Step hooks run
+once per bucket. What the optimizer holds besides (parameters on the ignore list) steps
+at the end.
 """
 
 from __future__ import annotations
@@ -13,20 +15,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.optimizer import Optimizer
 
-if TYPE_CHECKING:
-    from torch.optim.optimizer import Optimizer
+from .errors import MiniDPError, explain
 
 
 class Observer(Protocol):
     """Is told when gradients are reduced."""
 
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
-        """The gradients of one bucket are in ``.grad``, averaged."""
+        """The averages of one bucket are in ``.grad``, for what any rank used.
+
+        Buckets come in index order, also those that did not travel.
+        """
 
     def finished(self) -> None:
         """Those of every bucket are."""
@@ -37,7 +42,7 @@ class StepInBackward:
 
     Args:
         optimizer: any that keeps its state per parameter.
-        stepping: optimizers that are at it; the guard lets them pass.
+        excuses: with the guard, for while it steps.
         clip_grad_norm: clip all gradients together to this norm first. Their norm is
             known when the last bucket is reduced, so there is one step then.
 
@@ -48,38 +53,73 @@ class StepInBackward:
     def __init__(
         self,
         optimizer: Optimizer,
-        stepping: set[int],
+        excuses: Excuses,
         clip_grad_norm: float | None = None,
     ) -> None:
         _check(optimizer)
         self.optimizer = optimizer
-        self._stepping = stepping
+        self._excuses = excuses
         self._max_norm = clip_grad_norm
+        self._reduced: set[int] = set()  # ids of parameters that are in a bucket
 
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
         """Step on the parameters of one bucket."""
         if self._max_norm is None:
-            with excused(self.optimizer, self._stepping):
-                step_on(self.optimizer, params)
+            self._reduced.update(map(id, params))
+            self._step_on(params)
 
     def finished(self) -> None:
-        """Step on all parameters, if that had to wait."""
-        if self._max_norm is None:
-            return
+        """Step on what had to wait, and on what is in no bucket."""
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if self._max_norm is None:
+            self._step_on([p for p in held if id(p) not in self._reduced])
+            return
         clip_grad_norm_(held, self._max_norm)
-        with excused(self.optimizer, self._stepping):
+        with self._excuses.excused(self.optimizer):
             self.optimizer.step()
 
+    def _step_on(self, params: Sequence[nn.Parameter]) -> None:
+        with self._excuses.excused(self.optimizer):
+            step_on(self.optimizer, params)
 
-@contextmanager
-def excused(optimizer: Optimizer, stepping: set[int]) -> Iterator[None]:
-    """What steps inside may do so in a backward."""
-    stepping.add(id(optimizer))
-    try:
-        yield
-    finally:
-        stepping.discard(id(optimizer))
+
+class Excuses:
+    """Optimizers that may step just now, because their gradients are averaged.
+
+    Args:
+        rank: group rank, for errors.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._stepping: set[int] = set()  # ids
+
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        return id(optimizer) in self._stepping
+
+    @contextmanager
+    def excused(self, optimizer: Optimizer) -> Iterator[None]:
+        """What steps inside may do so in a backward.
+
+        Raises:
+            MiniDPError: the step raised.
+        """
+        self._stepping.add(id(optimizer))
+        try:
+            yield
+        except Exception as error:
+            name = type(optimizer).__name__
+            raise MiniDPError(
+                explain(
+                    self.rank,
+                    f"{name}.step() raised {type(error).__name__} inside the backward: "
+                    f"{error}",
+                    remedy="call reset() on all ranks, and load parameters and "
+                    "optimizer from a checkpoint: some may have stepped, some not",
+                )
+            ) from error
+        finally:
+            self._stepping.discard(id(optimizer))
 
 
 def step_on(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
@@ -100,7 +140,7 @@ def step_on(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
 
 def _check(optimizer: Any) -> None:
     """Refuse what would need all parameters at once."""
-    if not isinstance(getattr(optimizer, "param_groups", None), list):
+    if not isinstance(optimizer, Optimizer):
         raise TypeError(
             "step_in_backward needs a torch.optim.Optimizer, but got "
             f"{type(optimizer).__name__}."

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,7 +19,7 @@ from ._arrivals import Entry
 from ._averaging import Averaging
 from ._bucket import Bucket, BucketState
 from ._dense_bucket import DenseBucket
-from ._layout import BucketPlan, Layout, ParamSpec, initial_layout
+from ._layout import Layout, ParamSpec, initial_layout, rebuilt_layout
 from ._overlap import Observer
 from ._rebuild import agreed_layout
 from ._sparse_bucket import SparseBucket
@@ -56,6 +56,7 @@ class Pipeline:
         self.launched_count = 0  # buckets, since the last restart
         self.skipped: Collection[int] = ()  # buckets that do not travel this time
         self.observers: list[Observer] = []
+        self.owed: list[torch.futures.Future[Any]] = []  # the next backward waits for
         self.used_map = UsedMap(len(params), specs[0].device, self.watch)
         self.reach_map = UsedMap(len(params), specs[0].device, self.watch)
         self._params = params
@@ -74,8 +75,15 @@ class Pipeline:
         """Make the buckets of a layout; gradient views move along."""
         self.buckets = []  # frees memory before we take new memory
         self.layout = layout
-        self.buckets = [self._make_bucket(plan) for plan in layout.buckets]
-        if self._config.gradient_as_bucket_view:
+        as_view = self._config.gradient_as_bucket_view
+        names = [spec.name for spec in self._specs]
+        self.buckets = [
+            SparseBucket(plan, self._params, names, self.rank)
+            if plan.sparse
+            else DenseBucket(plan, self._params, names, self.rank, as_view=as_view)
+            for plan in layout.buckets
+        ]
+        if as_view:
             for bucket in self.buckets:
                 bucket.tie_grads()
 
@@ -87,19 +95,13 @@ class Pipeline:
         self.adopt(initial_layout(self._specs, limits))
         return self._config
 
-    def _make_bucket(self, plan: BucketPlan) -> Bucket:
-        names = [spec.name for spec in self._specs]
-        if plan.sparse:
-            return SparseBucket(plan, self._params, names, self.rank)
-        as_view = self._config.gradient_as_bucket_view
-        return DenseBucket(plan, self._params, names, self.rank, as_view=as_view)
-
     def rebuild(self, ready_order: Sequence[int]) -> None:
         """Collective: adopt the layout that follows rank 0's ready order."""
-        limits = self._config.caps.rebuilt_limits()
-        self.adopt(
-            agreed_layout(self._specs, limits, ready_order, self.group, self.watch)
-        )
+        config, specs = self._config, self._specs
+        limits = config.caps.rebuilt_limits()
+        is_reversed = config.last_is_small
+        mine = rebuilt_layout(specs, limits, ready_order, from_the_end=is_reversed)
+        self.adopt(agreed_layout(mine, specs, self.group, self.watch))
 
     def is_filling(self, i: int) -> bool:
         """Whether the bucket of parameter ``i`` still waits for gradients."""
@@ -147,7 +149,8 @@ class Pipeline:
 
     def _launch(self, number: int) -> None:
         with self.watch.over("launching the all-reduce", number):
-            is_last = number == len(self.buckets) - 1
+            following = range(number + 1, len(self.buckets))
+            is_last = all(later in self.skipped for later in following)
             work = self.averaging.launch(self.buckets[number], number, is_last=is_last)
         self.launched_count += 1
         self.tracer.note(Moment.LAUNCHED, number)
@@ -159,20 +162,21 @@ class Pipeline:
 
     def finish(self, untouched: Collection[int]) -> None:
         """Wait for each bucket in turn and copy it out, but for ``untouched`` ones."""
+        observers = tuple(self.observers)  # some take themselves off the list
         for number, bucket in enumerate(self.buckets):
-            if number in self.skipped:
-                continue
-            with self.watch.over("waiting for the all-reduce", number):
-                bucket.complete()
-            kept: Collection[int] = ()
-            if untouched:
-                kept = [k for k, i in enumerate(bucket.plan.indices) if i in untouched]
-            bucket.unflatten(kept)
-            self.tracer.note(Moment.COPIED_OUT, number)
-            for observer in self.observers:
+            if number not in self.skipped:
+                with self.watch.over("waiting for the all-reduce", number):
+                    bucket.complete()
+                bucket.unflatten(_slots_of(untouched, bucket))
+                self.tracer.note(Moment.COPIED_OUT, number)
+            for observer in observers:
                 observer.reduced(bucket.params)
-        for observer in self.observers:
+        for observer in observers:
             observer.finished()
+        owed, self.owed = self.owed, []
+        if owed:
+            with self.watch.over("waiting for what a hook owes"):
+                torch.futures.wait_all(owed)
         self.tracer.backward += 1
 
     def drain(self) -> None:
@@ -187,9 +191,17 @@ class Pipeline:
     def restart(self, group: ProcessGroup) -> None:
         """Abandon what is in flight, with its memory: it may still be written to."""
         self.averaging.move_to(group)
-        self.watch.has_failed = False
+        self.rank = group.rank()
+        self.watch.begin_anew(self.rank, group.size())
         self.launched_count = self._next = 0
+        self.owed = []
         self.skipped = ()
         for shared in (self.used_map, self.reach_map):
             shared.forget()
         self.adopt(self.layout)
+
+
+def _slots_of(params: Collection[int], bucket: Bucket) -> list[int]:
+    if not params:
+        return []
+    return [k for k, i in enumerate(bucket.plan.indices) if i in params]

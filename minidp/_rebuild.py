@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ._collectives import broadcast_integers
-from ._layout import Layout, ParamSpec, build_layout, rebuilt_layout
+from ._layout import Layout, ParamSpec, build_layout
 from ._watch import Watch
 
 if TYPE_CHECKING:
@@ -42,22 +42,16 @@ class ReadyOrder:
 
 
 def agreed_layout(
-    specs: Sequence[ParamSpec],
-    limits: Sequence[int],
-    ready_order: Sequence[int],
-    group: ProcessGroup,
-    watch: Watch,
+    mine: Layout, specs: Sequence[ParamSpec], group: ProcessGroup, watch: Watch
 ) -> Layout:
-    """Collective: the layout that follows rank 0's ready order.
+    """Collective: rank 0's layout.
 
     Args:
+        mine: this rank's; only rank 0's counts.
         specs: the managed parameters.
-        limits: of bucket sizes, in bytes.
-        ready_order: this rank's; only rank 0's counts.
         group: the ranks.
         watch: over the broadcast.
     """
-    mine = rebuilt_layout(specs, limits, ready_order)
     with watch.over("broadcasting the bucket layout"):
         agreed = broadcast_integers(_encode(mine), group, specs[0].device)
     return build_layout(specs, _decode(agreed))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -105,8 +105,8 @@ class Reducer:
         self._probed_task = NO_TASK
         self.expected.saw_outputs(output, self.hooks.nodes)
         if self.expected.shares_reach:
-            within = {*range(len(self.params))} - {*self.expected.absent()}
-            within |= self.ledger.used_locally
+            away = {*self.expected.absent()} - self.ledger.used_locally
+            within = {*range(len(self.params))} - away
             self.pipeline.reach_map.relaunch(within, self.pipeline.group)
         probe_outputs(output, _weakly(self._expect_end))
 
@@ -151,10 +151,8 @@ class Reducer:
         if self._probed_task == NO_TASK:
             self._expect_end()
         for i in self.expected.absent():
-            if self.pipeline.layout.bucket_of[i] in self.pipeline.skipped:
-                self.countdown.skip(i)
-            else:
-                self.countdown.fill_missing(i, self.params[i].grad)
+            travels = self.pipeline.layout.bucket_of[i] not in self.pipeline.skipped
+            self.countdown.fill_missing(i, self.params[i].grad, travels=travels)
 
     def _mark(self, i: int) -> None:
         """Account for an arrival that the grad hook did not settle itself."""
@@ -241,9 +239,8 @@ class Reducer:
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
             missing = sorted(self.countdown.filled)
-            untouched: Collection[int] = self.expected.kept
-            if self.expected.shares_used_map:
-                untouched = self.pipeline.used_map.unused_everywhere()
+            unused = self.pipeline.used_map.unused_everywhere()
+            untouched = unused if self.expected.shares_used_map else self.expected.kept
             self.pipeline.finish(untouched)
             if self.expected.keeps_ready_order:
                 self.ready_order.note([*self.countdown.ready, *missing])
@@ -253,7 +250,7 @@ class Reducer:
             self.phase.enter(Phase.IDLE)
 
     def fail(self) -> None:
-        """Only `restart` leads out of this."""
+        """Only `restart` leads out."""
         self.phase.enter(Phase.FAILED)
         self.countdown.close()
 
@@ -262,6 +259,7 @@ class Reducer:
         with self._lock:
             self.fail()
             self.failure = None
+            self.rank = group.rank()
             self.pipeline.restart(group)
             self.countdown.adopt(self.pipeline.buckets)
             self._probed_task = NO_TASK

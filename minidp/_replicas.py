@@ -192,6 +192,9 @@ def start_equal(
         "bucket caps (bytes)": config.caps,
         "module buffers are broadcast at construction": checked.init_buffers,
         "module buffers are broadcast before forwards": checked.forward_sync,
+        "skip_all_reduce_unused_params": config.skip_all_reduce_unused_params,
+        "delayed": sorted(replica.delayed),
+        "mixed_precision": checked.precision,
     }
     mine = describe(replica.parameters, module_buffers, sorted(replica.sparse), options)
     number = verify(mine, group, checked.devices.device)

@@ -18,11 +18,15 @@ class Watch:
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
+        self.begin_anew(rank, world_size)
+        self._doing = ""
+        self._bucket: int | None = None
+
+    def begin_anew(self, rank: int, world_size: int) -> None:
+        """Nothing has failed, perhaps in another group."""
         self.has_failed = False
         self._rank = rank
         self._world_size = world_size
-        self._doing = ""
-        self._bucket: int | None = None
 
     def over(self, doing: str, bucket: int | None = None) -> Watch:
         """Say what comes next: a phrase for "failed while ...", and which bucket."""

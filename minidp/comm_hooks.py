@@ -67,10 +67,6 @@ def all_reduce_hook(
 
     The same as no hook at all, but for the last bits when n is no power of two: without
     a hook, gradients are multiplied by ``1 / n``. Takes sparse gradients as well.
-
-    Args:
-        state: who averages; None: the bucket's group.
-        bucket: see `GradBucket`.
     """
     group, n = _who(state, bucket)
     buffer = bucket.buffer().div_(n)  # before the sum, which might overflow
@@ -157,24 +153,13 @@ class Fp32State:
             )
         self.process_group = process_group
         self.wire_dtype = wire_dtype
-        self._half_done: _Exchange | None = None
+        self.half_done: _Exchange | None = None
 
-    def finish(self) -> None:
-        """Start the second half of the exchange that lacks it."""
-        if self._half_done is not None:
-            self._half_done.finish()
-        self._half_done = None
-
-    def begin(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Start the first half; then the second half of the bucket before."""
-        if bucket.index() == 0:
-            self._half_done = None  # of a backward that was aborted
-        exchange = _Exchange(bucket, *_who(self.process_group, bucket), self.wire_dtype)
-        self.finish()
-        self._half_done = exchange
-        if bucket.is_last():
-            self.finish()
-        return exchange.future
+    def go_on(self, exchange: _Exchange | None) -> None:
+        """Start the second half of the exchange before this one."""
+        if self.half_done is not None:
+            self.half_done.finish()
+        self.half_done = exchange
 
 
 def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -184,7 +169,7 @@ def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.T
     the rounded mean to everybody (all-gather): as many bytes as a 16-bit all-reduce,
     whose error grows with n, but only two roundings r. With u = 2**-8 (bfloat16) or
     2**-11 (float16), up to float32's own error and underflow,
-    ``|error| <= u * mean(|g|) + u * (1 + u) * |mean(g)|``. For float32 and float64.
+    ``|error| <= (u + u*u) * mean(|g|) + u * |mean(g)|``. For float32 and float64.
 
     The second collective cannot start in a callback (see the module), so it starts when
     the hook is called for the next bucket, behind that one's first::
@@ -196,37 +181,35 @@ def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.T
     That call waits until the exchange that it goes on with is half done: on a network
     slower than the backward, the backward waits here instead of at its end.
     """
+    if bucket.index() == 0:
+        state.half_done = None  # of a backward that was aborted
+    exchange = None
     if _shrinks(bucket.buffer(), state.wire_dtype):
-        return state.begin(bucket)
-    if bucket.index() > 0:
-        state.finish()
-    return all_reduce_hook(state.process_group, bucket)
+        exchange = _Exchange(state, bucket)
+        future = exchange.future
+    else:
+        future = all_reduce_hook(state.process_group, bucket)
+    state.go_on(exchange)
+    if bucket.is_last():
+        state.go_on(None)
+    return future
 
 
 class _Exchange:
     """One bucket on its way through all-to-all and all-gather."""
 
-    def __init__(
-        self,
-        bucket: GradBucket,
-        group: ProcessGroup,
-        divisor: int,
-        wire_dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, state: Fp32State, bucket: GradBucket) -> None:
         self._buffer = bucket.buffer()
-        self._group = group
-        self._divisor = divisor
-        is_cpu = self._buffer.is_cpu
-        self.future: Future[torch.Tensor] = Future(
-            devices=None if is_cpu else [self._buffer.device]
-        )
-        numel, n = self._buffer.numel(), group.size()
+        self._group, self._divisor = _who(state.process_group, bucket)
+        devices: Any = None if self._buffer.is_cpu else [self._buffer.device]
+        self.future: Future[torch.Tensor] = Future(devices=devices)
+        numel, n = self._buffer.numel(), self._group.size()
         part = -(-numel // n)  # rounded up; the last parts are padded
-        self._sent = self._buffer.new_zeros((n, part), dtype=wire_dtype)
+        self._sent = self._buffer.new_zeros((n, part), dtype=state.wire_dtype)
         self._sent.view(-1)[:numel] = self._buffer
         self._received = torch.empty_like(self._sent)
         self._work: Work = dist.all_to_all_single(
-            self._received, self._sent, group=group, async_op=True
+            self._received, self._sent, group=self._group, async_op=True
         )
 
     def finish(self) -> None:
@@ -251,7 +234,7 @@ class _Exchange:
 
 
 class Int8State:
-    """For `int8_error_feedback_hook`: what quantisation has left behind so far.
+    """For `int8_error_feedback_hook`: what rounding has left behind so far.
 
     Args:
         process_group: who averages; None: the bucket's group.
@@ -297,10 +280,8 @@ def int8_error_feedback_hook(
     holds an infinity or NaN becomes NaN on all ranks, so that a GradScaler sees it, and
     leaves its residual as it was.
 
-    All floating dtypes. Seide et al., "1-Bit Stochastic Gradient Descent and its
-    Application to Data-Parallel Distributed Training of Speech DNNs", 2014;
-    Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
-    Schemes", 2019.
+    All floating dtypes. After Seide et al., "1-Bit SGD", Interspeech 2014, and
+    Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019.
     """
     buffer = bucket.buffer()
     if not _shrinks(buffer, torch.int8):
@@ -346,8 +327,7 @@ def row_major(hook: Hook) -> Hook:
     """Give ``hook`` gradients that are row-major contiguous, whatever the parameters.
 
     For hooks that ``.view()`` gradients as matrices, as torch's ``powerSGD_hook`` does,
-    which fails on channels_last parameters. Copies such buckets in and out; a bucket
-    that is row-major already goes to the hook as it is.
+    which fails on channels_last parameters. Other buckets are not copied.
     """
 
     def rearranged(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -370,9 +350,8 @@ def row_major(hook: Hook) -> Hook:
 def one_at_a_time(hook: Hook) -> Hook:
     """Wait for each bucket in the hook, so that no two are in flight.
 
-    For hooks that start collectives in callbacks (see the module), as torch's
-    ``powerSGD_hook`` does, on Gloo and with several buckets. On CUDA it costs little:
-    there, waiting only orders streams.
+    For hooks that start collectives in callbacks (see the module), on Gloo: torch's
+    ``powerSGD_hook``, say. On CUDA waiting only orders streams.
     """
 
     def waiting(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:

@@ -107,6 +107,7 @@ class ReducerConfig:
     gradient_as_bucket_view: bool = False
     skip_all_reduce_unused_params: bool = False
     batched_grad_copy: bool = False  # divide whole buffers, not single gradients
+    last_is_small: bool = False  # after the rebuild: the last bucket, not the first
 
     @property
     def starts_with_one_bucket(self) -> bool:

@@ -111,7 +111,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             batched_grad_copy=batched_grad_copy,
             forward_sync_buffers=forward_sync_buffers,
             unsynced=unsynced,
-            delayed=delay_all_reduce_named_params,
+            delayed=_arguments.as_list(delay_all_reduce_named_params),
             delayed_until=param_to_hook_all_reduce,
             mixed_precision=mixed_precision,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
@@ -150,7 +150,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
 
     def _wire(self, checked: _arguments.Checked) -> None:
         """Create everything that is not part of the module's state."""
-        config, devices = checked.config, checked.devices
+        config, devices, replica = checked.config, checked.devices, checked.replica
         self.device_ids = devices.device_ids
         self.output_device = devices.output_device
         self.device = devices.device
@@ -161,19 +161,16 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         self.static_graph = config.static_graph
         self.bucket_bytes_cap = config.caps.rest_bytes
         self.broadcast_bucket_size = _replicas.MESSAGE_BYTES
-        self.parameters_to_ignore = set(checked.replica.ignored)
+        self.parameters_to_ignore = set(replica.ignored)
         self.collect_module_buffers()
         self._num_resets = 0
-        replica = checked.replica
         self._reducer = Reducer(
             list(replica.managed.values()), replica.specs, config, self.process_group
         )
         self._guard = Guard(self._reducer, checked.unsynced)
         self._precision = None
         if checked.precision is not None:
-            self._precision = MixedPrecision(
-                self.module, replica.parameters, checked.precision
-            )
+            self._precision = MixedPrecision(self.module, replica, checked.precision)
             self.register_comm_hook(checked.precision, reduce_in_low_precision)
 
     # -- forward -----------------------------------------------------------------------
@@ -289,8 +286,9 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         The step of a bucket's parameters runs as soon as the bucket is reduced, while
         others are still in flight. Do not call ``optimizer.step()``; do call
         ``zero_grad()``. Backwards of ``no_sync()`` do not step, so gradients accumulate
-        as ever. Works with comm hooks and learning rate schedulers, not with
-        ``GradScaler``. If a backward fails, some buckets may have stepped: reload.
+        as ever; `sync_gradients` does. Works with comm hooks and learning rate
+        schedulers, not with ``GradScaler``; step hooks run once per bucket. If a
+        backward fails, some buckets may have stepped: reload.
 
         Args:
             optimizer: keeps its state per parameter (all of torch's, but LBFGS).
@@ -299,9 +297,10 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
 
         Raises:
             TypeError: an optimizer that cannot step on a part of its parameters.
+            ValueError: it steps in the backward already.
         """
-        step = StepInBackward(optimizer, self._guard.stepping, clip_grad_norm)
-        self._guard.in_backward.add(optimizer)
+        step = StepInBackward(optimizer, self._guard.excuses, clip_grad_norm)
+        self._guard.expect_in_backward(optimizer)
         self._reducer.pipeline.observers.append(step)
 
     @untraced

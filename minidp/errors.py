@@ -111,4 +111,4 @@ def explain(
         parts.append(f"Parameters: {', '.join(names)}.")
     if remedy:
         parts.append(f"What to do: {remedy}.")
-    return " ".join(parts)
+    return " ".join(parts).replace("\n ", "\n")  # `what` may end a line

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from typing import Any
 
 import pytest
@@ -407,6 +409,52 @@ def test_our_hooks_average_unusual_gradients(
         )
 
 
+def mixed_buckets(ctx: Any, hook: str) -> Any:
+    """Buckets that a hook can shrink, and some that it cannot, in turns."""
+    torch.manual_seed(0)
+    parts = [Images(), Words(), Net(torch.bfloat16), Net(torch.float64), Waves()]
+    net = nn.ModuleList(parts)
+    ddp = DataParallel(InTurn(net), process_group=ctx.group, **SMALL)
+    state, hook = OURS[hook](ctx)
+    ddp.register_comm_hook(state, hook)
+    history = []
+    for step in range(4):
+        ddp.zero_grad()
+        ddp(inputs(ctx.rank, step)).backward()
+        averaged = [g.to_dense() for g in grads(ddp)]
+        net.zero_grad()
+        for rank in range(ctx.world_size):
+            ddp.module(inputs(rank, step)).backward()
+        means = [g.to_dense() / ctx.world_size for g in grads(ddp)]
+        history.append((averaged, means))
+    return history
+
+
+class InTurn(nn.Module):
+    def __init__(self, parts: nn.ModuleList) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for part in self.parts:
+            dtype = part.scale.dtype if isinstance(part, Net) else x.dtype
+            total = total + part(x.to(dtype)).pow(2).sum().double()
+        return total
+
+
+@pytest.mark.parametrize("hook", OURS)
+def test_our_hooks_pass_on_what_they_cannot_shrink(pool: Any, hook: str) -> None:
+    for history in pool.run(mixed_buckets, 3, hook):
+        for averaged, means in history:
+            largest = max(mean.abs().max().item() for mean in means)
+            for grad, mean in zip(averaged, means, strict=True):
+                tolerance = 0.04 * mean.abs().max().item() + 0.02
+                if "int8" in hook:  # a block's error is relative to its largest
+                    tolerance = 0.03 * largest
+                torch.testing.assert_close(grad, mean, rtol=0.0, atol=tolerance)
+
+
 # -- our hooks -------------------------------------------------------------------------
 
 SAME_AS_TORCHS = {
@@ -472,3 +520,62 @@ def test_bf16_on_gloo(pool: Any, name: str, dtype: torch.dtype) -> None:
     for pairs in pool.run(bf16_and_formula, 2, name, dtype):
         for found, expected in pairs:
             assert same(found, expected)
+
+
+# -- speed and uneven inputs -----------------------------------------------------------
+
+
+def at_random_speed(ctx: Any, seed: int) -> Any:
+    """Sleeps before each of many buckets, longer or shorter on each rank."""
+    speed = random.Random(seed + ctx.rank)
+    state = comm_hooks.Fp32State()
+
+    def hook(state, bucket):
+        time.sleep(speed.choice([0, 0, 0.001, 0.005]))
+        return comm_hooks.fp32_accumulate_hook(state, bucket)
+
+    torch.manual_seed(0)
+    ddp = DataParallel(Net(), process_group=ctx.group, bucket_cap_mb=0)
+    ddp.register_comm_hook(state, hook)
+    return train(ddp, ctx, range(6))
+
+
+def test_two_stages_keep_their_order_at_any_speed(pool: Any) -> None:
+    expected = None
+    for seed in range(0, 40, 10):
+        for history in pool.run(at_random_speed, 4, seed):
+            expected = expected or history
+            assert same(history, expected)
+
+
+def runs_out(ctx: Any, hook: str, by_initial: bool) -> Any:
+    """Rank r has r + 1 inputs; (gradients, mean over the ranks that count)."""
+    torch.manual_seed(0)
+    net = Net()
+    ddp = DataParallel(net, process_group=ctx.group, **SMALL)
+    state, hook = OURS[hook](ctx)
+    ddp.register_comm_hook(state, hook)
+    pairs = []
+    with ddp.join(divide_by_initial_world_size=by_initial):
+        for step in range(ctx.rank + 1):
+            ddp.zero_grad()
+            ddp(inputs(ctx.rank, step)).pow(2).sum().backward()
+            found = grads(net)
+            net.zero_grad()
+            for rank in range(step, ctx.world_size):
+                net(inputs(rank, step)).pow(2).sum().backward()
+            count = ctx.world_size if by_initial else ctx.world_size - step
+            pairs.append((found, [g / count for g in grads(net)]))
+    return pairs
+
+
+@pytest.mark.parametrize("hook", OURS)
+@pytest.mark.parametrize("by_initial", [True, False])
+def test_our_hooks_divide_by_the_ranks_that_count(
+    pool: Any, hook: str, by_initial: bool
+) -> None:
+    for pairs in pool.run(runs_out, 3, hook, by_initial):
+        for found, means in pairs:
+            tolerance = 0.03 * max(mean.abs().max().item() for mean in means)
+            for grad, mean in zip(found, means, strict=True):
+                torch.testing.assert_close(grad, mean, rtol=0.0, atol=tolerance)

@@ -86,7 +86,7 @@ def test_parameter_unused_on_one_rank(options: dict[str, Any]) -> None:
     assert skipping[1].startswith("UnsyncedGradientsError: [rank 1] ")
     assert "Parameters: b.weight, b.bias." in skipping[1]
     assert skipping[2].startswith("UnfinishedReductionError: [rank 1] ")
-    assert "Parameters: b.weight, b.bias." in skipping[2]
+    assert "rank 1: b.weight, b.bias." in skipping[2]
     assert not kept, "a group with a collective left half done cannot be kept"
     assert (ok0, ok1) == (True, True)
 

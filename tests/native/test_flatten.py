@@ -8,6 +8,7 @@ import itertools
 import math
 import weakref
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from torch import nn
 
 from minidp import DataParallel
 from minidp._arrivals import Mark
+from minidp._bucket import Division
+from minidp._collectives import all_reduce
 from minidp._dense_bucket import DenseBucket
 from minidp._layout import ParamSpec, build_layout
 from minidp.errors import GradientError
@@ -806,9 +809,9 @@ def test_difference_alone_a_change_by_way_of_data_stays(lone_group, library):
     bucket = ddp._reducer.pipeline.buckets[0]
     for edit, stays in ((lambda g: g.mul_(7), False), (lambda g: g.data.mul_(7), True)):
         module.weight.grad = torch.ones(2, 2)
-        bucket.flatten([module.weight.grad], 1)
+        bucket.flatten([module.weight.grad], Division(1))
         edit(module.weight.grad)
-        bucket.launch(lone_group)
+        bucket.launch(partial(all_reduce, group=lone_group), is_alone=True)
         bucket.complete()
         bucket.unflatten()
         is_kept = bool((module.weight.grad == 7).all())
@@ -860,7 +863,7 @@ def test_the_error_names_the_parameter(either_kernels, unfit, shapes, as_view, d
     grads = [param.grad for param in params]
     before = [grad.clone() for grad in grads]
     with pytest.raises(GradientError, match="p1"):
-        bucket.flatten([grads[0], UNFIT[unfit](), grads[2]], divisor)
+        bucket.flatten([grads[0], UNFIT[unfit](), grads[2]], Division(divisor))
     for param, grad, copy in zip(params, grads, before, strict=True):
         assert param.grad is grad
         assert torch.equal(grad, copy)

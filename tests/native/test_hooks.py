@@ -745,9 +745,9 @@ def test_a_wrapper_that_dies_inside_a_hook_of_another(lone_group, either_kernels
     pipeline = new._reducer.pipeline
     start = pipeline.start  # called by the first grad hook
 
-    def start_after_a_death():
+    def start_after_a_death(*args):
         old.clear()
-        start()
+        start(*args)
 
     pipeline.start = start_after_a_death
     for _ in range(3):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import warnings
 from collections import OrderedDict, namedtuple
 
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from minidp import DataParallel, _arguments
 from minidp._inputs import move_inputs
@@ -47,6 +50,14 @@ def meta():
 
 def two_device_types():
     return nn.Sequential(Scale(), Scale(device="meta"))
+
+
+def delaying(pairs, until=None):
+    """The two arguments that delay all-reduces, in the usual case or a wrong one."""
+    return {
+        "delay_all_reduce_named_params": pairs,
+        "param_to_hook_all_reduce": torch.ones(1) if until is None else until,
+    }
 
 
 def error_of(wrap, build, options):
@@ -161,9 +172,18 @@ STRICTER_THAN_TORCH = [
     (Scale, {"process_group": "world"}, TypeError, TypeError),
     (Scale, {"bucket_cap_mb_list": [-1]}, ValueError, TypeError),
     (Scale, {"bucket_cap_mb": "25"}, TypeError, ValueError),  # "25" * 2**20
-    (Scale, {"mixed_precision": object()}, NotImplementedError, AttributeError),
-    (Scale, {"batched_grad_copy": True}, NotImplementedError, None),
-    (Scale, {"skip_all_reduce_unused_params": True}, NotImplementedError, None),
+    (Scale, {"mixed_precision": object()}, TypeError, AttributeError),
+    (Scale, {"mixed_precision": torch.bfloat16}, TypeError, AttributeError),
+    (
+        Scale,
+        {"mixed_precision": _MixedPrecision(param_dtype=torch.int32)},
+        TypeError,
+        RuntimeError,
+    ),
+    (Scale, delaying(7), TypeError, TypeError),
+    (Scale, delaying(["w"]), TypeError, ValueError),
+    (Scale, delaying([("w", torch.ones(2))]), TypeError, ValueError),
+    (Scale, delaying([], until="w"), TypeError, None),
 ]
 ids = [str(options) for _, options, *_ in STRICTER_THAN_TORCH]
 
@@ -189,6 +209,9 @@ ACCEPTED_BY_BOTH = [
     {"broadcast_buffers": False},
     {"dim": 3},
     {"init_sync": False},
+    {"batched_grad_copy": True},
+    {"skip_all_reduce_unused_params": True},
+    {"mixed_precision": None},
 ]
 
 
@@ -221,25 +244,39 @@ def test_unsynced_is_checked(lone_group):
         DataParallel(Scale(), unsynced="never")
 
 
-@pytest.mark.parametrize(
-    "name", ["mixed_precision", "skip_all_reduce_unused_params", "batched_grad_copy"]
-)
-def test_what_is_not_supported_says_so(lone_group, name):
-    with pytest.raises(NotImplementedError) as caught:
-        DataParallel(Scale(), **{name: True})
+def test_what_is_wrong_with_mixed_precision(lone_group):
+    with pytest.raises(TypeError) as caught:
+        DataParallel(Scale(), mixed_precision=torch.float16)
     assert str(caught.value) == (
-        f"minidp.DataParallel does not support {name} yet; leave it at its default, or "
-        "use torch's DistributedDataParallel for this model."
+        "mixed_precision must have a param_dtype, a reduce_dtype and a buffer_dtype, "
+        "each a floating torch.dtype or None (torch.nn.parallel.distributed."
+        "_MixedPrecision), but got torch.float16."
     )
 
 
-def test_delayed_all_reduce_is_not_supported(lone_group):
-    with pytest.raises(NotImplementedError, match="delay_all_reduce_named_params"):
-        DataParallel(
-            Scale(),
-            delay_all_reduce_named_params=[],
-            param_to_hook_all_reduce=torch.ones(1),
-        )
+def test_what_is_wrong_with_delayed_parameters(lone_group):
+    with pytest.raises(TypeError) as caught:
+        DataParallel(Scale(), **delaying([("w", 3)]))
+    assert str(caught.value) == (
+        "delay_all_reduce_named_params must be pairs (name, parameter), as from "
+        "named_parameters(), but got ('w', 3)."
+    )
+    with pytest.raises(ValueError, match="gives the name w to a parameter of another"):
+        DataParallel(Scale(), **delaying([("w", nn.Parameter(torch.ones(2)))]))
+
+
+def test_delayed_parameters_may_come_from_an_iterator(lone_group):
+    module = nn.Sequential(Scale(), Scale())
+    delayed = module[0].named_parameters(prefix="0")
+    options = {
+        "delay_all_reduce_named_params": delayed,
+        "param_to_hook_all_reduce": module[1].w,
+    }
+    ddp = DataParallel(module, **options)
+    for each in (ddp, copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        (found,) = each._delay_all_reduce_params
+        assert found is each.module[0].w
+        assert each._reducer.pipeline.layout.assignment == ((1,), (0,))
 
 
 # --------------------------------------------------------------------- choice of group

@@ -189,9 +189,8 @@ def test_graph_changed():
     error = StaticGraph(1).twice(0, "w")
     assert type(error) is GraphChangedError
     assert str(error) == (
-        "[rank 0] Your training graph has changed: a gradient arrived more often than "
-        "in the first backward of static_graph=True, or only now. Parameters: w. What "
-        "to do: use static_graph only if every iteration uses the same parameters "
-        "equally often; "
-        "call reset() on all ranks to go on."
+        "[rank 0] Your training graph has changed in this iteration: a gradient "
+        "arrived more often than in the first backward of static_graph=True, or only "
+        "now. Parameters: w. What to do: use static_graph only if every iteration uses "
+        "the same parameters equally often; call reset() on all ranks to go on."
     )

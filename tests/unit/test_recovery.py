@@ -104,9 +104,10 @@ def test_user_code_raises_in_the_backward(pool, options, warm_up):
             assert kind == "UnfinishedReductionError"
             assert text.startswith(
                 f"[rank {rank}] Expected to have finished reduction in the prior "
-                "iteration before starting a new one. Found: no gradient for the "
-                "parameters below, and the backward raised. Parameters: "
+                "iteration before starting a new one. "
             )
+            assert "The backward raised." in text
+            assert f"did not receive grad for rank {rank}: " in text
             assert "call reset() on all ranks, and zero_grad()" in text
         assert trained == HEALTHY
         assert kept  # nothing is lost: no new group
@@ -156,11 +157,16 @@ def after_unfinished(ctx, options):
 
 
 UNFINISHED = (
-    "[rank {}] Expected to have finished reduction in the prior iteration before "
-    "starting a new one. Found: no gradient for the parameters below. Parameters: b. "
-    "What to do: pass find_unused_parameters=True if not every parameter takes part in "
-    "every loss (with static_graph=True: in every iteration), and let all forward "
-    "outputs take part in the loss; then call reset() on all ranks, and zero_grad()."
+    "[rank {0}] Expected to have finished reduction in the prior iteration before "
+    "starting a new one. This error indicates that your module has parameters that "
+    "were not used in producing loss.\n"
+    "Parameter indices which did not receive grad for rank {0}: 1\n"
+    "Parameters which did not receive grad for rank {0}: b.\n"
+    "What to do: enable unused parameter detection by passing the keyword argument "
+    "`find_unused_parameters=True`, and make sure that all `forward` function outputs "
+    "participate in calculating loss; then call reset() on all ranks, and zero_grad(). "
+    "To log the unused parameters of every backward, set the environment variable "
+    "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL."
 )
 
 
@@ -268,7 +274,7 @@ def test_unfinished_on_one_rank_only(options):
     backward, (unfinished, names), *_ = second
     assert backward == ("", "")
     assert unfinished == UnfinishedReductionError.__name__
-    assert "Parameters: a." in names
+    assert "Parameters which did not receive grad for rank 1: a.\n" in names
     for _, _, is_fresh, ranks, trained in (first, second):
         assert is_fresh
         assert ranks == [0, 1]

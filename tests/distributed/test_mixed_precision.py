@@ -1,0 +1,270 @@
+"""``mixed_precision`` against the same computed by hand, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from minidp import DataParallel, comm_hooks
+from tests.support.both import grads, same
+
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+Pair = namedtuple("Pair", "first second")
+
+
+class Net(nn.Module):
+    """A tied weight, a module buffer, an integer input and nested inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 4)
+        self.inner = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("shift", torch.linspace(0.0, 1.0, 4))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, index: torch.Tensor, more: Any) -> torch.Tensor:
+        self.seen = [index.dtype, more["pair"].first.dtype, more["count"].dtype]
+        self.seen += [self.inner.weight.dtype, self.shift.dtype]
+        x = self.table(index) + more["pair"].first
+        x = torch.tanh(self.inner(x) + self.shift.to(x.dtype))
+        return self.head(x) * more["pair"].second / 8
+
+
+def inputs(rank: int, step: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(10 * rank + step)
+    x = torch.randn(3, 4, generator=generator)
+    pair = Pair(x, torch.ones(1) * (step + 1))
+    return torch.tensor([rank, 1, 4]), {"pair": pair, "count": torch.tensor(3)}
+
+
+def cast(value: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return value
+    if isinstance(value, dict):
+        pair = Pair(*(item.to(dtype) for item in value["pair"]))
+        return {**value, "pair": pair}
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def local_gradients(master: nn.Module, mixed: Any, args: Any) -> list[torch.Tensor]:
+    """Of a copy in low precision, in fp32."""
+    low = copy.deepcopy(master)
+    if mixed.param_dtype is not None:
+        for param in low.parameters():
+            param.data = param.data.to(mixed.param_dtype)
+    if mixed.buffer_dtype is not None:
+        low.shift = low.shift.to(mixed.buffer_dtype)
+    low.zero_grad()
+    args = [cast(value, mixed.param_dtype) for value in args]
+    low(*args).float().square().sum().backward()
+    return [param.grad.float() for param in low.parameters()]
+
+
+def reduce_by_hand(
+    ctx: Any, found: list[torch.Tensor], assignment: Any, mixed: Any
+) -> list[torch.Tensor]:
+    """Cast, SUM, divide, upcast; in the buckets of ``assignment``."""
+    dtype = mixed.reduce_dtype or mixed.param_dtype
+    averages = [torch.empty_like(grad) for grad in found]
+    for members in assignment:
+        flat = torch.cat([found[i].flatten() for i in members])
+        flat = flat if dtype is None else flat.to(dtype)
+        dist.all_reduce(flat, group=ctx.group)
+        parts = (
+            flat.div_(ctx.world_size).float().split([found[i].numel() for i in members])
+        )
+        for i, part in zip(members, parts, strict=True):
+            averages[i].copy_(part.view_as(averages[i]))
+    return averages
+
+
+def train(ctx: Any, mixed: Any, options: dict[str, Any]) -> Any:
+    """Per step: gradients and parameters, found and expected."""
+    torch.manual_seed(0)
+    net = Net()
+    reference = copy.deepcopy(net)
+    ddp = DataParallel(net, process_group=ctx.group, mixed_precision=mixed, **options)
+    optimizers = [
+        torch.optim.SGD(module.parameters(), 0.01, momentum=0.9)
+        for module in (net, reference)
+    ]
+    history = []
+    for step in range(4):
+        local = []
+        if step == 2:  # accumulates
+            with ddp.no_sync():
+                ddp(*inputs(ctx.rank, 7)).float().square().sum().backward()
+            local = local_gradients(reference, mixed, inputs(ctx.rank, 7))
+        ddp(*inputs(ctx.rank, step)).float().square().sum().backward()
+        mine = local_gradients(reference, mixed, inputs(ctx.rank, step))
+        if local:
+            mine = [a + b for a, b in zip(local, mine, strict=True)]
+        assignment = ddp._reducer.pipeline.layout.assignment
+        expected = reduce_by_hand(ctx, mine, assignment, mixed)
+        history.append((grads(net), expected))
+        for param, grad in zip(reference.parameters(), expected, strict=True):
+            param.grad = grad
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        both = [[p.detach().clone() for p in m.parameters()] for m in (net, reference)]
+        history.append(tuple(both))
+    state = {key: value.dtype for key, value in ddp.state_dict().items()}
+    return history, net.seen, state
+
+
+PRECISIONS = [
+    _MixedPrecision(BF16, BF16, BF16),
+    _MixedPrecision(FP16, FP16, None),
+    _MixedPrecision(BF16, FP32, FP32),
+    _MixedPrecision(FP16, FP32, FP16),
+    _MixedPrecision(BF16, None, None),
+    _MixedPrecision(None, FP16, None),
+    _MixedPrecision(FP32, BF16, BF16),
+    _MixedPrecision(None, None, FP16),
+    _MixedPrecision(None, None, None),
+]
+
+
+def describe(mixed: Any) -> str:
+    dtypes = (mixed.param_dtype, mixed.reduce_dtype, mixed.buffer_dtype)
+    return "-".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+CASES = [
+    *((mixed, 2 + number % 2, {}) for number, mixed in enumerate(PRECISIONS)),
+    (PRECISIONS[0], 3, {"gradient_as_bucket_view": True}),
+    (PRECISIONS[2], 2, {"gradient_as_bucket_view": True}),
+    (PRECISIONS[0], 2, {"find_unused_parameters": True}),
+    (PRECISIONS[1], 2, {"static_graph": True}),
+    (PRECISIONS[3], 3, {"bucket_cap_mb_list": [0.00002]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("mixed", "world_size", "options"),
+    CASES,
+    ids=[f"{describe(m)} {size} {options}" for m, size, options in CASES],
+)
+def test_against_a_plain_reference(
+    pool: Any, mixed: Any, world_size: int, options: dict[str, Any]
+) -> None:
+    for history, seen, state in pool.run(train, world_size, mixed, options):
+        for step, (found, expected) in enumerate(history):
+            assert same(found, expected), f"at {step}: {found}, not {expected}"
+        param, stored = mixed.param_dtype or FP32, mixed.buffer_dtype or FP32
+        assert seen == [torch.int64, param, torch.int64, param, stored]
+        assert state.pop("module.shift") is stored
+        assert set(state.values()) == {FP32}
+
+
+# ------------------------------------------------------------- what is left alone
+
+
+class Doubles(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self.own = nn.Parameter(torch.ones(2))
+        self.z = nn.Parameter(torch.ones(2, dtype=torch.complex64) / 3)
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("mine", torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = [t.dtype for t in (x, self.w, self.own, self.z, self.mine)]
+        return (self.w * x * self.own).sum() + (self.z * x).abs().sum()
+
+
+def left_alone(ctx: Any) -> Any:
+    module = Doubles()
+    names = ["own", "mine"]
+    DataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+    mixed = _MixedPrecision(BF16, BF16, BF16)
+    ddp = DataParallel(module, process_group=ctx.group, mixed_precision=mixed)
+    ddp(torch.full((2,), ctx.rank + 1.0)).backward()
+    return module.seen, module.count.dtype, module.z.grad, module.own.grad
+
+
+def test_ignored_complex_and_integer_tensors_are_not_cast(pool: Any) -> None:
+    for rank, (seen, count, z, own) in enumerate(pool.run(left_alone, 2)):
+        assert seen == [BF16, BF16, FP32, torch.complex64, FP32]
+        assert count is torch.int64
+        assert torch.equal(own, torch.full((2,), rank + 1.0))
+        assert torch.equal(z, torch.full((2,), 1.5, dtype=torch.complex64))
+
+
+def recurrent(ctx: Any) -> Any:
+    """Packed sequences are cast, and weights that a module keeps in a list."""
+    lstm = nn.LSTM(2, 3)
+    mixed = _MixedPrecision(BF16, FP32, None)
+    ddp = DataParallel(lstm, process_group=ctx.group, mixed_precision=mixed)
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2, 2), torch.ones(1, 2)])
+    output, _ = ddp(packed)
+    output.data.float().sum().backward()
+    flat = all(
+        a is b for a, b in zip(lstm._flat_weights, lstm.parameters(), strict=True)
+    )
+    return output.data.dtype, [p.grad.dtype for p in lstm.parameters()], flat
+
+
+def test_recurrent_modules(pool: Any) -> None:
+    assert pool.run(recurrent, 2) == [(BF16, [FP32] * 4, True)] * 2
+
+
+def sparse(ctx: Any) -> Any:
+    table = nn.Embedding(3, 2, sparse=True)
+    mixed = _MixedPrecision(BF16, BF16, None)
+    ddp = DataParallel(table, process_group=ctx.group, mixed_precision=mixed)
+    ddp(torch.tensor([ctx.rank])).sum().backward()
+    return table.weight.grad.dtype, table.weight.grad.to_dense().tolist()
+
+
+def test_sparse_gradients(pool: Any) -> None:
+    expected = [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]]
+    assert pool.run(sparse, 2) == [(FP32, expected)] * 2
+
+
+# ----------------------------------------------------------------------- and the rest
+
+
+def test_a_comm_hook_besides_is_refused(lone_group: Any) -> None:
+    mixed = _MixedPrecision(BF16)
+    ddp = DataParallel(Doubles(), mixed_precision=mixed)
+    with pytest.raises(RuntimeError, match="only be called once, and reduce_in_low"):
+        ddp.register_comm_hook(None, comm_hooks.all_reduce_hook)
+
+
+def test_copies(lone_group: Any) -> None:
+    ddp = DataParallel(Net(), mixed_precision=_MixedPrecision(BF16, BF16, BF16))
+    ddp(*inputs(0, 0)).sum().backward()
+    for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        found = []
+        for each in (ddp, twin):
+            each.zero_grad()
+            each(*inputs(0, 1)).sum().backward()
+            found.append(grads(each))
+        assert twin.module.seen == ddp.module.seen
+        assert same(*found)
+        assert twin.mixed_precision == ddp.mixed_precision
+
+
+def test_parameters_are_what_they_were(lone_group: Any) -> None:
+    net = Net()
+    before = [(id(p), p.data_ptr(), p.dtype, vars(p)) for p in net.parameters()]
+    ddp = DataParallel(net, mixed_precision=_MixedPrecision(FP16))
+    with torch.no_grad():
+        assert ddp(*inputs(0, 0)).dtype is FP16
+    ddp(*inputs(0, 0)).sum().backward()
+    after = [(id(p), p.data_ptr(), p.dtype, vars(p)) for p in net.parameters()]
+    assert before == after
+    assert net.head.weight is net.table.weight

@@ -1,0 +1,492 @@
+"""Optimizer steps inside the backward end where the plain loop on torch's DDP does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from minidp import DataParallel, DoubleStepError, ReducerFailedError, comm_hooks
+from minidp._phase import Phase
+from tests.support.both import same
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+STEPS = 5
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, weight_decay=0.01),
+    "sgd-foreach": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, foreach=True),
+    "adam": lambda ps: torch.optim.Adam(ps, 0.1),
+    "adam-foreach": lambda ps: torch.optim.Adam(ps, 0.1, foreach=True, amsgrad=True),
+    "adamw": lambda ps: torch.optim.AdamW(ps, 0.1),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, 0.01, momentum=0.5, centered=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, 0.1, lr_decay=0.1),
+    "adagrad-foreach": lambda ps: torch.optim.Adagrad(ps, 0.1, foreach=True),
+    "groups": lambda ps: torch.optim.Adam(
+        [
+            {"params": ps[::2], "lr": 0.1},
+            {"params": ps[1::2], "lr": 0.02, "weight_decay": 0.1},
+        ]
+    ),
+}
+
+
+class Branches(nn.Module):
+    """Three layers; ``extra`` is used on demand, ``never`` not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.extra = nn.Linear(5, 5)
+        self.never = nn.Linear(2, 2)
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor, *, with_extra: bool = True) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        if with_extra:
+            x = torch.tanh(self.extra(x))
+        return self.last(x)
+
+
+def batch(ctx: Any, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * ctx.rank + step)
+    return torch.randn(4, 3, generator=generator)
+
+
+def make_net(*, has_unused: bool = False) -> nn.Module:
+    torch.manual_seed(3)
+    net = Branches()
+    if not has_unused:
+        del net.never
+    return net
+
+
+def train(
+    ctx: Any, name: str, options: dict[str, Any], how: dict[str, Any]
+) -> tuple[Any, Any]:
+    """(torch's plain loop, minidp's overlapped one): parameters and optimizer state."""
+    results = []
+    for overlapped in (False, True):
+        net = make_net(has_unused="find_unused_parameters" in options)
+        wrapper = DataParallel if overlapped else DistributedDataParallel
+        ddp: Any = wrapper(net, process_group=ctx.group, **options)
+        optimizer = OPTIMIZERS[name](list(net.parameters()))
+        if how.get("hook"):
+            register_hook(ddp, overlapped=overlapped)
+        results.append(loop(ctx, ddp, optimizer, how, overlapped=overlapped))
+    return results[0], results[1]
+
+
+def register_hook(ddp: Any, *, overlapped: bool) -> None:
+    if overlapped:
+        ddp.register_comm_hook(None, comm_hooks.fp16_compress_hook)
+    else:
+        kind = torch.distributed.BuiltinCommHookType.FP16_COMPRESS
+        ddp._register_builtin_comm_hook(kind)
+
+
+def loop(
+    ctx: Any, ddp: Any, optimizer: Any, how: dict[str, Any], *, overlapped: bool
+) -> Any:
+    clip = how.get("clip")
+    if overlapped:
+        ddp.step_in_backward(optimizer, clip_grad_norm=clip)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    for step in range(STEPS):
+        for micro in range(how.get("accumulate", 0)):
+            with ddp.no_sync():
+                ddp(batch(ctx, 50 + 10 * step + micro)).square().sum().backward()
+        uses = {"with_extra": (step + ctx.rank) % 3 != 0} if how.get("skips") else {}
+        ddp(batch(ctx, step), **uses).square().sum().backward()
+        if not overlapped:
+            if clip is not None:
+                clip_grad_norm_(ddp.module.parameters(), clip)
+            optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad(set_to_none=how.get("to_none", True))
+        if step == 2 and how.get("reload"):
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return (
+        [p.detach().clone() for p in ddp.module.parameters()],
+        optimizer.state_dict()["state"],
+        [group["lr"] for group in optimizer.param_groups],
+    )
+
+
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *((name, {}, {}) for name in OPTIMIZERS),
+    ("adam", {}, {"clip": 0.3}),
+    ("groups", {}, {"reload": True}),
+    ("sgd", {}, {"accumulate": 2}),
+    ("sgd", {}, {"to_none": False}),
+    ("adam", {}, {"hook": True}),
+    ("adam", {"bucket_cap_mb_list": [0.00005]}, {}),
+    ("sgd", {"bucket_cap_mb_list": [0.00005]}, {"hook": True}),
+    ("sgd", {"gradient_as_bucket_view": True}, {}),
+    ("adam", {"gradient_as_bucket_view": True}, {"to_none": False, "accumulate": 1}),
+    ("adam", {"static_graph": True}, {}),
+    ("sgd", {"find_unused_parameters": True}, {"skips": True}),
+    ("sgd", {"find_unused_parameters": True}, {"skips": True, "to_none": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "how"), CASES, ids=str)
+def test_parameters_are_those_of_the_plain_loop(
+    pool: Any, name: str, options: dict[str, Any], how: dict[str, Any]
+) -> None:
+    world_size = 3 if name in ("sgd", "groups") else 2
+    results = pool.run(train, world_size, name, options, how)
+    for rank, (theirs, ours) in enumerate(results):
+        assert same(theirs, ours), f"rank {rank}"
+    assert same(results[0][1][0], results[1][1][0])
+
+
+# A globally unused parameter takes no step: "never" starts and ends the same.
+
+
+def unused_stays(ctx: Any, skip: bool) -> Any:
+    net = make_net(has_unused=True)
+    before = net.never.weight.detach().clone()
+    ddp = DataParallel(
+        net,
+        process_group=ctx.group,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=skip,
+        bucket_cap_mb_list=[0.00001],
+    )
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, weight_decay=0.5)
+    ddp.step_in_backward(optimizer)
+    ddp(batch(ctx, 0)).sum().backward()
+    is_same = torch.equal(before, net.never.weight)
+    optimizer.zero_grad(set_to_none=False)
+    net.never.weight.grad = torch.zeros(2, 2)  # decays from now on, as in a plain loop
+    ddp(batch(ctx, 0)).sum().backward()
+    return is_same, torch.equal(net.never.weight, before - 0.1 * 0.5 * before)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_globally_unused_parameters(pool: Any, skip: bool) -> None:
+    """Without gradient no step; with one (here zeros) the usual one."""
+    assert pool.run(unused_stays, 2, skip) == [(True, True)] * 2
+
+
+# ------------------------------------------------------------------ several optimizers
+
+
+def with_two_optimizers(ctx: Any) -> Any:
+    results = []
+    for overlapped in (False, True):
+        net = make_net()
+        wrapper = DataParallel if overlapped else DistributedDataParallel
+        ddp: Any = wrapper(net, process_group=ctx.group)
+        first = torch.optim.SGD(net.first.parameters(), 0.1, momentum=0.5)
+        others = [*net.extra.parameters()]
+        second = torch.optim.Adam(others, 0.1)
+        if overlapped:
+            ddp.step_in_backward(first)
+            ddp.step_in_backward(second)
+        for step in range(STEPS):
+            if step == 2:
+                group = {"params": list(net.last.parameters()), "lr": 0.01}
+                second.add_param_group(group)
+            ddp(batch(ctx, step)).square().sum().backward()
+            if not overlapped:
+                first.step()
+                second.step()
+            net.zero_grad()
+        results.append([p.detach().clone() for p in net.parameters()])
+    return results
+
+
+def test_two_optimizers_and_a_group_that_is_added_later(pool: Any) -> None:
+    for theirs, ours in pool.run(with_two_optimizers, 2):
+        assert same(theirs, ours)
+
+
+# ----------------------------------------------------------- what is in no bucket steps
+
+
+def with_ignored(ctx: Any) -> Any:
+    results = []
+    for overlapped in (False, True):
+        net = make_net()
+        wrapper = DataParallel if overlapped else DistributedDataParallel
+        ignored = ["extra.weight", "extra.bias"]
+        wrapper._set_params_and_buffers_to_ignore_for_model(net, ignored)
+        ddp: Any = wrapper(net, process_group=ctx.group)
+        optimizer = torch.optim.Adam(net.parameters(), 0.1)
+        if overlapped:
+            ddp.step_in_backward(optimizer)
+        for step in range(STEPS):
+            ddp(batch(ctx, step)).square().sum().backward()
+            if not overlapped:
+                optimizer.step()
+            net.zero_grad()
+        results.append([p.detach().clone() for p in net.parameters()])
+    return results
+
+
+def test_ignored_parameters_step_as_well(pool: Any) -> None:
+    first, second = pool.run(with_ignored, 2)
+    assert same(first[0], first[1])
+    assert same(second[0], second[1])
+    assert not same(first[1], second[1])
+
+
+# --------------------------------------------------------------------------- when
+
+
+def order_of_events(ctx: Any) -> list[str]:
+    """What happens to three buckets, with a hook whose futures tell who waits."""
+    events: list[str] = []
+
+    class Reports(torch.futures.Future):  # type: ignore[type-arg]
+        def wait(self) -> Any:
+            events.append(f"wait {self.index}")
+            return super().wait()
+
+    def hook(state: Any, bucket: Any) -> Any:
+        events.append(f"launch {bucket.index()}")
+        future = Reports()
+        future.index = bucket.index()  # type: ignore[attr-defined]
+        future.set_result(bucket.buffer())
+        return future
+
+    net = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+    ddp = DataParallel(net, process_group=ctx.group, bucket_cap_mb_list=[0])
+    ddp.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def note(optimizer: Any, args: Any, kwargs: Any) -> None:
+        held = [id(p) for g in optimizer.param_groups for p in g["params"]]
+        names = [n for n, p in net.named_parameters() if id(p) in held]
+        events.append(f"step {' '.join(names)}")
+
+    optimizer.register_step_pre_hook(note)
+    optimizer.register_step_post_hook(lambda *_: events.append("stepped"))
+    ddp.step_in_backward(optimizer)
+    ddp(torch.ones(1, 2)).sum().backward()
+    return events
+
+
+def test_the_first_bucket_steps_before_the_last_one_is_awaited(pool: Any) -> None:
+    for events in pool.run(order_of_events, 2):
+        assert events == [
+            *("launch 0", "launch 1", "launch 2"),
+            *("wait 0", "step 2.weight", "stepped"),
+            *("wait 1", "step 1.weight", "stepped"),
+            *("wait 2", "step 0.weight", "stepped"),
+        ]
+
+
+# ------------------------------------------------------------------------ with others
+
+
+def strict_guard(ctx: Any) -> Any:
+    """Nobody complains about the steps inside; and everybody about one outside."""
+    nets = [make_net(), make_net()]
+    ddps = [DataParallel(net, process_group=ctx.group) for net in nets]
+    optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
+    for ddp, optimizer in zip(ddps, optimizers, strict=True):
+        ddp.step_in_backward(optimizer)
+    losses = [ddp(batch(ctx, 0)).sum() for ddp in ddps]
+    sum(losses).backward()
+    problem = ""
+    before = nets[0].first.weight.detach().clone()
+    try:
+        optimizers[0].step()
+    except DoubleStepError as error:
+        problem = str(error)
+    untouched = torch.equal(before, nets[0].first.weight)
+    return problem, untouched, same(list(nets[0].parameters()), [*nets[1].parameters()])
+
+
+def test_a_step_outside_is_refused(pool: Any) -> None:
+    for rank, (problem, untouched, alike) in enumerate(pool.run(strict_guard, 2)):
+        assert problem == (
+            f"[rank {rank}] This optimizer steps in the backward (step_in_backward); "
+            "another step would apply its gradients twice. "
+            "What to do: remove the call of optimizer.step()."
+        )
+        assert untouched
+        assert alike
+
+
+def synced_on_demand(ctx: Any) -> Any:
+    net = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        net.weight.zero_()
+    ddp = DataParallel(net, process_group=ctx.group)
+    ddp.step_in_backward(torch.optim.SGD(net.parameters(), 1.0))
+    with ddp.no_sync():
+        ddp(torch.ones(1, 2) * (ctx.rank + 1)).sum().backward()
+    local = net.weight.tolist()
+    ddp.sync_gradients()
+    return local, net.weight.tolist()
+
+
+def test_sync_gradients_steps_and_no_sync_does_not(pool: Any) -> None:
+    assert pool.run(synced_on_demand, 2) == [([[0.0, 0.0]], [[-1.5, -1.5]])] * 2
+
+
+def uneven(ctx: Any) -> Any:
+    net = nn.Linear(3, 2)
+    ddp = DataParallel(net, process_group=ctx.group)
+    ddp.step_in_backward(torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
+    with ddp.join():
+        for step in range(2 + 2 * ctx.rank):
+            ddp.zero_grad()
+            ddp(batch(ctx, step)).sum().backward()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def test_joined_ranks_step_along(pool: Any) -> None:
+    first, second = pool.run(uneven, 2)
+    assert same(first, second)
+
+
+# ------------------------------------------------------------------------- failures
+
+
+class Breaks(torch.optim.SGD):
+    is_broken = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.is_broken:
+            raise ValueError("out of luck")
+        return super().step(closure)
+
+
+def broken_step(ctx: Any) -> Any:
+    net = make_net()
+    ddp = DataParallel(net, process_group=ctx.group, bucket_cap_mb_list=[0.00005])
+    optimizer = Breaks(net.parameters(), 0.1)
+    ddp.step_in_backward(optimizer)
+    optimizer.is_broken = True
+    seen = []
+    for run in (
+        lambda: ddp(batch(ctx, 0)).sum().backward(),
+        lambda: ddp(batch(ctx, 0)),
+    ):
+        try:
+            run()
+        except RuntimeError as error:
+            seen.append((type(error).__name__, str(error)))
+    seen.append(ddp._reducer.phase.now is Phase.FAILED)
+    seen.append(len(optimizer.param_groups[0]["params"]) == len(list(net.parameters())))
+    optimizer.is_broken = False
+    ddp.reset()
+    ddp.zero_grad()
+    ddp(batch(ctx, 0)).sum().backward()
+    return seen, [p.detach().clone() for p in net.parameters()]
+
+
+def test_a_step_that_raises_is_named_and_reset_leads_out(pool: Any) -> None:
+    results = pool.run(broken_step, 2)
+    for rank, ((first, second, has_failed, is_whole), _) in enumerate(results):
+        assert first == (
+            "MiniDPError",
+            f"[rank {rank}] Breaks.step() raised ValueError inside the backward: out "
+            "of luck What to do: call reset() on all ranks, and load parameters and "
+            "optimizer from a checkpoint: some may have stepped, some not.",
+        )
+        assert second[0] == ReducerFailedError.__name__
+        assert has_failed
+        assert is_whole
+    assert same(results[0][1], results[1][1])
+
+
+# -------------------------------------------------------------- torch's private entries
+
+
+def fused(ctx: Any, kind: type, kwargs: dict[str, Any], only_some: bool) -> Any:
+    results = []
+    for wrapper in (DistributedDataParallel, DataParallel):
+        net = make_net()
+        ddp: Any = wrapper(net, process_group=ctx.group)
+        some = list(net.first.parameters()) if only_some else None
+        ddp._register_fused_optim(kind, optim_params=some, **kwargs)
+        for step in range(STEPS):
+            ddp.zero_grad()
+            ddp(batch(ctx, step)).square().sum().backward()
+        results.append([(p.detach().clone(), p.grad.clone()) for p in net.parameters()])
+    return results
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+        (torch.optim.Adam, {"lr": 0.1}),
+        (torch.optim.AdamW, {"lr": 0.1}),
+    ],
+)
+@pytest.mark.parametrize("only_some", [False, True])
+def test_fused_optimizers_are_torchs(
+    pool: Any, kind: type, kwargs: dict[str, Any], only_some: bool
+) -> None:
+    """On all ranks: torch's takes the default group, whatever the module's is."""
+    for theirs, ours in pool.run(fused, 4, kind, kwargs, only_some):
+        assert same(theirs, ours)
+
+
+def own_optimizers(
+    ctx: Any, when: str, view: bool, hook: bool, ignores: bool
+) -> tuple[Any, Any, bool]:
+    """A plain loop on torch's DDP; the same with optimizers of the parameters' own."""
+    results = []
+    for overlapped in (False, True):
+        net = make_net()
+        wrapper = DataParallel if overlapped else DistributedDataParallel
+        if ignores:
+            names = ["extra.weight", "extra.bias"]
+            wrapper._set_params_and_buffers_to_ignore_for_model(net, names)
+        kwargs = {"lr": 0.1, "momentum": 0.9}
+
+        def plant(net: Any = net, kwargs: Any = kwargs) -> None:
+            _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), kwargs)
+
+        if overlapped and when == "before":
+            plant()
+        ddp: Any = wrapper(net, process_group=ctx.group, gradient_as_bucket_view=view)
+        if hook:
+            register_hook(ddp, overlapped=overlapped)
+        if overlapped and when == "after":
+            plant()
+        optimizer = torch.optim.SGD(net.parameters(), **kwargs)
+        for step in range(STEPS):
+            ddp(batch(ctx, step)).square().sum().backward()
+            if not overlapped:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append([p.detach().clone() for p in net.parameters()])
+    return results[0], results[1], all(p.grad is None for p in net.parameters())
+
+
+@pytest.mark.parametrize(
+    ("when", "view", "hook", "ignores"),
+    [
+        ("before", False, False, False),
+        ("after", False, False, False),
+        ("before", True, False, False),
+        ("before", False, True, False),
+        ("before", False, False, True),
+        ("after", True, True, True),
+    ],
+)
+def test_parameters_with_optimizers_of_their_own(
+    pool: Any, when: str, view: bool, hook: bool, ignores: bool
+) -> None:
+    """Torch's needs an accelerator for these, so it runs the plain loop."""
+    for theirs, ours, are_none in pool.run(
+        own_optimizers, 2, when, view, hook, ignores
+    ):
+        assert same(theirs, ours)
+        assert are_none

@@ -1,0 +1,275 @@
+"""``skip_all_reduce_unused_params``: buckets that no rank uses do not travel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minidp import DataParallel
+from tests.support.both import Scalars, grads, on_both, same, x_of
+from tests.support.tracing import collective_trace
+
+ALONE = {
+    "find_unused_parameters": True,
+    "skip_all_reduce_unused_params": True,
+    "bucket_cap_mb": 0,  # one bucket for each parameter
+}
+
+
+def wrap(ctx: Any, module: nn.Module, **options: Any) -> DataParallel:
+    return DataParallel(module, process_group=ctx.group, **ALONE, **options)
+
+
+def values(module: nn.Module) -> list[float | None]:
+    return [None if g is None else g.item() for g in grads(module)]
+
+
+def travels(ctx: Any, options: dict[str, Any], uses: list[list[int]]) -> Any:
+    """(all-reduces, gradients) of a step; each rank uses its own parameters."""
+    module = Scalars(4)
+    ddp = wrap(ctx, module, **options)
+    seen = []
+    for _ in range(2):
+        ddp.zero_grad()
+        with collective_trace() as trace:
+            ddp(x_of(ctx), uses[ctx.rank]).sum().backward()
+        seen.append(([t[1:] for t in trace], values(module)))
+    return seen
+
+
+INT, FLOAT = (4, "torch.int32"), (1, "torch.float32")
+
+
+@pytest.mark.parametrize(
+    ("uses", "num_buckets", "averages"),
+    [
+        ([[0, 1, 2, 3], [0, 1, 2, 3]], 4, [1.5, 1.5, 1.5, 1.5]),
+        ([[0, 1], [0, 1]], 2, [1.5, 1.5, None, None]),
+        ([[0, 3], [3]], 2, [0.5, None, None, 1.5]),
+        ([[0], [3]], 2, [0.5, None, None, 1.0]),  # torch hangs
+        ([[1, 2], [2]], 2, [None, 0.5, 1.5, None]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+def test_only_buckets_that_some_rank_uses(
+    pool: Any, options: Any, uses: Any, num_buckets: int, averages: Any
+) -> None:
+    """One all-reduce more tells which; the used-map comes at the end, as ever."""
+    for seen in pool.run(travels, 2, options, uses):
+        for trace, found in seen:
+            assert trace == [INT, *[FLOAT] * num_buckets, INT]
+            assert found == averages
+
+
+def trained_with_and_without(ctx: Any, options: dict[str, Any]) -> Any:
+    """Three ranks, changing sets, stale gradients, accumulation: skipping or not."""
+    plan = [[[0, 1], [1], [1, 3]], [[2], [2], [2]], [[0, 3], [3], [0]], [[1], [0], [1]]]
+    results = []
+    for skips in (False, True):
+        torch.manual_seed(0)
+        module = Scalars(4)
+        ddp = DataParallel(
+            module,
+            process_group=ctx.group,
+            **{**ALONE, **options, "skip_all_reduce_unused_params": skips},
+        )
+        history = []
+        for step, uses in enumerate(plan * 2):
+            if step % 3 == 0:
+                ddp.zero_grad(set_to_none=step % 2 == 0)
+            if step % 2:
+                with ddp.no_sync():
+                    ddp(x_of(ctx), uses[(ctx.rank + 1) % 3]).sum().backward()
+            ddp(x_of(ctx) / 3, uses[ctx.rank]).sum().backward()
+            history.append(grads(module))
+        results.append(history)
+    return results
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.000008}],
+    ids=str,
+)
+def test_gradients_are_those_without_skipping(pool: Any, options: Any) -> None:
+    for usual, skipping in pool.run(trained_with_and_without, 3, options):
+        assert same(usual, skipping)
+
+
+def stale(ctx: Any) -> Any:
+    module = Scalars(2)
+    ddp = wrap(ctx, module)
+    ddp(x_of(ctx)).sum().backward()
+    kept = module.w[1].grad
+    with torch.no_grad():
+        kept.fill_(7.0 + ctx.rank)
+    ddp(x_of(ctx), [0]).sum().backward()
+    return module.w[1].grad is kept, values(module)
+
+
+def test_stale_gradients_stay(pool: Any) -> None:
+    (same_0, first), (same_1, second) = pool.run(stale, 2)
+    assert same_0
+    assert same_1
+    assert (first, second) == ([3.0, 7.0], [3.0, 8.0])
+
+
+def two_forwards(ctx: Any, order: str) -> Any:
+    """Backwards of two forwards that use different parameters."""
+    module = Scalars(3)
+    ddp = wrap(ctx, module)
+    ddp(x_of(ctx), [0]).sum().backward()
+    ddp.zero_grad()
+    first, second = ddp(x_of(ctx), [1]).sum(), ddp(x_of(ctx), [2]).sum()
+    if order == "sum":
+        (first + second).backward()
+    else:
+        (first if order == "first" else second).backward()
+    return values(module)
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("sum", [None, 1.5, 1.5]),
+        ("first", [None, 1.5, None]),
+        ("last", [None, None, 1.5]),
+    ],
+)
+def test_backward_of_another_forward(pool: Any, order: str, expected: Any) -> None:
+    """What any forward since the last reduction reaches may still come."""
+    assert pool.run(two_forwards, 2, order) == [expected] * 2
+
+
+def uneven(ctx: Any) -> Any:
+    module = Scalars(3)
+    ddp = wrap(ctx, module)
+    history = []
+    with ddp.join():
+        for step in range(1 + 2 * ctx.rank):
+            ddp.zero_grad()
+            ddp(x_of(ctx), [step]).sum().backward()
+            history.append(values(module))
+    return history
+
+
+def test_joined_ranks_use_nothing(pool: Any) -> None:
+    first, second = pool.run(uneven, 2)
+    assert first == [[1.5, None, None]]
+    assert second == [[1.5, None, None], [None, 1.0, None], [None, None, 1.0]]
+
+
+def hook_turns(ctx: Any) -> Any:
+    turns = []
+
+    def hook(state: Any, bucket: Any) -> Any:
+        turns.append((bucket.index(), bucket.is_last()))
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    ddp = wrap(ctx, Scalars(4))
+    ddp.register_comm_hook(None, hook)
+    ddp(x_of(ctx), [1, 3]).sum().backward()  # buckets 2 and 0: the last comes first
+    return turns
+
+
+def test_comm_hooks_hear_which_bucket_is_the_last_to_travel(pool: Any) -> None:
+    assert pool.run(hook_turns, 2) == [[(0, False), (2, True)]] * 2
+
+
+def reduced_count(ctx: Any, make: Any) -> Any:
+    ddp = make(Scalars(4), **ALONE)
+    seen = []
+    for uses in ([0, 1, 2, 3], [0, 1], [2], [1, 2, 3]):
+        ddp.zero_grad()
+        ddp(x_of(ctx), uses).sum().backward()
+        ddp(x_of(ctx))  # looks at the iteration before
+        seen.append(ddp._get_ddp_logging_data()["num_buckets_reduced"])
+        ddp(x_of(ctx)).sum().backward()
+        seen.append([p.grad.item() for p in ddp.parameters()])
+    return seen
+
+
+def run_both(ctx: Any, scenario: Any) -> Any:
+    return on_both(ctx, scenario)
+
+
+def test_number_of_reduced_buckets_is_torchs(pool: Any) -> None:
+    for theirs, ours in pool.run(run_both, 2, reduced_count):
+        assert ours[0::2] == theirs[0::2] == [4, 2, 1, 3]
+
+
+@pytest.mark.parametrize("mode", [{}, {"static_graph": True}], ids=str)
+def test_alone_it_has_no_effect(pool: Any, mode: Any) -> None:
+    for seen in pool.run(without_find_unused, 2, mode):
+        assert seen == [[1.5, 1.5]] * 3
+
+
+def without_find_unused(ctx: Any, mode: dict[str, Any]) -> Any:
+    module = Scalars(2)
+    ddp = DataParallel(
+        module, process_group=ctx.group, skip_all_reduce_unused_params=True, **mode
+    )
+    seen = []
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(x_of(ctx)).sum().backward()
+        seen.append(values(module))
+    return seen
+
+
+# ------------------------------------------------------------------ batched_grad_copy
+
+
+def batched(ctx: Any, make: Any, options: dict[str, Any]) -> Any:
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    ddp = make(net, batched_grad_copy=True, **options)
+    history = []
+    for step in range(4):
+        if step != 1:
+            ddp.zero_grad(set_to_none=step != 2)
+        x = torch.linspace(-1, 1, 6).reshape(2, 3) * (ctx.rank + 1 + step)
+        ddp(x).square().sum().backward()
+        history.append(grads(net))
+    return history
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"bucket_cap_mb_list": [0.00002]},
+    ],
+    ids=str,
+)
+def test_batched_grad_copy_is_torchs(pool: Any, options: Any) -> None:
+    """Not the same bits as without, at three ranks."""
+    for theirs, ours in pool.run(run_batched, 3, options):
+        assert same(theirs, ours)
+
+
+def run_batched(ctx: Any, options: dict[str, Any]) -> Any:
+    return on_both(ctx, lambda c, make: batched(c, make, options))
+
+
+def batched_create_graph(ctx: Any, make: Any) -> Any:
+    ddp = make(Scalars(), batched_grad_copy=True)
+    ddp(torch.full((1,), 5.0)).square().sum().backward(create_graph=True)
+    first = ddp.module.w[0].grad
+    second = torch.autograd.grad(first.sum(), ddp.module.w[0])[0]
+    return first.item(), second.item()
+
+
+def test_difference_batched_create_graph(pool: Any) -> None:
+    """Torch divides twice."""
+    for theirs, ours in pool.run(run_both, 2, batched_create_graph):
+        assert ours == (50.0, 25.0)  # the second order is local, and scaled
+        assert theirs == (25.0, 12.5)
