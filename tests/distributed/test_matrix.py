@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel
 from tests.support import oracle
+from tests.support.both import Scalars, on_both, x_of
 from tests.support.training import Log, Plain, Training, difference, train
 
 # Which forwards use the part that may be unused, and on which ranks.
@@ -248,3 +249,40 @@ def test_oddities_are_of_these_features_and_each_is_tested() -> None:
     for oddity in ODDITIES:
         assert oddity.features <= FEATURES.keys()
         assert oddity.features in PAIRS + MORE
+
+
+def skipped_view(ctx: Any, wrap: Any) -> float:
+    module = Scalars(2)
+    module.w[1].grad = torch.tensor([3.0])
+    options = training_of(frozenset({"skip_unused", "views"}), 2).options
+    ddp = wrap(module, bucket_cap_mb=0, **dict(options))
+    ddp(x_of(ctx), [0]).sum().backward()
+    return module.w[1].grad.item()
+
+
+def run_skipped_view(ctx: Any) -> Any:
+    return on_both(ctx, skipped_view)
+
+
+def test_difference_old_gradient_view_in_a_skipped_bucket(pool: Any) -> None:
+    """Torch divides it by the number of ranks, and then does not sum it."""
+    oracle.skip_unless_torch_takes(FEATURES["skip_unused"].options)
+    assert pool.run(run_skipped_view, 2) == [(1.5, 3.0)] * 2
+
+
+def launches(ctx: Any) -> tuple[list[int], list[float]]:
+    """How many buckets travel in three backwards, and the last gradients."""
+    options = dict(FEATURES["skip_unused"].options, bucket_cap_mb=0)
+    ddp = DataParallel(Scalars(2), process_group=ctx.group, **options)
+    counts = [0]
+    for use in ([0, 1], [0], [ctx.rank]):
+        ddp.zero_grad()
+        ddp(x_of(ctx), use).sum().backward()
+        counts.append(ddp._reducer.pipeline.launched_count)
+    differences = [after - before for before, after in itertools.pairwise(counts)]
+    return differences, [p.grad.item() for p in ddp.parameters()]
+
+
+def test_difference_buckets_are_skipped_only_if_no_rank_uses_them(pool: Any) -> None:
+    """Torch asks this rank only: where ranks differ, its collectives do not match."""
+    assert pool.run(launches, 2) == [([2, 1, 2], [0.5, 1.0])] * 2

@@ -98,6 +98,8 @@ def sessions(draw: st.DrawFn, mode: str, letters: str) -> Session:
     skips = mode == "find_unused_parameters" and draw(skipping)
     if skips:
         options["skip_all_reduce_unused_params"] = True
+        # Torch divides an old gradient in a skipped bucket, see test_matrix.py.
+        options.pop("gradient_as_bucket_view", None)
         letters = SKIPPING_LETTERS
     # Without find_unused_parameters ranks must use the same branches, else torch hangs.
     # With it each rank still needs something to run backward on: the batch norm.

@@ -246,12 +246,12 @@ class Plain:
 
     def _average(self, active: Sequence[int]) -> None:
         divisor = self._training.divisor(len(active))
+        if not (self._is_static and self._num_steps):  # the first backward settles it
+            self._users.intersection_update(active)
         by_name = [dict(net.named_parameters()) for net in self.nets]
         for name in by_name[0]:
             part = name.split(".")[0]
-            is_unused = part == "never" or (
-                part == "spare" and self._is_spare_unused(active)
-            )
+            is_unused = part == "never" or (part == "spare" and not self._users)
             if is_unused or not self.nets[0].is_shared(name):
                 continue
             grads = [by_name[rank][name].grad for rank in active]
@@ -263,11 +263,6 @@ class Plain:
                 by_name[rank][name].grad = total / divisor
         if not self._is_static:
             self._users.clear()
-
-    def _is_spare_unused(self, active: Sequence[int]) -> bool:
-        if self._is_static:  # a promise; otherwise ranks that ran out do not count
-            return not self._users
-        return self._users.isdisjoint(active)
 
     def _copy_state(self, root: int, *, parameters: bool = True) -> None:
         left_out = set() if parameters else dict(self.nets[root].named_parameters())
