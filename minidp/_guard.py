@@ -103,15 +103,15 @@ class Guard:
             ValueError: it does so already, here or in those of another module, or it
                 has nothing to do with this one.
         """
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        if not any(id(param) in self._index for param in held):
-            raise ValueError(
-                f"This {type(optimizer).__name__} holds no parameter of the module."
-            )
         if any(optimizer in guard._in_backward for guard in _guards):
             raise ValueError(
                 f"This {type(optimizer).__name__} steps in the backward already; use "
                 "one optimizer for each module."
+            )
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        if not any(id(param) in self._index for param in held):
+            raise ValueError(
+                f"This {type(optimizer).__name__} holds no parameter of the module."
             )
         self._in_backward.add(optimizer)
 

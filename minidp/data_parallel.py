@@ -170,9 +170,9 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         self._guard = Guard(self._reducer, checked.unsynced)
         self._precision = None
         if checked.precision is not None:
-            rank, wanted = self.process_group.rank(), checked.precision
-            self._precision = MixedPrecision(self.module, replica, wanted, rank)
-            self.register_comm_hook(wanted, reduce_in_low_precision)
+            how = (checked.precision, self.process_group.rank())
+            self._precision = MixedPrecision(self.module, replica, *how)
+            self.register_comm_hook(checked.precision, reduce_in_low_precision)
 
     # -- forward -----------------------------------------------------------------------
 

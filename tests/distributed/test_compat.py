@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _find_tensors
 
-from minidp import DataParallel, UnfinishedReductionError, comm_hooks
+from minidp import DataParallel, Recorder, UnfinishedReductionError, comm_hooks
 from tests.support.both import Scalars, grads, on_both, same, x_of
 from tests.support.fresh import run_fresh
 
@@ -676,7 +676,7 @@ def test_sample_rate(lone_group: Any) -> None:
 
 def test_backward_stats(lone_group: Any) -> None:
     ddp = DataParallel(Scalars(2))
-    ddp._set_ddp_runtime_logging_sample_rate(1)
+    ddp.set_recorder(Recorder())
     ddp(torch.ones(1)).backward()
     stats = ddp.reducer.get_backward_stats()
     assert len(stats) == 2

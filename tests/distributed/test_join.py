@@ -15,6 +15,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from minidp import DataParallel
 from tests.distributed.test_special_cases import both_equal, modes
 from tests.support.both import Scalars, grads, on_both, x_of
+from tests.support.fresh import run_fresh
 
 divisors = pytest.mark.parametrize("by_initial", [True, False])
 
@@ -346,3 +347,87 @@ def after_an_error(ctx: Any) -> list[float]:
 
 def test_error_inside_join_ends_it(pool: Any) -> None:
     assert pool.run(after_an_error, 2) == [[1.5], [1.5]]
+
+
+def zero_with_unused(ctx: Any) -> list[float]:
+    """Parameter 1 is not used any more once rank 1 has joined."""
+    ddp = DataParallel(Scalars(2), process_group=ctx.group, find_unused_parameters=True)
+    optimizer = ZeroRedundancyOptimizer(
+        ddp.parameters(), torch.optim.SGD, process_group=ctx.group, lr=1.0
+    )
+    with Join([ddp, optimizer]):
+        for i in range(4 if ctx.rank == 0 else 2):
+            optimizer.zero_grad()
+            ddp(torch.ones(1), (0, 1) if i < 3 else (0,)).backward()
+            optimizer.step()
+    return [p.item() for p in ddp.parameters()]
+
+
+def test_joined_rank_applies_no_gradient_of_an_earlier_shadow(pool: Any) -> None:
+    # Steps of 1, 1, then halves of the rank that is left; parameter 1 stops earlier.
+    assert pool.run(zero_with_unused, 2) == [[-2.0, -1.5]] * 2
+
+
+def momentum_in_shadows(ctx: Any) -> list[float]:
+    ddp = DataParallel(Scalars(2), process_group=ctx.group, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    ddp.step_in_backward(optimizer)
+    with ddp.join():
+        for i in range(4 if ctx.rank == 0 else 1):
+            ddp.zero_grad()
+            ddp(torch.ones(1), (0, 1) if i < 2 else (0,)).backward()
+    ddp.zero_grad()
+    ddp(torch.ones(1)).backward()
+    return [p.item() for p in ddp.parameters()]
+
+
+def test_steps_of_a_joined_rank_are_those_of_the_others(pool: Any) -> None:
+    first, second = pool.run(momentum_in_shadows, 2)
+    assert first == second
+
+
+def one_rank_raises(ctx: Any) -> Any:
+    ddp = DataParallel(Scalars(), process_group=ctx.group)
+    problem = ""
+    try:
+        with ddp.join():
+            for i in range(3):
+                if i == 2 and ctx.rank == 1:
+                    raise KeyError("the user's own")
+                ddp(x_of(ctx)).backward()
+    except (KeyError, RuntimeError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    ddp.reset()
+    ddp.zero_grad()
+    ddp(x_of(ctx)).backward()
+    return problem, grads(ddp)[0].item()
+
+
+def test_reset_after_one_rank_raised_inside_join() -> None:
+    (first, grad_0), (second, grad_1) = run_fresh(one_rank_raises, 2, group_timeout=2.0)
+    assert first.startswith(
+        "CollectiveError: [rank 0] A collective failed while announcing a forward in "
+        "join()"
+    )
+    assert second == 'KeyError: "the user\'s own"'
+    assert (grad_0, grad_1) == (1.5, 1.5)
+
+
+def of_two_minds(ctx: Any) -> str:
+    ddp = DataParallel(Scalars(), process_group=ctx.group)
+    try:
+        with ddp.join():
+            if ctx.rank == 0:
+                with ddp.no_sync():
+                    ddp(x_of(ctx)).backward()
+            elif ctx.rank == 1:
+                ddp(x_of(ctx)).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_disagree_on_no_sync_are_told(pool: Any) -> None:
+    for problem in pool.run(of_two_minds, 3):
+        assert "must agree on no_sync()" in problem
+        assert "of ranks [0, 1] only [1]" in problem

@@ -313,7 +313,9 @@ def test_a_step_outside_is_refused(pool: Any) -> None:
         assert problem == (
             f"[rank {rank}] This optimizer steps in the backward (step_in_backward); "
             "another step would apply its gradients twice. "
-            "What to do: remove the call of optimizer.step()."
+            "What to do: remove the call of optimizer.step(); if a GradScaler called "
+            "it, the two do not go together, and the parameters have taken a step of "
+            "scaled gradients: reload them."
         )
         assert untouched
         assert alike

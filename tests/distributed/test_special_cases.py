@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from minidp import DataParallel
+from minidp import DataParallel, comm_hooks
 from tests.support.both import Scalars, grads, on_both, same, x_of
 
 MODES: list[dict[str, Any]] = [
@@ -915,3 +915,33 @@ def copies_on_one_rank(ctx: Any) -> bool:
 
 def test_a_copy_on_one_rank_does_not_disturb_reset(pool: Any) -> None:
     assert pool.run(copies_on_one_rank, 2) == [True, True]
+
+
+class TwoTables(nn.Module):
+    """Two sparse embeddings whose sum is used: their gradients share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(5, 3, sparse=True)
+        self.places = nn.Embedding(5, 3, sparse=True)
+
+    def forward(self, i: torch.Tensor) -> torch.Tensor:
+        return self.tokens(i) + self.places(i)
+
+
+def two_tables(ctx: Any, use_hook: bool) -> list[float]:
+    ddp = DataParallel(TwoTables(), process_group=ctx.group)
+    if use_hook:
+        ddp.register_comm_hook(None, comm_hooks.all_reduce_hook)
+    seen = []
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.tensor([ctx.rank, ctx.rank + 1])).sum().backward()
+        seen += [p.grad.to_dense().sum().item() for p in ddp.parameters()]
+    return seen
+
+
+@pytest.mark.parametrize("use_hook", [False, True])
+def test_difference_sparse_gradients_that_share_memory(pool: Any, use_hook: bool):
+    """Torch divides the shared values twice, or reduces them twice."""
+    assert pool.run(two_tables, 2, use_hook) == [[6.0] * 6] * 2

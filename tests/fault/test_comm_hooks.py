@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.futures import Future
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from minidp import CommHookError, DataParallel, MiniDPError, comm_hooks
 from tests.fault.test_faults import TwoLayers, attempt, trains
@@ -38,7 +40,7 @@ def raises_in_callback(buffer: torch.Tensor) -> Any:
 
 # What a bad hook returns, and what the error says about it.
 BAD: dict[str, tuple[Any, str]] = {
-    "None": (lambda _: None, "did not return a future"),
+    "None": (lambda _: None, "returned no future"),
     "a tensor": (lambda buffer: buffer, "Found: Tensor."),
     "a future of None": (lambda _: brought(None), "Found: NoneType."),
     "a future of a list": (
@@ -185,3 +187,34 @@ def test_reset_does_not_wait_for_a_future_that_never_completes() -> None:
 
 def test_a_comm_hook_error_is_an_error_of_minidp() -> None:
     assert issubclass(CommHookError, MiniDPError)
+
+
+def stalled(ctx: Any, how: str) -> str:
+    """Rank 1 does not come in time; rank 0 must not go on with local numbers."""
+    net = nn.Linear(2, 1, bias=False)
+    options = {}
+    if how == "mixed_precision":
+        options["mixed_precision"] = _MixedPrecision(
+            torch.float32, torch.float32, torch.float32
+        )
+    ddp = DataParallel(net, **options)
+    if how == "reducer":
+        ddp.register_comm_hook(None, lambda _, b: ddp.reducer._run_allreduce_hook(b))
+    for _ in range(2):  # the second forward rebuilds the buckets
+        ddp.zero_grad()
+        ddp(torch.ones(1, 2)).sum().backward()
+    if ctx.rank == 1:
+        return ""
+    ddp.zero_grad()
+    try:
+        ddp(torch.ones(1, 2)).sum().backward()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "went on"
+
+
+@pytest.mark.parametrize("how", ["mixed_precision", "reducer"])
+def test_failed_collectives_are_not_swallowed(how: str) -> None:
+    first, _ = run_fresh(stalled, 2, how, group_timeout=2.0)
+    assert first.startswith("CommHookError: [rank 0] ")
+    assert "returned a future that failed" in first

@@ -58,7 +58,7 @@ IMPORTS: dict[str, set[str]] = {
     "_sparse_bucket": {"_arrivals", "_bucket", "_ops"},
     "_used_map": {"_collectives", "_watch"},
     "_watch": {"errors"},
-    "comm_hooks": {"_comm_hook", "_grad_bucket"},
+    "comm_hooks": {"_collectives", "_comm_hook", "_grad_bucket"},
     "_arguments": {
         "_collectives",
         "_managed",
@@ -121,7 +121,7 @@ IMPORTS: dict[str, set[str]] = {
     },
     "_replicas": {"_collectives", "errors"},
     "_shared_state": {"_managed", "_reducer", "_replicas"},
-    "sync_batchnorm": {"_collectives", "_watch", "errors"},
+    "sync_batchnorm": {"_collectives", "_untraced", "_watch", "errors"},
     "_compat": {
         "_arguments",
         "_compat_reducer",

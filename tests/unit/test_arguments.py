@@ -259,7 +259,7 @@ def test_what_is_wrong_with_delayed_parameters(lone_group):
         DataParallel(Scale(), **delaying([("w", 3)]))
     assert str(caught.value) == (
         "delay_all_reduce_named_params must be pairs (name, parameter), as from "
-        "named_parameters(), but got ('w', 3)."
+        "named_parameters(), but got (str, int)."
     )
     with pytest.raises(ValueError, match="gives the name w to a parameter of another"):
         DataParallel(Scale(), **delaying([("w", nn.Parameter(torch.ones(2)))]))

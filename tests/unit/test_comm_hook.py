@@ -249,13 +249,14 @@ def test_text_of_an_error():
         "does not fit the bucket (bucket 3). Expected: one tensor of 4 elements "
         "(layout torch.strided, a dtype that converts to torch.float32). Found: shape "
         "(3,), torch.strided, torch.float32. Parameters: a.weight, a.bias. What to do: "
-        "mend the hook; then call reset() on all ranks, and zero_grad()."
+        "mend the hook, or look for a rank that died; then call reset() on all ranks, "
+        "and zero_grad()."
     )
 
 
 @pytest.mark.parametrize("returned", [None, torch.ones(4), 3], ids=str)
 def test_no_future(returned):
-    with pytest.raises(CommHookError, match="did not return a future"):
+    with pytest.raises(CommHookError, match="returned no future"):
         call(returned)
 
 

@@ -267,8 +267,8 @@ def test_unfinished_on_one_rank_only(options):
     )
     assert text.endswith(
         "Expected: all 2 ranks to take part in time. What to do: look for the rank "
-        "that died, raised, or took another branch; then call reset() on all live "
-        "ranks."
+        "that died, raised, took another branch, or ran out of inputs (see join()); "
+        "then call reset() on all live ranks."
     )
     assert failed == ReducerFailedError.__name__
     backward, (unfinished, names), *_ = second
