@@ -287,9 +287,8 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         The step of a bucket's parameters runs as soon as the bucket is reduced, while
         others are still in flight. Do not call ``optimizer.step()``; do call
         ``zero_grad()``. Backwards of ``no_sync()`` do not step, so gradients accumulate
-        as ever; `sync_gradients` does. Works with comm hooks and learning rate
-        schedulers, not with ``GradScaler``; step hooks run once per bucket. If a
-        backward fails, some buckets may have stepped: reload.
+        as ever; `sync_gradients` does. Not with ``GradScaler``. Step hooks run once per
+        bucket. If a backward fails, some buckets may have stepped: reload.
 
         Args:
             optimizer: keeps its state per parameter (all of torch's, but LBFGS).
@@ -299,7 +298,6 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         Raises:
             TypeError: an optimizer that cannot step on a part of its parameters.
             ValueError: it steps in a backward already, or holds none of the parameters.
-            ValueError: it steps in the backward already.
         """
         step = StepInBackward(optimizer, self._guard.excuses, clip_grad_norm)
         self._guard.expect_in_backward(optimizer)
