@@ -193,7 +193,9 @@ def test_ranks_with_different_numbers_of_steps() -> None:
 def in_a_subgroup(ctx: Any) -> Any:
     import torch.distributed as dist
 
-    pair = dist.new_group([1, 2], timeout=dist.distributed_c10d.timedelta(seconds=3))
+    timeout = dist.distributed_c10d.timedelta(seconds=3)
+    dist.new_group([0, 1], timeout=timeout)  # rank 1 is in one group more than rank 2
+    pair = dist.new_group([1, 2], timeout=timeout)
     if ctx.rank == 0:
         return None
     torch.manual_seed(0)
