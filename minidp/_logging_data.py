@@ -71,7 +71,7 @@ class LoggingData:
 
     def __init__(self, ddp: DataParallel) -> None:
         self._ddp = weakref.ref(ddp)
-        self.error: BaseException | None = None
+        self.error = ""
         self.comm_hook = ""  # a name that is not the hook's own
         self._facts: dict[str, Any] = {}
         self._runtime: dict[str, Any] = {"iteration": 0}
@@ -96,7 +96,7 @@ class LoggingData:
         try:
             yield
         except Exception as error:
-            self.error = error
+            self.error = f"{type(error)}: {error}"  # no traceback: it would keep us
             raise
 
     def set_rate(self, rate: int) -> None:
@@ -166,8 +166,8 @@ class LoggingData:
         if ddp._has_joined:
             states["join_uneven_inputs"] = 1
         error = self.error or ddp._reducer.failure
-        if error is not None:
-            states |= {"has_error": 1, "error": f"{type(error)}: {error}"}
+        if error:
+            states |= {"has_error": 1, "error": error}
         if ddp.find_unused_parameters and self._iteration:
             states["can_set_static_graph"] = int(ddp._reducer.expected.is_steady)
         return states

@@ -58,7 +58,8 @@ def _failing(method: Method) -> Method:
         try:
             method(self, *arguments)
         except BaseException as error:
-            self.failure = error
+            # Its text only: a traceback would keep us, and gradients, alive.
+            self.failure = f"{type(error)}: {error}"
             self.fail()
             raise
 
@@ -87,7 +88,7 @@ class Reducer:
         self.rank = group.rank()
         self.phase = PhaseBox()
         self.ledger = Ledger()
-        self.failure: BaseException | None = None  # what made it FAILED
+        self.failure = ""  # what made it FAILED
         self.pipeline = Pipeline(self.params, specs, config, group)
         self.expected = expectation_for(len(params), config)
         callbacks = Callbacks(_weakly(self._on_full), _weakly(self._on_unusual))
@@ -258,7 +259,7 @@ class Reducer:
         """Back to IDLE on ``group``, whatever happened."""
         with self._lock:
             self.fail()
-            self.failure = None
+            self.failure = ""
             self.rank = group.rank()
             self.pipeline.restart(group)
             self.countdown.adopt(self.pipeline.buckets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as fn
 
 
-class Net(nn.Module):
+class Net(nn.Module, ABC):
     """A module whose forward returns the loss."""
 
     title: str
 
+    @abstractmethod
     def data(self, generator: torch.Generator) -> tuple[Tensor, ...]:
         """Return the inputs of one step."""
-        raise NotImplementedError
 
 
 class ManySmall(Net):

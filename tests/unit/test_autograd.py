@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections import OrderedDict, namedtuple
@@ -16,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from minidp import DataParallel, native
+from minidp import CommHookError, DataParallel, ReducerFailedError, native
 from minidp._arrivals import COPY_AT_ONCE_BYTES, Callbacks, Mark
 from minidp._autograd import (
     NO_TASK,
@@ -244,6 +245,21 @@ def test_dropping_the_object_takes_the_hooks_off(lone_group, options):
     module.zero_grad()
     module(torch.randn(3, 2)).sum().backward()
     assert module[0].weight.grad is not None
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_failed_object_is_not_kept_by_its_error(lone_group):
+    module = nn.Linear(2, 2)
+    ddp = DataParallel(module, process_group=lone_group)
+    ddp.register_comm_hook(None, lambda state, bucket: None)
+    with contextlib.suppress(CommHookError):
+        ddp(torch.ones(1, 2)).sum().backward()
+    with contextlib.suppress(ReducerFailedError):
+        ddp(torch.ones(1, 2))
+    assert "CommHookError" in ddp._reducer.failure
+    parts = [weakref.ref(part) for part in (ddp, ddp._reducer)]
+    del ddp
+    assert [part() for part in parts] == [None, None]
 
 
 @pytest.mark.usefixtures("no_gc")
