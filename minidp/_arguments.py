@@ -14,7 +14,7 @@ from torch import nn
 from ._collectives import default_first_bucket_bytes, default_group, is_group
 from ._managed import Replica, check_data, examine
 from ._mixed_precision import Precision, precision_from
-from .config import ReducerConfig, Unsynced, bucket_caps, unsynced_policy
+from .config import ReducerConfig, Safety, bucket_caps
 from .sync_batchnorm import refuse_torchs
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Given:
     static_graph: bool
     batched_grad_copy: bool
     forward_sync_buffers: bool | None
-    unsynced: object
+    safety: Mapping[str, Any]  # arguments of `Safety`
     delayed: object  # delay_all_reduce_named_params
     delayed_until: object  # param_to_hook_all_reduce
     mixed_precision: object
@@ -59,7 +59,7 @@ class Checked:
     config: ReducerConfig
     forward_sync: bool  # broadcast module buffers before forwards
     init_buffers: bool  # broadcast module buffers at construction
-    unsynced: Unsynced
+    safety: Safety
     precision: Precision | None
 
 
@@ -101,7 +101,7 @@ def check(module: nn.Module, given: Given) -> Checked:
         config,
         forward_sync,
         init_buffers,
-        unsynced_policy(given.unsynced),
+        Safety(**given.safety),
         precision_from(given.mixed_precision),
     )
 

@@ -11,6 +11,7 @@ from typing import Literal, cast, get_args
 MIB = 2**20
 DEFAULT_CAP_MB = 25
 UNLIMITED = sys.maxsize
+DEFAULT_HANG_SECONDS = 300.0  # a tenth of Gloo's limit, half of NCCL's
 Unsynced = Literal["raise", "warn", "ignore"]
 
 
@@ -70,17 +71,22 @@ def bucket_caps(
 
 
 def _to_bytes(argument: str, mb: object) -> int:
-    if isinstance(mb, bool) or not isinstance(mb, int | float):
-        raise TypeError(
-            f"{argument} must be a number of MiB (int or float), but got {mb!r} "
-            f"({type(mb).__name__})."
-        )
+    _check_number(argument, mb, "of MiB")
+    assert isinstance(mb, int | float)
     if not math.isfinite(mb) or mb < 0:
         raise ValueError(
             f"{argument} must be finite and not negative (MiB), but got {mb!r}; "
             "0 gives every parameter its own bucket."
         )
     return int(mb * MIB)
+
+
+def _check_number(argument: str, value: object, unit: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(
+            f"{argument} must be a number {unit} (int or float), but got {value!r} "
+            f"({type(value).__name__})."
+        )
 
 
 def unsynced_policy(value: object) -> Unsynced:
@@ -95,6 +101,42 @@ def unsynced_policy(value: object) -> Unsynced:
             f"but got {value!r}."
         )
     return cast("Unsynced", value)
+
+
+@dataclass(frozen=True)
+class Safety:
+    """What is watched, and what to do about it; constructor arguments, checked.
+
+    Raises:
+        ValueError, TypeError: a value that makes no sense.
+    """
+
+    unsynced: Unsynced = "raise"
+    hang_timeout: float | None = DEFAULT_HANG_SECONDS  # None: the group's own limit
+    check_replicas_every: int = 0  # steps; 0: never
+    check_finite_grads: bool = False
+
+    def __post_init__(self) -> None:
+        unsynced_policy(self.unsynced)
+        seconds = self.hang_timeout
+        if seconds is not None:
+            _check_number("hang_timeout", seconds, "of seconds, or None")
+            if not math.isfinite(seconds) or seconds <= 0:
+                raise ValueError(
+                    "hang_timeout must be a finite, positive number of seconds, or "
+                    f"None for the process group's own limit, but got {seconds!r}."
+                )
+        steps = self.check_replicas_every
+        if isinstance(steps, bool) or not isinstance(steps, int):
+            raise TypeError(
+                "check_replicas_every must be a number of steps (int), but got "
+                f"{steps!r} ({type(steps).__name__})."
+            )
+        if steps < 0:
+            raise ValueError(
+                f"check_replicas_every must not be negative, but got {steps!r}; 0 "
+                "means never."
+            )
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ._overlap import StepInBackward
 from ._recovery import agree_and_recover
 from ._reducer import Reducer
 from ._untraced import untraced, untraced_itself
-from .config import Unsynced
+from .config import DEFAULT_HANG_SECONDS, Unsynced
 from .trace import Recorder
 
 if TYPE_CHECKING:
@@ -64,6 +64,12 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         forward_sync_buffers: broadcast module buffers from rank 0 before forwards.
         unsynced: what to do when an optimizer is about to apply gradients that differ
             between ranks: "raise" (default), "warn" or "ignore".
+        hang_timeout: seconds that a collective may wait for other ranks before an error
+            says who is missing; None leaves it to the process group's own limit.
+        check_replicas_every: every so many synchronised steps a checksum of all
+            parameters and module buffers is compared between ranks; 0 is never.
+        check_finite_grads: raise, naming the parameter, when a gradient that is about
+            to be averaged holds NaN or infinity.
 
     Raises:
         ValueError, TypeError, RuntimeError: bad arguments, as in torch.
@@ -94,6 +100,9 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         forward_sync_buffers: bool | None = None,
         *,
         unsynced: Unsynced = "raise",
+        hang_timeout: float | None = DEFAULT_HANG_SECONDS,
+        check_replicas_every: int = 0,
+        check_finite_grads: bool = False,
     ) -> None:
         nn.Module.__init__(self)
         UnevenInputs.__init__(self)
@@ -110,7 +119,12 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             static_graph=static_graph,
             batched_grad_copy=batched_grad_copy,
             forward_sync_buffers=forward_sync_buffers,
-            unsynced=unsynced,
+            safety={
+                "unsynced": unsynced,
+                "hang_timeout": hang_timeout,
+                "check_replicas_every": check_replicas_every,
+                "check_finite_grads": check_finite_grads,
+            },
             delayed=_arguments.as_list(delay_all_reduce_named_params),
             delayed_until=param_to_hook_all_reduce,
             mixed_precision=mixed_precision,
@@ -167,7 +181,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         self._reducer = Reducer(
             list(replica.managed.values()), replica.specs, config, self.process_group
         )
-        self._guard = Guard(self._reducer, checked.unsynced)
+        self._guard = Guard(self._reducer, checked.safety.unsynced)
         self._precision = None
         if checked.precision is not None:
             how = (checked.precision, self.process_group.rank())
