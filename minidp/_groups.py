@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -11,8 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ._waiting import Work, is_done_within
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+EXIT_SECONDS = 2.0
 
 
 def default_group() -> ProcessGroup:
@@ -166,14 +173,30 @@ def is_timed(group: ProcessGroup) -> bool:
     return group.size() > 1 and str(dist.get_backend(group)) == "gloo"
 
 
-def keep_for_good(*abandoned: object) -> None:
-    """Never free what a collective in flight uses.
+_left_behind: list[Work] = []
 
-    A Gloo group that is freed waits until its last collective has ended or run into
-    the group's timeout, half an hour by default: at the end of the process as well.
+
+def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
+    """Never free a group with collectives that may not end.
+
+    Gloo would wait for them, up to the group's timeout (half an hour by default), also
+    at the end of the process.
     """
-    for each in abandoned:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    if not _left_behind:
+        atexit.register(_let_end)
+    _left_behind.extend(in_flight)
+
+
+def _let_end() -> None:
+    """At exit: wait a little for collectives that were left behind.
+
+    When the other ranks end, so do they, with an error. If that calls something in
+    Python while the interpreter is being taken down, the process aborts.
+    """
+    deadline = time.monotonic() + EXIT_SECONDS
+    for work in _left_behind:
+        is_done_within(work, max(0.001, deadline - time.monotonic()))
 
 
 def end_group(group: ProcessGroup) -> None:

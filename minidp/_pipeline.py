@@ -182,8 +182,9 @@ class Pipeline:
 
     def abandon(self) -> None:
         """Nobody may ever complete what is in flight: do not let its group end."""
-        if any(bucket.state is BucketState.IN_FLIGHT for bucket in self.buckets):
-            keep_for_good(self.group)
+        works = [bucket.work for bucket in self.buckets if bucket.work is not None]
+        if works:
+            keep_for_good(self.group, works)
 
     def drain(self) -> None:
         """Wait for everything in flight and discard the results."""

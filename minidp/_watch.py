@@ -162,7 +162,7 @@ class Watch:
         while not is_done_within(work, SLICE_SECONDS):
             lost = self.lookout.find_lost(self.started)
             if lost or time.monotonic() > deadline:
-                keep_for_good(work, self.group)  # with the memory that it writes to
+                keep_for_good(self.group, [work])
                 raise TimeoutError(lost or f"nothing came within {self.limit:g} s")
         return work.wait()
 
