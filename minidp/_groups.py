@@ -80,30 +80,33 @@ def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
     return created
 
 
-_side_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_side_groups: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = (
+    WeakKeyDictionary()
+)
 _renewals: dict[frozenset[int], str] = {}  # global ranks -> key of their last failure
 
 
-def side_group(group: ProcessGroup) -> ProcessGroup:
-    """Gloo between the same ranks once more, for layers; made by the first call.
+def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
+    """Gloo between the same ranks once more, for a purpose; made by the first call.
 
     Ranks whose graphs differ launch buckets at different points of a backward. On one
     group, the sums of a layer would then meet a bucket of another rank: gloo aborts the
     process, or adds them up if they are equally long. It is faster, too, not to queue
     behind the buckets.
     """
-    if group not in _side_groups:
+    made = _side_groups.setdefault(group, {})
+    if purpose not in made:
         ranks = frozenset(dist.get_process_group_ranks(group))
         newest_first = reversed(_renewals.items())
         key = next((key for members, key in newest_first if members >= ranks), "first")
-        store = group_store(group, f"side/{key}")
+        store = group_store(group, f"side/{purpose}/{key}")
         # Not new_group(), whose names depend on how many groups a process is in. The
         # backend alone has all that is called of a process group here.
         gloo: Any = dist.ProcessGroupGloo(
             store, group.rank(), group.size(), group_timeout(group)
         )
-        _side_groups[group] = gloo
-    return _side_groups[group]
+        made[purpose] = gloo
+    return made[purpose]
 
 
 def renew_side_groups(group: ProcessGroup, key: str) -> None:

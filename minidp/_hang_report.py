@@ -102,7 +102,8 @@ def _describe(progress: Progress) -> str:
 
 
 def _cut(text: str) -> str:
-    text = text.strip().rstrip(".")
+    """Another rank's error, without its advice."""
+    text = text.partition(" What to do:")[0].strip().rstrip(".")
     return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
 
 

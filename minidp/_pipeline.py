@@ -19,6 +19,7 @@ from ._arrivals import Entry
 from ._averaging import Averaging
 from ._bucket import Bucket, BucketState
 from ._dense_bucket import DenseBucket
+from ._finite import refuse_nonfinite
 from ._groups import keep_for_good
 from ._layout import Layout, ParamSpec, initial_layout, rebuilt_layout
 from ._overlap import Observer
@@ -55,6 +56,7 @@ class Pipeline:
         self.rank = watch.group.rank()
         self.tracer = Tracer()
         self.watch = watch
+        self.checks_finite = False
         self.skipped: Collection[int] = ()  # buckets that do not travel this time
         self.observers: list[Observer] = []
         self.owed: list[torch.futures.Future[Any]] = []  # the next backward waits for
@@ -149,6 +151,8 @@ class Pipeline:
         return before < self.next == len(self.buckets)
 
     def _launch(self, number: int) -> None:
+        if self.checks_finite:
+            refuse_nonfinite(self.buckets[number], self.rank, self.tracer.backward)
         with self.watch.over("launching the all-reduce", number):
             following = range(number + 1, len(self.buckets))
             is_last = all(later in self.skipped for later in following)

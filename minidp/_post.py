@@ -18,12 +18,13 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from typing import TYPE_CHECKING
 
-from ._cursor import MAX_NAMES, Cursor, Progress, place_of
+from ._cursor import Cursor, Progress, place_of
 from ._groups import own_store
 from ._hang_report import Alarm, Sighting
 from ._phase import Phase
 from ._reducer import Reducer
 from ._watch import STORE_SECONDS, OnDevice
+from .errors import MAX_NAMES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -92,7 +93,7 @@ class Post:
         """See `Lookout`."""
         for alarm in list(self._place.alarms.values()):
             if alarm.started < started:
-                return f"rank {alarm.rank} gave up"
+                return "it cannot finish any more"
         return ""
 
     def report(self, started: int) -> str:

@@ -163,7 +163,7 @@ class Watch:
             lost = self.lookout.find_lost(self.started)
             if lost or time.monotonic() > deadline:
                 keep_for_good(self.group, [work])
-                raise TimeoutError(lost or f"nothing came within {self.limit:g} s")
+                raise TimeoutError(lost or f"it did not finish within {self.limit:g} s")
         return work.wait()
 
     def __enter__(self) -> None:
