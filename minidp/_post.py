@@ -86,6 +86,7 @@ class Post:
         self.group = group
         self.rank, self._size = group.rank(), group.size()
         self._place = Place(own_store(group, f"watch/{key}"))
+        self._wake()
 
     # -- called by training threads ----------------------------------------------------
 
