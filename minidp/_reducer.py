@@ -124,16 +124,16 @@ class Reducer:
         """A grad hook fired, and its entry was not UNSET."""
         if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
             if self.params[i].grad is not None:
-                self.ledger.note_local(i)
+                self.ledger.note_local(i, self.params[i]._version)
             return
         with self._lock:
+            if self.phase.now is not Phase.REDUCING and self._probed_task == NO_TASK:
+                self._expect_end()
             if self.phase.now is Phase.ARMED:
                 self._open()
             elif self.phase.now is Phase.PENDING:
                 self.phase.enter(Phase.REDUCING)
                 self.countdown.resume()
-                if self._probed_task == NO_TASK:
-                    self._expect_end()
             elif self.countdown.is_elsewhere() and self.params[i].is_cpu:
                 raise GradientError(two_threads(self.rank, self.names[i]))
             self._mark(i)
@@ -149,8 +149,6 @@ class Reducer:
         for i in self.hooks.shared():
             marks[i] = Mark.TRACED if marks[i] is Mark.UNSET else marks[i]
         self.countdown.open(marks, self.pipeline.averaging.division.at_copy)
-        if self._probed_task == NO_TASK:
-            self._expect_end()
         for i in self.expected.absent():
             travels = self.pipeline.layout.bucket_of[i] not in self.pipeline.skipped
             self.countdown.fill_missing(i, self.params[i].grad, travels=travels)
@@ -216,8 +214,10 @@ class Reducer:
         """The backward is over."""
         with self._lock:
             self._probed_task = NO_TASK
+            if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
+                self.ledger.note_bypass(self.params)
             if self.phase.now is not Phase.REDUCING or self.pipeline.is_launched:
-                return  # not ours (torch.autograd.grad), or complete
+                return
             if self.expected.completes_at_end:
                 self._complete()
             else:
