@@ -210,7 +210,11 @@ class DenseBucket(Bucket):
                 if k not in kept:
                     self._unflatten_slot(k)
         else:
-            _ops.unflatten(grads, self.views)  # type: ignore[arg-type]
+            try:
+                _ops.unflatten(grads, self.views)  # type: ignore[arg-type]
+            except RuntimeError:
+                for k in range(len(grads)):
+                    self._unflatten_slot(k)
 
     def _point_at_views(
         self, grads: Sequence[torch.Tensor | None], kept: Collection[int]
@@ -237,7 +241,10 @@ class DenseBucket(Bucket):
             with torch.enable_grad():
                 grad.copy_(self._tracked[k])  # gives .grad its history
         with torch.no_grad():
-            grad.detach().copy_(view)
+            try:
+                grad.detach().copy_(view)
+            except RuntimeError:  # a hook put an expanded tensor there
+                param.grad = torch.empty_like(view).copy_(view)
 
     def tie_grads(self) -> None:
         """See `Bucket`."""

@@ -87,9 +87,10 @@ class Pipeline:
             for bucket in self.buckets:
                 bucket.tie_grads()
 
-    def replan(self, *, static_graph: bool) -> ReducerConfig:
-        """Start over, with or without the promise of a static graph."""
-        self._config = replace(self._config, static_graph=static_graph)
+    def replan(self, *, static_graph: bool | None = None) -> ReducerConfig:
+        """Start over, with or without the promise of a static graph (None: as is)."""
+        if static_graph is not None:
+            self._config = replace(self._config, static_graph=static_graph)
         one_bucket = self._config.starts_with_one_bucket
         limits = self._config.caps.initial_limits(one_bucket=one_bucket)
         self.adopt(initial_layout(self._specs, limits))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -39,7 +39,7 @@ from ._pipeline import Pipeline
 from ._rebuild import ReadyOrder
 from ._untraced import untraced
 from .config import ReducerConfig
-from .errors import GradientError, lost_hooks, two_threads
+from .errors import GradientError, frozen_here, lost_hooks, two_threads
 from .trace import Moment
 
 if TYPE_CHECKING:
@@ -242,6 +242,7 @@ class Reducer:
             missing = sorted(self.countdown.filled)
             unused = self.pipeline.used_map.unused_everywhere()
             untouched = unused if self.expected.shares_used_map else self.expected.kept
+            _refuse_frozen(self, {*missing} - {*untouched})
             self.pipeline.finish(untouched)
             if self.expected.keeps_ready_order:
                 self.ready_order.note([*self.countdown.ready, *missing])
@@ -266,6 +267,13 @@ class Reducer:
             self._probed_task = NO_TASK
             self.ledger.forget()
             self.phase.enter(Phase.IDLE)
+
+
+def _refuse_frozen(reducer: Reducer, others: Collection[int]) -> None:
+    """Gradients that only other ranks have must not be of parameters frozen here."""
+    frozen = [reducer.names[i] for i in others if not reducer.params[i].requires_grad]
+    if frozen and reducer.expected.shares_used_map:
+        raise GradientError(frozen_here(reducer.rank, sorted(frozen)))
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -90,7 +90,8 @@ def _judge(
     if has_drifted:
         return Verdict(Outcome.LATE, details)
     is_named = all(
-        _is_named(rank, records[rank].error, names if rank in culprits else ())
+        records[rank].is_argument  # a plain TypeError or ValueError, as torch raises
+        or _is_named(rank, records[rank].error, names if rank in culprits else ())
         for rank in raised
     )
     return Verdict(Outcome.NAMED if is_named else Outcome.ERROR, details)

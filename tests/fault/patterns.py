@@ -185,12 +185,14 @@ def two_and_two_by_hand(stage: Play) -> None:
     stage.train(2)
 
 
-def by_hand(stage: Play) -> None:
+def by_hand(stage: Play, *, drops_grads: bool = True) -> None:
     """A step that no optimizer makes: drift by it alone is reported one step later."""
     with torch.no_grad():
         for param in stage.model.parameters():
             if param.grad is not None:
                 param -= 0.1 * param.grad
+                if drops_grads:
+                    param.grad = None
 
 
 def retained(stage: Play) -> None:
@@ -371,17 +373,19 @@ in_modes(
 in_modes(
     "gradient penalty by torch.autograd.grad",
     gradient_penalty,
-    [RIGHT, RIGHT, SILENT, RIGHT],
+    [RIGHT, RIGHT, RIGHT, RIGHT],
 )
 
 
-def step_by_hand_of(wrong: Callable[[Play], None]) -> Callable[[Play], None]:
+def step_by_hand_of(
+    wrong: Callable[[Play], None], *, drops_grads: bool = True
+) -> Callable[[Play], None]:
     def run(stage: Play) -> None:
         stage.begin()
         stage.train(2)
         stage.model.zero_grad()
         wrong(stage)
-        by_hand(stage)
+        by_hand(stage, drops_grads=drops_grads)
         stage.train(2)
 
     return run
@@ -410,7 +414,7 @@ add(
 )
 add(
     "no_sync() around both, applied by hand",
-    step_by_hand_of(call_quietly),
+    step_by_hand_of(call_quietly, drops_grads=False),
     SILENT,
     names=OF_AB,
 )
@@ -423,7 +427,7 @@ def unused_by_hand(stage: Play) -> None:
 add(
     "unused on all ranks, applied by hand",
     step_by_hand_of(unused_by_hand),
-    LATE,
+    ERROR,
     names=OF_B,
 )
 
@@ -493,8 +497,9 @@ def changes(
     *,
     new_optimizer: bool = True,
     is_by_hand: bool = False,
-    loss: Loss = plain,
 ) -> Callable[[Play], None]:
+    """Train, change the module, train on; without a way back, wrap again."""
+
     def run(stage: Play) -> None:
         module = Net()
         if change is unfreeze:
@@ -502,23 +507,21 @@ def changes(
         stage.begin(module)
         stage.train(2)
         change(stage)
-        if back is None:
-            stage.wraps_again = True
-        else:
+        stage.wraps_again = back is None
+        if back is not None:
             stage.undo.append(lambda: back(stage))
         if new_optimizer:
             stage.optimizer = stage.sgd()
-        stage.loss = loss
-        stage.undo.append(lambda: setattr(stage, "loss", plain))
         dtype = next(stage.model.parameters()).dtype
-        for _ in range(3):
+        for k in range(3):
             stage.model.zero_grad()
-            loss(stage.model, stage.x().to(dtype), stage.rank).backward()
-            if is_by_hand:
-                by_hand(stage)
-                stage.stepped()
-            else:
+            plain(stage.model, stage.x().to(dtype), stage.rank).backward()
+            if not is_by_hand:
                 stage.update(None)
+                continue
+            by_hand(stage)
+            if k:  # only the next forward can tell
+                stage.stepped()
 
     return run
 
@@ -565,12 +568,15 @@ def replace_parameter(stage: Play) -> None:
 
 
 def to_double(stage: Play) -> None:
+    stage.undo.append(stage.model.float)
     stage.model.double()
 
 
 def part_to_double(stage: Play) -> None:
-    stage.model.module.b.double()
-    stage.model.module.b.register_forward_pre_hook(lambda _m, xs: (xs[0].double(),))
+    layer = stage.model.module.b
+    handle = layer.register_forward_pre_hook(lambda _m, xs: (xs[0].double(),))
+    stage.undo += [handle.remove, layer.float]
+    layer.double()
 
 
 def part_back(stage: Play) -> None:
@@ -579,10 +585,12 @@ def part_back(stage: Play) -> None:
 
 
 def to_half(stage: Play) -> None:
+    stage.undo.append(stage.model.float)
     stage.model.half()
 
 
 def to_bfloat(stage: Play) -> None:
+    stage.undo.append(stage.model.float)
     stage.model.to(torch.bfloat16)
 
 
@@ -604,7 +612,7 @@ in_modes(
 in_modes(
     "frozen on one rank",
     changes(freeze_on_one, unfreeze),
-    [HANG, RIGHT, HANG, HANG],
+    [HANG, SILENT, HANG, HANG],
     names=OF_B,
     culprits=SECOND,
 )
@@ -660,7 +668,7 @@ for what, change in {
 in_modes(
     "a layer .double() after wrapping",
     changes(part_to_double),
-    [LATE, SILENT, LATE, LATE],
+    [LATE, ERROR, LATE, LATE],
     names=OF_B,
 )
 in_modes(
@@ -713,13 +721,13 @@ HEADS = (*OF_AB, "trunk.weight", "trunk.bias")
 in_modes(
     "backward calls on disjoint parameters",
     head_by_head(has_trunk=False),
-    [RIGHT, RIGHT, ERROR, RIGHT],
+    [RIGHT, LATE, SILENT, RIGHT],
     names=HEADS,
 )
 in_modes(
     "backward calls on overlapping parameters",
     head_by_head(has_trunk=True),
-    [ERROR] * 4,
+    [ERROR, LATE, LATE, ERROR],
     names=HEADS,
 )
 
@@ -749,7 +757,7 @@ def checkpointed(calls: int, *, use_reentrant: bool) -> Callable[[Play], None]:
 in_modes(
     "reentrant checkpoint of a shared layer",
     checkpointed(2, use_reentrant=True),
-    [ERROR, ERROR, RIGHT, ERROR],
+    [SILENT, ERROR, RIGHT, SILENT],
     names=OF_A,
 )
 in_modes(
@@ -836,10 +844,10 @@ def by_pickle(model: Any) -> Any:
 
 
 in_modes(
-    "deepcopy of a trained object", copied(copy.deepcopy), [RIGHT, RIGHT, ERROR, RIGHT]
+    "deepcopy of a trained object", copied(copy.deepcopy), [RIGHT, RIGHT, SILENT, RIGHT]
 )
 in_modes(
-    "unpickle of a trained object", copied(by_pickle), [RIGHT, RIGHT, ERROR, RIGHT]
+    "unpickle of a trained object", copied(by_pickle), [RIGHT, RIGHT, SILENT, RIGHT]
 )
 
 
@@ -911,7 +919,7 @@ in_modes("a hook replaces .grad", grad_hook(swap, SECOND, plain), [RIGHT] * 4)
 in_modes(
     "a hook replaces .grad by an expanded tensor",
     grad_hook(share, SECOND, None),
-    [RIGHT] * 4,
+    [HANG, HANG, HANG, RIGHT],
 )
 
 
@@ -956,9 +964,11 @@ def skips_a_step(stage: Play) -> None:
 
 
 def skips_backward(stage: Play) -> None:
+    """And steps all the same: weight decay, momentum."""
     stage.begin()
+    stage.optimizer = torch.optim.SGD(stage.model.parameters(), 0.1, momentum=0.9)
     stage.train(2)
-    stage.model.zero_grad()
+    stage.model.zero_grad(set_to_none=False)
     loss = plain(stage.model, stage.x(), stage.rank)
     if stage.rank == 0:
         loss.backward()
@@ -979,7 +989,7 @@ def quiet_on_one(stage: Play) -> None:
 
 add("one rank makes fewer steps", fewer_steps, HANG, culprits=SECOND)
 add("one rank skips a step, and goes on", skips_a_step, HANG, culprits=SECOND)
-add("one rank has no backward", skips_backward, HANG, culprits=SECOND)
+add("one rank has no backward", skips_backward, HANG, culprits=SECOND, names=OF_AB)
 add("one rank is under no_sync()", quiet_on_one, HANG, culprits=SECOND, names=OF_AB)
 
 
@@ -1050,16 +1060,16 @@ def odd_module(how: str) -> Callable[[Play], None]:
 
 
 ODD_ENDS = {
-    "order": RIGHT,
+    "order": SILENT,
     "shape": HANG,
-    "dtype": HANG,
-    "strides": ERROR,
+    "dtype": CRASH,
+    "strides": HANG,
     "names": SILENT,
     "more": ERROR,
     "frozen": ERROR,
-    "frozen weight": SILENT,
-    "buffer": HANG,
-    "buffer shape": HANG,
+    "frozen weight": HANG,
+    "buffer": RIGHT,
+    "buffer shape": RIGHT,
 }
 for how, end in ODD_ENDS.items():
     add(f"one rank's module differs: {how}", odd_module(how), end)
@@ -1076,9 +1086,9 @@ def odd_options(
 
 
 for what, first, second, end in [
-    ("bucket_cap_mb", {"bucket_cap_mb": 0}, {"bucket_cap_mb": 25}, HANG),
+    ("bucket_cap_mb", {**FIND, "bucket_cap_mb": 0}, FIND, HANG),
     ("find_unused_parameters", FIND, DEFAULT, HANG),
-    ("static_graph", STATIC, DEFAULT, HANG),
+    ("static_graph", STATIC, DEFAULT, CRASH),
     ("gradient_as_bucket_view", VIEW, DEFAULT, RIGHT),
 ]:
     add(f"ranks differ in {what}", odd_options(first, second), end)

@@ -30,6 +30,7 @@ class Record:
     is_right: list[bool] = field(default_factory=list)  # gradients of those steps
     error: str = ""  # of the pattern: "Class: text"
     is_named: bool = False  # the error is one of ours
+    is_argument: bool = False  # the constructor refused an argument
     seconds: float = 0.0
     recovery: str = ""  # why training did not go on after reset()
     after: Record | None = None  # the steps that it made then
@@ -123,8 +124,9 @@ class Play:
     def train(self, count: int = 1) -> None:
         """Steps as they should be."""
         for _ in range(count):
+            loss = self.loss(self.model, self.x(), self.rank)
             self.model.zero_grad()
-            self.loss(self.model, self.x(), self.rank).backward()
+            loss.backward()
             self.update(self.loss)
 
     def _are_gradients_of(self, loss: Loss) -> bool:
@@ -191,6 +193,8 @@ def play(ctx: Any, wrapper: str, module: str, name: str) -> Record:
         except Exception as error:
             stage.record.error = f"{type(error).__name__}: {error}"
             stage.record.is_named = f"[rank {ctx.rank}]" in str(error)
+            is_bad_value = isinstance(error, TypeError | ValueError)
+            stage.record.is_argument = stage.model is None and is_bad_value
         stage.record.seconds = time.monotonic() - begin
         if stage.is_minidp:
             try:
