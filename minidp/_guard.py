@@ -118,7 +118,7 @@ class Guard:
         names = self._newcomers.find(module, compares_all=compares_all)
         if names:
             self._complain(_joined(self._reducer.rank, names))
-            self._newcomers.accept()
+            self._newcomers.accept(module)
         self._complain(updated_by_hand(self._reducer))
 
     def _complain(self, problem: str) -> None:

@@ -60,8 +60,9 @@ class Newcomers:
             return []
         return self._search(module)
 
-    def accept(self) -> None:
+    def accept(self, module: nn.Module) -> None:
         """Do not speak of those again that are in the module now."""
+        self._root = module
         self._frozen = [param for param in self._frozen if not param.requires_grad]
         self._remember()
 
@@ -80,8 +81,8 @@ class Newcomers:
         ]
 
     def _search(self, module: nn.Module) -> list[str]:
-        self._root = module
-        if not self._has_changed() and not any(map(_requires_grad, self._frozen)):
+        is_same = module is self._root and not self._has_changed()
+        if is_same and not any(map(_requires_grad, self._frozen)):
             self._count = _registered.count
             return []
         found = dict(module.named_parameters())
@@ -94,6 +95,7 @@ class Newcomers:
             and name not in self._ignored
         ]
         if not names and all(map(attrgetter("is_leaf"), found.values())):
+            self._root = module
             self._remember()  # not what a functional_call lends
         return names
 

@@ -260,8 +260,7 @@ class Reducer:
         """Back to IDLE on ``group``, whatever happened."""
         with self._lock:
             self.fail()
-            self.failure = ""
-            self.rank = group.rank()
+            self.failure, self.rank = "", group.rank()
             self.pipeline.restart(group)
             self.countdown.adopt(self.pipeline.buckets)
             self._probed_task = NO_TASK

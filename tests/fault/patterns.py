@@ -32,7 +32,7 @@ DEFAULT: dict[str, Any] = {}
 FIND = {"find_unused_parameters": True}
 STATIC = {"static_graph": True}
 VIEW = {"gradient_as_bucket_view": True}
-MODES = {"": DEFAULT, "find_unused": FIND, "static_graph": STATIC, "views": VIEW}
+MODES = {"default": DEFAULT, "find_unused": FIND, "static_graph": STATIC, "views": VIEW}
 BOTH = frozenset({0, 1})
 SECOND = frozenset({1})
 OF_A, OF_B = ("a.weight", "a.bias"), ("b.weight", "b.bias")
@@ -68,9 +68,8 @@ def in_modes(
     **more: Any,
 ) -> None:
     for mode, end in zip(modes.split(), ends, strict=True):
-        options = MODES["" if mode == "default" else mode]
         suffix = "" if mode == "default" else f", {mode}"
-        add(f"{name}{suffix}", run, end, options=options, **more)
+        add(f"{name}{suffix}", run, end, options=MODES[mode], **more)
 
 
 # -- a parameter is unused -------------------------------------------------------------
@@ -108,7 +107,8 @@ in_modes("unused on all ranks", unused("a", "a"), [LATE, RIGHT, LATE, LATE], nam
 in_modes(
     "unused on one rank, in the last step",
     unused("ab", "a", is_last=True),
-    [HANG, RIGHT, HANG, HANG],
+    [HANG, RIGHT],
+    "default find_unused",
     names=OF_B,
     culprits=SECOND,
 )
@@ -612,7 +612,8 @@ in_modes(
 in_modes(
     "frozen on one rank",
     changes(freeze_on_one, unfreeze),
-    [HANG, SILENT, HANG, HANG],
+    [HANG, SILENT],
+    "default find_unused",
     names=OF_B,
     culprits=SECOND,
 )
@@ -652,7 +653,15 @@ for what, change in {
     ".to(bfloat16)": to_bfloat,
     ".to(float64) and back": and_back,
 }.items():
-    in_modes(f"{what} after wrapping", changes(change), [SILENT] * 4, names=OF_AB)
+    few = "default find_unused"
+    modes = few if change in (to_half, to_bfloat) else " ".join(MODES)
+    in_modes(
+        f"{what} after wrapping",
+        changes(change),
+        [SILENT] * len(modes.split()),
+        modes,
+        names=OF_AB,
+    )
     add(
         f"{what} after wrapping, optimizer of before",
         changes(change, new_optimizer=False),
@@ -1005,52 +1014,60 @@ in_modes("ranks take different branches", takes_another_branch, [RIGHT] * 4)
 
 
 class Odd(Net):
-    """Differs on rank 1."""
-
-    def __init__(self, rank: int, how: str) -> None:
-        super().__init__()
-        if rank == 0:
-            how = ""
-        if how == "order":
-            b = self.b
-            del self.b
-            a = self.a
-            del self.a
-            self.b, self.a = b, a
-        elif how == "shape":
-            self.a, self.b = nn.Linear(3, 5), nn.Linear(5, 3)
-        elif how == "dtype":
-            self.b.double()
-        elif how == "strides":
-            self.b.weight = nn.Parameter(self.b.weight.detach().t())
-        elif how == "names":
-            self.c, self.b = self.b, nn.Identity()
-        elif how == "more":
-            self.c = nn.Linear(3, 3)
-        elif how == "frozen":
-            self.b.requires_grad_(False)
-        elif how == "frozen weight":
-            self.b.weight.requires_grad_(False)
-            self.b.extra = nn.Parameter(torch.zeros(3, 3))
-        elif how == "buffer":
-            self.register_buffer("extra", torch.zeros(2))
-        elif how == "buffer shape":
-            self.register_buffer("mean", torch.zeros(5))
-        if how not in ("buffer", "buffer shape"):
-            pass
-        if rank == 0 or how != "buffer shape":
-            self.register_buffer("mean", torch.zeros(2))
+    """Differs on rank 1 by what one of the functions below did to it."""
 
     def forward(self, x: torch.Tensor, use: str = "ab") -> torch.Tensor:
         for layer in self.children():
-            dtype = next(layer.parameters()).dtype if list(layer.parameters()) else None
-            x = torch.tanh(layer(x if dtype is None else x.to(dtype)))
+            if list(layer.parameters()):
+                x = torch.tanh(layer(x.to(next(layer.parameters()).dtype)))
         return x
 
 
-def odd_module(how: str) -> Callable[[Play], None]:
+def other_order(module: Odd) -> None:
+    first = module.a
+    del module.a
+    module.a = first
+
+
+def other_shape(module: Odd) -> None:
+    module.a, module.b = nn.Linear(3, 5), nn.Linear(5, 3)
+
+
+def other_dtype(module: Odd) -> None:
+    module.b.double()
+
+
+def other_strides(module: Odd) -> None:
+    module.b.weight = nn.Parameter(module.b.weight.detach().t())
+
+
+def other_names(module: Odd) -> None:
+    module.c, module.b = module.b, nn.Identity()
+
+
+def layer_more(module: Odd) -> None:
+    module.c = nn.Linear(3, 3)
+
+
+def frozen_layer(module: Odd) -> None:
+    module.b.requires_grad_(False)
+
+
+def buffer_more(module: Odd) -> None:
+    module.register_buffer("extra", torch.zeros(2))
+
+
+def buffer_shape(module: Odd) -> None:
+    module.register_buffer("mean", torch.zeros(5))
+
+
+def odd_module(differ: Callable[[Odd], None]) -> Callable[[Play], None]:
     def run(stage: Play) -> None:
-        stage.begin(Odd(stage.rank, how))
+        module = Odd()
+        module.register_buffer("mean", torch.zeros(2))
+        if stage.rank == 1:
+            differ(module)
+        stage.begin(module)
         for _ in range(2):
             stage.model.zero_grad()
             plain(stage.model, stage.x(), stage.rank).backward()
@@ -1059,20 +1076,19 @@ def odd_module(how: str) -> Callable[[Play], None]:
     return run
 
 
-ODD_ENDS = {
-    "order": SILENT,
-    "shape": HANG,
-    "dtype": CRASH,
-    "strides": HANG,
-    "names": SILENT,
-    "more": ERROR,
-    "frozen": ERROR,
-    "frozen weight": HANG,
-    "buffer": RIGHT,
-    "buffer shape": RIGHT,
-}
-for how, end in ODD_ENDS.items():
-    add(f"one rank's module differs: {how}", odd_module(how), end)
+for differ, end in [
+    (other_order, SILENT),
+    (other_shape, HANG),
+    (other_dtype, CRASH),
+    (other_strides, HANG),
+    (other_names, SILENT),
+    (layer_more, ERROR),
+    (frozen_layer, ERROR),
+    (buffer_more, RIGHT),
+    (buffer_shape, RIGHT),
+]:
+    what = differ.__name__.replace("_", " ")
+    add(f"one rank's module differs: {what}", odd_module(differ), end)
 
 
 def odd_options(

@@ -146,8 +146,8 @@ class Play:
     def recover(self) -> None:
         """What the README tells people to do after an error, then train."""
         self.is_over = True
-        for undo in reversed(self.undo):
-            undo()
+        while self.undo:
+            self.undo.pop()()
         if self.model is None:  # the constructor raised
             self._options = {}
             self.begin()
