@@ -643,7 +643,7 @@ for what, change in {
     in_modes(
         f"{what}, applied by hand",
         changes(change, is_by_hand=True),
-        [LATE if change is replace else SILENT, SILENT],
+        [ERROR if change is replace else SILENT, SILENT],
         "default find_unused",
         names=(*OF_B, "c.weight"),
     )
@@ -1181,13 +1181,17 @@ def forget(_buffer: torch.Tensor) -> Any:
 
 
 for what, act, ends in [
-    ("raises", fail, [ERROR, LATE]),
-    ("'s future raises", fail_later, [ERROR, LATE]),
+    ("raises", fail, [ERROR, HANG]),
+    ("'s future raises", fail_later, [ERROR, HANG]),
     ("returns None", forget, [CRASH, CRASH]),
-    ("returns a tensor", lambda buffer: buffer, [CRASH, CRASH]),
-    ("'s future brings None", lambda _buffer: bring(None), [ERROR, ERROR]),
-    ("'s future brings a list", lambda buffer: bring([buffer]), [RIGHT, RIGHT]),
-    ("'s future is too short", lambda buffer: bring(buffer[:-1]), [ERROR, ERROR]),
+    ("returns a tensor", lambda buffer: buffer, [ERROR, HANG]),
+    ("'s future brings None", lambda _buffer: bring(None), [ERROR, HANG]),
+    ("'s future brings a list", lambda buffer: bring([buffer]), [ERROR, HANG]),
+    (
+        "'s future is too short",
+        lambda buffer: bring(buffer[:-1].clone()),
+        [ERROR, HANG],
+    ),
     (
         "'s future is too long",
         lambda buffer: bring(torch.cat([buffer, buffer])),
