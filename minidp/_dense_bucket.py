@@ -199,7 +199,11 @@ class DenseBucket(Bucket):
         if kept or self._tracked or not self._arrived:
             slots.forget_copies()
             return False
-        return bool(slots.unflatten(self._arrived, is_alone=self._is_alone))
+        try:
+            return bool(slots.unflatten(self._arrived, is_alone=self._is_alone))
+        except RuntimeError:  # one of them overlaps itself: one by one
+            slots.forget_copies()
+            return False
 
     def _unflatten_carefully(self, kept: Collection[int]) -> None:
         grads = [param.grad for param in self.params]
