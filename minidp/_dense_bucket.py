@@ -8,6 +8,7 @@ tie, a later backward ties it again to the same memory.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Any, cast
@@ -199,11 +200,7 @@ class DenseBucket(Bucket):
         if kept or self._tracked or not self._arrived:
             slots.forget_copies()
             return False
-        try:
-            return bool(slots.unflatten(self._arrived, is_alone=self._is_alone))
-        except RuntimeError:  # one of them overlaps itself: one by one
-            slots.forget_copies()
-            return False
+        return _copy_out(slots, self._arrived, is_alone=self._is_alone)
 
     def _unflatten_carefully(self, kept: Collection[int]) -> None:
         grads = [param.grad for param in self.params]
@@ -214,11 +211,10 @@ class DenseBucket(Bucket):
                 if k not in kept:
                     self._unflatten_slot(k)
         else:
-            try:
+            with contextlib.suppress(RuntimeError):
                 _ops.unflatten(grads, self.views)  # type: ignore[arg-type]
-            except RuntimeError:
-                for k in range(len(grads)):
-                    self._unflatten_slot(k)
+                return
+            list(map(self._unflatten_slot, range(len(grads))))
 
     def _point_at_views(
         self, grads: Sequence[torch.Tensor | None], kept: Collection[int]
@@ -256,6 +252,14 @@ class DenseBucket(Bucket):
             grad = param.grad
             if grad is not None and can_tie(grad, view):
                 param.grad = view.copy_(grad)
+
+
+def _copy_out(slots: Any, arrived: Sequence[Entry], *, is_alone: bool) -> bool:
+    try:
+        return bool(slots.unflatten(arrived, is_alone=is_alone))
+    except RuntimeError:  # a gradient overlaps itself: one by one
+        slots.forget_copies()
+        return False
 
 
 def _allocate(
