@@ -40,6 +40,11 @@ class ReadyOrder:
         """Rebuild once more, after the next backward."""
         self.has_rebuilt = False
 
+    def start_over(self) -> None:
+        """The same, whether one is due now or not: ranks may differ in that."""
+        self.has_rebuilt = False
+        self._order = None
+
 
 def agreed_layout(
     mine: Layout, specs: Sequence[ParamSpec], group: ProcessGroup, watch: Watch
