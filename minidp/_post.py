@@ -221,16 +221,17 @@ class Place:
         self.store.set(f"alarm/{number}", row)
 
     def read_alarms(self, own_rank: int) -> None:
-        """What the others told."""
-        alarms: dict[int, Alarm] = {}
-        number = 1
-        while self.store.check([f"alarm/{number}"]):
-            alarm = Alarm(*json.loads(self.store.get(f"alarm/{number}")))
-            if alarm.rank != own_rank:
-                alarms.setdefault(alarm.rank, alarm)
-            number += 1
-        self.read_cursors(alarms)
-        self.alarms = {r: a for r, a in alarms.items() if self._holds(a)}
+        """What the others told; of each rank, the first that still holds."""
+        alarms: list[Alarm] = []
+        while self.store.check([f"alarm/{len(alarms) + 1}"]):
+            row = json.loads(self.store.get(f"alarm/{len(alarms) + 1}"))
+            alarms.append(Alarm(*row))
+        self.read_cursors({alarm.rank for alarm in alarms} - {own_rank})
+        self.alarms = {
+            alarm.rank: alarm
+            for alarm in reversed(alarms)
+            if alarm.rank != own_rank and self._holds(alarm)
+        }
 
     def _holds(self, alarm: Alarm) -> bool:
         """Whether the rank has not gone on nevertheless (it caught the error)."""

@@ -274,7 +274,7 @@ def test_the_process_ends_after_a_failure(end: str) -> None:
     finally:
         for process in (first, second):
             process.kill()
-            process.wait()
+            process.communicate()
     assert first.returncode == 0, output
     assert "Missing: rank 1. Rank 1 does not answer" in output
     assert output.rstrip().endswith("END")
@@ -291,7 +291,7 @@ def test_a_process_that_ends_with_an_error_says_so() -> None:
     finally:
         for process in (first, second):
             process.kill()
-            process.wait()
+            process.communicate()
     assert (first.returncode, second.returncode) == (0, 1)
     assert "Rank 1 gave up: its process ended: ValueError: no more disk." in output
 
