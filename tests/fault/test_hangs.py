@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -39,7 +40,21 @@ def killed(ctx: Any, ddp: DataParallel) -> None:
 
 
 def stopped(ctx: Any, ddp: DataParallel) -> None:
+    stop(ctx)
+
+
+def stop(ctx: Any) -> None:
+    """Until `end_the_stopped`."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set("stopped", str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def end_the_stopped() -> None:
+    """Nobody has to wait for it any more."""
+    pid = int(dist.distributed_c10d._get_default_store().get("stopped"))
+    with contextlib.suppress(ProcessLookupError):  # another rank did it
+        os.kill(pid, signal.SIGKILL)
 
 
 def loads_data(ctx: Any, ddp: DataParallel) -> None:
@@ -95,7 +110,13 @@ def absent_once(ctx: Any, how: str, options: dict[str, Any]) -> Any:
     begin = time.monotonic()
     error = attempt(lambda: ddp(x).sum().backward())
     seconds = time.monotonic() - begin
-    if how not in ("killed", "stopped"):
+    if how == "stopped":
+        store = dist.distributed_c10d._get_default_store()
+        store.add("know", 1)
+        while store.add("know", 0) < ctx.world_size - 1:
+            time.sleep(0.05)
+        end_the_stopped()
+    elif how != "killed":
         wait_for_others(ctx)
     return error, seconds
 
