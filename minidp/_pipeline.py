@@ -19,9 +19,10 @@ from ._arrivals import Entry
 from ._averaging import Averaging
 from ._bucket import Bucket, BucketState
 from ._dense_bucket import DenseBucket
-from ._layout import Layout, ParamSpec, initial_layout, rebuilt_layout
+from ._layout import Layout, ParamSpec, initial_layout
 from ._overlap import Observer
-from ._rebuild import agreed_layout
+from ._rebuild import ReadyOrder, agreed_layout, layout_after
+from ._saved_layout import resumed_layout, to_plain
 from ._sparse_bucket import SparseBucket
 from ._used_map import UsedMap
 from ._watch import Watch
@@ -89,19 +90,27 @@ class Pipeline:
 
     def replan(self, *, static_graph: bool) -> ReducerConfig:
         """Start over, with or without the promise of a static graph."""
-        self._config = replace(self._config, static_graph=static_graph)
-        one_bucket = self._config.starts_with_one_bucket
-        limits = self._config.caps.initial_limits(one_bucket=one_bucket)
+        config = self._config = replace(self._config, static_graph=static_graph)
+        if config.saved_layout is not None:
+            self.adopt(resumed_layout(config.saved_layout, self._specs))
+            return config
+        one_bucket = config.starts_with_one_bucket
+        limits = config.caps.initial_limits(one_bucket=one_bucket)
         self.adopt(initial_layout(self._specs, limits))
-        return self._config
+        return config
 
     def rebuild(self, ready_order: Sequence[int]) -> None:
         """Collective: adopt the layout that follows rank 0's ready order."""
-        config, specs = self._config, self._specs
-        limits = config.caps.rebuilt_limits()
-        is_reversed = config.last_is_small
-        mine = rebuilt_layout(specs, limits, ready_order, from_the_end=is_reversed)
-        self.adopt(agreed_layout(mine, specs, self.group, self.watch))
+        mine = layout_after(ready_order, self._specs, self._config)
+        self.adopt(agreed_layout(mine, self._specs, self.group, self.watch))
+
+    def plain_layout(self, ready_order: ReadyOrder) -> dict[str, Any]:
+        """The layout of the next backward (rank 0's counts), for a checkpoint."""
+        layout, order = self.layout, ready_order.peek()
+        if order is not None:
+            layout = layout_after(order, self._specs, self._config)
+        rebuilt = ready_order.has_rebuilt or order is not None
+        return to_plain(layout, self._specs, rebuilt=rebuilt)
 
     def is_filling(self, i: int) -> bool:
         """Whether the bucket of parameter ``i`` still waits for gradients."""

@@ -6,18 +6,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ._collectives import broadcast_integers
-from ._layout import Layout, ParamSpec, build_layout
+from ._layout import Layout, ParamSpec, build_layout, rebuilt_layout
 from ._watch import Watch
+from .config import ReducerConfig, SavedLayout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 class ReadyOrder:
-    """The order in which gradients became ready, while a rebuild is still to come."""
+    """The order in which gradients became ready, while a rebuild is still to come.
 
-    def __init__(self) -> None:
-        self.has_rebuilt = False
+    Args:
+        saved: the layout to start with, which may be a rebuilt one.
+    """
+
+    def __init__(self, saved: SavedLayout | None = None) -> None:
+        self.has_rebuilt = saved is not None and saved.rebuilt
         self._order: list[int] | None = None
 
     @property
@@ -30,6 +35,10 @@ class ReadyOrder:
         if not self.has_rebuilt:
             self._order = order
 
+    def peek(self) -> list[int] | None:
+        """What the next forward rebuilds by; None when it does not."""
+        return self._order
+
     def take(self) -> list[int]:
         """Rebuild now."""
         order, self._order = self._order or [], None
@@ -39,6 +48,14 @@ class ReadyOrder:
     def allow_again(self) -> None:
         """Rebuild once more, after the next backward."""
         self.has_rebuilt = False
+
+
+def layout_after(
+    order: Sequence[int], specs: Sequence[ParamSpec], config: ReducerConfig
+) -> Layout:
+    """What this rank would have after a rebuild by ``order``."""
+    limits = config.caps.rebuilt_limits()
+    return rebuilt_layout(specs, limits, order, from_the_end=config.last_is_small)
 
 
 def agreed_layout(
