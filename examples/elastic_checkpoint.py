@@ -240,7 +240,11 @@ def join_group(patience: timedelta) -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt {attempt}", store)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=patience
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=2 * patience,  # minidp, which can say who is missing, is the first
     )
 
 

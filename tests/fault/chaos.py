@@ -55,6 +55,7 @@ EXIT_CODES = {"kill": -9, "exit": 7, "segv": -11, "raise": 1}
 SILENT = {"stop", "stick"}  # the process lives: only its peers can tell
 # How an error says which rank is missing.
 NAMES = (
+    re.compile(r"Missing: rank ([\d, ]+)\."),  # minidp's
     re.compile(r"Rank (\d+) failed to pass monitoredBarrier"),
     re.compile(r"errors while waiting for send/recv from rank (\d+)"),
 )

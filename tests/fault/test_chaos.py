@@ -111,6 +111,8 @@ def test_what_is_wrong_is_said(tmp_path, change, options, complaint):
     ("text", "ranks"),
     [
         ("[Rank 0]: Rank 2 failed to pass monitoredBarrier in 5000 ms", {2}),
+        ("CollectiveError: [rank 0] ... Missing: rank 1. Rank 1 does not", {1}),
+        ("Missing: rank 1, 3. Rank 1 runs", {1, 3}),
         ("errors while waiting for send/recv from rank 0. Please", {0}),
         ("Connection closed by peer", set()),
     ],
