@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ._collectives import broadcast_integers
 from ._layout import Layout, ParamSpec, build_layout, rebuilt_layout
+from ._saved_layout import to_plain
 from ._watch import Watch
 from .config import ReducerConfig, SavedLayout
 
@@ -35,9 +36,14 @@ class ReadyOrder:
         if not self.has_rebuilt:
             self._order = order
 
-    def peek(self) -> list[int] | None:
-        """What the next forward rebuilds by; None when it does not."""
-        return self._order
+    def plain_layout(
+        self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig
+    ) -> dict[str, Any]:
+        """The layout of the next backward (rank 0's counts), for a checkpoint."""
+        rebuilt = self.has_rebuilt or self._order is not None
+        if self._order is not None:
+            now = layout_after(self._order, specs, config)
+        return to_plain(now, specs, rebuilt=rebuilt)
 
     def take(self) -> list[int]:
         """Rebuild now."""
@@ -69,7 +75,7 @@ def agreed_layout(
         group: the ranks.
         watch: over the broadcast.
     """
-    with watch.over("broadcasting the bucket layout"):
+    with watch.whole("broadcasting the bucket layout"):
         agreed = broadcast_integers(_encode(mine), group, specs[0].device)
     return build_layout(specs, _decode(agreed))
 
