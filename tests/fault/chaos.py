@@ -16,8 +16,9 @@ What is asked of a run:
     kill, exit, segv   by torchrun (exit status and rank), which ends the peers as soon
                        as it sees that; or by a peer that was quicker
     raise              by its own traceback, in its own log
-    stop, stick        by a peer: nobody else can know. Every peer that says which
-                       rank is missing says the right one
+    stop, stick        by a peer: nobody else can know. Every peer that says who is
+                       missing names it (and perhaps others, which wait for it, too:
+                       "peer+")
 
 A run takes a second or two, because agent and workers are forked from this process,
 which has imported torch. Those that are "cold" (every tenth) are started as a user
@@ -283,15 +284,22 @@ def _judge_names(run: Run, verdict: Verdict) -> None:
     named = {rank: named_in(run.errors(rank)) for rank in peers}
     right = [rank for rank in peers if plan.rank in named[rank]]
     by_itself = "ValueError: sabotage" in run.errors(plan.rank)
-    witnesses = {"torchrun": by_torchrun, "itself": by_itself, "peer": bool(right)}
+    only = "" if all(named[rank] == {plan.rank} for rank in right) else "+"
+    witnesses = {
+        "torchrun": by_torchrun,
+        "itself": by_itself,
+        f"peer{only}": bool(right),
+    }
     verdict.named_by = ", ".join(who for who, spoke in witnesses.items() if spoke)
     if not verdict.named_by:
         say(f"nobody names rank {plan.rank}")
     if plan.deed == "raise" and not by_itself:
         say("its own log does not say what it raised")
-    wrong = {rank: found for rank, found in named.items() if found - {plan.rank}}
+    wrong = {
+        peer: found for peer, found in named.items() if found and peer not in right
+    }
     if plan.deed in SILENT and wrong:
-        say(f"peers name others: {wrong}")
+        say(f"peers name only others: {wrong}")
 
 
 def named_in(text: str) -> set[int]:

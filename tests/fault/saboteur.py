@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import minidp
-from minidp import _pipeline, _reducer, _replicas
+from minidp import _pipeline, _reducer
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ def moments(script: Any) -> dict[str, Moment]:
     """All moments; ``script`` is the imported training script."""
     wrapper, pipeline = minidp.DataParallel, _pipeline.Pipeline
     return {
-        # the constructor's first collective: peers wait for this rank there
-        "constructor": Moment((_replicas, "start_equal"), "run"),
+        # everything is made; peers wait for this rank in the first collective
+        "constructor": Moment((wrapper, "_wire"), "run", after=True),
         # the module has run, nothing is announced yet
         "forward": Moment((wrapper, "_after_module"), "step"),
         "first bucket": Moment((pipeline, "_launch"), "step", lambda _, n: n == 0),
