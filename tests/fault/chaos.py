@@ -21,7 +21,7 @@ What is asked of a run:
                        "peer+")
 
 A run takes a second or two, because agent and workers are forked from this process,
-which has imported torch. Those that are "cold" (every tenth) are started as a user
+which has imported torch. Those that are "cold" (every 25th) are started as a user
 would, with ``python -m torch.distributed.run``. After a stop torchrun waits 30 s for
 the stopped worker to obey SIGTERM before it kills it; other runs go on meanwhile.
 """
@@ -75,7 +75,8 @@ class Trial:
     @property
     def limit(self) -> float:
         """Seconds after which the run should have ended long ago."""
-        return 60 + self.hang_timeout + 30 * (self.plan.deed == "stop")
+        slow = 240 * self.is_cold + 30 * (self.plan.deed == "stop")
+        return 90 + self.hang_timeout + slow
 
     def command(self, folder: Path) -> list[str]:
         """Arguments of torchrun."""
@@ -97,7 +98,8 @@ def draw(seed: int, number: int, hang_timeout: float, cold_every: int) -> Trial:
     random.Random(f"{seed}, {number // len(cells)}").shuffle(cells)
     moment, deed = cells[number % len(cells)]
     rng = random.Random(f"{seed}, run {number}")
-    ranks = rng.choice(WORLD_SIZES)
+    is_cold = cold_every > 0 and number % cold_every == 0
+    ranks = 2 if is_cold else rng.choice(WORLD_SIZES)
     times = occurrences(table[moment], moment, STEPS, SAVES)
     plan = Plan(
         folder="",
@@ -107,7 +109,6 @@ def draw(seed: int, number: int, hang_timeout: float, cold_every: int) -> Trial:
         deed=deed,
         seconds=round(rng.uniform(0.1, 0.5) * hang_timeout, 2),
     )
-    is_cold = cold_every > 0 and number % cold_every == 0
     return Trial(number, ranks, plan, is_cold, hang_timeout)
 
 
@@ -316,28 +317,31 @@ def named_in(text: str) -> set[int]:
 
 
 def conduct(
-    trials: Iterator[Trial], jobs: int, digests: dict[int, str], keep: Path | None
+    trials: Sequence[Trial], jobs: int, digests: dict[int, str], keep: Path | None
 ) -> Iterator[Verdict]:
     """Run trials, ``jobs`` at a time; verdicts as they come."""
     live: list[Run] = []
-    left = True
-    while live or left:
-        while left and len(live) < jobs:
-            trial = next(trials, None)
-            left = trial is not None
-            if trial is not None:
-                live.append(Run.start(trial))
-        for run in list(live):
-            status = run.poll()
-            if status is None and run.age < run.trial.limit:
-                continue
-            live.remove(run)
-            verdict = judge(run, status, digests[run.trial.ranks])
-            if verdict.complaints and keep is not None:
-                shutil.copytree(run.folder, keep / run.folder.name)
+    waiting = list(trials)
+    try:
+        while live or waiting:
+            while waiting and len(live) < jobs:
+                live.append(Run.start(waiting.pop(0)))
+            for run in list(live):
+                status = run.poll()
+                if status is None and run.age < run.trial.limit:
+                    continue
+                live.remove(run)
+                verdict = judge(run, status, digests[run.trial.ranks])
+                if verdict.complaints and keep is not None:
+                    shutil.copytree(run.folder, keep / run.folder.name)
+                shutil.rmtree(run.folder)
+                yield verdict
+            time.sleep(0.02)  # no event covers several children that may also be late
+    finally:  # also of an interrupt
+        for run in live:
+            run.abandon()
+            run.left_behind()
             shutil.rmtree(run.folder)
-            yield verdict
-        time.sleep(0.02)  # no event covers several children that may also be late
 
 
 def undisturbed(ranks: int) -> str:
@@ -394,7 +398,7 @@ def main() -> int:
     add("--seed", type=int, default=0, help="what is drawn (default 0)")
     add("--jobs", type=int, default=2, help="runs at a time (default 2)")
     add("--hang-timeout", type=float, default=5.0, help="seconds (default 5)")
-    add("--cold-every", type=int, default=10, help="0: no cold runs (default 10)")
+    add("--cold-every", type=int, default=25, help="0: no cold runs (default 25)")
     add("--deeds", nargs="*", choices=list(DEEDS), help="only these")
     add("--keep", type=Path, help="folder for the logs of runs that failed")
     add("--results", type=Path, help="file of JSON lines; sums up all that are in it")
@@ -411,7 +415,7 @@ def main() -> int:
     for ranks, digest in digests.items():
         print(f"undisturbed, {ranks} ranks: {digest}", flush=True)
     verdicts = []
-    for verdict in conduct(iter(trials), args.jobs, digests, args.keep):
+    for verdict in conduct(trials, args.jobs, digests, args.keep):
         print(verdict, flush=True)
         verdicts.append(verdict)
         if args.results:
