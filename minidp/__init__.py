@@ -22,6 +22,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _pipeline       the buckets, launched and awaited in index order
         _expectation    which gradients a backward must bring: one class per mode
         _mixed_precision  compute in one dtype, reduce in another
+        _desync         have the replicas drifted apart?
         _overlap        optimizer steps inside the backward
         sync_batchnorm  batch norm over all ranks, also on CPU
     L2  _averaging      how buckets are averaged: who divides, what travels how
@@ -30,6 +31,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _sparse_bucket  a COO gradient that travels as it is
         _bucket         what they share: lifecycle, launch, wait
         comm_hooks      ready-made comm hooks, to be used or copied out
+        _finite         NaN and infinity are named before they travel
         _comm_hook      a registered comm hook: checked, run, its mistakes named
         _grad_bucket    what a comm hook may see of a bucket
         _autograd       grad hooks, final callback, graph walk
@@ -72,6 +74,7 @@ from .errors import (
     MarkedTwiceError,
     MiniDPError,
     NativeError,
+    NonFiniteGradientError,
     ReducerFailedError,
     ReplicaMismatchError,
     UnfinishedReductionError,
@@ -93,6 +96,7 @@ __all__ = [
     "MiniDPError",
     "Moment",
     "NativeError",
+    "NonFiniteGradientError",
     "Recorder",
     "ReducerFailedError",
     "ReplicaMismatchError",

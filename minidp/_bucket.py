@@ -77,7 +77,7 @@ class Bucket(ABC):
         self.state = BucketState.FILLING
         self.streams = streams_for(plan.device)
         self._rank = rank
-        self._work: Work | None = None
+        self.work: Work | None = None  # in flight
         self._is_alone = False  # launched, but nothing changes the payload
 
     def advance(self, state: BucketState) -> None:
@@ -102,18 +102,18 @@ class Bucket(ABC):
         self.advance(BucketState.IN_FLIGHT)
         self._is_alone = is_alone
         with self.streams.launching():
-            self._work = start(self.payload)
-        return self._work
+            self.work = start(self.payload)
+        return self.work
 
     def complete(self) -> None:
         """Wait for the collective (on CUDA: order the current stream after it)."""
-        if self._work is None:
+        if self.work is None:
             raise InternalError(f"[rank {self._rank}] nothing to wait for.")
-        result = wait_for(self._work)
+        result = wait_for(self.work)
         if isinstance(result, torch.Tensor) and result is not self.payload:
             with torch.no_grad():
                 self.payload.copy_(result)
-        self._work = None
+        self.work = None
         self.advance(BucketState.FILLING)
 
     @abstractmethod

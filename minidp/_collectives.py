@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,10 +57,23 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
     return work
 
 
+class Gathering(NamedTuple):
+    """All ranks' rows, once the work is done."""
+
+    rows: torch.Tensor  # 2D
+    work: Work
+
+
+def start_gathering(row: torch.Tensor, group: ProcessGroup) -> Gathering:
+    """Start to bring together all ranks' rows (1D, equally long on each rank)."""
+    rows = row.new_empty(group.size(), row.numel())
+    return Gathering(rows, group.allgather([list(rows.unbind())], [row]))
+
+
 def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """All ranks' rows (1D, equally long on each rank), as one 2D tensor."""
-    rows = row.new_empty(group.size(), row.numel())
-    wait_for(group.allgather([list(rows.unbind())], [row]))
+    rows, work = start_gathering(row, group)
+    wait_for(work)
     return rows
 
 

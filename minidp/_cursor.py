@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-MAX_NAMES = 10  # of parameters, in one message
 _NOT_THE_USERS = tuple(
     f"{Path(module.__file__).parent}/"
     for module in (sys.modules[name] for name in ("torch", "json", "minidp"))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -11,8 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ._waiting import Work, is_done_within
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+EXIT_SECONDS = 2.0
 
 
 def default_group() -> ProcessGroup:
@@ -73,30 +80,33 @@ def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
     return created
 
 
-_side_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_side_groups: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = (
+    WeakKeyDictionary()
+)
 _renewals: dict[frozenset[int], str] = {}  # global ranks -> key of their last failure
 
 
-def side_group(group: ProcessGroup) -> ProcessGroup:
-    """Gloo between the same ranks once more, for layers; made by the first call.
+def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
+    """Gloo between the same ranks once more, for a purpose; made by the first call.
 
     Ranks whose graphs differ launch buckets at different points of a backward. On one
     group, the sums of a layer would then meet a bucket of another rank: gloo aborts the
     process, or adds them up if they are equally long. It is faster, too, not to queue
     behind the buckets.
     """
-    if group not in _side_groups:
+    made = _side_groups.setdefault(group, {})
+    if purpose not in made:
         ranks = frozenset(dist.get_process_group_ranks(group))
         newest_first = reversed(_renewals.items())
         key = next((key for members, key in newest_first if members >= ranks), "first")
-        store = group_store(group, f"side/{key}")
+        store = group_store(group, f"side/{purpose}/{key}")
         # Not new_group(), whose names depend on how many groups a process is in. The
         # backend alone has all that is called of a process group here.
         gloo: Any = dist.ProcessGroupGloo(
             store, group.rank(), group.size(), group_timeout(group)
         )
-        _side_groups[group] = gloo
-    return _side_groups[group]
+        made[purpose] = gloo
+    return made[purpose]
 
 
 def renew_side_groups(group: ProcessGroup, key: str) -> None:
@@ -166,14 +176,30 @@ def is_timed(group: ProcessGroup) -> bool:
     return group.size() > 1 and str(dist.get_backend(group)) == "gloo"
 
 
-def keep_for_good(*abandoned: object) -> None:
-    """Never free what a collective in flight uses.
+_left_behind: list[Work] = []
 
-    A Gloo group that is freed waits until its last collective has ended or run into
-    the group's timeout, half an hour by default: at the end of the process as well.
+
+def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
+    """Never free a group with collectives that may not end.
+
+    Gloo would wait for them, up to the group's timeout (half an hour by default), also
+    at the end of the process.
     """
-    for each in abandoned:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    if not _left_behind:
+        atexit.register(_let_end)
+    _left_behind.extend(in_flight)
+
+
+def _let_end() -> None:
+    """At exit: wait a little for collectives that were left behind.
+
+    When the other ranks end, so do they, with an error. If that calls something in
+    Python while the interpreter is being taken down, the process aborts.
+    """
+    deadline = time.monotonic() + EXIT_SECONDS
+    for work in _left_behind:
+        is_done_within(work, max(0.001, deadline - time.monotonic()))
 
 
 def end_group(group: ProcessGroup) -> None:

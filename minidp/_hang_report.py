@@ -37,12 +37,15 @@ class Sighting:
     def absent(self) -> list[int]:
         """Ranks that will not come, or have not started what this rank waits for."""
         others = [rank for rank in range(self.world_size) if rank != self.rank]
-        return [rank for rank in others if self._is_absent(rank)]
+        gone = [rank for rank in others if self._has_given_up(rank)]
+        # If somebody gave up, others may be late for the same reason.
+        return gone or [rank for rank in others if self._is_absent(rank)]
+
+    def _has_given_up(self, rank: int) -> bool:
+        return rank in self.alarms and self.alarms[rank].started < self.started
 
     def _is_absent(self, rank: int) -> bool:
         if rank in self.silent or rank not in self.cursors:
-            return True
-        if rank in self.alarms and self.alarms[rank].started < self.started:
             return True
         return self.cursors[rank].progress.started < self.started
 
@@ -99,7 +102,8 @@ def _describe(progress: Progress) -> str:
 
 
 def _cut(text: str) -> str:
-    text = text.strip().rstrip(".")
+    """Another rank's error, without its advice."""
+    text = text.partition(" What to do:")[0].strip().rstrip(".")
     return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
 
 

@@ -19,6 +19,7 @@ from ._arrivals import Entry
 from ._averaging import Averaging
 from ._bucket import Bucket, BucketState
 from ._dense_bucket import DenseBucket
+from ._finite import refuse_nonfinite
 from ._groups import keep_for_good
 from ._layout import Layout, ParamSpec, initial_layout
 from ._overlap import Observer
@@ -56,6 +57,7 @@ class Pipeline:
         self.rank = watch.group.rank()
         self.tracer = Tracer()
         self.watch = watch
+        self.checks_finite = False
         self.skipped: Collection[int] = ()  # buckets that do not travel this time
         self.observers: list[Observer] = []
         self.owed: list[torch.futures.Future[Any]] = []  # the next backward waits for
@@ -150,6 +152,8 @@ class Pipeline:
         return before < self.next == len(self.buckets)
 
     def _launch(self, number: int) -> None:
+        if self.checks_finite:
+            refuse_nonfinite(self.buckets[number], self.rank, self.tracer.backward)
         with self.watch.over("launching the all-reduce", number):
             following = range(number + 1, len(self.buckets))
             is_last = all(later in self.skipped for later in following)
@@ -183,8 +187,9 @@ class Pipeline:
 
     def abandon(self) -> None:
         """Nobody may ever complete what is in flight: do not let its group end."""
-        if any(bucket.state is BucketState.IN_FLIGHT for bucket in self.buckets):
-            keep_for_good(self.group)
+        works = [bucket.work for bucket in self.buckets if bucket.work is not None]
+        if works:
+            keep_for_good(self.group, works)
 
     def drain(self) -> None:
         """Wait for everything in flight and discard the results."""

@@ -13,17 +13,18 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from typing import TYPE_CHECKING
 
-from ._cursor import MAX_NAMES, Cursor, Progress, place_of
+from ._cursor import Cursor, Progress, place_of
 from ._groups import own_store
 from ._hang_report import Alarm, Sighting
 from ._phase import Phase
 from ._reducer import Reducer
 from ._watch import STORE_SECONDS, OnDevice
+from .errors import MAX_NAMES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -92,7 +93,7 @@ class Post:
         """See `Lookout`."""
         for alarm in list(self._place.alarms.values()):
             if alarm.started < started:
-                return f"rank {alarm.rank} gave up"
+                return "it cannot finish any more"
         return ""
 
     def report(self, started: int) -> str:
@@ -133,7 +134,8 @@ class Post:
                 self._investigate(inquiry, place)
         except RuntimeError as error:
             place.lose(error)
-            self._answer_all(place.problem)
+            for inquiry in list(self._inquiries):
+                self._answer(inquiry, place, set())
 
     def find_late_on_device(self) -> OnDevice | None:
         """A collective that an accelerator does not finish within the limit."""
@@ -164,22 +166,28 @@ class Post:
             place.send(place.outgoing.pop(0))
 
     def _investigate(self, inquiry: Inquiry, place: Place) -> None:
-        cursors = place.read_cursors(r for r in range(self._size) if r != self.rank)
-        running = inquiry.see(cursors)
-        known = running | place.alarms.keys()
+        place.read_cursors(rank for rank in range(self._size) if rank != self.rank)
+        running = inquiry.see(place.cursors)
+        is_explained = any(a.started < inquiry.started for a in place.alarms.values())
+        is_complete = len(running | place.alarms.keys()) >= self._size - 1
         patience = BEATS_OF_SILENCE * self.interval
-        if len(known) < self._size - 1 and inquiry.age() < patience:
-            return
+        if is_explained or is_complete or inquiry.age() > patience:
+            silent = set() if is_explained else place.cursors.keys() - running
+            self._answer(inquiry, place, silent)
+
+    def _answer(self, inquiry: Inquiry, place: Place, silent: Collection[int]) -> None:
         found = Sighting(
             self.rank,
             self._size,
             inquiry.started,
-            cursors,
-            cursors.keys() - running,
+            dict(place.cursors),
+            silent,
             dict(place.alarms),
         )
         self._inquiries.remove(inquiry)
-        inquiry.answer.set_result(found.to_text())
+        is_known = not place.problem or found.absent()
+        text = found.to_text() if is_known else ""
+        inquiry.answer.set_result(f"{text} {place.problem}".strip())
 
     def _answer_all(self, text: str) -> None:
         while self._inquiries:
@@ -192,6 +200,7 @@ class Place:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.problem = ""  # why the store cannot be used any more
+        self.cursors: dict[int, Cursor] = {}  # of others, by rank: the last of each
         self.alarms: dict[int, Alarm] = {}  # of others, by rank: the first of each
         self.outgoing: list[Alarm] = []
 
@@ -201,7 +210,7 @@ class Place:
         self.problem = (
             "Nothing is known about the other ranks: the process group's store is "
             "gone, and with it the process that hosted it (rank 0, or torchrun's "
-            f"agent): {first_line}"
+            f"agent): {first_line}."
         )
 
     def send(self, alarm: Alarm) -> None:
@@ -219,10 +228,12 @@ class Place:
                 self.alarms.setdefault(alarm.rank, alarm)
             number += 1
 
-    def read_cursors(self, ranks: Iterable[int]) -> dict[int, Cursor]:
+    def read_cursors(self, ranks: Iterable[int]) -> None:
         """The last words of other ranks, as far as they said any."""
-        there = [rank for rank in ranks if self.store.check([f"cursor/{rank}"])]
-        return {r: Cursor.from_json(self.store.get(f"cursor/{r}")) for r in there}
+        for rank in ranks:
+            if self.store.check([f"cursor/{rank}"]):
+                text = self.store.get(f"cursor/{rank}")
+                self.cursors[rank] = Cursor.from_json(text)
 
 
 class Inquiry:

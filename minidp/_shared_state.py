@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from . import _managed, _replicas
+from ._desync import ReplicaCheck
 from ._reducer import Reducer
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class SharedState:
     # whether the one before it was to be synchronised.
     require_forward_param_sync: bool
     _reducer: Reducer
+    _replica_check: ReplicaCheck | None
+    _join_config: Any  # of Joinable
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward broadcasts module buffers (a collective)."""
@@ -59,6 +62,35 @@ class SharedState:
             _replicas.broadcast_state(state, self.process_group, root)
         if self.forward_sync_buffers:
             self._sync_module_buffers(root)
+
+    def _watch_values(self, every: int) -> None:
+        """Compare the replicas every so many steps; 0: never."""
+        self._replica_check = None
+        if every:
+            reducer = self._reducer
+            check = ReplicaCheck(reducer.pipeline, reducer.names, every)
+            reducer.pipeline.observers.append(check)
+            self._replica_check = check
+
+    def _meet_to_compare(self) -> None:
+        """Collective: connect the ranks for `_compare_if_due`."""
+        if self._replica_check is not None:
+            self._replica_check.meet()
+
+    def _compare_if_due(self, *, with_module_buffers: bool) -> None:
+        """Collective: start to compare the replicas before a forward."""
+        if self._replica_check is None or self._join_config.enable:
+            return
+        managed, ignored = set(self._reducer.names), self.parameters_to_ignore
+        others: dict[str, torch.Tensor] = {
+            name: param
+            for name, param in self.module.named_parameters()
+            if name not in managed and name not in ignored
+        }
+        if with_module_buffers:  # else they may differ, and that is meant so
+            others |= self.named_module_buffers
+        step = self._reducer.ledger.finalized
+        self._replica_check.begin(step, self._reducer.params, others)
 
     @property
     def broadcast_buffers(self) -> bool:

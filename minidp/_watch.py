@@ -162,8 +162,8 @@ class Watch:
         while not is_done_within(work, SLICE_SECONDS):
             lost = self.lookout.find_lost(self.started)
             if lost or time.monotonic() > deadline:
-                keep_for_good(work, self.group)  # with the memory that it writes to
-                raise TimeoutError(lost or f"nothing came within {self.limit:g} s")
+                keep_for_good(self.group, [work])
+                raise TimeoutError(lost or f"it did not finish within {self.limit:g} s")
         return work.wait()
 
     def __enter__(self) -> None:

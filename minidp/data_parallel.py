@@ -158,6 +158,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
                 self._key = _replicas.start_equal(checked, buffers, group)
             else:
                 _replicas.take_delayed(checked.replica, group)  # as torch does
+            self._meet_to_compare()
         watch.lookout.move_to(group, self._key)
         if self._precision is not None:
             self._precision.cast_module_buffers(self.named_module_buffers)
@@ -190,6 +191,8 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         self._reducer = Reducer(replica.params, replica.specs, config, watch)
         watchdog.open_post(self._reducer, self._key)
         self._guard = Guard(self._reducer, checked.safety.unsynced)
+        self._watch_values(checked.safety.check_replicas_every)
+        self._reducer.pipeline.checks_finite = checked.safety.check_finite_grads
         self._precision = None
         if checked.precision is not None:
             how = (checked.precision, self.process_group.rank())
@@ -232,6 +235,8 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             self._reducer.rebuild_if_due()
         if heading.broadcasts:
             self._sync_module_buffers(root)
+        if heading.reduces:
+            self._compare_if_due(with_module_buffers=heading.broadcasts)
         if self.device_ids:
             inputs = move_inputs(inputs, self.device)
             kwargs = move_inputs(kwargs, self.device)
@@ -353,6 +358,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         key = f"reset/{self._key}/{self._num_resets}"
         self._num_resets += 1
         self.process_group = agree_and_recover(self._reducer, key)
+        self._meet_to_compare()
         self._stop_joining()
 
     def set_recorder(self, recorder: Recorder | None) -> None:

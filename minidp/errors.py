@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MAX_NAMES = 10  # of parameters, where a message may grow without limit
+
 
 class MiniDPError(RuntimeError):
     """Base of the run-time errors below."""
 
 
 class ReplicaMismatchError(MiniDPError):
-    """The replicas differ, or a rank rejected its arguments, at construction."""
+    """The replicas differ: at construction, or later (``check_replicas_every``)."""
 
 
 class UnfinishedReductionError(MiniDPError):
@@ -32,6 +34,10 @@ class GraphChangedError(MiniDPError):
 
 class GradientError(MiniDPError):
     """A gradient does not fit its slot (dtype, layout, shape)."""
+
+
+class NonFiniteGradientError(GradientError):
+    """A gradient holds NaN or infinity (``check_finite_grads=True``)."""
 
 
 class UnsyncedGradientsError(MiniDPError):

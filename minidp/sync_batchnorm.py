@@ -249,7 +249,7 @@ def merge_moments(x: torch.Tensor, wants: int, group: ProcessGroup) -> Batch:
     numbers = torch.tensor([count, wants], dtype=torch.float64)
     message = torch.cat([mean.double(), m2.double(), numbers])
     with _watch(group, "forward"):
-        group = side_group(group)
+        group = side_group(group, "layers")
         rows = gather_rows(message, group)
     means, m2s, counts, everyones_wants = rows.split([num_channels] * 2 + [1] * 2, 1)
     total = int(counts.sum())

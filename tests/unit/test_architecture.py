@@ -96,6 +96,7 @@ IMPORTS: dict[str, set[str]] = {
         "_averaging",
         "_bucket",
         "_dense_bucket",
+        "_finite",
         "_groups",
         "_layout",
         "_overlap",
@@ -127,7 +128,7 @@ IMPORTS: dict[str, set[str]] = {
         "trace",
     },
     "_replicas": {"_collectives", "_groups", "errors"},
-    "_shared_state": {"_managed", "_reducer", "_replicas"},
+    "_shared_state": {"_desync", "_managed", "_reducer", "_replicas"},
     "sync_batchnorm": {
         "_collectives",
         "_groups",
@@ -182,10 +183,20 @@ IMPORTS: dict[str, set[str]] = {
     },
     "_cursor": set(),
     "_hang_report": {"_cursor"},
-    "_post": {"_cursor", "_groups", "_hang_report", "_phase", "_reducer", "_watch"},
+    "_post": {
+        "_cursor",
+        "_groups",
+        "_hang_report",
+        "_phase",
+        "_reducer",
+        "_watch",
+        "errors",
+    },
     "_watchdog": {"_groups", "_post", "_reducer", "_watch"},
-    "_groups": set(),
+    "_groups": {"_waiting"},
     "_waiting": set(),
+    "_desync": {"_collectives", "_groups", "_pipeline", "_waiting", "errors"},
+    "_finite": {"_bucket", "errors"},
 }
 TALKS_TO_OTHER_RANKS = {"_collectives", "comm_hooks"}
 # Names of torch.distributed that are no collectives: a protocol, types, constants.
