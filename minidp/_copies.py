@@ -32,7 +32,10 @@ class Copies:
 
         Save rank 0's: until the first forward after the first backward, which rebuilds
         the buckets, it is rank 0's ready order that counts. With ``static_graph`` an
-        undisturbed run rebuilds after the second backward; save it from then on.
+        undisturbed run rebuilds after the second backward; save it from then on. With
+        ``gradient_as_bucket_view`` and gradients that are zeroed, but never None, make
+        them (zeros) before wrapping again: in-place sums are divided, fresh gradients
+        multiplied, which differs in the last bit.
         """
         reducer = self.__dict__["_reducer"]
         pipeline, order = reducer.pipeline, reducer.ready_order

@@ -38,6 +38,7 @@ MODES: dict[str, dict[str, Any]] = {
     "view": {"gradient_as_bucket_view": True},
     "static_view": {"static_graph": True, "gradient_as_bucket_view": True},
     "delayed": {"delay": True},
+    "kept_view": {"gradient_as_bucket_view": True},  # zeroed, never None
 }
 
 
@@ -54,7 +55,7 @@ def train(ctx: Any, ddp: DataParallel, opt: Any, steps: range, mode: str) -> Non
     for step in steps:
         generator = torch.Generator().manual_seed(100 * step + ctx.rank)
         x = torch.randn(5, 7, generator=generator)
-        opt.zero_grad()
+        opt.zero_grad(set_to_none=mode != "kept_view")
         with_spare = mode != "find_unused" or step % 3 != 0
         ddp(x, with_spare=with_spare).backward()
         opt.step()
@@ -63,6 +64,11 @@ def train(ctx: Any, ddp: DataParallel, opt: Any, steps: range, mode: str) -> Non
 def start(ctx: Any, mode: str, **options: Any) -> tuple[DataParallel, Any]:
     torch.manual_seed(1)
     net = Net()
+    if mode == "kept_view" and "bucket_layout" in options:
+        # The undisturbed run has gradients by now, which it accumulates in place: those
+        # are divided, fresh ones multiplied. They become views when wrapped.
+        for param in net.parameters():
+            param.grad = torch.zeros_like(param)
     ddp = wrap(ctx, net, mode, **options)
     return ddp, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
