@@ -14,6 +14,8 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _copies         pickle, deepcopy, what checkpoints keep of buckets
         _join           uneven inputs: ranks that ran out keep the others company
         _guard          no optimizer applies gradients that differ between ranks
+        _newcomers      parameters that joined the module after wrapping
+        _by_hand        updates that no optimizer made
         _watchdog       the thread behind every post
         _post           ranks tell each other where they are
         _recovery       reset(): ranks agree on what survived a failure

@@ -8,6 +8,7 @@ tie, a later backward ties it again to the same memory.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Any, cast
@@ -199,7 +200,7 @@ class DenseBucket(Bucket):
         if kept or self._tracked or not self._arrived:
             slots.forget_copies()
             return False
-        return bool(slots.unflatten(self._arrived, is_alone=self._is_alone))
+        return _copy_out(slots, self._arrived, is_alone=self._is_alone)
 
     def _unflatten_carefully(self, kept: Collection[int]) -> None:
         grads = [param.grad for param in self.params]
@@ -210,7 +211,10 @@ class DenseBucket(Bucket):
                 if k not in kept:
                     self._unflatten_slot(k)
         else:
-            _ops.unflatten(grads, self.views)  # type: ignore[arg-type]
+            with contextlib.suppress(RuntimeError):
+                _ops.unflatten(grads, self.views)  # type: ignore[arg-type]
+                return
+            list(map(self._unflatten_slot, range(len(grads))))
 
     def _point_at_views(
         self, grads: Sequence[torch.Tensor | None], kept: Collection[int]
@@ -237,7 +241,10 @@ class DenseBucket(Bucket):
             with torch.enable_grad():
                 grad.copy_(self._tracked[k])  # gives .grad its history
         with torch.no_grad():
-            grad.detach().copy_(view)
+            try:
+                grad.detach().copy_(view)
+            except RuntimeError:  # a hook put an expanded tensor there
+                param.grad = torch.empty_like(view).copy_(view)
 
     def tie_grads(self) -> None:
         """See `Bucket`."""
@@ -245,6 +252,14 @@ class DenseBucket(Bucket):
             grad = param.grad
             if grad is not None and can_tie(grad, view):
                 param.grad = view.copy_(grad)
+
+
+def _copy_out(slots: Any, arrived: Sequence[Entry], *, is_alone: bool) -> bool:
+    try:
+        return bool(slots.unflatten(arrived, is_alone=is_alone))
+    except RuntimeError:  # a gradient overlaps itself: one by one
+        slots.forget_copies()
+        return False
 
 
 def _allocate(

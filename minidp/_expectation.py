@@ -74,6 +74,9 @@ class EveryParameter:
         """Other ranks had a backward, this one contributed zeros."""
         self.ended(missing, unused)
 
+    def forget(self) -> None:
+        """After `reset`: what earlier backwards showed holds no more."""
+
     def twice(self, rank: int, name: str) -> MiniDPError:
         """The error for a gradient that arrives once too often."""
         return MarkedTwiceError(
@@ -131,6 +134,10 @@ class FindUnused(EveryParameter):
         self.is_steady &= is_first or set(missing) == set(self._missing_last or ())
         self._missing_last = missing
         self._absent = None
+
+    def forget(self) -> None:
+        """Predict nothing."""
+        self._missing_last = self._absent = None
 
 
 class StaticGraph(EveryParameter):
@@ -196,6 +203,11 @@ class StaticGraph(EveryParameter):
             self.map_goes_first = False
             self.keeps_ready_order = True
             self.kept = frozenset(unused)
+
+    def forget(self) -> None:
+        """Count anew in the next backward: ranks may have counted different ones."""
+        self.kept = ()
+        self._begin_counting()
 
     def twice(self, rank: int, name: str) -> MiniDPError:
         """The graph is not the first one."""

@@ -9,14 +9,18 @@ import torch
 from ._bucket import Bucket
 from .errors import NonFiniteGradientError, explain
 
+BEFORE = "(before it was averaged: the other ranks do not have it)."
+AFTER = "after the comm hook, although what every rank gave to it was."
 
-def refuse_nonfinite(bucket: Bucket, rank: int, step: int) -> None:
-    """Look at a full bucket that is about to be launched.
+
+def refuse_nonfinite(bucket: Bucket, rank: int, step: int, when: str) -> None:
+    """Look at a full bucket that is about to be launched, or has just come back.
 
     Args:
         bucket: its payload holds this rank's gradients.
         rank: group rank, for the error.
         step: number of the synchronised backward, from 0.
+        when: ends the sentence "... is not finite".
 
     Raises:
         NonFiniteGradientError: naming the parameters, the first one first.
@@ -39,8 +43,7 @@ def refuse_nonfinite(bucket: Bucket, rank: int, step: int) -> None:
         raise NonFiniteGradientError(
             explain(
                 rank,
-                f"A gradient of step {step} is not finite. It was not averaged: the "
-                "other ranks do not have it.",
+                f"A gradient of step {step} is not finite {when}",
                 names=names,
                 expected="finite gradients (check_finite_grads=True)",
                 found=found,

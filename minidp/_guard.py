@@ -1,10 +1,9 @@
 """The optimizer guard: no optimizer applies gradients that differ between ranks.
 
 One process-wide pre-hook on ``torch.optim.Optimizer.step`` looks at every live reducer.
-In the everyday case it compares four numbers. It is silent inside ``no_sync()`` (local
+In the everyday case it compares a few numbers. It is silent inside ``no_sync()`` (local
 SGD steps there on purpose), and cannot see hand-written updates or optimizers that do
-not derive from ``torch.optim.Optimizer``: there the next forward reports, if a backward
-failed or did not finish.
+not derive from ``torch.optim.Optimizer``: there the next forward reports.
 """
 
 from __future__ import annotations
@@ -16,9 +15,13 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ._autograd import NO_TASK, current_task
+from ._by_hand import updated_by_hand
+from ._managed import Replica
+from ._newcomers import Newcomers
 from ._overlap import Excuses
 from ._phase import Phase
 from ._reducer import Reducer
@@ -49,16 +52,23 @@ class Seen:
 
 
 class Guard:
-    """Watches the optimizers of one reducer.
+    """Watches the optimizers of one reducer, and its forwards.
 
     Args:
         reducer: whose gradients are watched.
         policy: what to do about a problem.
+        replica: what takes part, and in which module.
     """
 
-    def __init__(self, reducer: Reducer, policy: Unsynced) -> None:
+    def __init__(self, reducer: Reducer, policy: Unsynced, replica: Replica) -> None:
         self._reducer = reducer
         self.policy = policy
+        self._newcomers = Newcomers(replica)
+        # How many parameters each optimizer held, and which the reducer did not know.
+        self._strangers: weakref.WeakKeyDictionary[
+            Optimizer, tuple[int, list[tuple[str, nn.Parameter]]]
+        ] = weakref.WeakKeyDictionary()
+        self._last = Seen()  # when any optimizer stepped
         self.excuses = Excuses(reducer.rank)
         self._in_backward: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._index = {id(param): i for i, param in enumerate(reducer.params)}
@@ -88,13 +98,68 @@ class Guard:
                     "taken a step of scaled gradients: reload them",
                 )
             )
-        problem = self._find_problem(optimizer)
-        if problem and self.policy == "raise":
-            raise UnsyncedGradientsError(problem)
-        if problem and self.policy == "warn":
-            warnings.warn(problem, stacklevel=4)
+        self._complain(self._find_problem(optimizer))
         ledger = self._reducer.ledger
-        self._seen[optimizer] = Seen(ledger.armed, ledger.finalized)
+        if ledger.versions or ledger.bypassed is not None:
+            self._excuse(optimizer)
+        self._seen[optimizer] = self._last = Seen(ledger.armed, ledger.finalized)
+
+    def check_forward(self, module: nn.Module) -> None:
+        """Complain about what only a forward can see, before it runs.
+
+        Raises:
+            UnsyncedGradientsError: replicas differ already, or are about to.
+            ReducerFailedError, UnfinishedReductionError: see `refuse_forward`.
+        """
+        refuse_forward(self._reducer)
+        if self.policy == "ignore" or not self._reducer.ledger.sync_enabled:
+            return
+        compares_all = self._reducer.expected.may_guess_wrong
+        names = self._newcomers.find(module, compares_all=compares_all)
+        if names:
+            self._complain(_joined(self._reducer.rank, names))
+            self._newcomers.accept(module)
+        self._complain(updated_by_hand(self._reducer))
+
+    def _complain(self, problem: str) -> None:
+        if problem and self.policy == "raise":
+            error = UnsyncedGradientsError(problem)
+            if self._reducer.phase.now in (Phase.REDUCING, Phase.PENDING):
+                self._reducer.tell_others(error)  # who wait for the missing gradients
+            raise error
+        if problem and self.policy == "warn":
+            warnings.warn(problem, stacklevel=5)
+
+    def _excuse(self, optimizer: Optimizer) -> None:
+        """It may step: what it changes is no update by hand."""
+        ledger, held = self._reducer.ledger, self._held(optimizer)
+        for i in held:
+            ledger.versions.pop(i, None)
+        if held:
+            ledger.bypassed = None
+
+    def _held(self, optimizer: Optimizer) -> list[int]:
+        """Which managed parameters, of those with a gradient."""
+        return [
+            self._index[id(param)]
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if id(param) in self._index and param.grad is not None
+        ]
+
+    def _find_joined(self, optimizer: Optimizer) -> list[str]:
+        """Parameters in the module that the optimizer knows, but the reducer does not.
+
+        The module is searched when the optimizer is new, or holds more than last time.
+        """
+        groups = optimizer.param_groups
+        num_params = sum([len(group["params"]) for group in groups])
+        known = self._strangers.get(optimizer)
+        if known is None or known[0] != num_params:
+            held = [param for group in groups for param in group["params"]]
+            known = (num_params, self._newcomers.find_held(held))
+            self._strangers[optimizer] = known
+        return [name for name, param in known[1] if param.grad is not None]
 
     def expect_in_backward(self, optimizer: Optimizer) -> None:
         """From now on ``optimizer`` steps in backwards, and nowhere else.
@@ -117,7 +182,12 @@ class Guard:
 
     def _find_problem(self, optimizer: Optimizer) -> str:
         phase, ledger = self._reducer.phase.now, self._reducer.ledger
-        seen = self._seen.get(optimizer, Seen())
+        names = self._find_joined(optimizer) if ledger.sync_enabled else []
+        if names:
+            return _joined(self._reducer.rank, names)
+        # What a new one steps on was not reduced if a backward passed us by.
+        never = Seen() if ledger.bypassed is None else self._last
+        seen = self._seen.get(optimizer, never)
         never_reduced = ledger.armed > seen.armed and ledger.finalized == seen.finalized
         is_idle = phase is Phase.IDLE or (
             phase is Phase.ARMED and current_task() == NO_TASK
@@ -125,12 +195,7 @@ class Guard:
         is_clean = is_idle and not never_reduced and not ledger.unsynced
         if is_clean or not ledger.sync_enabled:
             return ""
-        held = [
-            self._index[id(param)]
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if id(param) in self._index and param.grad is not None
-        ]
+        held = self._held(optimizer)
         if not held:
             return ""
         return self._problem(phase, held, never_reduced=never_reduced)
@@ -185,6 +250,18 @@ class Guard:
         return ""
 
 
+def _joined(rank: int, names: list[str]) -> str:
+    return explain(
+        rank,
+        "Parameters joined the module after it was wrapped (added, replaced, unfrozen, "
+        "or given by functional_call), so nobody averages their gradients over ranks.",
+        names=names,
+        remedy="wrap the module again after such a change, with everything trainable "
+        "that will be; or wrap it with these on its ignore list, if they are meant to "
+        "differ between ranks",
+    )
+
+
 def refuse_forward(reducer: Reducer) -> None:
     """What the guard cannot see, the next forward reports.
 
@@ -203,7 +280,9 @@ def refuse_forward(reducer: Reducer) -> None:
                 remedy="call reset() on all ranks, then zero_grad()",
             )
         )
-    raise UnfinishedReductionError(_unfinished(reducer))
+    error = UnfinishedReductionError(_unfinished(reducer))
+    reducer.tell_others(error)
+    raise error
 
 
 def _unfinished(reducer: Reducer) -> str:

@@ -47,7 +47,9 @@ class Sighting:
     def _is_absent(self, rank: int) -> bool:
         if rank in self.silent or rank not in self.cursors:
             return True
-        return self.cursors[rank].progress.started < self.started
+        theirs = self.cursors[rank].progress
+        # Who waits is late because of somebody else.
+        return theirs.started < self.started and not theirs.doing
 
     def to_text(self) -> str:
         """Sentences for an error."""
@@ -68,7 +70,7 @@ class Sighting:
         if rank in self.alarms:
             return f"Rank {rank} gave up: {_cut(self.alarms[rank].why)}."
         if cursor is None:
-            return f"Rank {rank} never wrapped this module."
+            return f"Rank {rank} never said that it wrapped this module."
         seen = f"{_describe(cursor.progress)}"
         if cursor.where:
             seen += f", in {cursor.where}"
@@ -77,7 +79,7 @@ class Sighting:
                 f"Rank {rank} does not answer (killed, stopped, or cut off); last "
                 f"seen: {seen}."
             )
-        if cursor.progress.started < self.started:
+        if self._is_absent(rank):
             return (
                 f"Rank {rank} runs, but does something else: {seen}; for "
                 f"{cursor.seconds:.0f} s nothing has moved there."

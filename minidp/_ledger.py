@@ -6,7 +6,9 @@ synchronised exactly when one of F was (torch's rule: the *forward* decides).
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+
+import torch
 
 
 class Ledger:
@@ -19,23 +21,58 @@ class Ledger:
         self.finalized = 0  # synchronised backwards, ever
         self.unsynced: set[int] = set()  # parameters whose .grad holds a local part
         self.used_locally: set[int] = set()  # by local backwards since the last one
+        # Versions that parameters had when their .grad became local: who changes them
+        # after that, and is no optimizer that may, applies local gradients by hand.
+        self.versions: dict[int, int] = {}
+        self.meant: set[int] = set()  # of these, local as no_sync() says
+        self.bypassed: list[int] | None = None  # all versions, when a backward ended
+        # that went through our outputs without any grad hook
 
     def note_forward(self, *, synchronising: bool) -> None:
         """A forward ran with grad mode enabled."""
         self.forwards += 1
         self.armed += synchronising
 
-    def note_local(self, i: int) -> None:
-        """A local backward added to the ``.grad`` of parameter ``i``."""
+    def note_local(self, i: int, version: int = 0) -> None:
+        """A local backward added to the ``.grad`` of parameter ``i``.
+
+        Args:
+            i: which parameter.
+            version: how often it was changed in place until now.
+        """
         self.used_locally.add(i)
         # Inside no_sync() with F empty it is meant so (a penalty equal on all ranks).
         if self.sync_enabled or self.forwards:
             self.unsynced.add(i)
+            if self.forwards and i not in self.versions:
+                self.meant.add(i)  # its forward ran inside no_sync()
+            elif not self.forwards:
+                self.meant.discard(i)
+            self.versions.setdefault(i, version)
+
+    def note_bypass(self, params: Sequence[torch.Tensor]) -> None:
+        """A backward went through our outputs, and reached no grad hook."""
+        if self.bypassed is None:
+            self.bypassed = [param._version for param in params]
+
+    def excuse(self) -> None:
+        """What changed parameters up to now was allowed to."""
+        self.versions.clear()
+        self.meant.clear()
+        self.bypassed = None
+
+    def enable_sync(self, enabled: object, params: Sequence[torch.Tensor]) -> None:
+        """Enter or leave no_sync(), inside of which parameters may change."""
+        if enabled and not self.sync_enabled:
+            self.versions = {i: params[i]._version for i in self.versions}
+            self.bypassed = None
+        self.sync_enabled = bool(enabled)
 
     def settle(self, untouched: Collection[int]) -> None:
         """A synchronised backward wrote every ``.grad`` but the untouched ones."""
         self.unsynced.intersection_update(untouched)
         self.used_locally.clear()
+        self.excuse()
         self.forwards = 0
         self.finalized += 1
 
@@ -43,5 +80,6 @@ class Ledger:
         """Start afresh after `reset`: nothing is announced, nothing is local."""
         self.unsynced.clear()
         self.used_locally.clear()
+        self.excuse()
         self.forwards = 0
         self.armed = self.finalized

@@ -19,6 +19,7 @@ IGNORE_ATTRIBUTE = "_ddp_params_and_buffers_to_ignore"  # torch's name, set by u
 class Replica:
     """The parts of a module that take part in synchronisation."""
 
+    module: nn.Module
     parameters: Mapping[str, nn.Parameter]  # frozen ones included
     managed: Mapping[str, nn.Parameter]  # trainable, in parameter-index order
     sparse: frozenset[str]  # names of managed parameters with sparse gradients
@@ -103,6 +104,7 @@ def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
         )
     late = {id(param) for param in delayed.values()}
     return Replica(
+        module,
         parameters,
         managed,
         frozenset(sparse),

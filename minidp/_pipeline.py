@@ -19,7 +19,7 @@ from ._arrivals import Entry
 from ._averaging import Averaging
 from ._bucket import Bucket, BucketState
 from ._dense_bucket import DenseBucket
-from ._finite import refuse_nonfinite
+from ._finite import AFTER, BEFORE, refuse_nonfinite
 from ._groups import keep_for_good
 from ._layout import Layout, ParamSpec, initial_layout
 from ._overlap import Observer
@@ -91,9 +91,11 @@ class Pipeline:
             for bucket in self.buckets:
                 bucket.tie_grads()
 
-    def replan(self, *, static_graph: bool) -> ReducerConfig:
-        """Start over, with or without the promise of a static graph."""
-        config = self.config = replace(self.config, static_graph=static_graph)
+    def replan(self, *, static_graph: bool | None = None) -> ReducerConfig:
+        """Start over, with or without the promise of a static graph (None: as is)."""
+        if static_graph is not None:
+            self.config = replace(self.config, static_graph=static_graph)
+        config = self.config
         if config.saved_layout is not None:
             self.adopt(resumed_layout(config.saved_layout, self.specs))
             return config
@@ -153,7 +155,8 @@ class Pipeline:
 
     def _launch(self, number: int) -> None:
         if self.checks_finite:
-            refuse_nonfinite(self.buckets[number], self.rank, self.tracer.backward)
+            step = self.tracer.backward
+            refuse_nonfinite(self.buckets[number], self.rank, step, BEFORE)
         with self.watch.over("launching the all-reduce", number):
             following = range(number + 1, len(self.buckets))
             is_last = all(later in self.skipped for later in following)
@@ -173,6 +176,8 @@ class Pipeline:
             if number not in self.skipped:
                 with self.watch.over(self.averaging.doing, number):
                     bucket.complete()
+                if self.checks_finite and self.averaging.hook_now is not None:
+                    refuse_nonfinite(bucket, self.rank, self.tracer.backward, AFTER)
                 bucket.unflatten(_slots_of(untouched, bucket))
                 self.tracer.note(Moment.COPIED_OUT, number)
             for observer in observers:

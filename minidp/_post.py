@@ -86,6 +86,7 @@ class Post:
         self.group = group
         self.rank, self._size = group.rank(), group.size()
         self._place = Place(own_store(group, f"watch/{key}"))
+        self._wake()
 
     # -- called by training threads ----------------------------------------------------
 
@@ -221,12 +222,20 @@ class Place:
 
     def read_alarms(self, own_rank: int) -> None:
         """What the others told."""
+        alarms: dict[int, Alarm] = {}
         number = 1
         while self.store.check([f"alarm/{number}"]):
             alarm = Alarm(*json.loads(self.store.get(f"alarm/{number}")))
             if alarm.rank != own_rank:
-                self.alarms.setdefault(alarm.rank, alarm)
+                alarms.setdefault(alarm.rank, alarm)
             number += 1
+        self.read_cursors(alarms)
+        self.alarms = {r: a for r, a in alarms.items() if self._holds(a)}
+
+    def _holds(self, alarm: Alarm) -> bool:
+        """Whether the rank has not gone on nevertheless (it caught the error)."""
+        cursor = self.cursors.get(alarm.rank)
+        return cursor is None or cursor.progress.started <= alarm.started
 
     def read_cursors(self, ranks: Iterable[int]) -> None:
         """The last words of other ranks, as far as they said any."""

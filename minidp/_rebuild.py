@@ -23,7 +23,8 @@ class ReadyOrder:
     """
 
     def __init__(self, saved: SavedLayout | None = None) -> None:
-        self.has_rebuilt = saved is not None and saved.rebuilt
+        self._starts_rebuilt = saved is not None and saved.rebuilt
+        self.has_rebuilt = self._starts_rebuilt
         self._order: list[int] | None = None
 
     @property
@@ -54,6 +55,11 @@ class ReadyOrder:
     def allow_again(self) -> None:
         """Rebuild once more, after the next backward."""
         self.has_rebuilt = False
+
+    def start_over(self) -> None:
+        """The same, whether one is due now or not: ranks may differ in that."""
+        self.has_rebuilt = self._starts_rebuilt
+        self._order = None
 
 
 def layout_after(

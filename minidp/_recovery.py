@@ -66,8 +66,17 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
         group = fresh_group(group, key)
     renew_side_groups(group, key)
     reducer.restart(group)
+    _start_over(reducer)
     pipeline.watch.lookout.move_to(group, key)
     return group
+
+
+def _start_over(reducer: Reducer) -> None:
+    """Forget what only some ranks may have learned: layout, order, a static graph."""
+    reducer.expected.forget()
+    reducer.ready_order.start_over()
+    reducer.pipeline.replan()
+    reducer.countdown.adopt(reducer.pipeline.buckets)
 
 
 def _owes_to_hook(pipeline: Pipeline) -> bool:

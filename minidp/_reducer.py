@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -40,7 +40,7 @@ from ._rebuild import ReadyOrder
 from ._untraced import untraced
 from ._watch import Watch
 from .config import ReducerConfig
-from .errors import GradientError, lost_hooks, two_threads
+from .errors import GradientError, frozen_here, lost_hooks, two_threads
 from .trace import Moment
 
 if TYPE_CHECKING:
@@ -123,16 +123,16 @@ class Reducer:
         """A grad hook fired, and its entry was not UNSET."""
         if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
             if self.params[i].grad is not None:
-                self.ledger.note_local(i)
+                self.ledger.note_local(i, self.params[i]._version)
             return
         with self._lock:
+            if self.phase.now is not Phase.REDUCING and self._probed_task == NO_TASK:
+                self._expect_end()
             if self.phase.now is Phase.ARMED:
                 self._open()
             elif self.phase.now is Phase.PENDING:
                 self.phase.enter(Phase.REDUCING)
                 self.countdown.resume()
-                if self._probed_task == NO_TASK:
-                    self._expect_end()
             elif self.countdown.is_elsewhere() and self.params[i].is_cpu:
                 raise GradientError(two_threads(self.rank, self.names[i]))
             self._mark(i)
@@ -148,8 +148,6 @@ class Reducer:
         for i in self.hooks.shared():
             marks[i] = Mark.TRACED if marks[i] is Mark.UNSET else marks[i]
         self.countdown.open(marks, self.pipeline.averaging.division.at_copy)
-        if self._probed_task == NO_TASK:
-            self._expect_end()
         for i in self.expected.absent():
             travels = self.pipeline.layout.bucket_of[i] not in self.pipeline.skipped
             self.countdown.fill_missing(i, self.params[i].grad, travels=travels)
@@ -215,8 +213,10 @@ class Reducer:
         """The backward is over."""
         with self._lock:
             self._probed_task = NO_TASK
+            if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
+                self.ledger.note_bypass(self.params)
             if self.phase.now is not Phase.REDUCING or self.pipeline.is_launched:
-                return  # not ours (torch.autograd.grad), or complete
+                return
             if self.expected.completes_at_end:
                 self._complete()
             else:
@@ -241,6 +241,7 @@ class Reducer:
             missing = sorted(self.countdown.filled)
             unused = self.pipeline.used_map.unused_everywhere()
             untouched = unused if self.expected.shares_used_map else self.expected.kept
+            _refuse_frozen(self, {*missing} - {*untouched})
             self.pipeline.finish(untouched)
             if self.expected.keeps_ready_order:
                 self.ready_order.note([*self.countdown.ready, *missing])
@@ -256,19 +257,29 @@ class Reducer:
         self.pipeline.abandon()
         # Its text only: a traceback would keep us, and gradients, alive.
         self.failure = f"{type(error).__name__}: {error}"
-        self.pipeline.watch.lookout.give_up(self.failure)
+        self.tell_others(error)
+
+    def tell_others(self, error: BaseException) -> None:
+        """They need not wait for this rank any more."""
+        self.pipeline.watch.lookout.give_up(f"{type(error).__name__}: {error}")
 
     def restart(self, group: ProcessGroup) -> None:
         """Back to IDLE on ``group``, whatever happened."""
         with self._lock:
             self.phase.enter(Phase.FAILED)
-            self.failure = ""
-            self.rank = group.rank()
+            self.failure, self.rank = "", group.rank()
             self.pipeline.restart(group)
             self.countdown.adopt(self.pipeline.buckets)
             self._probed_task = NO_TASK
             self.ledger.forget()
             self.phase.enter(Phase.IDLE)
+
+
+def _refuse_frozen(reducer: Reducer, others: Collection[int]) -> None:
+    """Gradients that only other ranks have must not be of parameters frozen here."""
+    frozen = [reducer.names[i] for i in others if not reducer.params[i].requires_grad]
+    if frozen and reducer.expected.shares_used_map:
+        raise GradientError(frozen_here(reducer.rank, sorted(frozen)))
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -186,7 +186,7 @@ class Watch:
         if isinstance(error, MiniDPError):
             return
         text = str(error).rstrip(". \n")
-        raise CollectiveError(
+        failure = CollectiveError(
             explain(
                 self._rank,
                 f"A collective failed while {self.place}: {text}. "
@@ -196,4 +196,6 @@ class Watch:
                 "or ran out of inputs (see join()); then call reset() on all live "
                 "ranks",
             )
-        ) from error
+        )
+        self.lookout.give_up(f"CollectiveError: {failure}")
+        raise failure from error

@@ -70,16 +70,16 @@ class Watchdog:
                     self._thread = None
                     return
                 posts = list(self._posts)
-            self._bell.wait(min(post.interval for post in posts))
-            self._bell.clear()
-            if self._farewell:
-                for post in posts:
-                    post.say_goodbye(self._farewell)
-                return
             if is_initialized():  # else a store may be gone as well
                 for post in posts:
                     post.tick()
                     self._end_what_hangs(post)
+            if self._farewell:
+                for post in posts:
+                    post.say_goodbye(self._farewell)
+                return
+            self._bell.wait(min(post.interval for post in posts))
+            self._bell.clear()
 
     def _see_off(self) -> None:
         while self._leaving:

@@ -190,7 +190,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         watch = Watch(self.process_group, checked.safety.hang_timeout)
         self._reducer = Reducer(replica.params, replica.specs, config, watch)
         watchdog.open_post(self._reducer, self._key)
-        self._guard = Guard(self._reducer, checked.safety.unsynced)
+        self._guard = Guard(self._reducer, checked.safety.unsynced, replica)
         self._watch_values(checked.safety.check_replicas_every)
         self._reducer.pipeline.checks_finite = checked.safety.check_finite_grads
         self._precision = None
@@ -210,7 +210,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
 
         Raises:
             UnfinishedReductionError: the last backward left gradients missing.
-            ReducerFailedError: an earlier backward failed; call `reset`.
+            ReducerFailedError, UnsyncedGradientsError: see `Guard.check_forward`.
         """
         inputs, kwargs = self._before_module(inputs, kwargs)
         output = self._run_module(inputs, kwargs)
@@ -223,7 +223,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         with_grad = torch.is_grad_enabled()
         if with_grad:
-            refuse_forward(self._reducer)
+            self._guard.check_forward(self.module)
         heading = Heading(
             is_active=True,
             rebuilds=with_grad and self._reducer.ready_order.is_due,
@@ -268,7 +268,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, enabled: bool) -> None:
-        self._reducer.ledger.sync_enabled = bool(enabled)
+        self._reducer.ledger.enable_sync(enabled, self._reducer.params)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

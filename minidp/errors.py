@@ -79,6 +79,17 @@ def lost_hooks(rank: int, names: Sequence[str]) -> str:
     )
 
 
+def frozen_here(rank: int, names: Sequence[str]) -> str:
+    """The text for parameters that are frozen on one rank only."""
+    return explain(
+        rank,
+        "Parameters are frozen on this rank, but other ranks have gradients of them.",
+        names=names,
+        remedy="freeze and unfreeze on all ranks alike, best before wrapping; call "
+        "reset() on all ranks to go on",
+    )
+
+
 def two_threads(rank: int, name: str) -> str:
     """The text for a gradient that comes from a second thread on CPU."""
     return explain(

@@ -70,8 +70,12 @@ IMPORTS: dict[str, set[str]] = {
     },
     "_copies": {"_arguments", "_groups"},
     "_expectation": {"_arrivals", "_autograd", "config", "errors"},
+    "_by_hand": {"_reducer", "errors"},
     "_guard": {
         "_autograd",
+        "_by_hand",
+        "_managed",
+        "_newcomers",
         "_overlap",
         "_phase",
         "_reducer",
@@ -90,6 +94,7 @@ IMPORTS: dict[str, set[str]] = {
         "errors",
     },
     "_on_demand": {"_phase", "_reducer"},
+    "_newcomers": {"_managed"},
     "_overlap": {"errors"},
     "_pipeline": {
         "_arrivals",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minidp import DataParallel
+from minidp import DataParallel, UnsyncedGradientsError
 from tests.support.compiling import Counting, clean_compiler, compiled_backwards
 
 WRAPPERS = (DistributedDataParallel, DataParallel)
@@ -163,14 +163,21 @@ def test_whole_compiled_backward_is_an_error_that_names_us(lone_group):
 
 
 def test_functional_call_of_a_wrapped_module(lone_group):
-    """The parameters given take part; the managed ones get no gradient."""
+    """The parameters given take part; the managed ones get no gradient.
+
+    Nobody averages those of the others, so that has to be meant.
+    """
     for wrapper in WRAPPERS:
         ddp = wrapper(nn.Linear(2, 2))
         given = {
             name: torch.ones_like(p, requires_grad=True)
             for name, p in ddp.named_parameters()
         }
-        out = torch.func.functional_call(ddp, given, (torch.ones(1, 2),))
+        if wrapper is DataParallel:
+            with pytest.raises(UnsyncedGradientsError, match="functional_call"):
+                torch.func.functional_call(ddp, given, (torch.ones(1, 2),))
+        with ddp.no_sync():
+            out = torch.func.functional_call(ddp, given, (torch.ones(1, 2),))
         out.sum().backward()
         assert out.tolist() == [[3.0, 3.0]]
         assert all(p.grad is not None for p in given.values())

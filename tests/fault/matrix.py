@@ -1,0 +1,119 @@
+"""Plays patterns, and prints the table: ``python -m tests.fault.matrix``."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import sys
+from collections import Counter
+from typing import Any
+
+from tests.fault.outcomes import Outcome, Verdict, judge
+from tests.fault.patterns import BY_NAME, MODES, PATTERNS, Pattern
+from tests.fault.play import play
+from tests.support.pool import _unbalanced
+from tests.support.team import RankError, Team, make_job
+
+SECONDS = 2.0  # timeout of the process group
+LIMIT = 25.0  # seconds after which a pattern counts as hung
+MODULE = "tests.fault.patterns"
+
+
+class Teams:
+    """Two rank processes that play pattern after pattern until one breaks something."""
+
+    def __init__(self) -> None:
+        self._team: Team | None = None
+
+    def play(self, wrapper: str, name: str) -> list[Any]:
+        """A `Record` or `RankError` for each rank."""
+        if self._team is None:
+            self._team = Team(2, group_timeout=SECONDS)
+        args = (wrapper, MODULE, name)
+        job = make_job(play, (0, 1), args, strict_warnings=False)
+        try:
+            records = self._team.run(job, LIMIT)
+        except BaseException:
+            self.close()
+            raise
+        if _unbalanced(self._team) or any(map(_is_broken, records)):
+            self.close()
+        return records
+
+    def close(self) -> None:
+        """End them."""
+        if self._team is not None:
+            self._team.kill()
+            self._team = None
+
+
+def _is_broken(record: Any) -> bool:
+    return isinstance(record, RankError) or bool(record.error or record.recovery)
+
+
+teams = Teams()
+atexit.register(teams.close)
+
+
+@functools.cache
+def verdict_of(name: str, wrapper: str) -> Verdict:
+    """Play a pattern."""
+    records = teams.play(wrapper, name)
+    pattern = BY_NAME[name]
+    return judge(records, pattern.culprits, pattern.names, SECONDS)
+
+
+def outcome_on_torch(pattern: Pattern, *, runs_hangs: bool) -> Outcome:
+    """Played, but for hangs, which are only looked up unless they are asked for."""
+    if pattern.torch is Outcome.HANG and not runs_hangs:
+        return pattern.torch
+    return verdict_of(pattern.name, "torch").outcome
+
+
+def table(*, runs_hangs: bool) -> str:
+    """Both outcomes of every pattern, in Markdown; alike rows are joined."""
+    lines = ["| pattern | torch DDP | minidp |", "|---|---|---|"]
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for pattern in PATTERNS:
+        mode = next((m for m, o in MODES.items() if o == pattern.options), "default")
+        base = pattern.name.removesuffix(f", {mode}")
+        torchs = outcome_on_torch(pattern, runs_hangs=runs_hangs)
+        ours = verdict_of(pattern.name, "minidp").outcome
+        rows.setdefault((base, torchs.value, ours.value), []).append(mode)
+    full: dict[str, set[str]] = {base: set() for base, *_ in rows}
+    for (base, *_), modes in rows.items():
+        full[base].update(modes)
+    for (base, theirs, ours), modes in rows.items():
+        where = "" if set(modes) == full[base] else f" ({', '.join(modes)})"
+        lines.append(f"| {base}{where} | {theirs} | {ours} |")
+    return "\n".join([*lines, "", score(runs_hangs=runs_hangs)])
+
+
+def score(*, runs_hangs: bool) -> str:
+    """How often each outcome came."""
+    counts = {
+        "torch": Counter(outcome_on_torch(p, runs_hangs=runs_hangs) for p in PATTERNS),
+        "minidp": Counter(verdict_of(p.name, "minidp").outcome for p in PATTERNS),
+    }
+    return "\n".join(
+        f"{wrapper}, {len(PATTERNS)} patterns: "
+        + ", ".join(f"{count[outcome]} {outcome.value}" for outcome in Outcome)
+        for wrapper, count in counts.items()
+    )
+
+
+def main() -> None:
+    """Print the table, or with arguments what happened: WRAPPER WORD-OF-THE-NAME."""
+    if len(sys.argv) == 1:
+        print(table(runs_hangs=True))
+        return
+    wrapper, word = sys.argv[1:]
+    for pattern in PATTERNS:
+        if word in pattern.name:
+            verdict = verdict_of(pattern.name, wrapper)
+            print(f"{pattern.name}: {verdict.outcome.value} ({verdict.details})")
+            print(f"    after reset(): {verdict.recovery or 'right'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Every wrong use of `patterns`, on minidp and on torch's DDP.
+
+Both outcomes are printed (``pytest -s``); ``python -m tests.fault.matrix`` prints the
+whole table. Torch's hangs are only looked up here, they cost the group's timeout each;
+``HYPOTHESIS_PROFILE=nightly`` runs them too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fault import matrix
+from tests.fault.outcomes import GOOD, REMEDY, Outcome, judge
+from tests.fault.patterns import PATTERNS, Pattern
+from tests.fault.play import Record
+from tests.support.team import RankError
+
+RUNS_HANGS = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_teams() -> Iterator[None]:
+    yield
+    matrix.teams.close()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.name)
+def test_pattern(pattern: Pattern) -> None:
+    theirs = matrix.outcome_on_torch(pattern, runs_hangs=RUNS_HANGS)
+    ours = matrix.verdict_of(pattern.name, "minidp")
+    print(f"\n{pattern.name}: torch {theirs.value}, minidp {ours.outcome.value}")
+    assert theirs is pattern.torch, "torch does something else now"
+    if pattern.pending:
+        assert ours.outcome not in GOOD, f"{pattern.pending} is there: not pending now"
+        pytest.xfail(f"needs {pattern.pending}")
+    assert ours.outcome in GOOD, ours.details
+    assert not ours.recovery, f"after reset(): {ours.recovery}"
+
+
+def test_score() -> None:
+    print("\n" + matrix.score(runs_hangs=RUNS_HANGS))
+    done = [p for p in PATTERNS if not p.pending]
+    bad = {
+        p.name: matrix.verdict_of(p.name, "minidp").outcome.value
+        for p in done
+        if matrix.verdict_of(p.name, "minidp").outcome not in GOOD
+    }
+    assert bad == {}
+    assert len({p.name for p in PATTERNS}) == len(PATTERNS)
+
+
+# -- the judge can tell ----------------------------------------------------------------
+
+
+def record(*steps: float, right: bool = True, error: str = "") -> Record:
+    import torch
+
+    states = [{"w": torch.tensor([step])} for step in steps]
+    return Record(states, [right] * len(steps), error, is_named="[rank" in error)
+
+
+NAMED = "E: [rank {}] w. " + REMEDY + "x"
+
+
+@pytest.mark.parametrize(
+    ("records", "outcome"),
+    [
+        ([record(1, 2), record(1, 2)], Outcome.RIGHT),
+        ([record(1, 2), record(1, 3)], Outcome.SILENT),
+        ([record(1, right=False), record(1)], Outcome.SILENT),
+        ([record(1, error=NAMED.format(0)), record(1)], Outcome.NAMED),
+        ([record(1, error=NAMED.format(1)), record(1)], Outcome.ERROR),
+        ([record(1, error="E: [rank 0] w"), record(1)], Outcome.ERROR),
+        ([record(1, error=NAMED.format(0).replace("w", "")), record(1)], Outcome.ERROR),
+        ([record(1, error=NAMED.format(0)), record(2)], Outcome.LATE),
+        ([record(1), RankError(1, ("Exited",), "")], Outcome.CRASH),
+        ([record(1), RankError(1, ("Hang",), "")], Outcome.HANG),
+    ],
+)
+def test_judge(records: list[object], outcome: Outcome) -> None:
+    assert judge(records, frozenset({0, 1}), ["w"], 2.0).outcome is outcome
+
+
+def test_an_unnamed_error_at_the_timeout_is_a_hang() -> None:
+    waiting = record(1, error="RuntimeError: timed out")
+    waiting.seconds = 2.1
+    verdict = judge([waiting, record(1)], frozenset({1}), [], 2.0)
+    assert verdict.outcome is Outcome.HANG
