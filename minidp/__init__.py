@@ -11,7 +11,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _managed        which tensors of a module take part
         _replicas       replicas start and stay equal: verify, broadcast
         _shared_state   when parameters and module buffers follow one rank
-        _copies         pickle and deepcopy
+        _copies         pickle, deepcopy, what checkpoints keep of buckets
         _join           uneven inputs: ranks that ran out keep the others company
         _guard          no optimizer applies gradients that differ between ranks
         _newcomers      parameters that joined the module after wrapping
@@ -49,6 +49,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _groups         process groups and their stores
     L1  _layout         parameters -> buckets -> slots, as integers
         _ops            flatten and unflatten: the arithmetic
+        _saved_layout   a layout as plain data, for checkpoints
         _inputs         tensors inside a forward's inputs
         _streams        CUDA streams that wrote a bucket's gradients
         _untraced       what dynamo must run as it is

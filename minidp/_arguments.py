@@ -14,6 +14,7 @@ from torch import nn
 from ._groups import default_first_bucket_bytes, default_group, is_group
 from ._managed import Replica, check_data, examine
 from ._mixed_precision import Precision, precision_from
+from ._saved_layout import read_plain, resumed_layout
 from .config import ReducerConfig, Safety, bucket_caps
 from .sync_batchnorm import refuse_torchs
 
@@ -43,6 +44,7 @@ class Given:
     delayed_until: object  # param_to_hook_all_reduce
     mixed_precision: object
     skip_all_reduce_unused_params: bool
+    bucket_layout: object
 
     @property
     def delayed_by_name(self) -> dict[str, nn.Parameter]:
@@ -93,7 +95,10 @@ def check(module: nn.Module, given: Given) -> Checked:
         bool(given.skip_all_reduce_unused_params),
         bool(given.batched_grad_copy),
         os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1",
+        None if given.bucket_layout is None else read_plain(given.bucket_layout),
     )
+    if config.saved_layout is not None:
+        resumed_layout(config.saved_layout, replica.specs)
     refuse_torchs(module, devices.device)
     return Checked(
         replica,

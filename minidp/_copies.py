@@ -1,4 +1,4 @@
-"""Pickle and deepcopy: what a copy of a `DataParallel` is made from."""
+"""Pickle, deepcopy, checkpoints: what a copy of a `DataParallel` is made from."""
 
 from __future__ import annotations
 
@@ -18,12 +18,31 @@ if TYPE_CHECKING:
 class Copies:
     """The part of `DataParallel` that is copied: all but what is wired to a group.
 
-    A copy starts without comm hook, with its buckets in registration order.
+    A copy starts without comm hook, with its buckets in registration order (or as the
+    constructor was given them).
     """
 
     _not_portable: tuple[str, ...] = (
         *("process_group", "device_mesh", "_reducer", "_guard", "_precision"),
     )
+
+    @property
+    def bucket_layout(self) -> dict[str, Any]:
+        """The buckets of the next backward, as plain data: put it in checkpoints.
+
+        Save rank 0's: until the first forward after the first backward, which rebuilds
+        the buckets, it is rank 0's ready order that counts. With ``static_graph`` an
+        undisturbed run rebuilds after the second backward; save it from then on. With
+        ``gradient_as_bucket_view`` and gradients that are zeroed, but never None, make
+        them (zeros) before wrapping again: in-place sums are divided, fresh gradients
+        multiplied, which differs in the last bit.
+        """
+        reducer = self.__dict__["_reducer"]
+        pipeline, order = reducer.pipeline, reducer.ready_order
+        layout: dict[str, Any] = order.plain_layout(
+            pipeline.layout, pipeline.specs, pipeline.config
+        )
+        return layout
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle, which cannot carry a process group: only the default one.

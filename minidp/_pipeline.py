@@ -21,9 +21,10 @@ from ._bucket import Bucket, BucketState
 from ._dense_bucket import DenseBucket
 from ._finite import AFTER, BEFORE, refuse_nonfinite
 from ._groups import keep_for_good
-from ._layout import Layout, ParamSpec, initial_layout, rebuilt_layout
+from ._layout import Layout, ParamSpec, initial_layout
 from ._overlap import Observer
-from ._rebuild import agreed_layout
+from ._rebuild import agreed_layout, layout_after
+from ._saved_layout import resumed_layout
 from ._sparse_bucket import SparseBucket
 from ._used_map import UsedMap
 from ._waiting import Promised, wait_for
@@ -63,8 +64,8 @@ class Pipeline:
         self.used_map = UsedMap(len(params), specs[0].device, self.watch)
         self.reach_map = UsedMap(len(params), specs[0].device, self.watch)
         self._params = params
-        self._specs = specs
-        self._config = config
+        self.specs = specs
+        self.config = config
         self.next = 0  # bucket to be launched
         self.buckets: list[Bucket] = []
         self.replan(static_graph=config.static_graph)
@@ -78,8 +79,8 @@ class Pipeline:
         """Make the buckets of a layout; gradient views move along."""
         self.buckets = []  # frees memory before we take new memory
         self.layout = layout
-        as_view = self._config.gradient_as_bucket_view
-        names = [spec.name for spec in self._specs]
+        as_view = self.config.gradient_as_bucket_view
+        names = [spec.name for spec in self.specs]
         self.buckets = [
             SparseBucket(plan, self._params, names, self.rank)
             if plan.sparse
@@ -93,19 +94,20 @@ class Pipeline:
     def replan(self, *, static_graph: bool | None = None) -> ReducerConfig:
         """Start over, with or without the promise of a static graph (None: as is)."""
         if static_graph is not None:
-            self._config = replace(self._config, static_graph=static_graph)
-        one_bucket = self._config.starts_with_one_bucket
-        limits = self._config.caps.initial_limits(one_bucket=one_bucket)
-        self.adopt(initial_layout(self._specs, limits))
-        return self._config
+            self.config = replace(self.config, static_graph=static_graph)
+        config = self.config
+        if config.saved_layout is not None:
+            self.adopt(resumed_layout(config.saved_layout, self.specs))
+            return config
+        one_bucket = config.starts_with_one_bucket
+        limits = config.caps.initial_limits(one_bucket=one_bucket)
+        self.adopt(initial_layout(self.specs, limits))
+        return config
 
     def rebuild(self, ready_order: Sequence[int]) -> None:
         """Collective: adopt the layout that follows rank 0's ready order."""
-        config, specs = self._config, self._specs
-        limits = config.caps.rebuilt_limits()
-        is_reversed = config.last_is_small
-        mine = rebuilt_layout(specs, limits, ready_order, from_the_end=is_reversed)
-        self.adopt(agreed_layout(mine, specs, self.group, self.watch))
+        mine = layout_after(ready_order, self.specs, self.config)
+        self.adopt(agreed_layout(mine, self.specs, self.group, self.watch))
 
     def is_filling(self, i: int) -> bool:
         """Whether the bucket of parameter ``i`` still waits for gradients."""

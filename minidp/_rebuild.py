@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ._collectives import broadcast_integers
-from ._layout import Layout, ParamSpec, build_layout
+from ._layout import Layout, ParamSpec, build_layout, rebuilt_layout
+from ._saved_layout import to_plain
 from ._watch import Watch
+from .config import ReducerConfig, SavedLayout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 class ReadyOrder:
-    """The order in which gradients became ready, while a rebuild is still to come."""
+    """The order in which gradients became ready, while a rebuild is still to come.
 
-    def __init__(self) -> None:
-        self.has_rebuilt = False
+    Args:
+        saved: the layout to start with, which may be a rebuilt one.
+    """
+
+    def __init__(self, saved: SavedLayout | None = None) -> None:
+        self._starts_rebuilt = saved is not None and saved.rebuilt
+        self.has_rebuilt = self._starts_rebuilt
         self._order: list[int] | None = None
 
     @property
@@ -29,6 +36,15 @@ class ReadyOrder:
         """A backward ended; the last one before the rebuild counts."""
         if not self.has_rebuilt:
             self._order = order
+
+    def plain_layout(
+        self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig
+    ) -> dict[str, Any]:
+        """The layout of the next backward (rank 0's counts), for a checkpoint."""
+        rebuilt = self.has_rebuilt or self._order is not None
+        if self._order is not None:
+            now = layout_after(self._order, specs, config)
+        return to_plain(now, specs, rebuilt=rebuilt)
 
     def take(self) -> list[int]:
         """Rebuild now."""
@@ -42,8 +58,16 @@ class ReadyOrder:
 
     def start_over(self) -> None:
         """The same, whether one is due now or not: ranks may differ in that."""
-        self.has_rebuilt = False
+        self.has_rebuilt = self._starts_rebuilt
         self._order = None
+
+
+def layout_after(
+    order: Sequence[int], specs: Sequence[ParamSpec], config: ReducerConfig
+) -> Layout:
+    """What this rank would have after a rebuild by ``order``."""
+    limits = config.caps.rebuilt_limits()
+    return rebuilt_layout(specs, limits, order, from_the_end=config.last_is_small)
 
 
 def agreed_layout(

@@ -97,7 +97,7 @@ class Reducer:
         weakref.finalize(self, self.hooks.remove)  # they would outlive us otherwise
         self._lock = threading.RLock()  # CUDA runs one autograd thread per device
         self._probed_task = NO_TASK
-        self.ready_order = ReadyOrder()
+        self.ready_order = ReadyOrder(config.saved_layout)
 
     def arm(self, output: object) -> None:
         """A synchronising forward returned ``output``: the next backward reduces."""

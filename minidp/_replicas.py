@@ -192,6 +192,7 @@ def start_equal(
         "skip_all_reduce_unused_params": config.skip_all_reduce_unused_params,
         "delayed": sorted(replica.delayed),
         "mixed_precision": checked.precision,
+        "bucket_layout": config.saved_layout,
     }
     mine = describe(replica.parameters, module_buffers, sorted(replica.sparse), options)
     number = verify(mine, group, checked.devices.device)

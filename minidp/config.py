@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
 from collections.abc import Sequence
@@ -140,6 +141,21 @@ class Safety:
 
 
 @dataclass(frozen=True)
+class SavedLayout:
+    """Buckets of an earlier run, in launch order; constructor argument, well-formed."""
+
+    buckets: tuple[tuple[str, ...], ...]  # parameter names
+    rebuilt: bool  # in the ready order: they stay as they are
+
+    def __str__(self) -> str:
+        """Short, yet different for different layouts: what ranks compare."""
+        digest = hashlib.sha256(repr(self.buckets).encode()).hexdigest()[:12]
+        sizes = ", ".join(str(len(names)) for names in self.buckets)
+        state = "rebuilt" if self.rebuilt else "not rebuilt"
+        return f"buckets of {sizes} parameters ({state}, sha256 {digest}...)"
+
+
+@dataclass(frozen=True)
 class ReducerConfig:
     """What the reducer needs to know of the constructor's arguments."""
 
@@ -150,6 +166,7 @@ class ReducerConfig:
     skip_all_reduce_unused_params: bool = False
     batched_grad_copy: bool = False  # divide whole buffers, not single gradients
     last_is_small: bool = False  # after the rebuild: the last bucket, not the first
+    saved_layout: SavedLayout | None = None  # to start with
 
     @property
     def starts_with_one_bucket(self) -> bool:

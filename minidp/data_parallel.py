@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,9 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             parameters and module buffers is compared between ranks; 0 is never.
         check_finite_grads: raise, naming the parameter, when a gradient that is about
             to be averaged holds NaN or infinity.
+        bucket_layout: what the property of this name gave, for a run that goes on from
+            a checkpoint: it starts with these buckets, and does not rebuild them if
+            they were rebuilt. The same on all ranks.
 
     Raises:
         ValueError, TypeError, RuntimeError: bad arguments, as in torch.
@@ -105,6 +108,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         hang_timeout: float | None = DEFAULT_HANG_SECONDS,
         check_replicas_every: int = 0,
         check_finite_grads: bool = False,
+        bucket_layout: Mapping[str, Any] | None = None,
     ) -> None:
         nn.Module.__init__(self)
         UnevenInputs.__init__(self)
@@ -131,6 +135,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             delayed_until=param_to_hook_all_reduce,
             mixed_precision=mixed_precision,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            bucket_layout=bucket_layout,
         )
         self.process_group = _arguments.choose_group(process_group, device_mesh)
         self._prepare(module, device_mesh)

@@ -235,6 +235,7 @@ def test_signature_is_torchs_with_more_options():
         "hang_timeout": 300.0,
         "check_replicas_every": 0,
         "check_finite_grads": False,
+        "bucket_layout": None,
     }
     assert {p.kind for p in extra} == {inspect.Parameter.KEYWORD_ONLY}
 

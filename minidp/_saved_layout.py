@@ -1,0 +1,132 @@
+"""A bucket layout as plain data: what a checkpoint carries from one run to the next.
+
+    {"format": 1, "rebuilt": True, "buckets": [["head.bias", "head.weight"], ...]}
+
+At three and more ranks the last bits of a sum depend on where a gradient stands in its
+bucket. A resumed run starts with the first-iteration layout, so its first step would
+differ from that of an undisturbed run, unless it gets the layout it had.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ._layout import Layout, ParamSpec, build_layout
+from .config import SavedLayout
+
+FORMAT = 1
+_REMEDY = (
+    "What to do: pass what ddp.bucket_layout gave for the same module, options and "
+    "delayed parameters, or leave bucket_layout out (the bits of the first steps may "
+    "then differ from those of an undisturbed run)."
+)
+
+
+def to_plain(
+    layout: Layout, specs: Sequence[ParamSpec], *, rebuilt: bool
+) -> dict[str, Any]:
+    """What `read_plain` and ``torch.load(weights_only=True)`` understand."""
+    names = [[specs[i].name for i in members] for members in layout.assignment]
+    return {"format": FORMAT, "rebuilt": rebuilt, "buckets": names}
+
+
+def read_plain(value: object) -> SavedLayout:
+    """Check the form of the argument ``bucket_layout``; the names come later.
+
+    Raises:
+        TypeError: not a mapping.
+        ValueError: not one that `to_plain` made.
+    """
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            "bucket_layout must be a mapping, as ddp.bucket_layout gives it, but got "
+            f"{type(value).__name__}."
+        )
+    if value.get("format") != FORMAT:
+        raise ValueError(
+            f"bucket_layout must be of format {FORMAT}, but got "
+            f"{value.get('format')!r}. {_REMEDY}"
+        )
+    rebuilt, buckets = value.get("rebuilt"), value.get("buckets")
+    if not isinstance(rebuilt, bool) or not _is_list_of_names(buckets):
+        raise ValueError(
+            "bucket_layout must hold 'rebuilt', True or False, and 'buckets', lists "
+            f"of parameter names of which none is empty. {_REMEDY}"
+        )
+    assert isinstance(buckets, list | tuple)
+    return SavedLayout(tuple(tuple(names) for names in buckets), rebuilt)
+
+
+def _is_list_of_names(buckets: object) -> bool:
+    return isinstance(buckets, list | tuple) and all(
+        isinstance(names, list | tuple)
+        and len(names) > 0
+        and all(isinstance(name, str) for name in names)
+        for names in buckets
+    )
+
+
+def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
+    """The same buckets, for these parameters.
+
+    Raises:
+        ValueError: it is a layout of other parameters, or none that could have been.
+    """
+    index = {spec.name: i for i, spec in enumerate(specs)}
+    given = Counter(name for names in saved.buckets for name in names)
+    twice = [name for name, count in given.items() if count > 1]
+    unknown = [name for name in given if name not in index]
+    missing = [name for name in index if name not in given]
+    for names, found in (
+        (twice, "some stand in it more than once"),
+        (unknown, "some in it are not such parameters"),
+        (missing, "some are not in it"),
+    ):
+        if names:
+            raise _misfit(
+                f"each of the {len(index)} trainable parameters once", found, names
+            )
+    assignment = [[index[name] for name in names] for names in saved.buckets]
+    for number, members in enumerate(assignment):
+        _check_bucket(number, [specs[i] for i in members])
+    late = [specs[members[0]].delayed for members in assignment]
+    if late != sorted(late):
+        first = saved.buckets[late.index(True)]
+        raise _misfit(
+            "delayed parameters in the last buckets",
+            f"bucket {late.index(True)} before others",
+            first,
+        )
+    return build_layout(specs, assignment)
+
+
+def _check_bucket(number: int, members: Sequence[ParamSpec]) -> None:
+    """A bucket is one message: its parameters must be able to share it."""
+    kinds = {_kind(spec): spec.name for spec in reversed(members)}
+    if len(kinds) > 1:
+        found = "; ".join(f"{name}: {kind}" for kind, name in kinds.items())
+        raise _misfit(
+            "one dtype, device and sort of gradient in each bucket",
+            f"in bucket {number} {found}",
+            [spec.name for spec in members],
+        )
+    if members[0].sparse and len(members) > 1:
+        raise _misfit(
+            "a sparse gradient alone in its bucket",
+            f"{len(members)} in bucket {number}",
+            [spec.name for spec in members],
+        )
+
+
+def _kind(spec: ParamSpec) -> str:
+    sort = "sparse" if spec.sparse else "dense"
+    return f"{spec.dtype} on {spec.device}, {sort}{', delayed' * spec.delayed}"
+
+
+def _misfit(expected: str, found: str, names: Sequence[str]) -> ValueError:
+    return ValueError(
+        f"bucket_layout does not fit this module. Expected: {expected}. "
+        f"Found: {found}. Parameters: {', '.join(names)}. {_REMEDY}"
+    )

@@ -1,0 +1,433 @@
+"""Chaos on real processes: a rank is struck at a random moment, torchrun restarts.
+
+    python -m tests.fault.chaos --runs 200 --seed 0
+
+Each run starts `torchrun --max-restarts 2` on `examples/elastic_checkpoint.py`, by way
+of `tests/fault/saboteur.py`, which has the tables of deeds and moments. Run number n of
+a seed is always the same; every 70 runs in a row have each deed at each moment once.
+
+What is asked of a run:
+
+* it ends by itself within the limit, with exit status 0, and leaves no process behind;
+* the last digest of the weights is that of the undisturbed run of as many ranks;
+* a rank that is late, but within ``--hang-timeout``, disturbs nobody: no restart;
+* after any other deed there is exactly one restart, and the right rank is named:
+
+    kill, exit, segv   by torchrun (exit status and rank), which ends the peers as soon
+                       as it sees that; or by a peer that was quicker
+    raise              by its own traceback, in its own log
+    stop, stick        by a peer: nobody else can know. Every peer that says who is
+                       missing names it (and perhaps others, which wait for it, too:
+                       "peer+")
+
+A run takes a second or two, because agent and workers are forked from this process,
+which has imported torch. Those that are "cold" (every 25th) are started as a user
+would, with ``python -m torch.distributed.run``. After a stop torchrun waits 30 s for
+the stopped worker to obey SIGTERM before it kills it; other runs go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from tests.fault.saboteur import DEEDS, Plan, moments, occurrences
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "elastic_checkpoint.py"
+SABOTEUR = ROOT / "tests" / "fault" / "saboteur.py"
+STEPS, EVERY = 24, 6
+SAVES = STEPS // EVERY
+WORLD_SIZES = (2, 2, 2, 2, 3, 3, 4)  # drawn from
+EXIT_CODES = {"kill": -9, "exit": 7, "segv": -11, "raise": 1}
+SILENT = {"stop", "stick"}  # the process lives: only its peers can tell
+# How an error says which rank is missing.
+NAMES = (
+    re.compile(r"Missing: rank ([\d, ]+)\."),  # minidp's
+    re.compile(r"Rank (\d+) failed to pass monitoredBarrier"),
+    re.compile(r"errors while waiting for send/recv from rank (\d+)"),
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run, as drawn."""
+
+    number: int
+    ranks: int
+    plan: Plan
+    is_cold: bool
+    hang_timeout: float
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which the run should have ended long ago."""
+        slow = 240 * self.is_cold + 30 * (self.plan.deed == "stop")
+        return 90 + self.hang_timeout + slow
+
+    def command(self, folder: Path) -> list[str]:
+        """Arguments of torchrun."""
+        started = [] if self.is_cold else ["--run-path", "--start-method", "fork"]
+        return [
+            *("--standalone", "--max-restarts", "2", "--redirects", "3"),
+            *("--nproc-per-node", str(self.ranks), "--log-dir", str(folder / "logs")),
+            *started,
+            *(str(SABOTEUR), str(EXAMPLE), "--directory", str(folder / "checkpoints")),
+            *("--steps", str(STEPS), "--every", str(EVERY)),
+            *("--hang-timeout", str(self.hang_timeout)),
+        ]
+
+
+def draw(seed: int, number: int, hang_timeout: float, cold_every: int) -> Trial:
+    """Run ``number``, always the same."""
+    table = moments(None)
+    cells = [(moment, deed) for moment in table for deed in DEEDS]
+    random.Random(f"{seed}, {number // len(cells)}").shuffle(cells)
+    moment, deed = cells[number % len(cells)]
+    rng = random.Random(f"{seed}, run {number}")
+    is_cold = cold_every > 0 and number % cold_every == 0
+    ranks = 2 if is_cold else rng.choice(WORLD_SIZES)
+    times = occurrences(table[moment], moment, STEPS, SAVES)
+    plan = Plan(
+        folder="",
+        rank=0 if table[moment].per == "save" else rng.randrange(ranks),
+        moment=moment,
+        occurrence=rng.randint(1, times),
+        deed=deed,
+        seconds=round(rng.uniform(0.1, 0.5) * hang_timeout, 2),
+    )
+    return Trial(number, ranks, plan, is_cold, hang_timeout)
+
+
+# -------------------------------------------------------------------------- one run
+
+
+@dataclass
+class Run:
+    """A trial under way."""
+
+    trial: Trial
+    folder: Path
+    pid: int
+    began: float
+
+    @classmethod
+    def start(cls, trial: Trial) -> Run:
+        """Start torchrun in a session of its own."""
+        folder = Path(tempfile.mkdtemp(prefix=f"chaos-{trial.number}-"))
+        plan = replace(trial.plan, folder=str(folder))
+        command, began = trial.command(folder), time.monotonic()
+        with (folder / "torchrun.log").open("wb") as log:
+            pid = os.fork()
+            if pid == 0:
+                _become_torchrun(command, plan, log.fileno(), is_cold=trial.is_cold)
+        return cls(trial, folder, pid, began)
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was started."""
+        return time.monotonic() - self.began
+
+    def poll(self) -> int | None:
+        """Exit status, once it has ended."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if pid else None
+
+    def abandon(self) -> None:
+        """End torchrun; its workers are `left_behind`."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+    def left_behind(self) -> list[int]:
+        """Workers that are still there; they are ended now."""
+        found = []
+        for note in self.folder.glob("worker-*.pid"):
+            pid = int(note.read_text() or "0")
+            if pid and _is_ours(pid, self.folder):
+                found.append(pid)
+                os.kill(pid, signal.SIGKILL)
+        return found
+
+    def errors(self, rank: int, attempt: int = 0) -> str:
+        """What a rank wrote to stderr."""
+        return self._read(f"attempt_{attempt}/{rank}/stderr.log")
+
+    def outputs(self) -> str:
+        """What rank 0 wrote to stdout, in all attempts."""
+        return "".join(self._read(f"attempt_{n}/0/stdout.log") for n in range(3))
+
+    def attempts(self) -> int:
+        """How often the workers were started."""
+        return len(list(self.folder.glob("logs/*/attempt_*")))
+
+    def _read(self, name: str) -> str:
+        found = list(self.folder.glob(f"logs/*/{name}"))
+        return found[0].read_text(errors="replace") if found else ""
+
+
+def _become_torchrun(
+    command: Sequence[str], plan: Plan, log: int, *, is_cold: bool
+) -> None:
+    """In a fork of this process: never returns."""
+    try:
+        os.setsid()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ["CHAOS"] = plan.to_json()
+        if is_cold:
+            module = "torch.distributed.run"
+            os.execv(sys.executable, [sys.executable, "-m", module, *command])
+        import torch.distributed.run
+
+        torch.distributed.run.main(list(command))
+        os._exit(0)
+    except BaseException as error:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+    os._exit(1)
+
+
+def _is_ours(pid: int, folder: Path) -> bool:
+    """Whether a process is a worker of the run in ``folder``, and not a zombie."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+        descriptors = os.listdir(f"/proc/{pid}/fd")
+        targets = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in descriptors]
+    except OSError:
+        return False  # it has gone
+    return status.rpartition(")")[2].split()[0] != "Z" and any(
+        target.startswith(str(folder)) for target in targets
+    )
+
+
+# --------------------------------------------------------------------------- the judge
+
+
+@dataclass
+class Verdict:
+    """What came of a run."""
+
+    number: int
+    ranks: int
+    deed: str
+    moment: str
+    victim: int
+    occurrence: int
+    is_cold: bool
+    seconds: float
+    named_by: str = ""
+    complaints: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """One line of the table."""
+        told = "; ".join(self.complaints) or "ok"
+        return (
+            f"{self.number:4}  {self.ranks} ranks  {self.deed:6}"
+            f" rank {self.victim} at {self.moment:16} #{self.occurrence:<3}"
+            f"{'cold' if self.is_cold else '    '} {self.seconds:5.1f} s"
+            f"  {self.named_by or '-':14} {told}"
+        )
+
+
+def judge(run: Run, status: int | None, digest: str) -> Verdict:
+    """Hold a run that ended, or did not, against what is asked of it."""
+    trial, plan = run.trial, run.trial.plan
+    verdict = Verdict(
+        *(trial.number, trial.ranks, plan.deed, plan.moment, plan.rank),
+        *(plan.occurrence, trial.is_cold, round(run.age, 1)),
+    )
+    say = verdict.complaints.append
+    if status is None:
+        run.abandon()
+        say(f"did not end within {trial.limit:.0f} s")
+    elif status != 0:
+        say(f"torchrun ended with status {status}")
+    left = run.left_behind()
+    if left:
+        say(f"left processes {left}")
+    if not (run.folder / "struck").exists():
+        say("the saboteur never struck")
+    found = digest_of(run)
+    if found != digest:
+        say(f"digest {found[:8] or 'missing'}, undisturbed {digest[:8]}")
+    attempts = 1 if plan.deed == "delay" else 2
+    if run.attempts() != attempts:
+        say(f"{run.attempts()} attempts instead of {attempts}")
+    if plan.deed != "delay":
+        _judge_names(run, verdict)
+    return verdict
+
+
+def digest_of(run: Run) -> str:
+    """The last digest that was printed."""
+    found = re.findall(r"digest after step \d+: (\w+)", run.outputs())
+    return found[-1] if found else ""
+
+
+def _judge_names(run: Run, verdict: Verdict) -> None:
+    plan, say = run.trial.plan, verdict.complaints.append
+    log = (run.folder / "torchrun.log").read_text(errors="replace")
+    code = EXIT_CODES.get(plan.deed)
+    by_torchrun = f"(exitcode: {code}) local_rank: {plan.rank} " in log
+    peers = [rank for rank in range(run.trial.ranks) if rank != plan.rank]
+    named = {rank: named_in(run.errors(rank)) for rank in peers}
+    right = [rank for rank in peers if plan.rank in named[rank]]
+    by_itself = "ValueError: sabotage" in run.errors(plan.rank)
+    only = "" if all(named[rank] == {plan.rank} for rank in right) else "+"
+    witnesses = {
+        "torchrun": by_torchrun,
+        "itself": by_itself,
+        f"peer{only}": bool(right),
+    }
+    verdict.named_by = ", ".join(who for who, spoke in witnesses.items() if spoke)
+    if not verdict.named_by:
+        say(f"nobody names rank {plan.rank}")
+    if plan.deed == "raise" and not by_itself:
+        say("its own log does not say what it raised")
+    wrong = {
+        peer: found for peer, found in named.items() if found and peer not in right
+    }
+    if plan.deed in SILENT and wrong:
+        say(f"peers name only others: {wrong}")
+
+
+def named_in(text: str) -> set[int]:
+    """The ranks that errors in ``text`` say are missing."""
+    return {
+        int(rank)
+        for pattern in NAMES
+        for match in pattern.finditer(text)
+        for rank in re.findall(r"\d+", match[1])
+    }
+
+
+# -------------------------------------------------------------------------- many runs
+
+
+def conduct(
+    trials: Sequence[Trial], jobs: int, digests: dict[int, str], keep: Path | None
+) -> Iterator[Verdict]:
+    """Run trials, ``jobs`` at a time; verdicts as they come."""
+    live: list[Run] = []
+    waiting = list(trials)
+    try:
+        while live or waiting:
+            while waiting and len(live) < jobs:
+                live.append(Run.start(waiting.pop(0)))
+            for run in list(live):
+                status = run.poll()
+                if status is None and run.age < run.trial.limit:
+                    continue
+                live.remove(run)
+                verdict = judge(run, status, digests[run.trial.ranks])
+                if verdict.complaints and keep is not None:
+                    shutil.copytree(run.folder, keep / run.folder.name)
+                shutil.rmtree(run.folder)
+                yield verdict
+            time.sleep(0.02)  # no event covers several children that may also be late
+    finally:  # also of an interrupt
+        for run in live:
+            run.abandon()
+            run.left_behind()
+            shutil.rmtree(run.folder)
+
+
+def undisturbed(ranks: int) -> str:
+    """The digest of a run that nothing happens to.
+
+    Raises:
+        RuntimeError: not even that works.
+    """
+    run = Run.start(Trial(-1, ranks, Plan(""), is_cold=False, hang_timeout=30.0))
+    while run.poll() is None:
+        if run.age > run.trial.limit:
+            run.abandon()
+            run.left_behind()
+            break
+        time.sleep(0.02)
+    digest, log = digest_of(run), (run.folder / "torchrun.log").read_text()
+    errors = [run.errors(rank) for rank in range(ranks)]
+    shutil.rmtree(run.folder)
+    if not digest:
+        raise RuntimeError(f"An undisturbed run fails:\n{log}\n{errors}")
+    return digest
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """Counts by deed and by moment."""
+    lines = [""]
+    for title in ("deed", "moment", "ranks", "named_by"):
+        groups: dict[object, list[Verdict]] = {}
+        for verdict in verdicts:
+            groups.setdefault(getattr(verdict, title), []).append(verdict)
+        lines.append(f"{title:18} runs  failed  median s  longest s")
+        for name, members in sorted(groups.items(), key=str):
+            failed = sum(bool(verdict.complaints) for verdict in members)
+            seconds = [verdict.seconds for verdict in members]
+            middle = statistics.median(seconds)
+            lines.append(
+                f"{name or '-'!s:18} {len(members):4}  {failed:6}  {middle:8.1f}"
+                f"  {max(seconds):9.1f}"
+            )
+        lines.append("")
+    failures = Counter(bool(verdict.complaints) for verdict in verdicts)[True]
+    lines.append(f"{len(verdicts)} runs, {failures} failed")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run, print, and say by the exit status whether all went well."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fault.chaos", description=(__doc__ or "").splitlines()[0]
+    )
+    add = parser.add_argument
+    add("--runs", type=int, default=200, help="how many (default 200)")
+    add("--start", type=int, default=0, help="number of the first one (default 0)")
+    add("--seed", type=int, default=0, help="what is drawn (default 0)")
+    add("--jobs", type=int, default=2, help="runs at a time (default 2)")
+    add("--hang-timeout", type=float, default=5.0, help="seconds (default 5)")
+    add("--cold-every", type=int, default=25, help="0: no cold runs (default 25)")
+    add("--deeds", nargs="*", choices=list(DEEDS), help="only these")
+    add("--keep", type=Path, help="folder for the logs of runs that failed")
+    add("--results", type=Path, help="file of JSON lines; sums up all that are in it")
+    args = parser.parse_args()
+
+    import torch._dynamo  # so that forked workers need not; optimizers import it
+
+    assert torch._dynamo is not None
+    numbers = range(args.start, args.start + args.runs)
+    drawn = [draw(args.seed, n, args.hang_timeout, args.cold_every) for n in numbers]
+    trials = [t for t in drawn if not args.deeds or t.plan.deed in args.deeds]
+    sizes = sorted({trial.ranks for trial in trials})
+    digests = {ranks: undisturbed(ranks) for ranks in sizes}
+    for ranks, digest in digests.items():
+        print(f"undisturbed, {ranks} ranks: {digest}", flush=True)
+    verdicts = []
+    for verdict in conduct(trials, args.jobs, digests, args.keep):
+        print(verdict, flush=True)
+        verdicts.append(verdict)
+        if args.results:
+            with args.results.open("a") as file:
+                print(json.dumps(asdict(verdict)), file=file)
+    everything = verdicts
+    if args.results and args.results.exists():
+        lines = args.results.read_text().splitlines()
+        everything = [Verdict(**json.loads(line)) for line in lines]
+    print(summary(everything))
+    return 1 if any(verdict.complaints for verdict in verdicts) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

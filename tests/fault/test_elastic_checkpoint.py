@@ -1,0 +1,189 @@
+"""`examples/elastic_checkpoint.py`: whatever happens to a file, a whole one is used."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import pickle
+import signal
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.fresh import run_fresh
+
+PATH = Path(__file__).parents[2] / "examples" / "elastic_checkpoint.py"
+
+
+def load_example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("elastic_checkpoint", PATH)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def example(monkeypatch):
+    module = load_example()
+    monkeypatch.setattr(module, "say", lambda _: None)  # it asks for the rank
+    return module
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"step": step, "net": {"weight": torch.full((3,), float(step))}}
+
+
+@pytest.fixture
+def two(example, tmp_path):
+    """A directory with checkpoints after steps 1 and 2."""
+    for step in (1, 2):
+        example.write(example.path_of(tmp_path, step), state(step))
+    return tmp_path
+
+
+def test_round_trip(example, two):
+    assert [path.name for path in sorted(two.iterdir())] == [
+        "step-00000001.ckpt",
+        "step-00000002.ckpt",
+    ]
+    assert sorted(example.whole_ones(two)) == [1, 2]
+
+
+def test_cut_short_at_every_byte(example, two):
+    newest = example.path_of(two, 2)
+    everything = newest.read_bytes()
+    assert len(everything) > 1000
+    for length in range(len(everything)):
+        newest.write_bytes(everything[:length])
+        assert list(example.whole_ones(two)) == [1], length
+    newest.write_bytes(everything)
+    assert list(example.whole_ones(two)) == [1, 2]
+
+
+def test_each_byte_damaged(example, two):
+    newest = example.path_of(two, 2)
+    everything = bytearray(newest.read_bytes())
+    for position in range(len(everything)):
+        everything[position] ^= 1 << position % 8
+        newest.write_bytes(everything)
+        assert list(example.whole_ones(two)) == [1], position
+        everything[position] ^= 1 << position % 8
+
+
+def test_longer_than_it_was_or_all_zeros(example, two):
+    newest = example.path_of(two, 2)
+    everything = newest.read_bytes()
+    for damaged in (everything + b"\0", bytes(len(everything)), everything * 2):
+        newest.write_bytes(damaged)
+        assert list(example.whole_ones(two)) == [1]
+
+
+def test_the_newest_stay(example, tmp_path):
+    for step in range(1, 7):
+        example.write(example.path_of(tmp_path, step), state(step))
+    (tmp_path / "step-00000007.part").write_bytes(b"half")
+    example.tidy(tmp_path)
+    assert sorted(example.whole_ones(tmp_path)) == [4, 5, 6]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+# ------------------------------------------------------------------ killed in the save
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_at(share: float) -> Any:
+    """An fsync that finds only this share of the file written."""
+
+    def fsync(descriptor: int) -> None:
+        size = os.fstat(descriptor).st_size
+        os.ftruncate(descriptor, int(size * share))
+        die()
+
+    return fsync
+
+
+STAGES: dict[str, tuple[str, Any]] = {
+    "nothing is written": ("fsync", die_at(0.0)),
+    "half is written": ("fsync", die_at(0.5)),
+    "all is written": ("fsync", die_at(1.0)),
+    "all is on the disk": ("replace", die),
+    "it has its name": ("open", die),  # os.open: of the directory, to sync it
+}
+
+
+def save_and_die(ctx: Any, directory: str, stage: str) -> None:
+    example = load_example()
+    name, deadly = STAGES[stage]
+    setattr(os, name, deadly)
+    example.write(example.path_of(Path(directory), 2), state(2))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_killed_in_the_save(example, tmp_path, stage):
+    example.write(example.path_of(tmp_path, 1), state(1))
+    (dead,) = run_fresh(save_and_die, 1, str(tmp_path), stage, errors="return")
+    assert dead.exit_code == -signal.SIGKILL
+    has_name = stage == "it has its name"
+    assert sorted(example.whole_ones(tmp_path)) == ([1, 2] if has_name else [1])
+    assert len(list(tmp_path.glob("*.part"))) == (not has_name)
+    example.tidy(tmp_path)
+    assert list(tmp_path.glob("*.part")) == []
+
+
+# ------------------------------------------------------------------- all ranks the same
+
+
+def load_on_each(ctx: Any, directories: list[str]) -> Any:
+    example = load_example()
+    found = example.newest_for_all(Path(directories[ctx.rank]), timedelta(seconds=5))
+    return found and found["step"]
+
+
+def test_the_newest_that_every_rank_finds_whole(example, tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for directory in (here, there):
+        directory.mkdir()
+        for step in (1, 2, 3):
+            example.write(example.path_of(directory, step), state(step))
+    both = [str(here), str(there)]
+    assert run_fresh(load_on_each, 2, both) == [3, 3]
+    os.truncate(example.path_of(there, 3), 100)
+    assert run_fresh(load_on_each, 2, both) == [2, 2]
+    example.write(example.path_of(here, 2), state(20))  # whole, but not the same
+    assert run_fresh(load_on_each, 2, both) == [1, 1]
+    example.path_of(here, 1).unlink()
+    assert run_fresh(load_on_each, 2, both) == [None, None]
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("true",)
+
+
+def load_evil(ctx: Any, directory: str) -> str:
+    try:
+        load_on_each(ctx, [directory])
+    except pickle.UnpicklingError as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_cannot_run_code(example, tmp_path):
+    example.write(example.path_of(tmp_path, 1), {"step": Evil()})
+    content = example.content_of(example.path_of(tmp_path, 1))
+    assert (
+        hashlib.sha256(content).digest()
+        == (example.path_of(tmp_path, 1).read_bytes()[: example.DIGEST_BYTES])
+    )
+    (text,) = run_fresh(load_evil, 1, str(tmp_path))
+    assert "Weights only load failed" in text
