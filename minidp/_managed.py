@@ -52,7 +52,7 @@ def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
         delayed: parameters that travel last; they take part even if they are ignored.
 
     Raises:
-        TypeError: not a module.
+        TypeError: not a module, or an ignore list of other things than names.
         RuntimeError: nothing is trainable.
         ValueError: a delayed parameter has the name of another one.
     """
@@ -61,6 +61,14 @@ def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
             f"module must be a torch.nn.Module, but got {type(module).__name__}."
         )
     listed = frozenset(getattr(module, IGNORE_ATTRIBUTE, ()))
+    strange = sorted(
+        {type(name).__name__ for name in listed if not isinstance(name, str)}
+    )
+    if strange:
+        raise TypeError(
+            "The module's ignore list must hold names of parameters and buffers (str), "
+            f"but holds {', '.join(strange)}."
+        )
     ignored = frozenset(name.removeprefix(".") for name in listed) - delayed.keys()
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
