@@ -505,9 +505,15 @@ def look(module: Any) -> Any:
         for name, m in module.named_modules()
     ]
     tensors = [
-        (name, id(t), id(t.grad) if t.is_leaf else 0, t.requires_grad)
-        + (sorted(map(str, t.__dict__)), str(t._backward_hooks))
-        + (str(getattr(t, "_post_accumulate_grad_hooks", None)),)
+        (
+            name,
+            id(t),
+            id(t.grad) if t.is_leaf else 0,
+            t.requires_grad,
+            sorted(map(str, t.__dict__)),
+            str(t._backward_hooks),
+            str(getattr(t, "_post_accumulate_grad_hooks", None)),
+        )
         for name, t in [*module.named_parameters(), *module.named_buffers()]
     ]
     return modules, tensors

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from tests.fault import bad_inputs
+from tests.fault import bad_hooks, bad_inputs
 
 
 def fuzz(
@@ -78,6 +78,7 @@ def main() -> None:
     )
     for name, what, cases, count in (
         ("constructor", bad_inputs.try_call, bad_inputs.calls, arguments.inputs),
+        ("comm hooks", bad_hooks.try_hook, bad_hooks.cases, arguments.hooks),
     ):
         if count:
             begin = time.monotonic()
