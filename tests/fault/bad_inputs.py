@@ -387,7 +387,7 @@ def try_call(call: Call) -> str:
         outcome, ddp = _construct(call, module)
         if ddp is None:
             if look(module) != before:
-                raise Broken(f"{outcome} has changed {before} to {look(module)}")
+                raise Broken(f"{outcome}, but the module is not what it was")
         else:
             outcome = _train_one(ddp, call)
             _drop(ddp)
@@ -508,7 +508,7 @@ def look(module: Any) -> Any:
         (
             name,
             id(t),
-            id(t.grad) if t.is_leaf else 0,
+            str(t.grad) if t.is_leaf else "",
             t.requires_grad,
             sorted(map(str, t.__dict__)),
             str(t._backward_hooks),
