@@ -14,6 +14,8 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _copies         pickle and deepcopy
         _join           uneven inputs: ranks that ran out keep the others company
         _guard          no optimizer applies gradients that differ between ranks
+        _watchdog       the thread behind every post
+        _post           ranks tell each other where they are
         _recovery       reset(): ranks agree on what survived a failure
         _on_demand      reductions without a backward: sync_gradients(), shadows
         _reducer        "gradient i is ready" -> launched buckets -> finished backward
@@ -36,13 +38,17 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _arrivals       what has arrived: all that grad hooks touch
         _rebuild        the layout that follows rank 0's ready order
         _used_map       which parameters were used on any rank
-        _watch          a failed collective gets rank, place and remedy
+        _watch          collectives end in time; failures get rank and remedy
+        _hang_report    who is missing, in words
         _collectives    the package's own collectives
+        _waiting        waits that can be given up
+        _groups         process groups and their stores
     L1  _layout         parameters -> buckets -> slots, as integers
         _ops            flatten and unflatten: the arithmetic
         _inputs         tensors inside a forward's inputs
         _streams        CUDA streams that wrote a bucket's gradients
         _untraced       what dynamo must run as it is
+        _cursor         where a rank is, as data
         _ledger         what was announced, reduced, or only added locally
         _phase          lifecycle of a reducer: enum and transition table
         trace           events of a backward

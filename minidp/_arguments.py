@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ._collectives import default_first_bucket_bytes, default_group, is_group
+from ._groups import default_first_bucket_bytes, default_group, is_group
 from ._managed import Replica, check_data, examine
 from ._mixed_precision import Precision, precision_from
 from .config import ReducerConfig, Safety, bucket_caps

@@ -15,9 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ._bucket import Bucket, Division
-from ._collectives import Work, all_reduce
+from ._collectives import all_reduce
 from ._comm_hook import CommHook
 from ._grad_bucket import GradBucket, Turn
+from ._waiting import Work
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,6 +38,7 @@ class Averaging:
         self.comm_hook: CommHook | None = None
         self.division = Division()
         self.hook_now: CommHook | None = None  # the one of this backward
+        self.doing = ""  # while the last collectives are awaited
         self._batched = batched
 
     @property
@@ -47,6 +49,9 @@ class Averaging:
     def begin(self) -> None:
         """A backward begins: from here on it is settled how it averages."""
         self.hook_now = self.comm_hook
+        self.doing = "waiting for the all-reduce"
+        if self.hook_now is not None:
+            self.doing = f"waiting for the comm hook {self.hook_now.name}, call"
         if self.hook_now is not None:
             self.division = Division()
         elif self._batched:

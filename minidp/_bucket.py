@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ._arrivals import Entry
-from ._collectives import Work
 from ._layout import BucketPlan
 from ._streams import streams_for
+from ._waiting import Work, wait_for
 from .errors import GradientError, InternalError, explain
 
 
@@ -109,7 +109,7 @@ class Bucket(ABC):
         """Wait for the collective (on CUDA: order the current stream after it)."""
         if self._work is None:
             raise InternalError(f"[rank {self._rank}] nothing to wait for.")
-        result = self._work.wait()
+        result = wait_for(self._work)
         if isinstance(result, torch.Tensor) and result is not self.payload:
             with torch.no_grad():
                 self.payload.copy_(result)

@@ -15,6 +15,7 @@ import torch
 from torch.futures import Future
 
 from ._grad_bucket import GradBucket
+from ._waiting import Promised
 from .errors import CommHookError, explain
 
 Hook = Callable[[Any, Any], Future[torch.Tensor]]
@@ -69,23 +70,19 @@ class CommHook:
         return call
 
 
-class HookInFlight:
+class HookInFlight(Promised):
     """One call of a hook: the `Work` of its bucket."""
 
     def __init__(
         self, hook_name: str, bucket: GradBucket, names: Sequence[str], rank: int
     ) -> None:
-        self.future: Future[Any] = Future()
+        super().__init__(Future())
         self._hook_name = hook_name
         self._index = bucket.index()
         self._payload = bucket.buffer()
         self._alias = self._payload.detach()  # the same memory, wherever that moves
         self._names = names
         self._rank = rank
-
-    def get_future(self) -> Future[Any]:
-        """Completes with the hook."""
-        return self.future
 
     def wait(self) -> torch.Tensor:
         """What replaces the bucket's buffer.

@@ -148,9 +148,9 @@ class DataParallel(_Legacy, data_parallel.DataParallel):
             name = "torch.distributed.tensor.parallel.ddp"
             importlib.import_module(name)._pre_dp_module_transform(module)
 
-    def _wire(self, checked: _arguments.Checked) -> None:
+    def _wire(self, checked: _arguments.Checked, kind: str) -> None:
         self._logging = LoggingData(self)
-        super()._wire(checked)
+        super()._wire(checked, kind)
         self._logging.describe()
         self._caps = checked.config.caps
         level = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ._collectives import all_reduce, then
+from ._collectives import all_reduce
 from ._grad_bucket import GradBucket, Turn
 from ._guard import refuse_forward
+from ._waiting import then
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from . import _arguments, _replicas
-from ._collectives import default_group
+from . import _arguments
+from ._groups import default_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,6 +65,5 @@ def restore(ddp: Any, state: dict[str, Any], group: ProcessGroup) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # said when the original was built
         checked = _arguments.check(ddp.module, ddp._given)
-    ddp._wire(checked)
-    ddp._key = _replicas.next_key(group, "copy")
+    ddp._wire(checked, "copy")
     ddp.require_backward_grad_sync = sync_enabled

@@ -25,6 +25,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ._collectives import gather_integers
 from ._on_demand import shadow_backward
 from ._shared_state import SharedState
+from ._waiting import wait_for
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -160,13 +161,13 @@ class UnevenInputs(SharedState, Joinable):
             return 0
         work = Join.notify_join_context(self)
         if work is not None:
-            with self._reducer.pipeline.watch.over("announcing a forward in join()"):
-                work.wait()
+            with self._reducer.pipeline.watch.whole("announcing a forward in join()"):
+                wait_for(work)
         return self._agree(heading).root
 
     def _agree(self, heading: Heading) -> Agreement:
         """Collective: the next backward averages over the ranks that will reduce."""
-        with self._reducer.pipeline.watch.over("announcing a forward in join()"):
+        with self._reducer.pipeline.watch.whole("announcing a forward in join()"):
             agreement = agree(heading, self.process_group, self.device)
             if agreement.reducing and agreement.reducing != agreement.active:
                 raise RuntimeError(

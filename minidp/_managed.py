@@ -26,6 +26,11 @@ class Replica:
     delayed: frozenset[str]  # names of managed parameters that travel last
 
     @property
+    def params(self) -> list[nn.Parameter]:
+        """The managed parameters."""
+        return list(self.managed.values())
+
+    @property
     def specs(self) -> list[ParamSpec]:
         """The managed parameters, as the layout sees them."""
         return [

@@ -19,9 +19,10 @@ from torch import nn
 from torch.func import functional_call
 
 from ._autograd import reachable_nodes
-from ._collectives import all_reduce, then
+from ._collectives import all_reduce
 from ._grad_bucket import GradBucket
 from ._inputs import map_tensors
+from ._waiting import then
 from .errors import MiniDPError, explain
 
 if TYPE_CHECKING:

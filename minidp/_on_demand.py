@@ -92,6 +92,6 @@ def _failing_for_good(reducer: Reducer) -> Iterator[None]:
     """Whatever is raised inside leaves the reducer FAILED."""
     try:
         yield
-    except BaseException:
-        reducer.fail()
+    except BaseException as error:
+        reducer.fail(error)
         raise

@@ -19,11 +19,13 @@ from ._arrivals import Entry
 from ._averaging import Averaging
 from ._bucket import Bucket, BucketState
 from ._dense_bucket import DenseBucket
+from ._groups import keep_for_good
 from ._layout import Layout, ParamSpec, initial_layout, rebuilt_layout
 from ._overlap import Observer
 from ._rebuild import agreed_layout
 from ._sparse_bucket import SparseBucket
 from ._used_map import UsedMap
+from ._waiting import Promised, wait_for
 from ._watch import Watch
 from .config import ReducerConfig
 from .trace import Moment, Tracer
@@ -39,7 +41,7 @@ class Pipeline:
         params: managed parameters, in parameter-index order.
         specs: the same, as the layout sees them.
         config: options.
-        group: who reduces together.
+        watch: over the collectives of its group.
     """
 
     def __init__(
@@ -47,13 +49,12 @@ class Pipeline:
         params: Sequence[torch.nn.Parameter],
         specs: Sequence[ParamSpec],
         config: ReducerConfig,
-        group: ProcessGroup,
+        watch: Watch,
     ) -> None:
-        self.averaging = Averaging(group, batched=config.batched_grad_copy)
-        self.rank = group.rank()
+        self.averaging = Averaging(watch.group, batched=config.batched_grad_copy)
+        self.rank = watch.group.rank()
         self.tracer = Tracer()
-        self.watch = Watch(self.rank, group.size())
-        self.launched_count = 0  # buckets, since the last restart
+        self.watch = watch
         self.skipped: Collection[int] = ()  # buckets that do not travel this time
         self.observers: list[Observer] = []
         self.owed: list[torch.futures.Future[Any]] = []  # the next backward waits for
@@ -62,7 +63,7 @@ class Pipeline:
         self._params = params
         self._specs = specs
         self._config = config
-        self._next = 0
+        self.next = 0  # bucket to be launched
         self.buckets: list[Bucket] = []
         self.replan(static_graph=config.static_graph)
 
@@ -122,7 +123,7 @@ class Pipeline:
         Args:
             absent: parameters that no rank brings: buckets of only these do not travel.
         """
-        self._next = 0
+        self.next = 0
         self.skipped = {
             number
             for number, bucket in enumerate(self.buckets)
@@ -133,26 +134,26 @@ class Pipeline:
     @property
     def is_launched(self) -> bool:
         """Whether every bucket of this backward is launched."""
-        return self._next == len(self.buckets)
+        return self.next == len(self.buckets)
 
     def launch_due(self) -> bool:
         """Launch every full bucket whose predecessors are; True with the last one."""
-        before = self._next
-        while self._next < len(self.buckets):
-            number = self._next
+        before = self.next
+        while self.next < len(self.buckets):
+            number = self.next
             if number not in self.skipped:
                 if self.buckets[number].state is not BucketState.FULL:
                     break
                 self._launch(number)
-            self._next += 1
-        return before < self._next == len(self.buckets)
+            self.next += 1
+        return before < self.next == len(self.buckets)
 
     def _launch(self, number: int) -> None:
         with self.watch.over("launching the all-reduce", number):
             following = range(number + 1, len(self.buckets))
             is_last = all(later in self.skipped for later in following)
             work = self.averaging.launch(self.buckets[number], number, is_last=is_last)
-        self.launched_count += 1
+            self.watch.note_started(work)
         self.tracer.note(Moment.LAUNCHED, number)
         if self.tracer.is_on:
             done = partial(self.tracer.note, Moment.DONE, number)
@@ -165,7 +166,7 @@ class Pipeline:
         observers = tuple(self.observers)  # some take themselves off the list
         for number, bucket in enumerate(self.buckets):
             if number not in self.skipped:
-                with self.watch.over("waiting for the all-reduce", number):
+                with self.watch.over(self.averaging.doing, number):
                     bucket.complete()
                 bucket.unflatten(_slots_of(untouched, bucket))
                 self.tracer.note(Moment.COPIED_OUT, number)
@@ -174,16 +175,21 @@ class Pipeline:
         for observer in observers:
             observer.finished()
         owed, self.owed = self.owed, []
-        if owed:
+        for future in owed:
             with self.watch.over("waiting for what a hook owes"):
-                torch.futures.wait_all(owed)
+                wait_for(Promised(future))
         self.tracer.backward += 1
+
+    def abandon(self) -> None:
+        """Nobody may ever complete what is in flight: do not let its group end."""
+        if any(bucket.state is BucketState.IN_FLIGHT for bucket in self.buckets):
+            keep_for_good(self.group)
 
     def drain(self) -> None:
         """Wait for everything in flight and discard the results."""
         for number, bucket in enumerate(self.buckets):
             if bucket.state is BucketState.IN_FLIGHT:
-                with self.watch.over("waiting for the all-reduce", number):
+                with self.watch.over(self.averaging.doing, number):
                     bucket.complete()
         for shared in (self.used_map, self.reach_map):
             shared.unused_everywhere()
@@ -192,12 +198,12 @@ class Pipeline:
         """Abandon what is in flight, with its memory: it may still be written to."""
         self.averaging.move_to(group)
         self.rank = group.rank()
-        self.watch.begin_anew(self.rank, group.size())
-        self.launched_count = self._next = 0
+        self.watch.begin_anew(group)
+        self.next = 0
         self.owed = []
         self.skipped = ()
         for shared in (self.used_map, self.reach_map):
-            shared.forget()
+            shared.drop()
         self.adopt(self.layout)
 
 

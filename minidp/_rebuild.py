@@ -52,7 +52,7 @@ def agreed_layout(
         group: the ranks.
         watch: over the broadcast.
     """
-    with watch.over("broadcasting the bucket layout"):
+    with watch.whole("broadcasting the bucket layout"):
         agreed = broadcast_integers(_encode(mine), group, specs[0].device)
     return build_layout(specs, _decode(agreed))
 

@@ -15,9 +15,10 @@ import time
 from typing import TYPE_CHECKING
 
 from ._bucket import BucketState
-from ._collectives import fresh_group, group_store, group_timeout, renew_side_groups
+from ._groups import fresh_group, group_store, renew_side_groups
 from ._pipeline import Pipeline
 from ._reducer import Reducer
+from ._watch import Watch
 from .errors import CollectiveError, explain
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 POLL_SECONDS = 0.05
+PATIENCE_SECONDS = 5.0  # for ranks that still find out who is missing
 
 
 def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
@@ -43,10 +45,9 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     pipeline = reducer.pipeline
     group = pipeline.group
     is_lost = pipeline.watch.has_failed or _owes_to_hook(pipeline)
-    shared = (pipeline, pipeline.used_map, pipeline.reach_map)
-    mine = json.dumps([sum(each.launched_count for each in shared), is_lost])
+    mine = json.dumps([pipeline.watch.started, is_lost])
     try:
-        reports = _exchange(group_store(group, key), mine, group)
+        reports = _exchange(group_store(group, key), mine, group, pipeline.watch)
     except RuntimeError as error:
         if isinstance(error, CollectiveError):
             raise
@@ -65,6 +66,7 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
         group = fresh_group(group, key)
     renew_side_groups(group, key)
     reducer.restart(group)
+    pipeline.watch.lookout.move_to(group, key)
     return group
 
 
@@ -79,11 +81,13 @@ def _owes_to_hook(pipeline: Pipeline) -> bool:
     )
 
 
-def _exchange(store: Store, mine: str, group: ProcessGroup) -> list[tuple[int, bool]]:
+def _exchange(
+    store: Store, mine: str, group: ProcessGroup, watch: Watch
+) -> list[tuple[int, bool]]:
     """All ranks' reports, by rank."""
-    # A peer may first have to run into the timeout of a collective itself.
-    limit = group_timeout(group) * 2
-    deadline = time.monotonic() + limit.total_seconds()
+    # A peer may first have to run into the limit of a collective itself.
+    seconds = 2 * watch.seconds + PATIENCE_SECONDS
+    deadline = time.monotonic() + seconds
     store.set(str(group.rank()), mine)
     waiting = set(range(group.size()))
     while waiting and time.monotonic() < deadline:
@@ -95,7 +99,7 @@ def _exchange(store: Store, mine: str, group: ProcessGroup) -> list[tuple[int, b
         raise CollectiveError(
             explain(
                 group.rank(),
-                f"reset() waited {limit.total_seconds():.0f} s in vain.",
+                f"reset() waited {seconds:.0f} s in vain. {watch.lookout.report(0)}",
                 expected=f"all {group.size()} ranks of the group to call reset()",
                 found=f"no call on rank(s) {', '.join(map(str, sorted(waiting)))}",
                 remedy="a dead rank cannot be reset: restart the job",

@@ -38,6 +38,7 @@ from ._phase import Phase, PhaseBox
 from ._pipeline import Pipeline
 from ._rebuild import ReadyOrder
 from ._untraced import untraced
+from ._watch import Watch
 from .config import ReducerConfig
 from .errors import GradientError, lost_hooks, two_threads
 from .trace import Moment
@@ -58,9 +59,7 @@ def _failing(method: Method) -> Method:
         try:
             method(self, *arguments)
         except BaseException as error:
-            # Its text only: a traceback would keep us, and gradients, alive.
-            self.failure = f"{type(error)}: {error}"
-            self.fail()
+            self.fail(error)
             raise
 
     return cast("Method", guarded)
@@ -73,7 +72,7 @@ class Reducer:
         params: managed parameters, in parameter-index order.
         specs: the same, as the layout sees them.
         config: options.
-        group: who reduces together.
+        watch: over the collectives of its group.
     """
 
     def __init__(
@@ -81,15 +80,15 @@ class Reducer:
         params: Sequence[torch.nn.Parameter],
         specs: Sequence[ParamSpec],
         config: ReducerConfig,
-        group: ProcessGroup,
+        watch: Watch,
     ) -> None:
         self.params = tuple(params)
         self.names = tuple(spec.name for spec in specs)
-        self.rank = group.rank()
+        self.rank = watch.group.rank()
         self.phase = PhaseBox()
         self.ledger = Ledger()
         self.failure = ""  # what made it FAILED
-        self.pipeline = Pipeline(self.params, specs, config, group)
+        self.pipeline = Pipeline(self.params, specs, config, watch)
         self.expected = expectation_for(len(params), config)
         callbacks = Callbacks(_weakly(self._on_full), _weakly(self._on_unusual))
         self.countdown = Countdown(self.params, callbacks, self.pipeline.copy_now)
@@ -250,15 +249,19 @@ class Reducer:
             self.ledger.settle(untouched)
             self.phase.enter(Phase.IDLE)
 
-    def fail(self) -> None:
+    def fail(self, error: BaseException) -> None:
         """Only `restart` leads out."""
         self.phase.enter(Phase.FAILED)
         self.countdown.close()
+        self.pipeline.abandon()
+        # Its text only: a traceback would keep us, and gradients, alive.
+        self.failure = f"{type(error).__name__}: {error}"
+        self.pipeline.watch.lookout.give_up(self.failure)
 
     def restart(self, group: ProcessGroup) -> None:
         """Back to IDLE on ``group``, whatever happened."""
         with self._lock:
-            self.fail()
+            self.phase.enter(Phase.FAILED)
             self.failure = ""
             self.rank = group.rank()
             self.pipeline.restart(group)

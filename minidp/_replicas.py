@@ -12,18 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ._collectives import (
-    broadcast_coalesced,
-    exchange_device,
-    gather_bytes,
-    gather_integers,
-)
+from ._collectives import broadcast_coalesced, gather_bytes, gather_integers
+from ._groups import exchange_device
 from .errors import ReplicaMismatchError, explain
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ._arguments import Checked
+    from ._managed import Replica
 
 MESSAGE_BYTES = 250 * 2**20  # one coalesced broadcast
 
@@ -203,6 +200,11 @@ def start_equal(
         state += module_buffers.values()
     broadcast_state(state, group)
     return f"verified/{number}"
+
+
+def take_delayed(replica: Replica, group: ProcessGroup) -> None:
+    """Collective: rank 0's values of parameters that travel last."""
+    broadcast_state([replica.managed[name] for name in replica.delayed], group)
 
 
 def broadcast_state(

@@ -39,7 +39,7 @@ class SharedState:
     def _sync_module_buffers(self, root: int = 0) -> None:
         """Collective: take the module buffers of a rank."""
         self._collect_module_buffers()  # some may have been re-assigned or added
-        with self._reducer.pipeline.watch.over("broadcasting module buffers"):
+        with self._reducer.pipeline.watch.whole("broadcasting module buffers"):
             _replicas.broadcast_state(self.modules_buffers, self.process_group, root)
 
     def _collect_module_buffers(self) -> None:
@@ -55,7 +55,7 @@ class SharedState:
         own = [p for n, p in self.module.named_parameters() if n not in ignored]
         # Also delayed ones of other modules; each once.
         state = list({id(p): p for p in (*own, *self._reducer.params)}.values())
-        with self._reducer.pipeline.watch.over("broadcasting parameters"):
+        with self._reducer.pipeline.watch.whole("broadcasting parameters"):
             _replicas.broadcast_state(state, self.process_group, root)
         if self.forward_sync_buffers:
             self._sync_module_buffers(root)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ._collectives import Work, all_reduce
+from ._collectives import all_reduce
+from ._waiting import Work, wait_for
 from ._watch import Watch
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ class UsedMap:
     """
 
     def __init__(self, num_params: int, device: torch.device, watch: Watch) -> None:
-        self.launched_count = 0  # collectives, since the last `forget`
         self.last_counts = torch.zeros(num_params, dtype=torch.int32, device=device)
         self._num_params = num_params
         self._device = device
@@ -47,7 +47,7 @@ class UsedMap:
         self._counts = torch.tensor(flags, dtype=torch.int32, device=self._device)
         with self._watch.over("launching the all-reduce of the used-map"):
             self._work = all_reduce(self._counts, group)
-        self.launched_count += 1
+            self._watch.note_started(self._work)
 
     def relaunch(self, used: Collection[int], group: ProcessGroup) -> None:
         """Start afresh; what is in flight belongs to a forward without backward."""
@@ -59,7 +59,7 @@ class UsedMap:
         if self._work is None or self._counts is None:
             return frozenset()
         with self._watch.over("waiting for the all-reduce of the used-map"):
-            self._work.wait()
+            wait_for(self._work)
         self.last_counts = self._counts
         unused = torch.nonzero(self._counts == 0).flatten().tolist()
         self.drop()
@@ -68,8 +68,3 @@ class UsedMap:
     def drop(self) -> None:
         """Let go of what was in flight."""
         self._counts = self._work = None
-
-    def forget(self) -> None:
-        """Start afresh, on another group."""
-        self.drop()
-        self.launched_count = 0

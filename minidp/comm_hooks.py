@@ -35,9 +35,9 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from ._collectives import then
 from ._comm_hook import Hook, name_of
 from ._grad_bucket import GradBucket
+from ._waiting import then
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work

@@ -21,6 +21,8 @@ from ._overlap import StepInBackward
 from ._recovery import agree_and_recover
 from ._reducer import Reducer
 from ._untraced import untraced, untraced_itself
+from ._watch import Watch
+from ._watchdog import watchdog
 from .config import DEFAULT_HANG_SECONDS, Unsynced
 from .trace import Recorder
 
@@ -143,15 +145,15 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         self.dim = dim
         self.require_forward_param_sync = True
         self.forward_sync_buffers = checked.forward_sync
-        self._wire(checked)
-        if init_sync:
-            self._key = _replicas.start_equal(
-                checked, self.named_module_buffers, self.process_group
-            )
-        else:
-            late = [checked.replica.managed[name] for name in checked.replica.delayed]
-            _replicas.broadcast_state(late, self.process_group)  # as torch does
-            self._key = _replicas.next_key(self.process_group, "unsynced")
+        self._wire(checked, "wrapped" if init_sync else "unsynced")
+        watch = self._reducer.pipeline.watch
+        with watch.whole("comparing the replicas"):
+            buffers, group = self.named_module_buffers, self.process_group
+            if init_sync:
+                self._key = _replicas.start_equal(checked, buffers, group)
+            else:
+                _replicas.take_delayed(checked.replica, group)  # as torch does
+        watch.lookout.move_to(group, self._key)
         if self._precision is not None:
             self._precision.cast_module_buffers(self.named_module_buffers)
 
@@ -162,7 +164,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         if device_mesh is not None:
             self.device_mesh = device_mesh
 
-    def _wire(self, checked: _arguments.Checked) -> None:
+    def _wire(self, checked: _arguments.Checked, kind: str) -> None:
         """Create everything that is not part of the module's state."""
         config, devices, replica = checked.config, checked.devices, checked.replica
         self.device_ids = devices.device_ids
@@ -178,9 +180,10 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         self.parameters_to_ignore = set(replica.ignored)
         self._collect_module_buffers()
         self._num_resets = 0
-        self._reducer = Reducer(
-            list(replica.managed.values()), replica.specs, config, self.process_group
-        )
+        self._key = _replicas.next_key(self.process_group, kind)
+        watch = Watch(self.process_group, checked.safety.hang_timeout)
+        self._reducer = Reducer(replica.params, replica.specs, config, watch)
+        watchdog.open_post(self._reducer, self._key)
         self._guard = Guard(self._reducer, checked.safety.unsynced)
         self._precision = None
         if checked.precision is not None:
@@ -342,10 +345,9 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         Raises:
             CollectiveError: naming the ranks that did not call it in time.
         """
-        self.process_group = agree_and_recover(
-            self._reducer, f"reset/{self._key}/{self._num_resets}"
-        )
+        key = f"reset/{self._key}/{self._num_resets}"
         self._num_resets += 1
+        self.process_group = agree_and_recover(self._reducer, key)
         self._stop_joining()
 
     def set_recorder(self, recorder: Recorder | None) -> None:

@@ -26,8 +26,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ._collectives import all_reduce, gather_rows, is_group, joined_group, side_group
+from ._collectives import all_reduce, gather_rows
+from ._groups import is_group, joined_group, side_group
 from ._untraced import untraced
+from ._waiting import wait_for
 from ._watch import Watch
 from .errors import CollectiveError, explain
 
@@ -357,7 +359,7 @@ class _SumOverRanks(torch.autograd.Function):
         ctx.group = group
         total = values.clone()
         with _watch(group, "backward"):
-            all_reduce(total, group).wait()
+            wait_for(all_reduce(total, group))
         return total
 
     @staticmethod
@@ -372,7 +374,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
 
 
 def _watch(group: ProcessGroup, which: str) -> Watch:
-    return Watch(group.rank(), group.size()).over(f"SyncBatchNorm ran its {which}")
+    return Watch(group).over(f"SyncBatchNorm ran its {which}")
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:

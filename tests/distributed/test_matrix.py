@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from minidp import DataParallel
+from minidp import DataParallel, Moment, Recorder
 from tests.support import oracle
 from tests.support.both import Scalars, on_both, x_of
 from tests.support.training import Log, Plain, Training, difference, train
@@ -274,11 +274,14 @@ def launches(ctx: Any) -> tuple[list[int], list[float]]:
     """How many buckets travel in three backwards, and the last gradients."""
     options = dict(FEATURES["skip_unused"].options, bucket_cap_mb=0)
     ddp = DataParallel(Scalars(2), process_group=ctx.group, **options)
+    recorder = Recorder()
+    ddp.set_recorder(recorder)
     counts = [0]
     for use in ([0, 1], [0], [ctx.rank]):
         ddp.zero_grad()
         ddp(x_of(ctx), use).sum().backward()
-        counts.append(ddp._reducer.pipeline.launched_count)
+        moments = [event.moment for event in recorder]
+        counts.append(moments.count(Moment.LAUNCHED))
     differences = [after - before for before, after in itertools.pairwise(counts)]
     return differences, [p.grad.item() for p in ddp.parameters()]
 

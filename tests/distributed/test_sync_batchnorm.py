@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from minidp import DataParallel, SyncBatchNorm
-from minidp._collectives import side_group
+from minidp._groups import side_group
 from tests.support.both import grads, same
 
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}

@@ -192,7 +192,7 @@ def test_a_comm_hook_error_is_an_error_of_minidp() -> None:
 def stalled(ctx: Any, how: str) -> str:
     """Rank 1 does not come in time; rank 0 must not go on with local numbers."""
     net = nn.Linear(2, 1, bias=False)
-    options = {}
+    options: dict[str, Any] = {"hang_timeout": None}  # the backend alone has to tell
     if how == "mixed_precision":
         options["mixed_precision"] = _MixedPrecision(
             torch.float32, torch.float32, torch.float32

@@ -222,15 +222,21 @@ def test_torch_accepts_it_too(lone_group, options):
     assert error_of(DataParallel, Scale, options) is None
 
 
-def test_signature_is_torchs_with_one_option_more():
+def test_signature_is_torchs_with_more_options():
     skip_unless_torch_takes(["batched_grad_copy", "forward_sync_buffers"])
     theirs = list(inspect.signature(DistributedDataParallel).parameters.values())
-    *ours, extra = inspect.signature(DataParallel).parameters.values()
+    parameters = list(inspect.signature(DataParallel).parameters.values())
+    ours, extra = parameters[: len(theirs)], parameters[len(theirs) :]
     assert [(p.name, p.default, p.kind) for p in ours] == [
         (p.name, p.default, p.kind) for p in theirs
     ]
-    assert (extra.name, extra.default) == ("unsynced", "raise")
-    assert extra.kind is inspect.Parameter.KEYWORD_ONLY
+    assert {p.name: p.default for p in extra} == {
+        "unsynced": "raise",
+        "hang_timeout": 300.0,
+        "check_replicas_every": 0,
+        "check_finite_grads": False,
+    }
+    assert {p.kind for p in extra} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 def test_module_must_be_a_module(lone_group):

@@ -1,0 +1,181 @@
+"""Process groups and their stores: which there are, how to make one, how to end one."""
+
+from __future__ import annotations
+
+import ctypes
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def default_group() -> ProcessGroup:
+    """The default process group.
+
+    Raises:
+        ValueError: torch.distributed is not initialized.
+    """
+    if not is_initialized():
+        raise ValueError(
+            "Default process group has not been initialized: call "
+            "torch.distributed.init_process_group() first (torchrun sets the "
+            "environment variables that it reads), or pass process_group."
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def joined_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """``group`` or the default one; None while torch.distributed is not initialized."""
+    if not is_initialized():
+        return None
+    return default_group() if group is None else group
+
+
+def default_first_bucket_bytes() -> int:
+    """Limit of the small first bucket; torch's constant, so that both can be set."""
+    return int(dist._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
+
+
+def is_group(value: object) -> bool:
+    """Whether a value is a process group that this process belongs to."""
+    return isinstance(value, dist.ProcessGroup)
+
+
+def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
+    """A new group over the same ranks, backend and timeout; its members call it.
+
+    Args:
+        group: the old one.
+        key: the same on all ranks, and never used before in this group.
+    """
+    # Not new_group(), whose name for a group that only its members make depends on how
+    # many groups a process is in: ranks that differ there would wait for each other.
+    ranks = dist.get_process_group_ranks(group)
+    made = c10d._new_process_group_helper(
+        len(ranks),
+        group.rank(),
+        ranks,
+        dist.Backend(str(dist.get_backend(group))),
+        c10d._get_default_store(),
+        c10d.GroupName(f"minidp/{group.group_name}/{key}"),
+        timeout=group_timeout(group),
+    )
+    created: ProcessGroup = made[0]
+    c10d._world.pg_group_ranks[created] = {rank: i for i, rank in enumerate(ranks)}
+    return created
+
+
+_side_groups: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_renewals: dict[frozenset[int], str] = {}  # global ranks -> key of their last failure
+
+
+def side_group(group: ProcessGroup) -> ProcessGroup:
+    """Gloo between the same ranks once more, for layers; made by the first call.
+
+    Ranks whose graphs differ launch buckets at different points of a backward. On one
+    group, the sums of a layer would then meet a bucket of another rank: gloo aborts the
+    process, or adds them up if they are equally long. It is faster, too, not to queue
+    behind the buckets.
+    """
+    if group not in _side_groups:
+        ranks = frozenset(dist.get_process_group_ranks(group))
+        newest_first = reversed(_renewals.items())
+        key = next((key for members, key in newest_first if members >= ranks), "first")
+        store = group_store(group, f"side/{key}")
+        # Not new_group(), whose names depend on how many groups a process is in. The
+        # backend alone has all that is called of a process group here.
+        gloo: Any = dist.ProcessGroupGloo(
+            store, group.rank(), group.size(), group_timeout(group)
+        )
+        _side_groups[group] = gloo
+    return _side_groups[group]
+
+
+def renew_side_groups(group: ProcessGroup, key: str) -> None:
+    """After a failure: side groups within ``group`` are made anew when needed.
+
+    Args:
+        group: all of its ranks call this.
+        key: the same on all ranks, and never used before.
+    """
+    members = frozenset(dist.get_process_group_ranks(group))
+    _renewals.pop(members, None)
+    _renewals[members] = key
+    for other in list(_side_groups):
+        if members.issuperset(dist.get_process_group_ranks(other)):
+            del _side_groups[other]
+
+
+def group_timeout(group: ProcessGroup) -> timedelta:
+    """How long collectives of a group may take."""
+    for device_type in ("cpu", "cuda"):
+        try:
+            options = group._get_backend(torch.device(device_type)).options
+        except RuntimeError:
+            continue  # the group has no backend for this device
+        return options._timeout
+    return timedelta(minutes=30)
+
+
+_own_stores: WeakKeyDictionary[c10d.Store, c10d.Store] = WeakKeyDictionary()
+
+
+def own_store(group: ProcessGroup, prefix: str) -> c10d.Store:
+    """The same with a connection of its own, for another thread.
+
+    A store serves one call at a time, and some wait for minutes.
+    """
+    shared: Any = c10d._get_default_store()
+    if shared not in _own_stores:
+        _own_stores[shared] = shared.clone()
+    return c10d.PrefixStore(f"minidp/{group.group_name}/{prefix}", _own_stores[shared])
+
+
+def is_initialized() -> bool:
+    """Whether there is a default process group."""
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def group_store(group: ProcessGroup, prefix: str) -> c10d.Store:
+    """A key-value store that outlives broken collectives of the group."""
+    store = c10d._get_default_store()
+    return c10d.PrefixStore(f"minidp/{group.group_name}/{prefix}", store)
+
+
+def exchange_device(group: ProcessGroup, fallback: torch.device) -> torch.device:
+    """Where small host-side messages live: the CPU when the group can carry it."""
+    backend = str(dist.get_backend(group))
+    if any(name in backend for name in ("gloo", "mpi", "ucc", "threaded")):
+        return torch.device("cpu")
+    return fallback
+
+
+def is_timed(group: ProcessGroup) -> bool:
+    """Whether one can wait a while for the collectives of a group.
+
+    On an accelerator, waiting only orders streams.
+    """
+    return group.size() > 1 and str(dist.get_backend(group)) == "gloo"
+
+
+def keep_for_good(*abandoned: object) -> None:
+    """Never free what a collective in flight uses.
+
+    A Gloo group that is freed waits until its last collective has ended or run into
+    the group's timeout, half an hour by default: at the end of the process as well.
+    """
+    for each in abandoned:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+def end_group(group: ProcessGroup) -> None:
+    """Take down a group whose collectives do not end (NCCL)."""
+    group.abort()
