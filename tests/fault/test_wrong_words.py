@@ -46,6 +46,8 @@ class Stage:
         for outcome in outcomes:
             if isinstance(outcome, RankError):
                 self.pool.close()
+                is_abort = outcome.kind == "Exited" and outcome.exit_code == -6
+                self.counts["aborted by Gloo" if is_abort else outcome.kind] += 1
                 return str(outcome)[:3000]
         self._count(outcomes)
         return judge(word, outcomes)
@@ -53,6 +55,8 @@ class Stage:
     def _count(self, stories: list[Story]) -> None:
         self.longest = max(self.longest, *(story.longest for story in stories))
         self.counts["steps"] += sum(len(s) for story in stories for s in story.steps)
+        differed = any(story.rebuilds_differed for story in stories)
+        self.counts["words in which only some ranks rebuilt"] += differed
         self.counts["words with errors"] += any(story.errors for story in stories)
         for story in stories:
             for _, text in story.errors:
@@ -125,7 +129,7 @@ def main() -> None:
     finally:
         stage.pool.close()
         seconds = time.monotonic() - begin
-        lines = [f"{name:28s} {count}" for name, count in stage.counts.most_common()]
+        lines = [f"{name:40s} {count}" for name, count in stage.counts.most_common()]
         lines.append(f"longest letter {stage.longest:.1f} s; {seconds:.0f} s in all")
         lines.append(f"failures {failures}")
         sys.stdout.write("\n".join(lines) + "\n")

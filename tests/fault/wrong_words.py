@@ -33,10 +33,10 @@ MEETING_SECONDS = 60  # for ranks that wait in several hangs, one after the othe
 DOCUMENTED = (RuntimeError, ValueError, TypeError)
 EACH_SKIPS = ("forward", "branch", "quiet", "eval", "backward", "oldest", "retain")
 EACH_SKIPS += ("part", "grad", "method", "sync")
-ONLY_ODD = ("freeze", "unfreeze", "replace", "add", "cast", "raising hook")
+ONLY_ODD = ("freeze", "unfreeze", "replace", "cast", "raising hook")
 ONLY_ODD += ("nulling hook", "bad hook", "None hook", "NaN")
 ALL_DO = ("step", "step others", "step half", "zero to None", "zero to 0", "reset")
-CHANGES_MODULE = ("replace", "add", "cast")
+ALL_DO += ("add",)
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,6 @@ class Word:
     has_hook: bool = False
     has_norm: bool = False
 
-    @property
-    def has_skips(self) -> bool:
-        """Whether ranks may get out of step without any error yet."""
-        return any(op.odd >= 0 and op.name in EACH_SKIPS for op in self.ops)
-
 
 @dataclass
 class Story:
@@ -81,6 +76,7 @@ class Story:
     undocumented: str = ""
     longest: float = 0.0  # seconds of one letter
     ending: str = ""  # why it does not train after reset(); empty if it does
+    rebuilds_differed: bool = False  # a known bug was worked around, see `recover`
 
 
 # ------------------------------------------------------------------------- the module
@@ -200,14 +196,18 @@ class Player:
             if not isinstance(error, DOCUMENTED) or "INTERNAL ASSERT" in text:
                 self.story.undocumented = f"letter {i} ({name}): {text}"
 
-    def step(self, i: int, name: str) -> None:
+    def step(self, i: int, name: str) -> Any:
         steps = self.story.steps[-1]
+        held = [p for g in self.optimizers[name].param_groups for p in g["params"]]
+        if not any(p.grad is not None for p in held):
+            return self.optimizers[name].step()  # of nothing: no step
         try:
             self.optimizers[name].step()
         except Exception:
             steps.append((i, ""))
             raise
         steps.append((i, digest(self.ddp)))
+        return None
 
     def perform(self, name: str) -> None:
         if name in ("forward", "branch", "quiet", "eval"):
@@ -305,11 +305,11 @@ class Player:
 
     # -- recovery ----------------------------------------------------------------------
 
-    def meet(self, why: str) -> None:
-        """All ranks come here, and learn whether one of them says ``why``."""
+    def meet(self, news: str) -> None:
+        """All ranks come here, and learn what each has to say."""
         self.meetings += 1
         mine = f"{self.meetings}/{self.rank}"
-        self.store.set(mine, why or "-")
+        self.store.set(mine, news)
         keys = [f"{self.meetings}/{rank}" for rank in range(self.world_size)]
         self.store.wait(keys, timedelta(seconds=MEETING_SECONDS))
         self.others = [self.store.get(key).decode() for key in keys]
@@ -321,10 +321,13 @@ class Player:
     def recover(self) -> None:
         """What README asks for after any failure."""
         self.unhook()
-        self.meet("changed" if self.is_changed else "")
+        order = self.ddp._reducer.ready_order
+        self.meet(f"changed {self.is_changed}, {order.has_rebuilt} {order.is_due}")
         self.ddp.reset()
         self.group = self.ddp.process_group
-        if "changed" in self.others:
+        # Known bug: reset() does not see that some ranks have rebuilt their buckets.
+        self.story.rebuilds_differed |= len({t.split(", ")[1] for t in self.others}) > 1
+        if len(set(self.others)) > 1 or self.is_changed:
             self.build()
         self.hook.next = ""
         self.ddp.train()
@@ -384,8 +387,9 @@ def judge(word: Word, stories: Sequence[Story]) -> str:
     for rank, story in enumerate(stories):
         if story.undocumented:
             return f"rank {rank}: {story.undocumented}"
-        if story.ending:
-            return f"rank {rank} does not train after reset(): {story.ending}"
+    endings = [story.ending for story in stories]
+    if any(endings):
+        return f"does not train after reset(): {endings}"
     for stretch in zip(*(story.steps for story in stories), strict=True):
         difference = _first_difference(word, stretch)
         if difference:
