@@ -131,6 +131,10 @@ PINNED = {
         "sync 1, step, zero to None, forward, backward, step, sync 1",
         (("find_unused_parameters", True),),
     ),
+    "a backward pairs up with another step's": (
+        "forward, branch 1, retain 1, part 1, zero to None, forward, backward, step",
+        (("find_unused_parameters", True),),
+    ),
     "a part of the outputs on one rank": (
         "forward, part 0, forward",
         (("find_unused_parameters", True), ("bucket_cap_mb", 0)),
@@ -168,6 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--words", type=int, default=5000)
     parser.add_argument("--world-size", type=int, default=2, choices=[2, 3])
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--keep-going", action="store_true", help="do not shrink")
     arguments = parser.parse_args()
     stage = Stage()
@@ -183,6 +188,8 @@ def main() -> None:
     @given(words(arguments.world_size))
     def run(word: Word) -> None:
         nonlocal failures
+        if time.monotonic() - begin > arguments.seconds:
+            return
         broken = stage.play(word, arguments.world_size)
         if broken and arguments.keep_going:
             failures += 1
