@@ -60,7 +60,6 @@ MISFITS: dict[str, Callable[[Tensor], Any]] = {
     "a dict": lambda b: {"x": b},
     "an exception": lambda _: ValueError("boo"),
     "a class": lambda _: torch.Tensor,
-    "a future": lambda b: done(b),
     "numpy": lambda b: np.ones(b.numel()),
     "shorter": lambda b: b[1:],
     "longer": lambda b: torch.cat([b, b]),
@@ -191,6 +190,7 @@ DELIVERIES: dict[str, Callable[[Callable[[], Any]], Any]] = {
 }
 MISDELIVERIES: dict[str, Callable[[Callable[[], Any]], Any]] = {
     "no future": lambda make: make(),
+    "a future of a future": lambda make: done(done(make())),
     "another kind of future": lambda make: concurrent.futures.Future(),
     "a class": lambda _: Future,
     "a work": lambda _: dist.all_reduce(torch.ones(1), async_op=True),

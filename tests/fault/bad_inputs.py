@@ -403,11 +403,22 @@ def try_call(call: Call) -> str:
         return outcome
 
 
-def _construct(call: Call, module: Any) -> tuple[str, Any]:
-    arguments = {}
+def make(call: Call) -> tuple[Any, dict[str, Any]]:
+    """Module and arguments."""
+    module = MODULES[call.module]()
+    return module, _arguments(call, module)
+
+
+def _arguments(call: Call, module: Any) -> dict[str, Any]:
+    made = {}
     for name, value in call.arguments:
-        made = SENSIBLE[name].get(value) or JUNK[value]
-        arguments[name] = made(module)
+        build = SENSIBLE[name].get(value) or JUNK[value]
+        made[name] = build(module)
+    return made
+
+
+def _construct(call: Call, module: Any) -> tuple[str, Any]:
+    arguments = _arguments(call, module)
     try:
         return "accepted", DataParallel(module, **arguments)
     except DOCUMENTED as error:

@@ -9,13 +9,21 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 
 from minidp import DataParallel
 from minidp._autograd import GradHooks
 from minidp._guard import Guard
 from tests.fault import bad_hooks, bad_inputs
 from tests.fault.bad_hooks import Case, try_hook
-from tests.fault.bad_inputs import Broken, Call, nodes_of, try_call
+from tests.fault.bad_inputs import (
+    DOCUMENTED,
+    Broken,
+    Call,
+    make,
+    nodes_of,
+    try_call,
+)
 from tests.fault.fuzz import fuzz
 
 pytestmark = pytest.mark.usefixtures("lone_group")
@@ -48,7 +56,7 @@ CALLS: dict[str, tuple[Call, str]] = {
         Call("two parameters", (("forward_sync_buffers", "two tensors"),)),
         "RuntimeError",
     ),
-    "fails in the broadcast": (Call("expanded", ()), "RuntimeError"),
+    "fails in the broadcast": (Call("expanded", ()), "CollectiveError"),
     "several wrong ones": (
         Call(
             "two parameters",
@@ -135,13 +143,57 @@ def test_random_ones(what: Any, cases: Any) -> None:
     assert outcomes.total() / 10 < right < outcomes.total() * 0.9, outcomes
 
 
+# ------------------------------------------------------------------------- on two ranks
+
+
+def one_is_wrong(ctx: Any, call: Call, wrong: int) -> tuple[str, bool]:
+    """The error of a constructor that is called wrongly on one rank, or right."""
+    error = ""
+    rightly = Call("two parameters", ())
+    module, arguments = make(call if ctx.rank == wrong else rightly)
+    try:
+        ddp = DataParallel(module, process_group=ctx.group, **arguments)
+    except DOCUMENTED as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    ddp = DataParallel(bad_inputs.bag(), process_group=ctx.group)
+    ddp(torch.ones(1)).backward()
+    wanted = [6 * p.detach() for p in ddp.parameters()]
+    pairs = zip(ddp.parameters(), wanted, strict=True)
+    return error, all(torch.allclose(p.grad, w) for p, w in pairs)
+
+
+WRONG_ON_ONE = [
+    Call("all frozen", ()),
+    Call("no parameters", ()),
+    Call("meta", ()),
+    Call("lazy", ()),
+    Call("one frozen", ()),
+    Call("None", ()),
+    Call("ignores numbers", ()),
+    Call("sparse buffer", ()),
+    Call("two parameters", (("bucket_cap_mb", "nan"),)),
+    Call("two parameters", (("bucket_cap_mb", "10**400"), ("unsynced", "'x'"))),
+    Call("two parameters", (("find_unused_parameters", "on"),)),
+    Call("two parameters", (("static_graph", "on"), ("device_ids", "[0, 1]"))),
+    Call("two parameters", (("check_replicas_every", "-1"),)),
+]
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize("call", WRONG_ON_ONE, ids=lambda c: f"{c.module}{c.arguments}")
+def test_wrong_on_one_of_two_ranks(pool: Any, call: Call, wrong: int) -> None:
+    """It says why, the other hears of it at once, and the group goes on."""
+    results = pool.run(one_is_wrong, 2, call, wrong, limit=15.0)
+    assert [ok for _, ok in results] == [True, True]
+    assert results[wrong][0]
+    assert results[1 - wrong][0].startswith(f"ReplicaMismatchError: [rank {1 - wrong}]")
+
+
 # ------------------------------------------------------------- these laws can be broken
 
 
 def test_a_hook_left_on_a_parameter_is_noticed(monkeypatch: Any) -> None:
     monkeypatch.setattr(GradHooks, "remove", lambda self: None)
-    with pytest.raises(Broken, match="hooks are"):
-        try_call(Call("expanded", ()))
     with pytest.raises(Broken, match="hooks are"):
         try_call(Call("two parameters", ()))
 
