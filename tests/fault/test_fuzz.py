@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 import torch
 
-from minidp import DataParallel
+from minidp import DataParallel, native
 from minidp._autograd import GradHooks
 from minidp._guard import Guard
 from tests.fault import bad_hooks, bad_inputs
@@ -193,6 +193,8 @@ def test_wrong_on_one_of_two_ranks(pool: Any, call: Call, wrong: int) -> None:
 
 
 def test_a_hook_left_on_a_parameter_is_noticed(monkeypatch: Any) -> None:
+    if native.library() is not None:
+        pytest.skip("native hooks take themselves off when they die")
     monkeypatch.setattr(GradHooks, "remove", lambda self: None)
     with pytest.raises(Broken, match="hooks are"):
         try_call(Call("two parameters", ()))
