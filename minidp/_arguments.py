@@ -183,7 +183,7 @@ def choose_group(
             "Cannot specify both process_group and device_mesh arguments."
         )
     if device_mesh is not None:
-        if not hasattr(device_mesh, "get_group"):
+        if not (hasattr(device_mesh, "get_group") and hasattr(device_mesh, "ndim")):
             raise TypeError(
                 "device_mesh must be a torch.distributed.device_mesh.DeviceMesh, but "
                 f"got {device_mesh!r}."
@@ -263,7 +263,7 @@ def buffer_flags(
 ) -> tuple[bool, bool]:
     """(broadcast before forwards, broadcast at construction), with torch's warnings."""
     if broadcast_buffers is None:
-        return (True if forward_sync_buffers is None else forward_sync_buffers), True
+        return forward_sync_buffers is None or bool(forward_sync_buffers), True
     if forward_sync_buffers is None:
         warnings.warn(
             "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` for the "
@@ -271,11 +271,11 @@ def buffer_flags(
             FutureWarning,
             stacklevel=4,
         )
-        return broadcast_buffers, broadcast_buffers
+        return bool(broadcast_buffers), bool(broadcast_buffers)
     warnings.warn(
         "Both `broadcast_buffers` and `forward_sync_buffers` were specified; "
         "`broadcast_buffers` is deprecated and ignored.",
         FutureWarning,
         stacklevel=4,
     )
-    return forward_sync_buffers, True
+    return bool(forward_sync_buffers), True

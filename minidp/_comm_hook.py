@@ -55,8 +55,9 @@ class CommHook:
         try:
             future = self.hook(self.state, bucket)
         except Exception as error:
-            text = f": {error}" if str(error) else ""
-            raise call.problem(f"raised {type(error).__name__}{text}") from error
+            text = _text_of(error)
+            what = f"raised {type(error).__name__}" + (f": {text}" if text else "")
+            raise call.problem(what) from error
         if not isinstance(future, torch._C.Future):  # works give this base class
             raise call.problem(
                 "returned no future: DDP communication hook's callback must return a "
@@ -79,6 +80,7 @@ class HookInFlight(Promised):
         self._hook_name = hook_name
         self._index = bucket.index()
         self._payload = bucket.buffer()
+        self._alias = self._payload.detach()  # the same memory, wherever that moves
         self._names = names
         self._rank = rank
 
@@ -87,12 +89,20 @@ class HookInFlight(Promised):
 
         Raises:
             CommHookError: the future brings an error, or anything but one tensor of as
-                many elements.
+                many elements; or the bucket's buffer is not what it was.
         """
         try:
             result = self.future.wait()
         except Exception as error:
-            raise self.problem(f"returned a future that failed: {error}") from error
+            _forget_frames(error)
+            text = f"returned a future that failed: {_text_of(error)}"
+            raise self.problem(text) from error
+        if not _is_intact(self._payload, self._alias):
+            raise self.problem(
+                "has left the bucket's buffer with another size, dtype or memory",
+                expected="a hook that changes the values of bucket.buffer(), or brings "
+                "another tensor in its future",
+            )
         expected = f"one tensor of {self._payload.numel()} elements"
         if not isinstance(result, torch.Tensor):
             raise self.problem(
@@ -137,11 +147,48 @@ def _fits(result: torch.Tensor, payload: torch.Tensor) -> bool:
         return False
     if payload.is_sparse:
         return result.shape == payload.shape
+    if result.is_meta or result.is_quantized or result.is_nested:
+        return False
     return (
         result.layout is torch.strided
         and result.numel() == payload.numel()
+        and (not result.numel() or result.untyped_storage().nbytes() > 0)  # or a crash
         and torch.can_cast(result.dtype, payload.dtype)
     )
+
+
+def _is_intact(payload: torch.Tensor, alias: torch.Tensor) -> bool:
+    """Whether a buffer still is the memory that gradients are views of."""
+    if payload.layout is not torch.strided:
+        return True
+    end = payload.storage_offset() * payload.element_size() + payload.nbytes
+    return (
+        payload.data_ptr() == alias.data_ptr()
+        and payload.shape == alias.shape
+        and payload.dtype is alias.dtype
+        and payload.untyped_storage().nbytes() >= end
+    )
+
+
+def _text_of(error: Exception) -> str:
+    """The text of a user's exception; making it may raise itself."""
+    try:
+        return str(error)
+    except Exception:
+        return f"{type(error).__name__} (its text raises)"
+
+
+def _forget_frames(error: Exception) -> None:
+    """Drop from an error's traceback what waiting for the future put there.
+
+    The future holds the error, and these frames hold the future, and everything above
+    them: a circle through C++ that no garbage collection sees.
+    """
+    trace = error.__traceback__
+    ours = (__name__, torch.futures.__name__)
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") in ours:
+        trace = trace.tb_next
+    error.__traceback__ = trace
 
 
 def name_of(hook: object) -> str:

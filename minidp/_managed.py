@@ -58,7 +58,7 @@ def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
         delayed: parameters that travel last; they take part even if they are ignored.
 
     Raises:
-        TypeError: not a module.
+        TypeError: not a module, or an ignore list of other things than names.
         RuntimeError: nothing is trainable.
         ValueError: a delayed parameter has the name of another one.
     """
@@ -66,8 +66,7 @@ def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
         raise TypeError(
             f"module must be a torch.nn.Module, but got {type(module).__name__}."
         )
-    listed = frozenset(getattr(module, IGNORE_ATTRIBUTE, ()))
-    ignored = frozenset(name.removeprefix(".") for name in listed) - delayed.keys()
+    ignored = ignore_list(module) - delayed.keys()
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     if ignored - known:
@@ -111,6 +110,24 @@ def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
         ignored,
         frozenset(name for name, param in managed.items() if id(param) in late),
     )
+
+
+def ignore_list(module: nn.Module) -> frozenset[str]:
+    """What the user asked to leave alone.
+
+    Raises:
+        TypeError: it holds other things than names.
+    """
+    listed = frozenset(getattr(module, IGNORE_ATTRIBUTE, ()))
+    strange = sorted(
+        {type(name).__name__ for name in listed if not isinstance(name, str)}
+    )
+    if strange:
+        raise TypeError(
+            "The module's ignore list must hold names of parameters and buffers (str), "
+            f"but holds {', '.join(strange)}."
+        )
+    return frozenset(name.removeprefix(".") for name in listed)
 
 
 def check_data(parameters: Mapping[str, nn.Parameter]) -> None:

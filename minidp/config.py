@@ -74,12 +74,20 @@ def bucket_caps(
 def _to_bytes(argument: str, mb: object) -> int:
     _check_number(argument, mb, "of MiB")
     assert isinstance(mb, int | float)
-    if not math.isfinite(mb) or mb < 0:
+    if not math.isfinite(_as_float(mb) * MIB) or mb < 0:
         raise ValueError(
             f"{argument} must be finite and not negative (MiB), but got {mb!r}; "
             "0 gives every parameter its own bucket."
         )
     return int(mb * MIB)
+
+
+def _as_float(value: float) -> float:
+    """Infinity for an int that no float can hold, where Python would raise."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _check_number(argument: str, value: object, unit: str) -> None:
@@ -122,7 +130,7 @@ class Safety:
         seconds = self.hang_timeout
         if seconds is not None:
             _check_number("hang_timeout", seconds, "of seconds, or None")
-            if not math.isfinite(seconds) or seconds <= 0:
+            if not math.isfinite(_as_float(seconds)) or seconds <= 0:
                 raise ValueError(
                     "hang_timeout must be a finite, positive number of seconds, or "
                     f"None for the process group's own limit, but got {seconds!r}."

@@ -1,0 +1,234 @@
+"""Several objects at once: in two threads, or one behind the other.
+
+``MINIDP_STRESS_STEPS=5000`` makes the stress runs long; see also tests/native/tsan.sh.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minidp import DataParallel
+from minidp._groups import fresh_group
+from tests.support.both import same
+
+STEPS = int(os.environ.get("MINIDP_STRESS_STEPS", "60"))
+
+
+class Net(nn.Module):
+    """The same values whatever other threads draw at random."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        )
+        self.last = nn.Linear(6, 2)
+        generator = torch.Generator().manual_seed(seed)
+        for param in self.parameters():
+            nn.init.uniform_(param, -0.5, 0.5, generator=generator)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layers(x))
+
+
+def inputs(seed: int) -> torch.Tensor:
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def grads(module: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
+    """Start together; results, or the first exception."""
+    barrier = threading.Barrier(len(jobs))
+    results: list[Any] = [None] * len(jobs)
+    errors: list[BaseException] = []
+
+    def run(i: int) -> None:
+        try:
+            barrier.wait()
+            results[i] = jobs[i]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+# -------------------------------------------------------------- two threads, two groups
+
+
+def train(
+    group: Any, rank: int, seed: int, steps: int, options: dict[str, Any]
+) -> list[Any]:
+    """Gradients of some steps, and the parameters in the end."""
+    ddp = DataParallel(Net(seed), process_group=group, **options)
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
+    log: list[Any] = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        ddp(inputs(1000 * rank + 10 * step + seed)).pow(2).sum().backward()
+        if step % 10 == 0:
+            log.append(grads(ddp))
+        optimizer.step()
+    return [*log, [p.detach().clone() for p in ddp.parameters()]]
+
+
+def two_threads(ctx: Any, key: str, options: dict[str, Any], steps: int) -> Any:
+    other = fresh_group(ctx.group, f"concurrency/{key}")
+    jobs = [
+        lambda: train(ctx.group, ctx.rank, 1, steps, options),
+        lambda: train(other, ctx.rank, 2, steps, options),
+    ]
+    alone = [job() for job in jobs]
+    together = in_threads(*jobs)
+    torch.distributed.destroy_process_group(other)
+    return same(alone, together), [log[-1] for log in together]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "small buckets": {"bucket_cap_mb": 0},
+    "views": {"gradient_as_bucket_view": True, "bucket_cap_mb": 100 / 2**20},
+    "unused": {"find_unused_parameters": True},
+    "static graph": {"static_graph": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_objects_step_from_two_threads(pool: Any, name: str) -> None:
+    key = f"{os.getpid()}/{name}"
+    (ok0, end0), (ok1, end1) = pool.run(two_threads, 2, key, OPTIONS[name], STEPS)
+    assert (ok0, ok1) == (True, True), "not as each alone, bit for bit"
+    assert same(end0, end1)
+
+
+# ---------------------------------------------------------------- one process, a stress
+
+
+def plain_gradients(seed: int, step: int) -> list[torch.Tensor]:
+    net = Net(seed)
+    net(inputs(10 * step + seed)).pow(2).sum().backward()
+    return grads(net)
+
+
+def hammer(group: Any, seed: int, options: dict[str, Any]) -> int:
+    """Wrap, train a little and drop, over and over; how many gradients were wrong."""
+    wrong = 0
+    expected = [plain_gradients(seed, step) for step in range(5)]
+    for _ in range(max(1, STEPS // 5)):
+        ddp = DataParallel(Net(seed), process_group=group, init_sync=False, **options)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        for step in range(5):
+            optimizer.zero_grad()
+            ddp(inputs(10 * step + seed)).pow(2).sum().backward()
+            wrong += not same(grads(ddp), expected[step])
+            optimizer.step()
+    return wrong
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_objects_come_and_go_in_four_threads(lone_group: Any, name: str) -> None:
+    """Guards of one thread's objects come and go while another's optimizer steps."""
+    jobs = [
+        lambda seed=seed: hammer(lone_group, seed, OPTIONS[name]) for seed in range(4)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert in_threads(*jobs) == [0, 0, 0, 0]
+
+
+# ---------------------------------------------------------------------- two models, GAN
+
+
+class Pair:
+    """Generator and discriminator, wrapped by ``wrap``."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        torch.manual_seed(3)
+        self.g = wrap(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 6)))
+        self.d = wrap(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)))
+
+    def discriminate(self, real: Any, z: Any, how: str) -> torch.Tensor | None:
+        """Its loss; None if the backward has run already."""
+        fake = self.g(z).detach()
+        if how == "one backward":
+            return (self.d(real) - 1).pow(2).mean() + self.d(fake).pow(2).mean()
+        if how == "one forward":
+            scores = self.d(torch.cat([real, fake]))
+            return (scores[: len(real)] - 1).pow(2).mean() + scores.pow(2).mean()
+        (self.d(real) - 1).pow(2).mean().backward()
+        self.d(fake).pow(2).mean().backward()
+        return None
+
+    def generate(self, z: Any) -> torch.Tensor:
+        return (self.d(self.g(z)) - 1).pow(2).mean()
+
+
+def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(5, 6, generator=generator), torch.randn(
+        5, 4, generator=generator
+    )
+
+
+def gan(ctx: Any, how: str, options: dict[str, Any], steps: int) -> str:
+    """Where gradients differ from those of all ranks' data; empty: nowhere."""
+
+    def wrap(module: nn.Module) -> nn.Module:
+        return DataParallel(module, process_group=ctx.group, **options)
+
+    pair, plain = Pair(wrap), Pair(lambda module: module)
+    optimizers = {
+        "g": torch.optim.Adam(pair.g.parameters(), lr=0.01, betas=(0.5, 0.9)),
+        "d": torch.optim.RMSprop(pair.d.parameters(), lr=0.01),
+    }
+    for step in range(steps):
+        for turn in "dg":
+            real, z = batch(ctx.rank, step)
+            plain.g.load_state_dict(pair.g.module.state_dict())
+            plain.d.load_state_dict(pair.d.module.state_dict())
+            plain.g.zero_grad()
+            plain.d.zero_grad()
+            optimizers[turn].zero_grad()  # of this one only, as everywhere
+            run(pair, turn, real, z, how)
+            for rank in range(ctx.world_size):
+                run(plain, turn, *batch(rank, step), how)
+            model, oracle = getattr(pair, turn), getattr(plain, turn)
+            for (name, p), q in zip(
+                model.named_parameters(), oracle.parameters(), strict=True
+            ):
+                if not torch.allclose(p.grad, q.grad / ctx.world_size, atol=1e-6):
+                    return f"step {step}, {turn}, {name}: {p.grad}"
+            optimizers[turn].step()
+    return ""
+
+
+def run(pair: Pair, turn: str, real: Any, z: Any, how: str) -> None:
+    """One backward of one of the two."""
+    loss = pair.discriminate(real, z, how) if turn == "d" else pair.generate(z)
+    if loss is not None:
+        loss.backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize("how", ["one backward", "one forward", "two backwards"])
+def test_generator_through_discriminator(
+    pool: Any, how: str, options: dict[str, Any]
+) -> None:
+    assert pool.run(gan, 2, how, options, 8) == ["", ""]
