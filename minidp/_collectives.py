@@ -129,6 +129,13 @@ def broadcast_coalesced(
             f"{sparse[0].layout} and shape {tuple(sparse[0].shape)} cannot be "
             "broadcast; put it on the module's ignore list."
         )
+    for tensor in tensors:
+        if tensor.is_quantized:
+            raise RuntimeError(
+                "No support for quantized tensors: a module buffer or parameter of "
+                f"{tensor.dtype} and shape {tuple(tensor.shape)} cannot be broadcast; "
+                "put it on the module's ignore list."
+            )
     members = [t.detach() for t in tensors if t.numel() > 0]
     # Wide elements first, per device: every piece of a message is then aligned.
     members.sort(key=lambda t: (str(t.device), -t.element_size()))

@@ -72,7 +72,7 @@ def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
         ranks,
         dist.Backend(str(dist.get_backend(group))),
         c10d._get_default_store(),
-        c10d.GroupName(f"minidp/{group.group_name}/{key}"),
+        c10d.GroupName(f"{_prefix(group)}/{key}"),
         timeout=group_timeout(group),
     )
     created: ProcessGroup = made[0]
@@ -135,6 +135,26 @@ def group_timeout(group: ProcessGroup) -> timedelta:
     return timedelta(minutes=30)
 
 
+_marks: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
+
+
+def mark_group(group: ProcessGroup, number: int) -> None:
+    """Tell this group from one of the same name that used the same store before.
+
+    Torchrun keeps the store when it restarts the processes: their last words would be
+    read by those that come after them.
+
+    Args:
+        group: all of its ranks call this.
+        number: equal on all ranks; only the first one counts.
+    """
+    _marks.setdefault(group, f"{number:x}")
+
+
+def _prefix(group: ProcessGroup) -> str:
+    return f"minidp/{group.group_name}/{_marks.get(group, '')}"
+
+
 _own_stores: WeakKeyDictionary[c10d.Store, c10d.Store] = WeakKeyDictionary()
 
 
@@ -146,7 +166,7 @@ def own_store(group: ProcessGroup, prefix: str) -> c10d.Store:
     shared: Any = c10d._get_default_store()
     if shared not in _own_stores:
         _own_stores[shared] = shared.clone()
-    return c10d.PrefixStore(f"minidp/{group.group_name}/{prefix}", _own_stores[shared])
+    return c10d.PrefixStore(f"{_prefix(group)}/{prefix}", _own_stores[shared])
 
 
 def is_initialized() -> bool:
@@ -157,7 +177,7 @@ def is_initialized() -> bool:
 def group_store(group: ProcessGroup, prefix: str) -> c10d.Store:
     """A key-value store that outlives broken collectives of the group."""
     store = c10d._get_default_store()
-    return c10d.PrefixStore(f"minidp/{group.group_name}/{prefix}", store)
+    return c10d.PrefixStore(f"{_prefix(group)}/{prefix}", store)
 
 
 def exchange_device(group: ProcessGroup, fallback: torch.device) -> torch.device:

@@ -88,6 +88,20 @@ def _reduce(
 
 
 @contextmanager
+def failing_with_the_group(reducer: Reducer) -> Iterator[None]:
+    """A failed collective of a forward leaves the reducer FAILED.
+
+    On the broken group, buckets of the next backward would meet others.
+    """
+    try:
+        yield
+    except Exception as error:
+        if reducer.pipeline.watch.has_failed:
+            reducer.fail(error)
+        raise
+
+
+@contextmanager
 def _failing_for_good(reducer: Reducer) -> Iterator[None]:
     """Whatever is raised inside leaves the reducer FAILED."""
     try:

@@ -73,6 +73,7 @@ class Post:
         watch = reducer.pipeline.watch
         self.interval = min(MAX_INTERVAL, watch.seconds / 10)
         self._reducer = weakref.ref(reducer)
+        self._tally = watch.tally
         self._wake = wake
         self._thread = threading.get_ident()
         self._cursor: Cursor | None = None
@@ -114,9 +115,7 @@ class Post:
 
     def give_up(self, why: str) -> None:
         """See `Lookout`."""
-        reducer = self._reducer()
-        started = 0 if reducer is None else reducer.pipeline.watch.started
-        self._place.outgoing.append(Alarm(self.rank, started, why))
+        self._place.outgoing.append(Alarm(self.rank, self._tally.started, why))
         self._wake()
 
     # -- called by the watchdog --------------------------------------------------------
@@ -147,10 +146,9 @@ class Post:
 
     def say_goodbye(self, why: str) -> None:
         """The last word of a replica that is gone."""
-        started = 0 if self._cursor is None else self._cursor.progress.started
         try:
             if not self._place.problem:
-                self._place.send(Alarm(self.rank, started, why))
+                self._place.send(Alarm(self.rank, self._tally.started, why))
         except RuntimeError as error:  # nobody is left who could read it
             self._place.lose(error)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 
 from ._collectives import broadcast_coalesced, gather_bytes, gather_integers
-from ._groups import exchange_device
+from ._groups import exchange_device, mark_group
 from .errors import ReplicaMismatchError, explain
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from ._arguments import Checked
     from ._managed import Replica
 
+# Kind of an object until `start_equal` gives it a name that no other had. Torchrun
+# keeps the store when it restarts processes, so that theirs could be an old one.
+WRAPPED = f"wrapped in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 MESSAGE_BYTES = 250 * 2**20  # one coalesced broadcast
 
 
@@ -112,11 +117,13 @@ def verify(
     digest = int.from_bytes(hashlib.sha256(payload).digest()[:8], "big", signed=True)
     device = exchange_device(group, device)
     place = (group.group_name, "verified")
-    heads = gather_integers([digest, len(payload), _objects[place] + 1], group, device)
-    _objects[place] = max(number for *_, number in heads)
+    head = [digest, len(payload), _objects[place] + 1, secrets.randbits(62)]
+    heads = gather_integers(head, group, device)
+    _objects[place] = max(number for _, _, number, _ in heads)
+    mark_group(group, heads[0][3])
     if all(head[:2] == heads[0][:2] for head in heads) and not rejected:
         return _objects[place]
-    texts = gather_bytes(payload, [length for _, length, _ in heads], group, device)
+    texts = gather_bytes(payload, [length for _, length, *_ in heads], group, device)
     if not rejected:
         replicas = [json.loads(text) for text in texts]
         raise ReplicaMismatchError(_first_difference(replicas, group.rank()))

@@ -57,6 +57,13 @@ class Nobody:
         """Nobody looks for us."""
 
 
+class Tally:
+    """How many collectives an object has started; known also when it is gone."""
+
+    def __init__(self) -> None:
+        self.started = 0
+
+
 class OnDevice(NamedTuple):
     """A collective that an accelerator executes: nobody can wait for it in time."""
 
@@ -77,6 +84,7 @@ class Watch:
     def __init__(self, group: ProcessGroup, limit: float | None = None) -> None:
         self.limit = limit
         self.lookout: Lookout = Nobody()
+        self.tally = Tally()
         self.is_busy = False  # inside ``with``
         self.is_late = False  # a wait takes longer than usual
         self._doing = ""
@@ -88,12 +96,17 @@ class Watch:
     def begin_anew(self, group: ProcessGroup) -> None:
         """Nothing has failed, perhaps in another group."""
         self.has_failed = False
-        self.started = 0  # collectives
+        self.tally.started = 0
         self.group = group
         self._rank = group.rank()
         self._world_size = group.size()
         self._is_timed = self.limit is not None and is_timed(group)
         self._on_device.clear()
+
+    @property
+    def started(self) -> int:
+        """Collectives since the last restart."""
+        return self.tally.started
 
     @property
     def seconds(self) -> float:
@@ -110,12 +123,12 @@ class Watch:
 
     def whole(self, doing: str) -> Watch:
         """The same, of a collective that starts and ends inside."""
-        self.started += 1
+        self.tally.started += 1
         return self.over(doing)
 
     def note_started(self, work: Work) -> None:
         """A collective is on its way."""
-        self.started += 1
+        self.tally.started += 1
         if self.limit is not None and not self._is_timed and self._world_size > 1:
             self._note_on_device(work)
 

@@ -16,7 +16,7 @@ from ._guard import Guard, refuse_forward
 from ._inputs import move_inputs
 from ._join import Heading, UnevenInputs
 from ._mixed_precision import MixedPrecision, reduce_in_low_precision
-from ._on_demand import average_now
+from ._on_demand import average_now, failing_with_the_group
 from ._overlap import StepInBackward
 from ._recovery import agree_and_recover
 from ._reducer import Reducer
@@ -150,7 +150,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         self.dim = dim
         self.require_forward_param_sync = True
         self.forward_sync_buffers = checked.forward_sync
-        self._wire(checked, "wrapped" if init_sync else "unsynced")
+        self._wire(checked, _replicas.WRAPPED if init_sync else "unsynced")
         watch = self._reducer.pipeline.watch
         with watch.whole("comparing the replicas"):
             buffers, group = self.named_module_buffers, self.process_group
@@ -230,13 +230,14 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             broadcasts=self.will_sync_module_buffers(),
             reduces=with_grad and self.require_backward_grad_sync,
         )
-        root = self._announce(heading)
-        if heading.rebuilds:
-            self._reducer.rebuild_if_due()
-        if heading.broadcasts:
-            self._sync_module_buffers(root)
-        if heading.reduces:
-            self._compare_if_due(with_module_buffers=heading.broadcasts)
+        with failing_with_the_group(self._reducer):
+            root = self._announce(heading)
+            if heading.rebuilds:
+                self._reducer.rebuild_if_due()
+            if heading.broadcasts:
+                self._sync_module_buffers(root)
+            if heading.reduces:
+                self._compare_if_due(with_module_buffers=heading.broadcasts)
         if self.device_ids:
             inputs = move_inputs(inputs, self.device)
             kwargs = move_inputs(kwargs, self.device)
