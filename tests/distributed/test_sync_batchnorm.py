@@ -456,11 +456,13 @@ def after_a_failure(ctx: Any) -> Any:
     ddp = DataParallel(nn.Sequential(*layers), process_group=ctx.group)
     x = torch.randn(4, 2)
     ddp(x).square().sum().backward()
-    before = side_group(ctx.group)
+    before = side_group(ctx.group, "layers")
     ddp.reset()
     ddp.zero_grad()
     ddp(x).square().sum().backward()
-    return side_group(ctx.group) is before, side_group(ctx.group) is ctx.group
+    return side_group(ctx.group, "layers") is before, side_group(
+        ctx.group, "layers"
+    ) is ctx.group
 
 
 def test_reset_renews_the_group_of_the_layers(pool):
@@ -471,9 +473,9 @@ def groups_of_two_layers(ctx: Any) -> bool:
     layers = [SyncBatchNorm(2, process_group=ctx.group) for _ in range(2)]
     for layer in layers:
         layer(torch.randn(4, 2))
-    before = side_group(ctx.group)
+    before = side_group(ctx.group, "layers")
     layers[1](torch.randn(4, 2))
-    return side_group(ctx.group) is before
+    return side_group(ctx.group, "layers") is before
 
 
 def test_layers_share_a_group(pool):
