@@ -72,6 +72,8 @@ class Guard:
         self.excuses = Excuses(reducer.rank)
         self._in_backward: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._index = {id(param): i for i, param in enumerate(reducer.params)}
+        # A cast of a whole module changes all of them: two are a sample.
+        self._sample = [(i, reducer.params[i].dtype) for i in (0, -1)]
         self._seen: weakref.WeakKeyDictionary[Optimizer, Seen] = (
             weakref.WeakKeyDictionary()
         )
@@ -181,10 +183,19 @@ class Guard:
         self._in_backward.add(optimizer)
 
     def _find_problem(self, optimizer: Optimizer) -> str:
-        phase, ledger = self._reducer.phase.now, self._reducer.ledger
+        reducer = self._reducer
+        phase, ledger = reducer.phase.now, reducer.ledger
         names = self._find_joined(optimizer) if ledger.sync_enabled else []
         if names:
             return _joined(self._reducer.rank, names)
+        cast = self._cast() if ledger.sync_enabled else []
+        if cast and self._held(optimizer):
+            return explain(
+                reducer.rank,
+                "Parameters were cast after wrapping; on other ranks they may not be.",
+                names=[reducer.names[i] for i in cast],
+                remedy="wrap the module again after a cast (.double(), .half(), .to())",
+            )
         # What a new one steps on was not reduced if a backward passed us by.
         never = Seen() if ledger.bypassed is None else self._last
         seen = self._seen.get(optimizer, never)
@@ -199,6 +210,11 @@ class Guard:
         if not held:
             return ""
         return self._problem(phase, held, never_reduced=never_reduced)
+
+    def _cast(self) -> list[int]:
+        """Parameters of another dtype than when they were wrapped; of the sample."""
+        params = self._reducer.params
+        return [i for i, dtype in self._sample if params[i].dtype is not dtype]
 
     def _problem(self, phase: Phase, held: list[int], *, never_reduced: bool) -> str:
         """Why this step would drive the replicas apart; empty when it would not."""

@@ -359,6 +359,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         key = f"reset/{self._key}/{self._num_resets}"
         self._num_resets += 1
         self.process_group = agree_and_recover(self._reducer, key)
+        self.require_forward_param_sync = True  # ranks may differ in their last forward
         self._meet_to_compare()
         self._stop_joining()
 

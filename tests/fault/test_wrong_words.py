@@ -32,6 +32,7 @@ class Stage:
         self.pool = Pool(3)
         self.counts: Counter[str] = Counter()
         self.longest = 0.0
+        self.aborted: list[Word] = []
 
     def play(self, word: Word, world_size: int) -> str:
         """Which law the word broke; empty: none."""
@@ -59,6 +60,7 @@ class Stage:
         ends = [o for o in outcomes if isinstance(o, RankError)]
         if is_out_of_step(word) and any(end.exit_code in (-6, -11) for end in ends):
             self.counts["words that Gloo aborted"] += 1
+            self.aborted.append(word)
             return ""
         return str(ends[0])[:3000]
 
@@ -136,6 +138,10 @@ PINNED = {
         "replace 0, zero to None, forward, backward, step",
         (("find_unused_parameters", True),),
     ),
+    "a cast on one rank, and a step with the gradients of before": (
+        "forward, backward, step, cast 1, step",
+        (),
+    ),
     "NaN on one rank": ("NaN 0, forward, backward, step", ()),
 }
 
@@ -192,6 +198,7 @@ def main() -> None:
         lines = [f"{name:40s} {count}" for name, count in stage.counts.most_common()]
         lines.append(f"longest letter {stage.longest:.1f} s; {seconds:.0f} s in all")
         lines.append(f"failures {failures}")
+        lines += [f"aborted by Gloo: {word}" for word in stage.aborted]
         sys.stdout.write("\n".join(lines) + "\n")
 
 
