@@ -57,6 +57,17 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
     return work
 
 
+def start_broadcast(tensor: torch.Tensor, group: ProcessGroup, root: int) -> Work:
+    """Start to overwrite a tensor with the root's."""
+    # The group's own method, because side groups have no other.
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    options.rootTensor = 0
+    options.asyncOp = True
+    work: Work = group.broadcast([tensor], options)
+    return work
+
+
 class Gathering(NamedTuple):
     """All ranks' rows, once the work is done."""
 
@@ -75,6 +86,11 @@ def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     rows, work = start_gathering(row, group)
     wait_for(work)
     return rows
+
+
+def meet(group: ProcessGroup) -> None:
+    """Wait until all ranks are here."""
+    wait_for(group.barrier())
 
 
 def gather_integers(
@@ -106,7 +122,7 @@ def broadcast_integers(
 ) -> list[int]:
     """Rank 0's integers; every rank passes equally many."""
     message = torch.tensor(values, dtype=torch.int64, device=device)
-    wait_for(dist.broadcast(message, group=group, group_src=0, async_op=True))
+    wait_for(start_broadcast(message, group, 0))
     return [int(value) for value in message.tolist()]
 
 
@@ -167,9 +183,7 @@ class Message:
     ) -> None:
         self._tensors = tensors
         self._bytes = torch.cat([_as_bytes(t) for t in tensors])  # 1D uint8
-        self._work = dist.broadcast(
-            self._bytes, group=group, group_src=root, async_op=True
-        )
+        self._work = start_broadcast(self._bytes, group, root)
 
     def unpack(self) -> None:
         """Wait, then overwrite the tensors."""

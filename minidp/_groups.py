@@ -109,6 +109,15 @@ def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
     return made[purpose]
 
 
+def group_of_forwards(group: ProcessGroup) -> ProcessGroup:
+    """For what forwards exchange: on Gloo a group of its own.
+
+    Gloo counts the collectives of a group. If a rank had a forward more than the
+    others, its buckets would meet other buckets of theirs: it adds them up, or aborts.
+    """
+    return side_group(group, "forwards") if is_timed(group) else group
+
+
 def renew_side_groups(group: ProcessGroup, key: str) -> None:
     """After a failure: side groups within ``group`` are made anew when needed.
 

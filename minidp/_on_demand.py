@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ._groups import group_of_forwards
 from ._phase import Phase
 from ._reducer import Reducer
 
@@ -39,7 +40,7 @@ def shadow_backward(reducer: Reducer) -> None:
         used: Collection[int] | None = () if expected.shares_used_map else None
         nothing = [None] * len(reducer.params)
         if expected.shares_reach:
-            pipeline.reach_map.relaunch((), pipeline.group)
+            pipeline.reach_map.relaunch((), group_of_forwards(pipeline.group))
         pipeline.start(pipeline.reach_map.unused_everywhere())
         unused = _reduce(reducer, nothing, used, map_goes_first=expected.map_goes_first)
         everything = list(range(len(reducer.params)))
@@ -64,10 +65,13 @@ def _reduce(
         map_goes_first: before the buckets.
     """
     pipeline = reducer.pipeline
+    has_own = reducer.expected.shares_used_map
+    used_map = pipeline.used_map if has_own else pipeline.reach_map
+    group = pipeline.group if has_own else group_of_forwards(pipeline.group)
     reducer.phase.enter(Phase.REDUCING)
     with torch.no_grad():
         if used is not None and map_goes_first:
-            pipeline.used_map.launch(used, pipeline.group)
+            used_map.launch(used, group)
         for number, bucket in enumerate(pipeline.buckets):
             if number in pipeline.skipped:
                 continue
@@ -76,11 +80,11 @@ def _reduce(
             bucket.flatten(entries, pipeline.averaging.division, undecided)
         pipeline.launch_due()
         if used is not None:
-            pipeline.used_map.launch(used, pipeline.group)
+            used_map.launch(used, group)
         reducer.phase.enter(Phase.FINALIZING)
         untouched = reducer.expected.kept
         if used is not None:
-            untouched = pipeline.used_map.unused_everywhere()
+            untouched = used_map.unused_everywhere()
         pipeline.finish(untouched)
     reducer.ledger.settle(untouched)
     reducer.phase.enter(Phase.IDLE)

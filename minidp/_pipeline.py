@@ -62,7 +62,8 @@ class Pipeline:
         self.observers: list[Observer] = []
         self.owed: list[torch.futures.Future[Any]] = []  # the next backward waits for
         self.used_map = UsedMap(len(params), specs[0].device, self.watch)
-        self.reach_map = UsedMap(len(params), specs[0].device, self.watch)
+        # Of forwards that share what they reach; and of reductions without a backward.
+        self.reach_map = UsedMap(len(params), specs[0].device, self.watch, is_odd=True)
         self._params = params
         self.specs = specs
         self.config = config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ._collectives import broadcast_integers, gather_integers
+from ._collectives import broadcast_integers, meet
 from ._layout import Layout, ParamSpec, build_layout, rebuilt_layout
 from ._saved_layout import to_plain
 from ._watch import Watch
@@ -85,7 +85,7 @@ def agreed_layout(
         device = specs[0].device
         # Rank 0 would be done before the others have come, and a broadcast of another
         # size (module buffers) may be what they do: gloo then aborts the process.
-        gather_integers([0], group, device)
+        meet(group)
         agreed = broadcast_integers(_encode(mine), group, device)
     return build_layout(specs, _decode(agreed))
 

@@ -1,7 +1,7 @@
 """``reset()``: all ranks agree on what survived a failure, without any collective.
 
 Collectives may be broken, so ranks talk through the process group's store. Each rank
-publishes how many asynchronous collectives it launched and whether one failed. Equal
+publishes how many collectives it started and launched, and whether one failed. Equal
 counts and no failure: every launched collective finds its peers, so it is awaited and
 the group is kept. Otherwise some will never complete: they are abandoned, together with
 the group and the memory they may still write to, and a fresh group takes over. What a
@@ -45,7 +45,8 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     pipeline = reducer.pipeline
     group = pipeline.group
     is_lost = pipeline.watch.has_failed or _owes_to_hook(pipeline)
-    mine = json.dumps([pipeline.watch.started, is_lost])
+    tally = pipeline.watch.tally
+    mine = json.dumps([[tally.started, tally.launched], is_lost])
     try:
         reports = _exchange(group_store(group, key), mine, group, pipeline.watch)
     except RuntimeError as error:
@@ -58,7 +59,7 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
                 remedy="the process that hosts the store is gone: restart the job",
             )
         ) from error
-    counts = {count for count, _ in reports}
+    counts = {tuple(counts) for counts, _ in reports}
     failed = any(has_failed for _, has_failed in reports)
     if len(counts) == 1 and not failed:
         pipeline.drain()
@@ -92,7 +93,7 @@ def _owes_to_hook(pipeline: Pipeline) -> bool:
 
 def _exchange(
     store: Store, mine: str, group: ProcessGroup, watch: Watch
-) -> list[tuple[int, bool]]:
+) -> list[tuple[list[int], bool]]:
     """All ranks' reports, by rank."""
     # A peer may first have to run into the limit of a collective itself.
     seconds = 2 * watch.seconds + PATIENCE_SECONDS

@@ -9,6 +9,7 @@ from torch import nn
 
 from . import _managed, _replicas
 from ._desync import ReplicaCheck
+from ._groups import group_of_forwards
 from ._reducer import Reducer
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class SharedState:
         """Collective: take the module buffers of a rank."""
         self._collect_module_buffers()  # some may have been re-assigned or added
         with self._reducer.pipeline.watch.whole("broadcasting module buffers"):
-            _replicas.broadcast_state(self.modules_buffers, self.process_group, root)
+            group = group_of_forwards(self.process_group)
+            _replicas.broadcast_state(self.modules_buffers, group, root)
 
     def _collect_module_buffers(self) -> None:
         """Look which module buffers there are."""
@@ -72,8 +74,9 @@ class SharedState:
             reducer.pipeline.observers.append(check)
             self._replica_check = check
 
-    def _meet_to_compare(self) -> None:
-        """Collective: connect the ranks for `_compare_if_due`."""
+    def _connect(self) -> None:
+        """Collective: make the groups now, while all ranks are here."""
+        group_of_forwards(self.process_group)
         if self._replica_check is not None:
             self._replica_check.meet()
 

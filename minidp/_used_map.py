@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ._collectives import all_reduce
+from ._collectives import all_reduce, start_gathering
 from ._waiting import Work, wait_for
 from ._watch import Watch
 
@@ -22,14 +22,24 @@ class UsedMap:
         num_params: managed parameters.
         device: where they live.
         watch: over its collectives.
+        is_odd: not launched in every backward. In the group of forwards it must not
+            meet what has another size, so it travels in an all-gather: ranks wait.
     """
 
-    def __init__(self, num_params: int, device: torch.device, watch: Watch) -> None:
+    def __init__(
+        self,
+        num_params: int,
+        device: torch.device,
+        watch: Watch,
+        *,
+        is_odd: bool = False,
+    ) -> None:
+        self._is_odd = is_odd
         self.last_counts = torch.zeros(num_params, dtype=torch.int32, device=device)
         self._num_params = num_params
         self._device = device
         self._watch = watch
-        self._counts: torch.Tensor | None = None  # 1D int32
+        self._counts: torch.Tensor | None = None  # 2D int32: the sum, or a row each
         self._work: Work | None = None
 
     def launch(self, used: Collection[int], group: ProcessGroup) -> None:
@@ -44,9 +54,12 @@ class UsedMap:
         flags = [0] * self._num_params
         for i in used:
             flags[i] = 1
-        self._counts = torch.tensor(flags, dtype=torch.int32, device=self._device)
-        with self._watch.over("launching the all-reduce of the used-map"):
-            self._work = all_reduce(self._counts, group)
+        mine = torch.tensor(flags, dtype=torch.int32, device=self._device)
+        with self._watch.over("launching the exchange of the used-map"):
+            if self._is_odd:
+                self._counts, self._work = start_gathering(mine, group)
+            else:
+                self._counts, self._work = mine.unsqueeze(0), all_reduce(mine, group)
             self._watch.note_started(self._work)
 
     def relaunch(self, used: Collection[int], group: ProcessGroup) -> None:
@@ -58,10 +71,10 @@ class UsedMap:
         """Wait, if launched: parameters that no rank used."""
         if self._work is None or self._counts is None:
             return frozenset()
-        with self._watch.over("waiting for the all-reduce of the used-map"):
+        with self._watch.over("waiting for the exchange of the used-map"):
             wait_for(self._work)
-        self.last_counts = self._counts
-        unused = torch.nonzero(self._counts == 0).flatten().tolist()
+        self.last_counts = self._counts.sum(0)
+        unused = torch.nonzero(self.last_counts == 0).flatten().tolist()
         self.drop()
         return frozenset(unused)
 

@@ -61,7 +61,12 @@ class Tally:
     """How many collectives an object has started; known also when it is gone."""
 
     def __init__(self) -> None:
-        self.started = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Start afresh, on another group."""
+        self.started = 0  # all of them
+        self.launched = 0  # those that are awaited later
 
 
 class OnDevice(NamedTuple):
@@ -96,7 +101,7 @@ class Watch:
     def begin_anew(self, group: ProcessGroup) -> None:
         """Nothing has failed, perhaps in another group."""
         self.has_failed = False
-        self.tally.started = 0
+        self.tally.forget()
         self.group = group
         self._rank = group.rank()
         self._world_size = group.size()
@@ -129,6 +134,7 @@ class Watch:
     def note_started(self, work: Work) -> None:
         """A collective is on its way."""
         self.tally.started += 1
+        self.tally.launched += 1
         if self.limit is not None and not self._is_timed and self._world_size > 1:
             self._note_on_device(work)
 

@@ -158,7 +158,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
                 self._key = _replicas.start_equal(checked, buffers, group)
             else:
                 _replicas.take_delayed(checked.replica, group)  # as torch does
-            self._meet_to_compare()
+            self._connect()
         watch.lookout.move_to(group, self._key)
         if self._precision is not None:
             self._precision.cast_module_buffers(self.named_module_buffers)
@@ -360,7 +360,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         self._num_resets += 1
         self.process_group = agree_and_recover(self._reducer, key)
         self.require_forward_param_sync = True  # ranks may differ in their last forward
-        self._meet_to_compare()
+        self._connect()
         self._stop_joining()
 
     def set_recorder(self, recorder: Recorder | None) -> None:

@@ -42,6 +42,11 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.register_profile(
+    "brief",
+    hypothesis.settings.get_profile("ci"),
+    max_examples=60,
+)
+hypothesis.settings.register_profile(
     "nightly",
     max_examples=2000,
     deadline=None,

@@ -142,6 +142,10 @@ PINNED = {
         "forward, backward, step, cast 1, step",
         (),
     ),
+    "sync_gradients() on one rank, with nothing to average": (
+        "forward, backward, step, zero to None, sync 1, forward, backward, step",
+        (("bucket_cap_mb", 0),),
+    ),
     "NaN on one rank": ("NaN 0, forward, backward, step", ()),
 }
 

@@ -23,10 +23,12 @@ def collective_trace() -> Iterator[Trace]:
     door = mock.Mock(wraps=real)
     door.ProcessGroup = real.ProcessGroup  # for isinstance
     door._DEFAULT_FIRST_BUCKET_BYTES = real._DEFAULT_FIRST_BUCKET_BYTES
-    door.broadcast = _recording(trace, "broadcast", real.broadcast, 0)
     door.all_gather = _recording(trace, "all_gather", real.all_gather, 1)
     reduce = _recording(trace, "all_reduce", _collectives.all_reduce, 0)
+    broadcast = _recording(trace, "broadcast", _collectives.start_broadcast, 0)
     with ExitStack() as stack:
+        patch = mock.patch.object(_collectives, "start_broadcast", broadcast)
+        stack.enter_context(patch)
         stack.enter_context(mock.patch.object(_collectives, "dist", door))
         for module in (_averaging, _used_map):
             stack.enter_context(mock.patch.object(module, "all_reduce", reduce))

@@ -93,7 +93,7 @@ IMPORTS: dict[str, set[str]] = {
         "_waiting",
         "errors",
     },
-    "_on_demand": {"_phase", "_reducer"},
+    "_on_demand": {"_groups", "_phase", "_reducer"},
     "_newcomers": {"_managed"},
     "_overlap": {"errors"},
     "_pipeline": {
@@ -121,6 +121,7 @@ IMPORTS: dict[str, set[str]] = {
         "_compiled_backward",
         "_countdown",
         "_expectation",
+        "_groups",
         "_layout",
         "_ledger",
         "_phase",
@@ -133,7 +134,7 @@ IMPORTS: dict[str, set[str]] = {
         "trace",
     },
     "_replicas": {"_collectives", "_groups", "errors"},
-    "_shared_state": {"_desync", "_managed", "_reducer", "_replicas"},
+    "_shared_state": {"_desync", "_groups", "_managed", "_reducer", "_replicas"},
     "sync_batchnorm": {
         "_collectives",
         "_groups",

@@ -232,14 +232,26 @@ def test_forward_whose_backward_is_forgotten(setting):
     assert setting.refused() == NEVER.format("a, b")  # gradients of the last step
 
 
+CAST = (
+    "[rank 0] Parameters were cast after wrapping; on other ranks they may not be. "
+    "Parameters: a, b. What to do: wrap the module again after a cast (.double(), "
+    ".half(), .to())."
+)
+
+
 def test_cast_after_wrapping(setting):
     setting.ddp.double()
-    setting.ddp(X.double()).backward()
-    assert setting.refused() == (
-        "[rank 0] Parameters were cast after wrapping; on other ranks they may not be. "
-        "Parameters: a, b. What to do: wrap the module again after a cast (.double(), "
-        ".half(), .to())."
-    )
+    with pytest.raises(UnsyncedGradientsError) as caught:
+        setting.ddp(X.double())
+    assert str(caught.value) == CAST
+    with setting.ddp.no_sync():  # nobody asks for equal replicas here
+        setting.ddp(X.double())
+
+
+def test_cast_between_backward_and_step(setting):
+    setting.ddp(X).backward()
+    setting.ddp.double()
+    assert setting.refused() == CAST
 
 
 def test_every_optimizer_has_its_own_count(setting):
