@@ -127,7 +127,8 @@ def renew_side_groups(group: ProcessGroup, key: str) -> None:
     """
     members = frozenset(dist.get_process_group_ranks(group))
     _renewals.pop(members, None)
-    _renewals[members] = key
+    # Other objects count their resets as well, on groups of other names.
+    _renewals[members] = f"{group.group_name}/{key}"
     for other in list(_side_groups):
         if members.issuperset(dist.get_process_group_ranks(other)):
             del _side_groups[other]
