@@ -30,6 +30,8 @@ def collective_trace() -> Iterator[Trace]:
         patch = mock.patch.object(_collectives, "start_broadcast", broadcast)
         stack.enter_context(patch)
         stack.enter_context(mock.patch.object(_collectives, "dist", door))
+        gather = _recording(trace, "all_gather", _collectives.start_gathering, 0)
+        stack.enter_context(mock.patch.object(_used_map, "start_gathering", gather))
         for module in (_averaging, _used_map):
             stack.enter_context(mock.patch.object(module, "all_reduce", reduce))
         yield trace
