@@ -130,8 +130,13 @@ def renew_side_groups(group: ProcessGroup, key: str) -> None:
     # Other objects count their resets as well, on groups of other names.
     _renewals[members] = f"{group.group_name}/{key}"
     for other in list(_side_groups):
-        if members.issuperset(dist.get_process_group_ranks(other)):
-            del _side_groups[other]
+        if members >= _ranks_of(other):
+            _side_groups.pop(other, None)
+
+
+def _ranks_of(group: ProcessGroup) -> frozenset[int]:
+    """Global ranks; none if it was destroyed."""
+    return frozenset(c10d._world.pg_group_ranks.get(group, ()))
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:

@@ -122,7 +122,7 @@ class Guard:
             self._complain(_joined(self._reducer.rank, names))
             self._newcomers.accept(module)
         if self._cast():  # else module buffers of different sizes may travel
-            self._complain(self._say_cast())
+            self._complain(_cast(self._reducer, self._cast()))
         self._complain(updated_by_hand(self._reducer))
 
     def _complain(self, problem: str) -> None:
@@ -188,11 +188,15 @@ class Guard:
         reducer = self._reducer
         phase, ledger = reducer.phase.now, reducer.ledger
         names = self._find_joined(optimizer) if ledger.sync_enabled else []
+        if not names and ledger.sync_enabled:
+            # Also if it holds what they took the place of: on this rank only, perhaps.
+            names = self._newcomers.find()
+            names = names if names and self._held(optimizer) else []
         if names:
             return _joined(self._reducer.rank, names)
         cast = self._cast() if ledger.sync_enabled else []
         if cast and self._held(optimizer):
-            return self._say_cast()
+            return _cast(self._reducer, self._cast())
         # What a new one steps on was not reduced if a backward passed us by.
         never = Seen() if ledger.bypassed is None else self._last
         seen = self._seen.get(optimizer, never)
@@ -212,14 +216,6 @@ class Guard:
         """Parameters of another dtype than when they were wrapped; of the sample."""
         params = self._reducer.params
         return [i for i, dtype in self._sample if params[i].dtype is not dtype]
-
-    def _say_cast(self) -> str:
-        return explain(
-            self._reducer.rank,
-            "Parameters were cast after wrapping; on other ranks they may not be.",
-            names=[self._reducer.names[i] for i in self._cast()],
-            remedy="wrap the module again after a cast (.double(), .half(), .to())",
-        )
 
     def _problem(self, phase: Phase, held: list[int], *, never_reduced: bool) -> str:
         """Why this step would drive the replicas apart; empty when it would not."""
@@ -269,6 +265,15 @@ class Guard:
                 "wrapping",
             )
         return ""
+
+
+def _cast(reducer: Reducer, which: list[int]) -> str:
+    return explain(
+        reducer.rank,
+        "Parameters were cast after wrapping; on other ranks they may not be.",
+        names=[reducer.names[i] for i in which],
+        remedy="wrap the module again after a cast (.double(), .half(), .to())",
+    )
 
 
 def _joined(rank: int, names: list[str]) -> str:

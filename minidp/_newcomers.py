@@ -43,13 +43,16 @@ class Newcomers:
         self._remember()
         _listen()
 
-    def find(self, module: nn.Module, *, compares_all: bool) -> list[str]:
+    def find(
+        self, module: nn.Module | None = None, *, compares_all: bool = False
+    ) -> list[str]:
         """Names of parameters in ``module`` that nobody averages.
 
         Args:
-            module: what is wrapped now.
+            module: what is wrapped now; None: the one of the last time.
             compares_all: not only if something was registered.
         """
+        module = self._root if module is None else module
         if (
             module is self._root
             and _registered.count == self._count

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-from ._groups import group_of_forwards
 from ._phase import Phase
 from ._reducer import Reducer
 
@@ -40,7 +39,7 @@ def shadow_backward(reducer: Reducer) -> None:
         used: Collection[int] | None = () if expected.shares_used_map else None
         nothing = [None] * len(reducer.params)
         if expected.shares_reach:
-            pipeline.reach_map.relaunch((), group_of_forwards(pipeline.group))
+            pipeline.reach_map.relaunch((), pipeline.group)
         pipeline.start(pipeline.reach_map.unused_everywhere())
         unused = _reduce(reducer, nothing, used, map_goes_first=expected.map_goes_first)
         everything = list(range(len(reducer.params)))
@@ -67,11 +66,10 @@ def _reduce(
     pipeline = reducer.pipeline
     has_own = reducer.expected.shares_used_map
     used_map = pipeline.used_map if has_own else pipeline.reach_map
-    group = pipeline.group if has_own else group_of_forwards(pipeline.group)
     reducer.phase.enter(Phase.REDUCING)
     with torch.no_grad():
         if used is not None and map_goes_first:
-            used_map.launch(used, group)
+            used_map.launch(used, pipeline.group)
         for number, bucket in enumerate(pipeline.buckets):
             if number in pipeline.skipped:
                 continue
@@ -80,7 +78,7 @@ def _reduce(
             bucket.flatten(entries, pipeline.averaging.division, undecided)
         pipeline.launch_due()
         if used is not None:
-            used_map.launch(used, group)
+            used_map.launch(used, pipeline.group)
         reducer.phase.enter(Phase.FINALIZING)
         untouched = reducer.expected.kept
         if used is not None:

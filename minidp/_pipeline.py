@@ -96,6 +96,7 @@ class Pipeline:
         """Start over, with or without the promise of a static graph (None: as is)."""
         if static_graph is not None:
             self.config = replace(self.config, static_graph=static_graph)
+        self.used_map.is_odd = self.config.static_graph  # its first backward has one
         config = self.config
         if config.saved_layout is not None:
             self.adopt(resumed_layout(config.saved_layout, self.specs))

@@ -32,7 +32,6 @@ from ._autograd import (
 from ._compiled_backward import accept, is_compiled_backward
 from ._countdown import Countdown
 from ._expectation import expectation_for
-from ._groups import group_of_forwards
 from ._layout import ParamSpec
 from ._ledger import Ledger
 from ._phase import Phase, PhaseBox
@@ -108,8 +107,7 @@ class Reducer:
         if self.expected.shares_reach:
             away = {*self.expected.absent()} - self.ledger.used_locally
             within = {*range(len(self.params))} - away
-            group = group_of_forwards(self.pipeline.group)
-            self.pipeline.reach_map.relaunch(within, group)
+            self.pipeline.reach_map.relaunch(within, self.pipeline.group)
         probe_outputs(output, _weakly(self._expect_end))
 
     def rebuild_if_due(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ._collectives import all_reduce, start_gathering
+from ._groups import group_of_forwards
 from ._waiting import Work, wait_for
 from ._watch import Watch
 
@@ -22,8 +23,8 @@ class UsedMap:
         num_params: managed parameters.
         device: where they live.
         watch: over its collectives.
-        is_odd: not launched in every backward. In the group of forwards it must not
-            meet what has another size, so it travels in an all-gather: ranks wait.
+        is_odd: not launched in every backward, so that it must not travel between
+            buckets; but with what forwards exchange, in an all-gather: ranks wait.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class UsedMap:
         *,
         is_odd: bool = False,
     ) -> None:
-        self._is_odd = is_odd
+        self.is_odd = is_odd
         self.last_counts = torch.zeros(num_params, dtype=torch.int32, device=device)
         self._num_params = num_params
         self._device = device
@@ -56,8 +57,9 @@ class UsedMap:
             flags[i] = 1
         mine = torch.tensor(flags, dtype=torch.int32, device=self._device)
         with self._watch.over("launching the exchange of the used-map"):
-            if self._is_odd:
-                self._counts, self._work = start_gathering(mine, group)
+            if self.is_odd:
+                others = group_of_forwards(group)
+                self._counts, self._work = start_gathering(mine, others)
             else:
                 self._counts, self._work = mine.unsqueeze(0), all_reduce(mine, group)
             self._watch.note_started(self._work)

@@ -146,6 +146,18 @@ PINNED = {
         "forward, backward, step, zero to None, sync 1, forward, backward, step",
         (("bucket_cap_mb", 0),),
     ),
+    "sync_gradients() on one rank, before a static graph is known": (
+        "forward, sync 1, forward, zero to None, forward, backward, step, sync 1",
+        (("static_graph", True), ("bucket_cap_mb", 40 / 2**20)),
+    ),
+    "replaced on one rank, and a step with the gradients of before": (
+        "forward, backward, step, replace 1, step half",
+        (),
+    ),
+    "a forward too many": (
+        "branch 1, zero to None, forward, backward, step, forward",
+        (("find_unused_parameters", True), ("bucket_cap_mb", 0)),
+    ),
     "NaN on one rank": ("NaN 0, forward, backward, step", ()),
 }
 

@@ -57,7 +57,7 @@ IMPORTS: dict[str, set[str]] = {
     "_grad_bucket": {"_layout"},
     "_rebuild": {"_collectives", "_layout", "_saved_layout", "_watch", "config"},
     "_sparse_bucket": {"_arrivals", "_bucket", "_ops"},
-    "_used_map": {"_collectives", "_waiting", "_watch"},
+    "_used_map": {"_collectives", "_groups", "_waiting", "_watch"},
     "_watch": {"_groups", "_waiting", "errors"},
     "comm_hooks": {"_comm_hook", "_grad_bucket", "_waiting"},
     "_arguments": {
@@ -93,7 +93,7 @@ IMPORTS: dict[str, set[str]] = {
         "_waiting",
         "errors",
     },
-    "_on_demand": {"_groups", "_phase", "_reducer"},
+    "_on_demand": {"_phase", "_reducer"},
     "_newcomers": {"_managed"},
     "_overlap": {"errors"},
     "_pipeline": {
@@ -121,7 +121,6 @@ IMPORTS: dict[str, set[str]] = {
         "_compiled_backward",
         "_countdown",
         "_expectation",
-        "_groups",
         "_layout",
         "_ledger",
         "_phase",
