@@ -44,9 +44,11 @@ class ReplicaCheck:
         self._sums: dict[str, int] = {}  # name -> bits of the tensor, at that step
         self._under_way: Gathering | None = None
         self._row: list[int] = []
+        self._begun = -1  # the last step that was compared
 
     def meet(self) -> None:
         """Collective: connect the ranks; a group of its own cannot mix up buckets."""
+        self._under_way, self._begun = None, -1  # what began before a reset is lost
         side_group(self._pipeline.group, PURPOSE)
 
     def begin(
@@ -62,9 +64,9 @@ class ReplicaCheck:
             params: managed parameters, in parameter-index order.
             others: what must be equal besides, by name.
         """
-        self._under_way = None
-        if step % self._every:
-            return
+        if step % self._every or step == self._begun:
+            return  # once per step: a rank may run more forwards than the others
+        self._begun = step
         bits = [sum_of_bits(tensor) for tensor in (*params, *others.values())]
         sums = torch.stack([each.cpu() for each in bits]).tolist()
         self._sums = dict(zip((*self._names, *others), sums, strict=True))

@@ -70,7 +70,7 @@ def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
         len(ranks),
         group.rank(),
         ranks,
-        dist.Backend(str(dist.get_backend(group))),
+        dist.Backend(_backend_of(group)),
         c10d._get_default_store(),
         c10d.GroupName(f"{_prefix(group)}/{key}"),
         timeout=group_timeout(group),
@@ -83,7 +83,11 @@ def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
 _side_groups: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = (
     WeakKeyDictionary()
 )
-_renewals: dict[frozenset[int], str] = {}  # global ranks -> key of their last failure
+# Default group -> global ranks -> key of their last failure. A process that outlives its
+# default group may meet new ones in the next, which know of no failure.
+_renewals: WeakKeyDictionary[ProcessGroup, dict[frozenset[int], str]] = (
+    WeakKeyDictionary()
+)
 
 
 def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
@@ -97,7 +101,7 @@ def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
     made = _side_groups.setdefault(group, {})
     if purpose not in made:
         ranks = frozenset(dist.get_process_group_ranks(group))
-        newest_first = reversed(_renewals.items())
+        newest_first = reversed(_renewals.get(default_group(), {}).items())
         key = next((key for members, key in newest_first if members >= ranks), "first")
         store = group_store(group, f"side/{purpose}/{key}")
         # Not new_group(), whose names depend on how many groups a process is in. The
@@ -126,17 +130,20 @@ def renew_side_groups(group: ProcessGroup, key: str) -> None:
         key: the same on all ranks, and never used before.
     """
     members = frozenset(dist.get_process_group_ranks(group))
-    _renewals.pop(members, None)
+    renewals = _renewals.setdefault(default_group(), {})
+    renewals.pop(members, None)
     # Other objects count their resets as well, on groups of other names.
-    _renewals[members] = f"{group.group_name}/{key}"
+    renewals[members] = f"{group.group_name}/{key}"
+    known = c10d._world.pg_group_ranks  # without groups that were destroyed
     for other in list(_side_groups):
-        if members >= _ranks_of(other):
+        if other not in known or members.issuperset(known[other]):
             _side_groups.pop(other, None)
 
 
-def _ranks_of(group: ProcessGroup) -> frozenset[int]:
-    """Global ranks; none if it was destroyed."""
-    return frozenset(c10d._world.pg_group_ranks.get(group, ()))
+def _backend_of(group: ProcessGroup) -> str:
+    """What to ask for to get the same backends again."""
+    name = str(dist.get_backend(group))
+    return dist.get_backend_config(group) if name == "undefined" else name
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
@@ -208,7 +215,11 @@ def is_timed(group: ProcessGroup) -> bool:
 
     On an accelerator, waiting only orders streams.
     """
-    return group.size() > 1 and str(dist.get_backend(group)) == "gloo"
+    if group.size() == 1:
+        return False
+    # Without a name (init_process_group() chose), or of several: {device: backend}.
+    backends = dist.get_backend_config(group).split(",")
+    return all(each.rpartition(":")[2] == "gloo" for each in backends)
 
 
 _left_behind: list[Work] = []

@@ -163,7 +163,8 @@ class Guard:
             held = [param for group in groups for param in group["params"]]
             known = (num_params, self._newcomers.find_held(held))
             self._strangers[optimizer] = known
-        return [name for name, param in known[1] if param.grad is not None]
+        held = [(name, param) for name, param in known[1] if param.grad is not None]
+        return [name for name, param in held if not _is_averaged(param)]
 
     def expect_in_backward(self, optimizer: Optimizer) -> None:
         """From now on ``optimizer`` steps in backwards, and nowhere else.
@@ -274,6 +275,11 @@ def _cast(reducer: Reducer, which: list[int]) -> str:
         names=[reducer.names[i] for i in which],
         remedy="wrap the module again after a cast (.double(), .half(), .to())",
     )
+
+
+def _is_averaged(param: nn.Parameter) -> bool:
+    """By any live object: its module may have been wrapped again since."""
+    return any(id(param) in guard._index for guard in _guards)
 
 
 def _joined(rank: int, names: list[str]) -> str:

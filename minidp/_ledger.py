@@ -51,8 +51,11 @@ class Ledger:
             self.versions.setdefault(i, version)
 
     def note_bypass(self, params: Sequence[torch.Tensor]) -> None:
-        """A backward went through our outputs, and reached no grad hook."""
-        if self.bypassed is None:
+        """A backward went through our outputs, and reached no grad hook.
+
+        Nothing is missing if all are frozen: a GAN's critic in the generator's turn.
+        """
+        if self.bypassed is None and any(param.requires_grad for param in params):
             self.bypassed = [param._version for param in params]
 
     def excuse(self) -> None:
@@ -83,3 +86,7 @@ class Ledger:
         self.excuse()
         self.forwards = 0
         self.armed = self.finalized
+
+    def agree_on(self, finalized: int) -> None:
+        """All ranks count from the same number of synchronised backwards."""
+        self.armed = self.finalized = finalized

@@ -38,6 +38,9 @@ class Newcomers:
     def __init__(self, replica: Replica) -> None:
         self._root = replica.module
         self._ignored = replica.ignored
+        # Names change when a module is compiled or put into another one.
+        named = replica.module.named_parameters()
+        self._left_out = {id(p): p for n, p in named if n in self._ignored}
         self._managed = {id(p): p for p in replica.managed.values()}  # ids stay taken
         self._frozen = [p for p in replica.parameters.values() if not p.requires_grad]
         self._remember()
@@ -80,7 +83,7 @@ class Newcomers:
         return [
             (name, param)
             for name, param in named
-            if id(param) in held and name not in self._ignored
+            if id(param) in held and not self._is_ignored(name, param)
         ]
 
     def _search(self, module: nn.Module) -> list[str]:
@@ -95,12 +98,15 @@ class Newcomers:
             if param.requires_grad
             and param.is_leaf  # not one that is made from ours
             and id(param) not in self._managed
-            and name not in self._ignored
+            and not self._is_ignored(name, param)
         ]
         if not names and all(map(attrgetter("is_leaf"), found.values())):
             self._root = module
             self._remember()  # not what a functional_call lends
         return names
+
+    def _is_ignored(self, name: str, param: nn.Parameter) -> bool:
+        return name in self._ignored or id(param) in self._left_out
 
     def _has_changed(self) -> bool:
         now = [*chain.from_iterable(map(_values, self._dicts))]

@@ -46,7 +46,8 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     group = pipeline.group
     is_lost = pipeline.watch.has_failed or _owes_to_hook(pipeline)
     tally = pipeline.watch.tally
-    mine = json.dumps([[tally.started, tally.launched], is_lost])
+    counted = [tally.started, tally.launched]
+    mine = json.dumps([counted, is_lost, reducer.ledger.finalized])
     try:
         reports = _exchange(group_store(group, key), mine, group, pipeline.watch)
     except RuntimeError as error:
@@ -59,14 +60,16 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
                 remedy="the process that hosts the store is gone: restart the job",
             )
         ) from error
-    counts = {tuple(counts) for counts, _ in reports}
-    failed = any(has_failed for _, has_failed in reports)
+    counts = {tuple(counts) for counts, _, _ in reports}
+    failed = any(has_failed for _, has_failed, _ in reports)
     if len(counts) == 1 and not failed:
         pipeline.drain()
     else:
         group = fresh_group(group, key)
     renew_side_groups(group, key)
     reducer.restart(group)
+    # Some ranks may have finished a backward that others did not.
+    reducer.ledger.agree_on(max(finalized for _, _, finalized in reports))
     _start_over(reducer)
     pipeline.watch.lookout.move_to(group, key)
     return group
@@ -93,7 +96,7 @@ def _owes_to_hook(pipeline: Pipeline) -> bool:
 
 def _exchange(
     store: Store, mine: str, group: ProcessGroup, watch: Watch
-) -> list[tuple[list[int], bool]]:
+) -> list[tuple[list[int], bool, int]]:
     """All ranks' reports, by rank."""
     # A peer may first have to run into the limit of a collective itself.
     seconds = 2 * watch.seconds + PATIENCE_SECONDS

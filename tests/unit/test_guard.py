@@ -571,3 +571,38 @@ def test_a_dropped_object_watches_no_more(lone_group):
     del setting
     optimizer.step()
     assert module.a.item() == pytest.approx(0.8)
+
+
+def test_wrapped_again_with_others_trainable(lone_group):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].requires_grad_(False)
+    first = DataParallel(module)  # still alive in the second stage
+    first(torch.ones(1, 2)).sum().backward()
+    module.requires_grad_(True)
+    module[0].requires_grad_(False)
+    second = DataParallel(module)
+    optimizer = torch.optim.SGD(module[1].parameters(), lr=0.1)
+    second(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+
+
+def test_clamp_after_the_generators_turn(lone_group):
+    critic = DataParallel(nn.Linear(2, 1))
+    for _ in range(2):
+        with torch.no_grad():
+            for param in critic.parameters():
+                param.clamp_(-0.01, 0.01)
+        critic(torch.ones(1, 2)).sum().backward()
+        critic.requires_grad_(False)
+        critic(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        critic.requires_grad_(True)
+
+
+def test_ignored_parameters_of_a_compiled_module(lone_group):
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module._ddp_params_and_buffers_to_ignore = ["1.weight"]
+    ddp = DataParallel(module)
+    ddp.module = nn.Sequential(module)  # other names, as torch.compile gives
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
