@@ -54,6 +54,8 @@ def place_of(thread: int) -> str:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return ""
+    while frame.f_code.co_filename.startswith("<") and frame.f_back is not None:
+        frame = frame.f_back  # the import machinery tells nothing
     users: FrameType | None = frame
     while users is not None and _is_library(users):
         users = users.f_back

@@ -125,14 +125,14 @@ class ReplicaCheck:
             explain(
                 self._pipeline.rank,
                 f"The replicas have drifted apart: at the beginning of step {step}, "
-                f"{names[0]} differs (and {len(names) - 1} more). They agreed at the "
+                f"{names[0]} differs{_more(len(names) - 1)}. They agreed at the "
                 f"beginning of step {self._agreed}.",
                 names=names[:MAX_NAMES],
                 expected=f"the bits of rank {_join(rest)}",
                 found=f"other ones on rank {_join(odd)}",
                 remedy="look at what changes parameters on some ranks only (updates by "
                 "hand, load_state_dict, random numbers, unsynced='ignore'); load the "
-                "last checkpoint on all ranks, or wrap the module again",
+                "last checkpoint on all ranks and call reset(), or wrap it again",
             )
         )
 
@@ -156,6 +156,10 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     if flat.is_complex():
         flat = torch.view_as_real(flat)
     return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+
+
+def _more(count: int) -> str:
+    return f" (and {count} more)" if count else ""
 
 
 def _join(ranks: Sequence[int]) -> str:

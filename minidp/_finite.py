@@ -10,7 +10,7 @@ from ._bucket import Bucket
 from .errors import NonFiniteGradientError, explain
 
 BEFORE = "(before it was averaged: the other ranks do not have it)."
-AFTER = "after the comm hook, although what every rank gave to it was."
+AFTER = "after the comm hook; what this rank gave to it was."
 
 
 def refuse_nonfinite(bucket: Bucket, rank: int, step: int, when: str) -> None:

@@ -83,8 +83,8 @@ def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
 _side_groups: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = (
     WeakKeyDictionary()
 )
-# Default group -> global ranks -> key of their last failure. A process that outlives its
-# default group may meet new ones in the next, which know of no failure.
+# Default group -> global ranks -> key of their last failure. A process that outlives
+# its default group may meet new ones in the next, which know of no failure.
 _renewals: WeakKeyDictionary[ProcessGroup, dict[frozenset[int], str]] = (
     WeakKeyDictionary()
 )
@@ -220,6 +220,11 @@ def is_timed(group: ProcessGroup) -> bool:
     # Without a name (init_process_group() chose), or of several: {device: backend}.
     backends = dist.get_backend_config(group).split(",")
     return all(each.rpartition(":")[2] == "gloo" for each in backends)
+
+
+def is_mixed(group: ProcessGroup) -> bool:
+    """Whether a group has several backends: the tensors decide who waits how."""
+    return len(set(dist.get_backend_config(group).split(","))) > 1
 
 
 _left_behind: list[Work] = []

@@ -10,6 +10,7 @@ whose host is stopped would hold up the training for ever. ::
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 import weakref
@@ -71,6 +72,7 @@ class Post:
 
     def __init__(self, reducer: Reducer, key: str, wake: Callable[[], None]) -> None:
         watch = reducer.pipeline.watch
+        self.pid = os.getpid()
         self.interval = min(MAX_INTERVAL, watch.seconds / 10)
         self._reducer = weakref.ref(reducer)
         self._tally = watch.tally

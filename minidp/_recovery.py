@@ -44,6 +44,8 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     """
     pipeline = reducer.pipeline
     group = pipeline.group
+    cause = f" after {reducer.failure}" if reducer.failure else ""
+    pipeline.watch.lookout.give_up(f"it called reset(){cause}")
     is_lost = pipeline.watch.has_failed or _owes_to_hook(pipeline)
     tally = pipeline.watch.tally
     counted = [tally.started, tally.launched]
@@ -112,7 +114,7 @@ def _exchange(
         raise CollectiveError(
             explain(
                 group.rank(),
-                f"reset() waited {seconds:.0f} s in vain. {watch.lookout.report(0)}",
+                f"reset() waited {seconds:.0f} s in vain.",
                 expected=f"all {group.size()} ranks of the group to call reset()",
                 found=f"no call on rank(s) {', '.join(map(str, sorted(waiting)))}",
                 remedy="a dead rank cannot be reset: restart the job",

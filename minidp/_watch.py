@@ -12,7 +12,9 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ._groups import group_timeout, is_timed, keep_for_good
+import torch
+
+from ._groups import group_timeout, is_mixed, is_timed, keep_for_good
 from ._waiting import Waiter, Work, is_done_within, patience
 from .errors import CollectiveError, CommHookError, MiniDPError, explain
 
@@ -105,7 +107,11 @@ class Watch:
         self.group = group
         self._rank = group.rank()
         self._world_size = group.size()
-        self._is_timed = self.limit is not None and is_timed(group)
+        has_limit = self.limit is not None and self._world_size > 1
+        self._is_timed = has_limit and is_timed(group)
+        # Nothing is known about a group of several backends: the backend's own limit.
+        is_device = has_limit and not self._is_timed and not is_mixed(group)
+        self._is_on_device = is_device and torch.cuda.is_available()
         self._on_device.clear()
 
     @property
@@ -135,7 +141,7 @@ class Watch:
         """A collective is on its way."""
         self.tally.started += 1
         self.tally.launched += 1
-        if self.limit is not None and not self._is_timed and self._world_size > 1:
+        if self._is_on_device:
             self._note_on_device(work)
 
     def _note_on_device(self, work: Work) -> None:
@@ -199,17 +205,19 @@ class Watch:
 
     def _explain(self, error: Exception) -> None:
         self.has_failed = True  # at best other ranks wait in vain
-        if isinstance(error, CommHookError) and self._doing.startswith("waiting"):
+        if isinstance(error, CommHookError) and "future that failed" in str(error):
             absent = self.lookout.report(self.started)
             raise type(error)(f"{error} {absent}".rstrip()) from error.__cause__
         if isinstance(error, MiniDPError):
             return
         text = str(error).rstrip(". \n")
+        absent = self.lookout.report(self.started)
         failure = CollectiveError(
             explain(
                 self._rank,
-                f"A collective failed while {self.place}: {text}. "
-                + self.lookout.report(self.started),
+                f"A collective failed while {self.place}. {absent} ({text}.)".replace(
+                    "  ", " "
+                ),
                 expected=f"all {self._world_size} ranks to take part in time",
                 remedy="look for the rank that died, raised, took another branch, "
                 "or ran out of inputs (see join()); then call reset() on all live "

@@ -58,6 +58,8 @@ class Watchdog:
 
     def dismiss(self, post: Post, why: str) -> None:
         """A replica is gone."""
+        if post.pid != os.getpid():
+            return  # we are a child, and have inherited the object
         # No lock: a finalizer may run at any point of this very thread.
         self._leaving.append((post, why))
         self._bell.set()
@@ -72,14 +74,20 @@ class Watchdog:
                 posts = list(self._posts)
             if is_initialized():  # else a store may be gone as well
                 for post in posts:
-                    post.tick()
-                    self._end_what_hangs(post)
+                    self._serve(post)
             if self._farewell:
                 for post in posts:
                     post.say_goodbye(self._farewell)
                 return
             self._bell.wait(min(post.interval for post in posts))
             self._bell.clear()
+
+    def _serve(self, post: Post) -> None:
+        try:
+            post.tick()
+            self._end_what_hangs(post)
+        except Exception:  # the others are served, too, and this one the next time
+            logger.exception("The watchdog failed; hang reports may be incomplete.")
 
     def _see_off(self) -> None:
         while self._leaving:

@@ -189,7 +189,8 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         self._key = _replicas.next_key(self.process_group, kind)
         watch = Watch(self.process_group, checked.safety.hang_timeout)
         self._reducer = Reducer(replica.params, replica.specs, config, watch)
-        watchdog.open_post(self._reducer, self._key)
+        if kind != "copy":  # ranks may copy as they like: no name is equal on all
+            watchdog.open_post(self._reducer, self._key)
         self._guard = Guard(self._reducer, checked.safety.unsynced, replica)
         self._watch_values(checked.safety.check_replicas_every)
         self._reducer.pipeline.checks_finite = checked.safety.check_finite_grads

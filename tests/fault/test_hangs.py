@@ -167,7 +167,7 @@ def test_who_is_absent_from_the_constructor_is_named() -> None:
         absent_from_the_constructor, 3, group_timeout=60.0, timeout=15.0
     )
     for rank in (0, 2):
-        assert "while comparing the replicas: it did not finish" in results[rank]
+        assert "while comparing the replicas. Missing: rank 1." in results[rank]
         assert (
             "Missing: rank 1. Rank 1 never said that it wrapped this module."
             in results[rank]

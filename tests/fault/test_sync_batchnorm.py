@@ -44,7 +44,7 @@ def check(where: str) -> None:
     assert raised == "ValueError: this rank's own mistake"
     assert waited.startswith(
         f"CollectiveError: [rank 0] A collective failed while SyncBatchNorm ran its "
-        f"{where}: "
+        f"{where}. "
     )
     y = torch.cat([first[0], second[0]])  # as one batch: these are its moments
     assert torch.allclose(y.mean(0), torch.zeros(2), atol=1e-5)

@@ -48,7 +48,7 @@ def test_names_parameter_ranks_and_step(pool, what, options):
         assert k == 4  # the first check after step 3
         assert text.startswith(
             f"[rank {rank}] The replicas have drifted apart: at the beginning of step "
-            f"4, {what} differs (and "
+            f"4, {what} differs"
         )
         assert "They agreed at the beginning of step 2." in text
         assert "Expected: the bits of rank 0, 2. Found: other ones on rank 1." in text
