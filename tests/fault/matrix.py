@@ -6,6 +6,7 @@ import atexit
 import functools
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from tests.fault.outcomes import Outcome, Verdict, judge
@@ -70,13 +71,28 @@ def outcome_on_torch(pattern: Pattern, *, runs_hangs: bool) -> Outcome:
     return verdict_of(pattern.name, "torch").outcome
 
 
+def mode_of(pattern: Pattern) -> str:
+    """Which options of `DataParallel`."""
+    return next((m for m, o in MODES.items() if o == pattern.options), "default")
+
+
+def base_of(pattern: Pattern) -> str:
+    """The wrong use, in whichever mode."""
+    return pattern.name.removesuffix(f", {mode_of(pattern)}")
+
+
+def of_each_base() -> tuple[Pattern, ...]:
+    """Each wrong use in one mode only, which is half of the table."""
+    first = {base_of(pattern): pattern for pattern in reversed(PATTERNS)}
+    return tuple(pattern for pattern in PATTERNS if pattern in first.values())
+
+
 def table(*, runs_hangs: bool) -> str:
     """Both outcomes of every pattern, in Markdown; alike rows are joined."""
     lines = ["| pattern | torch DDP | minidp |", "|---|---|---|"]
     rows: dict[tuple[str, str, str], list[str]] = {}
     for pattern in PATTERNS:
-        mode = next((m for m, o in MODES.items() if o == pattern.options), "default")
-        base = pattern.name.removesuffix(f", {mode}")
+        mode, base = mode_of(pattern), base_of(pattern)
         torchs = outcome_on_torch(pattern, runs_hangs=runs_hangs)
         ours = verdict_of(pattern.name, "minidp").outcome
         rows.setdefault((base, torchs.value, ours.value), []).append(mode)
@@ -89,14 +105,14 @@ def table(*, runs_hangs: bool) -> str:
     return "\n".join([*lines, "", score(runs_hangs=runs_hangs)])
 
 
-def score(*, runs_hangs: bool) -> str:
+def score(patterns: Sequence[Pattern] = PATTERNS, *, runs_hangs: bool) -> str:
     """How often each outcome came."""
     counts = {
-        "torch": Counter(outcome_on_torch(p, runs_hangs=runs_hangs) for p in PATTERNS),
-        "minidp": Counter(verdict_of(p.name, "minidp").outcome for p in PATTERNS),
+        "torch": Counter(outcome_on_torch(p, runs_hangs=runs_hangs) for p in patterns),
+        "minidp": Counter(verdict_of(p.name, "minidp").outcome for p in patterns),
     }
     return "\n".join(
-        f"{wrapper}, {len(PATTERNS)} patterns: "
+        f"{wrapper}, {len(patterns)} patterns: "
         + ", ".join(f"{count[outcome]} {outcome.value}" for outcome in Outcome)
         for wrapper, count in counts.items()
     )

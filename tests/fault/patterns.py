@@ -50,7 +50,6 @@ class Pattern:
     culprits: frozenset[int] = BOTH
     options: Mapping[str, Any] = field(default_factory=dict)
     ours: Mapping[str, Any] = field(default_factory=dict)  # options torch lacks
-    pending: str = ""  # what minidp still lacks for a good end
 
 
 PATTERNS: list[Pattern] = []

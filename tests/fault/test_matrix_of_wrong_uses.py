@@ -1,8 +1,8 @@
 """Every wrong use of `patterns`, on minidp and on torch's DDP.
 
 Both outcomes are printed (``pytest -s``); ``python -m tests.fault.matrix`` prints the
-whole table. Torch's hangs are only looked up here, they cost the group's timeout each;
-``HYPOTHESIS_PROFILE=nightly`` runs them too.
+whole table. Here each is played in one mode, and torch's hangs are only looked up (they
+cost the group's timeout each); ``HYPOTHESIS_PROFILE=nightly`` plays everything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tests.fault.patterns import PATTERNS, Pattern
 from tests.fault.play import Record
 from tests.support.team import RankError
 
-RUNS_HANGS = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+IS_LONG = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+PLAYED = PATTERNS if IS_LONG else matrix.of_each_base()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,25 +28,21 @@ def _end_teams() -> Iterator[None]:
     matrix.teams.close()
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.name)
+@pytest.mark.parametrize("pattern", PLAYED, ids=lambda pattern: pattern.name)
 def test_pattern(pattern: Pattern) -> None:
-    theirs = matrix.outcome_on_torch(pattern, runs_hangs=RUNS_HANGS)
+    theirs = matrix.outcome_on_torch(pattern, runs_hangs=IS_LONG)
     ours = matrix.verdict_of(pattern.name, "minidp")
     print(f"\n{pattern.name}: torch {theirs.value}, minidp {ours.outcome.value}")
     assert theirs is pattern.torch, "torch does something else now"
-    if pattern.pending:
-        assert ours.outcome not in GOOD, f"{pattern.pending} is there: not pending now"
-        pytest.xfail(f"needs {pattern.pending}")
     assert ours.outcome in GOOD, ours.details
     assert not ours.recovery, f"after reset(): {ours.recovery}"
 
 
 def test_score() -> None:
-    print("\n" + matrix.score(runs_hangs=RUNS_HANGS))
-    done = [p for p in PATTERNS if not p.pending]
+    print("\n" + matrix.score(PLAYED, runs_hangs=IS_LONG))
     bad = {
         p.name: matrix.verdict_of(p.name, "minidp").outcome.value
-        for p in done
+        for p in PLAYED
         if matrix.verdict_of(p.name, "minidp").outcome not in GOOD
     }
     assert bad == {}
