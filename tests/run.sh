@@ -59,7 +59,7 @@ no_compiler() { ! command -v "${CXX:-c++}" >/dev/null; }
 stage_unit() { python_mode tests/unit; }
 stage_property() { python_mode tests/property; }
 stage_distributed() { python_mode tests/distributed; }
-stage_fault() { HYPOTHESIS_PROFILE=brief python_mode tests/fault; }
+stage_fault() { HYPOTHESIS_PROFILE=brief python_mode tests/fault -m "not slow"; }
 stage_conformance() { python_mode tests/conformance && MINIDP_NATIVE=0 conform; }
 stage_native() { no_compiler || "$PYTHON" -m minidp.native build && native_mode tests/native; }
 stage_native-unit() { native_mode tests/unit; }
@@ -68,7 +68,7 @@ stage_native-property() { HYPOTHESIS_PROFILE=brief native_mode tests/property; }
 stage_native-distributed() { native_mode tests/distributed; }
 # What runs in hooks and copies; who is missing does not depend on them.
 stage_native-fault() {
-    HYPOTHESIS_PROFILE=brief native_mode tests/fault/test_faults.py \
+    HYPOTHESIS_PROFILE=brief native_mode -m "not slow" tests/fault/test_faults.py \
         tests/fault/test_comm_hooks.py tests/fault/test_concurrency.py \
         tests/fault/test_leaks.py tests/fault/test_wrong_words.py
 }
