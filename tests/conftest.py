@@ -34,7 +34,7 @@ _POOL = pytest.StashKey[Pool]()
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
 hypothesis.settings.register_profile(
     "ci",
-    max_examples=200,
+    max_examples=120,
     deadline=None,
     derandomize=True,
     database=None,

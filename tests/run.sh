@@ -65,7 +65,12 @@ stage_native() { no_compiler || "$PYTHON" -m minidp.native build && native_mode 
 stage_native-unit() { native_mode tests/unit; }
 # The laws are the same, so fewer examples do.
 stage_native-property() { HYPOTHESIS_PROFILE=brief native_mode tests/property; }
-stage_native-distributed() { native_mode tests/distributed; }
+# What goes through its hooks and copies in unusual ways.
+stage_native-distributed() {
+    native_mode tests/distributed/test_matrix.py tests/distributed/test_delayed.py \
+        tests/distributed/test_special_cases.py tests/distributed/test_overlap.py \
+        tests/distributed/test_skip_unused.py tests/distributed/test_comm_hooks.py
+}
 # What runs in hooks and copies; who is missing does not depend on them.
 stage_native-fault() {
     HYPOTHESIS_PROFILE=brief native_mode -m "not slow" tests/fault/test_faults.py \

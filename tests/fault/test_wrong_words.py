@@ -93,7 +93,7 @@ def ops(text: str) -> tuple[Op, ...]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_random_words(stage: Stage, world_size: int) -> None:
     profile = hypothesis.settings.default
-    num_words = {50: 15, 60: 10, 200: 25}.get(
+    num_words = {50: 15, 60: 10, 120: 25}.get(
         profile.max_examples, profile.max_examples
     )
 
