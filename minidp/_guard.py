@@ -130,7 +130,10 @@ class Guard:
             error = UnsyncedGradientsError(problem)
             if self._reducer.phase.now in (Phase.REDUCING, Phase.PENDING):
                 self._reducer.tell_others(error)  # who wait for the missing gradients
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # it would keep this frame alive, and with it the reducer
         if problem and self.policy == "warn":
             warnings.warn(problem, stacklevel=5)
 
@@ -191,7 +194,8 @@ class Guard:
         names = self._find_joined(optimizer) if ledger.sync_enabled else []
         if not names and ledger.sync_enabled:
             # Also if it holds what they took the place of: on this rank only, perhaps.
-            names = self._newcomers.find()
+            found = {name: self._newcomers[name] for name in self._newcomers.find()}
+            names = [name for name, param in found.items() if not _is_averaged(param)]
             names = names if names and self._held(optimizer) else []
         if names:
             return _joined(self._reducer.rank, names)
@@ -314,7 +318,10 @@ def refuse_forward(reducer: Reducer) -> None:
         )
     error = UnfinishedReductionError(_unfinished(reducer))
     reducer.tell_others(error)
-    raise error
+    try:
+        raise error
+    finally:
+        del error  # it would keep this frame alive, and with it the reducer
 
 
 def _unfinished(reducer: Reducer) -> str:

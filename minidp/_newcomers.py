@@ -66,6 +66,10 @@ class Newcomers:
             return []
         return self._search(module)
 
+    def __getitem__(self, name: str) -> nn.Parameter:
+        """A parameter of the module, as it is now."""
+        return self._root.get_parameter(name)
+
     def accept(self, module: nn.Module) -> None:
         """Do not speak of those again that are in the module now."""
         self._root = module

@@ -225,4 +225,7 @@ class Watch:
             )
         )
         self.lookout.give_up(f"CollectiveError: {failure}")
-        raise failure from error
+        try:
+            raise failure from error
+        finally:
+            del failure  # it would keep this frame alive, and with it the gradients
