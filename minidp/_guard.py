@@ -123,7 +123,7 @@ class Guard:
             self._newcomers.accept(module)
         if self._cast():  # else module buffers of different sizes may travel
             self._complain(_cast(self._reducer, self._cast()))
-        self._complain(updated_by_hand(self._reducer))
+        self._complain(_if_alone(self, updated_by_hand(self._reducer)))
 
     def _complain(self, problem: str) -> None:
         if problem and self.policy == "raise":
@@ -279,6 +279,13 @@ def _cast(reducer: Reducer, which: list[int]) -> str:
         names=[reducer.names[i] for i in which],
         remedy="wrap the module again after a cast (.double(), .half(), .to())",
     )
+
+
+def _if_alone(guard: Guard, problem: str) -> str:
+    """The problem, unless another live object averages parameters of this one."""
+    others = [other._index for other in _guards if problem and other is not guard]
+    has_company = any(not guard._index.keys().isdisjoint(other) for other in others)
+    return "" if has_company else problem
 
 
 def _is_averaged(param: nn.Parameter) -> bool:

@@ -75,7 +75,7 @@ class UsedMap:
             return frozenset()
         with self._watch.over("waiting for the exchange of the used-map"):
             wait_for(self._work)
-        self.last_counts = self._counts.sum(0)
+        self.last_counts = self._counts.sum(0, dtype=torch.int32)
         unused = torch.nonzero(self.last_counts == 0).flatten().tolist()
         self.drop()
         return frozenset(unused)
