@@ -11,7 +11,6 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import random
 import zlib
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.alone import lone_default_group
 from tests.support.pool import Pool
 
 if TYPE_CHECKING:
@@ -99,17 +99,8 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 @pytest.fixture(scope="module")
 def lone_group() -> Iterator[dist.ProcessGroup]:
     """A default group of this process alone: real collectives, no other rank."""
-    dist.init_process_group(
-        "gloo",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-        timeout=timedelta(seconds=20),
-    )
-    world = dist.group.WORLD
-    assert world is not None
-    yield world
-    dist.destroy_process_group()
+    with lone_default_group() as world:
+        yield world
 
 
 def pytest_terminal_summary(

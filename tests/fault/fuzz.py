@@ -13,15 +13,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import hypothesis
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
 
 from tests.fault import bad_hooks, bad_inputs
+from tests.support.alone import lone_default_group
 
 
 def fuzz(
@@ -69,22 +68,15 @@ def main() -> None:
     parser.add_argument("--hooks", type=int, default=5_000)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-        timeout=timedelta(seconds=20),
-    )
-    for name, what, cases, count in (
-        ("constructor", bad_inputs.try_call, bad_inputs.calls, arguments.inputs),
-        ("comm hooks", bad_hooks.try_hook, bad_hooks.cases, arguments.hooks),
-    ):
-        if count:
-            begin = time.monotonic()
-            outcomes = fuzz(what, cases, _settings(count))
-            _report(name, outcomes, time.monotonic() - begin)
-    dist.destroy_process_group()
+    with lone_default_group():
+        for name, what, cases, count in (
+            ("constructor", bad_inputs.try_call, bad_inputs.calls, arguments.inputs),
+            ("comm hooks", bad_hooks.try_hook, bad_hooks.cases, arguments.hooks),
+        ):
+            if count:
+                begin = time.monotonic()
+                outcomes = fuzz(what, cases, _settings(count))
+                _report(name, outcomes, time.monotonic() - begin)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from torch import nn
 
 from minidp import DataParallel, MiniDPError, comm_hooks
 from tests.fault.bad_inputs import hooks_on, nodes_of
+from tests.support.alone import lone_default_group
 
 CYCLES = 120
 NUM_PERIODS = 12  # in which the memory is looked at
@@ -346,25 +346,18 @@ def main() -> None:
     parser.add_argument("--cycles", type=int, default=2000)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-        timeout=timedelta(seconds=20),
-    )
     bad = 0
-    for name in VARIANTS:
-        growth = measure_variant(Alone(dist.group.WORLD), name, arguments.cycles)
-        verdict = problem(growth) or "flat"
-        bad += bool(problem(growth))
-        sys.stdout.write(
-            f"{name:18s} {arguments.cycles} cycles: "
-            f"{growth.used:8.1f} bytes used, {growth.resident:8.1f} resident per "
-            f"cycle, handles {growth.handles}: {verdict}\n"
-        )
-        sys.stdout.flush()
-    dist.destroy_process_group()
+    with lone_default_group() as world:
+        for name in VARIANTS:
+            growth = measure_variant(Alone(world), name, arguments.cycles)
+            verdict = problem(growth) or "flat"
+            bad += bool(problem(growth))
+            sys.stdout.write(
+                f"{name:18s} {arguments.cycles} cycles: "
+                f"{growth.used:8.1f} bytes used, {growth.resident:8.1f} resident per "
+                f"cycle, handles {growth.handles}: {verdict}\n"
+            )
+            sys.stdout.flush()
     sys.exit(bad)
 
 
