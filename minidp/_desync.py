@@ -8,6 +8,7 @@ second exchange, of one number per tensor, to find the name.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -37,7 +38,8 @@ class ReplicaCheck:
     """
 
     def __init__(self, pipeline: Pipeline, names: Sequence[str], every: int) -> None:
-        self._pipeline = pipeline
+        # It holds us, among its observers: a cycle would keep buckets until gc runs.
+        self._pipeline: Pipeline = weakref.proxy(pipeline)
         self._names = names
         self._every = every
         self._agreed = 0  # the last step at whose beginning all replicas were equal
