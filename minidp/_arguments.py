@@ -15,7 +15,7 @@ from ._groups import default_first_bucket_bytes, default_group, is_group
 from ._managed import Replica, check_data, examine
 from ._mixed_precision import Precision, precision_from
 from ._saved_layout import read_plain, resumed_layout
-from .config import ReducerConfig, Safety, bucket_caps
+from .config import ReducerConfig, Safety, bucket_caps, is_auto
 from .sync_batchnorm import refuse_torchs
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Given:
     output_device: Any
     broadcast_buffers: bool | None
     init_sync: bool
-    bucket_cap_mb: float | None
+    bucket_cap_mb: float | str | None
     bucket_cap_mb_list: Sequence[float] | None
     find_unused_parameters: bool
     check_reduction: bool
@@ -96,6 +96,7 @@ def check(module: nn.Module, given: Given) -> Checked:
         bool(given.batched_grad_copy),
         os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1",
         None if given.bucket_layout is None else read_plain(given.bucket_layout),
+        is_auto(given.bucket_cap_mb),
     )
     if config.saved_layout is not None:
         resumed_layout(config.saved_layout, replica.specs)

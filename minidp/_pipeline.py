@@ -23,7 +23,7 @@ from ._finite import AFTER, BEFORE, refuse_nonfinite
 from ._groups import keep_for_good
 from ._layout import Layout, ParamSpec, initial_layout
 from ._overlap import Observer
-from ._rebuild import agreed_layout, layout_after
+from ._rebuild import agreed_layout
 from ._saved_layout import resumed_layout
 from ._sparse_bucket import SparseBucket
 from ._used_map import UsedMap
@@ -106,10 +106,11 @@ class Pipeline:
         self.adopt(initial_layout(self.specs, limits))
         return config
 
-    def rebuild(self, ready_order: Sequence[int]) -> None:
-        """Collective: adopt the layout that follows rank 0's ready order."""
-        mine = layout_after(ready_order, self.specs, self.config)
-        self.adopt(agreed_layout(mine, self.specs, self.group, self.watch))
+    def rebuild(self, mine: Layout) -> None:
+        """Collective: adopt rank 0's layout, which is ``mine`` if this is rank 0."""
+        agreed = agreed_layout(mine, self.specs, self.group, self.watch)
+        if agreed != self.layout:
+            self.adopt(agreed)
 
     def is_filling(self, i: int) -> bool:
         """Whether the bucket of parameter ``i`` still waits for gradients."""

@@ -46,11 +46,11 @@ class ReadyOrder:
             now = layout_after(self._order, specs, config)
         return to_plain(now, specs, rebuilt=rebuilt)
 
-    def take(self) -> list[int]:
-        """Rebuild now."""
+    def next_layout(self, specs: Sequence[ParamSpec], config: ReducerConfig) -> Layout:
+        """Rebuild now: what this rank would have."""
         order, self._order = self._order or [], None
         self.has_rebuilt = True
-        return order
+        return layout_after(order, specs, config)
 
     def allow_again(self) -> None:
         """Rebuild once more, after the next backward."""

@@ -98,6 +98,8 @@ class Reducer:
         self._lock = threading.RLock()  # CUDA runs one autograd thread per device
         self._probed_task = NO_TASK
         self.ready_order = ReadyOrder(config.saved_layout)
+        if config.tunes and watch.group.size() > 1:
+            self.ready_order = Tuner(config.saved_layout, self.pipeline, self.hooks)
 
     def arm(self, output: object) -> None:
         """A synchronising forward returned ``output``: the next backward reduces."""
@@ -111,11 +113,12 @@ class Reducer:
         probe_outputs(output, _weakly(self._expect_end))
 
     def rebuild_if_due(self) -> None:
-        """Collective: adopt the layout that follows rank 0's ready order, once."""
+        """Collective: adopt the layout that rank 0 chose, if that is due."""
         if self.ready_order.is_due:
-            order = self.ready_order.take()
+            pipeline = self.pipeline
+            mine = self.ready_order.next_layout(pipeline.specs, pipeline.config)
             self.countdown.arrivals.forget_slots()
-            self.pipeline.rebuild(order)
+            pipeline.rebuild(mine)
             self.countdown.adopt(self.pipeline.buckets)
 
     @_failing

@@ -9,8 +9,11 @@ differ from that of an undisturbed run, unless it gets the layout it had.
 
 from __future__ import annotations
 
+import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ._layout import Layout, ParamSpec, build_layout
@@ -35,14 +38,19 @@ def to_plain(
 def read_plain(value: object) -> SavedLayout:
     """Check the form of the argument ``bucket_layout``; the names come later.
 
+    Args:
+        value: a mapping, or the path of a JSON file that holds one.
+
     Raises:
-        TypeError: not a mapping.
-        ValueError: not one that `to_plain` made.
+        TypeError: not a mapping, and no path.
+        ValueError: not one that `to_plain` made, or a file that cannot be read.
     """
+    if isinstance(value, str | os.PathLike):
+        value = _read_file(value)
     if not isinstance(value, Mapping):
         raise TypeError(
-            "bucket_layout must be a mapping, as ddp.bucket_layout gives it, but got "
-            f"{type(value).__name__}."
+            "bucket_layout must be a mapping, as ddp.bucket_layout gives it, or a "
+            f"file that minidp tune wrote, but got {type(value).__name__}."
         )
     if value.get("format") != FORMAT:
         raise ValueError(
@@ -57,6 +65,16 @@ def read_plain(value: object) -> SavedLayout:
         )
     assert isinstance(buckets, list | tuple)
     return SavedLayout(tuple(tuple(names) for names in buckets), rebuilt)
+
+
+def _read_file(path: str | os.PathLike[str]) -> object:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"bucket_layout must be a file that minidp tune wrote, but {path} cannot "
+            f"be read as such: {error}. Write it anew, or leave bucket_layout out."
+        ) from error
 
 
 def _is_list_of_names(buckets: object) -> bool:

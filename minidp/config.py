@@ -12,6 +12,7 @@ from typing import Literal, cast, get_args
 MIB = 2**20
 DEFAULT_CAP_MB = 25
 UNLIMITED = sys.maxsize
+AUTO = "auto"  # bucket_cap_mb: layouts are tried out
 DEFAULT_HANG_SECONDS = 300.0  # a tenth of Gloo's limit, half of NCCL's
 Unsynced = Literal["raise", "warn", "ignore"]
 
@@ -49,26 +50,37 @@ class BucketCaps:
 
 
 def bucket_caps(
-    cap_mb: float | None, cap_mb_list: Sequence[float] | None, first_bytes: int
+    cap_mb: float | str | None, cap_mb_list: Sequence[float] | None, first_bytes: int
 ) -> BucketCaps:
     """Caps from the constructor's arguments.
 
     Args:
-        cap_mb: MiB; None means 25 MiB with a small first bucket.
+        cap_mb: MiB; None means 25 MiB with a small first bucket, and "auto" starts with
+            them.
         cap_mb_list: MiB per bucket, wins over ``cap_mb`` unless None or empty.
         first_bytes: size of that small first bucket, in bytes.
 
     Raises:
         TypeError: a cap is not a number.
-        ValueError: a cap is negative or not finite.
+        ValueError: a cap is negative or not finite, or there is a list and "auto".
     """
     if cap_mb_list is not None and len(cap_mb_list) > 0:
+        if is_auto(cap_mb):
+            raise ValueError(
+                'bucket_cap_mb="auto" looks for the best layout by itself, but '
+                f"bucket_cap_mb_list gives one: {list(cap_mb_list)}. Leave one out."
+            )
         limits = tuple(_to_bytes("bucket_cap_mb_list", mb) for mb in cap_mb_list)
         return BucketCaps(max(limits), max(limits), limits)
-    if cap_mb is None:
+    if cap_mb is None or is_auto(cap_mb):
         return BucketCaps(first_bytes, DEFAULT_CAP_MB * MIB)
     cap = _to_bytes("bucket_cap_mb", cap_mb)
     return BucketCaps(cap, cap)
+
+
+def is_auto(cap_mb: object) -> bool:
+    """Whether layouts are to be tried out."""
+    return isinstance(cap_mb, str) and cap_mb == AUTO
 
 
 def _to_bytes(argument: str, mb: object) -> int:
@@ -92,9 +104,10 @@ def _as_float(value: float) -> float:
 
 def _check_number(argument: str, value: object, unit: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
+        other = f', or "{AUTO}"' if argument == "bucket_cap_mb" else ""
         raise TypeError(
-            f"{argument} must be a number {unit} (int or float), but got {value!r} "
-            f"({type(value).__name__})."
+            f"{argument} must be a number {unit} (int or float){other}, but got "
+            f"{value!r} ({type(value).__name__})."
         )
 
 
@@ -175,12 +188,18 @@ class ReducerConfig:
     batched_grad_copy: bool = False  # divide whole buffers, not single gradients
     last_is_small: bool = False  # after the rebuild: the last bucket, not the first
     saved_layout: SavedLayout | None = None  # to start with
+    tunes: bool = False  # bucket_cap_mb="auto"
+
+    @property
+    def follows_ready_order(self) -> bool:
+        """Whether torch would rebuild buckets once, in the ready order."""
+        return self.static_graph or not self.find_unused_parameters
 
     @property
     def starts_with_one_bucket(self) -> bool:
         """Whether the first iteration uses one bucket per dtype and device.
 
-        Without ``find_unused_parameters`` the first layout lives for one backward
-        only, and its ready order gives the real one.
+        That layout then lives for one backward only; its ready order gives the real
+        one.
         """
-        return self.static_graph or not self.find_unused_parameters
+        return self.follows_ready_order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,9 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         init_sync: verify replicas and broadcast rank 0's state at construction.
         process_group: ranks to reduce over; None is the default group.
         bucket_cap_mb: bucket limit in MiB; None is 25 with a first bucket of 1 MiB.
+            "auto": the first backwards try other layouts, too, and the fastest one
+            stays, the same on all ranks (from three ranks on, last bits may then differ
+            from torch's, and from run to run; see ``bucket_layout``).
         find_unused_parameters: parameters may get no gradient in some iterations.
         check_reduction: deprecated and ignored, as in torch.
         gradient_as_bucket_view: ``.grad`` are views of the buckets (saves memory).
@@ -72,9 +76,10 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             parameters and module buffers is compared between ranks; 0 is never.
         check_finite_grads: raise, naming the parameter, when a gradient that is about
             to be averaged holds NaN or infinity.
-        bucket_layout: what the property of this name gave, for a run that goes on from
-            a checkpoint: it starts with these buckets, and does not rebuild them if
-            they were rebuilt. The same on all ranks.
+        bucket_layout: what the property of this name gave, or a file that ``minidp
+            tune`` wrote, for a run that goes on from a checkpoint: it starts with these
+            buckets, and does not rebuild them if they were rebuilt. The same on all
+            ranks.
 
     Raises:
         ValueError, TypeError, RuntimeError: bad arguments, as in torch.
@@ -90,7 +95,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float | str | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
@@ -108,7 +113,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         hang_timeout: float | None = DEFAULT_HANG_SECONDS,
         check_replicas_every: int = 0,
         check_finite_grads: bool = False,
-        bucket_layout: Mapping[str, Any] | None = None,
+        bucket_layout: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     ) -> None:
         nn.Module.__init__(self)
         UnevenInputs.__init__(self)
