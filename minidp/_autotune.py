@@ -6,7 +6,7 @@
                ...        ...
                37 ..      what stays
 
-Every rank counts backwards alike, so all of them rebuild before the same forward; rank 0
+Every rank counts backwards alike, so all rebuild before the same forward; rank 0
 measures and decides, and the others adopt its layout, as they do for torch's rebuild.
 """
 
@@ -185,7 +185,7 @@ class Probe:
     """A listener of the tracer: what each backward takes."""
 
     def __init__(self, pipeline: Pipeline, hooks: GradHooks) -> None:
-        self._pipeline: Pipeline = weakref.proxy(pipeline)
+        self._pipeline = pipeline  # a proxy, too
         self._clock = clock_for(spec.device for spec in pipeline.specs)
         self._timing = hooks.timed_by(self._clock.read)
         self._is_timing = False

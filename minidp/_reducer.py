@@ -29,6 +29,7 @@ from ._autograd import (
     probe_outputs,
     queue_final_callback,
 )
+from ._autotune import Tuner
 from ._compiled_backward import accept, is_compiled_backward
 from ._countdown import Countdown
 from ._expectation import expectation_for

@@ -99,13 +99,14 @@ class Stopwatch:
     def start(self) -> None:
         """Listen."""
         reducer = self._of()
-        if reducer.pipeline.tracer.listener is not None:
+        listeners = reducer.pipeline.tracer.listeners
+        if any(isinstance(other, Stopwatch) for other in listeners):
             raise RuntimeError(
                 "This model is being recorded already: use the Recording of the "
                 "minidp.record() block around, or leave that block first."
             )
         self._timing = reducer.hooks.timed_by(self._clock.read)
-        reducer.pipeline.tracer.listener = self
+        listeners.append(self)
         self._handles = [
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
@@ -114,7 +115,7 @@ class Stopwatch:
     def stop(self) -> None:
         """Listen no more, and let go of the reducer."""
         reducer = self._of()
-        reducer.pipeline.tracer.listener = None
+        reducer.pipeline.tracer.listeners.remove(self)
         self._time_hooks(on=False)
         del self._timing
         for handle in self._handles:

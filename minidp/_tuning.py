@@ -2,7 +2,7 @@
 
     trial    layout                                           why
     0        torch's                                          the one to beat
-    1        buckets of 1/32 of all bytes                     what do short messages cost?
+    1        buckets of 1/32 of all bytes                     what does a message cost?
     2        the best one of the model (`_schedule`)
     3        the best one for gradients that come late        2 may be too tight
     4, 5     torch's and the best of 1 to 3 again             noise, drift

@@ -105,14 +105,14 @@ class Tracer:
     def __init__(self) -> None:
         self.recorder: Recorder | None = None  # of everything
         self.bucket_recorder: Recorder | None = None  # of all but PARAM_READY
-        self.listener: Listener | None = None
+        self.listeners: list[Listener] = []
         self.backward = 0  # number of the synchronised backward
 
     @property
     def is_on(self) -> bool:
         """Whether somebody listens."""
-        listeners = (self.recorder, self.bucket_recorder, self.listener)
-        return any(listener is not None for listener in listeners)
+        recorders = (self.recorder, self.bucket_recorder)
+        return bool(self.listeners) or any(one is not None for one in recorders)
 
     def note(self, moment: Moment, index: int, *_future: object) -> None:
         """Pass a moment on (the last argument is for futures' callbacks)."""
@@ -120,10 +120,11 @@ class Tracer:
             self.recorder.record(moment, index, self.backward)
         if self.bucket_recorder is not None and moment is not Moment.PARAM_READY:
             self.bucket_recorder.record(moment, index, self.backward)
-        if self.listener is not None and moment is not Moment.PARAM_READY:
-            self.listener.note(moment, index)
+        if self.listeners and moment is not Moment.PARAM_READY:
+            for listener in tuple(self.listeners):
+                listener.note(moment, index)
 
     def enter(self, phase: StepPhase) -> None:
         """Pass a phase on."""
-        if self.listener is not None:
-            self.listener.enter(phase)
+        for listener in tuple(self.listeners):
+            listener.enter(phase)
