@@ -3,6 +3,7 @@
 Read it top to bottom of a backward's life, from the face to the wire::
 
     L5  recording       minidp.record(model): what a user starts and reads
+        tune            minidp tune: a file with the best layout
     L4  data_parallel   the nn.Module face: forward, no_sync, reset, wiring
         _compat         torch's private names, for third parties; skip it
         _compat_reducer  the same, of ``ddp.reducer``
@@ -21,6 +22,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _post           ranks tell each other where they are
         _recovery       reset(): ranks agree on what survived a failure
         _on_demand      reductions without a backward: sync_gradients(), shadows
+        _autotune       bucket_cap_mb="auto": layouts are tried out
         _stopwatch      writes down the steps of a reducer
         _reducer        "gradient i is ready" -> launched buckets -> finished backward
         _pipeline       the buckets, launched and awaited in index order
@@ -55,6 +57,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _saved_layout   a layout as plain data, for checkpoints
         _schedule       when a layout's communication would end; the best layout
         _kinds          the same where parameters share no bucket with some others
+        _tuning         which layouts to try, and which one stays
         _network        how long a collective takes, fitted to measurements
         _inputs         tensors inside a forward's inputs
         _streams        CUDA streams that wrote a bucket's gradients

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ import torch
 from ._clock import Mark, clock_for
 from ._groups import is_group
 from ._rebuild import ReadyOrder, layout_after
+from ._saved_layout import to_plain
 from ._tuning import NUM_TRIALS, Choice, Sample, Search
 from .trace import Moment, StepPhase
 
@@ -55,10 +56,10 @@ class Tuner(ReadyOrder):
         self._pipeline: Pipeline = weakref.proxy(pipeline)
         self._hooks: GradHooks = weakref.proxy(hooks)
         pipeline.observers.append(self)
+        self.told: Callable[[dict[str, Any], Choice], None] | None = None
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self.choice: Choice | None = None
         self._trial = -1  # -1: not begun
         self._count = 0  # backwards since the last rebuild
         self._search: Search | None = None  # of rank 0
@@ -161,9 +162,13 @@ class Tuner(ReadyOrder):
             logger.warning('bucket_cap_mb="auto" keeps the layout: %s', error)
             return now
         if self._trial == NUM_TRIALS:
-            self.choice = search.choice()
-            logger.info('bucket_cap_mb="auto": %s.', self.choice)
+            self._conclude(search.choice(), layout)
         return layout
+
+    def _conclude(self, choice: Choice, layout: Layout) -> None:
+        logger.info('bucket_cap_mb="auto": %s.', choice)
+        if self.told is not None:
+            self.told(to_plain(layout, self._pipeline.specs, rebuilt=True), choice)
 
     def _hook_may_know_buckets(self) -> bool:
         """Whether a comm hook keeps something for each bucket (as PowerSGD does)."""

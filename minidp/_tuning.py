@@ -14,6 +14,7 @@ unless another one was clearly faster.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -24,7 +25,7 @@ from ._schedule import Backward, Network, best_groups, capped_groups, fit_networ
 NUM_TRIALS = 6
 SMALL_SHARE = 32  # trial 1 makes about so many buckets
 LATE_SHARE = 12  # trial 3 makes at least so many, large parameters aside
-CLEARLY = 0.98  # of the time with torch's layout
+CLEARLY = 0.98  # of the time with torch's layout, and beyond the noise of both
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,18 @@ class Trial:
         """Median of what was not hidden."""
         return median(sample.exposed_s for sample in self._judged())
 
+    @property
+    def noise_s(self) -> float:
+        """Standard error of `seconds`, from the quartiles (as if they were normal)."""
+        times = [sample.reduced_s for sample in self._judged()]
+        spread = _quantile(times, 0.75) - _quantile(times, 0.25)
+        return 0.93 * spread / math.sqrt(len(times))
+
+    def is_clearly_faster(self, other: Trial) -> bool:
+        """Not by chance, as far as one can tell."""
+        noise = math.hypot(self.noise_s, other.noise_s)
+        return self.seconds < min(CLEARLY * other.seconds, other.seconds - 2 * noise)
+
     def _judged(self) -> Sequence[Sample]:
         """To time each gradient takes time itself: only the others are compared."""
         return [s for s in self.samples if not s.ready_s] or self.samples
@@ -78,17 +91,18 @@ class Choice:
         if best.layout == torchs.layout:
             return (
                 f"torch's layout stays ({_sizes(best.layout)}): none of those tried "
-                f"was faster than its {1e3 * torchs.seconds:.1f} ms per backward, of "
-                f"which {1e3 * torchs.exposed_s:.1f} ms are exposed communication"
+                f"was clearly faster than its {1e3 * torchs.seconds:.1f} ms per "
+                f"backward, of which {1e3 * torchs.exposed_s:.1f} ms are exposed "
+                "communication"
             )
         guess = ""
         if best.predicted_s is not None:
             guess = f" (predicted: {1e3 * best.predicted_s:.1f} ms)"
         return (
-            f"{_sizes(best.layout)} instead of {_sizes(torchs.layout)}: exposed "
-            f"communication {1e3 * best.exposed_s:.1f} ms{guess} instead of "
-            f"{1e3 * torchs.exposed_s:.1f} ms, backward {1e3 * best.seconds:.1f} ms "
-            f"instead of {1e3 * torchs.seconds:.1f} ms"
+            f"{_sizes(best.layout)} instead of {_sizes(torchs.layout)}: backward "
+            f"{1e3 * best.seconds:.1f} ms instead of {1e3 * torchs.seconds:.1f} ms, "
+            f"exposed communication {1e3 * best.exposed_s:.1f} ms{guess} instead of "
+            f"{1e3 * torchs.exposed_s:.1f} ms"
         )
 
 
@@ -141,8 +155,7 @@ class Search:
         trials = self._trials()
         torchs = next(trial for trial in trials if trial.layout == self._torchs)
         best = min(trials, key=lambda trial: trial.seconds)
-        is_clear = best.seconds < CLEARLY * torchs.seconds
-        return Choice(best if is_clear else torchs, torchs)
+        return Choice(best if best.is_clearly_faster(torchs) else torchs, torchs)
 
     def _trials(self) -> list[Trial]:
         return [
@@ -162,12 +175,11 @@ class Search:
             return None
         share = 0.8 if late else 0.5
         end_s = _quantile([sample.computed_s for sample in samples], share)
-        times = {}
+        times: dict[int, float | None] = {}
         for i, spec in enumerate(self._specs):
             if not spec.delayed:
                 taken = [t for s in samples if (t := s.ready_s[i]) is not None]
-                # One that never came travels when the backward is over.
-                times[i] = min(_quantile(taken, share), end_s) if taken else end_s
+                times[i] = min(_quantile(taken, share), end_s) if taken else None
         return _Ordered.of(self._specs, times, end_s)
 
     def _to_layout(self, backward: _Ordered, groups: Sequence[Sequence[int]]) -> Layout:
@@ -184,10 +196,12 @@ class _Ordered:
 
     @classmethod
     def of(
-        cls, specs: Sequence[ParamSpec], times: dict[int, float], end_s: float
+        cls, specs: Sequence[ParamSpec], times: dict[int, float | None], end_s: float
     ) -> _Ordered:
-        """From ready times by parameter index."""
-        order = tuple(sorted(times, key=lambda i: (times[i], -i)))
+        """From ready times by parameter index; what never came travels at the end."""
+        never = {i for i, time in times.items() if time is None}
+        ready_s = {i: end_s if time is None else time for i, time in times.items()}
+        order = tuple(sorted(times, key=lambda i: (i in never, ready_s[i], -i)))
         # A sparse gradient travels alone, so each is of a kind of its own.
         kinds = [
             (specs[i].dtype, specs[i].device, i if specs[i].sparse else -1)
@@ -197,7 +211,7 @@ class _Ordered:
         return cls(
             order,
             Backward(
-                tuple(max(0.0, times[i]) for i in order),
+                tuple(max(0.0, ready_s[i]) for i in order),
                 tuple(specs[i].nbytes for i in order),
                 max(0.0, end_s),
                 tuple(numbers[kind] for kind in kinds),

@@ -124,6 +124,7 @@ IMPORTS: dict[str, set[str]] = {
     "_reducer": {
         "_arrivals",
         "_autograd",
+        "_autotune",
         "_compiled_backward",
         "_countdown",
         "_expectation",
@@ -211,6 +212,9 @@ IMPORTS: dict[str, set[str]] = {
     "_waiting": set(),
     "_desync": {"_collectives", "_groups", "_pipeline", "_waiting", "errors"},
     "_finite": {"_bucket", "errors"},
+    "_autotune": {"_clock", "_groups", "_rebuild", "_saved_layout", "_tuning", "trace"},
+    "_tuning": {"_layout", "_schedule"},
+    "tune": {"_autotune", "_tuning", "config", "data_parallel"},
 }
 TALKS_TO_OTHER_RANKS = {"_collectives", "comm_hooks"}
 # Names of torch.distributed that are no collectives: a protocol, types, constants.

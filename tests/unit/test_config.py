@@ -59,6 +59,11 @@ def test_first_bucket_is_never_larger_than_the_rest():
     assert bucket_caps(None, None, 30 * MIB).rebuilt_limits() == (25 * MIB,)
 
 
+def test_auto_starts_with_torchs_caps():
+    assert bucket_caps("auto", None, FIRST) == bucket_caps(None, None, FIRST)
+    assert bucket_caps("auto", [], FIRST) == bucket_caps(None, None, FIRST)
+
+
 @pytest.mark.parametrize(
     ("cap_mb", "cap_mb_list", "error", "text"),
     [
@@ -66,14 +71,15 @@ def test_first_bucket_is_never_larger_than_the_rest():
             "25",
             None,
             TypeError,
-            "bucket_cap_mb must be a number of MiB (int or float), but got '25' (str).",
+            'bucket_cap_mb must be a number of MiB (int or float), or "auto", but got '
+            "'25' (str).",
         ),
         (
             True,
             None,
             TypeError,
-            "bucket_cap_mb must be a number of MiB (int or float), but got True "
-            "(bool).",
+            'bucket_cap_mb must be a number of MiB (int or float), or "auto", but got '
+            "True (bool).",
         ),
         (
             None,
@@ -81,6 +87,13 @@ def test_first_bucket_is_never_larger_than_the_rest():
             TypeError,
             "bucket_cap_mb_list must be a number of MiB (int or float), but got None "
             "(NoneType).",
+        ),
+        (
+            "auto",
+            [1, 2],
+            ValueError,
+            'bucket_cap_mb="auto" looks for the best layout by itself, but '
+            "bucket_cap_mb_list gives one: [1, 2]. Leave one out.",
         ),
         (
             -1,

@@ -1,0 +1,168 @@
+"""``minidp tune``: run a script once with ``bucket_cap_mb="auto"``, keep what it found.
+
+    torchrun --nproc-per-node 2 -m minidp.tune --out buckets.json train.py ARGS
+
+Every `DataParallel` of the script looks for the best layout of its buckets; rank 0
+writes it to the file as soon as it is found. From then on no run has to look again::
+
+    model = minidp.DataParallel(module, bucket_layout="buckets.json")
+
+The layout fits this model, these options, this number of ranks and this network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ._autotune import STEPS, Tuner
+from ._tuning import NUM_TRIALS, Choice
+from .config import AUTO
+from .data_parallel import DataParallel
+
+NEEDED = 1 + STEPS * NUM_TRIALS  # synchronised backwards
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of ``minidp tune``."""
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("buckets.json"),
+        metavar="FILE",
+        help="what is written (default: %(default)s); of a second model in the same "
+        "script FILE with .1 before its suffix, and so on",
+    )
+    parser.add_argument(
+        "script",
+        help="a Python script that trains with minidp.DataParallel, for at least "
+        f"{NEEDED} steps",
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the script; 0 if every model in it has found its layout."""
+    if not Path(arguments.script).is_file():
+        _say(f"minidp tune: there is no script {arguments.script}.")
+        return 2
+    if not arguments.out.absolute().parent.is_dir():
+        _say(f"minidp tune: there is no folder for {arguments.out}.")
+        return 2
+    with tuned(arguments.out) as session:
+        _run(arguments.script, arguments.arguments)
+    return session.finish()
+
+
+@contextmanager
+def tuned(out: Path) -> Iterator[Session]:
+    """Every `DataParallel` that is made inside tries layouts.
+
+    Args:
+        out: where rank 0 writes what the first of them finds.
+    """
+    plain_init = DataParallel.__init__
+    session = Session(out)
+
+    @functools.wraps(plain_init)
+    def init(self: DataParallel, *given: Any, **options: Any) -> None:
+        options |= {"bucket_cap_mb": AUTO, "bucket_cap_mb_list": None}
+        options["bucket_layout"] = None
+        # By position: module, device_ids, ..., of which bucket_cap_mb is the eighth.
+        plain_init(self, *given[:7], **(_named(given[8:]) | options))
+        session.add(self)
+
+    DataParallel.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield session
+    finally:
+        DataParallel.__init__ = plain_init  # type: ignore[method-assign]
+
+
+def _named(rest: Sequence[Any]) -> dict[str, Any]:
+    """What was given by position behind ``bucket_cap_mb``."""
+    names = (
+        *("find_unused_parameters", "check_reduction", "gradient_as_bucket_view"),
+        *("static_graph", "delay_all_reduce_named_params", "param_to_hook_all_reduce"),
+        *("mixed_precision", "device_mesh", "skip_all_reduce_unused_params"),
+        *("bucket_cap_mb_list", "batched_grad_copy", "forward_sync_buffers"),
+    )
+    return dict(zip(names, rest, strict=False))
+
+
+class Session:
+    """The models of one script, and the files written for them."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._num_models = 0
+        self._written: list[Path] = []
+        self._is_rank_0 = True
+
+    def add(self, ddp: DataParallel) -> None:
+        """A model was wrapped."""
+        number, self._num_models = self._num_models, self._num_models + 1
+        self._is_rank_0 = ddp.process_group.rank() == 0
+        order = ddp._reducer.ready_order
+        if isinstance(order, Tuner):
+            order.told = functools.partial(self._write, number)
+
+    def _write(self, number: int, plain: dict[str, Any], choice: Choice) -> None:
+        suffix = f".{number}" if number else ""
+        path = self._out.with_name(f"{self._out.stem}{suffix}{self._out.suffix}")
+        plain = plain | {"tuned": str(choice)}
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)  # whoever reads it meanwhile has the old one, whole
+        self._written.append(path)
+        _say(f"minidp tune: {path}: {choice}. Use it: bucket_layout={str(path)!r}.")
+
+    def finish(self) -> int:
+        """The exit status, and on rank 0 what is missing."""
+        missing = self._num_models - len(self._written)
+        if not self._is_rank_0:
+            return 0
+        if not self._num_models:
+            _say("minidp tune: the script wrapped no model in minidp.DataParallel.")
+            return 1
+        if missing:
+            _say(
+                f"minidp tune: {missing} of {self._num_models} models found no layout. "
+                f"It takes at least 2 ranks, {NEEDED} synchronised backwards, and a "
+                "comm hook without state, if any."
+            )
+            return 1
+        return 0
+
+
+def _run(script: str, arguments: Sequence[str]) -> None:
+    """As ``python script arguments`` would."""
+    before, path = sys.argv, sys.path[0]
+    sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    finally:
+        sys.argv, sys.path[0] = before, path
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="minidp tune", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_arguments(parser)
+    sys.exit(main(parser.parse_args()))

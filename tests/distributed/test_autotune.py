@@ -1,0 +1,313 @@
+"""``bucket_cap_mb="auto"``: layouts change, gradients do not, ranks never differ."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import random
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from minidp import DataParallel, _autotune, comm_hooks
+from minidp._autotune import STEPS, Tuner
+from minidp._layout import Layout, build_layout, delayed
+from minidp._tuning import NUM_TRIALS, Search
+
+LAST = 1 + STEPS * NUM_TRIALS  # backwards until the layout stays
+
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "find_unused": {"find_unused_parameters": True},
+    "skip_unused": {
+        "find_unused_parameters": True,
+        "skip_all_reduce_unused_params": True,
+    },
+    "static_graph": {"static_graph": True},
+    "view": {"gradient_as_bucket_view": True},
+    "batched": {"batched_grad_copy": True},
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(7, 7) for _ in range(4)])
+        self.spare = nn.Linear(7, 1)
+
+    def forward(self, x: torch.Tensor, *, with_spare: bool = True) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.spare(x).sum() if with_spare else x.square().sum()
+
+
+def made(kind: Any, ctx: Any, **options: Any) -> Any:
+    torch.manual_seed(1)
+    return kind(Net(), process_group=ctx.group, **options)
+
+
+def step(ctx: Any, ddp: Any, number: int, *, with_spare: bool = True) -> Any:
+    """One step of SGD; the gradients it applied."""
+    generator = torch.Generator().manual_seed(100 * number + ctx.rank)
+    x = torch.randn(5, 7, generator=generator)
+    ddp(x, with_spare=with_spare).backward()
+    grads = [None if p.grad is None else p.grad.clone() for p in ddp.parameters()]
+    with torch.no_grad():
+        for param in ddp.parameters():
+            if param.grad is not None:
+                param.add_(param.grad, alpha=-0.1)
+            param.grad = None
+    return grads
+
+
+def wild(seed: int) -> Any:
+    """Proposals that have nothing to do with what was measured."""
+
+    def proposal(search: Search, trial: int) -> Layout:
+        rng = random.Random(1000 * seed + trial)
+        specs = search._specs
+        order = [i for i, spec in enumerate(specs) if not spec.delayed]
+        rng.shuffle(order)
+        groups, begin = [], 0
+        while begin < len(order):
+            length = rng.randint(1, 4)
+            groups.append(order[begin : begin + length])
+            begin += length
+        return build_layout(specs, groups + delayed(specs))
+
+    return proposal
+
+
+def beside_torch(ctx: Any, mode: str, world_tolerance: float) -> Any:
+    """(largest difference to torch's gradients, layouts seen, backwards to settle)."""
+    options = MODES[mode]
+    theirs = made(DistributedDataParallel, ctx, **options)
+    ours = made(DataParallel, ctx, bucket_cap_mb="auto", **options)
+    with_all = mode not in ("find_unused", "skip_unused")
+    worst, layouts, settled = 0.0, [], 0
+    with pytest.MonkeyPatch.context() as patch:
+        # Another seed on each rank: only rank 0's layouts may count.
+        patch.setattr(Search, "proposal", wild(ctx.rank))
+        for number in range(LAST + 3):
+            with_spare = with_all or number % 3 != 0
+            a = step(ctx, theirs, number, with_spare=with_spare)
+            b = step(ctx, ours, number, with_spare=with_spare)
+            for left, right in zip(a, b, strict=True):
+                assert (left is None) == (right is None)
+                if left is not None:
+                    worst = max(worst, float((left - right).abs().max()))
+            layouts.append(ours._reducer.pipeline.layout.assignment)
+            order = ours._reducer.ready_order
+            settled += not order.is_settled
+    assert worst <= world_tolerance
+    return layouts, settled
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_have_torchs_bits_whatever_the_layout(pool, mode):
+    (layouts, settled), other = pool.run(beside_torch, 2, mode, 0.0)
+    assert (layouts, settled) == other
+    assert len(set(layouts)) >= 5  # else this has shown nothing
+    first = 1 if mode != "static_graph" else 2  # the first one counts uses
+    assert settled == LAST - 1 + first
+    assert len(set(layouts[settled:])) == 1
+
+
+def test_three_ranks_have_equal_layouts(pool):
+    results = pool.run(beside_torch, 3, "default", 1e-6)
+    assert results[0] == results[1] == results[2]
+
+
+def chosen(ctx: Any, options: dict[str, Any], hook: str) -> Any:
+    """(lines logged, layouts seen, bits equal to those of a fixed cap)."""
+    ours = made(DataParallel, ctx, bucket_cap_mb="auto", **options)
+    fixed = made(DataParallel, ctx, **options)
+    for ddp in (ours, fixed):
+        if hook == "stateless":
+            ddp.register_comm_hook(ctx.group, default_hooks.fp16_compress_hook)
+        elif hook == "stateful":
+            state = comm_hooks.Int8State(process_group=ctx.group)
+            ddp.register_comm_hook(state, comm_hooks.int8_error_feedback_hook)
+    lines: list[str] = []
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    handler = Listening()
+    _autotune.logger.addHandler(handler)
+    level = _autotune.logger.level
+    _autotune.logger.setLevel(logging.INFO)
+    layouts = []
+    try:
+        for number in range(LAST + 2):
+            step(ctx, ours, number)
+            step(ctx, fixed, number)
+            layouts.append(ours._reducer.pipeline.layout.assignment)
+    finally:
+        _autotune.logger.removeHandler(handler)
+        _autotune.logger.setLevel(level)
+    mine = [line for line in lines if "auto" in line]
+    return mine, layouts, fixed._reducer.pipeline.layout.assignment
+
+
+def test_rank_0_says_once_what_was_chosen(pool):
+    (lines, layouts, _), (others, theirs, _) = pool.run(chosen, 2, {}, "")
+    assert others == []
+    assert len(lines) == 1
+    assert "ms" in lines[0]
+    assert "exposed communication" in lines[0]
+    assert layouts == theirs
+
+
+def test_several_layouts_are_tried_for_real(pool):
+    (_, layouts, torchs), _ = pool.run(chosen, 2, {"bucket_cap_mb_list": None}, "")
+    assert layouts[STEPS - 1] == torchs
+    assert len(set(layouts)) >= 3
+
+
+def test_a_hook_with_a_state_keeps_its_buckets(pool):
+    (lines, layouts, torchs), _ = pool.run(chosen, 2, {}, "stateful")
+    assert set(layouts[1:]) == {torchs}
+    assert len(lines) == 1
+    assert "comm hook" in lines[0]
+
+
+def test_a_hook_without_a_state_does_not_hinder(pool):
+    (lines, layouts, _), _ = pool.run(chosen, 2, {}, "stateless")
+    assert len(set(layouts)) >= 3
+    assert "comm hook" not in lines[0]
+
+
+def uneven(ctx: Any) -> Any:
+    """Ranks that run out keep the others company through all rebuilds."""
+    ddp = made(DataParallel, ctx, bucket_cap_mb="auto")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Search, "proposal", wild(3))
+        with ddp.join():
+            for number in range(LAST + 2 if ctx.rank == 1 else 9):
+                step(ctx, ddp, number)
+    reducer = ddp._reducer
+    params = torch.cat([p.detach().flatten() for p in ddp.module.parameters()])
+    return reducer.ready_order.is_settled, reducer.pipeline.layout.assignment, params
+
+
+def test_uneven_inputs(pool):
+    (mine, layout, _), (theirs, other, _) = pool.run(uneven, 2)
+    assert mine
+    assert theirs
+    assert layout == other
+
+
+def reset_midway(ctx: Any) -> Any:
+    ddp = made(DataParallel, ctx, bucket_cap_mb="auto")
+    for number in range(STEPS * 2):
+        step(ctx, ddp, number)
+    ddp.reset()
+    order = ddp._reducer.ready_order
+    listeners = ddp._reducer.pipeline.tracer.listeners
+    before = (order.is_settled, order.has_rebuilt, len(listeners))
+    for number in range(LAST + 1):
+        step(ctx, ddp, number)
+    return before, order.is_settled, len(listeners)
+
+
+def test_reset_starts_over(pool):
+    for before, settled, listeners in pool.run(reset_midway, 2):
+        assert before == (False, False, 0)
+        assert settled
+        assert listeners == 0
+
+
+def gone(ctx: Any, steps: int) -> list[str]:
+    """What is left of an object that is dropped after some steps."""
+    gc.collect()
+    gc.disable()
+    try:
+        ddp = made(DataParallel, ctx, bucket_cap_mb="auto")
+        for number in range(steps):
+            step(ctx, ddp, number)
+        reducer = ddp._reducer
+        parts = (ddp, reducer, reducer.pipeline, reducer.ready_order, reducer.hooks)
+        seen = [weakref.ref(part) for part in parts]
+        del ddp, reducer, parts
+        return [type(ref()).__name__ for ref in seen if ref() is not None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("steps", [0, 1, STEPS + 2, LAST + 1])
+def test_no_object_survives(pool, steps):
+    assert pool.run(gone, 2, steps) == [[], []]
+
+
+def saved(ctx: Any) -> Any:
+    ddp = made(DataParallel, ctx, bucket_cap_mb="auto")
+    found = []
+    for number in range(LAST + 2):
+        step(ctx, ddp, number)
+        found.append(ddp.bucket_layout["rebuilt"])
+    again = made(
+        DataParallel, ctx, bucket_cap_mb="auto", bucket_layout=ddp.bucket_layout
+    )
+    step(ctx, again, 0)
+    step(ctx, again, 1)
+    same = again._reducer.pipeline.layout == ddp._reducer.pipeline.layout
+    return found, same, again._reducer.ready_order.is_due
+
+
+def test_a_layout_is_final_when_it_has_settled(pool):
+    for found, same, is_due in pool.run(saved, 2):
+        assert found == [False] * LAST + [True] * 2
+        assert same
+        assert not is_due
+
+
+def from_file(ctx: Any, path: str) -> Any:
+    ddp = made(DataParallel, ctx, bucket_layout=path)
+    step(ctx, ddp, 0)
+    step(ctx, ddp, 1)
+    return ddp.bucket_layout
+
+
+def test_a_file_gives_the_layout(pool, tmp_path):
+    names = [name for name, _ in Net().named_parameters()]
+    plain = {"format": 1, "rebuilt": True, "buckets": [names[:3], names[3:]]}
+    path = tmp_path / "buckets.json"
+    path.write_text(json.dumps(plain | {"tuned": {"note": "is not looked at"}}))
+    assert pool.run(from_file, 2, str(path)) == [plain] * 2
+
+
+def alone(ctx: Any) -> bool:
+    ddp = made(DataParallel, ctx, bucket_cap_mb="auto")
+    step(ctx, ddp, 0)
+    return isinstance(ddp._reducer.ready_order, Tuner)
+
+
+def test_one_rank_has_nothing_to_tune(pool):
+    assert pool.run(alone, 1) == [False]
+
+
+def bad_file(ctx: Any, path: str, text: str) -> str:
+    if text:
+        Path(path).write_text(text)
+    try:
+        made(DataParallel, ctx, bucket_layout=path)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"format": 7}'])
+def test_a_bad_file_is_named(pool, tmp_path, text):
+    path = str(tmp_path / "buckets.json")
+    (found,) = pool.run(bad_file, 1, path, text)
+    assert "bucket_layout" in found
+    assert path in found or "format" in found

@@ -1,0 +1,97 @@
+"""``minidp tune``: a script runs once, and leaves a file that the constructor takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minidp import DataParallel, tune
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from minidp import DataParallel
+from pathlib import Path
+
+assert __name__ == "__main__"
+Path(sys.argv[0]).with_suffix(".ran").write_text(" ".join(sys.argv[1:]))
+"""
+
+
+def train(ctx: Any, steps: int, wraps: int) -> None:
+    for _ in range(wraps):
+        net = nn.Sequential(*[nn.Linear(9, 9) for _ in range(4)])
+        ddp = DataParallel(net, None, None, 0, None, True, ctx.group, 0.001)
+        for _ in range(steps):
+            ddp(torch.ones(2, 9)).sum().backward()
+
+
+def tuned(ctx: Any, out: str, steps: int, wraps: int) -> Any:
+    """(exit status, whether the constructor is as before)."""
+    before = DataParallel.__init__
+    with tune.tuned(Path(out)) as session:
+        train(ctx, steps, wraps)
+    return session.finish(), DataParallel.__init__ is before
+
+
+def test_each_model_gets_a_file(pool, tmp_path):
+    out = tmp_path / "buckets.json"
+    results = pool.run(tuned, 2, str(out), tune.NEEDED + 1, 2)
+    assert results == [(0, True), (0, True)]
+    for path in (out, tmp_path / "buckets.1.json"):
+        plain = json.loads(path.read_text())
+        assert plain["rebuilt"]
+        assert sum(map(len, plain["buckets"])) == 8
+        assert plain["tuned"]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("world_size", "steps", "wraps"), [(2, tune.NEEDED - 1, 1), (1, 50, 1), (2, 50, 0)]
+)
+def test_nothing_found(pool, tmp_path, world_size, steps, wraps):
+    results = pool.run(tuned, world_size, str(tmp_path / "a.json"), steps, wraps)
+    assert results == [(1, True), (0, True)][:world_size] if wraps else [(1, True)] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    tune.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_a_script_runs_with_its_own_arguments(tmp_path, capsys):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    found = tune.main(
+        parsed("--out", str(tmp_path / "b.json"), str(script), "--out", "7")
+    )
+    assert found == 1
+    assert script.with_suffix(".ran").read_text() == "--out 7"
+    assert "wrapped no model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "out", "text"),
+    [("nope.py", "a.json", "no script"), (__file__, "no/a.json", "no folder")],
+)
+def test_bad_arguments(script, out, text, capsys):
+    assert tune.main(parsed("--out", out, script)) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_script_that_raises_leaves_nothing_patched(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("raise ValueError('boo')")
+    before = DataParallel.__init__
+    with pytest.raises(ValueError, match="boo"):
+        tune.main(parsed("--out", str(tmp_path / "b.json"), str(script)))
+    assert DataParallel.__init__ is before
