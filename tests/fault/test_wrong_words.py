@@ -205,6 +205,8 @@ def main() -> None:
         if time.monotonic() - begin > arguments.seconds:
             return
         broken = stage.play(word, arguments.world_size)
+        if stage.counts["words"] % 100 == 0:
+            sys.stderr.write(f"{stage.counts['words']} words\n")
         if broken and arguments.keep_going:
             failures += 1
             sys.stdout.write(f"FAILED {word}\n    {broken[:600]}\n")
