@@ -250,7 +250,7 @@ class DenseBucket(Bucket):
         """See `Bucket`."""
         for param, view in zip(self.params, self.views, strict=True):
             grad = param.grad
-            if grad is not None and can_tie(grad, view):
+            if grad is not None and can_tie(param, view):
                 param.grad = view.copy_(grad)
 
 

@@ -57,7 +57,13 @@ class Fit:
         return None
 
 
-def can_tie(grad: torch.Tensor, view: torch.Tensor) -> bool:
-    """Not if it misfits (refused when the bucket is full) or has a history to lose."""
-    kinds = [(t.dtype, t.layout, t.device, t.shape) for t in (grad, view)]
-    return kinds[0] == kinds[1] and not grad.requires_grad
+def can_tie(param: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether a view may take the place of ``param.grad``, which is not None.
+
+    Not if it misfits the gradient (refused when the bucket is full) or the parameter
+    (cast after wrapping: torch refuses), or if there is a history to lose.
+    """
+    grad = param.grad
+    assert grad is not None
+    kinds = {(t.dtype, t.layout, t.device, t.shape) for t in (param, grad, view)}
+    return len(kinds) == 1 and not grad.requires_grad

@@ -160,6 +160,11 @@ PINNED = {
         (("find_unused_parameters", True), ("bucket_cap_mb", 0)),
     ),
     "NaN on one rank": ("NaN 0, forward, backward, step", ()),
+    "cast behind views on one rank": (
+        "forward, backward, step, forward, backward, step, forward, cast 1, freeze 0, "
+        "freeze, method, zero to None, forward, backward, step",
+        (("gradient_as_bucket_view", True), ("bucket_cap_mb", 0)),
+    ),
 }
 
 
@@ -200,6 +205,8 @@ def main() -> None:
         if time.monotonic() - begin > arguments.seconds:
             return
         broken = stage.play(word, arguments.world_size)
+        if stage.counts["words"] % 100 == 0:
+            sys.stderr.write(f"{stage.counts['words']} words\n")
         if broken and arguments.keep_going:
             failures += 1
             sys.stdout.write(f"FAILED {word}\n    {broken[:600]}\n")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -28,7 +29,8 @@ from torch.futures import Future
 from minidp import DataParallel
 from minidp._groups import fresh_group
 
-HANG_SECONDS = 1.0  # hang_timeout of every word
+# hang_timeout of every word; longer on a machine that does other things meanwhile.
+HANG_SECONDS = float(os.environ.get("MINIDP_WORDS_HANG", "1.0"))
 MEETING_SECONDS = 60  # for ranks that wait in several hangs, one after the other
 DOCUMENTED = (RuntimeError, ValueError, TypeError)
 EACH_SKIPS = ("forward", "branch", "quiet", "eval", "backward", "oldest", "retain")
