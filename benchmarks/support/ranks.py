@@ -67,7 +67,9 @@ def _main(
     torch.set_num_threads(1)
     # A file, because it also works where the ranks have no network in common.
     store = dist.FileStore(str(folder / "store"), world_size)
-    os.environ["GLOO_SOCKET_IFNAME"] = link.join(rank, store) if link else "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = (
+        link.join(rank, world_size, store) if link else "lo"
+    )
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT
     )
