@@ -3,11 +3,12 @@
     python benchmarks/shaped_network.py --check               # does it keep the rates?
     python benchmarks/shaped_network.py --gbit 2 --ranks 4 -- python train.py
 
-The second starts the command once per rank, with torchrun's variables (RANK, WORLD_SIZE,
-MASTER_ADDR, ...) and with Gloo and NCCL told which device to use; if one rank fails, the
-others are ended. Each rank lives in a network namespace without a name that vanishes with
-it: nothing is left behind after Ctrl-C or `kill -9`, and nothing of the host's network is
-touched. The ranks reach each other and nothing else. Needs root and iproute2.
+The second starts the command once per rank, with torchrun's variables (RANK,
+WORLD_SIZE, MASTER_ADDR, ...) and with Gloo and NCCL told which device to use; if one
+rank fails, the others are ended. Each rank lives in a network namespace without a name
+that vanishes with it: nothing is left behind after Ctrl-C or `kill -9`, and nothing of
+the host's network is touched. The ranks reach each other and nothing else. Needs root
+and iproute2.
 """
 
 from __future__ import annotations
@@ -117,7 +118,13 @@ def _end(ranks: dict[int, int]) -> None:
 def check(rates: Sequence[float], sizes: Sequence[int], nbytes: int) -> Table:
     """Measure every network, and describe what it gave."""
     table = Table(title="all-reduce with Gloo", title_justify="left", box=None)
-    columns = ("ranks", "link, Gbit/s", "each way, Gbit/s", "of the link", "4 bytes, ms")
+    columns = (
+        "ranks",
+        "link, Gbit/s",
+        "each way, Gbit/s",
+        "of the link",
+        "4 bytes, ms",
+    )
     for column in columns:
         table.add_column(column, justify="right")
     for world_size in sizes:
@@ -145,7 +152,9 @@ def parse() -> argparse.Namespace:
         epilog="benchmarks/README.md says how the network is built.",
     )
     add = parser.add_argument
-    add("--check", action="store_true", help="measure what an all-reduce gets out of it")
+    add(
+        "--check", action="store_true", help="measure what an all-reduce gets out of it"
+    )
     add(
         "--smoke",
         action="store_true",

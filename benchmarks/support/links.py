@@ -9,9 +9,9 @@ Two ranks share a cable. More are plugged into a switch (a bridge that lives bes
 
 Both ends of every cable are shaped, so that a rank sends and receives at the rate.
 
-The namespaces have no name: they belong to the rank processes and, with the devices, are
-gone when these end, however they end. Nothing of the host's network is touched. Needs
-root, `ip` and `tc` (iproute2).
+The namespaces have no name: they belong to the rank processes and, with the devices,
+are gone when these end, however they end. Nothing of the host's network is touched.
+Needs root, `ip` and `tc` (iproute2).
 """
 
 from __future__ import annotations

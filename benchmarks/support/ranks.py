@@ -43,6 +43,7 @@ def run_ranks(
     # starts at once, and with the same memory whatever was measured before.
     multiprocessing.set_forkserver_preload(["torch", "torch._dynamo"])
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by that import
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's: fatal errors
     for name, value in KEEP_MEMORY.items():  # read by glibc when a process starts
         os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory() as folder:
