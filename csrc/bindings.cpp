@@ -104,6 +104,12 @@ void bind_arrivals(py::module_& module) {
       .def_readonly("pending", &Arrivals::pending)
       .def_readonly("bucket_of", &Arrivals::bucket_of)
       .def_readwrite("scale", &Arrivals::scale)
+      .def_property(
+          "is_timed",
+          [](const Arrivals& self) { return self.is_timed.load(); },
+          [](Arrivals& self, bool is_timed) { self.is_timed.store(is_timed); })
+      .def("take_stamps", &Arrivals::take_stamps)
+      .def("stamp_by", &Arrivals::stamp_by)
       .def("copy_at_once", &Arrivals::copy_at_once)
       .def("forget_slots", &Arrivals::forget_slots)
       .def("note_ready", &Arrivals::note_ready)

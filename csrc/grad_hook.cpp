@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <typeinfo>
 #include <utility>
 
@@ -115,6 +116,7 @@ Arrivals::Arrivals(
   grads_.resize(params_.size());
   codes_.resize(params_.size());
   targets_.resize(params_.size());
+  stamps_.resize(params_.size());
   bucket_of.resize(params_.size());
   for (size_t code = 0; code < marks_.size(); ++code) {
     if (marks_[code].ptr() == unset.ptr()) {
@@ -133,16 +135,39 @@ Arrivals::~Arrivals() {
     on_full_.release();
     on_unusual_.release();
     python_hook_.release();
+    stamper_.release();
     return;
   }
   py::gil_scoped_acquire gil;
   for (py::object* each : {static_cast<py::object*>(&marks_), &on_full_, &on_unusual_,
-                           &python_hook_}) {
+                           &python_hook_, &stamper_}) {
     each->release().dec_ref();  // the members are destroyed without the GIL
   }
 }
 
+void Arrivals::stamp(size_t i) {
+  if (stamper_) {
+    call_python(stamper_, i);
+    return;
+  }
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  stamps_[i] = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+void Arrivals::stamp_by(const py::object& stamper) {
+  stamper_ = stamper.is_none() ? py::object() : stamper;
+}
+
+std::vector<int64_t> Arrivals::take_stamps() {
+  std::vector<int64_t> taken(stamps_.size());
+  std::swap(taken, stamps_);
+  return taken;
+}
+
 void Arrivals::fired(size_t i) {
+  if (is_timed.load(std::memory_order_relaxed)) {
+    stamp(i);
+  }
   const bool is_elsewhere =
       params_[i].is_cpu() && owner_.load() != std::this_thread::get_id();
   if (codes_[i] != unset_ || is_elsewhere) {

@@ -63,6 +63,11 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   int32_t count_down(size_t i);
   // Handles of the CUDA streams that wrote gradients of a bucket since the last call.
   std::vector<int64_t> take_streams(size_t bucket);
+  // When each hook was last called, and forget it: nanoseconds of the clock that is
+  // Python's time.perf_counter_ns on Linux; 0: not since, or not while `is_timed`.
+  std::vector<int64_t> take_stamps();
+  // Call this with the parameter index instead of reading the clock; None: read it.
+  void stamp_by(const py::object& stamper);
   // Parameter indices that arrived with a gradient.
   std::vector<int64_t> used() const;
 
@@ -86,6 +91,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
     return codes_.size();
   }
 
+  std::atomic<bool> is_timed = false;
   double scale = 1;  // for what is copied at once
   std::vector<int32_t> ready;  // parameter indices, in order of arrival
   std::vector<int32_t> pending;  // per bucket
@@ -93,6 +99,7 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
 
  private:
   void note_stream(size_t i);
+  void stamp(size_t i);
   uint8_t code_of(py::handle entry) const;
 
   struct Target {
@@ -104,12 +111,14 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   std::vector<at::Tensor> grads_;
   std::vector<uint8_t> codes_;
   std::vector<Target> targets_;
+  std::vector<int64_t> stamps_;  // per parameter
   std::vector<std::vector<size_t>> members_;  // per bucket
   std::vector<std::vector<int64_t>> streams_;  // per bucket
   py::tuple marks_;
   py::object on_full_;
   py::object on_unusual_;
   py::object python_hook_;
+  py::object stamper_;  // null: the clock is read here
   uint8_t unset_ = 0;
   uint8_t copied_ = 0;
   std::mutex mutex_;  // of ready and pending

@@ -2,6 +2,7 @@
 
 Read it top to bottom of a backward's life, from the face to the wire::
 
+    L5  recording       minidp.record(model): what a user starts and reads
     L4  data_parallel   the nn.Module face: forward, no_sync, reset, wiring
         _compat         torch's private names, for third parties; skip it
         _compat_reducer  the same, of ``ddp.reducer``
@@ -20,6 +21,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _post           ranks tell each other where they are
         _recovery       reset(): ranks agree on what survived a failure
         _on_demand      reductions without a backward: sync_gradients(), shadows
+        _stopwatch      writes down the steps of a reducer
         _reducer        "gradient i is ready" -> launched buckets -> finished backward
         _pipeline       the buckets, launched and awaited in index order
         _expectation    which gradients a backward must bring: one class per mode
@@ -36,6 +38,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _finite         NaN and infinity are named before they travel
         _comm_hook      a registered comm hook: checked, run, its mistakes named
         _grad_bucket    what a comm hook may see of a bucket
+        _timing         when each grad hook was called
         _autograd       grad hooks, final callback, graph walk
         _compiled_backward  what compiled autograd cannot, and says
         _countdown      one backward: opened, counted down, paused, closed
@@ -56,6 +59,8 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _inputs         tensors inside a forward's inputs
         _streams        CUDA streams that wrote a bucket's gradients
         _untraced       what dynamo must run as it is
+        _clock          the host's clock, or a CUDA device's
+        _timeline       recorded steps, as data
         _cursor         where a rank is, as data
         _ledger         what was announced, reduced, or only added locally
         _phase          lifecycle of a reducer: enum and transition table
@@ -85,6 +90,7 @@ from .errors import (
     UnfinishedReductionError,
     UnsyncedGradientsError,
 )
+from .recording import Recording, record
 from .sync_batchnorm import SyncBatchNorm
 from .trace import Event, Moment, Recorder
 
@@ -103,10 +109,12 @@ __all__ = [
     "NativeError",
     "NonFiniteGradientError",
     "Recorder",
+    "Recording",
     "ReducerFailedError",
     "ReplicaMismatchError",
     "SyncBatchNorm",
     "UnfinishedReductionError",
     "UnsyncedGradientsError",
     "comm_hooks",
+    "record",
 ]

@@ -120,6 +120,8 @@ class Arrivals:
     def forget_slots(self) -> None:
         """Let go of the slots that `copy_at_once` named."""
 
+    # The twin has also `is_timed`, `stamp_by` and `take_stamps`, for `NativeTiming`.
+
     def attach(self, python_hook: WeakMethod[Callable[[int], Any]]) -> Any | None:
         """Native hooks for all parameters; None: hooks in Python are needed.
 

@@ -23,12 +23,12 @@ from torch.autograd.graph import Node, get_gradient_edge
 from ._arrivals import Mark, is_copied_at_once
 from ._countdown import Countdown
 from ._streams import raw_stream
+from ._timing import HookTiming, NativeTiming, SharedHook, Timing
 from ._untraced import untraced
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-SharedHook = Callable[[int, Any, Any], None]  # index, grad_inputs, grad_outputs
 NO_TASK = -1
 
 
@@ -68,7 +68,8 @@ class GradHooks:
             if param.is_cuda:
                 hook = self._shared_hooks[i]
                 self._shared_hooks[i] = _noting_stream(params, countdown, hook)
-        self._native = countdown.arrivals.attach(WeakMethod(self.python_hook))
+        self._arrivals = countdown.arrivals
+        self._native = self._arrivals.attach(WeakMethod(self.python_hook))
         if self._native is None:
             self._attach()
 
@@ -82,6 +83,13 @@ class GradHooks:
     def python_hook(self, i: int) -> Callable[[Any, Any], None]:
         """The hook of parameter ``i``, also for a compiled graph."""
         return MethodType(self._shared_hooks[i], i)
+
+    def timed_by(self, clock: Callable[[], Any]) -> Timing:
+        """Lets the hooks note when they are called, while it is switched on."""
+        if self._native is not None:
+            return NativeTiming(self._arrivals, clock)
+        places = [(handle.hooks_dict_ref(), handle.id) for handle in self._handles]
+        return HookTiming(places, self._shared_hooks, clock)
 
     def shared(self) -> list[int]:
         """Parameters on whose node other hooks may run behind ours."""

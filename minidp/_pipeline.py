@@ -159,12 +159,13 @@ class Pipeline:
         if self.checks_finite:
             step = self.tracer.backward
             refuse_nonfinite(self.buckets[number], self.rank, step, BEFORE)
+        # Before: it may be over by the time that this thread runs again.
+        self.tracer.note(Moment.LAUNCHED, number)
         with self.watch.over("launching the all-reduce", number):
             following = range(number + 1, len(self.buckets))
             is_last = all(later in self.skipped for later in following)
             work = self.averaging.launch(self.buckets[number], number, is_last=is_last)
             self.watch.note_started(work)
-        self.tracer.note(Moment.LAUNCHED, number)
         if self.tracer.is_on:
             done = partial(self.tracer.note, Moment.DONE, number)
             work.get_future().add_done_callback(done)

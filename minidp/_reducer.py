@@ -41,7 +41,7 @@ from ._untraced import untraced
 from ._watch import Watch
 from .config import ReducerConfig
 from .errors import GradientError, frozen_here, lost_hooks, two_threads
-from .trace import Moment
+from .trace import Moment, StepPhase
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -205,6 +205,8 @@ class Reducer:
         """Queue the end probe, once per graph task."""
         task = current_task()
         if task != self._probed_task:
+            if self.phase.now is Phase.ARMED:
+                self.pipeline.tracer.enter(StepPhase.BACKWARD_BEGIN)
             self._probed_task = task
             queue_final_callback(self.end_now)
 
@@ -236,6 +238,7 @@ class Reducer:
 
     @_failing
     def _finalize(self) -> None:
+        self.pipeline.tracer.enter(StepPhase.FINALIZE_BEGIN)
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
             missing = sorted(self.countdown.filled)
@@ -249,6 +252,7 @@ class Reducer:
             self.countdown.close()
             self.ledger.settle(untouched)
             self.phase.enter(Phase.IDLE)
+        self.pipeline.tracer.enter(StepPhase.FINALIZE_END)
 
     def fail(self, error: BaseException) -> None:
         """Only `restart` leads out."""

@@ -24,7 +24,7 @@ from ._untraced import untraced, untraced_itself
 from ._watch import Watch
 from ._watchdog import watchdog
 from .config import DEFAULT_HANG_SECONDS, Unsynced
-from .trace import Recorder
+from .trace import Recorder, StepPhase
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -224,6 +224,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         with_grad = torch.is_grad_enabled()
         if with_grad:
+            self._reducer.pipeline.tracer.enter(StepPhase.FORWARD_BEGIN)
             self._guard.check_forward(self.module)
         heading = Heading(
             is_active=True,
@@ -260,6 +261,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             self._reducer.arm(output)
         if with_grad:
             self._reducer.ledger.note_forward(synchronising=will_reduce)
+            self._reducer.pipeline.tracer.enter(StepPhase.FORWARD_END)
 
     # -- synchronisation ---------------------------------------------------------------
 

@@ -1,12 +1,14 @@
 """What happened when, in one backward: events in a ring, and nothing else.
 
 A reducer without a recorder pays nothing. With one, each gradient takes the slower of
-the two hook paths, and each moment of a bucket's life costs one clock read::
+the two hook paths, and each moment of a bucket's life costs one clock read. A listener
+(`_stopwatch`) is told of buckets and phases only: it times the gradients in the hooks
+themselves, which is cheaper::
 
     FIRST_GRADIENT --- FULL --- LAUNCHED --- DONE --- COPIED_OUT
         |                |          |          |          '- reduced values are in .grad
         |                |          |          '- the collective is complete
-        |                |          '- the all-reduce is enqueued
+        |                |          '- the all-reduce is about to be enqueued
         |                '- no slot is pending
         '- the first slot is ready
 """
@@ -18,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import Protocol
 
 
 class Moment(Enum):
@@ -29,6 +32,16 @@ class Moment(Enum):
     LAUNCHED = "launched"
     DONE = "done"
     COPIED_OUT = "copied out"
+
+
+class StepPhase(Enum):
+    """A point in a step, which is of no bucket."""
+
+    FORWARD_BEGIN = "forward begins"
+    FORWARD_END = "forward ended"
+    BACKWARD_BEGIN = "backward reached the outputs"
+    FINALIZE_BEGIN = "every gradient is computed"
+    FINALIZE_END = "everything is reduced"
 
 
 @dataclass(frozen=True)
@@ -76,18 +89,30 @@ class Recorder:
         return len(self._events)
 
 
+class Listener(Protocol):
+    """Is told of buckets and phases, while it is there."""
+
+    def note(self, moment: Moment, bucket: int) -> None:
+        """A moment of a bucket is now; on any thread."""
+
+    def enter(self, phase: StepPhase) -> None:
+        """A phase begins or ends now."""
+
+
 class Tracer:
     """What the pipeline holds: tells who listens, if anybody does."""
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None  # of everything
         self.bucket_recorder: Recorder | None = None  # of all but PARAM_READY
+        self.listener: Listener | None = None
         self.backward = 0  # number of the synchronised backward
 
     @property
     def is_on(self) -> bool:
         """Whether somebody listens."""
-        return self.recorder is not None or self.bucket_recorder is not None
+        listeners = (self.recorder, self.bucket_recorder, self.listener)
+        return any(listener is not None for listener in listeners)
 
     def note(self, moment: Moment, index: int, *_future: object) -> None:
         """Pass a moment on (the last argument is for futures' callbacks)."""
@@ -95,3 +120,10 @@ class Tracer:
             self.recorder.record(moment, index, self.backward)
         if self.bucket_recorder is not None and moment is not Moment.PARAM_READY:
             self.bucket_recorder.record(moment, index, self.backward)
+        if self.listener is not None and moment is not Moment.PARAM_READY:
+            self.listener.note(moment, index)
+
+    def enter(self, phase: StepPhase) -> None:
+        """Pass a phase on."""
+        if self.listener is not None:
+            self.listener.enter(phase)
