@@ -20,6 +20,17 @@ from support.memory import Memory
 from support.rounds import Measured
 
 MIB = 2**20
+PEAK = "peak,\nMiB"
+COLUMNS = (
+    "step, ms\nmedian",
+    "\np10-p90",
+    "step /\ntorch (95%)",
+    "exposed,\nms",
+    "CPU, ms\nper rank",
+    PEAK,
+    "step /\nbound",
+    "\n#wrong",
+)
 
 
 @dataclass(frozen=True)
@@ -114,20 +125,15 @@ class Exposure:
         title = Text.assemble((self.title, "bold"), "\n", (facts, "dim"))
         table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
         table.add_column("\nimplementation", no_wrap=True)
-        for column in (
-            "step, ms\nmedian",
-            "\np10-p90",
-            "step /\ntorch (95%)",
-            "exposed,\nms",
-            "CPU, ms\nper rank",
-            "peak,\nMiB",
-            "step /\nbound",
-            "\n#wrong",
-        ):
-            table.add_column(column, justify="right", no_wrap=True)
+        for column in COLUMNS:
+            if column != PEAK or self.memory:
+                table.add_column(column, justify="right", no_wrap=True)
         for row in self.rows.values():
             style = "bold" if row.name.startswith("minidp") else ""
-            table.add_row(*_texts(row), style=style)
+            texts = _texts(row)
+            if not self.memory:
+                del texts[1 + COLUMNS.index(PEAK)]
+            table.add_row(*texts, style=style)
         if self.bound is not None:
             table.add_row("bound", *_bound_texts(self.bound.seconds), style="dim")
         return table
