@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 from support.links import Link, why_not
-from support.output import results_folder
+from support.output import results_folder, say_if_wrong
 from support.progress import progress
 from support.published import Comparison, compare
 from support.ranks import run_ranks
@@ -205,8 +205,8 @@ def read_jitter(path: Path) -> tuple[float, ...]:
     return tuple(each / median for each in seconds)
 
 
-def run(args: argparse.Namespace, folder: Path) -> None:
-    """Measure, simulate, print, write."""
+def run(args: argparse.Namespace, folder: Path) -> bool:
+    """Measure, simulate, print, write; return whether all gradients were right."""
     console = report_console()
     lines = header(
         native=native_line(),
@@ -230,6 +230,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
         )
     lines["load after"] = f"{os.getloadavg()[0]:.1f} busy processes, last minute"
     console.print("load after", lines["load after"])
+    is_right = say_if_wrong(console, (each.wrong for each in validations))
     stem = f"simulate_{lines['date']}"
     content: dict[str, Any] = {
         "header": lines,
@@ -240,14 +241,14 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     write_json(folder / f"{stem}.json", content)
     write_markdown(folder / f"{stem}.md", "Scale on paper", console)
     draw_scale(folder / f"{stem}.png", validations, sweeps, lines["date"])
+    return is_right
 
 
 def main() -> int:
-    """Run."""
+    """Run; 1 if a gradient of the validation was wrong, whatever was predicted."""
     args = parse()
     with results_folder(args.out, smoke=args.smoke) as folder:
-        run(args, folder)
-    return 0
+        return 0 if run(args, folder) else 1
 
 
 if __name__ == "__main__":

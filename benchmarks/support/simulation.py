@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from minidp._schedule import Backward, Network, best_groups, lower_bound, play
+from minidp._schedule import Backward, Network, best_groups, lower_bound
 
 Groups = list[list[int]]
 Floats = NDArray[np.float64]
@@ -242,8 +242,3 @@ def play_fastest(backward: Backward, groups: Groups, ways: Sequence[Network]) ->
 def bound_seconds(work: Work, ways: Sequence[Network]) -> float:
     """Of a step without pauses, at least."""
     return work.forward_s + min(lower_bound(work.backward, way) for way in ways)
-
-
-def layout_seconds(work: Work, groups: Groups, cost: Network) -> float:
-    """Of a step without pauses, by ``minidp._schedule`` itself."""
-    return work.forward_s + play(work.backward, groups, cost).done_s

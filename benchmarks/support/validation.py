@@ -64,6 +64,7 @@ class Validation:
     measured_s: float
     predicted_s: float
     steps_s: list[float]
+    wrong: int
 
     @property
     def error(self) -> float:
@@ -114,6 +115,7 @@ class OnRanks:
                         median(each.seconds),
                         median(predicted.tolist()),
                         each.seconds,
+                        each.wrong,
                     )
                 )
         return rows
@@ -143,7 +145,7 @@ def validation_table(
     table = Table(title=title, title_justify="left", title_style="bold")
     for name in ("link", "ranks", "bucket cap", "buckets", "stragglers"):
         table.add_column(name, justify="left" if name == "link" else "right")
-    for name in ("measured ms", "predicted ms", "error"):
+    for name in ("measured ms", "predicted ms", "error", "#wrong"):
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
@@ -155,6 +157,7 @@ def validation_table(
             f"{1e3 * row.measured_s:.1f}",
             f"{1e3 * row.predicted_s:.1f}",
             f"{row.error:+.1%}",
+            str(row.wrong),
             style="" if abs(row.error) <= LIMIT else "red",
         )
     return table

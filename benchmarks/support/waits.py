@@ -60,7 +60,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Return the value's gradient, and the parameter's, when it is time."""
-        mine = torch.zeros(ctx.shape)
+        mine = torch.full(ctx.shape, 1.0 + dist.get_rank())
         ctx.clock.wait_until(ctx.ready_s)
         return grad, mine, None, None
 
@@ -109,11 +109,13 @@ class Timed:
         cap_mb: of buckets; None: torch's default.
         groups: the layout, as positions in ready order.
         seconds: of each step, on the slowest rank.
+        wrong: gradients that were not the mean over the ranks, on any rank.
     """
 
     cap_mb: float | None
     groups: Groups
     seconds: list[float]
+    wrong: int
 
 
 def measure_network() -> Network:
@@ -144,17 +146,29 @@ def _measure(work: Work, cap_mb: float | None, pauses: Pauses) -> Timed:
     settling = np.zeros((SETTLE, dist.get_world_size()))
     moments = np.concatenate([settling, pauses.moments]) * work.seconds
     lengths = np.concatenate([settling, pauses.lengths]) * work.seconds
-    seconds = []
+    seconds, wrong = [], torch.zeros(())
     for moment, length in zip(moments[:, rank], lengths[:, rank], strict=True):
         dist.barrier()
         net.clock.begin(float(moment), float(length))
         start = time.perf_counter()
         model(value).backward()
         seconds.append(time.perf_counter() - start)
+        wrong += _wrong(net)
         net.zero_grad()
     slowest = torch.tensor(seconds[SETTLE:], dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return Timed(cap_mb, _groups(model), slowest.tolist())
+    dist.all_reduce(wrong)
+    return Timed(cap_mb, _groups(model), slowest.tolist(), int(wrong))
+
+
+def _wrong(net: Waits) -> int:
+    """How many gradients are not the mean of 1, 2, ... world size."""
+    mean = (1 + dist.get_world_size()) / 2
+    expected = torch.tensor(mean)
+    grads = [piece.grad for piece in net.pieces]
+    return sum(
+        grad is None or not torch.isclose(grad, expected).all() for grad in grads
+    )
 
 
 def _groups(model: minidp.DataParallel) -> Groups:
