@@ -1,7 +1,8 @@
 """Scale on paper: data-parallel steps on up to 16,384 ranks, simulated.
 
     python benchmarks/simulate.py                       # everything: 5 minutes
-    python benchmarks/simulate.py --validate            # only against real ranks
+    python benchmarks/simulate.py --validate            # only beside real ranks
+    python benchmarks/simulate.py --paper               # only simulated
     python benchmarks/simulate.py --node-gbit 25        # another network
     python benchmarks/simulate.py --smoke               # does it run? no numbers
 
@@ -127,7 +128,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="two ranks and small clusters, to see that everything runs; leaves no "
         "files unless --out is given",
     )
-    add("--validate", action="store_true", help="only compare with real ranks")
+    parts = parser.add_mutually_exclusive_group()
+    parts.add_argument(
+        "--validate", action="store_true", help="only compare with real ranks"
+    )
+    parts.add_argument(
+        "--paper", action="store_true", help="only simulate: no real ranks"
+    )
     real = parser.add_argument_group("validation")
     real.add_argument(
         "--gbit",
@@ -175,6 +182,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     args = parser.parse_args(arguments)
     args.assumptions = Assumptions.of(args)
+    _check(parser, args)
     args.jitter_name = str(args.jitter or "72 recorded steps of a transformer, CPU")
     args.jitter = read_jitter(args.jitter) if args.jitter else RECORDED_JITTER
     args.caps = FULL_CAPS
@@ -182,6 +190,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         args.gbit, args.world_sizes, args.caps = [1.0], [2], [None, 0.1]
         args.steps, args.most = 3, 64
     return args
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the program if something cannot be simulated."""
+    assumptions = args.assumptions
+    if args.ranks_per_node < 1 or args.most % args.ranks_per_node:
+        parser.error(
+            f"--most {args.most} is not a number of whole nodes of "
+            f"--ranks-per-node {args.ranks_per_node}"
+        )
+    try:
+        assumptions.cluster(args.most)
+    except ValueError as error:
+        parser.error(str(error))
+    if min(assumptions.resnet50_ms, assumptions.gpt2_ms) <= 0 or args.steps < 1:
+        parser.error("--resnet50-ms, --gpt2-ms and --steps must be positive")
+    if min(args.world_sizes) < 2:
+        parser.error("--world-sizes: a link has 2 ranks or more")
 
 
 def read_jitter(path: Path) -> tuple[float, ...]:
@@ -215,7 +241,7 @@ def run(args: argparse.Namespace, folder: Path) -> bool:
         f"{args.jitter[-1]:.2f} of the median",
     )
     console.print(header_table(lines), "")
-    validations = validate(args, console)
+    validations = [] if args.paper else validate(args, console)
     comparisons: list[Comparison] = []
     sweeps: list[Sweep] = []
     if not args.validate:
