@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from minidp._schedule import Network, capped_groups
@@ -192,6 +193,7 @@ def scale_table(found: Sweep) -> Table:
         f"rank alone {1e3 * work.seconds:.0f} ms; milliseconds of a step",
         title_justify="left",
         title_style="bold",
+        box=box.SIMPLE_HEAD,
     )
     names = (
         "ranks", "all-reduce", "of all", "torch's\ndefault", "best cap\nMiB",

@@ -44,9 +44,10 @@ def draw_scale(
         ax.tick_params(labelsize=9, colors=INK)
     figure.suptitle("Data parallelism at scale, on paper", size=13, weight="bold",
                     x=0.01, ha="left")  # fmt: skip
+    measured = "Left: real ranks; their computation is replaced by timed waits. "
     figure.supxlabel(
-        "Left: real ranks whose computation is replaced by timed waits. All others are "
-        f"SIMULATED; assumptions stand above the tables. {date}",
+        (measured if rows else "") + "Panels titled SIMULATED were not measured; "
+        f"assumptions stand above the tables. {date}",
         size=8, color="#555555", x=0.01, ha="left",
     )  # fmt: skip
     figure.savefig(path, dpi=130)
@@ -126,7 +127,7 @@ def _draw_caps(ax: Axes, found: Sweep) -> None:
     ticks = [0.25, 1, 4, 25, 128, 512]
     ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     ax.minorticks_off()
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(0, 1.08 * ax.get_ylim()[1])
     ax.set_xlabel("bucket cap, MiB", size=9)
     ax.set_ylabel("step, ms", size=9)
     ax.set_title(f"SIMULATED: {found.work.title}", size=10, loc="left")
