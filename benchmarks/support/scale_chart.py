@@ -33,7 +33,7 @@ def draw_scale(
     if not panels:
         return
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(4.6 * len(panels), 4.9), squeeze=False,
+        1, len(panels), figsize=(max(4.6 * len(panels), 6.0), 4.9), squeeze=False,
         layout="constrained",
     )  # fmt: skip
     for ax, panel in zip(axes[0], panels, strict=True):
@@ -44,12 +44,14 @@ def draw_scale(
         ax.tick_params(labelsize=9, colors=INK)
     figure.suptitle("Data parallelism at scale, on paper", size=13, weight="bold",
                     x=0.01, ha="left")  # fmt: skip
-    measured = "Left: real ranks; their computation is replaced by timed waits. "
+    notes = []
+    if rows:
+        notes.append("Measured: real ranks; computation replaced by timed waits.")
+    if sweeps:
+        notes.append("SIMULATED: not measured; assumptions are above the tables.")
     figure.supxlabel(
-        (measured if rows else "") + "Panels titled SIMULATED were not measured; "
-        f"assumptions stand above the tables. {date}",
-        size=8, color="#555555", x=0.01, ha="left",
-    )  # fmt: skip
+        "   ".join([*notes, date]), size=8, color="#555555", x=0.01, ha="left"
+    )
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

@@ -21,7 +21,7 @@ from minidp._schedule import Network, fit_network
 from support.simulation import Groups, Pauses, Work
 
 PROBES = (4, 2**16, 2**18, 2**20, 2**22, 2**24)  # bytes
-REPEATS = 7
+REPEATS = 9
 SETTLE = 3  # steps that are not timed; buckets are rebuilt after the first
 
 
@@ -120,15 +120,16 @@ class Timed:
 
 def measure_network() -> Network:
     """Collective: latency and bandwidth of all-reduces, timed alone."""
+    messages = [torch.zeros(nbytes // 4) for nbytes in PROBES]
+    for message in messages:
+        dist.all_reduce(message)  # connects, and finds its memory
     samples = []
-    for nbytes in PROBES:
-        message = torch.zeros(nbytes // 4)
-        dist.all_reduce(message)
-        for _ in range(REPEATS):
+    for _ in range(REPEATS):
+        for message in messages:  # in turn: a slow moment hits all sizes
             dist.barrier()
             start = time.perf_counter()
             dist.all_reduce(message)
-            samples.append((nbytes, time.perf_counter() - start))
+            samples.append((message.nbytes, time.perf_counter() - start))
     return fit_network(samples)
 
 
