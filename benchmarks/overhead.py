@@ -19,18 +19,16 @@ import inspect
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from support.bars import Panel, Words, draw
 from support.comparison import PLAIN, Comparison
 from support.estimates import Estimate, ratio
-from support.links import Link, why_not
+from support.links import Link, measured_rate, why_not
 from support.nets import NETS
 from support.ranks import KEEP_MEMORY, run_ranks
 from support.report import (
@@ -152,21 +150,12 @@ def measure(
     for cell in cells:
         torch.manual_seed(0)
         net = NETS[cell.net].smoke() if smoke else NETS[cell.net].full()
-        note = f"; measured rate {_link_rate():.2f} Gbit/s" if cell.link else ""
+        note = f"; measured rate {measured_rate().gbit:.2f} Gbit/s" if cell.link else ""
         measured = Contest(cell.implementations(), net, cell.adapted(plan)).run()
         title = f"{net.title}; {cell.place}"
         found.append(Comparison(title, cell.base, measured, note))
         gc.collect()
     return found
-
-
-def _link_rate() -> float:
-    """Collective: Gbit/s in each direction, of an all-reduce of 16 MiB."""
-    message = torch.zeros(4 * 2**20)
-    dist.all_reduce(message[:1024])
-    start = time.perf_counter()
-    dist.all_reduce(message)  # two ranks: as many bytes travel as the message has
-    return message.nbytes * 8 / (time.perf_counter() - start) / 1e9
 
 
 # -- what it means ---------------------------------------------------------------------

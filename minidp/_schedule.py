@@ -210,6 +210,7 @@ def capped_groups(
         from_the_end: the last bucket gets the first limit.
     """
     open_groups: dict[int, list[int]] = {}
+    filled: dict[int, int] = defaultdict(int)  # kind -> bytes of its open group
     closed: dict[int, int] = defaultdict(int)  # kind -> number of its closed groups
     groups: list[list[int]] = []
     order = range(len(backward.ready_s))
@@ -217,9 +218,10 @@ def capped_groups(
         kind = backward.kind(k)
         group = open_groups.pop(kind, [])  # put back last: sorted by last use
         group.append(k)
-        limit = limits[min(closed[kind], len(limits) - 1)]
-        if sum(backward.nbytes[member] for member in group) >= limit:
+        filled[kind] += backward.nbytes[k]
+        if filled[kind] >= limits[min(closed[kind], len(limits) - 1)]:
             groups.append(group)
+            filled[kind] = 0
             closed[kind] += 1
         else:
             open_groups[kind] = group

@@ -9,5 +9,12 @@ estimates   medians of paired differences and ratios, with intervals
 comparison  one measurement as a table and as JSON
 verdicts    targets, met or missed
 bars        several as a chart
+simulation  a step on many ranks, as events; what collectives cost
+workloads   when gradients of real models would be ready
+scale       a model on growing simulated clusters, as a table
+published   what others measured, beside simulations of it
+validation  predicted steps beside measured ones
+waits       the model that is measured there: it waits on the clock
+scale_chart  all of it as a chart
 report      header, console, files
 """

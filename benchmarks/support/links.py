@@ -1,6 +1,15 @@
-"""A link with a limited rate between two ranks, in network namespaces of their own.
+"""Links with a limited rate between ranks, in network namespaces of their own.
 
-The namespaces have no name: they belong to the two rank processes and, with the link,
+Two ranks share a cable. More are plugged into a switch (a bridge that lives beside rank
+0), each by a cable of its own::
+
+    rank 0 === rank 1            rank 0 ===.
+                                 rank 1 ===[switch]
+                                 rank 2 ===.
+
+Both ends of every cable are shaped, so that a rank sends and receives at the rate.
+
+The namespaces have no name: they belong to the rank processes and, with the devices,
 are gone when these end, however they end. Nothing of the host's network is touched.
 Needs root, `ip` and `tc` (iproute2).
 """
@@ -11,21 +20,28 @@ import ctypes
 import os
 import shutil
 import subprocess
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 CLONE_NEWNET = 0x40000000
-NAMES = ("minidp0", "minidp1")  # the two ends
+SWITCH = "switch"
 
 
 @dataclass(frozen=True)
 class Link:
-    """Two ranks on a cable that carries ``gbit`` Gbit/s in each direction."""
+    """Every rank on a cable that carries ``gbit`` Gbit/s in each direction."""
 
     gbit: float
+
+    def __str__(self) -> str:
+        return f"{self.gbit:g} Gbit/s"
 
     @property
     def shape(self) -> list[str]:
@@ -34,29 +50,54 @@ class Link:
         burst = max(32, round(kbit / 8 * 0.001))  # KB: what passes in one millisecond
         return ["tbf", "rate", f"{kbit}kbit", "burst", f"{burst}kb", "latency", "20ms"]
 
-    def join(self, rank: int, store: Store) -> str:
+    def join(self, rank: int, world_size: int, store: Store) -> str:
         """Move this process behind its end of the link; return the device's name.
 
         Args:
-            rank: 0 or 1.
-            store: where the two meet.
+            rank: from 0.
+            world_size: number of ranks that join, 2 or more.
+            store: where they meet.
         """
+        if world_size < 2:
+            raise ValueError(f"a link has 2 ranks or more, but got {world_size}")
         _leave_network()
         store.set(f"link/process/{rank}", str(os.getpid()))
-        mine, other = NAMES[rank], NAMES[1 - rank]
-        process = store.get(f"link/process/{1 - rank}").decode()
+        device = _device(rank)
         if rank == 0:
-            _run("ip", "link", "add", mine, "type", "veth", "peer", other)
-            _run("ip", "link", "set", other, "netns", process)
+            keys = [f"link/process/{other}" for other in range(world_size)]
+            self._plug([store.get(key).decode() for key in keys])
             store.set("link/made", "yes")
         store.wait(["link/made"])
-        _run("ip", "address", "add", f"10.0.0.{rank + 1}/24", "dev", mine)
+        _run("ip", "address", "add", f"{address(rank)}/24", "dev", device)
         _run("ip", "link", "set", "lo", "up")
-        _run("ip", "link", "set", mine, "up")
-        _run("tc", "qdisc", "add", "dev", mine, "root", *self.shape)
+        self._start(device)
         store.set(f"link/up/{rank}", "yes")
-        store.wait([f"link/up/{other_rank}" for other_rank in (0, 1)])
-        return mine
+        store.wait([f"link/up/{other}" for other in range(world_size)])
+        return device
+
+    def _plug(self, processes: list[str]) -> None:
+        """On rank 0: make all cables, and give each rank its end."""
+        if len(processes) == 2:
+            _make_cable(_device(0), _device(1))
+        else:
+            _run("ip", "link", "add", SWITCH, "type", "bridge")
+            _run("ip", "link", "set", SWITCH, "up")
+            for rank in range(len(processes)):
+                port = f"port{rank}"
+                _make_cable(_device(rank), port)
+                _run("ip", "link", "set", "dev", port, "master", SWITCH)
+                self._start(port)
+        for rank, process in enumerate(processes[1:], start=1):
+            _run("ip", "link", "set", "dev", _device(rank), "netns", process)
+
+    def _start(self, device: str) -> None:
+        _run("ip", "link", "set", "dev", device, "up")
+        _run("tc", "qdisc", "add", "dev", device, "root", *self.shape)
+
+
+def address(rank: int) -> str:
+    """Of a rank on its link."""
+    return f"10.0.0.{rank + 1}"
 
 
 def why_not() -> str:
@@ -68,6 +109,7 @@ def why_not() -> str:
         return f"needs {' and '.join(missing)}"
     script = (
         "ip link add minidp0 type veth peer minidp1; "
+        f"ip link add {SWITCH} type bridge; ip link set dev minidp1 master {SWITCH}; "
         f"tc qdisc add dev minidp0 root {' '.join(Link(1).shape)}"
     )
     attempt = subprocess.run(
@@ -79,6 +121,52 @@ def why_not() -> str:
     if attempt.returncode != 0:
         return f"this kernel or container refuses: {attempt.stderr.strip()}"
     return ""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What an all-reduce gets out of a network.
+
+    Args:
+        gbit: per second that each rank sends, and receives.
+        latency_s: seconds of an all-reduce of 4 bytes.
+    """
+
+    gbit: float
+    latency_s: float
+
+    def __str__(self) -> str:
+        return f"{self.gbit:.2f} Gbit/s, {1e3 * self.latency_s:.2f} ms"
+
+
+def measured_rate(nbytes: int = 16 * 2**20, repeats: int = 1) -> Rate:
+    """Collective: the rate of an all-reduce of ``nbytes``; medians of ``repeats``."""
+    world_size = dist.get_world_size()
+    # Each rank sends all but its own part twice: to be added up, and the sum again.
+    travels = 2 * (world_size - 1) / world_size
+    message = torch.zeros(nbytes // 4)
+    seconds = _all_reduce_seconds(message, repeats)
+    latency = _all_reduce_seconds(message[:1], 10 * repeats)
+    return Rate(message.nbytes * travels * 8 / seconds / 1e9, latency)
+
+
+def _all_reduce_seconds(message: torch.Tensor, repeats: int) -> float:
+    dist.all_reduce(message[:1024])  # connects
+    seconds = []
+    for _ in range(repeats):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(message)
+        seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[repeats // 2]
+
+
+def _device(rank: int) -> str:
+    return f"minidp{rank}"
+
+
+def _make_cable(one: str, other: str) -> None:
+    _run("ip", "link", "add", one, "type", "veth", "peer", "name", other)
 
 
 def _leave_network() -> None:

@@ -43,6 +43,7 @@ def run_ranks(
     # starts at once, and with the same memory whatever was measured before.
     multiprocessing.set_forkserver_preload(["torch", "torch._dynamo"])
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by that import
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's: fatal errors
     for name, value in KEEP_MEMORY.items():  # read by glibc when a process starts
         os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +68,9 @@ def _main(
     torch.set_num_threads(1)
     # A file, because it also works where the ranks have no network in common.
     store = dist.FileStore(str(folder / "store"), world_size)
-    os.environ["GLOO_SOCKET_IFNAME"] = link.join(rank, store) if link else "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = (
+        link.join(rank, world_size, store) if link else "lo"
+    )
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT
     )

@@ -1,0 +1,190 @@
+"""What communication costs a step: a row per implementation, as table and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from support.baselines import BARE, TORCH, TORCH_AGAIN
+from support.bound import Bound
+from support.comparison import short, with_interval
+from support.estimates import Estimate, Times, difference, ratio
+from support.memory import Memory
+from support.rounds import Measured
+
+MIB = 2**20
+PEAK = "peak,\nMiB"
+COLUMNS = (
+    "step, ms\nmedian",
+    "\np10-p90",
+    "step /\ntorch (95%)",
+    "exposed,\nms",
+    "CPU, ms\nper rank",
+    PEAK,
+    "step /\nbound",
+    "\n#wrong",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One implementation; differences and ratios are paired by round.
+
+    Args:
+        name: of the implementation.
+        seconds: of a step: 10th percentile, median, 90th percentile.
+        step_ratio: step over that of torch's default.
+        exposed: seconds longer than a step without communication; None: it is that.
+        cpu: seconds of all threads of a rank in a step, median.
+        bound_ratio: step over the bound; None: there is none.
+        peak: bytes allocated beyond the weights; None: not measured.
+        wrong: parameters with a wrong gradient; None: not compared.
+    """
+
+    name: str
+    seconds: tuple[float, float, float]
+    step_ratio: Estimate
+    exposed: Estimate | None
+    cpu: float
+    bound_ratio: Estimate | None
+    peak: int | None
+    wrong: int | None
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """One cell of the table of all measurements.
+
+    Args:
+        title: model, ranks, link.
+        measured: the times.
+        note: anything else to say about it.
+        memory: by implementation.
+    """
+
+    title: str
+    measured: Measured
+    note: str = ""
+    memory: Mapping[str, Memory] = field(default_factory=dict)
+
+    @property
+    def bound(self) -> Bound | None:
+        """Of the steps that were recorded, if any were."""
+        return next(iter(self.measured.watched.values()), None)
+
+    @property
+    def noise(self) -> tuple[float, float]:
+        """Torch's default over itself, in one round: 10th and 90th percentile."""
+        times = self.measured.times
+        low, high = np.percentile(times[TORCH_AGAIN] / times[TORCH], [10, 90])
+        return float(low), float(high)
+
+    @cached_property
+    def rows(self) -> dict[str, Row]:
+        """By name, in the order of the measurement."""
+        return {name: self._row(name) for name in self.measured.times}
+
+    def over_bound(self, name: str) -> Estimate | None:
+        """An implementation's step over the bound of the same round."""
+        if self.bound is None:
+            return None
+        return ratio(self.measured.times[name], self.bound.seconds)
+
+    def _row(self, name: str) -> Row:
+        times: Mapping[str, Times] = self.measured.times
+        low, median, high = np.percentile(times[name], [10, 50, 90])
+        is_bare = name == BARE
+        return Row(
+            name=name,
+            seconds=(float(low), float(median), float(high)),
+            step_ratio=ratio(times[name], times[TORCH]),
+            exposed=None if is_bare else difference(times[name], times[BARE]),
+            cpu=float(np.median(self.measured.cpu[name])),
+            bound_ratio=None if is_bare else self.over_bound(name),
+            peak=self.memory[name].peak if name in self.memory else None,
+            wrong=self.measured.wrong[name],
+        )
+
+    def table(self) -> Table:
+        """For printing."""
+        measured, (low, high) = self.measured, self.noise
+        facts = (
+            f"{measured.num_params} parameters, {measured.num_bytes / MIB:.3g} MiB; "
+            f"{measured.num_rounds} timed rounds, {measured.checks} checks{self.note}"
+            f"\ntorch again / torch, p10-p90: {low:.3f}-{high:.3f}"
+        )
+        if self.bound is not None:
+            facts += f"; {self.bound}"
+        title = Text.assemble((self.title, "bold"), "\n", (facts, "dim"))
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
+        table.add_column("\nimplementation", no_wrap=True)
+        for column in COLUMNS:
+            if column != PEAK or self.memory:
+                table.add_column(column, justify="right", no_wrap=True)
+        for row in self.rows.values():
+            style = "bold" if row.name.startswith("minidp") else ""
+            texts = _texts(row)
+            if not self.memory:
+                del texts[1 + COLUMNS.index(PEAK)]
+            table.add_row(*texts, style=style)
+        if self.bound is not None:
+            table.add_row("bound", *_bound_texts(self.bound.seconds), style="dim")
+        return table
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file, with the raw times."""
+        found = []
+        for name, row in self.rows.items():
+            content = dataclasses.asdict(row)
+            content["p10_median_p90_seconds"] = content.pop("seconds")
+            content["cpu_seconds"] = content.pop("cpu")
+            content["peak_bytes"] = content.pop("peak")
+            content["microseconds_of_each_round"] = _micros(self.measured.times[name])
+            found.append(content)
+        return {
+            "title": self.title,
+            "note": self.note.removeprefix("; "),
+            "num_params": self.measured.num_params,
+            "num_bytes": self.measured.num_bytes,
+            "timed_rounds": self.measured.num_rounds,
+            "checks": self.measured.checks,
+            "torch_over_itself_p10_p90": self.noise,
+            "bound": None
+            if self.bound is None
+            else {
+                "network": dataclasses.asdict(self.bound.network),
+                "microseconds_of_each_round": _micros(self.bound.seconds),
+            },
+            "rows": found,
+        }
+
+
+def _texts(row: Row) -> list[str]:
+    low, median, high = (short(1e3 * seconds) for seconds in row.seconds)
+    return [
+        row.name,
+        median,
+        f"{low}-{high}",
+        with_interval(row.step_ratio),
+        "-" if row.exposed is None else short(1e3 * row.exposed.value),
+        short(1e3 * row.cpu),
+        "-" if row.peak is None else f"{row.peak / MIB:.0f}",
+        "-" if row.bound_ratio is None else f"{row.bound_ratio.value:.3f}",
+        "-" if row.wrong is None else str(row.wrong),
+    ]
+
+
+def _bound_texts(seconds: Times) -> list[str]:
+    low, median, high = (short(1e3 * s) for s in np.percentile(seconds, [10, 50, 90]))
+    return [median, f"{low}-{high}"]
+
+
+def _micros(times: Times) -> str:
+    return " ".join(f"{1e6 * seconds:.0f}" for seconds in times)

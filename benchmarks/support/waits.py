@@ -1,0 +1,181 @@
+"""A model that computes nothing: its forward and backward wait on the clock.
+
+So that more ranks than cores can be measured: gradients have real sizes, become ready
+at given times, and travel through minidp and a real network; only the arithmetic is
+replaced by waiting.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import minidp
+from minidp._schedule import Network, fit_network
+from support.simulation import Groups, Pauses, Work
+
+PROBES = (4, 2**16, 2**18, 2**20, 2**22, 2**24)  # bytes
+REPEATS = 9
+SETTLE = 3  # steps that are not timed; buckets are rebuilt after the first
+
+
+class Clock:
+    """Where a step began, and what holds this rank up in it."""
+
+    def __init__(self) -> None:
+        self.begin(0.0, 0.0)
+
+    def begin(self, moment_s: float, pause_s: float) -> None:
+        """A step: ``pause_s`` are lost after ``moment_s`` of computation."""
+        self._start = time.perf_counter()
+        self._moment_s, self._pause_s = moment_s, pause_s
+
+    def wait_until(self, computed_s: float) -> None:
+        """Sleep until that much would have been computed."""
+        due = self._start + computed_s
+        if computed_s > self._moment_s:
+            due += self._pause_s
+        left = due - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+
+
+class _Layer(torch.autograd.Function):
+    """Passes a value on; its backward waits, then hands out a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, param: Tensor, clock: Clock, ready_s: float
+    ) -> Tensor:
+        """Return the value."""
+        ctx.shape, ctx.clock, ctx.ready_s = param.shape, clock, ready_s
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        """Return the value's gradient, and the parameter's, when it is time."""
+        mine = torch.full(ctx.shape, 1.0 + dist.get_rank())
+        ctx.clock.wait_until(ctx.ready_s)
+        return grad, mine, None, None
+
+
+class Waits(nn.Module):
+    """Parameters of the sizes of ``work``, in the order of a forward."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self._work = work
+        sizes = [nbytes // 4 for nbytes in reversed(work.backward.nbytes)]
+        self.pieces = nn.ParameterList(torch.zeros(size) for size in sizes)
+
+    def forward(self, value: Tensor) -> Tensor:
+        """Return the value, after the time of the forward."""
+        self.clock.wait_until(self._work.forward_s)
+        value = _End.apply(value, self.clock, self._work.seconds)
+        ready = [self._work.forward_s + s for s in self._work.backward.ready_s]
+        for piece, ready_s in zip(self.pieces, reversed(ready), strict=True):
+            value = _Layer.apply(value, piece, self.clock, ready_s)
+        return value
+
+
+class _End(torch.autograd.Function):
+    """The end of the backward, after the last gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, clock: Clock, end_s: float) -> Tensor:
+        """Return the value."""
+        ctx.clock, ctx.end_s = clock, end_s
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient when it is time."""
+        ctx.clock.wait_until(ctx.end_s)
+        return grad, None, None
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Steps with one bucket cap.
+
+    Args:
+        cap_mb: of buckets; None: torch's default.
+        groups: the layout, as positions in ready order.
+        seconds: of each step, on the slowest rank.
+        wrong: gradients that were not the mean over the ranks, on any rank.
+    """
+
+    cap_mb: float | None
+    groups: Groups
+    seconds: list[float]
+    wrong: int
+
+
+def measure_network() -> Network:
+    """Collective: latency and bandwidth of all-reduces, timed alone."""
+    messages = [torch.zeros(nbytes // 4) for nbytes in PROBES]
+    for message in messages:
+        dist.all_reduce(message)  # connects, and finds its memory
+    samples = []
+    for _ in range(REPEATS):
+        for message in messages:  # in turn: a slow moment hits all sizes
+            dist.barrier()
+            start = time.perf_counter()
+            dist.all_reduce(message)
+            samples.append((message.nbytes, time.perf_counter() - start))
+    return fit_network(samples)
+
+
+def measure_steps(
+    work: Work, caps_mb: list[float | None], pauses: Pauses
+) -> list[Timed]:
+    """Collective: a step for each row of ``pauses``, with each of the caps."""
+    return [_measure(work, cap_mb, pauses) for cap_mb in caps_mb]
+
+
+def _measure(work: Work, cap_mb: float | None, pauses: Pauses) -> Timed:
+    net, rank = Waits(work), dist.get_rank()
+    model = minidp.DataParallel(net, bucket_cap_mb=cap_mb)
+    value = torch.zeros((), requires_grad=True)
+    settling = np.zeros((SETTLE, dist.get_world_size()))
+    moments = np.concatenate([settling, pauses.moments]) * work.seconds
+    lengths = np.concatenate([settling, pauses.lengths]) * work.seconds
+    seconds, wrong = [], torch.zeros(())
+    for moment, length in zip(moments[:, rank], lengths[:, rank], strict=True):
+        dist.barrier()
+        net.clock.begin(float(moment), float(length))
+        start = time.perf_counter()
+        model(value).backward()
+        seconds.append(time.perf_counter() - start)
+        wrong += _wrong(net)
+        net.zero_grad()
+    slowest = torch.tensor(seconds[SETTLE:], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(wrong)
+    return Timed(cap_mb, _groups(model), slowest.tolist(), int(wrong))
+
+
+def _wrong(net: Waits) -> int:
+    """How many gradients are not the mean of 1, 2, ... world size."""
+    mean = (1 + dist.get_world_size()) / 2
+    expected = torch.tensor(mean)
+    grads = [piece.grad for piece in net.pieces]
+    return sum(
+        grad is None or not torch.isclose(grad, expected).all() for grad in grads
+    )
+
+
+def _groups(model: minidp.DataParallel) -> Groups:
+    """The layout, with positions in ready order: the last parameter is ready first."""
+    names = [name for name, _ in model.module.named_parameters()]
+    position = {name: len(names) - 1 - n for n, name in enumerate(names)}
+    return [
+        [position[name] for name in bucket] for bucket in model.bucket_layout["buckets"]
+    ]
