@@ -53,6 +53,9 @@ Read it top to bottom of a backward's life, from the face to the wire::
     L1  _layout         parameters -> buckets -> slots, as integers
         _ops            flatten and unflatten: the arithmetic
         _saved_layout   a layout as plain data, for checkpoints
+        _schedule       when a layout's communication would end; the best layout
+        _kinds          the same where parameters share no bucket with some others
+        _network        how long a collective takes, fitted to measurements
         _inputs         tensors inside a forward's inputs
         _streams        CUDA streams that wrote a bucket's gradients
         _untraced       what dynamo must run as it is

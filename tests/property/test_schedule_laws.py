@@ -1,0 +1,294 @@
+"""Laws of schedules: the best layout is what trying all of them finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from minidp._schedule import (
+    Backward,
+    Network,
+    best_groups,
+    capped_groups,
+    lower_bound,
+    play,
+)
+
+Groups = list[list[int]]
+
+networks = st.builds(
+    Network,
+    st.sampled_from([0.0, 0.125, 1.0, 5.0]),
+    st.sampled_from([0.5, 2.0, 16.0, 1024.0]),
+)
+# Binary fractions: sums are exact, so ties are ties.
+moments = st.integers(0, 80).map(lambda eighths: eighths / 8)
+sizes = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 40])
+caps = st.sampled_from([None, None, 1, 4, 9, 41])
+
+
+@st.composite
+def backwards(
+    draw: st.DrawFn, most: int = 9, kinds: int = 1, least: int = 0
+) -> Backward:
+    ready = sorted(draw(st.lists(moments, min_size=least, max_size=most)))
+    count = len(ready)
+    exactly = {"min_size": count, "max_size": count}
+    return Backward(
+        tuple(ready),
+        tuple(draw(st.lists(sizes, **exactly))),
+        (ready[-1] if ready else 0.0) + draw(st.sampled_from([0.0, 0.0, 1.5, 9.0])),
+        tuple(draw(st.lists(st.integers(0, kinds - 1), **exactly)))
+        if kinds > 1
+        else (),
+    )
+
+
+# -- all layouts -----------------------------------------------------------------------
+
+
+def partitions(items: list[int]) -> Iterator[Groups]:
+    """All of them, into sets without order."""
+    if not items:
+        yield []
+        return
+    for groups in partitions(items[1:]):
+        yield [[items[0]], *groups]
+        for n, group in enumerate(groups):
+            yield [*groups[:n], [items[0], *group], *groups[n + 1 :]]
+
+
+def runs(count: int) -> Iterator[Groups]:
+    """All partitions into neighbours, in order."""
+    for mask in range(2 ** max(count - 1, 0)):
+        groups: Groups = [[0]] if count else []
+        for k in range(1, count):
+            if mask >> (k - 1) & 1:
+                groups.append([k])
+            else:
+                groups[-1].append(k)
+        yield groups
+
+
+def runs_of_kinds(backward: Backward) -> Iterator[Groups]:
+    """All ways to cut each kind into neighbours, launched when full."""
+    count = len(backward.ready_s)
+    for mask in range(2**count):
+        open_groups: dict[int, list[int]] = {}
+        groups: Groups = []
+        for k in range(count):
+            kind = backward.kind(k)
+            open_groups.setdefault(kind, []).append(k)
+            if mask >> k & 1:
+                groups.append(open_groups.pop(kind))
+        if not open_groups:
+            yield groups
+
+
+def within(backward: Backward, groups: Groups, max_bytes: int | None) -> bool:
+    return max_bytes is None or all(
+        len(group) == 1 or sum(backward.nbytes[k] for k in group) <= max_bytes
+        for group in groups
+    )
+
+
+def judged(backward: Backward, groups: Groups, network: Network) -> tuple[float, int]:
+    return play(backward, groups, network).exposed_s, len(groups)
+
+
+# -- the best --------------------------------------------------------------------------
+
+
+@given(backwards(), networks, caps)
+def test_best_of_one_kind_is_the_best_of_all(backward, network, max_bytes):
+    every = [g for g in runs(len(backward.ready_s)) if within(backward, g, max_bytes)]
+    found = best_groups(backward, network, max_bytes=max_bytes)
+    assert found in every
+    assert judged(backward, found, network) == min(
+        judged(backward, groups, network) for groups in every
+    )
+
+
+@given(backwards(most=8, kinds=3, least=1), networks, caps)
+def test_best_of_several_kinds_is_the_best_of_all(backward, network, max_bytes):
+    every = [g for g in runs_of_kinds(backward) if within(backward, g, max_bytes)]
+    found = best_groups(backward, network, max_bytes=max_bytes)
+    assert found in every
+    assert judged(backward, found, network) == min(
+        judged(backward, groups, network) for groups in every
+    )
+
+
+@given(backwards(kinds=2), networks, st.sampled_from([0.125, 1.0, 4.0]), caps)
+def test_slack_buys_fewer_buckets(backward, network, slack_s, max_bytes):
+    every = [g for g in runs_of_kinds(backward) if within(backward, g, max_bytes)]
+    allowed_s = slack_s + min(judged(backward, g, network)[0] for g in every)
+    found = best_groups(backward, network, max_bytes=max_bytes, slack_s=slack_s)
+    exposed_s, count = judged(backward, found, network)
+    assert exposed_s <= allowed_s
+    assert count == min(
+        len(g) for g in every if judged(backward, g, network)[0] <= allowed_s
+    )
+
+
+@given(backwards(most=6), networks)
+def test_neighbours_in_ready_order_beat_all_other_buckets(backward, network):
+    best_s = play(backward, best_groups(backward, network), network).exposed_s
+    for groups in partitions(list(range(len(backward.ready_s)))):
+        assert play(backward, groups, network).exposed_s >= best_s
+        assert play(backward, groups[::-1], network).exposed_s >= best_s
+
+
+@given(backwards(most=5, least=1), networks, st.data())
+def test_cutting_a_parameter_never_helps(backward, network, data):
+    k = data.draw(st.integers(0, len(backward.ready_s) - 1))
+    assume(backward.nbytes[k] > 1)
+    part = data.draw(st.integers(1, backward.nbytes[k] - 1))
+    cut = replace(
+        backward,
+        ready_s=(*backward.ready_s[:k], backward.ready_s[k], *backward.ready_s[k:]),
+        nbytes=(
+            *backward.nbytes[:k],
+            part,
+            backward.nbytes[k] - part,
+            *backward.nbytes[k + 1 :],
+        ),
+    )
+    whole_s = play(backward, best_groups(backward, network), network).exposed_s
+    for groups in partitions(list(range(len(cut.ready_s)))):
+        assert play(cut, groups, network).exposed_s >= whole_s
+
+
+@given(backwards(most=60, kinds=3), networks, st.lists(sizes, min_size=1, max_size=3))
+def test_best_is_at_least_as_good_as_any_cap(backward, network, limits):
+    best_s = play(backward, best_groups(backward, network), network).exposed_s
+    for from_the_end in (False, True):
+        groups = capped_groups(backward, limits, from_the_end=from_the_end)
+        groups.sort(key=max)  # a bucket must be free to leave when it is full
+        exposed_s = play(backward, groups, network).exposed_s
+        assert best_s <= exposed_s * 1.05 + 1e-9
+
+
+# -- monotone --------------------------------------------------------------------------
+
+
+@st.composite
+def layouts(draw: st.DrawFn, backward: Backward) -> Groups:
+    """Any partition of the kinds, in any launch order."""
+    numbers = draw(
+        st.lists(
+            st.integers(0, 3),
+            min_size=len(backward.ready_s),
+            max_size=len(backward.ready_s),
+        )
+    )
+    groups: dict[tuple[int, int], list[int]] = {}
+    for k, number in enumerate(numbers):
+        groups.setdefault((backward.kind(k), number), []).append(k)
+    return draw(st.permutations(list(groups.values())))
+
+
+@given(backwards(most=30, kinds=2), networks, st.data())
+def test_no_layout_beats_the_bound(backward, network, data):
+    groups = data.draw(layouts(backward))
+    assert lower_bound(backward, network) <= play(backward, groups, network).done_s
+
+
+@given(backwards(most=30, least=1), networks)
+def test_the_bound_is_met_where_latency_is_free(backward, network):
+    free = replace(network, latency_s=0.0)
+    one_each = [[k] for k in range(len(backward.ready_s))]
+    assert lower_bound(backward, free) == play(backward, one_each, free).done_s
+
+
+@given(backwards(most=30, kinds=2), networks, networks, st.data())
+def test_a_better_network_never_exposes_more(backward, one, other, data):
+    groups = data.draw(layouts(backward))
+    better = Network(
+        min(one.latency_s, other.latency_s), max(one.bytes_per_s, other.bytes_per_s)
+    )
+    for exposed in (
+        lambda network: play(backward, groups, network).exposed_s,
+        lambda network: lower_bound(backward, network),
+    ):
+        assert exposed(better) <= min(exposed(one), exposed(other))
+
+
+@given(backwards(most=9, kinds=2, least=1), networks, st.data())
+def test_later_or_larger_gradients_never_expose_less(backward, network, data):
+    late = data.draw(st.sampled_from([0.0, 0.5, 3.0]))
+    k = data.draw(st.integers(0, len(backward.ready_s) - 1))
+    grown = replace(
+        backward,
+        ready_s=tuple(
+            ready + late * (n >= k) for n, ready in enumerate(backward.ready_s)
+        ),
+        nbytes=tuple(b + 2 * (n == k) for n, b in enumerate(backward.nbytes)),
+        end_s=backward.end_s + late,
+    )
+    groups = data.draw(layouts(backward))
+    for each in (backward, grown):
+        assert play(each, groups, network).done_s >= each.end_s
+    assert play(backward, groups, network).done_s <= play(grown, groups, network).done_s
+    best = [
+        play(each, best_groups(each, network), network).done_s
+        for each in (backward, grown)
+    ]
+    assert best[0] <= best[1]
+
+
+# -- what does not matter --------------------------------------------------------------
+
+
+@given(backwards(most=12, kinds=3), networks, st.permutations([0, 1, 2]))
+def test_names_of_kinds_do_not_matter(backward, network, names):
+    renamed = replace(backward, kinds=tuple(10 * names[k] for k in backward.kinds))
+    assert best_groups(renamed, network) == best_groups(backward, network)
+
+
+@given(backwards(most=12, kinds=2), networks, st.sampled_from([0.25, 2.0, 64.0]))
+def test_the_unit_of_time_does_not_matter(backward, network, factor):
+    scaled = replace(
+        backward,
+        ready_s=tuple(factor * ready for ready in backward.ready_s),
+        end_s=factor * backward.end_s,
+    )
+    slower = Network(factor * network.latency_s, network.bytes_per_s / factor)
+    groups = best_groups(backward, network)
+    assert best_groups(scaled, slower) == groups
+    assert (
+        play(scaled, groups, slower).exposed_s
+        == factor * play(backward, groups, network).exposed_s
+    )
+    assert lower_bound(scaled, slower) == factor * lower_bound(backward, network)
+
+
+@given(backwards(most=12, kinds=2), networks, moments)
+def test_when_the_backward_began_does_not_matter(backward, network, later):
+    shifted = replace(
+        backward,
+        ready_s=tuple(ready + later for ready in backward.ready_s),
+        end_s=backward.end_s + later,
+    )
+    groups = best_groups(backward, network)
+    assert best_groups(shifted, network) == groups
+    assert (
+        play(shifted, groups, network).exposed_s
+        == play(backward, groups, network).exposed_s
+    )
+
+
+@given(backwards(most=12, least=2), networks, st.data())
+def test_order_of_equal_ready_times_does_not_matter(backward, network, data):
+    k = data.draw(st.integers(0, len(backward.ready_s) - 2))
+    ready, nbytes = list(backward.ready_s), list(backward.nbytes)
+    ready[k] = ready[k + 1]
+    together = replace(backward, ready_s=tuple(ready))
+    nbytes[k], nbytes[k + 1] = nbytes[k + 1], nbytes[k]
+    swapped = replace(together, nbytes=tuple(nbytes))
+    assert judged(swapped, best_groups(swapped, network), network) == judged(
+        together, best_groups(together, network), network
+    )
