@@ -2,8 +2,13 @@
 
 Read it top to bottom of a backward's life, from the face to the wire::
 
-    L5  recording       minidp.record(model): what a user starts and reads
+    L5  __main__        the command ``minidp``
         tune            minidp tune: a file with the best layout
+        recording       minidp.record(model): what a user starts and reads
+        report          recorded steps in words: is communication hidden, if not, why
+        _advice         one sentence: what to change, and what it gains
+        _picture        recorded steps as a PNG
+        _chrome_trace   recorded steps for Perfetto
     L4  data_parallel   the nn.Module face: forward, no_sync, reset, wiring
         _compat         torch's private names, for third parties; skip it
         _compat_reducer  the same, of ``ddp.reducer``
@@ -64,6 +69,9 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _untraced       what dynamo must run as it is
         _clock          the host's clock, or a CUDA device's
         _timeline       recorded steps, as data
+        _analysis       what they say of overlap, and to the model
+        _skew           which rank comes late; clocks of hosts
+        _labels         names for the traces of torch.profiler
         _cursor         where a rank is, as data
         _ledger         what was announced, reduced, or only added locally
         _phase          lifecycle of a reducer: enum and transition table

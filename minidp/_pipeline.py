@@ -21,6 +21,7 @@ from ._bucket import Bucket, BucketState
 from ._dense_bucket import DenseBucket
 from ._finite import AFTER, BEFORE, refuse_nonfinite
 from ._groups import keep_for_good
+from ._labels import label
 from ._layout import Layout, ParamSpec, initial_layout
 from ._overlap import Observer
 from ._rebuild import agreed_layout
@@ -162,7 +163,8 @@ class Pipeline:
             refuse_nonfinite(self.buckets[number], self.rank, step, BEFORE)
         # Before: it may be over by the time that this thread runs again.
         self.tracer.note(Moment.LAUNCHED, number)
-        with self.watch.over("launching the all-reduce", number):
+        launching = self.watch.over("launching the all-reduce", number)
+        with label("launch", number), launching:
             following = range(number + 1, len(self.buckets))
             is_last = all(later in self.skipped for later in following)
             work = self.averaging.launch(self.buckets[number], number, is_last=is_last)
@@ -178,11 +180,13 @@ class Pipeline:
         observers = tuple(self.observers)  # some take themselves off the list
         for number, bucket in enumerate(self.buckets):
             if number not in self.skipped:
-                with self.watch.over(self.averaging.doing, number):
+                waiting = self.watch.over(self.averaging.doing, number)
+                with label("wait", number), waiting:
                     bucket.complete()
                 if self.checks_finite and self.averaging.hook_now is not None:
                     refuse_nonfinite(bucket, self.rank, self.tracer.backward, AFTER)
-                bucket.unflatten(_slots_of(untouched, bucket))
+                with label("copy out", number):
+                    bucket.unflatten(_slots_of(untouched, bucket))
                 self.tracer.note(Moment.COPIED_OUT, number)
             for observer in observers:
                 observer.reduced(bucket.params)

@@ -33,6 +33,7 @@ from ._autotune import Tuner
 from ._compiled_backward import accept, is_compiled_backward
 from ._countdown import Countdown
 from ._expectation import expectation_for
+from ._labels import label
 from ._layout import ParamSpec
 from ._ledger import Ledger
 from ._phase import Phase, PhaseBox
@@ -191,7 +192,8 @@ class Reducer:
         filled = self.countdown.filled
         undecided = {bucket.position[i] for i in filled if i in bucket.position}
         entries = self.countdown.of_bucket(number)
-        bucket.flatten(entries, self.pipeline.averaging.division, undecided)
+        with label("flatten", number):
+            bucket.flatten(entries, self.pipeline.averaging.division, undecided)
         with self._lock:
             if self.pipeline.launch_due():
                 self._launch_used_map()

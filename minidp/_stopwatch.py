@@ -26,13 +26,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ._clock import Clock, Mark, clock_for
+from . import _clock
+from ._clock import Mark
 from ._phase import Phase
-from ._timeline import BucketTimes, Param, Span, Step, Timeline, Where
+from ._timeline import BucketTimes, Clock, Param, Span, Step, Timeline, Where
 from ._untraced import untraced
 from .trace import Moment, StepPhase
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.utils.hooks import RemovableHandle
 
     from ._layout import Layout
@@ -77,11 +79,15 @@ class Stopwatch:
     """
 
     def __init__(
-        self, reducer: Reducer, *, keep: int = KEEP_STEPS, clock: Clock | None = None
+        self,
+        reducer: Reducer,
+        *,
+        keep: int = KEEP_STEPS,
+        clock: _clock.Clock | None = None,
     ) -> None:
         self._reducer: Reducer | None = reducer
         specs = reducer.pipeline.specs
-        self._clock = clock or clock_for(spec.device for spec in specs)
+        self._clock = clock or _clock.clock_for(spec.device for spec in specs)
         self._managed = set(map(id, reducer.params))
         self._params = tuple(
             Param(spec.name, spec.nbytes, f"{_short(spec.dtype)} on {spec.device}")
@@ -112,8 +118,8 @@ class Stopwatch:
             register_optimizer_step_post_hook(self._after_optimizer),
         ]
 
-    def stop(self) -> None:
-        """Listen no more, and let go of the reducer."""
+    def stop(self) -> ProcessGroup:
+        """Listen no more, and let go of the reducer; returns its group of now."""
         reducer = self._of()
         reducer.pipeline.tracer.listeners.remove(self)
         self._time_hooks(on=False)
@@ -125,6 +131,7 @@ class Stopwatch:
         self._where = where_of(reducer)  # reset() may have changed it
         self._clock.settle()
         self._reducer = None
+        return reducer.pipeline.group
 
     def _of(self) -> Reducer:
         if self._reducer is None:
@@ -202,8 +209,12 @@ class Stopwatch:
 
     # -- what is told ------------------------------------------------------------------
 
-    def timeline(self) -> Timeline:
-        """What is kept, as plain data. While it listens, it waits for the device."""
+    def timeline(self, clock: Clock | None = None) -> Timeline:
+        """What is kept, as plain data. While it listens, this waits for the device.
+
+        Args:
+            clock: how far this rank's is ahead of rank 0's, if that is known.
+        """
         if self._reducer is not None:
             self._clock.settle()
         drafts = list(self._finished)
@@ -217,14 +228,14 @@ class Stopwatch:
                 steps.append(step)
         num_dropped = self._num_opened - (self._draft is not None) - len(steps)
         return Timeline(
-            self._where, self._params, tuple(layouts), tuple(steps), num_dropped
+            self._where, self._params, tuple(layouts), tuple(steps), num_dropped, clock
         )
 
 
 class _Reading:
     """A draft, read off: every mark becomes nanoseconds."""
 
-    def __init__(self, clock: Clock, draft: Draft) -> None:
+    def __init__(self, clock: _clock.Clock, draft: Draft) -> None:
         self._clock = clock
         self._draft = draft
         self._anchor = draft.forwards[0][0]

@@ -16,6 +16,7 @@ from ._copies import Copies
 from ._guard import Guard, refuse_forward
 from ._inputs import move_inputs
 from ._join import Heading, UnevenInputs
+from ._labels import label
 from ._mixed_precision import MixedPrecision, reduce_in_low_precision
 from ._on_demand import average_now, failing_with_the_group
 from ._overlap import StepInBackward
@@ -219,7 +220,8 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
             ReducerFailedError, UnsyncedGradientsError: see `Guard.check_forward`.
         """
         inputs, kwargs = self._before_module(inputs, kwargs)
-        output = self._run_module(inputs, kwargs)
+        with label("forward"):
+            output = self._run_module(inputs, kwargs)
         self._after_module(output)
         return output
 

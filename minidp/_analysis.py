@@ -1,0 +1,341 @@
+"""What recorded steps say: how much communication the backward hides.
+
+One bucket, in one step::
+
+    full    launched        last rank launched         done
+     |--- waited ---|-------- late --------|---- wire ----|
+                    |                      '- all ranks are here: bytes move
+                    '- its turn: the bucket before is done
+
+    backward or optimizer  ===============================|
+                            hidden .......................|. exposed
+
+*Hidden* is what runs while the backward, or an optimizer step inside it, computes on
+this rank. *Exposed* is the rest. Both together are what `late` and `wire` are together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+from ._schedule import Backward, Network, fit_network
+from ._skew import common_steps, last_launches, offset_of
+from ._timeline import BucketTimes, Span, Step, Timeline
+
+Interval = tuple[int, int]  # ns
+
+
+@dataclass(frozen=True)
+class BucketOverlap:
+    """One bucket; seconds, moments counted from where the backward begins."""
+
+    number: int
+    first_s: float | None  # moment of its first gradient, if that was taken
+    full_s: float  # moment of its last gradient
+    waited_s: float  # flattened, launched, and waited for its turn
+    queued_s: float  # ... of it because the bucket before was on the wire
+    late_s: float  # waited for slower ranks; 0 if only this rank is known
+    wire_s: float
+    hidden_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True)
+class StepOverlap:
+    """Where the time of a step goes; seconds. Hidden communication costs none."""
+
+    seconds: float
+    forward_s: float
+    backward_s: float
+    hidden_s: float
+    exposed_s: float
+    late_s: float  # in hidden and exposed: waiting for slower ranks
+    finish_s: float  # averages are copied out
+    optimizer_s: float
+    other_s: float
+    buckets: tuple[BucketOverlap, ...]
+
+    @property
+    def wire_s(self) -> float:
+        """Seconds that bytes moved."""
+        return sum(bucket.wire_s for bucket in self.buckets)
+
+
+def overlap_of(step: Step, last_launch: Mapping[int, int] | None = None) -> StepOverlap:
+    """Take one step apart.
+
+    Args:
+        step: of one rank.
+        last_launch: when the last rank launched each bucket, on this rank's clock.
+    """
+    busy = _union([step.backward, *step.optimizers])
+    buckets = []
+    free = step.backward.begin_ns
+    for bucket in step.buckets:
+        # Gloo may have two collectives at work: the second is then done first.
+        turn = min(max(bucket.launched_ns, free), bucket.done_ns)
+        start = (last_launch or {}).get(bucket.number, turn)
+        start = min(max(start, turn), bucket.done_ns)
+        buckets.append(_bucket(step, bucket, (turn, start), busy))
+        free = max(free, bucket.done_ns)
+    hidden, exposed, late = (
+        sum(getattr(bucket, name) for bucket in buckets)
+        for name in ("hidden_s", "exposed_s", "late_s")
+    )
+    after = (step.backward.end_ns, step.finalize_end_ns)
+    inside = sum(_length(_cut(span, after)) for span in step.optimizers) / 1e9
+    forward = sum(span.seconds for span in step.forwards)
+    optimizer = sum(span.seconds for span in step.optimizers)
+    finish = max(0.0, _length(after) / 1e9 - exposed - inside)
+    known = forward + step.backward.seconds + exposed + finish + optimizer
+    return StepOverlap(
+        seconds=step.seconds,
+        forward_s=forward,
+        backward_s=step.backward.seconds,
+        hidden_s=hidden,
+        exposed_s=exposed,
+        late_s=late,
+        finish_s=finish,
+        optimizer_s=optimizer,
+        other_s=max(0.0, step.seconds - known),
+        buckets=tuple(buckets),
+    )
+
+
+def _bucket(
+    step: Step, bucket: BucketTimes, turn_start: Interval, busy: Sequence[Interval]
+) -> BucketOverlap:
+    turn, start = turn_start
+    begin = step.backward.begin_ns
+    whole = (turn, bucket.done_ns)
+    hidden = sum(_length(_overlap(whole, span)) for span in busy)
+    return BucketOverlap(
+        number=bucket.number,
+        first_s=None,
+        full_s=(bucket.full_ns - begin) / 1e9,
+        waited_s=max(0, turn - bucket.full_ns) / 1e9,
+        queued_s=max(0, turn - bucket.launched_ns) / 1e9,
+        late_s=(start - turn) / 1e9,
+        wire_s=(bucket.done_ns - start) / 1e9,
+        hidden_s=hidden / 1e9,
+        exposed_s=(_length(whole) - hidden) / 1e9,
+    )
+
+
+def _union(spans: Iterable[Span]) -> list[Interval]:
+    found: list[Interval] = []
+    for begin, end in sorted((span.begin_ns, span.end_ns) for span in spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _overlap(one: Interval, other: Interval) -> Interval:
+    return max(one[0], other[0]), min(one[1], other[1])
+
+
+def _cut(span: Span, window: Interval) -> Interval:
+    return _overlap((span.begin_ns, span.end_ns), window)
+
+
+def _length(interval: Interval) -> int:
+    return max(0, interval[1] - interval[0])
+
+
+# --------------------------------------------------------------------- over many steps
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """One rank's steps with its last layout; medians over steps, one by one.
+
+    Medians do not add up exactly.
+    """
+
+    rank: int
+    num_steps: int
+    typical: StepOverlap
+    p10_s: float  # of the whole step
+    p90_s: float
+    members: tuple[tuple[int, ...], ...]  # parameter indices, of `typical.buckets`
+    nbytes: tuple[int, ...]  # of the same buckets
+
+
+def overlaps_of(timelines: Sequence[Timeline]) -> tuple[Overlap, ...]:
+    """Of each rank, over the steps that all of them recorded; () if there are none.
+
+    Args:
+        timelines: `aligned`.
+    """
+    together = common_steps(timelines)
+    if not together:
+        return ()
+    launches = [last_launches(timelines, steps) for steps in together]
+    return tuple(
+        _overlap_of_rank(timeline, [steps[r] for steps in together], launches)
+        for r, timeline in enumerate(timelines)
+    )
+
+
+def _overlap_of_rank(
+    timeline: Timeline, steps: Sequence[Step], launches: Sequence[Mapping[int, int]]
+) -> Overlap:
+    offset = offset_of(timeline)
+    found = [
+        overlap_of(step, {number: ns + offset for number, ns in launch.items()})
+        for step, launch in zip(steps, launches, strict=True)
+    ]
+    numbers = sorted({bucket.number for one in found for bucket in one.buckets})
+    buckets = [
+        _median_bucket(
+            [
+                bucket
+                for one in found
+                for bucket in one.buckets
+                if bucket.number == number
+            ],
+            _filling_times(timeline, steps, number),
+        )
+        for number in numbers
+    ]
+    seconds = sorted(one.seconds for one in found)
+    tenths = quantiles(seconds, n=10) if len(seconds) > 1 else seconds * 9
+    last = steps[-1]
+    return Overlap(
+        rank=timeline.where.rank,
+        num_steps=len(steps),
+        typical=_median_step(found, buckets),
+        p10_s=tenths[0],
+        p90_s=tenths[-1],
+        members=tuple(timeline.members(last, number) for number in numbers),
+        nbytes=tuple(timeline.nbytes(last, number) for number in numbers),
+    )
+
+
+def _median_step(
+    steps: Sequence[StepOverlap], buckets: Sequence[BucketOverlap]
+) -> StepOverlap:
+    names = [name for name in StepOverlap.__dataclass_fields__ if name != "buckets"]
+    values = {name: median(getattr(step, name) for step in steps) for name in names}
+    return StepOverlap(**values, buckets=tuple(buckets))
+
+
+def _median_bucket(
+    buckets: Sequence[BucketOverlap], filling: Sequence[float]
+) -> BucketOverlap:
+    names = set(BucketOverlap.__dataclass_fields__) - {"number", "first_s"}
+    values = {name: median(getattr(one, name) for one in buckets) for name in names}
+    # Few steps have first gradients: what they say holds for the full times of all.
+    first = max(0.0, values["full_s"] - median(filling)) if filling else None
+    return BucketOverlap(number=buckets[0].number, first_s=first, **values)
+
+
+def _filling_times(
+    timeline: Timeline, steps: Sequence[Step], number: int
+) -> list[float]:
+    """Seconds from a bucket's first gradient to its last, where the first was taken."""
+    found = []
+    for step in steps:
+        first = step.first_gradient_ns(timeline.members(step, number))
+        full = [bucket.full_ns for bucket in step.buckets if bucket.number == number]
+        if first is not None and full:
+            found.append((full[0] - first) / 1e9)
+    return found
+
+
+# --------------------------------------------------------------------- for the model
+
+
+def backward_of(timeline: Timeline) -> tuple[Backward, tuple[int, ...]]:
+    """The typical backward, and the parameter index at each of its positions.
+
+    Parameters whose times were never taken count as ready with the last gradient of
+    their bucket.
+
+    Raises:
+        ValueError: no step is recorded.
+    """
+    if not timeline.steps:
+        raise ValueError("no step is recorded")
+    last = timeline.steps[-1].layout
+    end_s = median(s.backward.seconds for s in timeline.steps if s.layout == last)
+    ready = _ready_times(timeline)
+    order = sorted(range(len(ready)), key=lambda i: (ready[i], i))
+    kinds = {kind: n for n, kind in enumerate({p.kind: 0 for p in timeline.params})}
+    backward = Backward(
+        ready_s=tuple(min(ready[i], end_s) for i in order),
+        nbytes=tuple(timeline.params[i].nbytes for i in order),
+        end_s=end_s,
+        kinds=tuple(kinds[timeline.params[i].kind] for i in order),
+    )
+    return backward, tuple(order)
+
+
+def _ready_times(timeline: Timeline) -> list[float]:
+    """Seconds since the backward began, by parameter index; medians."""
+    hooks: list[list[float]] = [[] for _ in timeline.params]
+    buckets: list[list[float]] = [[] for _ in timeline.params]
+    for step in timeline.steps:
+        begin = step.backward.begin_ns
+        for i, ready in enumerate(step.ready_ns):
+            if ready is not None:
+                hooks[i].append((ready - begin) / 1e9)
+        for bucket in step.buckets:
+            for i in timeline.members(step, bucket.number):
+                buckets[i].append((bucket.full_ns - begin) / 1e9)
+    longest = max(step.backward.seconds for step in timeline.steps)
+    return [median(a or b or [longest]) for a, b in zip(hooks, buckets, strict=True)]
+
+
+def network_of(timelines: Sequence[Timeline]) -> Network | None:
+    """The network that the recorded collectives show; None if nothing travelled.
+
+    All recorded layouts count: buckets of several sizes tell latency from bandwidth.
+    With one size only, all its time counts as bandwidth. Waiting for slower ranks does
+    not count if all ranks are known, else of each size the faster half of its times.
+
+    Args:
+        timelines: `aligned`.
+    """
+    samples = _samples(timelines)
+    if not samples or timelines[0].where.world_size == 1:
+        return None
+    if len(timelines) < timelines[0].where.world_size:
+        samples = _faster_half(samples)
+    sizes = {nbytes for nbytes, _ in samples}
+    if len(sizes) == 1:
+        return Network(0.0, sizes.pop() / median(seconds for _, seconds in samples))
+    return fit_network(samples)
+
+
+def _samples(timelines: Sequence[Timeline]) -> list[tuple[int, float]]:
+    """Bytes and seconds of each collective, on the first of the ranks."""
+    first = timelines[0]
+    by_number = [{step.number: step for step in t.steps} for t in timelines]
+    found = []
+    for number, step in by_number[0].items():
+        everyone = [steps[number] for steps in by_number if number in steps]
+        launches = None
+        if len(everyone) == len(timelines):
+            launches = last_launches(timelines, everyone)
+            launches = {n: ns + offset_of(first) for n, ns in launches.items()}
+        for bucket in overlap_of(step, launches).buckets:
+            nbytes = first.nbytes(step, bucket.number)
+            if nbytes and bucket.wire_s > 0:
+                found.append((nbytes, bucket.wire_s))
+    return found
+
+
+def _faster_half(samples: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    by_size: dict[int, list[float]] = {}
+    for nbytes, seconds in samples:
+        by_size.setdefault(nbytes, []).append(seconds)
+    return [
+        (nbytes, seconds)
+        for nbytes, times in by_size.items()
+        for seconds in sorted(times)[: (len(times) + 1) // 2]
+    ]

@@ -1,0 +1,139 @@
+"""Recorded steps for Perfetto (https://ui.perfetto.dev) and ``chrome://tracing``.
+
+A process per rank; in it tracks for forward, backward and optimizer, and one for each
+bucket. Ranks stand on one clock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ._analysis import overlap_of
+from ._skew import aligned, last_launches, offset_of
+from ._timeline import Span, Step, Timeline
+
+FORWARD, BACKWARD, OPTIMIZER, BUCKETS = range(4)  # tracks; bucket 0's is the last
+_TRACKS = ("forward", "backward", "optimizer")
+# Names of colours that both viewers know.
+_HIDDEN, _EXPOSED, _GREY = "good", "terrible", "grey"
+
+
+def chrome_trace(timelines: Sequence[Timeline]) -> str:
+    """The trace, as JSON; times in microseconds from the first event.
+
+    Args:
+        timelines: recordings of different ranks of one run.
+
+    Raises:
+        ValueError: they do not belong together.
+    """
+    ranks = aligned(timelines)
+    begins = [t.steps[0].begin_ns - offset_of(t) for t in ranks if t.steps]
+    origin = min(begins, default=0)
+    events: list[dict[str, Any]] = []
+    for timeline in ranks:
+        events += _names(timeline)
+        shift = origin + offset_of(timeline)
+        for step in timeline.steps:
+            launches = _launches(ranks, step.number)
+            own = {n: ns + offset_of(timeline) for n, ns in launches.items()}
+            events += _Slices(timeline, step, shift).all(own)
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _launches(ranks: Sequence[Timeline], number: int) -> Mapping[int, int]:
+    """When the last rank launched the buckets of a step, if all of them recorded it."""
+    steps = [step for t in ranks for step in t.steps if step.number == number]
+    return last_launches(ranks, steps) if len(steps) == len(ranks) else {}
+
+
+def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    pid = timeline.where.rank
+    num_buckets = max(map(len, timeline.layouts), default=0)
+    tracks = [*_TRACKS, *(f"bucket {n}" for n in range(num_buckets))]
+    yield _meta("process_name", pid, 0, name=f"rank {pid}")
+    yield _meta("process_sort_index", pid, 0, sort_index=pid)
+    for tid, name in enumerate(tracks):
+        yield _meta("thread_name", pid, tid, name=name)
+        yield _meta("thread_sort_index", pid, tid, sort_index=tid)
+
+
+def _meta(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": args}
+
+
+class _Slices:
+    """The slices of one step of one rank.
+
+    Args:
+        timeline: of the rank.
+        step: one of its steps.
+        origin: where the trace begins, on the rank's clock.
+    """
+
+    def __init__(self, timeline: Timeline, step: Step, origin: int) -> None:
+        self._timeline = timeline
+        self._step = step
+        self._origin = origin
+
+    def all(self, last_launch: Mapping[int, int]) -> Iterator[dict[str, Any]]:
+        """Every slice; ``last_launch`` as in `overlap_of`."""
+        step = self._step
+        for span in step.forwards:
+            yield self._slice(FORWARD, "forward", span)
+        yield self._slice(BACKWARD, "backward", step.backward)
+        finalize = Span(step.backward.end_ns, step.finalize_end_ns)
+        yield self._slice(BACKWARD, "finalize", finalize, colour=_GREY)
+        for span in step.optimizers:
+            yield self._slice(OPTIMIZER, "optimizer step", span)
+        for bucket, found in zip(
+            step.buckets, overlap_of(step, last_launch).buckets, strict=True
+        ):
+            late, wire, waited = (
+                round(seconds * 1e9)
+                for seconds in (found.late_s, found.wire_s, found.waited_s)
+            )
+            full, done = bucket.full_ns, bucket.done_ns
+            first = step.first_gradient_ns(self._timeline.members(step, bucket.number))
+            turn, start = full + waited, done - wire
+            pieces = [
+                ("filling", full if first is None else min(first, full), full, _GREY),
+                ("waiting", full, turn, _GREY),
+                ("waiting for slower ranks", turn, turn + late, ""),
+                *self._wire(start, done),
+                ("waiting to be copied out", done, bucket.copied_out_ns, _GREY),
+            ]
+            for name, begin, end, colour in pieces:
+                if begin < end:
+                    span = Span(begin, end)
+                    yield self._slice(BUCKETS + bucket.number, name, span, colour)
+
+    def _wire(self, start: int, done: int) -> list[tuple[str, int, int, str]]:
+        """Hidden while the backward runs, exposed after it."""
+        end = min(max(self._step.backward.end_ns, start), done)
+        return [
+            ("on the wire, hidden", start, end, _HIDDEN),
+            ("on the wire, exposed", end, done, _EXPOSED),
+        ]
+
+    def _slice(
+        self, tid: int, name: str, span: Span, colour: str = ""
+    ) -> dict[str, Any]:
+        args: dict[str, Any] = {"step": self._step.number}
+        if tid >= BUCKETS:
+            number = tid - BUCKETS
+            members = self._timeline.members(self._step, number)
+            args["bytes"] = self._timeline.nbytes(self._step, number)
+            args["parameters"] = [self._timeline.params[i].name for i in members]
+        event = {
+            "ph": "X",
+            "name": name,
+            "pid": self._timeline.where.rank,
+            "tid": tid,
+            "ts": (span.begin_ns - self._origin) / 1e3,
+            "dur": (span.end_ns - span.begin_ns) / 1e3,
+            "args": args,
+        }
+        return {**event, "cname": colour} if colour else event

@@ -1,0 +1,98 @@
+"""Two ranks record the same steps, and see them together."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import minidp
+from minidp._skew import aligned
+
+STEPS = 4
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+
+
+def grads_of(model, rank):
+    """Of every step."""
+    found = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        model(torch.randn(8, 64, generator=generator)).pow(2).mean().backward()
+        found.append([param.grad.clone() for param in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def record_beside_torch(ctx):
+    options = {"process_group": ctx.group, "bucket_cap_mb": 0.02}
+    theirs = grads_of(DistributedDataParallel(net(), **options), ctx.rank)
+    model = minidp.DataParallel(net(), **options)
+    with minidp.record(model) as rec:
+        ours = grads_of(model, ctx.rank)
+    rec.gather()
+    pairs = [
+        torch.equal(a, b)
+        for one, other in zip(theirs, ours, strict=True)
+        for a, b in zip(one, other, strict=True)
+    ]
+    numbers = [[s.number for s in t.steps] for t in rec.timelines]
+    clocks = [(t.clock.offset_ns, t.clock.error_ns) for t in rec.timelines]
+    return all(pairs), numbers, clocks, rec.report()
+
+
+def test_recording_changes_no_bit_and_ranks_see_each_other(pool):
+    for is_equal, numbers, clocks, report in pool.run(record_beside_torch, 2):
+        assert is_equal
+        assert numbers == [list(range(STEPS))] * 2
+        assert clocks[0][0] == 0 or abs(clocks[0][0]) <= clocks[0][1]
+        for offset, error in clocks:  # one host: the truth is 0
+            assert abs(offset) <= error
+        assert report.startswith("ranks 0, 1 of 2; gloo on cpu")
+        assert "Who comes last" in report
+        assert "Advice: " in report
+
+
+def causes(ctx):
+    model = minidp.DataParallel(net(), process_group=ctx.group, bucket_cap_mb=0.02)
+    with minidp.record(model) as rec:
+        grads_of(model, ctx.rank)
+    return rec.gather().timelines
+
+
+def test_no_rank_is_done_before_all_have_launched(pool):
+    for timelines in pool.run(causes, 2):
+        zero, one = aligned(timelines)
+        for ours, theirs in zip(zero.steps, one.steps, strict=True):
+            assert len(ours.buckets) == len(theirs.buckets) > 1 or ours.number == 0
+            for a, b in zip(ours.buckets, theirs.buckets, strict=True):
+                assert max(a.launched_ns, b.launched_ns) <= min(a.done_ns, b.done_ns)
+
+
+def write_files(ctx, folder):
+    model = minidp.DataParallel(net(), process_group=ctx.group)
+    with minidp.record(model) as rec:
+        grads_of(model, ctx.rank)
+    if ctx.rank == 0:
+        rec.save_trace(f"{folder}/own.json")
+    rec.gather()
+    if ctx.rank == 0:
+        rec.save_trace(f"{folder}/all.json")
+
+
+def test_traces_of_one_rank_and_of_all(pool, tmp_path):
+    pool.run(write_files, 2, str(tmp_path))
+    for name, ranks in (("own", {0}), ("all", {0, 1})):
+        events = json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]
+        assert {event["pid"] for event in events} == ranks
+        slices = [event["name"] for event in events if event["ph"] == "X"]
+        assert slices.count("forward") == STEPS * len(ranks)
+        assert any("on the wire" in name for name in slices)

@@ -1,0 +1,64 @@
+"""Recordings made by hand, in milliseconds, with answers that can be worked out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minidp._timeline import BucketTimes, Param, Span, Step, Timeline, Where
+
+MS = 1_000_000  # ns
+Times = tuple[float, float, float, float]  # full, launched, done, copied out
+
+
+def span(begin: float, end: float, at: float = 0) -> Span:
+    """Of ``begin`` to ``end`` ms after ``at``."""
+    return Span(round((at + begin) * MS), round((at + end) * MS))
+
+
+def step(
+    number: int,
+    buckets: Sequence[Times],
+    *,
+    at: float = 0,
+    backward: tuple[float, float] = (10, 30),
+    end: float = 60,
+    ready: Sequence[float | None] = (),
+    optimizers: Sequence[tuple[float, float]] = ((50, 55),),
+) -> Step:
+    """A step that begins ``at`` ms; all other times count from there."""
+    done = max([backward[1], *(times[3] for times in buckets)])
+    return Step(
+        number=number,
+        layout=0,
+        forwards=(span(0, 8, at),),
+        backward=span(*backward, at),
+        finalize_end_ns=round((at + done) * MS),
+        end_ns=round((at + end) * MS),
+        buckets=tuple(
+            BucketTimes(n, *(round((at + ms) * MS) for ms in times))
+            for n, times in enumerate(buckets)
+        ),
+        optimizers=tuple(span(*times, at) for times in optimizers),
+        ready_ns=tuple(None if t is None else round((at + t) * MS) for t in ready),
+    )
+
+
+def timeline(
+    steps: Sequence[Step],
+    *,
+    rank: int = 0,
+    world_size: int = 2,
+    members: Sequence[Sequence[int]] = ((1,), (0,)),
+    nbytes: int = 2**20,
+    host: str = "here",
+) -> Timeline:
+    """Of a model whose parameters are layers.0.weight, layers.1.weight, ..."""
+    count = sum(map(len, members))
+    return Timeline(
+        where=Where(rank, world_size, "gloo", "cpu", host, {"torch": "2.13"}),
+        params=tuple(
+            Param(f"layers.{i}.weight", nbytes, "float32 on cpu") for i in range(count)
+        ),
+        layouts=(tuple(tuple(one) for one in members),),
+        steps=tuple(steps),
+    )

@@ -1,0 +1,182 @@
+"""Report arithmetic on recordings made by hand, with known answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from minidp._advice import advise, layers_of, model_of
+from minidp._analysis import backward_of, network_of, overlap_of, overlaps_of
+from minidp._schedule import Network
+from minidp._skew import aligned, skew_of
+from tests.support.timelines import MS, step, timeline
+
+# Backward from 10 to 30 ms.
+TWO = [(20, 21, 26, 35), (29, 29, 41, 42)]
+
+
+def test_hidden_and_exposed():
+    first, second = overlap_of(step(0, TWO)).buckets
+    assert (first.full_s, first.waited_s, first.queued_s) == (0.010, 0.001, 0)
+    assert (first.wire_s, first.hidden_s, first.exposed_s) == (0.005, 0.005, 0)
+    assert (second.wire_s, second.hidden_s, second.exposed_s) == (0.012, 0.001, 0.011)
+
+
+def test_a_bucket_waits_for_the_one_before():
+    first, second = overlap_of(step(0, [(15, 15, 33, 34), (20, 21, 38, 39)])).buckets
+    assert (first.wire_s, first.hidden_s, first.exposed_s) == (0.018, 0.015, 0.003)
+    assert (second.waited_s, second.queued_s, second.wire_s) == (0.013, 0.012, 0.005)
+    assert (second.hidden_s, second.exposed_s) == (0, 0.005)
+
+
+def test_a_bucket_that_overtakes_takes_no_time():
+    _, second = overlap_of(step(0, [(15, 15, 33, 34), (20, 21, 30, 39)])).buckets
+    assert (second.waited_s, second.wire_s, second.exposed_s) == (0.010, 0, 0)
+
+
+def test_waiting_for_slower_ranks_is_told_apart():
+    one = overlap_of(step(0, TWO), {0: 24 * MS, 1: 35 * MS})
+    first, second = one.buckets
+    assert (first.late_s, first.wire_s, first.hidden_s) == (0.003, 0.002, 0.005)
+    assert (second.late_s, second.wire_s, second.exposed_s) == (0.006, 0.006, 0.011)
+    assert one.late_s == pytest.approx(0.009)
+
+
+def test_where_the_time_of_a_step_goes():
+    one = overlap_of(step(0, TWO))
+    parts = (
+        one.forward_s,
+        one.backward_s,
+        one.exposed_s,
+        one.finish_s,
+        one.optimizer_s,
+        one.other_s,
+    )
+    assert parts == pytest.approx((0.008, 0.020, 0.011, 0.001, 0.005, 0.015))
+    assert sum(parts) == pytest.approx(one.seconds)
+
+
+def test_optimizer_steps_in_the_backward_hide_communication():
+    one = overlap_of(step(0, TWO, optimizers=[(33, 36)]))
+    assert one.buckets[1].exposed_s == pytest.approx(0.008)
+    assert one.buckets[1].hidden_s == pytest.approx(0.004)
+
+
+def test_medians_over_steps():
+    late = [(20, 21, 26, 35), (29, 29, 51, 52)]
+    steps = [step(n, TWO, at=100 * n) for n in range(3)]
+    steps += [step(3, late, at=300, optimizers=())]
+    (overlap,) = overlaps_of(aligned([timeline(steps)]))
+    assert overlap.num_steps == 4
+    assert overlap.typical.exposed_s == pytest.approx(0.011)
+    assert overlap.members == ((1,), (0,))
+    assert overlap.nbytes == (2**20, 2**20)
+
+
+def test_first_gradient_comes_from_the_steps_that_have_it():
+    steps = [step(0, TWO, ready=(25, 12)), step(1, TWO, at=100)]
+    (overlap,) = overlaps_of(aligned([timeline(steps)]))
+    assert [b.first_s for b in overlap.typical.buckets] == pytest.approx([0.002, 0.015])
+
+
+def test_backward_for_the_model():
+    steps = [step(0, TWO, ready=(28, 14)), step(1, TWO, at=100)]
+    backward, order = backward_of(timeline(steps))
+    assert order == (1, 0)
+    assert backward.ready_s == pytest.approx((0.004, 0.018))
+    assert backward.end_s == pytest.approx(0.020)
+
+
+def test_parameters_without_times_are_ready_with_their_bucket():
+    backward, order = backward_of(timeline([step(0, TWO)]))
+    assert order == (1, 0)
+    assert backward.ready_s == pytest.approx((0.010, 0.019))
+
+
+def test_network_is_fitted_to_collectives():
+    def taking(number, seconds_of_one, seconds_of_two, at):
+        first = (12, 12, 12 + seconds_of_one, 59)
+        return step(number, [first, (29, 29, 29 + seconds_of_two, 59)], at=at)
+
+    members = [(0,), (1, 2)]  # 1 MiB and 2 MiB: 1 ms + 4 ms for each MiB
+    one = timeline([taking(n, 5, 9, 100 * n) for n in range(3)], members=members)
+    network = network_of([one])
+    assert network.latency_s == pytest.approx(0.001)
+    assert network.bytes_per_s == pytest.approx(2**20 / 0.004)
+
+
+def test_one_size_only_is_bandwidth():
+    network = network_of([timeline([step(0, [(20, 20, 28, 29)])], members=[(0,)])])
+    assert network == Network(0.0, 2**20 / 0.008)
+
+
+def test_one_rank_has_no_network():
+    assert network_of([timeline([step(0, TWO)], world_size=1)]) is None
+
+
+# --------------------------------------------------------------------------- advice
+
+
+def advice_for(*timelines):
+    ranks = aligned(timelines)
+    first = overlaps_of(ranks)[0]
+    return advise(ranks, first, model_of(ranks, first), skew_of(ranks))
+
+
+def test_one_rank_has_nothing_to_gain():
+    text = advice_for(timeline([step(0, TWO)], world_size=1))
+    assert text == "There is one rank: nothing is sent, nothing to gain."
+
+
+def test_hidden_communication_has_nothing_to_gain():
+    text = advice_for(timeline([step(0, [(12, 12, 20, 31), (21, 21, 30.5, 31)])]))
+    assert text == "Communication is hidden (0.5 ms is not): nothing to gain."
+
+
+def test_smaller_buckets_are_advised_and_the_gain_is_right():
+    # Ten gradients of 1 MiB, one every 2 ms; 4 ms for each MiB; all in one bucket.
+    ready = [12 + 2 * (9 - i) for i in range(10)]
+    one = step(0, [(30, 30, 70, 70)], ready=ready, end=80, optimizers=[])
+    text = advice_for(timeline([one], members=[tuple(range(10))]))
+    # One bucket for each: from 12 ms on the wire, done at 52 ms instead of 70.
+    assert text == (
+        'Use bucket_cap_mb=1 (or "auto"): predicted 62 ms instead of 80 ms per step.'
+    )
+
+
+def test_compression_is_advised_where_the_link_is_the_limit():
+    # The only gradient is there at the end: no layout helps.
+    one = step(0, [(30, 30, 70, 70)], ready=[30], end=80, optimizers=[])
+    text = advice_for(timeline([one], members=[(0,)]))
+    assert "fp16_compress_hook: predicted 60 ms instead of 80 ms per step." in text
+
+
+def straggling(late, *, forward=False):
+    """Rank 1 comes ``late`` ms to everything from bucket 1 on."""
+    fast = [(12, 12, 14, 75), (30, 30, 34 + late, 75)]
+    slow = [(12, 12, 14, 75), (30 + late, 30 + late, 34 + late, 75)]
+    ranks = []
+    for rank, buckets in enumerate((fast, slow)):
+        end = 31 + late if rank else 31
+        steps = [
+            step(n, buckets, at=100 * n, backward=(10, end), end=100, optimizers=[])
+            for n in range(4)
+        ]
+        ranks.append(timeline(steps, rank=rank))
+    return ranks
+
+
+def test_the_straggler_is_named_with_its_layers():
+    assert advice_for(*straggling(40)) == (
+        "Rank 1 arrives 40 ms late at bucket 1 (layers.0): balance its load; "
+        "predicted 60 ms instead of 100 ms per step."
+    )
+
+
+def test_nobody_is_blamed_for_a_millisecond():
+    assert "Rank" not in advice_for(*straggling(1))
+
+
+def test_layers_are_named_from_the_first_to_the_last():
+    one = timeline([step(0, [TWO[0]])], members=[(0, 1, 2)])
+    assert layers_of(one, (2, 1)) == "layers.1 to layers.2"
+    assert layers_of(one, (2,)) == "layers.2"

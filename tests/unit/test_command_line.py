@@ -1,0 +1,107 @@
+"""``minidp report``: exit statuses, messages, files."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from minidp import _picture
+from minidp.__main__ import main
+from minidp._timeline import from_json, to_json
+from tests.support.timelines import step, timeline
+
+BUCKETS = [(20, 20, 28, 35), (30, 30, 40, 41)]
+
+
+@pytest.fixture
+def files(tmp_path):
+    names = []
+    for rank in (0, 1):
+        steps = [step(n, BUCKETS, at=60 * n, ready=(29, 12)) for n in range(3)]
+        path = tmp_path / f"rank{rank}.json"
+        path.write_text(to_json([timeline(steps, rank=rank)]))
+        names.append(str(path))
+    return names
+
+
+def test_report_of_one_rank(files, capsys):
+    assert main(["report", files[0]]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("rank 0 of 2; gloo on cpu; torch 2.13\n")
+    assert (
+        "Is communication hidden? 44% of 18.0 ms per step; 10.0 ms are exposed, 17% "
+        "of the step.\n"
+        "Why? 10.0 ms of them are bucket 1 (layers.0): its last gradient comes 0.0 ms "
+        "before the backward ends, and it takes 10.0 ms.\n"
+        "Advice: "
+    ) in printed
+    assert "rec.gather() tells it apart" in printed
+    assert "Who comes last" not in printed
+
+
+def test_report_of_several_ranks(files, capsys):
+    assert main(["report", *files]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("ranks 0, 1 of 2")
+    assert "Who comes last" in printed
+
+
+def test_all_exports(files, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = {kind: tmp_path / f"out.{kind}" for kind in ("png", "trace", "json")}
+    options = [word for kind, path in out.items() for word in (f"--{kind}", str(path))]
+    assert main(["report", *files, *options]) == 0
+    assert out["png"].read_bytes().startswith(b"\x89PNG")
+    assert json.loads(out["trace"].read_text())["traceEvents"]
+    merged = from_json(out["json"].read_text())
+    assert [t.where.rank for t in merged] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "error: {path}: No such file or directory\n"),
+        (b"{}", "error: {path} is not a recording"),
+        (b"\xff\xfe\xff", "error: {path} is no text"),
+    ],
+)
+def test_bad_files_end_with_their_name(content, says, tmp_path, capsys):
+    path = tmp_path / "steps.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["report", str(path)]) == 1
+    assert capsys.readouterr().err.startswith(says.format(path=path))
+
+
+def test_the_same_rank_twice_is_an_error(files, capsys):
+    assert main(["report", files[0], files[0]]) == 1
+    assert "must be of different ranks" in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(
+    files, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["report", files[0], "--png", str(tmp_path / "out.png")]) == 1
+    assert "pip install 'minidp[bench]'" in capsys.readouterr().err
+
+
+def test_nothing_to_draw_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="nothing to draw"):
+        _picture.draw([timeline([])], tmp_path / "out.png")
+
+
+@pytest.mark.parametrize("words", [[], ["report"], ["nonsense"]])
+def test_wrong_usage(words, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert exit_.value.code == 2
+
+
+def test_help_shows_how_to_record(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["report", "--help"])
+    assert exit_.value.code == 0
+    assert "with minidp.record(model) as rec:" in capsys.readouterr().out

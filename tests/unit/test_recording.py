@@ -1,0 +1,415 @@
+"""``minidp.record``: what is written down of real steps, in a group of one rank."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import minidp
+from minidp import DataParallel, Moment, Recorder, comm_hooks
+from minidp._stopwatch import Stopwatch
+from minidp._timeline import from_json
+
+
+class Chain(nn.Module):
+    """Gradients arrive in the order c, b, a."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(2))
+        self.b = nn.Parameter(torch.ones(2))
+        self.c = nn.Parameter(torch.ones(2))
+
+    def forward(self, x, *, skip_b=False):
+        middle = (x * self.a).exp()
+        return (middle if skip_b else (middle * self.b).exp()) * self.c
+
+
+@pytest.fixture
+def wrap(lone_group):
+    def make(**options):
+        return DataParallel(Chain(), process_group=lone_group, **options)
+
+    return make
+
+
+def step(model, optimizer=None, **kwargs):
+    model(torch.ones(2), **kwargs).sum().backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def test_phases_of_a_step_are_in_order(wrap):
+    model = wrap()
+    optimizer = sgd(model)
+    with minidp.record(model) as rec:
+        for _ in range(3):
+            step(model, optimizer)
+    (timeline,) = rec.timelines
+    assert [s.number for s in timeline.steps] == [0, 1, 2]
+    assert timeline.num_dropped == 0
+    assert [p.name for p in timeline.params] == ["a", "b", "c"]
+    for one in timeline.steps:
+        (forward,), (update,), (bucket,) = one.forwards, one.optimizers, one.buckets
+        times = [
+            forward.begin_ns, forward.end_ns, one.backward.begin_ns, bucket.full_ns,
+            bucket.launched_ns, bucket.done_ns, bucket.copied_out_ns,
+            one.finalize_end_ns, update.begin_ns, update.end_ns, one.end_ns,
+        ]  # fmt: skip
+        assert times == sorted(times)
+        assert one.backward.end_ns >= bucket.launched_ns
+
+
+def test_steps_follow_each_other_without_gaps(wrap):
+    model = wrap()
+    with minidp.record(model) as rec:
+        for _ in range(3):
+            step(model)
+    first, second, _ = rec.timelines[0].steps
+    assert first.end_ns == second.begin_ns
+
+
+def test_parameter_times_are_as_true_as_those_of_the_slow_path(wrap):
+    model, recorder = wrap(), Recorder()
+    model.set_recorder(recorder)
+    with minidp.record(model) as rec:
+        step(model)
+    slow = [e for e in recorder if e.moment is Moment.PARAM_READY]
+    fast = rec.timelines[0].steps[0].ready_ns
+    assert [event.index for event in slow] == [2, 1, 0]
+    before = 0
+    for event in slow:  # each hook reads the clock, then the reducer reads it
+        assert before < fast[event.index] <= event.time_ns
+        before = event.time_ns
+
+
+def test_parameters_are_timed_without_the_slow_path(wrap):
+    model = wrap()
+    with minidp.record(model) as rec:
+        for _ in range(5):
+            step(model)
+    taken = [bool(one.ready_ns) for one in rec.timelines[0].steps]
+    assert taken == [True, False, False, False, True]
+    for one in rec.timelines[0].steps[::4]:
+        c, b, a = (one.ready_ns[i] for i in (2, 1, 0))
+        assert one.backward.begin_ns <= c <= b <= a <= one.buckets[0].full_ns
+        assert one.first_gradient_ns((0, 1, 2)) == c
+
+
+def hooks_of(model):
+    handles = model._reducer.hooks._handles
+    return [handle.hooks_dict_ref()[handle.id] for handle in handles]
+
+
+def test_hooks_are_the_plain_ones_afterwards(wrap):
+    model = wrap()
+    before = hooks_of(model)
+    with minidp.record(model):
+        step(model)
+        assert hooks_of(model) != before
+    assert hooks_of(model) == before
+    assert not model._reducer.pipeline.tracer.listener
+
+
+def test_recording_changes_no_bit(wrap):
+    grads = []
+    for is_on in (True, False):
+        model = wrap()
+        with minidp.record(model) if is_on else torch.enable_grad():
+            step(model)
+        grads.append([param.grad for param in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_recorder_of_the_user_gets_what_it_got(wrap):
+    model = wrap()
+    streams = []
+    for is_on in (False, True):
+        recorder = Recorder()
+        model.set_recorder(recorder)
+        with minidp.record(model) if is_on else torch.enable_grad():
+            step(model)
+        streams.append([(e.moment, e.index) for e in recorder])
+    assert streams[0] == streams[1]
+
+
+def test_only_the_last_steps_are_kept(wrap):
+    model = wrap()
+    with minidp.record(model, keep=2) as rec:
+        for _ in range(5):
+            step(model)
+    assert [s.number for s in rec.timelines[0].steps] == [3, 4]
+    assert rec.timelines[0].num_dropped == 3
+
+
+def test_layouts_belong_to_steps(wrap):
+    model = wrap(bucket_cap_mb_list=[8 / 2**20, 1])
+    with minidp.record(model) as rec:
+        for _ in range(3):
+            step(model)
+    (timeline,) = rec.timelines
+    found = [timeline.layouts[one.layout] for one in timeline.steps]
+    assert found[0] != found[1]  # the first follows the order of registration
+    assert found[1:] == [((2,), (1, 0))] * 2
+
+
+def test_accumulation_is_one_step(wrap):
+    model = wrap()
+    with minidp.record(model) as rec:
+        for _ in range(2):
+            with model.no_sync():
+                step(model)
+            step(model)
+    assert [len(one.forwards) for one in rec.timelines[0].steps] == [2, 2]
+
+
+def test_local_backwards_do_not_count_as_ready(wrap):
+    model = wrap()
+    with minidp.record(model) as rec:
+        with model.no_sync():
+            step(model)
+        step(model)
+    (one,) = rec.timelines[0].steps
+    assert all(t >= one.backward.begin_ns for t in one.ready_ns)
+
+
+def test_unused_parameters_have_no_time(wrap):
+    model = wrap(find_unused_parameters=True)
+    with minidp.record(model) as rec:
+        step(model, skip_b=True)
+    (one,) = rec.timelines[0].steps
+    assert [t is None for t in one.ready_ns] == [False, True, False]
+    assert len(one.buckets) == 1
+
+
+def test_static_graph(wrap):
+    model = wrap(static_graph=True)
+    with minidp.record(model) as rec:
+        for _ in range(2):
+            step(model)
+    assert len(rec.timelines[0].steps) == 2
+    assert None not in rec.timelines[0].steps[0].ready_ns
+
+
+def test_optimizer_steps_in_the_backward(wrap):
+    model = wrap()
+    model.step_in_backward(sgd(model))
+    with minidp.record(model) as rec:
+        step(model)
+    (one,) = rec.timelines[0].steps
+    (update,) = one.optimizers
+    assert one.backward.end_ns <= update.begin_ns <= update.end_ns
+    assert update.end_ns <= one.finalize_end_ns
+
+
+def test_optimizers_of_others_do_not_count(wrap):
+    model = wrap()
+    stranger = nn.Parameter(torch.ones(1))
+    stranger.grad = torch.ones(1)
+    with minidp.record(model) as rec:
+        step(model)
+        torch.optim.SGD([stranger], lr=0.1).step()
+    assert rec.timelines[0].steps[0].optimizers == ()
+
+
+def test_comm_hooks_have_a_wire_time(wrap, lone_group):
+    model = wrap()
+    model.register_comm_hook(lone_group, comm_hooks.all_reduce_hook)
+    with minidp.record(model) as rec:
+        step(model)
+    assert len(rec.timelines[0].steps[0].buckets) == 1
+
+
+def fail(_grad):
+    raise OSError("no")
+
+
+def test_failed_steps_are_dropped_and_recording_goes_on(wrap):
+    model = wrap()
+    with minidp.record(model) as rec:
+        step(model)
+        handle = model.module.b.register_hook(fail)
+        with pytest.raises(OSError, match="no"):
+            step(model)
+        handle.remove()
+        model.reset()
+        model.zero_grad()
+        step(model)
+    (timeline,) = rec.timelines
+    assert len(timeline.steps) == 2
+    assert timeline.num_dropped == 1
+
+
+def run_and_fail(model):
+    step(model)
+    model.module.c.register_hook(fail)
+    step(model)
+
+
+def test_an_error_ends_the_recording_and_keeps_it(wrap):
+    model = wrap()
+    rec = minidp.record(model)
+    with pytest.raises(OSError, match="no"), rec:
+        run_and_fail(model)
+    assert len(rec.timelines[0].steps) == 1
+    with minidp.record(model):
+        pass
+
+
+def test_penalties_by_autograd_grad_do_not_begin_the_backward(wrap):
+    model = wrap()
+    with minidp.record(model) as rec:
+        x = torch.ones(2, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        model(x).sum().backward()
+    (one,) = rec.timelines[0].steps
+    assert len(one.forwards) == 2
+    assert one.backward.begin_ns >= one.forwards[1].end_ns
+    assert slope.shape == (2,)
+
+
+def test_a_recording_does_not_keep_the_model_alive(wrap):
+    model = wrap()
+    with minidp.record(model) as rec:
+        step(model)
+    there = weakref.ref(model)
+    del model
+    gc.collect()
+    assert there() is None
+    assert "One step" in rec.report()
+
+
+# --------------------------------------------------------------------------- misuse
+
+
+def test_a_model_is_recorded_once_at_a_time(wrap):
+    model = wrap()
+    with (
+        minidp.record(model) as rec,
+        pytest.raises(RuntimeError, match="recorded already"),
+        minidp.record(model),
+    ):
+        pass
+    with pytest.raises(RuntimeError, match="starts and stops once"), rec:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (nn.Linear(1, 1), r"got torch.nn.modules.linear.Linear. .*wrap the module"),
+        (5, r"got builtins.int"),
+    ],
+)
+def test_what_is_no_data_parallel_is_refused(model, says):
+    with pytest.raises(TypeError, match=says):
+        minidp.record(model)
+
+
+def test_a_wrapper_around_is_named(wrap):
+    class Around(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    with pytest.raises(TypeError, match=r"pass its \.module"):
+        minidp.record(Around(wrap()))
+
+
+def test_keeping_nothing_is_refused(wrap):
+    with pytest.raises(ValueError, match="at least 1 step, but is 0"):
+        minidp.record(wrap(), keep=0)
+
+
+def test_a_report_of_nothing_says_what_is_missing(wrap):
+    with minidp.record(wrap()) as rec:
+        pass
+    assert rec.report().startswith("No complete step was recorded. A step is a forward")
+
+
+# --------------------------------------------------------------------------- clocks
+
+
+class Events:
+    """A clock that, as CUDA's, is read later: marks are objects until then."""
+
+    params_every = 1
+
+    def __init__(self):
+        self.ticks = itertools.count(100)
+        self.is_settled = False
+
+    def read(self):
+        return [next(self.ticks)]
+
+    def settle(self):
+        self.is_settled = True
+
+    def resolve(self, mark, anchor):
+        assert self.is_settled
+        return anchor[0] + (mark[0] - anchor[0])
+
+
+def test_marks_are_looked_at_when_everything_is_over(wrap):
+    model, clock = wrap(), Events()
+    watch = Stopwatch(model._reducer, clock=clock)
+    watch.start()
+    for _ in range(2):
+        step(model)
+    assert not clock.is_settled
+    watch.stop()
+    first, second = watch.timeline().steps
+    assert first.begin_ns == 100
+    assert first.ready_ns[2] < first.ready_ns[1] < first.ready_ns[0]
+    assert first.end_ns == second.begin_ns
+
+
+# --------------------------------------------------------------------------- exports
+
+
+def test_a_saved_recording_is_the_recording(wrap, tmp_path):
+    model = wrap()
+    with minidp.record(model) as rec:
+        step(model)
+    rec.save(tmp_path / "steps.json")
+    assert from_json((tmp_path / "steps.json").read_text()) == rec.timelines
+
+
+def test_the_trace_has_a_track_for_everything(wrap, tmp_path):
+    model = wrap()
+    with minidp.record(model) as rec:
+        step(model, sgd(model))
+    rec.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(tracks.values()) == ["forward", "backward", "optimizer", "bucket 0"]
+    slices = [e for e in events if e["ph"] == "X"]
+    assert {tracks[e["tid"]] for e in slices} == set(tracks.values())
+    assert min(e["ts"] for e in slices) == 0
+    assert all(e["dur"] >= 0 for e in slices)
+
+
+def test_labels_in_a_trace_of_torch(wrap):
+    model = wrap()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step(model)
+    names = {event.name for event in profiler.events()}
+    assert {
+        "minidp::forward",
+        "minidp::flatten bucket=0",
+        "minidp::launch bucket=0",
+        "minidp::wait bucket=0",
+        "minidp::copy out bucket=0",
+    } <= names
