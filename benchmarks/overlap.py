@@ -18,7 +18,6 @@ import functools
 import gc
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -49,9 +48,9 @@ from support.links import Link, measured_rate, why_not
 from support.memory import Memory, measure_memory
 from support.models import MODELS
 from support.nets import Net
+from support.output import check_native, results_folder, say_if_wrong
 from support.ranks import KEEP_MEMORY, run_ranks
 from support.report import (
-    ROOT,
     header,
     header_table,
     native_line,
@@ -69,6 +68,7 @@ SMOKE_CELLS = ["mlp:loopback:2", "resnet50:2:3"]
 LOOPBACK = "loopback"
 SMALL_CAP = "minidp 1 MiB"
 RECORDED = " recorded"
+BRIEF = 12  # steps of `auto` before its memory is measured: any layout is as large
 # Targets, for `auto`: torch's steps over its own on the MLP at 2 Gbit/s; its steps over
 # the bound at two ranks on slow links.
 SPEEDUP_CELL, SPEEDUP = "mlp:2:2", 1.25
@@ -135,8 +135,7 @@ def measure(
     cells: Sequence[Cell], plan: Plan, *, smoke: bool, native: str
 ) -> list[Exposure]:
     """On every rank: measure cells of one place, one after the other."""
-    if native_line() != native:  # its sources were changed since this run started
-        raise RuntimeError(f"native extension {native}, but on a rank {native_line()}")
+    check_native(native)
     settling = 2 if smoke else SETTLING
     found = []
     for cell in cells:
@@ -151,7 +150,7 @@ def measure(
 
 def measure_peaks(cell: Cell, *, smoke: bool) -> dict[str, Memory]:
     """On every rank: memory, which does not depend on the link."""
-    everyone = implementations(cell.world_size, settling=2 if smoke else SETTLING)
+    everyone = implementations(cell.world_size, settling=2 if smoke else BRIEF)
     everyone = [each for each in everyone if not each.name.endswith(RECORDED)]
     return measure_memory(everyone, cell.net(smoke=smoke))
 
@@ -301,12 +300,8 @@ def run(args: argparse.Namespace, folder: Path) -> bool:
         print_verdicts(console, "paired by round", found)
     lines["load after"] = f"{os.getloadavg()[0]:.1f} busy processes, last minute"
     console.print("load after", lines["load after"])
-    wrong = any(n for e in results.values() for n in e.measured.wrong.values() if n)
-    if wrong:
-        console.print(
-            "Some gradients are WRONG: see the last column.", style="bold red"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
+    counts = [n for e in results.values() for n in e.measured.wrong.values()]
+    is_right = say_if_wrong(console, counts)
     stem = f"overlap_cpu_{lines['date']}"
     write_json(
         folder / f"{stem}.json",
@@ -319,18 +314,13 @@ def run(args: argparse.Namespace, folder: Path) -> bool:
     title = "How much communication a step waits for"
     write_markdown(folder / f"{stem}.md", title, console)
     chart(folder / f"{stem}.png", results, lines["date"])
-    return not wrong
+    return is_right
 
 
 def main() -> int:
     """Run; 1 if a gradient was wrong, whatever the targets say."""
     args = parse()
-    with tempfile.TemporaryDirectory() as scratch:
-        if not args.smoke:
-            folder = args.out or ROOT / "benchmarks" / "results"
-        else:
-            folder = args.out or Path(scratch)
-            os.environ.setdefault("MPLCONFIGDIR", scratch)  # matplotlib's font cache
+    with results_folder(args.out, smoke=args.smoke) as folder:
         return 0 if run(args, folder) else 1
 
 

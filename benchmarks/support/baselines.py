@@ -80,10 +80,13 @@ def has_batched_copy() -> bool:
     return "batched_grad_copy" in known
 
 
-def has_auto() -> bool:
+def has_auto(**options: Any) -> bool:
     """Collective: whether this minidp accepts ``bucket_cap_mb="auto"``."""
+    module = nn.Linear(1, 1)
+    if dist.get_backend(options.get("process_group")) == "nccl":
+        module.cuda()
     try:
-        ours(bucket_cap_mb="auto")(nn.Linear(1, 1))
+        ours(bucket_cap_mb="auto", **options)(module)
     except TypeError:  # every rank rejects it
         return False
     return True
