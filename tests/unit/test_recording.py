@@ -120,7 +120,7 @@ def test_hooks_are_the_plain_ones_afterwards(wrap):
         step(model)
         assert hooks_of(model) != before
     assert hooks_of(model) == before
-    assert not model._reducer.pipeline.tracer.listener
+    assert not model._reducer.pipeline.tracer.listeners
 
 
 def test_recording_changes_no_bit(wrap):
