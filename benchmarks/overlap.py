@@ -15,11 +15,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import gc
 import os
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -47,11 +45,11 @@ from support.estimates import ratio
 from support.exposure import Exposure
 from support.links import Link, measured_rate, why_not
 from support.memory import Memory, measure_memory
-from support.models import MODELS
+from support.models import GPU_MODELS, MODELS
 from support.nets import Net
+from support.output import check_native, results_folder, say_if_wrong
 from support.ranks import KEEP_MEMORY, run_ranks
 from support.report import (
-    ROOT,
     header,
     header_table,
     native_line,
@@ -59,9 +57,12 @@ from support.report import (
     write_json,
     write_markdown,
 )
-from support.rounds import Contest, Implementation, Plan
+from support.rounds import Contest, Implementation, Plan, Where
 from support.stacks import draw_stacks
 from support.verdicts import Verdict, print_verdicts
+from support.wire import ModelledWire, over_wire, write_trace
+
+from minidp._schedule import Network
 
 FULL = Plan(seconds=30, warm_up=4, fewest=11, most=220, check_every=30)
 SMOKE = Plan(seconds=0, warm_up=3, fewest=1, most=11, check_every=5)
@@ -69,6 +70,12 @@ SMOKE_CELLS = ["mlp:loopback:2", "resnet50:2:3"]
 LOOPBACK = "loopback"
 SMALL_CAP = "minidp 1 MiB"
 RECORDED = " recorded"
+BACKENDS = {
+    "cpu": "CPU, Gloo, 1 thread per rank, float32",
+    "cuda": "one GPU, NCCL with one rank, a comm hook that waits, float32",
+}
+WIRE_LINKS, WIRE_LATENCY = ("400", "100", "25"), 20e-6  # Gbit/s; seconds
+BRIEF = 12  # steps of `auto` before its memory is measured: any layout is as large
 # Targets, for `auto`: torch's steps over its own on the MLP at 2 Gbit/s; its steps over
 # the bound at two ranks on slow links.
 SPEEDUP_CELL, SPEEDUP = "mlp:2:2", 1.25
@@ -97,14 +104,64 @@ class Cell:
     @property
     def place(self) -> str:
         """For people."""
+        if self.world_size == 1:
+            return f"one GPU, a modelled wire of {self.link} Gbit/s"
         cores = os.cpu_count() or 1
         crowded = f" on {cores} cores" if self.world_size > cores else ""
         return f"{self.world_size} ranks{crowded}, {self.shaped or LOOPBACK}"
 
-    def net(self, *, smoke: bool) -> Net:
-        """The model; the same on every rank."""
+
+@dataclass(frozen=True)
+class Options:
+    """What every rank is told.
+
+    Args:
+        device: cpu, or cuda: then the link is modelled.
+        is_small: models at the size of a smoke test.
+        native: what each rank must have of the native extension.
+    """
+
+    device: str
+    is_small: bool
+    native: str
+
+    @property
+    def where(self) -> Where:
+        """All ranks."""
+        return Where(device=self.device)
+
+    @property
+    def settling(self) -> int:
+        """Steps until `auto` has its layout."""
+        return 2 if self.is_small else SETTLING
+
+    def net(self, cell: Cell) -> Net:
+        """The model of a cell, the same on every rank."""
         torch.manual_seed(0)
-        return MODELS[self.model].smoke() if smoke else MODELS[self.model].full()
+        if self.is_small:
+            return MODELS[cell.model].smoke().to(self.device)
+        if self.device == "cuda":
+            return GPU_MODELS[cell.model]().cuda()
+        return MODELS[cell.model].full()
+
+    def implementations(self, cell: Cell, settling: int) -> list[Implementation]:
+        """Collective: everything that takes part, on the cell's network.
+
+        On a GPU none is recorded: the bound needs a network that takes part itself.
+        """
+        everyone = implementations(cell.world_size, settling=settling)
+        if self.device == "cpu":
+            return everyone
+        network = Network(WIRE_LATENCY, float(cell.link) * 1e9 / 8)
+        wire = ModelledWire(network)
+        after = functools.partial(AfterBackward, carry=wire.carry)
+        wraps = {BARE: bare, AFTER: after}
+        hooked = over_wire(wire)
+        return [
+            dataclasses.replace(each, wrap=wraps.get(each.name, hooked(each.wrap)))
+            for each in everyone
+            if each.watcher is None
+        ]
 
 
 def implementations(world_size: int, *, settling: int) -> list[Implementation]:
@@ -131,29 +188,33 @@ def implementations(world_size: int, *, settling: int) -> list[Implementation]:
     return [*everyone, dataclasses.replace(best, **recorded)]
 
 
-def measure(
-    cells: Sequence[Cell], plan: Plan, *, smoke: bool, native: str
-) -> list[Exposure]:
-    """On every rank: measure cells of one place, one after the other."""
-    if native_line() != native:  # its sources were changed since this run started
-        raise RuntimeError(f"native extension {native}, but on a rank {native_line()}")
-    settling = 2 if smoke else SETTLING
-    found = []
-    for cell in cells:
-        everyone = implementations(cell.world_size, settling=settling)
-        net = cell.net(smoke=smoke)
-        note = f"; alone: {measured_rate(2**20 if smoke else 2**24)}"
-        measured = Contest(everyone, net, plan, label=str(cell)).run()
-        found.append(Exposure(f"{net.title}; {cell.place}", measured, note))
-        gc.collect()
-    return found
+def measure(cell: Cell, plan: Plan, options: Options) -> Exposure:
+    """On every rank."""
+    check_native(options.native)
+    everyone = options.implementations(cell, options.settling)
+    net = options.net(cell)
+    note = ""
+    if options.device == "cpu":
+        note = f"; alone: {measured_rate(2**20 if options.is_small else 2**24)}"
+    contest = Contest(everyone, net, plan, options.where, label=str(cell))
+    return Exposure(f"{net.title}; {cell.place}", contest.run(), note)
 
 
-def measure_peaks(cell: Cell, *, smoke: bool) -> dict[str, Memory]:
+def measure_peaks(cell: Cell, options: Options) -> dict[str, Memory]:
     """On every rank: memory, which does not depend on the link."""
-    everyone = implementations(cell.world_size, settling=2 if smoke else SETTLING)
+    everyone = options.implementations(cell, min(options.settling, BRIEF))
     everyone = [each for each in everyone if not each.name.endswith(RECORDED)]
-    return measure_memory(everyone, cell.net(smoke=smoke))
+    return measure_memory(everyone, options.net(cell), options.where)
+
+
+def trace(cell: Cell, options: Options, folder: Path) -> None:
+    """On a GPU: write a Chrome trace of a step, of torch's and of minidp's best."""
+    everyone = options.implementations(cell, options.settling)
+    for each in everyone:
+        if each.name in (TORCH, everyone[-1].name):
+            name = f"trace_{cell.model}_{cell.link}_{each.name.replace(' ', '_')}"
+            path = folder / f"{name}.json.gz"
+            write_trace(path, each, options.net(cell), options.where)
 
 
 # -- what it means ---------------------------------------------------------------------
@@ -176,12 +237,12 @@ def verdicts(cell: Cell, exposure: Exposure) -> Iterator[Verdict]:
         yield Verdict(f"auto's step over the bound; {title}", over_bound, BOUND_LIMIT)
 
 
-def chart(path: Path, results: Mapping[Cell, Exposure], date: str) -> None:
+def chart(path: Path, results: Mapping[Cell, Exposure], date: str, device: str) -> None:
     """Write the bar chart: a row per model and number of ranks, a column per link."""
     words = Words(
         title="What a step computes, and what it waits for communication",
         unit="ms for each step: median, p10-p90",
-        footnote=f"CPU, Gloo, one thread per rank, {date}. torch {torch.__version__}. "
+        footnote=f"{BACKENDS[device]}. {date}, torch {torch.__version__}. "
         "Bound: no layout of buckets can be faster.",
     )
     rows = groupby(results, key=lambda cell: (cell.model, cell.world_size))
@@ -214,17 +275,16 @@ def parse() -> argparse.Namespace:
     add(
         "--links",
         nargs="+",
-        default=[LOOPBACK, "10", "2", "1"],
         metavar="L",
-        help="networks: rates in Gbit/s, and loopback (default: loopback 10 2 1)",
+        help="networks: rates in Gbit/s, and loopback (default: loopback 10 2 1; on a "
+        "GPU, where they are modelled: 400 100 25)",
     )
     add(
         "--world-sizes",
         nargs="+",
         type=int,
-        default=[2, 4],
         metavar="N",
-        help="numbers of ranks (default: 2 4)",
+        help="numbers of ranks (default: 2 4; on a GPU always 1)",
     )
     add(
         "--seconds",
@@ -244,7 +304,13 @@ def parse() -> argparse.Namespace:
         metavar="FOLDER",
         help="where table, numbers and chart go (default: benchmarks/results)",
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.device == "cuda":
+        args.links, args.world_sizes = args.links or list(WIRE_LINKS), [1]
+    else:
+        args.links = args.links or [LOOPBACK, "10", "2", "1"]
+        args.world_sizes = args.world_sizes or [2, 4]
+    return args
 
 
 def chosen_cells(args: argparse.Namespace, console: Console) -> list[Cell]:
@@ -255,14 +321,15 @@ def chosen_cells(args: argparse.Namespace, console: Console) -> list[Cell]:
         for world_size in args.world_sizes
         for link in args.links
     ]
-    if args.smoke:
+    if args.smoke and args.device == "cpu":
         every = [Cell(m, link, int(n)) for m, link, n in map(_parts, SMOKE_CELLS)]
     patterns = args.cells or ["*"]
     cells = [c for c in every if any(fnmatchcase(str(c), p) for p in patterns)]
     if not cells:
         known = ", ".join(map(str, every))
         raise SystemExit(f"No cell is called {' or '.join(patterns)}, but: {known}")
-    reason = why_not() if any(cell.shaped for cell in cells) else ""
+    is_shaped = args.device == "cpu" and any(cell.shaped for cell in cells)
+    reason = why_not() if is_shaped else ""
     if reason:
         console.print(f"The cells on shaped links are skipped: {reason}.\n")
         cells = [cell for cell in cells if not cell.shaped]
@@ -279,21 +346,26 @@ def run(args: argparse.Namespace, folder: Path) -> bool:
     console = report_console()
     lines = header(
         native=native_line(),
-        backend="gloo, 1 thread per rank, float32",
+        backend=BACKENDS[args.device],
         timed="forward and backward; not zero_grad(set_to_none=True)",
         memory=" ".join(f"{name}={value}" for name, value in KEEP_MEMORY.items()),
         rounds=f"{plan.warm_up} to warm up, then {plan.seconds:g} s for each cell",
     )
     console.print(header_table(lines), "")
+    options = Options(args.device, args.smoke, lines["native"])
+    is_cuda = args.device == "cuda"
     results: dict[Cell, Exposure] = {}
     peaks: dict[tuple[str, int], dict[str, Memory]] = {}
     for cell in chosen_cells(args, console):
         key, size = (cell.model, cell.world_size), cell.world_size
         if key not in peaks:
-            task = functools.partial(measure_peaks, smoke=args.smoke)
-            peaks[key] = run_ranks(task, size, cell)
-        task = functools.partial(measure, smoke=args.smoke, native=lines["native"])
-        (exposure,) = run_ranks(task, size, [cell], plan, link=cell.shaped)
+            peaks[key] = run_ranks(measure_peaks, size, cell, options, is_cuda=is_cuda)
+            if is_cuda:
+                run_ranks(trace, size, cell, options, folder, is_cuda=True)
+        link = None if is_cuda else cell.shaped
+        exposure = run_ranks(
+            measure, size, cell, plan, options, link=link, is_cuda=is_cuda
+        )
         results[cell] = dataclasses.replace(exposure, memory=peaks[key])
         console.print(results[cell].table(), "")
     found = [verdict for result in results.items() for verdict in verdicts(*result)]
@@ -301,13 +373,9 @@ def run(args: argparse.Namespace, folder: Path) -> bool:
         print_verdicts(console, "paired by round", found)
     lines["load after"] = f"{os.getloadavg()[0]:.1f} busy processes, last minute"
     console.print("load after", lines["load after"])
-    wrong = any(n for e in results.values() for n in e.measured.wrong.values() if n)
-    if wrong:
-        console.print(
-            "Some gradients are WRONG: see the last column.", style="bold red"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"overlap_cpu_{lines['date']}"
+    counts = [n for e in results.values() for n in e.measured.wrong.values()]
+    is_right = say_if_wrong(console, counts)
+    stem = f"overlap_{args.device}_{lines['date']}"
     write_json(
         folder / f"{stem}.json",
         {
@@ -318,19 +386,17 @@ def run(args: argparse.Namespace, folder: Path) -> bool:
     )
     title = "How much communication a step waits for"
     write_markdown(folder / f"{stem}.md", title, console)
-    chart(folder / f"{stem}.png", results, lines["date"])
-    return not wrong
+    chart(folder / f"{stem}.png", results, lines["date"], args.device)
+    return is_right
 
 
 def main() -> int:
-    """Run; 1 if a gradient was wrong, whatever the targets say."""
+    """Run; 1 if a gradient was wrong, whatever the targets say; 2 without a GPU."""
     args = parse()
-    with tempfile.TemporaryDirectory() as scratch:
-        if not args.smoke:
-            folder = args.out or ROOT / "benchmarks" / "results"
-        else:
-            folder = args.out or Path(scratch)
-            os.environ.setdefault("MPLCONFIGDIR", scratch)  # matplotlib's font cache
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("No GPU here: torch.cuda.is_available() is False.", file=sys.stderr)
+        return 2
+    with results_folder(args.out, smoke=args.smoke) as folder:
         return 0 if run(args, folder) else 1
 
 

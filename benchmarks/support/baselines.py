@@ -26,6 +26,15 @@ LAST_CAP = {"DDP_SET_LAST_BUCKET_CAP": "1"}  # torch reads it at its rebuild
 SETTLING = 40  # steps until the layout that bucket_cap_mb="auto" chose is in use
 
 
+Carry = Callable[[torch.Tensor], torch.futures.Future[Any]]
+
+
+def _all_reduce(values: torch.Tensor) -> torch.futures.Future[Any]:
+    work = dist.all_reduce(values, async_op=True)
+    assert work is not None
+    return work.get_future()
+
+
 def bare(module: nn.Module) -> nn.Module:
     """Nothing around the module: every rank trains for itself."""
     return module
@@ -46,16 +55,14 @@ class AfterBackward(nn.Module):
 
     Args:
         module: the replica; must be the same on all ranks already.
-        process_group: who averages; None: everybody.
+        carry: starts to add up a tensor over the ranks; None: an all-reduce.
     """
 
-    def __init__(
-        self, module: nn.Module, process_group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, carry: Carry | None = None) -> None:
         super().__init__()
         self.module = module
-        self._group = process_group
-        self._scale = 1 / dist.get_world_size(process_group)
+        self._carry = carry or _all_reduce
+        self._scale = 1 / dist.get_world_size()
         sizes = [param.numel() for param in module.parameters()]
         self._flat = torch.empty(sum(sizes), device=next(module.parameters()).device)
         self._parts = self._flat.split(sizes)
@@ -69,7 +76,7 @@ class AfterBackward(nn.Module):
         params = list(self.module.parameters())
         for part, param in zip(self._parts, params, strict=True):
             torch.mul(param.grad.view(-1), self._scale, out=part)
-        dist.all_reduce(self._flat, group=self._group)
+        self._carry(self._flat).wait()
         for part, param in zip(self._parts, params, strict=True):
             param.grad.view(-1).copy_(part)
 
@@ -80,10 +87,13 @@ def has_batched_copy() -> bool:
     return "batched_grad_copy" in known
 
 
-def has_auto() -> bool:
+def has_auto(**options: Any) -> bool:
     """Collective: whether this minidp accepts ``bucket_cap_mb="auto"``."""
+    module = nn.Linear(1, 1)
+    if dist.get_backend(options.get("process_group")) == "nccl":
+        module.cuda()
     try:
-        ours(bucket_cap_mb="auto")(nn.Linear(1, 1))
+        ours(bucket_cap_mb="auto", **options)(module)
     except TypeError:  # every rank rejects it
         return False
     return True

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from minidp._schedule import Backward, Network, fit_network, lower_bound
 from torch import nn
 
 import minidp
 from minidp import Moment
+from minidp._schedule import Backward, Network, fit_network, lower_bound
 from support.estimates import Times
 
 PROBES = (4, 2**14, 2**18, 2**20, 2**22)  # bytes

@@ -1,24 +1,30 @@
-"""Peak memory of an implementation: of torch's allocator, to the byte.
+"""Peak memory of an implementation: what its steps need beyond the weights.
 
-Not the memory of the process: that has torch itself, Gloo, holes, and whatever was
-there before. Counted is what torch allocates from the construction of the wrapper on,
-through some steps: buckets, activations, gradients. The model's weights are there before.
+On a GPU torch's allocator counts. On CPU the kernel does: the peak of the process's
+resident memory. That has what Gloo's threads allocate and free as well, which torch's
+profiler does not see. The C library is told to give all but small pieces back at once,
+so that resident is what is in use.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from support.nets import Net
 from support.rounds import Contestant, Implementation, Where
 
-STEPS = 4  # DDP rebuilds its buckets after the first
+RESET = "/proc/self/clear_refs"
+M_MMAP_THRESHOLD, M_MMAP_MAX = -3, -4  # of glibc's mallopt
+LARGE = 2**16  # bytes: pieces from here on go back to the system when freed
+STEPS = 3  # DDP rebuilds its buckets after the first
 
 
 @dataclass(frozen=True)
@@ -37,18 +43,24 @@ class Memory:
 def measure_memory(
     implementations: Sequence[Implementation], net: Net, where: Where | None = None
 ) -> dict[str, Memory]:
-    """Collective: the memory of each, one after the other."""
+    """Collective: the memory of each, one after the other.
+
+    The process must not be used to measure time afterwards. An empty result: memory
+    cannot be measured here.
+    """
     where = where or Where()
-    _history(lambda: net(*net_data(net, where)).backward())  # what torch keeps for good
-    net.zero_grad()
-    found = {}
-    for each in implementations:
+    if why_no_memory(where.device):
+        return {}
+    found: dict[str, Memory] = {}
+    # Two take part twice: what torch and Gloo keep for good is there then.
+    quick = [each for each in implementations if not each.settling]
+    for each in [quick[0], quick[-1], *implementations]:
         gc.collect()
         peak, at_rest = _history(lambda each=each: _train(each, net, where))
         both = torch.tensor([peak, at_rest])
         where.reduce(both, dist.ReduceOp.MAX)
         found[each.name] = Memory(int(both[0]), int(both[1]))
-    return found
+    return {each.name: found[each.name] for each in implementations}
 
 
 def net_data(net: Net, where: Where) -> tuple[torch.Tensor, ...]:
@@ -66,23 +78,36 @@ def _train(implementation: Implementation, net: Net, where: Where) -> Contestant
     return contestant
 
 
+def why_no_memory(device: str) -> str:
+    """Why memory cannot be measured here; empty when it can."""
+    if device == "cpu" and not os.access(RESET, os.W_OK):
+        return f"needs {RESET}, which Linux has"
+    return ""
+
+
 def _history(action: Callable[[], object]) -> tuple[int, int]:
-    """Most bytes allocated during an action, and those at its end."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    """Most bytes in use during an action, and those at its end, beyond the present."""
+    if torch.cuda.is_initialized():
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         kept = action()
-        after = torch.cuda.memory_allocated() - before
-        del kept
-        return torch.cuda.max_memory_allocated() - before, after
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        after = torch.cuda.memory_allocated()
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_MAX, 2**20)
+        libc.mallopt(M_MMAP_THRESHOLD, LARGE)
+        libc.malloc_trim(0)
+        before = _resident("VmRSS")
+        Path(RESET).write_text("5")  # the peak becomes the present
         kept = action()
+        peak, after = _resident("VmHWM"), _resident("VmRSS")
     del kept
-    assert profiler.profiler is not None
-    results = profiler.profiler.kineto_results
-    changes = [event for event in results.events() if event.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(changes, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak, now
+    return max(0, peak - before), max(0, after - before)
+
+
+def _resident(name: str) -> int:
+    """Bytes, by a line of the kernel's report."""
+    report = Path("/proc/self/status").read_text()
+    line = next(line for line in report.splitlines() if line.startswith(name + ":"))
+    return int(line.split()[1]) * 1024

@@ -8,6 +8,7 @@ import pickle
 import tempfile
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ def run_ranks(
     world_size: int,
     *arguments: Any,
     link: Link | None = None,
+    is_cuda: bool = False,
 ) -> Any:
     """Call ``function(*arguments)`` on new ranks; return what rank 0 returned.
 
@@ -38,6 +40,7 @@ def run_ranks(
         world_size: number of processes.
         *arguments: sent by pickle.
         link: how the ranks are connected; None is the loopback device.
+        is_cuda: each rank has a GPU of its own, and NCCL.
     """
     # A rank is a fork of a process that has imported torch and done nothing else: it
     # starts at once, and with the same memory whatever was measured before.
@@ -47,35 +50,43 @@ def run_ranks(
     for name, value in KEEP_MEMORY.items():  # read by glibc when a process starts
         os.environ.setdefault(name, value)
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _main,
-            (world_size, Path(folder), link, function, arguments),
-            nprocs=world_size,
-            start_method="forkserver",
-        )
-        return pickle.loads((Path(folder) / "result").read_bytes())
+        job = Job(world_size, Path(folder), link, is_cuda, function, arguments)
+        mp.start_processes(_main, (job,), nprocs=world_size, start_method="forkserver")
+        return pickle.loads((job.folder / "result").read_bytes())
 
 
-def _main(
-    rank: int,
-    world_size: int,
-    folder: Path,
-    link: Link | None,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
+@dataclass(frozen=True)
+class Job:
+    """What a rank is told; see `run_ranks`."""
+
+    world_size: int
+    folder: Path  # common to all ranks
+    link: Link | None
+    is_cuda: bool
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+def _main(rank: int, job: Job) -> None:
     warnings.simplefilter("ignore")  # find_unused_parameters warns when all are used
     torch.set_num_threads(1)
     # A file, because it also works where the ranks have no network in common.
-    store = dist.FileStore(str(folder / "store"), world_size)
-    os.environ["GLOO_SOCKET_IFNAME"] = (
-        link.join(rank, world_size, store) if link else "lo"
-    )
+    store = dist.FileStore(str(job.folder / "store"), job.world_size)
+    device = "lo"
+    if job.link is not None:
+        device = job.link.join(rank, job.world_size, store)
+    os.environ["GLOO_SOCKET_IFNAME"] = device
+    if job.is_cuda:
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT
+        "nccl" if job.is_cuda else "gloo",
+        store=store,
+        rank=rank,
+        world_size=job.world_size,
+        timeout=TIMEOUT,
     )
-    result = function(*arguments)
+    result = job.function(*job.arguments)
     if rank == 0:
-        (folder / "result").write_bytes(pickle.dumps(result))
+        (job.folder / "result").write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
