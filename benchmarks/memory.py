@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import functools
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,7 +188,8 @@ class Footprint:
                 if memory is not None:
                     peak = memory.peak / MIB
                     bars.setdefault(option, {})[who] = Estimate(peak, peak, peak)
-        return Panel(f"{self.title},\nweights {self.num_bytes / MIB:.0f} MiB", bars)
+        title = f"{self.title}; weights {self.num_bytes / MIB:.0f} MiB"
+        return Panel(textwrap.fill(title, 44), bars)
 
     def as_json(self) -> dict[str, Any]:
         """For a file, in bytes."""

@@ -252,9 +252,8 @@ def run(args: argparse.Namespace, folder: Path, device: str) -> bool:
     words = Words(
         title="Weak scaling: throughput per rank",
         unit="%",
-        footnote=f"100 %: one rank without communication. {lines['date']}, torch "
-        f"{torch.__version__}. Dotted: no communication at all, so only cores and "
-        "memory are shared.",
+        footnote="100 %: one rank without communication. Dotted: ranks share cores and "
+        f"memory only. {lines['date']}",
     )
     ticks = list(results[0].measured)
     axis = Axis("ranks", "efficiency, %", ticks)

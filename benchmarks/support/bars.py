@@ -47,7 +47,7 @@ def draw(path: Path, words: Words, rows: Sequence[Sequence[Panel]]) -> None:
     figure, grid = plt.subplots(
         len(rows),
         columns,
-        figsize=(3.9 * columns + 1.2, 2.9 * len(rows) + 1.1),
+        figsize=(max(3.9 * columns + 1.2, 7), 2.9 * len(rows) + 1.1),
         squeeze=False,
         layout="constrained",
     )

@@ -52,9 +52,9 @@ def measure_memory(
     if why_no_memory(where.device):
         return {}
     found: dict[str, Memory] = {}
-    # Two take part twice: what torch and Gloo keep for good is there then.
+    # Some take part twice: what torch, DDP and Gloo keep for good is there then.
     quick = [each for each in implementations if not each.settling]
-    for each in [quick[0], quick[-1], *implementations]:
+    for each in [*quick[:4], quick[-1], *implementations]:
         gc.collect()
         peak, at_rest = _history(lambda each=each: _train(each, net, where))
         both = torch.tensor([peak, at_rest])

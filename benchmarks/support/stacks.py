@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,5 +103,5 @@ def _draw(ax: Axes, cell: Exposure, unit: str, *, with_labels: bool) -> None:
     ax.set_axisbelow(True)
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(left=False, labelsize=9)
-    ax.set_title(cell.title, size=9.5, loc="left")
+    ax.set_title(textwrap.fill(cell.title, 54), size=9.5, loc="left")
     ax.set_xlabel(unit, size=8.5)
