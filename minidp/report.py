@@ -31,7 +31,8 @@ def report(timelines: Sequence[Timeline]) -> str:
     overlaps = overlaps_of(ranks)
     if not overlaps:
         return _nothing(ranks)
-    first, skew = overlaps[0], skew_of(ranks)
+    # The rank that waits most shows what the others cost it.
+    first, skew = max(overlaps, key=lambda one: one.typical.exposed_s), skew_of(ranks)
     model = model_of(ranks, first)
     parts = [
         _header(ranks, first),
@@ -62,6 +63,7 @@ def _header(ranks: Sequence[Timeline], overlap: Overlap) -> str:
     return (
         f"{of}; {where.backend} on {where.device}; {versions}\n"
         f"medians over {count} with the same buckets, times of rank {overlap.rank}"
+        f"{', which waits most' if len(ranks) > 1 else ''}"
     )
 
 
