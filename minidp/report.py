@@ -92,9 +92,10 @@ def _verdict(timeline: Timeline, overlap: Overlap) -> str:
 
 
 def _cause(bucket: BucketOverlap, backward_s: float) -> str:
-    if bucket.late_s > bucket.wire_s:
+    longest = max(bucket.late_s, bucket.queued_s, bucket.wire_s)
+    if bucket.late_s == longest:
         return f"a slower rank launches it {_ms(bucket.late_s)} ms later"
-    if bucket.queued_s > 0.25 * bucket.wire_s:
+    if bucket.queued_s == longest:
         return (
             f"it waits {_ms(bucket.queued_s)} ms while the buckets before it are on "
             "the wire"
