@@ -81,12 +81,13 @@ def model_of(timelines: Sequence[Timeline], overlap: Overlap) -> Model | None:
 
     Args:
         timelines: `aligned`.
-        overlap: of the first of them.
+        overlap: of one of them.
     """
     network = network_of(timelines)
     if network is None:
         return None
-    backward, order = backward_of(timelines[0])
+    (timeline,) = (t for t in timelines if t.where.rank == overlap.rank)
+    backward, order = backward_of(timeline)
     position = {i: k for k, i in enumerate(order)}
     groups = [[position[i] for i in members] for members in overlap.members]
     left = set(position.values()) - {k for group in groups for k in group}
@@ -121,6 +122,13 @@ def advise(
         return (
             "The link is the limit, not the layout: compress with "
             f"minidp.comm_hooks.fp16_compress_hook: {_predicted(step_s, half_s)}."
+        )
+    late_s = min(overlap.typical.late_s, exposed_s)
+    if late_s >= max(worth, 0.5 * exposed_s):
+        return (
+            f"Ranks wait up to {_ms(late_s)} for each other, now for this one, now for "
+            "that one: look for other load on the machines, or inputs of unequal "
+            "length."
         )
     return (
         f"{_ms(exposed_s)} are exposed, and no bucket size would change that: do more "

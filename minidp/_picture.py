@@ -49,8 +49,8 @@ def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
     figure = figures.Figure(figsize=(11, 1.6 + 0.3 * rows), layout="constrained")
     panels = figure.subplots(len(views), 1, sharex=True, squeeze=False)[:, 0]
     for panel, view in zip(panels, views, strict=True):
-        _panel(panel, view, views[0].begin_ns)
-    panels[-1].set_xlabel(f"ms after the backward of rank {views[0].rank} began")
+        _panel(panel, view, min(view.begin_ns for view in views))
+    panels[-1].set_xlabel("ms after the first backward began")
     figure.legend(
         handles=[patches.Patch(color=c, label=name) for name, c in _PARTS.items()],
         loc="outside lower center",

@@ -31,7 +31,8 @@ def report(timelines: Sequence[Timeline]) -> str:
     overlaps = overlaps_of(ranks)
     if not overlaps:
         return _nothing(ranks)
-    first, skew = overlaps[0], skew_of(ranks)
+    # The rank that waits most shows what the others cost it.
+    first, skew = max(overlaps, key=lambda one: one.typical.exposed_s), skew_of(ranks)
     model = model_of(ranks, first)
     parts = [
         _header(ranks, first),
@@ -62,6 +63,7 @@ def _header(ranks: Sequence[Timeline], overlap: Overlap) -> str:
     return (
         f"{of}; {where.backend} on {where.device}; {versions}\n"
         f"medians over {count} with the same buckets, times of rank {overlap.rank}"
+        f"{', which waits most' if len(ranks) > 1 else ''}"
     )
 
 
@@ -90,9 +92,10 @@ def _verdict(timeline: Timeline, overlap: Overlap) -> str:
 
 
 def _cause(bucket: BucketOverlap, backward_s: float) -> str:
-    if bucket.late_s > bucket.wire_s:
+    longest = max(bucket.late_s, bucket.queued_s, bucket.wire_s)
+    if bucket.late_s == longest:
         return f"a slower rank launches it {_ms(bucket.late_s)} ms later"
-    if bucket.queued_s > 0.25 * bucket.wire_s:
+    if bucket.queued_s == longest:
         return (
             f"it waits {_ms(bucket.queued_s)} ms while the buckets before it are on "
             "the wire"

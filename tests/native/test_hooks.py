@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import threading
+import time
 import traceback
 import warnings
 import weakref
@@ -24,6 +25,7 @@ from minidp import DataParallel, MiniDPError, native
 from minidp._arrivals import Arrivals, Callbacks, Mark
 from minidp._autograd import GradHooks
 from minidp._countdown import Countdown
+from minidp._timing import NativeTiming
 
 NUM_PARAMS = 5
 MEMBERS = [(2, 0), (1, 3), (4,)]  # parameters of the buckets, in slot order
@@ -785,3 +787,47 @@ def test_two_threads_in_one_backward_are_an_error(lone_group, library, monkeypat
     with pytest.raises(MiniDPError):
         ddp(torch.ones(1, 2))
     ddp.reset()
+
+
+# ------------------------------------------------------------------------------- timing
+
+
+def test_hooks_read_the_clock_that_python_reads(library):
+    params = make_params()
+    arrivals = native_arrivals(library, params)
+    timing = NativeTiming(arrivals, time.perf_counter_ns)
+    with attached(arrivals):
+        timing.switch(on=True)
+        before = time.perf_counter_ns()
+        (params[1] * params[3]).backward()
+        after = time.perf_counter_ns()
+    found = timing.take()
+    assert [i for i, stamp in enumerate(found) if stamp is not None] == [1, 3]
+    assert all(before <= stamp <= after for stamp in found if stamp is not None)
+    assert timing.take() == [None] * NUM_PARAMS
+
+
+def test_hooks_are_timed_while_it_is_switched_on(library):
+    params = make_params()
+    arrivals = native_arrivals(library, params)
+    timing = NativeTiming(arrivals, time.perf_counter_ns)
+    with attached(arrivals):
+        params[0].square().backward()
+        assert timing.take() == [None] * NUM_PARAMS
+        timing.switch(on=True)
+        timing.switch(on=False)
+        params[2].square().backward()
+    assert timing.take() == [None] * NUM_PARAMS
+
+
+def test_another_clock_is_asked_by_each_hook(library):
+    params = make_params()
+    arrivals = native_arrivals(library, params)
+    timing = NativeTiming(arrivals, iter(["first", "second"]).__next__)
+    with attached(arrivals):
+        timing.switch(on=True)
+        params[4].square().backward()
+        params[0].square().backward()
+        timing.switch(on=False)
+        params[1].square().backward()
+    assert timing.take() == ["second", None, None, None, "first"]
