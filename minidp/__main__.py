@@ -1,11 +1,14 @@
-"""``minidp report``: what was recorded, for a person."""
+"""The command ``minidp``: its parts, and how they are told apart."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
+from . import tune
 from ._chrome_trace import chrome_trace
 from ._picture import draw
 from ._timeline import Timeline, from_json, to_json
@@ -22,16 +25,20 @@ change. Make the file in your training script, on one rank or on all of them:
 """
 
 
+@dataclass(frozen=True)
+class Command:
+    """One word after ``minidp``."""
+
+    help: str
+    description: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    main: Callable[[argparse.Namespace], int]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit status is 0 if it went well, else 1 (usage: 2)."""
     options = _parser().parse_args(arguments)
-    try:
-        return _report(options)
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
-    except (ValueError, ModuleNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-    return 1
+    return COMMANDS[options.command].main(options)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -41,13 +48,19 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         dest="command", required=True, title="commands", metavar="COMMAND"
     )
-    reporting = commands.add_parser(
-        "report",
-        help="is communication hidden, if not, why, and what to change",
-        description=_REPORT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    reporting.add_argument(
+    for name, command in COMMANDS.items():
+        added = commands.add_parser(
+            name,
+            help=command.help,
+            description=command.description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(added)
+    return parser
+
+
+def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "files",
         metavar="FILE",
         nargs="+",
@@ -58,11 +71,22 @@ def _parser() -> argparse.ArgumentParser:
         ("trace", "a trace for https://ui.perfetto.dev or chrome://tracing"),
         ("json", "all FILEs together in one"),
     ):
-        reporting.add_argument(f"--{name}", metavar="PATH", help=f"also write {what}")
-    return parser
+        parser.add_argument(f"--{name}", metavar="PATH", help=f"also write {what}")
 
 
 def _report(options: argparse.Namespace) -> int:
+    try:
+        _show(options)
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    except (ValueError, ModuleNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _show(options: argparse.Namespace) -> None:
     timelines = [each for name in options.files for each in _read(name)]
     print(report(timelines))
     if options.png:
@@ -71,7 +95,6 @@ def _report(options: argparse.Namespace) -> int:
         Path(options.trace).write_text(chrome_trace(timelines))
     if options.json:
         Path(options.json).write_text(to_json(timelines))
-    return 0
 
 
 def _read(name: str) -> tuple[Timeline, ...]:
@@ -83,6 +106,21 @@ def _read(name: str) -> tuple[Timeline, ...]:
         ) from None
     return from_json(text, name)
 
+
+COMMANDS = {
+    "report": Command(
+        "is communication hidden, if not, why, and what to change",
+        _REPORT,
+        _add_report_arguments,
+        _report,
+    ),
+    "tune": Command(
+        "run a script once, and write the best bucket layout to a file",
+        tune.__doc__ or "",
+        tune.add_arguments,
+        tune.main,
+    ),
+}
 
 if __name__ == "__main__":
     sys.exit(main())

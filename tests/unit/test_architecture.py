@@ -160,7 +160,7 @@ IMPORTS: dict[str, set[str]] = {
     "_labels": set(),
     "_picture": {"_analysis", "_skew", "_timeline"},
     "_skew": {"_timeline"},
-    "__main__": {"_chrome_trace", "_picture", "_timeline", "report"},
+    "__main__": {"_chrome_trace", "_picture", "_timeline", "report", "tune"},
     "_replicas": {"_collectives", "_groups", "errors"},
     "_shared_state": {"_desync", "_groups", "_managed", "_reducer", "_replicas"},
     "sync_batchnorm": {
