@@ -240,5 +240,12 @@ def play_fastest(backward: Backward, groups: Groups, ways: Sequence[Network]) ->
 
 
 def bound_seconds(work: Work, ways: Sequence[Network]) -> float:
-    """Of a step without pauses, at least."""
-    return work.forward_s + min(lower_bound(work.backward, way) for way in ways)
+    """Of a step without pauses, at least.
+
+    As if there were one way with the least latency and the highest bandwidth of all:
+    each message may take another way, so none of them alone is a bound.
+    """
+    ideal = Network(
+        min(way.latency_s for way in ways), max(way.bytes_per_s for way in ways)
+    )
+    return work.forward_s + lower_bound(work.backward, ideal)

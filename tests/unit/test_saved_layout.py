@@ -45,10 +45,15 @@ def test_round_trip():
     assert to_plain(layout, SPECS, rebuilt=True) == plain(*BUCKETS)
 
 
-@pytest.mark.parametrize("value", [[], "a", 3, (("a",),)], ids=str)
+@pytest.mark.parametrize("value", [[], 3, (("a",),)], ids=str)
 def test_not_a_mapping(value):
     with pytest.raises(TypeError, match="bucket_layout must be a mapping"):
         read_plain(value)
+
+
+def test_not_a_file():
+    with pytest.raises(ValueError, match=r"file that minidp tune wrote, but a\.json"):
+        read_plain("a.json")
 
 
 @pytest.mark.parametrize(
