@@ -297,6 +297,13 @@ PRECISIONS: dict[str, Callable[[Any], Any]] = {
     "complex": lambda _: _MixedPrecision(torch.complex64, None, None),
 }
 
+
+def own_layout(module: Any) -> Any:
+    """One bucket for everything that is trained, of whatever dtypes."""
+    names = [n for n, p in module.named_parameters() if p.requires_grad]
+    return {"format": 1, "rebuilt": True, "buckets": [names]}
+
+
 # What each argument may well be given; the rest of its values is junk.
 SENSIBLE: dict[str, dict[str, Callable[[Any], Any]]] = {
     "device_ids": {"none": lambda _: None, "empty": lambda _: []},
@@ -309,6 +316,7 @@ SENSIBLE: dict[str, dict[str, Callable[[Any], Any]]] = {
         "25": lambda _: 25,
         "tiny": lambda _: 8 / 2**20,
         "0": lambda _: 0,
+        "auto": lambda _: "auto",
     },
     "find_unused_parameters": SWITCH,
     "check_reduction": SWITCH,
@@ -337,6 +345,11 @@ SENSIBLE: dict[str, dict[str, Callable[[Any], Any]]] = {
     "hang_timeout": {"5": lambda _: 5, "none": lambda _: None},
     "check_replicas_every": {"2": lambda _: 2, "0": lambda _: 0},
     "check_finite_grads": SWITCH,
+    "bucket_layout": {
+        "own": own_layout,
+        "of another": lambda _: {"format": 1, "rebuilt": True, "buckets": [["w"]]},
+        "no file": lambda _: "no/such/file.json",
+    },
 }
 
 
