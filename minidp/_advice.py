@@ -152,16 +152,23 @@ def _straggler(
     at_end = skew.late[last][rank]
     if at_end.often_s <= max(skew.error_s, 0.5 * at_end.typical_s):
         return 0.0, ""
-    numbers = [one.number for one in overlap.typical.buckets]
-    names = layers_of(timeline, overlap.members[numbers.index(worst)])
-    late_s = skew.late[worst][rank].typical_s
-    cause = {
-        FORWARD: "it is late before its forward: look at data loading and logging",
-        BACKWARD: "its forward takes longer: balance its load",
-    }.get(str(skew.grows_at(rank)), "balance its load")
     gain_s = min(at_end.typical_s, overlap.typical.seconds)
+    late_s = skew.late[worst][rank].typical_s
+    place = skew.grows_at(rank)
+    if place == FORWARD:
+        return gain_s, (
+            f"Rank {rank} begins its forward {_ms(late_s)} late: look at data loading "
+            "and logging there"
+        )
+    if place == BACKWARD:
+        return gain_s, (
+            f"The forward of rank {rank} takes {_ms(late_s)} longer: balance its load"
+        )
+    numbers = [one.number for one in overlap.typical.buckets]
+    names = layers_of(timeline, overlap.members[numbers.index(int(place))])
     return gain_s, (
-        f"Rank {rank} arrives {_ms(late_s)} late at bucket {worst} ({names}): {cause}"
+        f"Rank {rank} falls {_ms(late_s)} behind at bucket {place} ({names}): balance "
+        "its load"
     )
 
 

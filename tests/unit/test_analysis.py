@@ -167,7 +167,7 @@ def straggling(late, *, forward=False):
 
 def test_the_straggler_is_named_with_its_layers():
     assert advice_for(*straggling(40)) == (
-        "Rank 1 arrives 40 ms late at bucket 1 (layers.0): balance its load; "
+        "Rank 1 falls 40 ms behind at bucket 1 (layers.0): balance its load; "
         "predicted 60 ms instead of 100 ms per step."
     )
 
