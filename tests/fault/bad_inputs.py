@@ -300,7 +300,7 @@ PRECISIONS: dict[str, Callable[[Any], Any]] = {
 
 def own_layout(module: Any) -> Any:
     """One bucket for everything that is trained, of whatever dtypes."""
-    names = [n for n, p in module.named_parameters() if p.requires_grad]
+    names = [name for name, param in pairs(module) if param.requires_grad]
     return {"format": 1, "rebuilt": True, "buckets": [names]}
 
 
