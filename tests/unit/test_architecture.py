@@ -202,10 +202,68 @@ IMPORTS: dict[str, set[str]] = {
     "_waiting": set(),
     "_desync": {"_collectives", "_groups", "_pipeline", "_waiting", "errors"},
     "_finite": {"_bucket", "errors"},
+    # The doctor; nothing outside of it knows it.
+    "doctor": {
+        "_checks_loader",
+        "_checks_model",
+        "_checks_training",
+        "_consultation",
+        "_examination",
+        "_findings",
+        "_timebox",
+        "_training_log",
+    },
+    "_examination": {
+        "_checks_collectives",
+        "_checks_environment",
+        "_checks_network",
+        "_checks_ranks",
+        "_findings",
+        "_meeting",
+        "_timebox",
+        "_trials",
+        "_variables",
+    },
+    "_trials": {
+        "_checks_collectives",
+        "_checks_environment",
+        "_findings",
+        "_meeting",
+        "_timebox",
+    },
+    "_checks_training": {"_consultation", "_findings", "_training_log"},
+    "_training_log": {
+        "_autograd",
+        "_checks_loader",
+        "_consultation",
+        "_desync",
+        "_random_streams",
+    },
+    "_checks_model": {
+        "_autograd",
+        "_checks_ranks",
+        "_consultation",
+        "_desync",
+        "_findings",
+        "_random_streams",
+    },
+    "_checks_loader": {"_consultation", "_findings", "_random_streams"},
+    "_random_streams": {"_findings"},
+    "_consultation": {"_findings", "_groups", "_meeting"},
+    "_checks_collectives": {"_checks_ranks", "_compat", "_desync", "_findings"},
+    "_checks_ranks": {"_findings", "_variables"},
+    "_checks_network": {"_checks_environment", "_findings"},
+    "_checks_environment": {"_findings"},
+    "_variables": {"_findings"},
+    "_timebox": {"_findings"},
+    "_meeting": {"_findings"},
+    "_findings": set(),
 }
 TALKS_TO_OTHER_RANKS = {"_collectives", "comm_hooks"}
 # Names of torch.distributed that are no collectives: a protocol, types, constants.
 KNOWS_TORCH_DISTRIBUTED = {"_compat", "_groups", "_join", "_logging_data"}
+# The doctor's command runs in a process of its own, and tries out what torch has there.
+KNOWS_TORCH_DISTRIBUTED |= {"_checks_collectives", "_examination", "_trials"}
 
 FILE_LINES = 400
 FUNCTION_CODE_LINES_P90 = 30
@@ -388,7 +446,7 @@ def test_map_names_exactly_the_files_that_exist():
 def test_map_lists_layers_from_top_to_bottom():
     levels = list(mapped_layers().values())
     assert levels == sorted(levels, reverse=True)
-    assert set(levels) == {0, 1, 2, 3, 4}
+    assert set(levels) == {0, 1, 2, 3, 4, 5}
 
 
 # ---------------------------------------------------------------- who imports whom
