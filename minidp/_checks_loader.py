@@ -14,7 +14,7 @@ from torch.utils.data import (
     Subset,
 )
 
-from ._consultation import Consultation, Facts, collect, group_of
+from ._consultation import Consultation, Facts, collect
 from ._findings import Finding, Report, failed, join, ok, skipped, warning
 from ._random_streams import digest_of_states, judge_streams, state_of
 
@@ -24,9 +24,8 @@ _SPLIT = (
 )
 
 
-def examine_loader(loader: Any, seconds: float) -> Report:
+def examine_loader(loader: Any, group: Any, seconds: float) -> Report:
     """All checks of a loader; see `doctor.check_loader`."""
-    group = group_of(None)
     consultation = Consultation("minidp doctor: the loader", group, seconds)
     rank, world_size = consultation.rank, consultation.world_size
     consultation.findings += collect(
@@ -55,7 +54,10 @@ def splits(sampler: Any) -> bool:
 def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
     """Whether it splits the data, and for this rank."""
     check = "sampler"
-    if isinstance(getattr(loader, "dataset", None), IterableDataset):
+    if not hasattr(loader, "dataset"):
+        found = f"a {type(loader).__name__} has no dataset to split"
+        return failed(check, found, "pass the DataLoader of the training data")
+    if isinstance(loader.dataset, IterableDataset):
         found = "an IterableDataset must split itself by rank, which cannot be seen"
         remedy = "doctor.watch compares what the ranks are fed"
         return skipped(check, found, remedy)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._autograd import find_tensors, reachable_nodes
 from ._checks_ranks import judge_owners
-from ._consultation import Consultation, Facts, collect, group_of, wrapped_module
+from ._consultation import Consultation, Facts, collect, wrapped_module
 from ._desync import sum_of_bits
 from ._findings import Finding, Report, failed, join, ok, skipped, warning
 from ._random_streams import digest_of_states, dropouts, judge_streams, untouched
@@ -26,9 +26,8 @@ from ._random_streams import digest_of_states, dropouts, judge_streams, untouche
 SMALL_BATCH = 16  # samples per rank below which batch norm's statistics are noisy
 
 
-def examine_model(model: nn.Module, batch: Any, seconds: float) -> Report:
+def examine_model(model: nn.Module, batch: Any, group: Any, seconds: float) -> Report:
     """All checks of a model; see `doctor.check_model`."""
-    group = group_of(model)
     consultation = Consultation("minidp doctor: the model", group, seconds)
     module = wrapped_module(model)
     world_size = consultation.world_size

@@ -153,7 +153,8 @@ def judge_versions(of_rank: Mapping[int, Mapping[str, str]]) -> list[Finding]:
     if findings:
         return findings
     same = next(iter(of_rank.values()))
-    return [ok(check, join(f"{name} {version}" for name, version in same.items()))]
+    said = join(f"{name} {version}" for name, version in same.items())
+    return [ok(check, said or "no rank said any")]
 
 
 def judge_owners(of_rank: Mapping[int, tuple[str, str]]) -> Finding:

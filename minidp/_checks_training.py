@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ._consultation import Consultation, Facts, group_of
+from ._checks_loader import sampler_of
+from ._consultation import Consultation, Facts
 from ._findings import (
     Finding,
     Report,
@@ -49,21 +49,25 @@ class Watched:
 
 
 def examine_training(
-    log: TrainingLog, model: nn.Module, loader: Any, seconds: float
+    log: TrainingLog, loader: Any, group: Any, seconds: float
 ) -> Report:
     """Judge a log that was stopped, together with those of the other ranks."""
-    consultation = Consultation("minidp doctor: training", group_of(model), seconds)
+    consultation = Consultation("minidp doctor: training", group, seconds)
+    model = log.model
     finds_unused = bool(getattr(model, "find_unused_parameters", False))
     is_wrapped = isinstance(model, DistributedDataParallel)
     facts = log.as_json()
     facts["finds_unused"], facts["is_wrapped"] = finds_unused, is_wrapped
-    facts["has_loader"] = loader is not None
-    facts["shuffles"] = _shuffles(loader)
+    facts["has_loader"], facts["shuffles"] = log.sees_epochs, _shuffles(loader)
+    consultation.findings += [
+        skipped("watching", f"not everything could be noted: {mishap}")
+        for mishap in sorted(log.mishaps)
+    ]
     return consultation.conclude(facts, judge_training)
 
 
 def _shuffles(loader: Any) -> bool:
-    sampler = getattr(loader, "sampler", None)
+    sampler = sampler_of(loader)
     return hasattr(sampler, "set_epoch") and bool(getattr(sampler, "shuffle", True))
 
 
@@ -85,7 +89,9 @@ def judge_epochs(logs: Logs) -> Finding:
     check = "set_epoch"
     first = logs[min(logs)]
     if not first["has_loader"]:
-        return skipped(check, "no loader to look at", "doctor.watch(model, loader)")
+        return skipped(
+            check, "no loader whose epochs can be seen", "watch(model, loader)"
+        )
     if not first["shuffles"]:
         return ok(check, "not needed: no sampler that shuffles by epoch")
     if len(first["epochs"]) < 2:

@@ -32,11 +32,11 @@ def wrapped_module(model: nn.Module) -> nn.Module:
     return model
 
 
-def group_of(model: nn.Module | None) -> Any:
-    """The ranks that share a model; None: this process is alone."""
-    if isinstance(model, DistributedDataParallel):
+def group_of(model: nn.Module | None, group: Any = None) -> Any:
+    """``group``, or that of a wrapped model, or the default one; None: alone."""
+    if group is None and isinstance(model, DistributedDataParallel):
         return model.process_group
-    return joined_group(None)
+    return joined_group(group)
 
 
 def collect(checks: Mapping[str, Check]) -> list[Finding]:

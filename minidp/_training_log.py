@@ -11,11 +11,12 @@ print, save     on this rank, too?
 from __future__ import annotations
 
 import builtins
+import functools
 import os
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -26,9 +27,26 @@ from ._checks_loader import sampler_of
 from ._consultation import wrapped_module
 from ._desync import sum_of_bits
 from ._random_streams import state_of
+from ._timebox import in_words
+from ._untraced import untraced
 
 NUM_COMPARED = 3  # steps whose batches and gradients are compared between ranks
 _MOST_LINES = 1000
+Note = TypeVar("Note", bound=Callable[..., None])
+
+
+def _harmless(note: Note) -> Note:
+    """What goes wrong while something is noted must not end the training."""
+
+    @untraced
+    @functools.wraps(note)
+    def noting(self: TrainingLog, *arguments: Any) -> None:
+        try:
+            note(self, *arguments)
+        except Exception as error:
+            self.mishaps.add(f"{note.__name__}: {in_words(error)}")
+
+    return cast("Note", noting)
 
 
 class TrainingLog:
@@ -47,7 +65,9 @@ class TrainingLog:
         self.epochs: list[int | None] = []  # what the sampler said at each beginning
         self.lines: list[str] = []  # digests of what was printed
         self.saved: list[str] = []  # absolute paths
-        self._model = model
+        self.mishaps: set[str] = set()  # what could not be noted
+        self.sees_epochs = False
+        self.model = model
         self._params = {
             name: param
             for name, param in wrapped_module(model).named_parameters()
@@ -83,7 +103,7 @@ class TrainingLog:
             raise
 
     def _attach(self) -> None:
-        model, undo = self._model, self._undo.callback
+        model, undo = self.model, self._undo.callback
         undo(model.register_forward_pre_hook(self._note_batch, with_kwargs=True).remove)
         undo(model.register_forward_hook(self._note_forward).remove)
         for name, param in self._params.items():
@@ -92,15 +112,17 @@ class TrainingLog:
         undo(register_optimizer_step_pre_hook(self._note_step).remove)
         self._replace(builtins, "print", self._printing(builtins.print))
         self._replace(torch, "save", self._saving(torch.save))
-        if self._sampler is not None:
-            self._observe(self._sampler)
+        self._observe(self._sampler)
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         self._undo.callback(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, value)
 
+    @_harmless
     def _observe(self, sampler: Any) -> None:
         """Note each ``iter(sampler)``: Python asks the class for it, not the object."""
+        if sampler is None:
+            return
         kind = type(sampler)
         note = self.epochs.append
 
@@ -110,8 +132,9 @@ class TrainingLog:
             return kind.__iter__(self)
 
         observed = type(kind.__name__, (kind,), {"__iter__": begin})
-        self._undo.callback(setattr, sampler, "__class__", kind)
         sampler.__class__ = observed
+        self._undo.callback(setattr, sampler, "__class__", kind)
+        self.sees_epochs = True
 
     def stop(self) -> None:
         """Take all hooks away; everything is as before `start`."""
@@ -119,8 +142,9 @@ class TrainingLog:
 
     # -- what happens ------------------------------------------------------------------
 
+    @_harmless
     def _note_batch(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
-        if not (torch.is_grad_enabled() and self._model.training):
+        if not (torch.is_grad_enabled() and self.model.training):
             return
         if len(self.batches) < NUM_COMPARED:
             tensors = find_tensors([args, kwargs])
@@ -128,6 +152,7 @@ class TrainingLog:
             if sums:
                 self.batches.append(int(state_of(sums)[:12], 16))
 
+    @_harmless
     def _note_forward(self, model: nn.Module, _args: Any, output: Any) -> None:
         synchronises = getattr(model, "require_backward_grad_sync", True)
         if not (torch.is_grad_enabled() and synchronises):
@@ -145,6 +170,7 @@ class TrainingLog:
 
         return note
 
+    @_harmless
     def _note_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         ours = {id(param) for param in self._params.values()}
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -152,7 +178,7 @@ class TrainingLog:
             return
         self.backwards.append(len(self._tasks))
         self.unused |= {*self._params} - self._arrived
-        synchronises = getattr(self._model, "require_backward_grad_sync", True)
+        synchronises = getattr(self.model, "require_backward_grad_sync", True)
         if synchronises and len(self.gradients) < NUM_COMPARED:
             self.gradients.append(
                 {
@@ -168,18 +194,30 @@ class TrainingLog:
 
     def _printing(self, original: Callable[..., None]) -> Callable[..., None]:
         def noting(*values: Any, **options: Any) -> None:
-            text = " ".join(map(str, values))
-            # Whoever names the rank means to print on all of them.
-            if text.strip() and "rank" not in text.lower():
-                self.lines = [*self.lines[: _MOST_LINES - 1], state_of(text)]
+            self._note_line(values)
             original(*values, **options)
 
         return noting
 
     def _saving(self, original: Callable[..., None]) -> Callable[..., None]:
         def noting(obj: Any, f: Any, *args: Any, **options: Any) -> None:
-            if isinstance(f, str | os.PathLike):
-                self.saved.append(os.path.abspath(os.fspath(f)))
+            self._note_save(f)
             original(obj, f, *args, **options)
 
         return noting
+
+    @_harmless
+    def _note_line(self, values: Any) -> None:
+        text = " ".join(map(str, values))
+        # Whoever names the rank means to print on all of them.
+        if (
+            text.strip()
+            and "rank" not in text.lower()
+            and len(self.lines) < _MOST_LINES
+        ):
+            self.lines.append(state_of(text))
+
+    @_harmless
+    def _note_save(self, file: Any) -> None:
+        if isinstance(file, str | os.PathLike):
+            self.saved.append(os.path.abspath(os.fspath(file)))

@@ -53,9 +53,10 @@ __all__ = [
 WAIT_SECONDS = 10.0  # for other ranks, in a script
 
 DESCRIPTION = """\
-Checks the machine and the job: environment variables, ports, network interfaces,
-backends, GPUs, shared memory; under torchrun also versions, clocks, all-reduce
-(numbers and bandwidth) and whether a probe model gets the same gradients on all ranks.
+Checks the machine and the job: environment variables, ports, network
+interfaces, backends, GPUs, shared memory; under torchrun also versions, clocks,
+all-reduce (numbers and bandwidth), and whether a probe model gets the same
+gradients on all ranks. No check hangs.
 
   torchrun --nproc-per-node 2 -m minidp.doctor      a job
   python -m minidp.doctor                           this process alone
@@ -64,8 +65,9 @@ EPILOG = """\
 exit status: 0 if nothing failed (there may be warnings), 1 if something failed,
 2 for wrong arguments.
 
-For a model, a loader and a training loop, see doctor.check_model, doctor.check_loader
-and doctor.watch: two lines in your script.
+For a model, a loader and a training loop there are two lines for your script:
+from minidp import doctor, then doctor.check_model(model, batch),
+doctor.check_loader(loader), or: with doctor.watch(model, loader).
 """
 
 
@@ -73,6 +75,7 @@ def check_model(
     model: nn.Module,
     batch: Any = None,
     *,
+    process_group: Any = None,
     seconds: float = WAIT_SECONDS,
     quiet: bool = False,
 ) -> Report:
@@ -86,18 +89,23 @@ def check_model(
         model: a module, wrapped (by minidp or torch) or not.
         batch: what the model is called with: a tensor, a tuple of arguments, or a dict
             of keyword arguments. None: checks that need one are skipped.
+        process_group: the ranks; None: those of a wrapped model, or all.
         seconds: how long to wait for ranks that do not call it.
         quiet: do not print.
 
     Returns:
         The findings of all ranks, on every rank. What a check meets never raises.
     """
-    report = examine_model(model, batch, seconds)
-    return _shown(report, model, quiet=quiet)
+    group = group_of(model, process_group)
+    return _shown(examine_model(model, batch, group, seconds), group, quiet=quiet)
 
 
 def check_loader(
-    loader: Any, *, seconds: float = WAIT_SECONDS, quiet: bool = False
+    loader: Any,
+    *,
+    process_group: Any = None,
+    seconds: float = WAIT_SECONDS,
+    quiet: bool = False,
 ) -> Report:
     """Check a loader: does every rank get its own part, and equally many batches?
 
@@ -105,13 +113,15 @@ def check_loader(
 
     Args:
         loader: a ``torch.utils.data.DataLoader``, or what looks like one.
+        process_group: the ranks; None: those of a wrapped model, or all.
         seconds: how long to wait for ranks that do not call it.
         quiet: do not print.
 
     Returns:
         The findings of all ranks, on every rank. What a check meets never raises.
     """
-    return _shown(examine_loader(loader, seconds), None, quiet=quiet)
+    group = group_of(None, process_group)
+    return _shown(examine_loader(loader, group, seconds), group, quiet=quiet)
 
 
 @contextmanager
@@ -119,6 +129,7 @@ def watch(
     model: nn.Module,
     loader: Any = None,
     *,
+    process_group: Any = None,
     seconds: float = WAIT_SECONDS,
     quiet: bool = False,
 ) -> Iterator[Watched]:
@@ -134,6 +145,7 @@ def watch(
     Args:
         model: a wrapped module.
         loader: the loader of the training data; None: ``set_epoch`` is not looked at.
+        process_group: the ranks; None: those of a wrapped model, or all.
         seconds: how long to wait for other ranks at the end.
         quiet: do not print.
     """
@@ -144,12 +156,12 @@ def watch(
         yield watched
     finally:
         log.stop()
-    report = examine_training(log, model, loader, seconds)
-    watched.report = _shown(report, model, quiet=quiet)
+    group = group_of(model, process_group)
+    report = examine_training(log, loader, group, seconds)
+    watched.report = _shown(report, group, quiet=quiet)
 
 
-def _shown(report: Report, model: nn.Module | None, *, quiet: bool) -> Report:
-    group = group_of(model)
+def _shown(report: Report, group: Any, *, quiet: bool) -> Report:
     if not quiet and (group is None or group.rank() == 0):
         _print(report)
     return report

@@ -231,8 +231,15 @@ IMPORTS: dict[str, set[str]] = {
         "_meeting",
         "_timebox",
     },
-    "_checks_training": {"_consultation", "_findings", "_training_log"},
+    "_checks_training": {
+        "_checks_loader",
+        "_consultation",
+        "_findings",
+        "_training_log",
+    },
     "_training_log": {
+        "_timebox",
+        "_untraced",
         "_autograd",
         "_checks_loader",
         "_consultation",
