@@ -55,6 +55,7 @@ class Examination:
         self._store: Any = None
         self._meeting: Meeting | None = None
         self._present: tuple[int, ...] = ()  # ranks that came
+        self._is_reachable = False  # the store
         self._is_complete = False  # all of them, and each once
 
     def run(self) -> Report | None:
@@ -63,7 +64,8 @@ class Examination:
         launch = self._launch
         if launch is not None:
             wait = self.runner.limits.wait + self.runner.limits.check
-            self.runner.run("rendezvous", lambda: self._meet(launch), wait)
+            if self._is_reachable:
+                self.runner.run("rendezvous", lambda: self._meet(launch), wait)
             if self._is_complete and self._meeting is not None:
                 Trials(self.runner, self._meeting, self._store, launch).run()
             elif not self._is_complete:
@@ -81,6 +83,7 @@ class Examination:
             self._launch = launch = read_launch(env)
             wait = self.runner.limits.wait  # until rank 0 listens
             run("master port", lambda: check_port(launch, wait), wait + GRACE_SECONDS)
+            self._is_reachable = self.runner.findings[-1].status is Status.OK
         run("variables", lambda: judge_variables(env))
         run("interfaces", self._check_interfaces)
         has_gpus = torch.cuda.is_available()
@@ -140,9 +143,12 @@ class Examination:
         )
         run = self._env.get("TORCHELASTIC_RUN_ID", "")
         attempt = self._env.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = _stores.PrefixStore(f"minidp/doctor/{run}/{attempt}", store)
+        prefix = f"minidp/doctor/{run}/{attempt}"
+        self._store = _stores.PrefixStore(prefix, store)
         rank, size, wait = launch.rank, launch.world_size, self.runner.limits.wait
-        meeting = Meeting(self._store, rank, size, seconds=wait)
+        # A connection of its own: one store serves one call at a time, and groups wait.
+        room = _stores.PrefixStore(prefix, store.clone())
+        meeting = Meeting(room, rank, size, seconds=wait)
         meeting.claim()
         return meeting
 
@@ -160,7 +166,9 @@ class Examination:
             if runner.attempt(lambda: meeting.post("findings", mine)):
                 return None
             return merge(own, {rank: runner.findings}, size)
-        hear = functools.partial(meeting.gather, "findings", mine, self._present)
+        hear = functools.partial(
+            meeting.gather, "findings", mine, self._present, is_last=True
+        )
         try:
             heard = Timebox(hear).run(meeting.seconds + GRACE_SECONDS)
         except TimeoutError:

@@ -69,7 +69,12 @@ class Meeting:
         self._store.set(f"left/{self.rank}", json.dumps(why))
 
     def gather(
-        self, topic: str, value: Any, among: Iterable[int] | None = None
+        self,
+        topic: str,
+        value: Any,
+        among: Iterable[int] | None = None,
+        *,
+        is_last: bool = False,
     ) -> Gathered:
         """Say something that JSON can hold, and hear the others; never raises.
 
@@ -77,6 +82,7 @@ class Meeting:
             topic: not used before.
             value: what this rank says.
             among: ranks to wait for; None: all.
+            is_last: ranks that have left may still have a last word on it.
         """
         said: dict[int, Any] = {self.rank: value}
         absent: dict[int, str] = {}
@@ -86,7 +92,9 @@ class Meeting:
         try:
             self.post(topic, value)
             while waiting:
-                self._listen(topic, waiting, said, absent)
+                self._listen(topic, waiting, said)
+                if not is_last:
+                    absent.update(self.who_left(set(waiting) - set(said)))
                 waiting = [rank for rank in waiting if rank not in {*said, *absent}]
                 if waiting and time.monotonic() > deadline:
                     why = f"said nothing within {self.seconds:g} s"
@@ -99,18 +107,25 @@ class Meeting:
             absent.update({r: why for r in waiting if r not in said})
         return Gathered(dict(sorted(said.items())), dict(sorted(absent.items())))
 
-    def _listen(
-        self,
-        topic: str,
-        waiting: list[int],
-        said: dict[int, Any],
-        absent: dict[int, str],
-    ) -> None:
+    def _listen(self, topic: str, waiting: list[int], said: dict[int, Any]) -> None:
         for rank in waiting:
-            # What was said before leaving counts, so it is read first.
-            for key, into in ((f"{topic}/{rank}", said), (f"left/{rank}", absent)):
-                if rank not in said and self._store.check([key]):
-                    into[rank] = json.loads(self._store.get(key))
+            key = f"{topic}/{rank}"
+            if self._store.check([key]):
+                said[rank] = json.loads(self._store.get(key))
+
+    def who_left(self, among: Iterable[int] | None = None) -> dict[int, str]:
+        """Ranks that called `leave`, and why.
+
+        Raises:
+            RuntimeError: the store is not reachable.
+        """
+        ranks = range(self.world_size) if among is None else among
+        keys = {rank: f"left/{rank}" for rank in ranks if rank != self.rank}
+        return {
+            rank: json.loads(self._store.get(key))
+            for rank, key in keys.items()
+            if self._store.check([key])
+        }
 
 
 def absence(heard: Gathered) -> str:

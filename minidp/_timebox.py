@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -11,6 +13,8 @@ from ._findings import Finding, failed
 
 Result = TypeVar("Result")
 Check = Callable[[], "Finding | list[Finding]"]
+FindReason = Callable[[], str]
+SLICE_SECONDS = 0.25
 GRACE_SECONDS = 2.0  # a backend's own error says more than ours: it may come first
 
 
@@ -33,16 +37,27 @@ class Timebox(Generic[Result]):
         except BaseException as error:  # handed to who waits
             self._error = error
 
-    def run(self, seconds: float) -> Result:
+    def run(self, seconds: float, find_reason: FindReason = lambda: "") -> Result:
         """What the function returns, or raises.
 
+        Args:
+            seconds: how long to wait.
+            find_reason: asked now and then; a reason not to wait any longer, or "".
+
         Raises:
-            TimeoutError: it did not end within ``seconds``.
+            TimeoutError: it did not end within ``seconds``, or there was a reason.
         """
+        deadline = time.monotonic() + seconds
         self._thread.start()
-        self._thread.join(seconds)
-        if self._thread.is_alive():
-            raise TimeoutError(f"did not end within {seconds:g} s")
+        while self._thread.is_alive():
+            left = deadline - time.monotonic()
+            self._thread.join(max(0.0, min(left, SLICE_SECONDS)))
+            if not self._thread.is_alive():
+                break
+            if left <= 0:
+                raise TimeoutError(f"did not end within {seconds:g} s")
+            if reason := find_reason():
+                raise TimeoutError(f"was given up: {reason}")
         if self._error is not None:
             raise self._error
         return self._results[0]
@@ -79,18 +94,24 @@ class Runner:
         self.findings: list[Finding] = []
         self.is_stuck = False  # a thread was left behind, or a group is unusable
 
-    def run(self, name: str, check: Check, seconds: float | None = None) -> bool:
+    def run(
+        self,
+        name: str,
+        check: Check,
+        seconds: float | None = None,
+        find_reason: FindReason = lambda: "",
+    ) -> bool:
         """Run one check; False if it raised or did not end, which is a finding.
 
         Args:
             name: of the check.
             check: what to call.
             seconds: how long it may take; None: the limit for checks.
+            find_reason: a reason not to wait for it any longer, or "".
         """
+        seconds = self.limits.check if seconds is None else seconds
         try:
-            found = Timebox(check).run(
-                self.limits.check if seconds is None else seconds
-            )
+            found = Timebox(check).run(seconds, find_reason)
         except TimeoutError as error:
             self.is_stuck = True
             remedy = "is another rank stopped or dead? a firewall? try --timeout 60"
@@ -113,7 +134,11 @@ class Runner:
         return True
 
 
+_PLACE_IN_SOURCE = re.compile(r"\[/[^\]\s]*:\d+\] ")  # of torch's own C++
+
+
 def in_words(error: Exception) -> str:
     """An error as one line: no check ends in a traceback."""
     text = " ".join(str(error).split())
+    text = _PLACE_IN_SOURCE.sub("", text).partition(". This is typically")[0]
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

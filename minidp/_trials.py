@@ -90,12 +90,21 @@ class Trials:
             remedy = "look at what that rank printed; what comes after is left out"
             self._runner.findings.append(failed(name, absence(heard), remedy))
             self._end("saw another rank leave")
-        elif not self._runner.run(
-            name, check, self._runner.limits.check + GRACE_SECONDS
-        ):
+            return
+        seconds = self._runner.limits.check + GRACE_SECONDS
+        if not self._runner.run(name, check, seconds, self._who_left):
             self._end(f"left: its check '{name}' failed")
 
+    def _who_left(self) -> str:
+        """While a check is under way: who will not take part."""
+        try:
+            return absence(Gathered({}, self._meeting.who_left()))
+        except RuntimeError:
+            return "the store is gone"
+
     def _end(self, why: str) -> None:
+        # All that communicate are at most a grace apart from here on.
+        self._meeting.seconds = 2 * GRACE_SECONDS
         self._is_over = self._runner.is_stuck = True
         self._runner.attempt(lambda: self._meeting.leave(why))
 
