@@ -50,7 +50,7 @@ def judge_backends(backends: Sequence[str], *, has_gpus: bool) -> Finding:
     if needed not in backends:
         remedy = f"install a torch that was built with {needed}"
         return failed(check, found, remedy)
-    return ok(check, f"{found}; {needed} is used here")
+    return ok(check, f"{found}; {needed} would be used to train here")
 
 
 def check_all_reduce(

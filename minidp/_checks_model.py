@@ -17,7 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 
 from ._autograd import find_tensors, reachable_nodes
-from ._checks_ranks import judge_owners
+from ._checks_ranks import judge_owners, uuid_of
 from ._consultation import Consultation, Facts, collect, wrapped_module
 from ._desync import sum_of_bits
 from ._findings import Finding, Report, failed, join, ok, skipped, warning
@@ -138,10 +138,7 @@ def _judge_batch_device(
 
 def _gpu_of(module: nn.Module) -> str:
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    if device.type != "cuda":
-        return ""
-    properties: Any = torch.cuda.get_device_properties(device)
-    return str(getattr(properties, "uuid", device))
+    return uuid_of(device) if device.type == "cuda" else ""
 
 
 # ------------------------------------------------------------------------ replicas

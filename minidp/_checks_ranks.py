@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import os
 import platform
 import socket
 from collections import defaultdict
@@ -105,8 +104,13 @@ def gpu_identity(local_rank: int | None) -> str:
     index = 0 if count == 1 else local_rank
     if index is None or index >= count:
         return ""
-    properties: Any = torch.cuda.get_device_properties(index)
-    return str(getattr(properties, "uuid", f"{os.getpid()}/{index}"))
+    return uuid_of(torch.device("cuda", index))
+
+
+def uuid_of(device: torch.device) -> str:
+    """The same for two processes exactly if they mean the same GPU."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return str(properties.uuid)
 
 
 def judge_facts(of_rank: Mapping[int, Facts]) -> list[Finding]:
@@ -127,7 +131,9 @@ def _judge_ranks(of_rank: Mapping[int, Facts]) -> Finding:
         return failed(check, found, "start all ranks with the same WORLD_SIZE")
     hosts = {facts.host for facts in of_rank.values()}
     noun = "host" if len(hosts) == 1 else "hosts"
-    return ok(check, f"{len(of_rank)} came, on {len(hosts)} {noun}")
+    came, all_ranks = len(of_rank), max(sizes)
+    count = f"{came}" if came == all_ranks else f"{came} of {all_ranks}"
+    return ok(check, f"{count} came, on {len(hosts)} {noun}")
 
 
 def judge_claims(rank: int, claims: int) -> list[Finding]:

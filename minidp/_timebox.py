@@ -134,7 +134,9 @@ class Runner:
         return True
 
 
-_PLACE_IN_SOURCE = re.compile(r"\[/[^\]\s]*:\d+\] ")  # of torch's own C++
+_PLACE_IN_SOURCE = re.compile(
+    r"\[(enforce fail at )?/[^\]\s]*:\d+\] "
+)  # of torch's own C++
 
 
 def in_words(error: Exception) -> str:

@@ -14,6 +14,7 @@ import builtins
 import functools
 import os
 import socket
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar, cast
@@ -47,6 +48,17 @@ def _harmless(note: Note) -> Note:
             self.mishaps.add(f"{note.__name__}: {in_words(error)}")
 
     return cast("Note", noting)
+
+
+def _after(note: Callable[[Any, Any], None], original: Callable[..., Any]) -> Any:
+    """The same function, after its arguments were noted."""
+
+    @functools.wraps(original)
+    def noting(*values: Any, **options: Any) -> Any:
+        note(values, options)
+        return original(*values, **options)
+
+    return noting
 
 
 class TrainingLog:
@@ -110,8 +122,8 @@ class TrainingLog:
             noting = self._arrivals_of(name)
             undo(param.register_post_accumulate_grad_hook(noting).remove)
         undo(register_optimizer_step_pre_hook(self._note_step).remove)
-        self._replace(builtins, "print", self._printing(builtins.print))
-        self._replace(torch, "save", self._saving(torch.save))
+        self._replace(builtins, "print", _after(self._note_line, builtins.print))
+        self._replace(torch, "save", _after(self._note_save, torch.save))
         self._observe(self._sampler)
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
@@ -192,22 +204,10 @@ class TrainingLog:
         self._arrived.clear()
         self._tasks.clear()
 
-    def _printing(self, original: Callable[..., None]) -> Callable[..., None]:
-        def noting(*values: Any, **options: Any) -> None:
-            self._note_line(values)
-            original(*values, **options)
-
-        return noting
-
-    def _saving(self, original: Callable[..., None]) -> Callable[..., None]:
-        def noting(obj: Any, f: Any, *args: Any, **options: Any) -> None:
-            self._note_save(f)
-            original(obj, f, *args, **options)
-
-        return noting
-
     @_harmless
-    def _note_line(self, values: Any) -> None:
+    def _note_line(self, values: Any, options: Any) -> None:
+        if options.get("file") not in (None, sys.stdout):
+            return
         text = " ".join(map(str, values))
         # Whoever names the rank means to print on all of them.
         if (
@@ -218,6 +218,7 @@ class TrainingLog:
             self.lines.append(state_of(text))
 
     @_harmless
-    def _note_save(self, file: Any) -> None:
+    def _note_save(self, values: Any, options: Any) -> None:
+        file = values[1] if len(values) > 1 else options.get("f")
         if isinstance(file, str | os.PathLike):
             self.saved.append(os.path.abspath(os.fspath(file)))

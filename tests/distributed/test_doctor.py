@@ -229,3 +229,29 @@ def who_prints(ctx):
     with contextlib.redirect_stdout(text):
         doctor.check_model(Net(), process_group=ctx.group)
     return "minidp doctor: the model" in text.getvalue()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    "options", [{"static_graph": True}, {"gradient_as_bucket_view": True}]
+)
+def test_modes_and_loss_scaling_are_not_blamed(pool, wrapper, options):
+    for found in pool.run(scaled_training, 2, wrapper, options):
+        assert found == [{}, {}]
+
+
+def scaled_training(ctx, wrapper, options):
+    model = WRAPPERS[wrapper](Net(), process_group=ctx.group, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    torch.manual_seed(ctx.rank)
+    checked = doctor.check_model(model, torch.ones(8, 2), seconds=SECONDS, quiet=True)
+    with doctor.watch(model, seconds=SECONDS, quiet=True) as watched:
+        for i in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.full((8, 2), i + ctx.rank + 1.0)).float().sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return [unwell(checked), unwell(watched.report)]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
+from pathlib import Path
 
 import pytest
 
+import minidp
 from minidp._findings import (
     Finding,
     Report,
@@ -21,6 +24,7 @@ from minidp._findings import (
 )
 from minidp._timebox import Limits, Runner, Timebox
 
+PACKAGE = Path(minidp.__file__).parent
 FINDINGS = (
     ok("first", "all is well"),
     warning("second", "this is slow " * 12, "do the other thing " * 8),
@@ -146,3 +150,25 @@ def test_timebox_hands_back_what_happened():
 def test_limits_are_positive(limits):
     with pytest.raises(ValueError, match="positive"):
         Limits(**limits)
+
+
+# ---------------------------------------------------------------- the pitfalls' table
+
+
+def checks_of_the_readme():
+    """The names after "found by" in the tables of minidp/README.md."""
+    text = (PACKAGE / "README.md").read_text()
+    cells = [line.split("|")[-2] for line in text.splitlines() if line.startswith("| ")]
+    found_by = [cell for cell in cells if "`" in cell]
+    names = [part.split(":") for cell in found_by for part in cell.split(";")]
+    return sorted({n.strip() for _, said in names for n in said.split(",")})
+
+
+@pytest.mark.parametrize("name", checks_of_the_readme())
+def test_readme_names_checks_that_exist(name):
+    sources = [path.read_text() for path in PACKAGE.glob("_*.py")]
+    assert any(re.search(rf'"{name}(, {{backend}})?"', source) for source in sources)
+
+
+def test_readme_names_enough_checks():
+    assert len(checks_of_the_readme()) >= 20

@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import importlib
+import io
 
 import pytest
 import torch
@@ -453,7 +454,11 @@ def test_what_a_log_writes_down(tmp_path, capsys):
             optimizer.step()
         print("loss", epoch)
         print(f"[rank 1] is here {epoch}")
+    with (tmp_path / "log").open("w") as file:
+        print("in a file", file=file)
     torch.save(model.state_dict(), tmp_path / "last.pt")
+    torch.save(obj={}, f=str(tmp_path / "other.pt"))
+    torch.save({}, io.BytesIO())
     log.stop()
     print("not written down")
     assert log.epochs == [0, 1]
@@ -462,5 +467,5 @@ def test_what_a_log_writes_down(tmp_path, capsys):
     assert len(log.batches) == len(log.gradients) == 3
     assert len(set(log.batches)) == 3
     assert len(log.lines) == 2
-    assert log.saved == [str(tmp_path / "last.pt")]
+    assert log.saved == [str(tmp_path / name) for name in ("last.pt", "other.pt")]
     assert "loss 1" in capsys.readouterr().out
