@@ -76,8 +76,8 @@ def check_all_reduce(
     first, wrong = _worst(*measure(), group=group, device=device)
     rounds = [measure() for _ in range(_ROUNDS if first < _LONG_SECONDS else 1)]
     usual = statistics.median(seconds for seconds, _ in rounds)
-    count = wrong + sum(count for _, count in rounds)
-    slowest, most = _worst(usual, count, group=group, device=device)
+    num_wrong = wrong + sum(found for _, found in rounds)
+    slowest, most = _worst(usual, num_wrong, group=group, device=device)
     return judge_all_reduce(check, num_bytes, world_size, seconds=slowest, wrong=most)
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 import minidp
+from minidp import _checks_collectives as collectives
 from minidp import doctor
+from tests.support.broken import NoReduce
 
 WRAPPERS = {"minidp": minidp.DataParallel, "torch": DistributedDataParallel}
 SECONDS = 20.0
@@ -255,3 +258,74 @@ def scaled_training(ctx, wrapper, options):
             scaler.update()
             optimizer.zero_grad()
     return [unwell(checked), unwell(watched.report)]
+
+
+# ------------------------------------------------------------- checks that communicate
+
+
+def test_collectives_that_are_well(pool):
+    for findings in pool.run(communicate, 2):
+        assert [finding["status"] for finding in findings] == ["ok"] * 3
+    first, second = pool.run(communicate, 2)
+    assert first == second  # times are those of the slowest rank
+
+
+def communicate(ctx):
+    device = torch.device("cpu")
+    findings = [
+        collectives.check_all_reduce(ctx.group, device, 4, check="a"),
+        collectives.check_gradients(ctx.group, device, check="g"),
+        collectives.check_clocks(ctx.group, device, clock=lambda: 5.0),
+    ]
+    return [finding.as_json() for finding in findings]
+
+
+def test_a_clock_that_is_off(pool):
+    for finding in pool.run(other_clock, 2):
+        assert finding["status"] == "warning"
+        assert finding["found"] == "rank 1 is +100.0 s off rank 0"
+
+
+def other_clock(ctx):
+    def clock():
+        return 100.0 * ctx.rank
+
+    cpu = torch.device("cpu")
+    return collectives.check_clocks(ctx.group, cpu, clock).as_json()
+
+
+def test_sums_that_are_wrong_on_one_rank_are_found_on_all(pool):
+    for finding in pool.run(broken_sums, 2):
+        assert finding["status"] == "failed"
+        # 6 rounds, in each of them one element.
+        assert finding["found"] == "400 B: 6 elements are not the sum of all ranks"
+
+
+def broken_sums(ctx):
+    def break_one(value, *args, **options):
+        all_reduce(value, *args, **options)
+        if ctx.rank == 1 and value.numel() == 100:
+            value[7] += 1
+
+    all_reduce = dist.all_reduce
+    dist.all_reduce = break_one
+    try:
+        cpu = torch.device("cpu")
+        finding = collectives.check_all_reduce(ctx.group, cpu, 400, check="a")
+    finally:
+        dist.all_reduce = all_reduce
+    return finding.as_json()
+
+
+def test_a_wrapper_that_does_not_synchronise_is_found(pool):
+    for finding in pool.run(no_synchronisation, 2):
+        assert finding["status"] == "failed"
+        assert "other gradients on rank 1 than on rank 0" in finding["found"]
+
+
+def no_synchronisation(ctx):
+    def wrap(module):
+        return NoReduce(module, process_group=ctx.group)
+
+    cpu = torch.device("cpu")
+    return collectives.check_gradients(ctx.group, cpu, wrap, check="g").as_json()
