@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +43,8 @@ def examine_model(model: nn.Module, batch: Any, group: Any, seconds: float) -> R
     facts["streams"] = digest_of_states()
     facts["host"] = socket.gethostname()
     try:
-        facts["shapes"], facts["sums"] = describe(module)
+        ignored = getattr(model, "parameters_to_ignore", ())
+        facts["shapes"], facts["sums"] = describe(module, ignored)
         facts["gpu"] = _gpu_of(module)
     except Exception as error:  # devices have said more about it
         facts["shapes"], facts["sums"], facts["gpu"] = {}, {}, ""
@@ -144,14 +145,22 @@ def _gpu_of(module: nn.Module) -> str:
 # ------------------------------------------------------------------------ replicas
 
 
-def describe(module: nn.Module) -> tuple[dict[str, str], dict[str, int]]:
-    """By parameter: what it looks like, and a checksum of its values."""
+def describe(
+    module: nn.Module, ignored: Collection[str] = ()
+) -> tuple[dict[str, str], dict[str, int]]:
+    """By parameter: what it looks like, and a checksum of its values.
+
+    Args:
+        module: the bare module.
+        ignored: parameters that are each rank's own: left out.
+    """
+    params = {n: p for n, p in module.named_parameters() if n not in ignored}
     shapes = {
         name: f"{tuple(param.shape)}, {param.dtype}, "
         + ("trainable" if param.requires_grad else "frozen")
-        for name, param in module.named_parameters()
+        for name, param in params.items()
     }
-    bits = {n: sum_of_bits(p) for n, p in module.named_parameters()}
+    bits = {n: sum_of_bits(p) for n, p in params.items()}
     return shapes, {name: int(value) for name, value in bits.items()}
 
 

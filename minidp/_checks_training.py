@@ -117,7 +117,7 @@ def judge_same_batches(logs: Logs) -> Finding:
     check = "batches"
     fed = {rank: tuple(log["batches"]) for rank, log in logs.items()}
     if not all(fed.values()):
-        return skipped(check, "no training step with tensors on some rank")
+        return skipped(check, "not every rank had a training step with tensors")
     usual, count = Counter(fed.values()).most_common(1)[0]
     if count > 1:
         ranks = [rank for rank, batches in fed.items() if batches == usual]

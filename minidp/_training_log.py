@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ._autograd import current_task, find_tensors
+from ._autograd import NO_TASK, current_task, find_tensors
 from ._checks_loader import sampler_of
 from ._consultation import wrapped_module
 from ._desync import sum_of_bits
@@ -80,10 +80,11 @@ class TrainingLog:
         self.mishaps: set[str] = set()  # what could not be noted
         self.sees_epochs = False
         self.model = model
+        ignored = getattr(model, "parameters_to_ignore", ())  # each rank's own
         self._params = {
             name: param
             for name, param in wrapped_module(model).named_parameters()
-            if param.requires_grad
+            if param.requires_grad and name not in ignored
         }
         self._sampler = None if loader is None else sampler_of(loader)
         self._arrived: set[str] = set()  # since the last step
@@ -185,6 +186,8 @@ class TrainingLog:
     @_harmless
     def _note_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         ours = {id(param) for param in self._params.values()}
+        if current_task() != NO_TASK:
+            return  # it steps in the backward, when other gradients are still to come
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not self._arrived or not ours & held:
             return

@@ -329,3 +329,31 @@ def no_synchronisation(ctx):
 
     cpu = torch.device("cpu")
     return collectives.check_gradients(ctx.group, cpu, wrap, check="g").as_json()
+
+
+@pytest.mark.parametrize("deed", ["steps in the backward", "ignores a parameter"])
+def test_what_ranks_do_on_purpose_is_not_blamed(pool, deed):
+    for found in pool.run(on_purpose, 2, deed):
+        assert found == [{}, {}]
+
+
+def on_purpose(ctx, deed):
+    net = Net()
+    if deed == "ignores a parameter":
+        names = ["last.weight", "last.bias"]
+        wrapper = minidp.DataParallel
+        wrapper._set_params_and_buffers_to_ignore_for_model(net, names)
+        nn.init.constant_(net.last.weight, ctx.rank + 1.0)
+    model = minidp.DataParallel(net, process_group=ctx.group, bucket_cap_mb=1e-5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    if deed == "steps in the backward":
+        model.step_in_backward(optimizer)
+    torch.manual_seed(ctx.rank)
+    checked = doctor.check_model(model, torch.ones(8, 2), seconds=SECONDS, quiet=True)
+    with doctor.watch(model, seconds=SECONDS, quiet=True) as watched:
+        for i in range(3):
+            model(torch.full((8, 2), i + ctx.rank + 1.0)).sum().backward()
+            if deed != "steps in the backward":
+                optimizer.step()
+            optimizer.zero_grad()
+    return [unwell(checked), unwell(watched.report)]

@@ -332,7 +332,7 @@ OTHER = {**LOG, "batches": [4, 5, 6]}
         (judge_epochs, {"shuffles": False}, {}, OK, "not needed"),
         (judge_same_batches, {}, {}, OK, "its own"),
         (judge_same_batches, {}, {"batches": [1, 2, 3]}, FAILED, "ranks 0 and 1"),
-        (judge_same_batches, {}, {"batches": []}, SKIPPED, "no training step"),
+        (judge_same_batches, {}, {"batches": []}, SKIPPED, "not every rank"),
         (judge_same_gradients, {}, {}, OK, "in 2 steps"),
         (judge_same_gradients, {}, {"gradients": [{"w": 7}]}, FAILED, "of w"),
         (judge_same_gradients, {}, {"gradients": [{}]}, FAILED, "of w"),
