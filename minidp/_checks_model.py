@@ -85,11 +85,12 @@ def judge_devices(model: nn.Module, batch: Any) -> list[Finding]:
         for rare in [len(of_device) > 1 and len(names) <= len(tensors) / 2]
     )
     found = f"{len(tensors)} parameters and module buffers: {places}"
-    findings = [_judge_places(found, of_device), *_judge_own_gpu(of_device)]
+    findings = [judge_places(found, of_device), *judge_own_gpu(of_device)]
     return [*findings, *_judge_batch_device(model, of_device, batch)]
 
 
-def _judge_places(found: str, of_device: Mapping[torch.device, list[str]]) -> Finding:
+def judge_places(found: str, of_device: Mapping[torch.device, list[str]]) -> Finding:
+    """Whether one replica may be spread like this."""
     check, kinds = "devices", {device.type for device in of_device}
     if "meta" in kinds:
         remedy = (
@@ -108,7 +109,7 @@ def _judge_places(found: str, of_device: Mapping[torch.device, list[str]]) -> Fi
     return ok(check, found)
 
 
-def _judge_own_gpu(of_device: Mapping[torch.device, list[str]]) -> list[Finding]:
+def judge_own_gpu(of_device: Mapping[torch.device, list[str]]) -> list[Finding]:
     """A GPU other than that of the local rank is probably another process's."""
     text = os.environ.get("LOCAL_RANK", "")
     if len(of_device) != 1 or not text.isdecimal() or torch.cuda.device_count() < 2:

@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import importlib
 import io
+import warnings
 
 import pytest
 import torch
@@ -23,12 +24,19 @@ from torch.utils.data import (
 )
 
 from minidp import DataParallel, SyncBatchNorm, doctor
-from minidp._checks_loader import judge_batches, judge_parts, judge_sampler
+from minidp._checks_loader import (
+    judge_batches,
+    judge_parts,
+    judge_sampler,
+    judge_workers,
+)
 from minidp._checks_model import (
     check_unused,
     describe,
     judge_batch_norm,
     judge_devices,
+    judge_own_gpu,
+    judge_places,
     judge_replicas,
 )
 from minidp._checks_training import (
@@ -102,6 +110,37 @@ def test_a_batch_on_another_device():
 @pytest.mark.parametrize("model", [nn.LazyLinear(3), nn.ReLU()])
 def test_a_model_without_parameters(model):
     assert problems(judge_devices(model, None))[0].status is FAILED
+
+
+@pytest.mark.parametrize(
+    ("devices", "status", "words"),
+    [
+        (["cuda:0"], OK, ""),
+        (["cuda:0", "cuda:1"], WARNING, "model-parallel"),
+        (["cuda:0", "cpu"], FAILED, "register_buffer"),
+    ],
+)
+def test_places(devices, status, words):
+    finding = judge_places("found", {torch.device(device): [] for device in devices})
+    assert finding.status is status
+    assert words in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "device", "num_gpus", "statuses"),
+    [
+        ("1", "cuda:0", 2, [WARNING]),
+        ("1", "cuda:1", 2, []),
+        ("1", "cuda:0", 1, []),  # each process sees its own as the first
+        ("1", "cpu", 2, []),
+        ("", "cuda:0", 2, []),
+    ],
+)
+def test_the_gpu_of_another_rank(monkeypatch, local_rank, device, num_gpus, statuses):
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    found = judge_own_gpu({torch.device(device): ["weight"]})
+    assert [finding.status for finding in found] == statuses
 
 
 # ----------------------------------------------------------------------- batch norm
@@ -258,6 +297,18 @@ def test_sampler(loader, status, words):
 
 def test_one_rank_needs_no_sampler():
     assert judge_sampler(DataLoader(DATA, shuffle=True), 0, 1).status is OK
+
+
+@pytest.mark.parametrize(("workers", "status"), [(0, OK), (1, OK), (500, WARNING)])
+def test_loader_workers(monkeypatch, workers, status):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of 500, too
+        loader = DataLoader(DATA, num_workers=workers)
+    finding = judge_workers(loader)
+    assert finding.status is status
+    assert finding.found == f"2 x {workers} on 4 cores"
 
 
 PART = {"splits": True, "seed": 0, "samples": 16, "epoch": 0, "subset": None}
