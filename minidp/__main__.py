@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import tune
+from . import doctor, tune
 from ._chrome_trace import chrome_trace
 from ._picture import draw
 from ._timeline import Timeline, from_json, to_json
@@ -30,7 +30,7 @@ class Command:
     """One word after ``minidp``."""
 
     help: str
-    description: str
+    description: str | None  # None: add_arguments sets it
     add_arguments: Callable[[argparse.ArgumentParser], None]
     main: Callable[[argparse.Namespace], int]
 
@@ -108,6 +108,12 @@ def _read(name: str) -> tuple[Timeline, ...]:
 
 
 COMMANDS = {
+    "doctor": Command(
+        "what is wrong with this machine, this job, this script?",
+        None,
+        doctor.add_arguments,
+        doctor.main,
+    ),
     "report": Command(
         "is communication hidden, if not, why, and what to change",
         _REPORT,

@@ -160,7 +160,7 @@ IMPORTS: dict[str, set[str]] = {
     "_labels": set(),
     "_picture": {"_analysis", "_skew", "_timeline"},
     "_skew": {"_timeline"},
-    "__main__": {"_chrome_trace", "_picture", "_timeline", "report", "tune"},
+    "__main__": {"_chrome_trace", "_picture", "_timeline", "doctor", "report", "tune"},
     "_replicas": {"_collectives", "_groups", "errors"},
     "_shared_state": {"_desync", "_groups", "_managed", "_reducer", "_replicas"},
     "sync_batchnorm": {
@@ -236,10 +236,74 @@ IMPORTS: dict[str, set[str]] = {
     "_autotune": {"_clock", "_groups", "_rebuild", "_saved_layout", "_tuning", "trace"},
     "_tuning": {"_layout", "_schedule"},
     "tune": {"_autotune", "_tuning", "config", "data_parallel"},
+    "doctor": {
+        "_checks_loader",
+        "_checks_model",
+        "_checks_training",
+        "_consultation",
+        "_examination",
+        "_findings",
+        "_timebox",
+        "_training_log",
+    },
+    "_examination": {
+        "_checks_collectives",
+        "_checks_environment",
+        "_checks_network",
+        "_checks_ranks",
+        "_findings",
+        "_meeting",
+        "_timebox",
+        "_trials",
+        "_variables",
+    },
+    "_trials": {
+        "_checks_collectives",
+        "_checks_environment",
+        "_findings",
+        "_meeting",
+        "_timebox",
+    },
+    "_checks_training": {
+        "_checks_loader",
+        "_consultation",
+        "_findings",
+        "_training_log",
+    },
+    "_training_log": {
+        "_autograd",
+        "_checks_loader",
+        "_consultation",
+        "_desync",
+        "_random_streams",
+        "_timebox",
+        "_untraced",
+    },
+    "_checks_model": {
+        "_autograd",
+        "_checks_ranks",
+        "_consultation",
+        "_desync",
+        "_findings",
+        "_random_streams",
+    },
+    "_checks_loader": {"_consultation", "_findings", "_random_streams"},
+    "_random_streams": {"_findings"},
+    "_consultation": {"_findings", "_groups", "_meeting"},
+    "_checks_collectives": {"_checks_ranks", "_compat", "_desync", "_findings"},
+    "_checks_ranks": {"_findings", "_variables"},
+    "_checks_network": {"_checks_environment", "_findings"},
+    "_checks_environment": {"_findings"},
+    "_variables": {"_findings"},
+    "_timebox": {"_findings"},
+    "_meeting": {"_findings"},
+    "_findings": set(),
 }
 TALKS_TO_OTHER_RANKS = {"_collectives", "comm_hooks"}
 # Names of torch.distributed that are no collectives: a protocol, types, constants.
 KNOWS_TORCH_DISTRIBUTED = {"_compat", "_groups", "_join", "_logging_data"}
+# The doctor's command runs in a process of its own, and tries out what torch has there.
+KNOWS_TORCH_DISTRIBUTED |= {"_checks_collectives", "_examination", "_trials"}
 
 FILE_LINES = 400
 FUNCTION_CODE_LINES_P90 = 30

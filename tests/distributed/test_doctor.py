@@ -1,0 +1,359 @@
+"""``doctor`` inside scripts on two ranks: planted faults are found, sound ones not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+import minidp
+from minidp import _checks_collectives as collectives
+from minidp import doctor
+from tests.support.broken import NoReduce
+
+WRAPPERS = {"minidp": minidp.DataParallel, "torch": DistributedDataParallel}
+SECONDS = 20.0
+DATA = TensorDataset(torch.arange(128.0).reshape(64, 2))
+
+
+class Net(nn.Module):
+    def __init__(self, *, norm=False, spare=False, drop=False):
+        super().__init__()
+        self.first = nn.Linear(2, 4)
+        self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
+        self.drop = nn.Dropout(0.5 if drop else 0.0)
+        self.last = nn.Linear(4, 1)
+        self.spare = nn.Linear(1, 1) if spare else None
+
+    def forward(self, x):
+        return self.last(self.drop(self.norm(self.first(x))))
+
+
+def unwell(report):
+    """check -> status, of warnings and failures."""
+    return {
+        finding.check: finding.status.value
+        for finding in report
+        if finding.status.value in ("warning", "failed")
+    }
+
+
+def test_model_faults(pool):
+    for found in pool.run(model_faults, 2):
+        assert found == {
+            "sound": {},
+            "small batch": {"batch norm": "warning"},
+            "unused": {"unused parameters": "failed"},
+            "flag": {"unused parameters": "warning"},
+            "same dropout": {"random streams": "warning"},
+            "other seeds": {"replicas": "failed"},
+            "one rank's buffer": {"devices": "failed"},
+            "not wrapped": {},
+        }
+
+
+def model_faults(ctx):
+    def check(net, wrap=True, seed=None, **options):
+        if wrap:
+            net = minidp.DataParallel(net, process_group=ctx.group, **options)
+        torch.manual_seed(ctx.rank if seed is None else seed)
+        report = doctor.check_model(
+            net, x, process_group=ctx.group, seconds=SECONDS, quiet=True
+        )
+        return unwell(report)
+
+    def seeded(**options):
+        torch.manual_seed(ctx.rank)
+        return Net(**options)
+
+    x = torch.ones(8, 2)
+    found = {
+        "sound": check(Net()),
+        "small batch": check(Net(norm=True)),
+        "unused": check(Net(spare=True)),
+        "flag": check(Net(), find_unused_parameters=True),
+        "same dropout": check(Net(drop=True), seed=0),
+        "other seeds": check(seeded(), init_sync=False),
+    }
+    net = Net()
+    if ctx.rank == 1:
+        net.register_buffer("late", torch.ones(1, device="meta"))
+    found["one rank's buffer"] = check(net, wrap=False)
+    found["not wrapped"] = check(seeded(), wrap=False)
+    return found
+
+
+def test_a_fault_of_one_rank_carries_its_number(pool):
+    for ranks in pool.run(ranks_of_a_fault, 2):
+        assert ranks == (1,)
+
+
+def ranks_of_a_fault(ctx):
+    net = Net()
+    if ctx.rank == 1:
+        net.register_buffer("late", torch.ones(1, device="meta"))
+    report = doctor.check_model(net, process_group=ctx.group, quiet=True)
+    (finding,) = [f for f in report if f.status.value == "failed"]
+    return finding.ranks
+
+
+def test_loader_faults(pool):
+    for found in pool.run(loader_faults, 2):
+        assert found == {
+            "sound": {},
+            "own subset": {},
+            "no sampler": {"sampler": "warning"},
+            "shuffled": {"sampler": "warning"},
+            "always rank 0": {"sampler": "failed", "parts": "failed"},
+            "own seeds": {"parts": "failed"},
+            "own lengths": {"batches": "failed", "parts": "failed"},
+            "same augmentation": {"random streams": "warning"},
+        }
+
+
+class Augmented(TensorDataset):
+    transform = staticmethod(torch.flip)
+
+
+def loader_faults(ctx):
+    def split(data=DATA, **options):
+        options = {"num_replicas": 2, "rank": ctx.rank, **options}
+        return DataLoader(data, 4, sampler=DistributedSampler(data, **options))
+
+    def check(loader, seed=None):
+        torch.manual_seed(ctx.rank if seed is None else seed)
+        report = doctor.check_loader(
+            loader, process_group=ctx.group, seconds=SECONDS, quiet=True
+        )
+        return unwell(report)
+
+    half = Subset(DATA, range(32 * ctx.rank, 32 * ctx.rank + 32))
+    return {
+        "sound": check(split()),
+        "own subset": check(DataLoader(half, 4, shuffle=True)),
+        "no sampler": check(DataLoader(DATA, 4)),
+        "shuffled": check(DataLoader(DATA, 4, shuffle=True)),
+        "always rank 0": check(split(rank=0)),
+        "own seeds": check(split(seed=ctx.rank)),
+        "own lengths": check(split(TensorDataset(*DATA[: 32 + 16 * ctx.rank]))),
+        "same augmentation": check(split(Augmented(*DATA.tensors)), seed=0),
+    }
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_training_faults(pool, wrapper, tmp_path):
+    for found in pool.run(training_faults, 2, wrapper, str(tmp_path)):
+        assert found == {
+            "sound": {},
+            "accumulates with no_sync": {},
+            "no set_epoch": {"set_epoch": "warning"},
+            "same batches": {"batches": "failed"},
+            "accumulates": {"accumulation": "warning"},
+            "flag": {"find_unused": "warning"},
+            "flag needed": {},
+            "saves": {"saving": "failed"},
+            "prints": {"printing": "warning"},
+        }
+
+
+def training_faults(ctx, wrapper, folder):
+    def train(deeds=(), net=None, **options):
+        net = net or Net()
+        model = WRAPPERS[wrapper](net, process_group=ctx.group, **options)
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        part = 0 if "same batches" in deeds else ctx.rank
+        sampler = DistributedSampler(DATA, num_replicas=2, rank=part)
+        loader = DataLoader(DATA, 8, sampler=sampler)
+        with doctor.watch(model, loader, seconds=SECONDS, quiet=True) as watched:
+            for epoch in range(2):
+                if "no set_epoch" not in deeds:
+                    sampler.set_epoch(epoch)
+                for i, (x,) in enumerate(loader):
+                    step(model, optimizer, x, deeds, is_last=bool(i % 2))
+                if "prints" in deeds or ctx.rank == 0:
+                    print("epoch", epoch)
+            if "saves" in deeds or ctx.rank == 0:
+                torch.save({}, f"{folder}/last.pt")
+        return unwell(watched.report)
+
+    return {
+        "sound": train(),
+        "accumulates with no_sync": train(("no_sync",)),
+        "no set_epoch": train(("no set_epoch",)),
+        "same batches": train(("same batches",)),
+        "accumulates": train(("accumulates",)),
+        "flag": train(find_unused_parameters=True),
+        "flag needed": train(net=Net(spare=True), find_unused_parameters=True),
+        "saves": train(("saves",)),
+        "prints": train(("prints",)),
+    }
+
+
+def step(model, optimizer, x, deeds, *, is_last):
+    accumulates = "accumulates" in deeds or "no_sync" in deeds
+    if "no_sync" in deeds and not is_last:
+        with model.no_sync():
+            model(x).sum().backward()
+    else:
+        model(x).sum().backward()
+    if is_last or not accumulates:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_torch_ddp_that_is_gone_around(pool):
+    """Torch's DDP says nothing when ``.module`` is called; minidp raises by itself."""
+    for found in pool.run(gone_around, 2):
+        assert found == {"gradients": "failed"}
+
+
+def gone_around(ctx):
+    model = DistributedDataParallel(Net(), process_group=ctx.group)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with doctor.watch(model, seconds=SECONDS, quiet=True) as watched:
+        for i in range(2):
+            model.module(torch.full((4, 2), ctx.rank + i + 1.0)).sum().backward()
+            optimizer.step()
+    return unwell(watched.report)
+
+
+def test_only_rank_0_prints(pool):
+    assert pool.run(who_prints, 2) == [True, False]
+
+
+def who_prints(ctx):
+    import contextlib
+    import io
+
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        doctor.check_model(Net(), process_group=ctx.group)
+    return "minidp doctor: the model" in text.getvalue()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    "options", [{"static_graph": True}, {"gradient_as_bucket_view": True}]
+)
+def test_modes_and_loss_scaling_are_not_blamed(pool, wrapper, options):
+    for found in pool.run(scaled_training, 2, wrapper, options):
+        assert found == [{}, {}]
+
+
+def scaled_training(ctx, wrapper, options):
+    model = WRAPPERS[wrapper](Net(), process_group=ctx.group, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    torch.manual_seed(ctx.rank)
+    checked = doctor.check_model(model, torch.ones(8, 2), seconds=SECONDS, quiet=True)
+    with doctor.watch(model, seconds=SECONDS, quiet=True) as watched:
+        for i in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(torch.full((8, 2), i + ctx.rank + 1.0)).float().sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return [unwell(checked), unwell(watched.report)]
+
+
+# ------------------------------------------------------------- checks that communicate
+
+
+def test_collectives_that_are_well(pool):
+    for findings in pool.run(communicate, 2):
+        assert [finding["status"] for finding in findings] == ["ok"] * 3
+    first, second = pool.run(communicate, 2)
+    assert first == second  # times are those of the slowest rank
+
+
+def communicate(ctx):
+    device = torch.device("cpu")
+    findings = [
+        collectives.check_all_reduce(ctx.group, device, 4, check="a"),
+        collectives.check_gradients(ctx.group, device, check="g"),
+        collectives.check_clocks(ctx.group, device, clock=lambda: 5.0),
+    ]
+    return [finding.as_json() for finding in findings]
+
+
+def test_a_clock_that_is_off(pool):
+    for finding in pool.run(other_clock, 2):
+        assert finding["status"] == "warning"
+        assert finding["found"] == "rank 1 is +100.0 s off rank 0"
+
+
+def other_clock(ctx):
+    def clock():
+        return 100.0 * ctx.rank
+
+    cpu = torch.device("cpu")
+    return collectives.check_clocks(ctx.group, cpu, clock).as_json()
+
+
+def test_sums_that_are_wrong_on_one_rank_are_found_on_all(pool):
+    for finding in pool.run(broken_sums, 2):
+        assert finding["status"] == "failed"
+        # 6 rounds, in each of them one element.
+        assert finding["found"] == "400 B: 6 elements are not the sum of all ranks"
+
+
+def broken_sums(ctx):
+    def break_one(value, *args, **options):
+        all_reduce(value, *args, **options)
+        if ctx.rank == 1 and value.numel() == 100:
+            value[7] += 1
+
+    all_reduce = dist.all_reduce
+    dist.all_reduce = break_one
+    try:
+        cpu = torch.device("cpu")
+        finding = collectives.check_all_reduce(ctx.group, cpu, 400, check="a")
+    finally:
+        dist.all_reduce = all_reduce
+    return finding.as_json()
+
+
+def test_a_wrapper_that_does_not_synchronise_is_found(pool):
+    for finding in pool.run(no_synchronisation, 2):
+        assert finding["status"] == "failed"
+        assert "other gradients on rank 1 than on rank 0" in finding["found"]
+
+
+def no_synchronisation(ctx):
+    def wrap(module):
+        return NoReduce(module, process_group=ctx.group)
+
+    cpu = torch.device("cpu")
+    return collectives.check_gradients(ctx.group, cpu, wrap, check="g").as_json()
+
+
+@pytest.mark.parametrize("deed", ["steps in the backward", "ignores a parameter"])
+def test_what_ranks_do_on_purpose_is_not_blamed(pool, deed):
+    for found in pool.run(on_purpose, 2, deed):
+        assert found == [{}, {}]
+
+
+def on_purpose(ctx, deed):
+    net = Net()
+    if deed == "ignores a parameter":
+        names = ["last.weight", "last.bias"]
+        wrapper = minidp.DataParallel
+        wrapper._set_params_and_buffers_to_ignore_for_model(net, names)
+        nn.init.constant_(net.last.weight, ctx.rank + 1.0)
+    model = minidp.DataParallel(net, process_group=ctx.group, bucket_cap_mb=1e-5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    if deed == "steps in the backward":
+        model.step_in_backward(optimizer)
+    torch.manual_seed(ctx.rank)
+    checked = doctor.check_model(model, torch.ones(8, 2), seconds=SECONDS, quiet=True)
+    with doctor.watch(model, seconds=SECONDS, quiet=True) as watched:
+        for i in range(3):
+            model(torch.full((8, 2), i + ctx.rank + 1.0)).sum().backward()
+            if deed != "steps in the backward":
+                optimizer.step()
+            optimizer.zero_grad()
+    return [unwell(checked), unwell(watched.report)]

@@ -1,0 +1,160 @@
+"""``minidp doctor`` in real processes: a job that is well, ranks that die or stay.
+
+The limits given here are for processes that stay away for good; nothing is timed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+from tests.support.fresh import run_fresh
+
+LIMIT = 200.0  # seconds for any process here; a hang is a failure
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def start(code, rank, port, *arguments):
+    """Run ``code`` and then the doctor, as rank ``rank`` of two, without torchrun."""
+    program = f"""
+import os, signal, sys, threading
+{code}
+from minidp import doctor
+sys.exit(doctor._run_as_script())
+"""
+    env = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-c", program, "--json", *arguments],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def play(*codes, arguments=()):
+    """Exit status and printed report of each rank; no rank may hang."""
+    port = free_port()
+    ranks = [start(code, rank, port, *arguments) for rank, code in enumerate(codes)]
+    try:
+        outputs = [process.communicate(timeout=LIMIT) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    reports = [json.loads(out) if out.strip() else None for out, _ in outputs]
+    assert all("Traceback" not in err for _, err in outputs), outputs
+    return [process.returncode for process in ranks], reports
+
+
+def found(report, check):
+    return [f["found"] for f in report["findings"] if f["check"] == check]
+
+
+def failures(report):
+    return [f["check"] for f in report["findings"] if f["status"] == "failed"]
+
+
+AT_CLOCKS = """
+import minidp._trials
+def deed(*_):
+    {deed}
+minidp._trials.check_clocks = deed
+"""
+
+
+def test_a_rank_that_dies_in_a_check():
+    dies = AT_CLOCKS.format(deed="os.kill(os.getpid(), signal.SIGKILL)")
+    codes, (report, nothing) = play("", dies, arguments=["--timeout", "100"])
+    assert codes == [1, -9]
+    assert nothing is None
+    # Whether the backend says it or the limit: what follows is left out.
+    assert failures(report)[0] == "clocks"
+    assert found(report, "all-reduce, Gloo") == []
+    assert found(report, "versions")  # what was found before is in the report
+
+
+def test_a_rank_that_raises_in_a_check_ends_it_for_all():
+    raises = AT_CLOCKS.format(deed="raise ValueError('of all things')")
+    codes, (report, _) = play("", raises, arguments=["--timeout", "100"])
+    assert codes == [1, 1]
+    said = {tuple(f["ranks"]): f["found"] for f in report["findings"] if f["ranks"]}
+    assert said[1,] == "ValueError: of all things"
+    assert said[0,] == "the check was given up: rank 1 left: its check 'clocks' failed"
+    assert found(report, "all-reduce, Gloo") == []
+
+
+def test_a_rank_that_stands_still_in_a_check():
+    stays = AT_CLOCKS.format(deed="threading.Event().wait()")
+    codes, (report, _) = play("", stays, arguments=["--timeout", "5"])
+    assert codes == [1, 1]
+    # One rank runs into a limit, the backend's or the check's, and tells the other.
+    assert failures(report) == ["clocks", "clocks"]
+    assert any("was given up: rank" in text for text in found(report, "clocks"))
+
+
+def test_a_rank_that_never_comes():
+    absent = "sys.exit(0)"
+    codes, (report, _) = play("", absent, arguments=["--wait", "2"])
+    assert codes == [1, 0]
+    assert found(report, "rendezvous") == ["rank 1 said nothing within 2 s"]
+
+
+def test_without_rank_0_each_rank_speaks_for_itself():
+    codes, (_, report) = play("sys.exit(0)", "", arguments=["--wait", "1"])
+    assert codes == [0, 1]
+    assert failures(report) == ["master port"]
+    assert report["title"] == "minidp doctor: rank 1"
+
+
+def test_under_torchrun():
+    env = {**os.environ, "TORCHELASTIC_ERROR_FILE": os.devnull}
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2"
+    done = subprocess.run(
+        [sys.executable, *command.split(), "-m", "minidp.doctor", "--json"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, report
+    assert report["world_size"] == 2
+    assert failures(report) == []
+    assert len(found(report, "all-reduce, Gloo")) == 4
+    assert "with torch's DDP" in found(report, "gradients, Gloo")[0]
+
+
+# ------------------------------------------------------------- in a training script
+
+
+def test_a_rank_that_does_not_call_it_is_named():
+    named, nothing = run_fresh(calls_on_one_rank, 2)
+    assert named == ["rank 1 did not take part: said nothing within 0.1 s"]
+    assert nothing is None
+
+
+def calls_on_one_rank(ctx):
+    from torch import nn
+
+    from minidp import doctor
+
+    if ctx.rank == 1:
+        return None
+    report = doctor.check_model(nn.Linear(2, 1), seconds=0.1, quiet=True)
+    return [f.found for f in report if f.check == "other ranks"]
