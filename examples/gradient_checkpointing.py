@@ -50,9 +50,9 @@ class Net(nn.Module):
         """[batch, 64] -> [batch, 64]."""
         for block in self.blocks:
             if self.checkpointed:
-                # Not reentrant: so it is a part of the one backward. The other kind runs
-                # a backward of its own inside, which DDP follows less far: layers that
-                # are used twice need static_graph=True then.
+                # Not reentrant: it is a part of the one backward then. The other kind
+                # runs a backward of its own inside, which DDP follows less far: layers
+                # that are used twice need static_graph=True with it.
                 x = x + checkpoint(block, x, use_reentrant=False)
             else:
                 x = x + block(x)
