@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="10 steps, not 200")
     steps = 10 if parser.parse_args().smoke else 200
     device = join_group()
+    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
     models = [DDP(copy.deepcopy(net)) for _ in range(2)]  # both get rank 0's weights
     often, seldom = (

@@ -36,6 +36,7 @@ def join_group() -> torch.device:
 
 def train(device: torch.device, dtype: torch.dtype, steps: int) -> None:
     """Train; all ranks check in each step that they skip it together, or none does."""
+    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 4)).to(device)
     model = DDP(net)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
