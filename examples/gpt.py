@@ -104,11 +104,11 @@ def main() -> None:
     """Train; let rank 0 write something."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000, help="default 1000")
-    parser.add_argument("--smoke", action="store_true", help="20 steps")
+    parser.add_argument("--smoke", action="store_true", help="10 steps")
     args, device = parser.parse_args(), join_group()
     net = GPT().to(device)
     text = torch.tensor(list("".join(topics.values()).encode()))
-    train(net, text, 20 if args.smoke else args.steps)
+    train(net, text, 10 if args.smoke else args.steps)
     if dist.get_rank() == 0:
         # The net, not its wrapper: a forward of that may be a collective.
         print(write(net, "The ", 40 if args.smoke else 400, device))

@@ -85,11 +85,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=int, default=5, help="default 5")
     parser.add_argument("--sam", type=float, default=0.0, help="radius (default: none)")
-    parser.add_argument("--smoke", action="store_true", help="1 epoch of 300 images")
+    parser.add_argument("--smoke", action="store_true", help="1 epoch of 200 images")
     args, device = parser.parse_args(), join_group()
     data, images, labels = load_images()
     if args.smoke:
-        args.epochs, data = 1, Subset(data, range(300))
+        args.epochs, data = 1, Subset(data, range(200))
     sampler: DistributedSampler[int] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=16, sampler=sampler)
     blocks = [Block(16, 16), Block(16, 32), Block(32, 64), nn.AdaptiveAvgPool2d(1)]
