@@ -6,8 +6,8 @@ r"""Three demos of PyTorch's "Getting Started with DDP": only the import differs
 * checkpoint: rank 0 saves, all ranks load, training goes on;
 * model parallel: every replica is itself spread over two devices.
 
-The fourth, torchrun, is `torchrun_ddp.py`. Under a launcher this script spawns nothing
-and takes the processes that are there; the tests start it in both ways.
+The fourth, torchrun, is `torchrun_ddp.py`. Under a launcher, on one node, this script
+spawns nothing and takes the processes that are there; it is tested in both ways.
 
 A rank takes its share of the GPUs (NCCL), or else the CPU (Gloo). Without a second
 device per rank the first stands in for it: moves between the model's parts do nothing.

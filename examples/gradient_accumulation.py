@@ -70,14 +70,12 @@ def train(model: DDP, steps: int, *, only_once: bool) -> int:
     model.register_comm_hook(None, counter := Counter())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    loss = 0.0
     for _ in range(steps):
         x = torch.randn(64, 8, generator=generator)
         y = x.sin().sum(dim=1, keepdim=True)
         optimizer.zero_grad()  # once per step, not per piece
-        loss = accumulate(
-            model, x.to(model.device), y.to(model.device), only_once=only_once
-        )
+        x, y = x.to(model.device), y.to(model.device)
+        loss = accumulate(model, x, y, only_once=only_once)
         # Clipping, if any, comes here: after the last piece, when .grad is the average.
         optimizer.step()
     if dist.get_rank() == 0:
@@ -95,9 +93,8 @@ def main() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
     models = [DDP(copy.deepcopy(net)) for _ in range(2)]  # both get rank 0's weights
-    often, seldom = (
-        train(m, steps, only_once=o) for m, o in zip(models, (False, True), strict=True)
-    )
+    often = train(models[0], steps, only_once=False)
+    seldom = train(models[1], steps, only_once=True)
     for a, b in zip(*(m.parameters() for m in models), strict=True):
         torch.testing.assert_close(a, b)  # not bit for bit: sums in another order
     assert often == PIECES * seldom

@@ -62,7 +62,7 @@ class Block(nn.Module):
         return self.shortcut(x) + self.conv2(relu(self.norm2(self.conv1(x))))
 
 
-def gradients(model: DDP, x: Tensor, y: Tensor, radius: float) -> float:
+def gradients(model: DDP, x: Tensor, y: Tensor, radius: float) -> Tensor:
     """Leave averaged gradients in ``.grad``; return the loss of this rank's images."""
     (loss := cross_entropy(model(x), y)).backward()
     if radius > 0:
@@ -77,7 +77,7 @@ def gradients(model: DDP, x: Tensor, y: Tensor, radius: float) -> float:
         cross_entropy(model(x), y).backward()
         for param, way in zip(params, uphill, strict=True):
             param.data.sub_(way)
-    return loss.item()
+    return loss.detach()  # item() would wait for the GPU
 
 
 def main() -> None:

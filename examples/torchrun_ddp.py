@@ -3,8 +3,8 @@ r"""One script on one node, on two, and under SLURM: torchrun with c10d rendezvo
     python -m torch.distributed.run --standalone --nproc-per-node 2 \
         examples/torchrun_ddp.py
 
-Two nodes: the same command on both, in any order. HEAD is the host name of one of them,
-as `hostname` prints it there; that one keeps the rendezvous, and both must reach it.
+Two nodes: the same command on both, within a minute. HEAD is one of them by the name
+that `hostname` prints there; it keeps the rendezvous, and the other must reach it.
 
     python -m torch.distributed.run --nnodes 2 --nproc-per-node 2 \
         --rdzv-id any_name --rdzv-backend c10d --rdzv-endpoint HEAD:29400 \

@@ -44,16 +44,16 @@ def train(device: torch.device, epochs: int) -> None:
     generator = torch.Generator().manual_seed(rank)
     data = torch.randn(num_batches, 32, 8, generator=generator).to(device)
     for epoch in range(1, epochs + 1):
-        # Anew for each epoch. False: divide by the ranks that still have data; the last
-        # steps are as large as the others. True (the default): by the world size as
-        # ever; each sample weighs the same.
+        # Anew for each epoch. By default averages are divided by the world size, as
+        # ever: each sample weighs the same. With False, by the number of ranks that
+        # still have data: the last steps are as large as the others.
         with model.join(divide_by_initial_world_size=False):
             for x in data:
                 optimizer.zero_grad()
                 loss = cross_entropy(model(x), x[:, :4].argmax(dim=1))
                 loss.backward()
                 optimizer.step()
-        # Behind join() all ranks have the weights of one that was there to the end.
+        # After join() all ranks have the weights of one that was there to the end.
         if rank == 0 and epoch % max(1, epochs // 5) == 0:
             print(f"epoch {epoch:2}  loss {loss.item():.4f}")
     mine = (num_batches, [p.double().sum().item() for p in net.parameters()])
