@@ -73,7 +73,7 @@ def run_on_nodes(
     env: Mapping[str, str],
     *,
     cwd: Path,
-    timeout: float = 150.0,
+    timeout: float = 240.0,
 ) -> list[Ended]:
     """Run one command on each of the two nodes, at the same time.
 
@@ -112,21 +112,31 @@ def run_on_nodes(
         )
         for name, address, command in zip(NAMES, _ADDRESSES, commands, strict=True)
     ]
+    networks: list[int] = []
     try:
+        _wait_until_ready(nodes)
+        # Held until both are done: a cable without one of its ends is no cable at all,
+        # and the command on one node may be done before that on the other begins.
+        networks += [os.open(f"/proc/{n.pid}/ns/net", os.O_RDONLY) for n in nodes]
         _plug_in(nodes)
         return _wait(nodes, timeout)
     finally:
         for node in nodes:
             node.kill()
             node.wait()
+        for network in networks:
+            os.close(network)
 
 
-def _plug_in(nodes: Sequence[subprocess.Popen[str]]) -> None:
+def _wait_until_ready(nodes: Sequence[subprocess.Popen[str]]) -> None:
     for node in nodes:
         assert node.stdout is not None
         said = node.stdout.readline()
         if said != "ready\n":
             raise RuntimeError(f"A node did not start: {said}{node.stdout.read()}")
+
+
+def _plug_in(nodes: Sequence[subprocess.Popen[str]]) -> None:
     ends = [("cable", "netns", str(node.pid)) for node in nodes]
     cable = ["ip", "link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1]]
     subprocess.run(cable, check=True)

@@ -41,6 +41,11 @@ def test_the_exit_status_of_each_node_comes_back(tmp_path: Path) -> None:
     ]
 
 
+def test_a_node_may_be_done_before_the_other_begins(tmp_path: Path) -> None:
+    for _ in range(10):  # who is first is chance, and must not matter
+        assert run(tmp_path, ["true"], ["true"]) == [(0, ""), (0, "")]
+
+
 def test_a_node_that_is_not_done_in_time_is_killed_with_all_it_started(
     tmp_path: Path,
 ) -> None:
