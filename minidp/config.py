@@ -159,6 +159,8 @@ class Safety:
                 f"check_replicas_every must not be negative, but got {steps!r}; 0 "
                 "means never."
             )
+        # Here, not in the middle of a backward, if it is neither true nor false.
+        object.__setattr__(self, "check_finite_grads", bool(self.check_finite_grads))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from minidp.config import (
@@ -11,6 +12,7 @@ from minidp.config import (
     UNLIMITED,
     BucketCaps,
     ReducerConfig,
+    Safety,
     bucket_caps,
     unsynced_policy,
 )
@@ -156,3 +158,9 @@ def test_options_are_frozen():
     config = ReducerConfig(BucketCaps(1, 1))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.static_graph = True
+
+
+def test_what_is_neither_true_nor_false_is_refused_at_once():
+    assert Safety(check_finite_grads=np.bool_(True)).check_finite_grads is True
+    with pytest.raises(ValueError, match="ambiguous"):
+        Safety(check_finite_grads=np.ones(2))
