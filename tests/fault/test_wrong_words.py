@@ -165,6 +165,15 @@ PINNED = {
         "freeze, method, zero to None, forward, backward, step",
         (("gradient_as_bucket_view", True), ("bucket_cap_mb", 0)),
     ),
+    "nulled in the first backward of a static graph": (
+        "nulling hook, zero to None, forward, backward, step, "
+        "zero to None, forward, backward, step",
+        (("static_graph", True),),
+    ),
+    "averages that one rank zeroes, being a step ahead": (
+        "forward, oldest 0, zero to 0, step, zero to None, forward, backward, step",
+        (),
+    ),
 }
 
 

@@ -84,9 +84,11 @@ def is_out_of_step(word: Word) -> bool:
 class Story:
     """What one rank saw."""
 
-    # Of each stretch between resets: (synchronised backwards so far, digest of all
-    # parameters; "" if raised), of each optimizer step with gradients.
-    steps: list[list[tuple[int, str]]] = field(default_factory=lambda: [[]])
+    # Of each stretch between resets: (where it was, digest of all parameters; "" if
+    # raised), of each optimizer step with gradients. Where: how many synchronised
+    # backwards so far, and which letter.
+    steps: list[list[tuple[tuple[int, int], str]]] = field(default_factory=lambda: [[]])
+    ends: list[str] = field(default_factory=list)  # likewise, where no letter raised
     errors: list[tuple[int, str]] = field(default_factory=list)  # (letter, text)
     undocumented: str = ""
     longest: float = 0.0  # seconds of one letter
@@ -155,6 +157,8 @@ class Player:
         self.group = fresh_group(ctx.group, f"words/{key}")
         self.count = 0  # forwards
         self.meetings = 0
+        self.letter = 0
+        self.num_errors = 0  # before this stretch
         self.build()
 
     def build(self) -> None:
@@ -200,6 +204,7 @@ class Player:
         return story
 
     def attempt(self, i: int, name: str) -> None:
+        self.letter = i
         try:
             if name in self.optimizers:
                 self.step(name)
@@ -216,13 +221,13 @@ class Player:
         held = [p for g in self.optimizers[name].param_groups for p in g["params"]]
         if not any(p.grad is not None for p in held):
             return self.optimizers[name].step()  # of nothing: no step
-        count = self.ddp._reducer.ledger.finalized - self.before
+        where = (self.ddp._reducer.ledger.finalized - self.before, self.letter)
         try:
             self.optimizers[name].step()
         except Exception:
-            steps.append((count, ""))
+            steps.append((where, ""))
             raise
-        steps.append((count, digest(self.ddp)))
+        steps.append((where, digest(self.ddp)))
         return None
 
     def perform(self, name: str) -> None:
@@ -336,6 +341,9 @@ class Player:
 
     def recover(self) -> None:
         """What README asks for after any failure."""
+        has_raised = len(self.story.errors) > self.num_errors
+        self.story.ends.append("" if has_raised else digest(self.ddp))
+        self.num_errors = len(self.story.errors)
         self.unhook()
         self.meet(f"changed {self.is_changed}")
         self.ddp.reset()
@@ -407,21 +415,27 @@ def judge(word: Word, stories: Sequence[Story]) -> str:
         difference = _first_difference(word, stretch)
         if difference:
             return difference
+    for ends in zip(*(story.ends for story in stories), strict=True):
+        if all(ends) and len(set(ends)) > 1:
+            return f"silently different in the end: {ends}"
     return ""
 
 
-def _first_difference(word: Word, stretch: Sequence[Sequence[tuple[int, str]]]) -> str:
+def _first_difference(
+    word: Word, stretch: Sequence[Sequence[tuple[tuple[int, int], str]]]
+) -> str:
     """Replicas that differ although no rank was refused a step before.
 
     Ranks that left something out may be a backward ahead of others: their gradients
     then pair up with those of another step, until one waits in vain. Nobody can know
-    before (but for ``check_replicas_every``), so such steps are not compared.
+    before (but for ``check_replicas_every``), so they are compared only where they are
+    at the same letter, and at the end if none of them has raised.
     """
     for number, events in enumerate(zip(*stretch, strict=False)):
         digests = [found for _, found in events]
         if not all(digests):
             return ""  # from here on it is no secret
-        if is_out_of_step(word) and len({count for count, _ in events}) > 1:
+        if is_out_of_step(word) and len({where for where, _ in events}) > 1:
             return ""
         if len(set(digests)) > 1:
             return f"silently different after step {number}: {digests}"
