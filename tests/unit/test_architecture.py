@@ -160,7 +160,21 @@ IMPORTS: dict[str, set[str]] = {
     "_labels": set(),
     "_picture": {"_analysis", "_skew", "_timeline"},
     "_skew": {"_timeline"},
-    "__main__": {"_chrome_trace", "_picture", "_timeline", "report", "tune"},
+    "__main__": {"_chrome_trace", "_picture", "_timeline", "report", "run", "tune"},
+    "attachment": {"_comm_hook", "_compat", "_guard", "_managed", "_untraced"},
+    "_compare": set(),
+    "_script": set(),
+    "run": {
+        "_compare",
+        "_groups",
+        "_script",
+        "_timeline",
+        "data_parallel",
+        "recording",
+        "report",
+        "swapping",
+    },
+    "swapping": {"_compat"},
     "_replicas": {"_collectives", "_groups", "errors"},
     "_shared_state": {"_desync", "_groups", "_managed", "_reducer", "_replicas"},
     "sync_batchnorm": {
@@ -211,9 +225,11 @@ IMPORTS: dict[str, set[str]] = {
     "__init__": {
         "_compat",
         "_grad_bucket",
+        "attachment",
         "comm_hooks",
         "errors",
         "recording",
+        "swapping",
         "sync_batchnorm",
         "trace",
     },
@@ -235,7 +251,14 @@ IMPORTS: dict[str, set[str]] = {
     "_finite": {"_bucket", "errors"},
     "_autotune": {"_clock", "_groups", "_rebuild", "_saved_layout", "_tuning", "trace"},
     "_tuning": {"_layout", "_schedule"},
-    "tune": {"_autotune", "_tuning", "config", "data_parallel"},
+    "tune": {
+        "_autotune",
+        "_script",
+        "_tuning",
+        "config",
+        "data_parallel",
+        "swapping",
+    },
 }
 TALKS_TO_OTHER_RANKS = {"_collectives", "comm_hooks"}
 # Names of torch.distributed that are no collectives: a protocol, types, constants.
