@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch._C import _distributed_c10d as c10d_C
 from torch.distributed import distributed_c10d as c10d
 
 from ._waiting import Work, is_done_within
@@ -214,7 +215,7 @@ def launcher_store(prefix: str) -> c10d.Store | None:
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store: c10d.Store = c10d.TCPStore(host, port, is_master=False)
+    store = c10d_C.TCPStore(host, port, is_master=False)
     return c10d.PrefixStore(f"minidp/{prefix}/{attempt}", store)
 
 

@@ -198,9 +198,8 @@ def _start_on_torch(script: Script, path: Path) -> int:
     """
     _say_once("minidp run: first on torch's DistributedDataParallel.")
     command = [sys.executable, "-m", "minidp.run", "--torch", str(path), *script.words]
-    return subprocess.run(
-        command, env=os.environ | _elsewhere(), check=False
-    ).returncode
+    environment = os.environ | _elsewhere()
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
 def _on_torch(script: Script, path: Path) -> int:
