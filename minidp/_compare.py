@@ -33,10 +33,10 @@ class Outcome:
         """Read what `save` wrote."""
         return Outcome(**torch.load(path, weights_only=True))
 
-    def median_s(self) -> float | None:
-        """Of a step, without the first ones."""
-        steady = self.step_s[WARM_UP:] or self.step_s
-        return statistics.median(steady) if steady else None
+    @property
+    def steady_s(self) -> tuple[float, ...]:
+        """Steps without the first ones, if there are others."""
+        return self.step_s[WARM_UP:] or self.step_s
 
 
 class Observer:
@@ -108,13 +108,14 @@ def compare(torchs: Outcome, ours: Outcome) -> Verdict:
 
 
 def _speed(torchs: Outcome, ours: Outcome) -> str:
-    before, now = torchs.median_s(), ours.median_s()
-    if before is None or now is None:
+    if not torchs.steady_s or not ours.steady_s:
         return "  step      no times: fewer than two optimizer steps"
+    before, now = map(statistics.median, (torchs.steady_s, ours.steady_s))
+    num_steps = len(ours.steady_s)
     return (
         f"  step      torch {before * 1e3:.2f} ms, minidp {now * 1e3:.2f} ms, ratio "
-        f"{now / before:.2f} (medians over {len(ours.step_s)} steps; on a busy machine "
-        "they say little)"
+        f"{now / before:.2f} (medians over {num_steps} step{'s' * (num_steps > 1)}; on "
+        "a busy machine they say little)"
     )
 
 

@@ -67,7 +67,8 @@ class Attachment:
     """
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
-        _check(model)
+        if isinstance(model, nn.Module):  # else DataParallel says so, on all ranks
+            _check(model)
         self._detour = Detour(model)
         self._data_parallel: _Inside | None = None
         inside = _Inside(model, **options)
@@ -168,7 +169,7 @@ class Detour:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.compiled: Callable[..., Any] | None = vars(model).get(DETOUR)
+        self.compiled: Callable[..., Any] | None = getattr(model, DETOUR, None)
         self.through: DataParallel | None = None
         self.depth = _Depth()
 
@@ -184,7 +185,7 @@ class Detour:
         return type(None), ()
 
 
-def _check(model: object) -> None:
+def _check(model: nn.Module) -> None:
     """Refuse what would not be synchronised, or twice.
 
     Raises:
@@ -194,13 +195,11 @@ def _check(model: object) -> None:
         ("_orig_mod", "attach to the module that was compiled, then compile it"),
         ("_reducer", "it synchronises already; attach to its .module instead"),
     ):
-        if isinstance(model, nn.Module) and inner in model.__dict__ | model._modules:
+        if inner in model.__dict__ | model._modules:
             raise TypeError(
                 f"attach() needs the model itself, but got {type(model).__name__}. "
                 f"What to do: {remedy}."
             )
-    if not isinstance(model, nn.Module):
-        return  # DataParallel says so, to the other ranks as well
     if isinstance(vars(model).get(DETOUR), Detour):
         raise RuntimeError(
             f"This {type(model).__name__} is attached already. What to do: use the "

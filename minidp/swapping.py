@@ -13,8 +13,9 @@ own modules go on to see torch's class: what they do with it stays as it is, and
 that were made before go on to work. Processes that start meanwhile are swapped as well.
 
 Not swapped: classes that were derived from torch's before (a warning names them), names
-that were imported inside functions that still run, and torch's ``replicate()``. What is
-made inside the block stays what it is afterwards: objects, and classes derived there.
+that were imported inside functions that still run, and torch's ``replicate()``. Objects
+of torch's class cannot be pickled meanwhile, and ``isinstance`` by a swapped name says
+no to them. What is made inside stays what it is afterwards: objects, derived classes.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ class _Names(ModuleType):
 
     @DistributedDataParallel.setter
     def DistributedDataParallel(self, value: Any) -> None:
-        self.__dict__[NAME] = value
+        """Somebody patches it; to put back what was read here is no patch."""
+        self.__dict__[NAME] = TORCHS if value is DataParallel else value
 
 
 class _Caught(ABCMeta):
