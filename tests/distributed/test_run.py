@@ -206,11 +206,11 @@ def test_a_script_that_raises(tmp_path, capsys, monkeypatch, body, kind, says):
 
 PORT = """
 import socket, torch.distributed as dist
-taken = socket.socket()
-taken.bind(("127.0.0.1", 0))
-taken.listen()
-url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-dist.init_process_group("gloo", init_method=url, rank=0, world_size=1)
+with socket.socket() as taken:
+    taken.bind(("127.0.0.1", 0))
+    taken.listen()
+    url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+    dist.init_process_group("gloo", init_method=url, rank=0, world_size=1)
 """
 
 
