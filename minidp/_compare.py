@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Mapping
@@ -9,11 +10,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 WARM_UP = 5  # steps: buckets are rebuilt, memory is allocated
+
+
+def seed(rank: int) -> None:
+    """Both runs draw the same numbers, also if the script sets no seeds."""
+    torch.manual_seed(rank)
+    random.seed(rank)
+    numpy.random.seed(rank)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from ._compare import Observer, Outcome, compare
+from ._compare import Observer, Outcome, compare, seed
 from ._groups import die_with_parent, launcher_store
 from ._script import Script, after_wrapping, say
 from ._timeline import Timeline, from_json, to_json
@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         action="store_true",
         help="run the script on torch's DDP first, then on minidp; say whether final "
-        "weights are equal, and how long steps took; exit status 1 if they differ",
+        "weights are equal, and how long steps took; exit status 1 if they differ. Both "
+        "runs start with the same seeds, for scripts that set none",
     )
     parser.add_argument("--torch", type=Path, help=argparse.SUPPRESS)  # of --compare
     parser.add_argument(
@@ -78,6 +79,7 @@ def main(options: argparse.Namespace) -> int:
             return status or 1
         observer = Observer()
         session = Session(script, reports=options.report, observer=observer)
+        seed(_from_environment("RANK", 0))
         status = _on_minidp(script, session)
         ours, torchs = observer.outcome(), Outcome.load(path)
     return status or _tell_difference(torchs, ours)
@@ -204,6 +206,7 @@ def _start_on_torch(script: Script, path: Path) -> int:
 
 def _on_torch(script: Script, path: Path) -> int:
     observer = Observer()
+    seed(_from_environment("RANK", 0))
     with after_wrapping(TORCHS, observer.wrapped):
         status = script.run()
     observer.outcome().save(path)
