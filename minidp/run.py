@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         action="store_true",
         help="run the script on torch's DDP first, then on minidp; say whether final "
-        "weights are equal, and how long steps took; exit status 1 if they differ. Both "
-        "runs start with the same seeds, for scripts that set none",
+        "weights are equal, and how long steps took; exit status 1 if they differ; "
+        "both start with the same seeds, for scripts that set none",
     )
     parser.add_argument("--torch", type=Path, help=argparse.SUPPRESS)  # of --compare
     parser.add_argument(
