@@ -4,6 +4,10 @@ Read it top to bottom of a backward's life, from the face to the wire::
 
     L5  __main__        the command ``minidp``
         tune            minidp tune: a file with the best layout
+        run             minidp run: an unmodified script, on minidp
+        _compare        the same script on torch: weights and speed side by side
+        swapping        torch's class becomes ours, under all its names, for a while
+        _script         run a script as python would
         recording       minidp.record(model): what a user starts and reads
         report          recorded steps in words: is communication hidden, if not, why
         _advice         one sentence: what to change, and what it gains
@@ -27,6 +31,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _meeting        ranks tell each other facts, without a collective
         _findings       what a check says; the table, the JSON
     L4  data_parallel   the nn.Module face: forward, no_sync, reset, wiring
+        attachment      minidp.attach(model): without a wrapper
         _compat         torch's private names, for third parties; skip it
         _compat_reducer  the same, of ``ddp.reducer``
         _compiling      torch.compile: its graphs end where our buckets do
@@ -103,6 +108,7 @@ Imports only point down (``tests/unit/test_architecture.py`` holds the table).
 from . import comm_hooks
 from ._compat import DataParallel
 from ._grad_bucket import GradBucket
+from .attachment import Attachment, attach
 from .errors import (
     CollectiveError,
     CommHookError,
@@ -119,10 +125,12 @@ from .errors import (
     UnsyncedGradientsError,
 )
 from .recording import Recording, record
+from .swapping import swap, swapped
 from .sync_batchnorm import SyncBatchNorm
 from .trace import Event, Moment, Recorder
 
 __all__ = [
+    "Attachment",
     "CollectiveError",
     "CommHookError",
     "DataParallel",
@@ -143,6 +151,9 @@ __all__ = [
     "SyncBatchNorm",
     "UnfinishedReductionError",
     "UnsyncedGradientsError",
+    "attach",
     "comm_hooks",
     "record",
+    "swap",
+    "swapped",
 ]

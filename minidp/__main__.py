@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import doctor, tune
+from . import doctor, run, tune
 from ._chrome_trace import chrome_trace
 from ._picture import draw
 from ._timeline import Timeline, from_json, to_json
@@ -119,6 +119,12 @@ COMMANDS = {
         _REPORT,
         _add_report_arguments,
         _report,
+    ),
+    "run": Command(
+        "run an unmodified script that uses torch's DDP, on minidp",
+        run.__doc__ or "",
+        run.add_arguments,
+        run.main,
     ),
     "tune": Command(
         "run a script once, and write the best bucket layout to a file",

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ._groups import default_first_bucket_bytes, default_group, is_group
-from ._managed import Replica, check_data, examine
+from ._managed import DETOUR, Replica, check_data, examine
 from ._mixed_precision import Precision, precision_from
 from ._saved_layout import read_plain, resumed_layout
 from .config import ReducerConfig, Safety, bucket_caps, is_auto
@@ -71,6 +71,11 @@ def check(module: nn.Module, given: Given) -> Checked:
     Raises:
         ValueError, TypeError, RuntimeError: see the parts.
     """
+    if getattr(getattr(module, DETOUR, None), "through", None) is not None:
+        raise RuntimeError(
+            "This module is synchronised already, by minidp.attach. What to do: call "
+            "detach() of what attach() returned before it is wrapped."
+        )
     replica = examine(module, given.delayed_by_name)
     devices = check_devices(replica.parameters, given.device_ids, given.output_device)
     forward_sync, init_buffers = buffer_flags(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import os
+import signal
 import time
 from collections.abc import Iterable
 from datetime import timedelta
@@ -12,6 +14,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
+from torch._C import _distributed_c10d as c10d_C
 from torch.distributed import distributed_c10d as c10d
 
 from ._waiting import Work, is_done_within
@@ -200,6 +204,25 @@ def group_store(group: ProcessGroup, prefix: str) -> c10d.Store:
     """A key-value store that outlives broken collectives of the group."""
     store = c10d._get_default_store()
     return c10d.PrefixStore(f"{_prefix(group)}/{prefix}", store)
+
+
+def launcher_store(prefix: str) -> c10d.Store | None:
+    """Torchrun's own store, which is there before and after the process group.
+
+    None if this process was not started by torchrun, or torchrun keeps none.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = c10d_C.TCPStore(host, port, is_master=False)
+    return c10d.PrefixStore(f"minidp/{prefix}/{attempt}", store)
+
+
+def die_with_parent() -> None:
+    """End when the process that started this one does, where the system can (Linux)."""
+    processes: Any = torch.multiprocessing
+    processes._prctl_pr_set_pdeathsig(signal.SIGKILL)
 
 
 def exchange_device(group: ProcessGroup, fallback: torch.device) -> torch.device:

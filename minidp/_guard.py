@@ -167,7 +167,7 @@ class Guard:
             known = (num_params, self._newcomers.find_held(held))
             self._strangers[optimizer] = known
         held = [(name, param) for name, param in known[1] if param.grad is not None]
-        return [name for name, param in held if not _is_averaged(param)]
+        return [name for name, param in held if not is_averaged(param)]
 
     def expect_in_backward(self, optimizer: Optimizer) -> None:
         """From now on ``optimizer`` steps in backwards, and nowhere else.
@@ -195,7 +195,7 @@ class Guard:
         if not names and ledger.sync_enabled:
             # Also if it holds what they took the place of: on this rank only, perhaps.
             found = {name: self._newcomers[name] for name in self._newcomers.find()}
-            names = [name for name, param in found.items() if not _is_averaged(param)]
+            names = [name for name, param in found.items() if not is_averaged(param)]
             names = names if names and self._held(optimizer) else []
         if names:
             return _joined(self._reducer.rank, names)
@@ -288,7 +288,7 @@ def _if_alone(guard: Guard, problem: str) -> str:
     return "" if has_company else problem
 
 
-def _is_averaged(param: nn.Parameter) -> bool:
+def is_averaged(param: nn.Parameter) -> bool:
     """By any live object: its module may have been wrapped again since."""
     return any(id(param) in guard._index for guard in _guards)
 
@@ -349,6 +349,11 @@ def _unfinished(reducer: Reducer) -> str:
         "zero_grad(). To log the unused parameters of every backward, set the "
         "environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL",
     )
+
+
+def retire(guard: Guard) -> None:
+    """It looks at no optimizer any more."""
+    _guards.discard(guard)
 
 
 _guards: weakref.WeakSet[Guard] = weakref.WeakSet()

@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from ._layout import ParamSpec
 
 IGNORE_ATTRIBUTE = "_ddp_params_and_buffers_to_ignore"  # torch's name, set by users
+DETOUR = "_compiled_call_impl"  # torch's name: what a module calls, if not its forward
 
 
 @dataclass(frozen=True)

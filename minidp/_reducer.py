@@ -251,7 +251,7 @@ class Reducer:
             unused = self.pipeline.used_map.unused_everywhere()
             untouched = unused if self.expected.shares_used_map else self.expected.kept
             _refuse_frozen(self, {*missing} - {*untouched})
-            self._refuse_late(untouched)
+            _refuse_late(self, untouched)
             self.pipeline.finish(untouched)
             if self.expected.keeps_ready_order:
                 self.ready_order.note([*self.countdown.ready, *missing])
@@ -260,17 +260,6 @@ class Reducer:
             self.ledger.settle(untouched)
             self.phase.enter(Phase.IDLE)
         self.pipeline.tracer.enter(StepPhase.FINALIZE_END)
-
-    def _refuse_late(self, untouched: Collection[int]) -> None:
-        """What no rank used in the first backward of a static graph is used now.
-
-        Its ``.grad`` would stay local. (A hook may have nulled it the first time.)
-        """
-        if untouched and not self.expected.shares_used_map:
-            late = self.countdown.used().intersection(untouched)
-            late -= self.countdown.filled
-            if late:
-                raise self.expected.twice(self.rank, self.names[min(late)])
 
     def fail(self, error: BaseException) -> None:
         """Only `restart` leads out."""
@@ -302,6 +291,18 @@ def _refuse_frozen(reducer: Reducer, others: Collection[int]) -> None:
     frozen = [reducer.names[i] for i in others if not reducer.params[i].requires_grad]
     if frozen and reducer.expected.shares_used_map:
         raise GradientError(frozen_here(reducer.rank, sorted(frozen)))
+
+
+def _refuse_late(reducer: Reducer, untouched: Collection[int]) -> None:
+    """What no rank used in the first backward of a static graph is used now.
+
+    Its ``.grad`` would stay local. (A hook may have nulled it the first time.)
+    """
+    if untouched and not reducer.expected.shares_used_map:
+        late = reducer.countdown.used().intersection(untouched)
+        late -= reducer.countdown.filled
+        if late:
+            raise reducer.expected.twice(reducer.rank, reducer.names[min(late)])
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:

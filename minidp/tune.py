@@ -16,7 +16,6 @@ import argparse
 import functools
 import json
 import os
-import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from ._autotune import STEPS, Tuner
+from ._script import Script, say
 from ._tuning import NUM_TRIALS, Choice
 from .config import AUTO
 from .data_parallel import DataParallel
+from .swapping import swapped
 
 NEEDED = 1 + STEPS * NUM_TRIALS  # synchronised backwards
 
@@ -43,23 +44,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "script",
-        help="a Python script that trains with minidp.DataParallel, for at least "
-        f"{NEEDED} steps",
+        help="a Python script that trains with minidp.DataParallel or torch's "
+        f"DistributedDataParallel, for at least {NEEDED} steps",
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the script; 0 if every model in it has found its layout."""
-    if not Path(arguments.script).is_file():
-        _say(f"minidp tune: there is no script {arguments.script}.")
+    script = Script(arguments.script, arguments.arguments)
+    if problem := script.problem():
+        say(f"minidp tune: {problem}.")
         return 2
     if not arguments.out.absolute().parent.is_dir():
-        _say(f"minidp tune: there is no folder for {arguments.out}.")
+        say(f"minidp tune: there is no folder for {arguments.out}.")
         return 2
-    with tuned(arguments.out) as session:
-        _run(arguments.script, arguments.arguments)
-    return session.finish()
+    with swapped(), tuned(arguments.out) as session:
+        status = script.run()
+    return status or session.finish()
 
 
 @contextmanager
@@ -123,7 +125,7 @@ class Session:
         partial.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
         partial.replace(path)  # whoever reads it meanwhile has the old one, whole
         self._written.append(path)
-        _say(f"minidp tune: {path}: {choice}. Use it: bucket_layout={str(path)!r}.")
+        say(f"minidp tune: {path}: {choice}. Use it: bucket_layout={str(path)!r}.")
 
     def finish(self) -> int:
         """The exit status, and on rank 0 what is missing."""
@@ -131,34 +133,16 @@ class Session:
         if not self._is_rank_0:
             return 0
         if not self._num_models:
-            _say("minidp tune: the script wrapped no model in minidp.DataParallel.")
+            say("minidp tune: the script wrapped no model in minidp.DataParallel.")
             return 1
         if missing:
-            _say(
+            say(
                 f"minidp tune: {missing} of {self._num_models} models found no layout. "
                 f"It takes at least 2 ranks, {NEEDED} synchronised backwards, and a "
                 "comm hook without state, if any."
             )
             return 1
         return 0
-
-
-def _run(script: str, arguments: Sequence[str]) -> None:
-    """As ``python script arguments`` would."""
-    before, path = sys.argv, sys.path[0]
-    sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
-    finally:
-        sys.argv, sys.path[0] = before, path
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,330 @@
+"""``minidp.attach``: the bits of a wrapped model, without a wrapper."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import minidp
+from minidp import comm_hooks
+from tests.support.both import same
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "small buckets": {"bucket_cap_mb": 0.0001},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+
+
+class Net(nn.Module):
+    """Has module buffers, an attribute, and a branch that may go unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 2)
+        self.side = nn.Linear(8, 2)
+        self.hint = "mine"
+
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        if fails:
+            raise ValueError("boo")
+        x = torch.tanh(self.norm(self.first(x)))
+        return self.last(x) + (0 if self.skips_side else self.side(x))
+
+    skips_side = False
+
+    def depth(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        return self(x) if n == 0 else self.depth(x, n - 1)
+
+
+class Recursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.cell = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, n: int = 3) -> torch.Tensor:
+        return self.cell(x) if n == 0 else torch.tanh(self(self.cell(x), n - 1))
+
+
+def trained(ctx: Any, net: nn.Module, call: Any, sync: Any, steps: int = 5) -> Any:
+    """Losses, gradients, weights and module buffers of a few steps."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(ctx.rank)
+    seen = []
+    for step in range(steps):
+        net.train(step != 3)
+        x = torch.randn(5, 6, generator=generator)
+        if step == 1:
+            with sync():
+                call(x).square().sum().backward()
+        loss = call(x).square().sum()
+        loss.backward()
+        seen.append(
+            [
+                loss.detach(),
+                *[p.grad.clone() for p in net.parameters() if p.grad is not None],
+            ]
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            seen.append(call(x))
+    return [seen, net.state_dict()]
+
+
+def three_ways(ctx: Any, kind: Any, options: dict[str, Any], skips: bool) -> Any:
+    results = []
+    for wrap in (DistributedDataParallel, minidp.DataParallel):
+        net = kind()
+        net.skips_side = skips
+        ddp = wrap(net, process_group=ctx.group, **options)
+        results.append(trained(ctx, net, ddp, ddp.no_sync))
+    net = kind()
+    net.skips_side = skips
+    before = dict(vars(net))
+    handle = minidp.attach(net, process_group=ctx.group, **options)
+    results.append(trained(ctx, net, net, handle.no_sync))
+    handle.detach()
+    assert vars(net).keys() == before.keys()
+    assert not hasattr(net, "module")
+    assert type(net) is kind
+    return same(results[0], results[1]), same(results[1], results[2])
+
+
+@pytest.mark.parametrize("mode", OPTIONS)
+def test_bits_are_those_of_a_wrapped_model(pool, mode):
+    found = pool.run(three_ways, 2, Net, OPTIONS[mode], mode == "unused")
+    assert found == [(True, True)] * 2
+
+
+def test_a_model_that_calls_itself(pool):
+    assert pool.run(three_ways, 2, Recursive, {}, False) == [(True, True)] * 2
+
+
+def after_detach(ctx: Any) -> Any:
+    net = Net()
+    handle = minidp.attach(net, process_group=ctx.group, gradient_as_bucket_view=True)
+    x = torch.full((4, 6), float(ctx.rank + 1)) + torch.arange(4.0)[:, None]
+    net(x).sum().backward()
+    synced = [p.grad.clone() for p in net.parameters()]
+    handle.detach()
+    handle.detach()
+    kept = same(synced, [p.grad for p in net.parameters()])
+    net.zero_grad()
+    net(x).square().sum().backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()  # nobody complains
+    local = net.last.bias.grad.tolist()
+    with minidp.attach(net, process_group=ctx.group):  # takes rank 0's weights
+        weights = net.last.weight.tolist()
+    return kept, local, weights
+
+
+def test_detach_leaves_a_plain_model(pool):
+    first, second = pool.run(after_detach, 2)
+    assert first[0]
+    assert second[0]
+    assert first[1] != second[1]
+    assert first[2] == second[2]
+
+
+def local_and_hooks(ctx: Any) -> Any:
+    net = Net()
+    handle = minidp.attach(net, process_group=ctx.group, unsynced="raise")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.full((4, 6), float(ctx.rank + 1)) + torch.arange(4.0)[:, None]
+    said = []
+    for call in (net.forward, net):
+        net.zero_grad()
+        if call is net:
+            with handle.alone():
+                net(x).square().sum().backward()
+        else:
+            call(x).square().sum().backward()
+        try:
+            optimizer.step()
+        except minidp.UnsyncedGradientsError as error:
+            said.append("local backward" in str(error))
+        handle.sync_gradients()
+        optimizer.step()
+    net.zero_grad()
+    try:
+        net(x, fails=True)
+    except ValueError as error:
+        said.append(str(error))
+    handle.reset()
+    handle.register_comm_hook(None, comm_hooks.all_reduce_hook)
+    net(x).square().sum().backward()
+    optimizer.step()
+    with minidp.record(handle.data_parallel) as rec:
+        net(x).square().sum().backward()
+    said.append(len(rec.timelines[0].steps))
+    if ctx.rank == 0:  # alone
+        with handle.alone(), torch.no_grad():
+            net.eval()(x)
+    return said, [p.grad.clone() for p in net.parameters()]
+
+
+def test_guard_reset_hook_and_record(pool):
+    (said, grads), (said1, grads1) = pool.run(local_and_hooks, 2)
+    assert said == said1 == [True, True, "boo", 1]
+    assert same(grads, grads1)
+
+
+# --------------------------------------------------------------- one rank is enough
+
+
+def gradients_of(net: nn.Module) -> Any:
+    net.zero_grad()
+    net(torch.ones(3, 6)).sum().backward()
+    return net
+
+
+def test_copies_are_plain(lone_group):
+    net = Net()
+    plain = set(vars(net))
+    handle = minidp.attach(net)
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    copies = [
+        copy.deepcopy(net),
+        copy.copy(net),
+        pickle.loads(pickle.dumps(net)),
+        torch.load(file, weights_only=False),
+        AveragedModel(net).module,
+    ]
+    assert b"minidp" not in pickle.dumps(net)
+    for twin in copies:
+        assert type(twin) is Net
+        assert set(vars(twin)) == plain
+        assert twin.hint == "mine"
+        assert list(twin.state_dict()) == list(net.state_dict())
+    finalized = handle.data_parallel._reducer.ledger.finalized
+    for twin in (copies[0], *copies[2:]):
+        gradients_of(twin)
+    assert handle.data_parallel._reducer.ledger.finalized == finalized
+    gradients_of(net)
+    assert handle.data_parallel._reducer.ledger.finalized == finalized + 1
+    handle.detach()
+
+
+class OwnState(Net):
+    def __getstate__(self):
+        return dict(self.__dict__)
+
+
+def test_a_class_with_its_own_getstate(lone_group):
+    net = OwnState()
+    with minidp.attach(net):
+        twin = copy.deepcopy(net)
+    gradients_of(twin)
+    assert twin._compiled_call_impl is None
+
+
+def test_the_handle_need_not_be_kept(lone_group):
+    net = Net()
+    minidp.attach(net)
+    gc.collect()
+    inside = net._compiled_call_impl.through
+    gradients_of(net)
+    assert inside._reducer.ledger.finalized == 1
+    dead = weakref.ref(inside)
+    del inside, net
+    gc.collect()
+    assert dead() is None
+
+
+def test_attach_twice(lone_group):
+    net = Net()
+    with minidp.attach(net) as handle:
+        with pytest.raises(RuntimeError, match="This Net is attached already"):
+            minidp.attach(net)
+        with pytest.raises(RuntimeError, match="averaged already"):
+            minidp.attach(nn.Sequential(net.last))
+        with pytest.raises(RuntimeError, match=r"already, by minidp\.attach"):
+            minidp.DataParallel(net)
+        gradients_of(net)
+        assert handle.data_parallel._reducer.ledger.finalized == 1
+    with minidp.attach(net):
+        pass
+
+
+def test_attach_while_wrapped(lone_group):
+    net = Net()
+    ddp = minidp.DataParallel(net)
+    with pytest.raises(TypeError, match=r"attach to its \.module"):
+        minidp.attach(ddp)
+    with pytest.raises(RuntimeError, match="delete that object"):
+        minidp.attach(net)
+    assert "_compiled_call_impl" not in vars(net)
+    del ddp
+    minidp.attach(net).detach()
+
+
+def test_bad_models_leave_nothing(lone_group):
+    net = Net().requires_grad_(False)
+    before = set(vars(net))
+    with pytest.raises(RuntimeError, match="not needed when a module"):
+        minidp.attach(net)
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module, but got int"):
+        minidp.attach(7)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        minidp.attach(net, nonsense=1)
+    assert set(vars(net)) == before
+
+
+def test_a_detached_handle_says_so(lone_group):
+    handle = minidp.attach(Net())
+    handle.detach()
+    with pytest.raises(RuntimeError, match="was detached"):
+        handle.sync_gradients()
+
+
+def compiled(ctx: Any) -> Any:
+    warnings.simplefilter("ignore")
+    results = []
+    for how in ("plain", "around", "before", "after"):
+        net = Net()
+        if how == "before":
+            net.compile(backend="eager")
+        handle = minidp.attach(net, process_group=ctx.group)
+        call = torch.compile(net, backend="eager") if how == "around" else net
+        if how == "after":
+            net.compile(backend="eager")
+            net(torch.ones(3, 6)).sum().backward()
+            try:
+                torch.optim.SGD(net.parameters(), lr=0.1).step()
+            except minidp.UnsyncedGradientsError:
+                results.append("reported")
+        else:
+            results.append(trained(ctx, net, call, handle.no_sync))
+        handle.detach()
+        own = vars(net).get("_compiled_call_impl")
+        assert (own is not None) is (how in ("before", "after"))
+        if how == "before":
+            assert not isinstance(own, minidp.attachment.Detour)
+    plain, around, before, after = results
+    return same(plain, around), same(plain, before), after
+
+
+def test_compiled_models(pool):
+    assert pool.run(compiled, 2) == [(True, True, "reported")] * 2
+    with pytest.raises(TypeError, match="then compile it"):
+        minidp.attach(torch.compile(Net(), backend="eager"))
