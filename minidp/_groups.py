@@ -259,10 +259,15 @@ def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
     Gloo would wait for them, up to the group's timeout (half an hour by default), also
     at the end of the process.
     """
+    endless = [work for work in in_flight if not work.is_completed()]
+    if not endless:
+        return
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    if not _left_behind:
-        atexit.register(_let_end)
-    _left_behind.extend(in_flight)
+    atexit.unregister(_let_end)  # once is enough
+    atexit.register(_let_end)
+    # They hold buckets: those that have ended since are let go.
+    _left_behind[:] = [work for work in _left_behind if not work.is_completed()]
+    _left_behind.extend(endless)
 
 
 def _let_end() -> None:
