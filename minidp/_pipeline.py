@@ -109,8 +109,8 @@ class Pipeline:
 
     def rebuild(self, mine: Layout) -> None:
         """Collective: adopt rank 0's layout, which is ``mine`` if this is rank 0."""
-        # New buckets also where the layout is the old one, as in torch: whether .grad is
-        # a view of its bucket already decides how it is divided.
+        # New buckets also of an equal layout, as in torch: whether .grad is already
+        # a view of its bucket decides how it is divided.
         self.adopt(agreed_layout(mine, self.specs, self.group, self.watch))
 
     def is_filling(self, i: int) -> bool:
