@@ -203,7 +203,11 @@ def _overlap_of_rank(
         for number in numbers
     ]
     seconds = sorted(one.seconds for one in found)
-    tenths = quantiles(seconds, n=10) if len(seconds) > 1 else seconds * 9
+    tenths = (
+        quantiles(seconds, n=10, method="inclusive")
+        if len(seconds) > 1
+        else seconds * 9
+    )
     last = steps[-1]
     return Overlap(
         rank=timeline.where.rank,

@@ -140,7 +140,9 @@ class Late:
     @classmethod
     def over(cls, steps: Sequence[float]) -> Late:
         """Of one rank at one place, in each step; at least one."""
-        quartile = quantiles(steps, n=4)[0] if len(steps) > 1 else steps[0]
+        quartile = (
+            quantiles(steps, n=4, method="inclusive")[0] if len(steps) > 1 else steps[0]
+        )
         return cls(median(steps), quartile)
 
 

@@ -135,7 +135,10 @@ class Stopwatch:
 
     def _of(self) -> Reducer:
         if self._reducer is None:
-            raise RuntimeError("A stopwatch starts and stops once.")
+            raise RuntimeError(
+                "This recording is over, and its model is let go: call "
+                "minidp.record(model) again for another one."
+            )
         return self._reducer
 
     def _time_hooks(self, *, on: bool) -> None:

@@ -85,10 +85,15 @@ class Choice:
     best: Trial
     torchs: Trial
 
+    @property
+    def is_another(self) -> bool:
+        """Whether it is not torch's."""
+        return self.best.layout != self.torchs.layout
+
     def __str__(self) -> str:
         """One line for the log."""
         best, torchs = self.best, self.torchs
-        if best.layout == torchs.layout:
+        if not self.is_another:
             return (
                 f"torch's layout stays ({_sizes(best.layout)}): none of those tried "
                 f"was clearly faster than its {1e3 * torchs.seconds:.1f} ms per "

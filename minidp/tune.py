@@ -29,7 +29,7 @@ from .config import AUTO
 from .data_parallel import DataParallel
 from .swapping import swapped
 
-NEEDED = 1 + STEPS * NUM_TRIALS  # synchronised backwards
+NEEDED = STEPS * NUM_TRIALS + 2  # steps: the last one's forward decides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +125,10 @@ class Session:
         partial.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
         partial.replace(path)  # whoever reads it meanwhile has the old one, whole
         self._written.append(path)
-        say(f"minidp tune: {path}: {choice}. Use it: bucket_layout={str(path)!r}.")
+        use = f"Use it: minidp.DataParallel(..., bucket_layout={str(path)!r})."
+        if not choice.is_another:
+            use = "There is nothing to gain from the file."
+        say(f"minidp tune: {path}: {choice}. {use}")
 
     def finish(self) -> int:
         """The exit status, and on rank 0 what is missing."""
@@ -138,7 +141,7 @@ class Session:
         if missing:
             say(
                 f"minidp tune: {missing} of {self._num_models} models found no layout. "
-                f"It takes at least 2 ranks, {NEEDED} synchronised backwards, and a "
+                f"It takes at least 2 ranks, {NEEDED} synchronised steps, and a "
                 "comm hook without state, if any."
             )
             return 1

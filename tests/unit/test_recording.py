@@ -305,7 +305,7 @@ def test_a_model_is_recorded_once_at_a_time(wrap):
         minidp.record(model),
     ):
         pass
-    with pytest.raises(RuntimeError, match="starts and stops once"), rec:
+    with pytest.raises(RuntimeError, match="recording is over"), rec:
         pass
 
 
