@@ -17,7 +17,7 @@ this rank. *Exposed* is the rest. Both together are what `late` and `wire` are t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median, quantiles
 
 from ._schedule import Backward, Network, fit_network
@@ -151,13 +151,15 @@ def _length(interval: Interval) -> int:
 
 @dataclass(frozen=True)
 class Overlap:
-    """One rank's steps with its last layout; medians over steps, one by one.
+    """One rank's steps with its last layout, and the one that stands for them.
 
-    Medians do not add up exactly.
+    A real step, so that its parts add up, which medians of each part would not. Only
+    when first gradients come is taken from other steps: few have it.
     """
 
     rank: int
     num_steps: int
+    step: int  # number among the steps in common; the same on all ranks
     typical: StepOverlap
     p10_s: float  # of the whole step
     p90_s: float
@@ -175,67 +177,78 @@ def overlaps_of(timelines: Sequence[Timeline]) -> tuple[Overlap, ...]:
     if not together:
         return ()
     launches = [last_launches(timelines, steps) for steps in together]
+    mine = [[steps[r] for steps in together] for r in range(len(timelines))]
+    found = [_overlaps(*pair, launches) for pair in zip(timelines, mine, strict=True)]
+    number = _nearest_to_medians(found)
     return tuple(
-        _overlap_of_rank(timeline, [steps[r] for steps in together], launches)
-        for r, timeline in enumerate(timelines)
+        _of_rank(timeline, steps, overlaps, number)
+        for timeline, steps, overlaps in zip(timelines, mine, found, strict=True)
     )
 
 
-def _overlap_of_rank(
+def _overlaps(
     timeline: Timeline, steps: Sequence[Step], launches: Sequence[Mapping[int, int]]
-) -> Overlap:
+) -> list[StepOverlap]:
     offset = offset_of(timeline)
-    found = [
+    return [
         overlap_of(step, {number: ns + offset for number, ns in launch.items()})
         for step, launch in zip(steps, launches, strict=True)
     ]
-    numbers = sorted({bucket.number for one in found for bucket in one.buckets})
-    buckets = [
-        _median_bucket(
-            [
-                bucket
-                for one in found
-                for bucket in one.buckets
-                if bucket.number == number
-            ],
-            _filling_times(timeline, steps, number),
-        )
-        for number in numbers
+
+
+def _nearest_to_medians(found: Sequence[Sequence[StepOverlap]]) -> int:
+    """The step that is typical in its length and in what is exposed, on all ranks."""
+    medians = [
+        (median(one.seconds for one in steps), median(one.exposed_s for one in steps))
+        for steps in found
     ]
+
+    def distance(number: int) -> float:
+        return sum(
+            abs(steps[number].seconds - seconds)
+            + abs(steps[number].exposed_s - exposed_s)
+            for steps, (seconds, exposed_s) in zip(found, medians, strict=True)
+        )
+
+    return min(range(len(found[0])), key=distance)
+
+
+def _of_rank(
+    timeline: Timeline,
+    steps: Sequence[Step],
+    found: Sequence[StepOverlap],
+    number: int,
+) -> Overlap:
+    typical = found[number]
+    buckets = tuple(
+        replace(bucket, first_s=_first_s(timeline, steps, bucket))
+        for bucket in typical.buckets
+    )
     seconds = sorted(one.seconds for one in found)
     tenths = (
         quantiles(seconds, n=10, method="inclusive")
         if len(seconds) > 1
         else seconds * 9
     )
-    last = steps[-1]
+    numbers = [bucket.number for bucket in buckets]
     return Overlap(
         rank=timeline.where.rank,
         num_steps=len(steps),
-        typical=_median_step(found, buckets),
+        step=number,
+        typical=replace(typical, buckets=buckets),
         p10_s=tenths[0],
         p90_s=tenths[-1],
-        members=tuple(timeline.members(last, number) for number in numbers),
-        nbytes=tuple(timeline.nbytes(last, number) for number in numbers),
+        members=tuple(timeline.members(steps[-1], each) for each in numbers),
+        nbytes=tuple(timeline.nbytes(steps[-1], each) for each in numbers),
     )
 
 
-def _median_step(
-    steps: Sequence[StepOverlap], buckets: Sequence[BucketOverlap]
-) -> StepOverlap:
-    names = [name for name in StepOverlap.__dataclass_fields__ if name != "buckets"]
-    values = {name: median(getattr(step, name) for step in steps) for name in names}
-    return StepOverlap(**values, buckets=tuple(buckets))
-
-
-def _median_bucket(
-    buckets: Sequence[BucketOverlap], filling: Sequence[float]
-) -> BucketOverlap:
-    names = set(BucketOverlap.__dataclass_fields__) - {"number", "first_s"}
-    values = {name: median(getattr(one, name) for one in buckets) for name in names}
-    # Few steps have first gradients: what they say holds for the full times of all.
-    first = max(0.0, values["full_s"] - median(filling)) if filling else None
-    return BucketOverlap(number=buckets[0].number, first_s=first, **values)
+def _first_s(
+    timeline: Timeline, steps: Sequence[Step], bucket: BucketOverlap
+) -> float | None:
+    """How long a bucket takes to fill, where that was measured, before it is full."""
+    filling = _filling_times(timeline, steps, bucket.number)
+    return max(0.0, bucket.full_s - median(filling)) if filling else None
 
 
 def _filling_times(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ._analysis import BucketOverlap, overlap_of
+from ._analysis import BucketOverlap, overlap_of, overlaps_of
 from ._skew import aligned, common_steps, last_launches, offset_of
 from ._timeline import Step, Timeline
 
@@ -25,7 +25,7 @@ _PARTS = {
 
 
 def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
-    """Write a PNG (or what the suffix asks for) of the step of median length.
+    """Write a PNG (or what the suffix asks for) of the typical step, as reported.
 
     Args:
         timelines: recordings of different ranks of one run.
@@ -39,8 +39,7 @@ def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
     together = common_steps(ranks)
     if not together or not together[0][0].buckets:
         raise ValueError("there is nothing to draw: no recorded step sent anything")
-    # A real step: medians of single times need not fit together.
-    steps = sorted(together, key=lambda steps: steps[0].seconds)[len(together) // 2]
+    steps = together[overlaps_of(ranks)[0].step]
     launches = last_launches(ranks, steps)
     views = [_View(t, s, launches) for t, s in zip(ranks, steps, strict=True)]
     figures, patches = _matplotlib("figure"), _matplotlib("patches")

@@ -62,7 +62,7 @@ def _header(ranks: Sequence[Timeline], overlap: Overlap) -> str:
     count = f"{overlap.num_steps} step{'s' if overlap.num_steps > 1 else ''}"
     return (
         f"{of}; {where.backend} on {where.device}; {versions}\n"
-        f"medians over {count} with the same buckets, times of rank {overlap.rank}"
+        f"the typical one of {count} with the same buckets, on rank {overlap.rank}"
         f"{', which waits most' if len(ranks) > 1 else ''}"
     )
 
