@@ -120,8 +120,10 @@ def advise(
         return f'Use bucket_cap_mb={cap:g} (or "auto"): {_predicted(step_s, gain_s)}.'
     if half_s >= worth:
         return (
-            "The link is the limit, not the layout: compress with "
-            f"minidp.comm_hooks.fp16_compress_hook: {_predicted(step_s, half_s)}."
+            "The link is the limit, not the layout: model.register_comm_hook(None, "
+            "minidp.comm_hooks.fp16_compress_hook) sends half the bytes; "
+            f"{_predicted(step_s, half_s)}, less what the casts take"
+            f"{_shared(timelines)}."
         )
     late_s = min(overlap.typical.late_s, exposed_s)
     if late_s >= max(worth, 0.5 * exposed_s):
@@ -170,6 +172,15 @@ def _straggler(
         f"Rank {rank} falls {_ms(late_s)} behind at bucket {place} ({names}): balance "
         "its load"
     )
+
+
+def _shared(timelines: Sequence[Timeline]) -> str:
+    """A doubt where ranks share a machine, where a cast may cost more than it gains."""
+    hosts = {timeline.where.host for timeline in timelines}
+    is_known = len(timelines) == timelines[0].where.world_size
+    if not is_known or len(hosts) > 1:
+        return ""
+    return " (and these ranks share a machine: measure it)"
 
 
 def _is_compressible(timeline: Timeline) -> bool:

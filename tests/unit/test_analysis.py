@@ -147,7 +147,7 @@ def test_compression_is_advised_where_the_link_is_the_limit():
     # The only gradient is there at the end: no layout helps.
     one = step(0, [(30, 30, 70, 70)], ready=[30], end=80, optimizers=[])
     text = advice_for(timeline([one], members=[(0,)]))
-    assert "fp16_compress_hook: predicted 60 ms instead of 80 ms per step." in text
+    assert "fp16_compress_hook) sends half the bytes; predicted 60 ms instead" in text
 
 
 def straggling(late, *, forward=False):
