@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 EXIT_SECONDS = 2.0
+SETTLE_SECONDS = 0.05  # ten times what a thread waits for the interpreter
 
 
 def default_group() -> ProcessGroup:
@@ -114,6 +115,8 @@ def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
             store, group.rank(), group.size(), group_timeout(group)
         )
         made[purpose] = gloo
+        atexit.unregister(_settle)  # once is enough
+        atexit.register(_settle)
     return made[purpose]
 
 
@@ -268,6 +271,17 @@ def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
     # They hold buckets: those that have ended since are let go.
     _left_behind[:] = [work for work in _left_behind if not work.is_completed()]
     _left_behind.extend(endless)
+
+
+def _settle() -> None:
+    """At exit: give gloo's threads a moment to let go of the last collectives.
+
+    A collective is over before the thread that ran it has dropped its tensors, for
+    which it needs the interpreter. If that is being taken down by then, the process
+    aborts, after all its work: torch's DDP does so in one of a hundred short runs.
+    `destroy_process_group()` does not help where something in torch keeps the group.
+    """
+    time.sleep(SETTLE_SECONDS)
 
 
 def _let_end() -> None:
