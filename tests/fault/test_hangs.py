@@ -344,3 +344,23 @@ def _port() -> int:
         _ports.extend([store.port] * 2)
         del store
     return _ports.pop()
+
+
+def test_threads_have_a_moment_before_the_interpreter_goes() -> None:
+    """Gloo's drop tensors then; one that asks for the interpreter later aborts."""
+    late = (
+        "import atexit, os, threading; del ddp; dist.destroy_process_group(); "
+        "drop = lambda: (time.sleep(0.02), os.write(1, b'DROPPED')); "
+        "atexit.register(threading.Thread(target=drop, daemon=True).start)"
+    )
+    script = textwrap.dedent(SCRIPT).format(rank1="pass", end=late)
+    both = [_start(script, rank) for rank in range(2)]
+    try:
+        outputs = [process.communicate(timeout=60)[0] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
+    for process, output in zip(both, outputs, strict=True):
+        assert process.returncode == 0, output
+        assert output.rstrip().endswith("DROPPED")
