@@ -95,6 +95,9 @@ def _show(options: argparse.Namespace) -> None:
         Path(options.trace).write_text(chrome_trace(timelines))
     if options.json:
         Path(options.json).write_text(to_json(timelines))
+    written = [path for path in (options.png, options.trace, options.json) if path]
+    if written:
+        print(f"\nwrote {', '.join(written)}")
 
 
 def _read(name: str) -> tuple[Timeline, ...]:

@@ -4,7 +4,7 @@
                1 .. 6     trial 0                    `_tuning` says which layout
                7 .. 12    trial 1
                ...        ...
-               37 ..      what stays
+               49 ..      what stays
 
 Every rank counts backwards alike, so all rebuild before the same forward; rank 0
 measures and decides, and the others adopt its layout, as they do for torch's rebuild.

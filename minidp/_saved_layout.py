@@ -45,23 +45,30 @@ def read_plain(value: object) -> SavedLayout:
         TypeError: not a mapping, and no path.
         ValueError: not one that `to_plain` made, or a file that cannot be read.
     """
+    source = ""
     if isinstance(value, str | os.PathLike):
+        source = f" in {os.fspath(value)}"
         value = _read_file(value)
     if not isinstance(value, Mapping):
         raise TypeError(
             "bucket_layout must be a mapping, as ddp.bucket_layout gives it, or a "
-            f"file that minidp tune wrote, but got {type(value).__name__}."
+            f"file that minidp tune wrote, but got {type(value).__name__}{source}."
+        )
+    if "ranks" in value:
+        raise ValueError(
+            f"bucket_layout must be a layout, but got a recording{source}: that one is "
+            "for minidp report. What to do: minidp tune writes a layout."
         )
     if value.get("format") != FORMAT:
         raise ValueError(
             f"bucket_layout must be of format {FORMAT}, but got "
-            f"{value.get('format')!r}. {_REMEDY}"
+            f"{value.get('format')!r}{source}. {_REMEDY}"
         )
     rebuilt, buckets = value.get("rebuilt"), value.get("buckets")
     if not isinstance(rebuilt, bool) or not _is_list_of_names(buckets):
         raise ValueError(
             "bucket_layout must hold 'rebuilt', True or False, and 'buckets', lists "
-            f"of parameter names of which none is empty. {_REMEDY}"
+            f"of parameter names of which none is empty; it does not{source}. {_REMEDY}"
         )
     assert isinstance(buckets, list | tuple)
     return SavedLayout(tuple(tuple(names) for names in buckets), rebuilt)

@@ -38,6 +38,7 @@ MEANINGS: Mapping[str, str] = {
     "NCCL_IB_TIMEOUT": "InfiniBand time before a retry",
     "NCCL_IGNORE_CPU_AFFINITY": "1: NCCL chooses its cores itself",
     "NCCL_LAUNCH_MODE": "how NCCL launches kernels",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1: orders kernels of several groups on a GPU",
     "NCCL_MAX_CTAS": "most thread blocks of NCCL on a GPU",
     "NCCL_MAX_NCHANNELS": "most channels (GPU cores) of NCCL",
     "NCCL_MIN_CTAS": "fewest thread blocks of NCCL on a GPU",

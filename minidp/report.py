@@ -12,9 +12,11 @@ from ._timeline import Timeline
 
 Item = TypeVar("Item")
 MAX_ROWS = 40  # of a table
+FEW = 10  # steps; among fewer, none is typical
 _NO_STEPS = (
     "No complete step was recorded{dropped}. A step is a forward of the DataParallel, "
-    "its backward outside no_sync(), and what follows until the next forward."
+    "its backward outside no_sync(), and what follows until the next forward. What to "
+    "do: train a few dozen steps inside the with block."
 )
 
 
@@ -60,10 +62,11 @@ def _header(ranks: Sequence[Timeline], overlap: Overlap) -> str:
     of = f"rank{'s' if len(ranks) > 1 else ''} {seen} of {where.world_size}"
     versions = ", ".join(f"{name} {v}" for name, v in where.versions.items())
     count = f"{overlap.num_steps} step{'s' if overlap.num_steps > 1 else ''}"
+    few = "; too few to be sure: record a few dozen" * (overlap.num_steps < FEW)
     return (
         f"{of}; {where.backend} on {where.device}; {versions}\n"
         f"the typical one of {count} with the same buckets, on rank {overlap.rank}"
-        f"{', which waits most' if len(ranks) > 1 else ''}"
+        f"{', which waits most' if len(ranks) > 1 else ''}{few}"
     )
 
 

@@ -23,7 +23,7 @@ AFTER = "no overlap"
 TORCH, TORCH_AGAIN = "torch", "torch again"
 AUTO = "minidp auto"
 LAST_CAP = {"DDP_SET_LAST_BUCKET_CAP": "1"}  # torch reads it at its rebuild
-SETTLING = 40  # steps until the layout that bucket_cap_mb="auto" chose is in use
+SETTLING = 52  # steps until the layout that bucket_cap_mb="auto" chose is in use
 
 
 Carry = Callable[[torch.Tensor], torch.futures.Future[Any]]
