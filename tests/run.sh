@@ -17,8 +17,9 @@ ALL_STAGES=(
     native native-unit native-property native-distributed native-fault
     examples benchmarks
 )
-# By name only, when csrc/ or the hooks have changed: minutes.
-OTHER_STAGES=(native-conformance)
+# By name only: torch's own tests on the extension, when csrc/ or the hooks have changed;
+# Accelerate, Lightning and Transformers on minidp, which installs them.
+OTHER_STAGES=(native-conformance trainers)
 
 # One thread per rank, or the ranks fight over the cores; and gloo on the loopback
 # device, or it binds to whatever the host name happens to resolve to.
@@ -84,6 +85,7 @@ stage_native-fault() {
         tests/fault/test_comm_hooks.py tests/fault/test_concurrency.py \
         tests/fault/test_leaks.py tests/fault/test_wrong_words.py
 }
+stage_trainers() { python_mode tests/trainers; }
 stage_native-conformance() { no_compiler || MINIDP_NATIVE=1 conform; }
 
 # Runs `"$@" SCRIPT --smoke` for every script of the folder: by glob, not from a list,
@@ -150,7 +152,11 @@ for stage in "${stages[@]}"; do
     fi
 done
 
-run_stage environment minidp_environment test,examples,bench
+extras=test,examples,bench
+if [[ " ${stages[*]} " == *" trainers "* ]]; then
+    extras+=,trainers
+fi
+run_stage environment minidp_environment "$extras"
 for stage in "${stages[@]}"; do
     run_stage "$stage" "stage_$stage"
 done

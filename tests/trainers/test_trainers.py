@@ -1,0 +1,94 @@
+"""The trainers that people use get the same weights from minidp as from torch's DDP.
+
+They are not installed with the test extra: `bash tests/run.sh trainers`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+TRAINERS = {
+    "accelerate": "accelerate",
+    "fabric": "lightning",
+    "lightning": "lightning",
+    "transformers": "transformers",
+}
+OURS, TORCHS = "minidp", "torch.nn.parallel.distributed.DistributedDataParallel"
+SECONDS = 240
+
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(3 * SECONDS)]
+
+
+def needs(package):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: bash tests/run.sh trainers")
+
+
+def torchrun(*arguments):
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--standalone", "--nproc-per-node", "2", *arguments),
+        ],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_weights_are_those_of_torchs_ddp(trainer, tmp_path):
+    needs(TRAINERS[trainer])
+    script = str(HERE / f"by_{trainer}.py")
+    ways = {
+        "torch": (script, tmp_path / "torch.pt", "torch"),
+        "run": ("-m", "minidp.run", script, tmp_path / "run.pt", "torch"),
+        "own": (script, tmp_path / "own.pt", "minidp"),
+    }
+    found = {}
+    for way, arguments in ways.items():
+        torchrun(*map(str, arguments))
+        found[way] = torch.load(tmp_path / f"{way}.pt")
+    assert found["torch"]["wrapper"] == TORCHS
+    torchs = found["torch"]["weights"]
+    for way in ("run", "own"):
+        assert found[way]["wrapper"].startswith(OURS)
+        ours = found[way]["weights"]
+        assert ours.keys() == torchs.keys()
+        for name, tensor in torchs.items():
+            assert torch.equal(ours[name], tensor), (way, name)
+
+
+# Scripts that come with Accelerate, for its users to test an installation with. They
+# check their results themselves, and fail with an assertion.
+OF_ACCELERATE = [
+    "test_script",
+    "test_sync",
+    "test_ddp_comm_hook",
+    "test_distributed_data_loop",
+]
+
+
+@pytest.mark.parametrize("name", OF_ACCELERATE)
+def test_a_script_that_nobody_wrote_for_minidp(name):
+    needs("accelerate")
+    module = f"accelerate.test_utils.scripts.{name}"
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"this version of accelerate has no {module}")
+    output = torchrun("-m", "minidp.run", "-m", module)
+    assert "is minidp.DataParallel" in output
