@@ -13,23 +13,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _advice         one sentence: what to change, and what it gains
         _picture        recorded steps as a PNG
         _chrome_trace   recorded steps for Perfetto
-        doctor          minidp doctor: what is wrong with this machine, job, script?
-        _examination    its checks, one after the other, none of which can hang
-        _trials         those for which ranks communicate
-        _checks_training  what only shows while a script trains
-        _training_log   ... written down; nothing stays patched
-        _checks_model   devices, replicas, batch norm, unused parameters
-        _checks_loader  does every rank get its own part of the data?
-        _random_streams  do ranks draw the same numbers?
-        _consultation   checks inside a script: facts compared between ranks
-        _checks_collectives  all-reduce and gradients: right, and how fast?
-        _checks_ranks   facts of ranks: versions, GPUs, clocks
-        _checks_network  ports and interfaces
-        _checks_environment  how a process was started; its machine
-        _variables      environment variables, and what each one does
-        _timebox        a check that cannot hang
-        _meeting        ranks tell each other facts, without a collective
-        _findings       what a check says; the table, the JSON
+        doctor/         minidp doctor: what is wrong with this machine, job, script?
     L4  data_parallel   the nn.Module face: forward, no_sync, reset, wiring
         attachment      minidp.attach(model): without a wrapper
         _compat         torch's private names, for third parties; skip it

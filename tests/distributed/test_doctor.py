@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 import minidp
-from minidp import _checks_collectives as collectives
 from minidp import doctor
+from minidp.doctor import _checks_collectives as collectives
 from tests.support.broken import NoReduce
 
 WRAPPERS = {"minidp": minidp.DataParallel, "torch": DistributedDataParallel}

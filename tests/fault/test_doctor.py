@@ -71,10 +71,10 @@ def failures(report):
 
 
 AT_CLOCKS = """
-import minidp._trials
+import minidp.doctor._trials
 def deed(*_):
     {deed}
-minidp._trials.check_clocks = deed
+minidp.doctor._trials.check_clocks = deed
 """
 
 

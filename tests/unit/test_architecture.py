@@ -164,7 +164,7 @@ IMPORTS: dict[str, set[str]] = {
         "_chrome_trace",
         "_picture",
         "_timeline",
-        "doctor",
+        "doctor/__init__",
         "report",
         "run",
         "tune",
@@ -260,74 +260,88 @@ IMPORTS: dict[str, set[str]] = {
     "_autotune": {"_clock", "_groups", "_rebuild", "_saved_layout", "_tuning", "trace"},
     "_tuning": {"_layout", "_schedule"},
     "tune": {"_autotune", "_script", "_tuning", "config", "data_parallel", "swapping"},
-    "doctor": {
-        "_checks_loader",
-        "_checks_model",
-        "_checks_training",
-        "_consultation",
-        "_examination",
-        "_findings",
-        "_timebox",
-        "_training_log",
+    "doctor/__init__": {
+        "doctor/_checks_loader",
+        "doctor/_checks_model",
+        "doctor/_checks_training",
+        "doctor/_consultation",
+        "doctor/_examination",
+        "doctor/_findings",
+        "doctor/_timebox",
+        "doctor/_training_log",
     },
-    "_examination": {
-        "_checks_collectives",
-        "_checks_environment",
-        "_checks_network",
-        "_checks_ranks",
-        "_findings",
-        "_meeting",
-        "_timebox",
-        "_trials",
-        "_variables",
-    },
-    "_trials": {
-        "_checks_collectives",
-        "_checks_environment",
-        "_findings",
-        "_meeting",
-        "_timebox",
-    },
-    "_checks_training": {
-        "_checks_loader",
-        "_consultation",
-        "_findings",
-        "_training_log",
-    },
-    "_training_log": {
-        "_autograd",
-        "_checks_loader",
-        "_consultation",
+    "doctor/__main__": {"doctor/__init__"},
+    "doctor/_checks_collectives": {
+        "_compat",
         "_desync",
-        "_random_streams",
-        "_timebox",
+        "doctor/_checks_ranks",
+        "doctor/_findings",
+    },
+    "doctor/_checks_environment": {"doctor/_findings"},
+    "doctor/_checks_loader": {
+        "doctor/_consultation",
+        "doctor/_findings",
+        "doctor/_random_streams",
+    },
+    "doctor/_checks_model": {
+        "_autograd",
+        "_desync",
+        "doctor/_checks_ranks",
+        "doctor/_consultation",
+        "doctor/_findings",
+        "doctor/_random_streams",
+    },
+    "doctor/_checks_network": {"doctor/_checks_environment", "doctor/_findings"},
+    "doctor/_checks_ranks": {"doctor/_findings", "doctor/_variables"},
+    "doctor/_checks_training": {
+        "doctor/_checks_loader",
+        "doctor/_consultation",
+        "doctor/_findings",
+        "doctor/_training_log",
+    },
+    "doctor/_consultation": {"_groups", "doctor/_findings", "doctor/_meeting"},
+    "doctor/_examination": {
+        "doctor/_checks_collectives",
+        "doctor/_checks_environment",
+        "doctor/_checks_network",
+        "doctor/_checks_ranks",
+        "doctor/_findings",
+        "doctor/_meeting",
+        "doctor/_timebox",
+        "doctor/_trials",
+        "doctor/_variables",
+    },
+    "doctor/_findings": set(),
+    "doctor/_meeting": {"doctor/_findings"},
+    "doctor/_random_streams": {"doctor/_findings"},
+    "doctor/_timebox": {"doctor/_findings"},
+    "doctor/_training_log": {
+        "_autograd",
+        "_desync",
         "_untraced",
+        "doctor/_checks_loader",
+        "doctor/_consultation",
+        "doctor/_random_streams",
+        "doctor/_timebox",
     },
-    "_checks_model": {
-        "_autograd",
-        "_checks_ranks",
-        "_consultation",
-        "_desync",
-        "_findings",
-        "_random_streams",
+    "doctor/_trials": {
+        "doctor/_checks_collectives",
+        "doctor/_checks_environment",
+        "doctor/_findings",
+        "doctor/_meeting",
+        "doctor/_timebox",
     },
-    "_checks_loader": {"_consultation", "_findings", "_random_streams"},
-    "_random_streams": {"_findings"},
-    "_consultation": {"_findings", "_groups", "_meeting"},
-    "_checks_collectives": {"_checks_ranks", "_compat", "_desync", "_findings"},
-    "_checks_ranks": {"_findings", "_variables"},
-    "_checks_network": {"_checks_environment", "_findings"},
-    "_checks_environment": {"_findings"},
-    "_variables": {"_findings"},
-    "_timebox": {"_findings"},
-    "_meeting": {"_findings"},
-    "_findings": set(),
+    "doctor/_variables": {"doctor/_findings"},
 }
 TALKS_TO_OTHER_RANKS = {"_collectives", "comm_hooks"}
 # Names of torch.distributed that are no collectives: a protocol, types, constants.
 KNOWS_TORCH_DISTRIBUTED = {"_compat", "_groups", "_join", "_logging_data"}
 # The doctor's command runs in a process of its own, and tries out what torch has there.
-KNOWS_TORCH_DISTRIBUTED |= {"_checks_collectives", "_examination", "_trials"}
+KNOWS_TORCH_DISTRIBUTED |= {
+    "doctor/_checks_collectives",
+    "doctor/_examination",
+    "doctor/_trials",
+}
 
 FILE_LINES = 400
 FUNCTION_CODE_LINES_P90 = 30
@@ -475,7 +489,7 @@ def imported_here(nodes: Iterator[ast.AST], module: str = "") -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module.startswith("minidp"):
             # From inside a folder, ruff wants what is above it by its full name.
             prefix = "minidp." if "/" in module else ""
-            found.add(node.module.removeprefix(prefix))
+            found.add(in_package(node.module.removeprefix(prefix)))
         elif isinstance(node, ast.Import):
             found.update(a.name for a in node.names if a.name.startswith("minidp"))
     return found

@@ -9,12 +9,12 @@ import socket
 
 import pytest
 
-from minidp._checks_collectives import (
+from minidp.doctor._checks_collectives import (
     judge_all_reduce,
     judge_backends,
     judge_gradients,
 )
-from minidp._checks_environment import (
+from minidp.doctor._checks_environment import (
     judge_gpus,
     judge_launch,
     judge_shared_memory,
@@ -22,14 +22,14 @@ from minidp._checks_environment import (
     read_launch,
     read_shared_memory,
 )
-from minidp._checks_network import (
+from minidp.doctor._checks_network import (
     Network,
     check_port,
     judge_interfaces,
     nccl_interfaces,
     read_network,
 )
-from minidp._checks_ranks import (
+from minidp.doctor._checks_ranks import (
     Facts,
     judge_claims,
     judge_clocks,
@@ -38,8 +38,8 @@ from minidp._checks_ranks import (
     judge_versions,
     read_facts,
 )
-from minidp._findings import Status
-from minidp._variables import (
+from minidp.doctor._findings import Status
+from minidp.doctor._variables import (
     MEANINGS,
     judge_equal_variables,
     judge_variables,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import minidp
-from minidp._findings import (
+from minidp.doctor._findings import (
     Finding,
     Report,
     Status,
@@ -22,7 +22,7 @@ from minidp._findings import (
     skipped,
     warning,
 )
-from minidp._timebox import Limits, Runner, Timebox
+from minidp.doctor._timebox import Limits, Runner, Timebox
 
 PACKAGE = Path(minidp.__file__).parent
 FINDINGS = (

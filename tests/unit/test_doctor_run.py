@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from minidp import doctor
-from minidp._examination import Examination
-from minidp._findings import Status
-from minidp._meeting import Meeting
-from minidp._timebox import Limits
+from minidp.doctor._examination import Examination
+from minidp.doctor._findings import Status
+from minidp.doctor._meeting import Meeting
+from minidp.doctor._timebox import Limits
 
 PATIENT = Limits(check=60, wait=60)
 

@@ -24,13 +24,13 @@ from torch.utils.data import (
 )
 
 from minidp import DataParallel, SyncBatchNorm, doctor
-from minidp._checks_loader import (
+from minidp.doctor._checks_loader import (
     judge_batches,
     judge_parts,
     judge_sampler,
     judge_workers,
 )
-from minidp._checks_model import (
+from minidp.doctor._checks_model import (
     check_unused,
     describe,
     judge_batch_norm,
@@ -39,7 +39,7 @@ from minidp._checks_model import (
     judge_places,
     judge_replicas,
 )
-from minidp._checks_training import (
+from minidp.doctor._checks_training import (
     judge_accumulation,
     judge_epochs,
     judge_find_unused,
@@ -48,9 +48,9 @@ from minidp._checks_training import (
     judge_same_gradients,
     judge_saving,
 )
-from minidp._findings import Status
-from minidp._random_streams import digest_of_states, judge_streams
-from minidp._training_log import TrainingLog
+from minidp.doctor._findings import Status
+from minidp.doctor._random_streams import digest_of_states, judge_streams
+from minidp.doctor._training_log import TrainingLog
 
 optimizers = importlib.import_module("torch.optim.optimizer")
 OK, WARNING, FAILED, SKIPPED = Status

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from minidp._compat import DataParallel
+from minidp._desync import sum_of_bits
+
 from ._checks_ranks import judge_clocks
-from ._compat import DataParallel
-from ._desync import sum_of_bits
 from ._findings import Finding, failed, join, of_ranks, ok, warning
 
 if TYPE_CHECKING:

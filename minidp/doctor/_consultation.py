@@ -15,8 +15,9 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from minidp._groups import group_store, joined_group
+
 from ._findings import Finding, Report, failed, merge, of_ranks, skipped
-from ._groups import group_store, joined_group
 from ._meeting import Meeting
 
 Check = Callable[[], "Finding | list[Finding]"]

@@ -16,10 +16,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DistributedDataParallel
 
-from ._autograd import find_tensors, reachable_nodes
+from minidp._autograd import find_tensors, reachable_nodes
+from minidp._desync import sum_of_bits
+
 from ._checks_ranks import judge_owners, uuid_of
 from ._consultation import Consultation, Facts, collect, wrapped_module
-from ._desync import sum_of_bits
 from ._findings import Finding, Report, failed, join, ok, skipped, warning
 from ._random_streams import digest_of_states, dropouts, judge_streams, untouched
 

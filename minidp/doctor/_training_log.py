@@ -23,13 +23,14 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ._autograd import NO_TASK, current_task, find_tensors
+from minidp._autograd import NO_TASK, current_task, find_tensors
+from minidp._desync import sum_of_bits
+from minidp._untraced import untraced
+
 from ._checks_loader import sampler_of
 from ._consultation import wrapped_module
-from ._desync import sum_of_bits
 from ._random_streams import state_of
 from ._timebox import in_words
-from ._untraced import untraced
 
 NUM_COMPARED = 3  # steps whose batches and gradients are compared between ranks
 _MOST_LINES = 1000

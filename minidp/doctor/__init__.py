@@ -14,7 +14,26 @@ In a script, two lines for the model, the loader, and what is seen while it trai
     with doctor.watch(model, loader) as watched:
         train_two_epochs()
 
-Nothing that a check meets raises, and nothing waits for ever: both are findings.
+Nothing that a check meets raises, and nothing waits for ever: both are findings. From
+the command down to what a finding is::
+
+    __main__              python -m minidp.doctor
+    _examination          the command's checks, one after the other
+    _trials               those for which ranks communicate
+    _checks_training      what only shows while a script trains
+    _training_log         ... written down; nothing stays patched
+    _checks_model         devices, replicas, batch norm, unused parameters
+    _checks_loader        does every rank get its own part of the data?
+    _random_streams       do ranks draw the same numbers?
+    _consultation         checks inside a script: facts compared between ranks
+    _checks_collectives   all-reduce and gradients: right, and how fast?
+    _checks_ranks         facts of ranks: versions, GPUs, clocks
+    _checks_network       ports and interfaces
+    _checks_environment   how a process was started; its machine
+    _variables            environment variables, and what each one does
+    _timebox              a check that cannot hang
+    _meeting              ranks tell each other facts, without a collective
+    _findings             what a check says; the table, the JSON
 """
 
 from __future__ import annotations
@@ -227,13 +246,3 @@ def _seconds(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"a positive number of seconds, not {text}")
     return value
-
-
-def _run_as_script() -> int:
-    parser = argparse.ArgumentParser(prog="python -m minidp.doctor")
-    add_arguments(parser)
-    return main(parser.parse_args())
-
-
-if __name__ == "__main__":
-    sys.exit(_run_as_script())
