@@ -17,9 +17,10 @@ ALL_STAGES=(
     native native-unit native-property native-distributed native-fault
     examples benchmarks
 )
-# By name only: torch's own tests on the extension, when csrc/ or the hooks have changed;
-# Accelerate, Lightning and Transformers on minidp, which installs them.
-OTHER_STAGES=(native-conformance trainers)
+# By name only, for minutes. When csrc/ or its build have changed: torch's own tests on the
+# extension, and an extension that includes torch's headers. And Accelerate, Lightning and
+# Transformers on minidp, which are installed for that.
+OTHER_STAGES=(native-conformance native-torch trainers)
 
 # One thread per rank, or the ranks fight over the cores; and gloo on the loopback
 # device, or it binds to whatever the host name happens to resolve to.
@@ -54,6 +55,8 @@ native_mode() {
     fi
 }
 
+USES_TORCH=tests/native/test_build.py::test_an_extension_that_uses_torch
+
 conform() { "$PYTHON" tests/conformance/run.py; }
 
 no_compiler() { ! command -v "${CXX:-c++}" >/dev/null; }
@@ -63,7 +66,11 @@ stage_property() { python_mode tests/property; }
 stage_distributed() { python_mode tests/distributed; }
 stage_fault() { HYPOTHESIS_PROFILE=brief python_mode tests/fault -m "not slow"; }
 stage_conformance() { python_mode tests/conformance && MINIDP_NATIVE=0 conform; }
-stage_native() { no_compiler || "$PYTHON" -m minidp.native build && native_mode tests/native; }
+stage_native() {
+    no_compiler || "$PYTHON" -m minidp.native build &&
+        native_mode tests/native --deselect "$USES_TORCH"
+}
+stage_native-torch() { native_mode "$USES_TORCH"; }
 # What touches hooks and copies; the rest does not know which ones it has.
 stage_native-unit() {
     native_mode tests/unit/test_autograd.py tests/unit/test_bucket.py \
