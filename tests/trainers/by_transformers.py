@@ -26,6 +26,7 @@ def train(wrapping):
         arguments = TrainingArguments(
             output_dir=folder,
             use_cpu=True,
+            ddp_backend="gloo",
             seed=0,
             per_device_train_batch_size=8,
             gradient_accumulation_steps=2,
