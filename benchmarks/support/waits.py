@@ -20,7 +20,9 @@ import minidp
 from minidp._schedule import Network, fit_network
 from support.simulation import Groups, Pauses, Work
 
-PROBES = (4, 2**16, 2**18, 2**20, 2**22, 2**24)  # bytes
+# Bytes. As large as buckets, but for the latency: on a shaped link, what is not much
+# larger than its burst passes faster than anything that lasts.
+PROBES = (4, 2**21, 2**22, 2**23, 2**24)
 REPEATS = 9
 SETTLE = 3  # steps that are not timed; buckets are rebuilt after the first
 
