@@ -138,30 +138,50 @@ def measure_network() -> Network:
 def measure_steps(
     work: Work, caps_mb: list[float | None], pauses: Pauses
 ) -> list[Timed]:
-    """Collective: a step for each row of ``pauses``, with each of the caps."""
-    return [_measure(work, cap_mb, pauses) for cap_mb in caps_mb]
+    """Collective: a step for each row of ``pauses``, with each of the caps.
 
-
-def _measure(work: Work, cap_mb: float | None, pauses: Pauses) -> Timed:
-    net, rank = Waits(work), dist.get_rank()
-    model = minidp.DataParallel(net, bucket_cap_mb=cap_mb)
-    value = torch.zeros((), requires_grad=True)
+    In turn, so that a slow moment of the machine hits all caps alike.
+    """
+    models = [_Waiting(work, cap_mb) for cap_mb in caps_mb]
+    rank = dist.get_rank()
     settling = np.zeros((SETTLE, dist.get_world_size()))
     moments = np.concatenate([settling, pauses.moments]) * work.seconds
     lengths = np.concatenate([settling, pauses.lengths]) * work.seconds
-    seconds, wrong = [], torch.zeros(())
     for moment, length in zip(moments[:, rank], lengths[:, rank], strict=True):
+        for model in models:
+            model.step(float(moment), float(length))
+    return [model.result() for model in models]
+
+
+class _Waiting:
+    """A model with one bucket cap, and the steps that it took."""
+
+    def __init__(self, work: Work, cap_mb: float | None) -> None:
+        self._net = Waits(work)
+        self._cap_mb = cap_mb
+        self._model = minidp.DataParallel(self._net, bucket_cap_mb=cap_mb)
+        self._value = torch.zeros((), requires_grad=True)
+        self._seconds: list[float] = []
+        self._wrong = torch.zeros(())
+
+    def step(self, moment_s: float, pause_s: float) -> None:
+        """Collective; see `Clock.begin`."""
         dist.barrier()
-        net.clock.begin(float(moment), float(length))
+        self._net.clock.begin(moment_s, pause_s)
         start = time.perf_counter()
-        model(value).backward()
-        seconds.append(time.perf_counter() - start)
-        wrong += _wrong(net)
-        net.zero_grad()
-    slowest = torch.tensor(seconds[SETTLE:], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    dist.all_reduce(wrong)
-    return Timed(cap_mb, _groups(model), slowest.tolist(), int(wrong))
+        self._model(self._value).backward()
+        self._seconds.append(time.perf_counter() - start)
+        self._wrong += _wrong(self._net)
+        self._net.zero_grad()
+
+    def result(self) -> Timed:
+        """Collective: the steps but the first ones, on the slowest rank."""
+        slowest = torch.tensor(self._seconds[SETTLE:], dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        dist.all_reduce(self._wrong)
+        return Timed(
+            self._cap_mb, _groups(self._model), slowest.tolist(), int(self._wrong)
+        )
 
 
 def _wrong(net: Waits) -> int:
