@@ -18,6 +18,7 @@ MIB = 2**20
 CAPS_MB = (0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100)  # to choose from
 WORTH = 0.03  # of a step: smaller gains are not worth a sentence
 COMPRESSIBLE = "float32"
+LATENCY_BYTES = 64 * 1024  # a bucket up to this size takes as long if it is halved
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ def advise(
         return f"Communication is hidden ({_ms(exposed_s)} is not): nothing to gain."
     late_s, who = _straggler(timelines[0], overlap, skew)
     cap, gain_s = model.best_cap()
-    half_s = model.gain_of_half() if _is_compressible(timelines[0]) else 0.0
+    is_compressible = _is_compressible(timelines[0], overlap)
+    half_s = model.gain_of_half() if is_compressible else 0.0
     if late_s >= max(worth, gain_s):
         return f"{who}; {_predicted(step_s, late_s)}."
     if gain_s >= max(worth, 0.5 * half_s):
@@ -183,8 +185,9 @@ def _shared(timelines: Sequence[Timeline]) -> str:
     return " (and these ranks share a machine: measure it)"
 
 
-def _is_compressible(timeline: Timeline) -> bool:
-    return all(param.kind.startswith(COMPRESSIBLE) for param in timeline.params)
+def _is_compressible(timeline: Timeline, overlap: Overlap) -> bool:
+    is_wide = all(param.kind.startswith(COMPRESSIBLE) for param in timeline.params)
+    return is_wide and max(overlap.nbytes) > LATENCY_BYTES
 
 
 def layers_of(timeline: Timeline, members: Sequence[int]) -> str:

@@ -75,13 +75,9 @@ def test_weights_are_those_of_torchs_ddp(trainer, tmp_path):
 
 
 # Scripts that come with Accelerate, for its users to test an installation with. They
-# check their results themselves, and fail with an assertion.
-OF_ACCELERATE = [
-    "test_script",
-    "test_sync",
-    "test_ddp_comm_hook",
-    "test_distributed_data_loop",
-]
+# check their results themselves, and fail with an assertion. (Its other scripts of the
+# kind need GPUs, or fail on CPUs with torch's DDP, too.)
+OF_ACCELERATE = ["test_script", "test_sync"]
 
 
 @pytest.mark.parametrize("name", OF_ACCELERATE)

@@ -150,6 +150,13 @@ def test_compression_is_advised_where_the_link_is_the_limit():
     assert "fp16_compress_hook) sends half the bytes; predicted 60 ms instead" in text
 
 
+def test_a_few_bytes_are_not_to_be_compressed():
+    """They take as long as a message takes; one size alone looks like bandwidth."""
+    one = step(0, [(30, 30, 70, 70)], ready=[30], end=80, optimizers=[])
+    text = advice_for(timeline([one], members=[(0,)], nbytes=44))
+    assert "no bucket size would change that: do more per step" in text
+
+
 def straggling(late, *, forward=False):
     """Rank 1 comes ``late`` ms to everything from bucket 1 on."""
     fast = [(12, 12, 14, 75), (30, 30, 34 + late, 75)]
