@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
 def _report(options: argparse.Namespace) -> int:
     try:
         _show(options)
+    except BrokenPipeError:  # of `minidp report FILE | head`, who has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1

@@ -43,7 +43,7 @@ class Model:
     def bound_s(self) -> float:
         """The shortest step that any layout could have."""
         least = lower_bound(self.backward, self.network) - self.backward.end_s
-        return self.step_s - self._saved(least)
+        return self.step_s - max(0.0, self.exposed_s - least)
 
     def gain(self, backward: Backward, groups: Sequence[Sequence[int]]) -> float:
         """Seconds per step that another layout, or smaller gradients, would save."""
@@ -130,9 +130,8 @@ def advise(
     late_s = min(overlap.typical.late_s, exposed_s)
     if late_s >= max(worth, 0.5 * exposed_s):
         return (
-            f"Ranks wait up to {_ms(late_s)} for each other, now for this one, now for "
-            "that one: look for other load on the machines, or inputs of unequal "
-            "length."
+            f"Ranks wait up to {_ms(late_s)} for each other, and none is late in most "
+            "steps: look for other load on the machines, or inputs of unequal length."
         )
     return (
         f"{_ms(exposed_s)} are exposed, and no bucket size would change that: do more "
@@ -187,7 +186,8 @@ def _shared(timelines: Sequence[Timeline]) -> str:
 
 def _is_compressible(timeline: Timeline, overlap: Overlap) -> bool:
     is_wide = all(param.kind.startswith(COMPRESSIBLE) for param in timeline.params)
-    return is_wide and max(overlap.nbytes) > LATENCY_BYTES
+    has_hook = bool(timeline.where.comm_hook)  # it may do so already
+    return is_wide and not has_hook and max(overlap.nbytes) > LATENCY_BYTES
 
 
 def layers_of(timeline: Timeline, members: Sequence[int]) -> str:

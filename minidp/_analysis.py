@@ -246,21 +246,25 @@ def _of_rank(
 def _first_s(
     timeline: Timeline, steps: Sequence[Step], bucket: BucketOverlap
 ) -> float | None:
-    """How long a bucket takes to fill, where that was measured, before it is full."""
-    filling = _filling_times(timeline, steps, bucket.number)
-    return max(0.0, bucket.full_s - median(filling)) if filling else None
+    """When a bucket's first gradient came, if it filled as where that was taken.
+
+    As a share of the time until it is full: steps of other lengths may be compared.
+    """
+    shares = _first_shares(timeline, steps, bucket.number)
+    return bucket.full_s * median(shares) if shares else None
 
 
-def _filling_times(
+def _first_shares(
     timeline: Timeline, steps: Sequence[Step], number: int
 ) -> list[float]:
-    """Seconds from a bucket's first gradient to its last, where the first was taken."""
+    """First gradient over last, since the backward began, where the first was taken."""
     found = []
     for step in steps:
+        begin = step.backward.begin_ns
         first = step.first_gradient_ns(timeline.members(step, number))
         full = [bucket.full_ns for bucket in step.buckets if bucket.number == number]
-        if first is not None and full:
-            found.append((full[0] - first) / 1e9)
+        if first is not None and full and full[0] > begin:
+            found.append(min(1.0, (first - begin) / (full[0] - begin)))
     return found
 
 

@@ -309,6 +309,7 @@ def where_of(reducer: Reducer) -> Where:
     """On what a reducer runs."""
     group, device = reducer.pipeline.group, reducer.pipeline.specs[0].device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    hook = reducer.pipeline.averaging.comm_hook
     return Where(
         rank=group.rank(),
         world_size=group.size(),
@@ -316,6 +317,7 @@ def where_of(reducer: Reducer) -> Where:
         device=f"{device} {name}".strip(),
         host=_host(),
         versions=_versions(),
+        comm_hook="" if hook is None else hook.name,
     )
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 KIND = "minidp timeline"
-VERSION = 1
+VERSION = 2
 _REMEDY = "Pass a file that Recording.save() of this version of minidp wrote."
 
 Item = TypeVar("Item")
@@ -137,6 +137,7 @@ class Where:
     device: str
     host: str  # equal for ranks that share a clock
     versions: Mapping[str, str] = field(default_factory=dict)
+    comm_hook: str = ""  # its name; buckets then need not travel as they are
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -248,7 +249,8 @@ def _where(value: Any, at: str) -> Where:
     versions = _get(value, "versions", at, dict)
     if not all(isinstance(version, str) for version in versions.values()):
         raise ValueError(f"{at}.versions must be strings")
-    texts = {name: _get(value, name, at, str) for name in ("backend", "device", "host")}
+    names = ("backend", "device", "host", "comm_hook")
+    texts = {name: _get(value, name, at, str) for name in names}
     numbers = {name: _get(value, name, at, int) for name in ("rank", "world_size")}
     return _made(at, Where, versions=versions, **texts, **numbers)
 

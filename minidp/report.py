@@ -61,10 +61,11 @@ def _header(ranks: Sequence[Timeline], overlap: Overlap) -> str:
     seen = ", ".join(str(timeline.where.rank) for timeline in _few(ranks))
     of = f"rank{'s' if len(ranks) > 1 else ''} {seen} of {where.world_size}"
     versions = ", ".join(f"{name} {v}" for name, v in where.versions.items())
+    hook = f"; comm hook {where.comm_hook}" if where.comm_hook else ""
     count = f"{overlap.num_steps} step{'s' if overlap.num_steps > 1 else ''}"
     few = "; too few to be sure: record a few dozen" * (overlap.num_steps < FEW)
     return (
-        f"{of}; {where.backend} on {where.device}; {versions}\n"
+        f"{of}; {where.backend} on {where.device}; {versions}{hook}\n"
         f"the typical one of {count} with the same buckets, on rank {overlap.rank}"
         f"{', which waits most' if len(ranks) > 1 else ''}{few}"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from minidp._advice import advise, layers_of, model_of
@@ -76,6 +78,16 @@ def test_first_gradient_comes_from_the_steps_that_have_it():
     steps = [step(0, TWO, ready=(25, 12)), step(1, TWO, at=100)]
     (overlap,) = overlaps_of(aligned([timeline(steps)]))
     assert [b.first_s for b in overlap.typical.buckets] == pytest.approx([0.002, 0.015])
+
+
+def test_first_gradients_keep_their_order_in_a_shorter_step():
+    """Fill times of long steps, taken off a short one, would begin before it."""
+    long = [(12 + 40, 12 + 40, 60, 79), (29 + 40, 29 + 40, 78, 79)]
+    slow = step(0, long, ready=(60, 32), backward=(10, 70), end=99, optimizers=[])
+    quick = [step(n, TWO, at=100 * n) for n in (1, 2)]
+    (overlap,) = overlaps_of(aligned([timeline([slow, *quick])]))
+    first, second = overlap.typical.buckets
+    assert 0 < first.first_s < second.first_s < second.full_s
 
 
 def test_backward_for_the_model():
@@ -155,6 +167,26 @@ def test_a_few_bytes_are_not_to_be_compressed():
     one = step(0, [(30, 30, 70, 70)], ready=[30], end=80, optimizers=[])
     text = advice_for(timeline([one], members=[(0,)], nbytes=44))
     assert "no bucket size would change that: do more per step" in text
+
+
+def test_what_a_comm_hook_may_compress_already_is_not_advised_again():
+    one = step(0, [(30, 30, 70, 70)], ready=[30], end=80, optimizers=[])
+    plain = timeline([one], members=[(0,)])
+    hooked = replace(plain, where=replace(plain.where, comm_hook="fp16_compress_hook"))
+    assert "compress" in advice_for(plain)
+    assert "compress" not in advice_for(hooked)
+
+
+def test_the_bound_has_no_more_exposed_than_the_network_needs():
+    # 1 MiB, there at the end of the backward: the fit says 40 ms, whatever was waited.
+    times = {"ready": [30], "end": 80, "optimizers": []}
+    steps = [step(n, [(30, 30, 70, 70)], at=100 * n, **times) for n in range(3)]
+    ranks = aligned([timeline(steps, members=[(0,)])])
+    (overlap,) = overlaps_of(ranks)
+    model = model_of(ranks, overlap)
+    assert model.bound_s == pytest.approx(overlap.typical.seconds)
+    quicker = replace(model, network=Network(0.0, 2**20 / 0.015))
+    assert quicker.bound_s == pytest.approx(overlap.typical.seconds - 0.025)
 
 
 def straggling(late, *, forward=False):

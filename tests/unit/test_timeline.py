@@ -80,7 +80,7 @@ FIRST = ("ranks", 0, "steps", 0)
     ("path", "value", "says"),
     [
         (("kind",), "novel", 'f.json is not a recording: .* "kind": "minidp timeline"'),
-        (("version",), 99, "f.json must be of version 1, but is of version 99"),
+        (("version",), 99, "f.json must be of version 2, but is of version 99"),
         (("ranks",), {}, "f.json is damaged: ranks must be a list, but is {}"),
         (("ranks", 0), 5, r"ranks\[0\] must be an object, but is 5"),
         (
