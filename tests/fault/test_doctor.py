@@ -25,10 +25,9 @@ def free_port():
 def start(code, rank, port, *arguments):
     """Run ``code`` and then the doctor, as rank ``rank`` of two, without torchrun."""
     program = f"""
-import os, signal, sys, threading
+import os, runpy, signal, sys, threading
 {code}
-from minidp import doctor
-sys.exit(doctor._run_as_script())
+runpy.run_module("minidp.doctor", run_name="__main__", alter_sys=True)
 """
     env = {
         **os.environ,
