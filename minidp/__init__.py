@@ -80,6 +80,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _labels         names for the traces of torch.profiler
         _cursor         where a rank is, as data
         _ledger         what was announced, reduced, or only added locally
+        _registry       objects that several threads look through
         _phase          lifecycle of a reducer: enum and transition table
         trace           events of a backward
         native/         find, build and load the optional extension in csrc/

@@ -25,6 +25,7 @@ from ._newcomers import Newcomers
 from ._overlap import Excuses
 from ._phase import Phase
 from ._reducer import Reducer
+from ._registry import Registry
 from ._untraced import untraced, untraced_itself
 from .config import Unsynced
 from .errors import (
@@ -356,7 +357,7 @@ def retire(guard: Guard) -> None:
     _guards.discard(guard)
 
 
-_guards: weakref.WeakSet[Guard] = weakref.WeakSet()
+_guards: Registry[Guard] = Registry()
 _lock = threading.Lock()
 _installed = False
 

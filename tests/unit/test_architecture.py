@@ -85,6 +85,7 @@ IMPORTS: dict[str, set[str]] = {
         "_overlap",
         "_phase",
         "_reducer",
+        "_registry",
         "_untraced",
         "config",
         "errors",
@@ -332,6 +333,7 @@ IMPORTS: dict[str, set[str]] = {
         "doctor/_timebox",
     },
     "doctor/_variables": {"doctor/_findings"},
+    "_registry": set(),
 }
 TALKS_TO_OTHER_RANKS = {"_collectives", "comm_hooks"}
 # Names of torch.distributed that are no collectives: a protocol, types, constants.
