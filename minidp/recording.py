@@ -34,7 +34,7 @@ def record(model: DataParallel, *, keep: int = KEEP_STEPS) -> Recording:
                 ...                      # train as ever
         print(rec.report())
 
-    It costs less than 1 % of a step, and changes no bit of any gradient.
+    It costs about 1 % of a step or less, and changes no bit of any gradient.
 
     Args:
         model: on this rank. Other ranks may record or not; to see them together all
