@@ -29,6 +29,7 @@ COLUMNS = (
     "CPU, ms\nper rank",
     PEAK,
     "step /\nbound",
+    "buckets,\nMiB",
     "\n#wrong",
 )
 
@@ -46,6 +47,7 @@ class Row:
         bound_ratio: step over the bound; None: there is none.
         peak: bytes allocated beyond the weights; None: not measured.
         wrong: parameters with a wrong gradient; None: not compared.
+        buckets: bytes of each bucket; None: it does not tell.
     """
 
     name: str
@@ -56,6 +58,18 @@ class Row:
     bound_ratio: Estimate | None
     peak: int | None
     wrong: int | None
+    buckets: list[int] | None
+
+    @property
+    def layout(self) -> str:
+        """The buckets, for people."""
+        sizes = sorted(nbytes / MIB for nbytes in self.buckets or [])
+        if not sizes:
+            return "-"
+        ends = (
+            f"{sizes[0]:.2g}-{sizes[-1]:.2g}" if len(sizes) > 1 else f"{sizes[0]:.2g}"
+        )
+        return f"{len(sizes)} of {ends}"
 
 
 @dataclass(frozen=True)
@@ -110,6 +124,7 @@ class Exposure:
             bound_ratio=None if is_bare else self.over_bound(name),
             peak=self.memory[name].peak if name in self.memory else None,
             wrong=self.measured.wrong[name],
+            buckets=self.measured.buckets.get(name),
         )
 
     def table(self) -> Table:
@@ -146,6 +161,7 @@ class Exposure:
             content["p10_median_p90_seconds"] = content.pop("seconds")
             content["cpu_seconds"] = content.pop("cpu")
             content["peak_bytes"] = content.pop("peak")
+            content["bucket_bytes"] = content.pop("buckets")
             content["microseconds_of_each_round"] = _micros(self.measured.times[name])
             found.append(content)
         return {
@@ -177,6 +193,7 @@ def _texts(row: Row) -> list[str]:
         short(1e3 * row.cpu),
         "-" if row.peak is None else f"{row.peak / MIB:.0f}",
         "-" if row.bound_ratio is None else f"{row.bound_ratio.value:.3f}",
+        row.layout,
         "-" if row.wrong is None else str(row.wrong),
     ]
 

@@ -19,7 +19,7 @@ from minidp import native
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ("minidp", "csrc", "benchmarks/**/*.py")
-WIDTH = 112  # columns, where there is no terminal or a narrower one
+WIDTH = 128  # columns, where there is no terminal or a narrower one
 
 
 def report_console() -> Console:

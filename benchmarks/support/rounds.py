@@ -101,6 +101,7 @@ class Measured:
             not compared.
         checks: rounds in which gradients were compared.
         watched: what the watchers saw, by the name of the implementation.
+        buckets: of implementations that tell: bytes of each bucket, in launch order.
     """
 
     num_params: int
@@ -110,6 +111,7 @@ class Measured:
     checks: int
     cpu: dict[str, Times] = field(default_factory=dict)
     watched: dict[str, Any] = field(default_factory=dict)
+    buckets: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def num_rounds(self) -> int:
@@ -201,6 +203,14 @@ class Contestant:
         if self._finish is not None:
             self._finish()
 
+    def bucket_bytes(self) -> list[int] | None:
+        """Bytes of each bucket, in launch order; None: it does not tell."""
+        layout = getattr(self._model, "bucket_layout", None)
+        if layout is None:
+            return None
+        params = dict(self._model.module.named_parameters())
+        return [sum(params[n].nbytes for n in names) for names in layout["buckets"]]
+
     def gradients(self) -> Gradients:
         """What the step left behind."""
         return [param.grad for param in self.params]
@@ -282,6 +292,11 @@ class Contest:
                 each.name: each.watcher.result()
                 for each in self._contestants
                 if each.watcher is not None
+            },
+            buckets={
+                each.name: sizes
+                for each in self._contestants
+                if (sizes := each.bucket_bytes()) is not None
             },
         )
 
