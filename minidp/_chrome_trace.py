@@ -1,7 +1,7 @@
 """Recorded steps for Perfetto (https://ui.perfetto.dev) and ``chrome://tracing``.
 
 A process per rank; in it tracks for forward, backward and optimizer, and one for each
-bucket. Ranks stand on one clock.
+bucket. Ranks stand on one clock. Slices have the names of the report's columns.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ class _Slices:
             turn, start = full + waited, done - wire
             pieces = [
                 ("filling", full if first is None else min(first, full), full, _GREY),
-                ("waiting", full, turn, _GREY),
-                ("waiting for slower ranks", turn, turn + late, ""),
+                ("waited", full, turn, _GREY),
+                ("late (slower ranks)", turn, turn + late, ""),
                 *self._wire(start, done),
-                ("waiting to be copied out", done, bucket.copied_out_ns, _GREY),
+                ("done, not copied out", done, bucket.copied_out_ns, _GREY),
             ]
             for name, begin, end, colour in pieces:
                 if begin < end:
@@ -114,8 +114,8 @@ class _Slices:
         """Hidden while the backward runs, exposed after it."""
         end = min(max(self._step.backward.end_ns, start), done)
         return [
-            ("on the wire, hidden", start, end, _HIDDEN),
-            ("on the wire, exposed", end, done, _EXPOSED),
+            ("wire, hidden", start, end, _HIDDEN),
+            ("wire, exposed", end, done, _EXPOSED),
         ]
 
     def _slice(

@@ -15,12 +15,14 @@ MAX_RANKS = 4  # panels; more are not drawn
 MAX_BUCKETS = 60  # rows of a panel; more are not drawn
 BACKWARD, EXPOSED, HIDDEN = "#b9c4d0", "#d1495b", "#2a9d8f"
 WAITING, LATE = "#f3d9a4", "#8d6ab8"
+_END_OF_BACKWARD: dict[str, Any] = {"color": "#444444", "lw": 1, "ls": "--"}
+# The words of the report's columns.
 _PARTS = {
-    "backward computes": BACKWARD,
-    "full, waits for its turn": WAITING,
-    "waits for slower ranks": LATE,
-    "on the wire, hidden": HIDDEN,
-    "on the wire, exposed": EXPOSED,
+    "backward": BACKWARD,
+    "full, waited": WAITING,
+    "late (slower ranks)": LATE,
+    "wire, hidden": HIDDEN,
+    "wire, exposed": EXPOSED,
 }
 
 
@@ -43,6 +45,7 @@ def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
     launches = last_launches(ranks, steps)
     views = [_View(t, s, launches) for t, s in zip(ranks, steps, strict=True)]
     figures, patches = _matplotlib("figure"), _matplotlib("patches")
+    lines = _matplotlib("lines")
     views = views[:MAX_RANKS]
     rows = sum(2 + len(view.rows) for view in views)
     figure = figures.Figure(figsize=(11, 1.6 + 0.3 * rows), layout="constrained")
@@ -50,10 +53,12 @@ def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
     for panel, view in zip(panels, views, strict=True):
         _panel(panel, view, min(view.begin_ns for view in views))
     panels[-1].set_xlabel("ms after the first backward began")
+    handles = [patches.Patch(color=c, label=name) for name, c in _PARTS.items()]
+    end = lines.Line2D([], [], label="end of the backward", **_END_OF_BACKWARD)
     figure.legend(
-        handles=[patches.Patch(color=c, label=name) for name, c in _PARTS.items()],
+        handles=[*handles, end],
         loc="outside lower center",
-        ncols=5,
+        ncols=6,
         frameon=False,
     )
     figure.savefig(path, dpi=130)
@@ -97,7 +102,7 @@ def _panel(panel: Any, view: _View, origin_ns: int) -> None:
         ]
     for row, begin, seconds, colour in pieces:
         panel.barh(row, seconds * 1e3, left=begin * 1e3, color=colour, height=0.7)
-    panel.axvline(end * 1e3, color="#444444", linewidth=1, linestyle="--")
+    panel.axvline(end * 1e3, **_END_OF_BACKWARD)
     panel.set_yticks(range(len(view.labels)), view.labels, fontsize=8)
     panel.invert_yaxis()
     panel.spines[["top", "right", "left"]].set_visible(False)

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import weakref
+from multiprocessing.util import Finalize
 
 from ._groups import end_group, is_initialized
 from ._post import Post
@@ -34,6 +35,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._pid = 0
         self._farewell = ""  # why the process ends
+        self._is_mute = False  # the process ends now
         self._given_up: list[Post] = []  # of processes that are about to end
 
     def open_post(self, reducer: Reducer, key: str) -> None:
@@ -49,6 +51,8 @@ class Watchdog:
                 self._pid = os.getpid()
                 self._posts, self._leaving, self._thread = [], [], None
                 atexit.register(self._leave_with_the_process)
+                # A child of multiprocessing ends without atexit, mostly.
+                Finalize(None, self._leave_with_the_process, exitpriority=0)
             self._posts.append(post)
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -77,28 +81,38 @@ class Watchdog:
                     self._serve(post)
             if self._farewell:
                 for post in posts:
-                    post.say_goodbye(self._farewell)
+                    self._say_goodbye(post, self._farewell)
                 return
             self._bell.wait(min(post.interval for post in posts))
             self._bell.clear()
 
     def _serve(self, post: Post) -> None:
+        if self._is_mute:
+            return
         try:
             post.tick()
             self._end_what_hangs(post)
         except Exception:  # the others are served, too, and this one the next time
             logger.exception("The watchdog failed; hang reports may be incomplete.")
 
+    def _say_goodbye(self, post: Post, why: str) -> None:
+        if not self._is_mute:
+            post.say_goodbye(why)
+
     def _see_off(self) -> None:
         while self._leaving:
             post, why = self._leaving.pop()
             if is_initialized():
-                post.say_goodbye(why)
+                self._say_goodbye(post, why)
             with self._lock:
                 self._posts.remove(post)
 
     def _leave_with_the_process(self) -> None:
-        """At exit: the others need not find out by themselves."""
+        """At exit: the others need not find out by themselves.
+
+        The thread must not be stopped while it writes. Half a record in a store that is
+        a file makes all who read it wait for the other half, for ever.
+        """
         thread = self._thread
         if thread is None or self._pid != os.getpid():
             return
@@ -106,6 +120,8 @@ class Watchdog:
         cause = "" if error is None else f": {type(error).__name__}: {error}"
         self._farewell = f"its process ended{cause}"
         self._bell.set()
+        thread.join(EXIT_SECONDS)
+        self._is_mute = True
         thread.join(EXIT_SECONDS)
 
     def _end_what_hangs(self, post: Post) -> None:

@@ -15,6 +15,7 @@ from ._skew import compare_clocks
 from ._stopwatch import KEEP_STEPS, Stopwatch
 from ._timeline import Timeline, from_json, to_json
 from .data_parallel import DataParallel
+from .errors import CollectiveError, explain
 from .report import report
 
 if TYPE_CHECKING:
@@ -97,7 +98,17 @@ class Recording:
 
         Returns:
             Itself, for ``rec.gather().report()``.
+
+        Raises:
+            CollectiveError: not all ranks called it. What this rank recorded is kept.
         """
+        try:
+            self._gathered = self._of_all_ranks()
+        except RuntimeError as error:
+            raise CollectiveError(_alone(self._group.rank(), error)) from error
+        return self
+
+    def _of_all_ranks(self) -> tuple[Timeline, ...]:
         group, device = self._group, exchange_device(self._group, self._device)
         mine = [ns for _ in range(ROUNDS) for ns in _cross_barrier(group)]
         everyone = gather_integers(mine, group, device)
@@ -106,10 +117,7 @@ class Recording:
         payload = to_json([self._stopwatch.timeline(clock)]).encode()
         lengths = [row[0] for row in gather_integers([len(payload)], group, device)]
         files = gather_bytes(payload, lengths, group, device)
-        self._gathered = tuple(
-            timeline for file in files for timeline in from_json(file.decode())
-        )
-        return self
+        return tuple(line for file in files for line in from_json(file.decode()))
 
     def report(self) -> str:
         """Is communication hidden, if not, why, and what to change; a few tables."""
@@ -138,6 +146,17 @@ def _cross_barrier(group: ProcessGroup) -> tuple[int, int]:
     enter = time.perf_counter_ns()
     meet(group)
     return enter, time.perf_counter_ns()
+
+
+def _alone(rank: int, error: RuntimeError) -> str:
+    return explain(
+        rank,
+        "The recordings of all ranks could not be brought together.",
+        expected="gather() on all ranks of the model's process group, after the block",
+        found=str(error).partition("\n")[0].rstrip("."),
+        remedy="call it on all ranks; or save() on each rank, and give all files to "
+        "minidp report",
+    )
 
 
 def _not_ours(model: object) -> str:

@@ -64,7 +64,7 @@ def main(options: argparse.Namespace) -> int:
     script = Script(options.script, options.arguments, options.is_module)
     problem = script.problem()
     if problem:
-        say(f"minidp run: {problem}.")
+        _say_once(f"minidp run: {problem}.")
         return 2
     if options.torch:
         die_with_parent()
@@ -142,14 +142,16 @@ class Session:
         if not self.sizes and self.reached_children:
             if asked:
                 _say_once(
-                    "minidp run: --report and --compare see the models of processes "
-                    "that torchrun started; this script starts its own."
+                    "minidp run: error: --report and --compare see the models of "
+                    "processes that torchrun started; this script starts its own."
                 )
             return status or int(asked)
         if not self.sizes:
+            nothing = "nothing to report or compare, which is an error (exit status 1)"
             _say_once(
                 f"minidp run: {self.script.target} ended without wrapping a model in "
-                "DistributedDataParallel, so minidp had nothing to do."
+                "DistributedDataParallel, so there was "
+                f"{nothing if asked else 'nothing to do for minidp'}."
             )
             return status or int(asked)
         if self.reports:

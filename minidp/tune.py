@@ -27,7 +27,7 @@ from ._script import Script, say
 from ._tuning import NUM_TRIALS, Choice
 from .config import AUTO
 from .data_parallel import DataParallel
-from .swapping import swapped
+from .swapping import has_reached_children, swapped
 
 NEEDED = STEPS * NUM_TRIALS + 2  # steps: the last one's forward decides
 
@@ -43,21 +43,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "script FILE with .1 before its suffix, and so on",
     )
     parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="SCRIPT is a module's name"
+    )
+    parser.add_argument(
         "script",
+        metavar="SCRIPT",
         help="a Python script that trains with minidp.DataParallel or torch's "
         f"DistributedDataParallel, for at least {NEEDED} steps",
     )
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.add_argument(
+        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="of the script"
+    )
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the script; 0 if every model in it has found its layout."""
-    script = Script(arguments.script, arguments.arguments)
+    script = Script(arguments.script, arguments.arguments, arguments.is_module)
     if problem := script.problem():
-        say(f"minidp tune: {problem}.")
+        _say_once(f"minidp tune: {problem}.")
         return 2
     if not arguments.out.absolute().parent.is_dir():
-        say(f"minidp tune: there is no folder for {arguments.out}.")
+        _say_once(f"minidp tune: there is no folder for {arguments.out}.")
         return 2
     with swapped(), tuned(arguments.out) as session:
         status = script.run()
@@ -136,7 +142,11 @@ class Session:
         if not self._is_rank_0:
             return 0
         if not self._num_models:
-            say("minidp tune: the script wrapped no model in minidp.DataParallel.")
+            where = " in this process" if has_reached_children() else ""
+            _say_once(
+                "minidp tune: the script wrapped no model in minidp.DataParallel or "
+                f"torch's DistributedDataParallel{where}, so there is nothing to write."
+            )
             return 1
         if missing:
             say(
@@ -146,6 +156,12 @@ class Session:
             )
             return 1
         return 0
+
+
+def _say_once(text: str) -> None:
+    """On rank 0, as far as the launcher tells."""
+    if os.environ.get("RANK", "0") == "0":
+        say(text)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import minidp
 from minidp._skew import aligned
+from tests.support.fresh import run_fresh
 
 STEPS = 4
 
@@ -61,6 +64,26 @@ def test_recording_changes_no_bit_and_ranks_see_each_other(pool):
         assert "Advice: " in report
 
 
+def gather_alone(ctx):
+    """Rank 1 goes away instead."""
+    model = minidp.DataParallel(net())
+    with minidp.record(model) as rec:
+        grads_of(model, ctx.rank)
+    if ctx.rank == 1:
+        dist.destroy_process_group()
+        return ""
+    with pytest.raises(minidp.errors.CollectiveError) as caught:
+        rec.gather()
+    assert len(rec.timelines) == 1
+    return str(caught.value)
+
+
+def test_a_rank_that_gathers_alone_keeps_its_own():
+    said, _ = run_fresh(gather_alone, 2)
+    assert said.startswith("[rank 0] The recordings of all ranks could not be")
+    assert "call it on all ranks; or save() on each rank" in said
+
+
 def causes(ctx):
     model = minidp.DataParallel(net(), process_group=ctx.group, bucket_cap_mb=0.02)
     with minidp.record(model) as rec:
@@ -95,4 +118,4 @@ def test_traces_of_one_rank_and_of_all(pool, tmp_path):
         assert {event["pid"] for event in events} == ranks
         slices = [event["name"] for event in events if event["ph"] == "X"]
         assert slices.count("forward") == STEPS * len(ranks)
-        assert any("on the wire" in name for name in slices)
+        assert any("wire, " in name for name in slices)

@@ -165,11 +165,16 @@ def test_scripts_that_do_not_exist(words, says, capsys):
     assert err.endswith(says)
 
 
+def test_only_rank_0_says_so(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert ran(capsys, "nope.py") == (2, "")
+
+
 @pytest.mark.parametrize(
     ("body", "options", "status", "says"),
     [
         ("pass", [], 0, "ended without wrapping a model"),
-        ("pass", ["--report"], 1, "ended without wrapping a model"),
+        ("pass", ["--report"], 1, "which is an error (exit status 1)"),
         ("import sys; sys.exit(7)", [], 7, "ended without wrapping a model"),
         ("import sys; sys.exit('no data')", [], 1, "no data\n"),
         ("import sys; sys.exit()", [], 0, "is minidp.DataParallel in"),

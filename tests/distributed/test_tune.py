@@ -79,6 +79,21 @@ def test_a_script_runs_with_its_own_arguments(tmp_path, capsys):
     assert "wrapped no model" in capsys.readouterr().err
 
 
+TORCHS = """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+model = DDP(torch.nn.Linear(2, 2), bucket_cap_mb=1)
+model(torch.ones(1, 2)).sum().backward()
+"""
+
+
+def test_a_script_on_torchs_ddp_is_tuned(tmp_path, capsys, monkeypatch, lone_group):
+    (tmp_path / "trains.py").write_text(TORCHS)
+    monkeypatch.chdir(tmp_path)
+    assert tune.main(parsed("-m", "trains")) == 1  # one rank: nothing to find
+    assert "1 of 1 models found no layout" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("script", "out", "text"),
     [("nope.py", "a.json", "no script"), (__file__, "no/a.json", "no folder")],

@@ -152,6 +152,7 @@ IMPORTS: dict[str, set[str]] = {
         "_stopwatch",
         "_timeline",
         "data_parallel",
+        "errors",
         "report",
     },
     "report": {"_advice", "_analysis", "_skew", "_timeline"},
