@@ -15,8 +15,9 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,10 +29,10 @@ from support.baselines import (
     TORCH,
     TORCH_AGAIN,
     against_torch,
-    auto,
     bare,
     has_auto,
     ours,
+    search,
     theirs,
 )
 from support.bound import BoundWatcher
@@ -50,7 +51,7 @@ from support.report import (
     write_json,
     write_markdown,
 )
-from support.rounds import Contest, Implementation, Plan
+from support.rounds import Contest, Implementation, Plan, Where
 from support.verdicts import Verdict, print_verdicts
 
 CAPS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)  # MiB
@@ -72,9 +73,15 @@ def name_of(cap: float) -> str:
 
 
 def implementations(
-    world_size: int, caps: Sequence[float], settling: int
+    world_size: int, caps: Sequence[float], chosen: Mapping[str, Any] | None
 ) -> list[Implementation]:
-    """Collective: every cap, what it is compared with, and one that is recorded."""
+    """Collective: every cap, what it is compared with, and one that is recorded.
+
+    Args:
+        world_size: number of ranks.
+        caps: in MiB.
+        chosen: the layout that auto chose; None: there is no auto.
+    """
     mine = functools.partial(against_torch, world_size=world_size)
     everyone = [
         Implementation(BARE, bare),
@@ -83,8 +90,8 @@ def implementations(
         *(mine(name_of(cap), ours(bucket_cap_mb=cap)) for cap in caps),
     ]
     recorded = mine("minidp 1 MiB", ours(bucket_cap_mb=1))
-    if has_auto():
-        recorded = dataclasses.replace(auto(ours, world_size), settling=settling)
+    if chosen is not None:
+        recorded = mine(AUTO, ours(bucket_layout=chosen))
         everyone.append(recorded)
     name = recorded.name + " recorded"
     return [
@@ -101,7 +108,9 @@ def measure(
     torch.manual_seed(0)
     sizes = MODELS[args.model]
     net = sizes.smoke() if args.smoke else sizes.full()
-    everyone = implementations(args.ranks, caps, settling=2 if args.smoke else SETTLING)
+    steps = 2 if args.smoke else SETTLING
+    chosen = search(net, Where(), steps) if has_auto() else None
+    everyone = implementations(args.ranks, caps, chosen)
     note = f"; alone: {measured_rate(2**20 if args.smoke else 2**24)}"
     measured = Contest(everyone, net, plan, label="bucket sweep").run()
     place = args.link if args.link == LOOPBACK else Link(float(args.link))

@@ -55,7 +55,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from minidp import comm_hooks
 
 MIB = 2**20
-SETTLING = 12  # steps of "auto" before it is measured: by then its layout is in use
+SETTLING = 12  # steps of "auto" before it is measured: it still tries layouts then, but
+# all of them take as much memory
 OPTIONS: dict[str, dict[str, Any]] = {  # of both
     "default": {},
     "bucket_cap_mb=1": {"bucket_cap_mb": 1},

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -34,10 +35,10 @@ from support.baselines import (
     TORCH,
     AfterBackward,
     against_torch,
-    auto,
     bare,
     has_auto,
     ours,
+    search,
     torch_variants,
 )
 from support.bound import BoundWatcher
@@ -119,11 +120,13 @@ class Options:
         device: cpu, or cuda: then the link is modelled.
         is_small: models at the size of a smoke test.
         native: what each rank must have of the native extension.
+        is_brief: auto need not have its best layout.
     """
 
     device: str
     is_small: bool
     native: str
+    is_brief: bool = False
 
     @property
     def where(self) -> Where:
@@ -133,7 +136,8 @@ class Options:
     @property
     def settling(self) -> int:
         """Steps until `auto` has its layout."""
-        return 2 if self.is_small else SETTLING
+        steps = 2 if self.is_small else SETTLING
+        return min(steps, BRIEF) if self.is_brief else steps
 
     def net(self, cell: Cell) -> Net:
         """The model of a cell, the same on every rank."""
@@ -144,14 +148,16 @@ class Options:
             return GPU_MODELS[cell.model]().cuda()
         return MODELS[cell.model].full()
 
-    def implementations(self, cell: Cell, settling: int) -> list[Implementation]:
+    def implementations(self, cell: Cell, net: Net) -> list[Implementation]:
         """Collective: everything that takes part, on the cell's network.
 
-        On a GPU none is recorded: the bound needs a network that takes part itself.
+        On a GPU none is recorded: the bound needs a network that takes part itself. And
+        auto, which has nothing to measure with one rank, does not take part.
         """
-        everyone = implementations(cell.world_size, settling=settling)
         if self.device == "cpu":
-            return everyone
+            best = search(net, self.where, self.settling) if has_auto() else None
+            return implementations(cell.world_size, best)
+        everyone = implementations(cell.world_size, None)
         network = Network(WIRE_LATENCY, float(cell.link) * 1e9 / 8)
         wire = ModelledWire(network)
         after = functools.partial(AfterBackward, carry=wire.carry)
@@ -164,10 +170,16 @@ class Options:
         ]
 
 
-def implementations(world_size: int, *, settling: int) -> list[Implementation]:
+def implementations(
+    world_size: int, chosen: Mapping[str, Any] | None
+) -> list[Implementation]:
     """Collective: everything that takes part.
 
     The recorded one takes part for its bound; what recording costs shows as well.
+
+    Args:
+        world_size: of the cell.
+        chosen: the layout that auto chose; None: there is no auto.
     """
     mine = functools.partial(against_torch, world_size=world_size)
     everyone = [
@@ -181,8 +193,8 @@ def implementations(world_size: int, *, settling: int) -> list[Implementation]:
         mine(SMALL_CAP, ours(bucket_cap_mb=1)),
     ]
     best = everyone[-1]
-    if has_auto():
-        best = dataclasses.replace(auto(ours, world_size), settling=settling)
+    if chosen is not None:
+        best = mine(AUTO, ours(bucket_layout=chosen))
         everyone.append(best)
     recorded = {"name": best.name + RECORDED, "watcher": BoundWatcher}
     return [*everyone, dataclasses.replace(best, **recorded)]
@@ -191,8 +203,8 @@ def implementations(world_size: int, *, settling: int) -> list[Implementation]:
 def measure(cell: Cell, plan: Plan, options: Options) -> Exposure:
     """On every rank."""
     check_native(options.native)
-    everyone = options.implementations(cell, options.settling)
     net = options.net(cell)
+    everyone = options.implementations(cell, net)
     note = ""
     if options.device == "cpu":
         note = f"; alone: {measured_rate(2**20 if options.is_small else 2**24)}"
@@ -202,19 +214,20 @@ def measure(cell: Cell, plan: Plan, options: Options) -> Exposure:
 
 def measure_peaks(cell: Cell, options: Options) -> dict[str, Memory]:
     """On every rank: memory, which does not depend on the link."""
-    everyone = options.implementations(cell, min(options.settling, BRIEF))
+    options, net = dataclasses.replace(options, is_brief=True), options.net(cell)
+    everyone = options.implementations(cell, net)
     everyone = [each for each in everyone if not each.name.endswith(RECORDED)]
-    return measure_memory(everyone, options.net(cell), options.where)
+    return measure_memory(everyone, net, options.where)
 
 
 def trace(cell: Cell, options: Options, folder: Path) -> None:
     """On a GPU: write a Chrome trace of a step, of torch's and of minidp's best."""
-    everyone = options.implementations(cell, options.settling)
+    net = options.net(cell)
+    everyone = options.implementations(cell, net)
     for each in everyone:
         if each.name in (TORCH, everyone[-1].name):
             name = f"trace_{cell.model}_{cell.link}_{each.name.replace(' ', '_')}"
-            path = folder / f"{name}.json.gz"
-            write_trace(path, each, options.net(cell), options.where)
+            write_trace(folder / f"{name}.json.gz", each, net, options.where)
 
 
 # -- what it means ---------------------------------------------------------------------
@@ -299,6 +312,12 @@ def parse() -> argparse.Namespace:
         help="cuda: one GPU, real streams, and a wire that a comm hook models",
     )
     add(
+        "--name",
+        default="",
+        help="goes into the names of the files, so that some cells do not overwrite "
+        "others of the same day",
+    )
+    add(
         "--out",
         type=Path,
         metavar="FOLDER",
@@ -375,7 +394,8 @@ def run(args: argparse.Namespace, folder: Path) -> bool:
     console.print("load after", lines["load after"])
     counts = [n for e in results.values() for n in e.measured.wrong.values()]
     is_right = say_if_wrong(console, counts)
-    stem = f"overlap_{args.device}_{lines['date']}"
+    name = f"_{args.name}" if args.name else ""
+    stem = f"overlap_{args.device}{name}_{lines['date']}"
     write_json(
         folder / f"{stem}.json",
         {

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     task = functools.partial(
         record_on_rank, is_small=args.smoke, native=lines["native"]
     )
-    stem = f"timeline_cpu_{args.link}_{lines['date']}"
+    stem = f"timeline_cpu_{args.link}_{args.ranks}_{lines['date']}"
     for name, cap in LAYOUTS.items():
         timelines = from_json(run_ranks(task, args.ranks, cap, link=link))
         console.print(f"bucket_cap_mb: {name}", style="bold")

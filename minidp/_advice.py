@@ -131,12 +131,14 @@ def advise(
     if late_s >= max(worth, 0.5 * exposed_s):
         return (
             f"Ranks wait up to {_ms(late_s)} for each other, and none is late in most "
-            "steps: look for other load on the machines, or inputs of unequal length."
+            "steps: look for other load on the machines, or inputs of unequal length; "
+            f"{_predicted(step_s, late_s)} at best."
         )
     return (
         f"{_ms(exposed_s)} are exposed, and no bucket size would change that: do more "
         "per step, with larger batches, or with no_sync() for all but the last of "
-        "several backwards."
+        f"several backwards: of two, predicted {_ms(step_s - exposed_s / 2)} for each "
+        f"instead of {_ms(step_s)}."
     )
 
 

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
 
+from ._network import messages_of
 from ._schedule import Backward, Network, fit_network
 from ._skew import common_steps, last_launches, offset_of
 from ._timeline import BucketTimes, Span, Step, Timeline
@@ -104,6 +105,18 @@ def overlap_of(step: Step, last_launch: Mapping[int, int] | None = None) -> Step
     )
 
 
+def by_hiding(step: Step, begin: int, end: int) -> list[tuple[int, int, bool]]:
+    """Pieces of an interval (ns): begin, end, and whether this rank computes then."""
+    found, at = [], begin
+    for busy in _union([step.backward, *step.optimizers]):
+        first, last = _overlap((at, end), busy)
+        if first < last:
+            found += [(at, first, False), (first, last, True)]
+            at = last
+    found.append((at, end, False))
+    return [piece for piece in found if piece[0] < piece[1]]
+
+
 def _bucket(
     step: Step, bucket: BucketTimes, turn_start: Interval, busy: Sequence[Interval]
 ) -> BucketOverlap:
@@ -165,6 +178,7 @@ class Overlap:
     p90_s: float
     members: tuple[tuple[int, ...], ...]  # parameter indices, of `typical.buckets`
     nbytes: tuple[int, ...]  # of the same buckets
+    dense_bytes: tuple[int, ...]  # ... 0 where the gradient is sparse
 
 
 def overlaps_of(timelines: Sequence[Timeline]) -> tuple[Overlap, ...]:
@@ -240,6 +254,7 @@ def _of_rank(
         p90_s=tenths[-1],
         members=tuple(timeline.members(steps[-1], each) for each in numbers),
         nbytes=tuple(timeline.nbytes(steps[-1], each) for each in numbers),
+        dense_bytes=tuple(timeline.dense_bytes(steps[-1], each) for each in numbers),
     )
 
 
@@ -344,10 +359,12 @@ def _samples(timelines: Sequence[Timeline]) -> list[tuple[int, float]]:
         if len(everyone) == len(timelines):
             launches = last_launches(timelines, everyone)
             launches = {n: ns + offset_of(first) for n, ns in launches.items()}
+        spans = []
         for bucket in overlap_of(step, launches).buckets:
-            nbytes = first.nbytes(step, bucket.number)
-            if nbytes and bucket.wire_s > 0:
-                found.append((nbytes, bucket.wire_s))
+            start_s = bucket.full_s + bucket.waited_s + bucket.late_s
+            nbytes = first.dense_bytes(step, bucket.number)
+            spans.append((nbytes, start_s, start_s + bucket.wire_s))
+        found += [(n, seconds) for n, seconds in messages_of(spans) if seconds > 0]
     return found
 
 

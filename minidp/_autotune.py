@@ -22,6 +22,7 @@ import torch
 
 from ._clock import Mark, clock_for
 from ._groups import is_group
+from ._network import messages_of
 from ._rebuild import ReadyOrder, layout_after
 from ._saved_layout import to_plain
 from ._tuning import NUM_TRIALS, Choice, Sample, Search
@@ -183,7 +184,7 @@ class _Draft:
     phases: dict[StepPhase, Mark] = field(default_factory=dict)
     moments: dict[tuple[Moment, int], Mark] = field(default_factory=dict)
     stamps: Sequence[Mark | None] = ()
-    sizes: tuple[int, ...] = ()  # bytes of each bucket
+    sizes: tuple[int, ...] = ()  # bytes of each bucket; 0: nobody knows (sparse)
 
 
 class Probe:
@@ -222,7 +223,8 @@ class Probe:
         draft = self._draft
         draft.phases[phase] = self._clock.read()
         if phase is StepPhase.FINALIZE_END and StepPhase.BACKWARD_BEGIN in draft.phases:
-            draft.sizes = tuple(b.nbytes for b in self._pipeline.layout.buckets)
+            buckets = self._pipeline.layout.buckets
+            draft.sizes = tuple(0 if b.sparse else b.nbytes for b in buckets)
             draft.stamps = self._timing.take() if self._is_timing else ()
             self._drafts.append(draft)
             self._draft = _Draft()
@@ -239,23 +241,15 @@ class Probe:
         def seconds(mark: Mark) -> float:
             return (self._clock.resolve(mark, anchor) - begin) / 1e9
 
-        free_s = 0.0
-        messages = []
+        spans = []
         for number, nbytes in enumerate(draft.sizes):
-            marks = [
-                draft.moments.get((moment, number))
-                for moment in (Moment.LAUNCHED, Moment.DONE)
-            ]
-            if None in marks:
-                continue  # it did not travel
-            launched_s, done_s = map(seconds, marks)
-            start_s = max(free_s, launched_s)
-            if done_s > start_s:
-                messages.append((nbytes, done_s - start_s))
-            free_s = max(free_s, done_s)
+            launched = draft.moments.get((Moment.LAUNCHED, number))
+            done = draft.moments.get((Moment.DONE, number))
+            if launched is not None and done is not None:  # it travelled
+                spans.append((nbytes, seconds(launched), seconds(done)))
         return Sample(
             tuple(None if s is None else max(0.0, seconds(s)) for s in draft.stamps),
             seconds(draft.phases[StepPhase.FINALIZE_BEGIN]),
             seconds(draft.phases[StepPhase.FINALIZE_END]),
-            tuple(messages),
+            tuple(messages_of(spans)),
         )

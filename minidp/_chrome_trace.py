@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ._analysis import overlap_of
+from ._analysis import by_hiding, overlap_of
 from ._skew import aligned, last_launches, offset_of
 from ._timeline import Span, Step, Timeline
 
@@ -33,20 +33,28 @@ def chrome_trace(timelines: Sequence[Timeline]) -> str:
     begins = [t.steps[0].begin_ns - offset_of(t) for t in ranks if t.steps]
     origin = min(begins, default=0)
     events: list[dict[str, Any]] = []
+    by_number = _launches(ranks)
     for timeline in ranks:
         events += _names(timeline)
         shift = origin + offset_of(timeline)
         for step in timeline.steps:
-            launches = _launches(ranks, step.number)
+            launches = by_number.get(step.number, {})
             own = {n: ns + offset_of(timeline) for n, ns in launches.items()}
             events += _Slices(timeline, step, shift).all(own)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def _launches(ranks: Sequence[Timeline], number: int) -> Mapping[int, int]:
-    """When the last rank launched the buckets of a step, if all of them recorded it."""
-    steps = [step for t in ranks for step in t.steps if step.number == number]
-    return last_launches(ranks, steps) if len(steps) == len(ranks) else {}
+def _launches(ranks: Sequence[Timeline]) -> Mapping[int, Mapping[int, int]]:
+    """By step that all ranks recorded: when the last of them launched each bucket."""
+    everyone: dict[int, list[Step]] = {}
+    for timeline in ranks:
+        for step in timeline.steps:
+            everyone.setdefault(step.number, []).append(step)
+    return {
+        number: last_launches(ranks, steps)
+        for number, steps in everyone.items()
+        if len(steps) == len(ranks)
+    }
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -111,11 +119,11 @@ class _Slices:
                     yield self._slice(BUCKETS + bucket.number, name, span, colour)
 
     def _wire(self, start: int, done: int) -> list[tuple[str, int, int, str]]:
-        """Hidden while the backward runs, exposed after it."""
-        end = min(max(self._step.backward.end_ns, start), done)
+        """Hidden while the backward runs, or an optimizer step in it; else exposed."""
         return [
-            ("wire, hidden", start, end, _HIDDEN),
-            ("wire, exposed", end, done, _EXPOSED),
+            ("wire, hidden" if hides else "wire, exposed", begin, end, colour)
+            for begin, end, hides in by_hiding(self._step, start, done)
+            for colour in [_HIDDEN if hides else _EXPOSED]
         ]
 
     def _slice(

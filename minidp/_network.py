@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -61,6 +61,32 @@ class _Size:
     nbytes: int
     seconds: float  # the median
     weight: float  # a relative error counts the same at every size
+
+
+def messages_of(
+    spans: Iterable[tuple[int, float, float]],
+) -> Iterator[tuple[int, float]]:
+    """Bytes and seconds of each message on a wire that is used by one after the other.
+
+    Gloo runs two collectives at a time. Of one that overtakes those before it nobody
+    knows when it moved; together they say how fast the wire is, and so they count as
+    one message.
+
+    Args:
+        spans: bytes, launch and end of each collective, in launch order; 0 bytes: not
+            known, only keeps the wire busy.
+    """
+    free_s, pending, began = 0.0, 0, 0.0
+    for nbytes, launched_s, done_s in spans:
+        if done_s > free_s:
+            if pending:
+                yield pending, free_s - began
+            began, pending = max(free_s, launched_s), nbytes
+            free_s = done_s
+        elif pending and nbytes:
+            pending += nbytes
+    if pending:
+        yield pending, free_s - began
 
 
 def fit_network(samples: Sequence[tuple[int, float]]) -> Network:

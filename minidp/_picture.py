@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ._analysis import BucketOverlap, overlap_of, overlaps_of
+from ._analysis import BucketOverlap, by_hiding, overlap_of, overlaps_of
 from ._skew import aligned, common_steps, last_launches, offset_of
 from ._timeline import Step, Timeline
 
@@ -84,6 +84,7 @@ class _View:
         own = {number: ns + offset for number, ns in launches.items()}
         self.rank = timeline.where.rank
         self.begin_ns = step.backward.begin_ns - offset
+        self.step = step
         self.overlap = overlap_of(step, own)
         self.rows = self.overlap.buckets[:MAX_BUCKETS]
         self.labels = ["backward"]
@@ -97,9 +98,7 @@ def _panel(panel: Any, view: _View, origin_ns: int) -> None:
     end = shift + one.backward_s
     pieces = [(0, shift, one.backward_s, BACKWARD)]
     for row, bucket in enumerate(view.rows, 1):
-        pieces += [
-            (row, shift + b, s, c) for b, s, c in _pieces(bucket, one.backward_s)
-        ]
+        pieces += [(row, shift + b, s, c) for b, s, c in _pieces(bucket, view.step)]
     for row, begin, seconds, colour in pieces:
         panel.barh(row, seconds * 1e3, left=begin * 1e3, color=colour, height=0.7)
     panel.axvline(end * 1e3, **_END_OF_BACKWARD)
@@ -118,17 +117,19 @@ def _panel(panel: Any, view: _View, origin_ns: int) -> None:
     )
 
 
-def _pieces(bucket: BucketOverlap, backward_s: float) -> list[tuple[float, float, str]]:
+def _pieces(bucket: BucketOverlap, step: Step) -> list[tuple[float, float, str]]:
     """Begin, seconds and colour of each piece of a bucket's row."""
     turn = bucket.full_s + bucket.waited_s
     start = turn + bucket.late_s
-    done = start + bucket.wire_s
-    end = min(max(start, backward_s), done)
+    zero = step.backward.begin_ns
+    span = [zero + round(s * 1e9) for s in (start, start + bucket.wire_s)]
     pieces = [
         (bucket.full_s, bucket.waited_s, WAITING),
         (turn, bucket.late_s, LATE),
-        (start, end - start, HIDDEN),
-        (end, done - end, EXPOSED),
+        *(
+            ((b - zero) / 1e9, (e - b) / 1e9, HIDDEN if hides else EXPOSED)
+            for b, e, hides in by_hiding(step, span[0], span[1])
+        ),
     ]
     return [piece for piece in pieces if piece[1] > 0]
 

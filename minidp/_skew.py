@@ -72,7 +72,10 @@ def _clock(first: Timeline, other: Timeline) -> Clock | None:
     if other.where.host == first.where.host:
         return Clock(0, 0)
     if first.clock is not None and other.clock is not None:
-        return other.clock
+        # Compared with rank 0, which need not be here: the first one's clock counts.
+        offset_ns = other.clock.offset_ns - first.clock.offset_ns
+        error_ns = other.clock.error_ns + first.clock.error_ns
+        return Clock(offset_ns, error_ns)
     both = common_steps((first, other))
     zero = [_rounds(steps[0]) for steps in both]
     theirs = [_rounds(steps[1]) for steps in both]

@@ -90,7 +90,11 @@ class Stopwatch:
         self._clock = clock or _clock.clock_for(spec.device for spec in specs)
         self._managed = set(map(id, reducer.params))
         self._params = tuple(
-            Param(spec.name, spec.nbytes, f"{_short(spec.dtype)} on {spec.device}")
+            Param(
+                spec.name,
+                spec.nbytes,
+                f"{'sparse ' * spec.sparse}{_short(spec.dtype)} on {spec.device}",
+            )
             for spec in specs
         )
         self._where = where_of(reducer)

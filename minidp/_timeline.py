@@ -116,7 +116,7 @@ class Param:
 
     name: str  # dotted
     nbytes: int  # of its dense gradient
-    kind: str  # dtype and device: what a bucket has in common
+    kind: str  # dtype and device: what a bucket has in common; "sparse ..."
 
 
 @dataclass(frozen=True)
@@ -173,6 +173,12 @@ class Timeline:
                 f"step {step.number} must have one ready time for each of the "
                 f"{len(self.params)} parameters, but has {len(step.ready_ns)}"
             )
+        for bucket in self.layouts[step.layout]:
+            if not bucket or not all(0 <= i < len(self.params) for i in bucket):
+                raise ValueError(
+                    f"each bucket of layout {step.layout} must have some of the "
+                    f"{len(self.params)} parameters, but one has {list(bucket)}"
+                )
         num_buckets = len(self.layouts[step.layout])
         numbers = [bucket.number for bucket in step.buckets]
         if sorted(set(numbers)) != numbers or any(
@@ -190,6 +196,13 @@ class Timeline:
     def nbytes(self, step: Step, bucket: int) -> int:
         """Bytes of a bucket."""
         return sum(self.params[i].nbytes for i in self.members(step, bucket))
+
+    def dense_bytes(self, step: Step, bucket: int) -> int:
+        """Bytes that travel; 0 if nobody knows, because the gradient is sparse."""
+        is_sparse = any(
+            self.params[i].kind.startswith("sparse") for i in self.members(step, bucket)
+        )
+        return 0 if is_sparse else self.nbytes(step, bucket)
 
 
 # -------------------------------------------------------------------------------- JSON

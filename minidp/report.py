@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 from ._advice import MIB, WORTH, Model, advise, layers_of, model_of
 from ._analysis import BucketOverlap, Overlap, overlaps_of
 from ._skew import BACKWARD, FORWARD, Skew, aligned, skew_of
 from ._timeline import Timeline
 
-Item = TypeVar("Item")
 MAX_ROWS = 40  # of a table
+MAX_COLUMNS = 8  # of ranks
 FEW = 10  # steps; among fewer, none is typical
 _NO_STEPS = (
     "No complete step was recorded{dropped}. A step is a forward of the DataParallel, "
@@ -44,7 +43,7 @@ def report(timelines: Sequence[Timeline]) -> str:
     if model is not None:
         parts += [_buckets(ranks, first), _network(ranks[0], first, model)]
     if skew is not None:
-        parts.append(_skew(skew))
+        parts.append(_skew(skew, ranks, first))
     return "\n\n".join(parts)
 
 
@@ -58,7 +57,7 @@ def _nothing(ranks: Sequence[Timeline]) -> str:
 
 def _header(ranks: Sequence[Timeline], overlap: Overlap) -> str:
     where = ranks[0].where
-    seen = ", ".join(str(timeline.where.rank) for timeline in _few(ranks))
+    seen = _ranks([timeline.where.rank for timeline in ranks])
     of = f"rank{'s' if len(ranks) > 1 else ''} {seen} of {where.world_size}"
     versions = ", ".join(f"{name} {v}" for name, v in where.versions.items())
     hook = f"; comm hook {where.comm_hook}" if where.comm_hook else ""
@@ -69,6 +68,12 @@ def _header(ranks: Sequence[Timeline], overlap: Overlap) -> str:
         f"the typical one of {count} with the same buckets, on rank {overlap.rank}"
         f"{', which waits most' if len(ranks) > 1 else ''}{few}"
     )
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    if len(numbers) <= MAX_ROWS:
+        return ", ".join(map(str, numbers))
+    return f"{numbers[0]}, {numbers[1]}, ... {numbers[-1]} ({len(numbers)})"
 
 
 # --------------------------------------------------------------------- what it means
@@ -116,7 +121,7 @@ def _split(overlap: Overlap) -> str:
     hides = f"hides {_ms(one.hidden_s)} ms of communication"
     late = f"of hidden and exposed, {_ms(one.late_s)} ms are waiting for slower ranks"
     rows = [
-        ("forward", one.forward_s, ""),
+        ("forward", one.forward_s, "the broadcast of module buffers, if any, included"),
         ("backward", one.backward_s, hides),
         ("exposed communication", one.exposed_s, late if one.late_s else ""),
         ("copying averages out", one.finish_s, ""),
@@ -151,10 +156,7 @@ def _buckets(ranks: Sequence[Timeline], overlap: Overlap) -> str:
         rows.append([*facts, *cells, layers_of(ranks[0], members)])
     if len(ranks) == 1:  # nobody knows
         rows = [[*row[:6], *row[7:]] for row in rows]
-    lines = _table([rows[0], *_few(rows[1:])])
-    if len(rows) - 1 > MAX_ROWS:
-        left_out = len(rows) - 1 - MAX_ROWS
-        lines.insert(1 + MAX_ROWS // 2, f"   ... {left_out} more ...")
+    lines = _shortened(_table(rows))
     return "\n".join([*lines, *_legend(is_merged=len(ranks) > 1)])
 
 
@@ -173,15 +175,19 @@ def _legend(*, is_merged: bool) -> list[str]:
 
 
 def _network(timeline: Timeline, overlap: Overlap, model: Model) -> str:
-    size, wire_s = timeline.where.world_size, overlap.typical.wire_s
+    size = timeline.where.world_size
+    pairs = zip(overlap.typical.buckets, overlap.dense_bytes, strict=True)
+    wire_s = sum(bucket.wire_s for bucket, nbytes in pairs if nbytes)
     on_bus = 2 * (size - 1) / size  # of a ring: bytes that each rank sends
-    achieved = sum(overlap.nbytes) * on_bus / wire_s if wire_s else 0.0
+    achieved = sum(overlap.dense_bytes) * on_bus / wire_s if wire_s else 0.0
     fitted = model.network
     ratio = overlap.typical.seconds / model.bound_s
+    hook = "; of the gradients' bytes: the comm hook may send others"
     return (
         f"Bus bandwidth: {_bandwidth(achieved)} achieved; a bucket takes "
         f"{fitted.latency_s * 1e3:.2g} ms + its bytes at "
-        f"{_bandwidth(fitted.bytes_per_s * on_bus)}\n"
+        f"{_bandwidth(fitted.bytes_per_s * on_bus)}"
+        f"{hook if timeline.where.comm_hook else ''}\n"
         f"Lower bound: {_ms(model.bound_s)} ms per step, if each byte left as soon as "
         f"it is there; this is {ratio:.2f} times that"
     )
@@ -191,24 +197,38 @@ def _bandwidth(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.3g} GB/s ({8 * bytes_per_s / 1e9:.3g} Gbit/s)"
 
 
-def _skew(skew: Skew) -> str:
+def _skew(skew: Skew, ranks: Sequence[Timeline], overlap: Overlap) -> str:
     names = {FORWARD: "forward begins", BACKWARD: "backward begins"}
-    rows = [["", "last is", "ms behind"]]
-    for place in _few(list(skew.late)):
+    shown = [t.where.rank for t in ranks][:MAX_COLUMNS]
+    title = ["", "last is", "ms behind", *(f"rank {rank}" for rank in shown)]
+    rows = [[*title, "layers"]]
+    members = {
+        bucket.number: layers_of(ranks[0], each)
+        for bucket, each in zip(overlap.typical.buckets, overlap.members, strict=True)
+    }
+    for place, late in skew.late.items():
         rank = skew.latest(place)
-        late = skew.late[place][rank]
         name = names.get(str(place), f"bucket {place}")
-        rows.append([name, f"rank {rank}", f"{late.typical_s * 1e3:.1f}"])
-    lines = ["Who comes last, behind the median of the other ranks:", *_table(rows)]
+        behind = [f"{late[r].typical_s * 1e3:.1f}" for r in (rank, *shown)]
+        layers = members.get(place, "") if isinstance(place, int) else ""
+        rows.append([name, f"rank {rank}", *behind, layers])
+    lines = _shortened(_table(rows))
+    lines.insert(0, "When each rank comes, in ms behind the median of the others:")
+    if len(ranks) > len(shown):
+        lines.append(
+            f"({len(ranks) - len(shown)} more ranks count, but are not shown.)"
+        )
     if skew.error_s:
         lines.append(f"The clocks of hosts are known to +-{_ms(skew.error_s)} ms.")
     return "\n".join(lines)
 
 
-def _few(items: Sequence[Item]) -> Sequence[Item]:
-    """The first and the last, if there are too many to read."""
-    half = MAX_ROWS // 2
-    return items if len(items) <= MAX_ROWS else [*items[:half], *items[-half:]]
+def _shortened(table: list[str]) -> list[str]:
+    """Only the first rows and the last, if there are too many to read."""
+    left_out, half = len(table) - 1 - MAX_ROWS, MAX_ROWS // 2
+    if left_out <= 0:
+        return table
+    return [*table[: 1 + half], f"   ... {left_out} more ...", *table[-half:]]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

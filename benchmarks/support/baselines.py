@@ -16,7 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import minidp
-from support.rounds import Implementation, Wrap
+from support.nets import Net
+from support.progress import progress
+from support.rounds import Contestant, Implementation, Where, Wrap
 
 BARE = "no communication"
 AFTER = "no overlap"
@@ -126,7 +128,30 @@ def against_torch(
     return Implementation(name, wrap, TORCH, is_exact=is_exact, **more)
 
 
+def search(net: Net, where: Where, steps: int) -> Mapping[str, Any]:
+    """Collective: the layout that ``bucket_cap_mb="auto"`` chooses.
+
+    Nothing else runs meanwhile. What is timed later starts with it, so that all who are
+    called auto have the same one.
+
+    Args:
+        net: the model, on the device.
+        where: on which ranks.
+        steps: until it has chosen.
+    """
+    contestant = Contestant(auto(ours, where.world_size), net, where)
+    rank = dist.get_rank(where.group)
+    with progress(rank, "auto searches", steps) as advance:
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(step * where.world_size + rank)
+            data = net.data(generator)
+            contestant.warm_up([each.to(where.device) for each in data])
+            advance()
+    layout: Mapping[str, Any] = contestant.bucket_layout
+    return layout
+
+
 def auto(wrap_of: Callable[..., Wrap], world_size: int, **more: Any) -> Implementation:
-    """Minidp with the layout that it chooses by itself, once it has settled."""
+    """Minidp that chooses its layout by itself, in its first `SETTLING` steps."""
     wrap = wrap_of(bucket_cap_mb="auto")
     return against_torch(AUTO, wrap, world_size, settling=SETTLING, **more)

@@ -203,9 +203,14 @@ class Contestant:
         if self._finish is not None:
             self._finish()
 
+    @property
+    def bucket_layout(self) -> Any:
+        """See `minidp.DataParallel`; None: it does not tell."""
+        return getattr(self._model, "bucket_layout", None)
+
     def bucket_bytes(self) -> list[int] | None:
         """Bytes of each bucket, in launch order; None: it does not tell."""
-        layout = getattr(self._model, "bucket_layout", None)
+        layout = self.bucket_layout
         if layout is None:
             return None
         params = dict(self._model.module.named_parameters())

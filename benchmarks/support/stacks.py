@@ -103,5 +103,6 @@ def _draw(ax: Axes, cell: Exposure, unit: str, *, with_labels: bool) -> None:
     ax.set_axisbelow(True)
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(left=False, labelsize=9)
-    ax.set_title(textwrap.fill(cell.title, 54), size=9.5, loc="left")
+    title = cell.title.replace(" Gbit/s", "\u00a0Gbit/s")  # stays on one line
+    ax.set_title(textwrap.fill(title, 54), size=9.5, loc="left")
     ax.set_xlabel(unit, size=8.5)

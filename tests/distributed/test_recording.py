@@ -60,7 +60,7 @@ def test_recording_changes_no_bit_and_ranks_see_each_other(pool):
         for offset, error in clocks:  # one host: the truth is 0
             assert abs(offset) <= error
         assert report.startswith("ranks 0, 1 of 2; gloo on cpu")
-        assert "Who comes last" in report
+        assert "When each rank comes" in report
         assert "Advice: " in report
 
 

@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 
 from minidp._advice import advise, layers_of, model_of
-from minidp._analysis import backward_of, network_of, overlap_of, overlaps_of
+from minidp._analysis import (
+    backward_of,
+    by_hiding,
+    network_of,
+    overlap_of,
+    overlaps_of,
+)
 from minidp._schedule import Network
 from minidp._skew import aligned, skew_of
 from tests.support.timelines import MS, step, timeline
@@ -118,7 +124,48 @@ def test_network_is_fitted_to_collectives():
 
 def test_one_size_only_is_bandwidth():
     network = network_of([timeline([step(0, [(20, 20, 28, 29)])], members=[(0,)])])
-    assert network == Network(0.0, 2**20 / 0.008)
+    assert network.latency_s == 0.0
+    assert network.bytes_per_s == pytest.approx(2**20 / 0.008)
+
+
+def test_an_overtaken_collective_counts_with_the_one_that_overtakes():
+    steps = [step(n, [(12, 12, 20, 31), (14, 14, 16, 31)], at=100 * n) for n in (0, 1)]
+    network = network_of([timeline(steps)])
+    assert network.bytes_per_s == pytest.approx(2 * 2**20 / 0.008)
+
+
+def test_nobody_knows_how_many_bytes_a_sparse_gradient_has():
+    one = timeline([step(0, TWO)])
+    sparse = replace(one.params[0], kind="sparse float32 on cpu")
+    one = replace(one, params=(sparse, one.params[1]))
+    network = network_of([one])  # of bucket 0 alone, which has parameter 1
+    assert network.bytes_per_s == pytest.approx(2**20 / 0.005)
+    (overlap,) = overlaps_of(aligned([one]))
+    assert overlap.dense_bytes == (2**20, 0)
+
+
+@pytest.mark.parametrize(
+    ("interval", "pieces"),
+    [
+        ((5, 8), [(5, 8, False)]),
+        ((15, 20), [(15, 20, True)]),
+        (
+            (5, 40),
+            [
+                (5, 10, False),
+                (10, 30, True),
+                (30, 33, False),
+                (33, 36, True),
+                (36, 40, False),
+            ],
+        ),
+        ((30, 30), []),
+    ],
+)
+def test_an_optimizer_step_hides_what_runs_beside_it(interval, pieces):
+    one = step(0, TWO, optimizers=[(33, 36)])
+    found = by_hiding(one, *(n * MS for n in interval))
+    assert found == [(begin * MS, end * MS, hides) for begin, end, hides in pieces]
 
 
 def test_one_rank_has_no_network():
@@ -167,6 +214,7 @@ def test_a_few_bytes_are_not_to_be_compressed():
     one = step(0, [(30, 30, 70, 70)], ready=[30], end=80, optimizers=[])
     text = advice_for(timeline([one], members=[(0,)], nbytes=44))
     assert "no bucket size would change that: do more per step" in text
+    assert text.endswith("of two, predicted 60 ms for each instead of 80 ms.")
 
 
 def test_what_a_comm_hook_may_compress_already_is_not_advised_again():

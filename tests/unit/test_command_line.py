@@ -38,14 +38,14 @@ def test_report_of_one_rank(files, capsys):
         "Advice: "
     ) in printed
     assert "rec.gather() tells it apart" in printed
-    assert "Who comes last" not in printed
+    assert "When each rank comes" not in printed
 
 
 def test_report_of_several_ranks(files, capsys):
     assert main(["report", *files]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("ranks 0, 1 of 2")
-    assert "Who comes last" in printed
+    assert "When each rank comes" in printed
 
 
 def test_all_exports(files, tmp_path, capsys):

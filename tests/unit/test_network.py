@@ -8,13 +8,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minidp._network import Network, fit_network
+from minidp._network import Network, fit_network, messages_of
 
 SIZES = (4, 4096, 2**20, 4 * 2**20, 28 * 2**20)
 
 
 def samples_of(network, sizes=SIZES, repeats=1):
     return [(n, network.seconds(n)) for n in sizes for _ in range(repeats)]
+
+
+@pytest.mark.parametrize(
+    ("spans", "found"),
+    [
+        ([], []),
+        ([(8, 0, 2), (4, 1, 3)], [(8, 2), (4, 1)]),  # queues behind it
+        ([(8, 0, 2), (4, 5, 6)], [(8, 2), (4, 1)]),
+        ([(10, 0, 4), (10, 1, 3)], [(20, 4)]),  # is overtaken
+        ([(10, 0, 4), (0, 1, 3), (6, 4, 5)], [(10, 4), (6, 1)]),
+        ([(0, 0, 4), (6, 1, 3), (6, 1, 5)], [(6, 1)]),  # unknown, only busy
+    ],
+)
+def test_messages_of_one_wire(spans, found):
+    assert list(messages_of(spans)) == found
 
 
 networks = st.builds(

@@ -62,6 +62,18 @@ def test_gathered_clocks_count_more():
     assert aligned([zero, known])[1].clock == Clock(4999 * MS, 1)
 
 
+def test_ranks_without_rank_0_count_from_the_first_of_them():
+    one, two = (
+        replace(
+            shifted(ZERO, 1, offset),
+            clock=Clock(offset * MS, 2),
+            where=replace(ZERO.where, rank=rank, world_size=3, host=f"host {rank}"),
+        )
+        for rank, offset in ((1, 5000), (2, 7000))
+    )
+    assert [t.clock for t in aligned([one, two])] == [Clock(0, 0), Clock(2000 * MS, 4)]
+
+
 @pytest.mark.parametrize(
     ("other", "says"),
     [

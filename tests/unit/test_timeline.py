@@ -40,6 +40,9 @@ def test_a_timeline_holds_together():
         timeline([step(0, BUCKETS, ready=(1, 2, 3))])
     with pytest.raises(ValueError, match=r"of the 2 of its layout, but has \[0, 1, 2"):
         timeline([step(0, [*BUCKETS, BUCKETS[1]])])
+    for members in (((1,), (2,)), ((1,), (-1,)), ((1,), ())):
+        with pytest.raises(ValueError, match="some of the 2 parameters, but one has"):
+            replace(GOOD, layouts=(members,))
     with pytest.raises(ValueError, match="less than the world size of 2"):
         Where(2, 2, "gloo", "cpu", "here")
 
