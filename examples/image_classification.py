@@ -66,8 +66,8 @@ def gradients(model: DDP, x: Tensor, y: Tensor, radius: float) -> Tensor:
     """Leave averaged gradients in ``.grad``; return the loss of this rank's images."""
     (loss := cross_entropy(model(x), y)).backward()
     if radius > 0:
-        # SAM: the gradient at the worst place nearby. The way there is an average over
-        # the ranks as well, so all of them look at the same place.
+        # SAM: the gradient at the worst place nearby, the same on all ranks: the way
+        # there is an average as well. (Batch norm's statistics count both forwards.)
         params = list(model.parameters())
         norm = nn.utils.get_total_norm([param.grad for param in params])
         uphill = [param.grad * (radius / norm) for param in params]

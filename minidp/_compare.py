@@ -32,6 +32,7 @@ class Outcome:
     weights: Mapping[str, torch.Tensor]  # parameters and module buffers, by model
     num_models: int
     step_s: tuple[float, ...]  # from one optimizer step to the next
+    num_steps: int = 0  # of that optimizer
 
     def save(self, path: Path) -> None:
         """Write it to a file."""
@@ -76,7 +77,10 @@ class Observer:
         }
         between = zip(self._ends, self._ends[1:], strict=False)
         return Outcome(
-            weights, len(self._modules), tuple(end - begin for begin, end in between)
+            weights,
+            len(self._modules),
+            tuple(end - begin for begin, end in between),
+            len(self._ends),
         )
 
 
@@ -113,7 +117,14 @@ def compare(torchs: Outcome, ours: Outcome) -> Verdict:
             "            Does the script repeat itself on torch (seeds, threads)? If "
             "so, see 'Differences from torch' in minidp's README."
         )
-    return Verdict(is_same=not changed, text=f"{text}\n{_speed(torchs, ours)}")
+    if ours.num_steps != torchs.num_steps:
+        text += (
+            f"\n  steps     differ: {torchs.num_steps} on torch, {ours.num_steps} on "
+            "minidp. Both runs are in the same folder: does the script resume from a "
+            "checkpoint?"
+        )
+    is_same = not changed and ours.num_steps == torchs.num_steps
+    return Verdict(is_same, text=f"{text}\n{_speed(torchs, ours)}")
 
 
 def _speed(torchs: Outcome, ours: Outcome) -> str:

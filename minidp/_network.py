@@ -69,24 +69,30 @@ def messages_of(
     """Bytes and seconds of each message on a wire that is used by one after the other.
 
     Gloo runs two collectives at a time. Of one that overtakes those before it nobody
-    knows when it moved; together they say how fast the wire is, and so they count as
-    one message.
+    knows when it moved; together they say how fast the wire is, and so each counts with
+    its share of their bytes in their time.
 
     Args:
         spans: bytes, launch and end of each collective, in launch order; 0 bytes: not
             known, only keeps the wire busy.
     """
-    free_s, pending, began = 0.0, 0, 0.0
+    free_s, began = 0.0, 0.0
+    together: list[int] = []
     for nbytes, launched_s, done_s in spans:
         if done_s > free_s:
-            if pending:
-                yield pending, free_s - began
-            began, pending = max(free_s, launched_s), nbytes
+            yield from _shares(together, free_s - began)
+            began, together = max(free_s, launched_s), [nbytes]
             free_s = done_s
-        elif pending and nbytes:
-            pending += nbytes
-    if pending:
-        yield pending, free_s - began
+        else:
+            together.append(nbytes)
+    yield from _shares(together, free_s - began)
+
+
+def _shares(together: Sequence[int], seconds: float) -> Iterator[tuple[int, float]]:
+    """None if one of them is of unknown size."""
+    if all(together):
+        for nbytes in together:
+            yield nbytes, seconds * nbytes / sum(together)
 
 
 def fit_network(samples: Sequence[tuple[int, float]]) -> Network:

@@ -185,6 +185,24 @@ class Detour:
         return type(None), ()
 
 
+def attached_to(model: nn.Module) -> DataParallel | None:
+    """What synchronises a model that `attach` was called with; else None."""
+    detour = vars(model).get(DETOUR)
+    return detour.through if isinstance(detour, Detour) else None
+
+
+@contextmanager
+def straight_on(model: nn.Module) -> Iterator[None]:
+    """Forwards inside are the model's own, whether it is attached or not."""
+    detour = vars(model).get(DETOUR)
+    depth = detour.depth if isinstance(detour, Detour) else _Depth()
+    depth.now += 1
+    try:
+        yield
+    finally:
+        depth.now -= 1
+
+
 def _check(model: nn.Module) -> None:
     """Refuse what would not be synchronised, or twice.
 

@@ -35,7 +35,8 @@ def record(model: DataParallel, *, keep: int = KEEP_STEPS) -> Recording:
                 ...                      # train as ever
         print(rec.report())
 
-    It costs about 1 % of a step or less, and changes no bit of any gradient.
+    It costs about 1 % of a step (benchmarks/recording.py), and changes no bit of any
+    gradient.
 
     Args:
         model: on this rank. Other ranks may record or not; to see them together all

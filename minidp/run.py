@@ -5,18 +5,22 @@
 
 In the script, and in all it imports, torch.nn.parallel.DistributedDataParallel is
 minidp.DataParallel, by whichever name (minidp.swapped says which), also in processes
-that it starts. The exit status is the script's; 2 if there is no such script.
+that it starts by multiprocessing. Others, which are a command of their own, have to be
+started by this one themselves: use torchrun. The exit status is the script's; 2 if
+there is no such script.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -46,8 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         action="store_true",
         help="run the script on torch's DDP first, then on minidp; say whether final "
-        "weights are equal, and how long steps took; exit status 1 if they differ; "
-        "both start with the same seeds, for scripts that set none",
+        "weights are equal, and how long steps took; exit status 1 if they differ, or "
+        "the numbers of steps do; both start with the same seeds, for scripts that set "
+        "none, and in the same folder: delete checkpoints that the script resumes from",
     )
     parser.add_argument("--torch", type=Path, help=argparse.SUPPRESS)  # of --compare
     parser.add_argument(
@@ -62,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run the script; its exit status, or see `add_arguments`."""
     script = Script(options.script, options.arguments, options.is_module)
-    problem = script.problem()
+    with swapped():  # to look for a module imports the packages around it
+        problem = script.problem()
     if problem:
         _say_once(f"minidp run: {problem}.")
         return 2
@@ -117,14 +123,23 @@ class Session:
     sizes: list[int] = field(default_factory=list)  # of the models' process groups
     recordings: list[Recording] = field(default_factory=list)
     _open: ExitStack = field(default_factory=ExitStack)
+    _pid: int = field(default_factory=os.getpid)
+    _forks: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 1))  # [0]: wrap
 
     def wrapped(self, ddp: DataParallel) -> None:
-        """A model was wrapped."""
+        """A model was wrapped, here or in a fork of this process."""
+        if os.getpid() != self._pid:
+            self._forks[0] = 1
+            return
         self.sizes.append(ddp.process_group.size())
         if self.observer is not None:
             self.observer.wrapped(ddp)
         if self.reports:
-            self.recordings.append(self._open.enter_context(record(ddp)))
+            recording, end = record(ddp), ExitStack()
+            self.recordings.append(end.enter_context(recording))
+            self._open.callback(end.close)
+            # A script may wrap one model after the other: let go of those it dropped.
+            weakref.finalize(ddp, end.close).atexit = False
 
     def end(self) -> None:
         """Nothing is recorded any more."""
@@ -139,24 +154,35 @@ class Session:
                 "For two: torchrun --nproc-per-node 2 -m minidp.run "
                 f"{' '.join(self.script.words)}"
             )
-        if not self.sizes and self.reached_children:
-            if asked:
-                _say_once(
-                    "minidp run: error: --report and --compare see the models of "
-                    "processes that torchrun started; this script starts its own."
-                )
-            return status or int(asked)
         if not self.sizes:
-            nothing = "nothing to report or compare, which is an error (exit status 1)"
-            _say_once(
-                f"minidp run: {self.script.target} ended without wrapping a model in "
-                "DistributedDataParallel, so there was "
-                f"{nothing if asked else 'nothing to do for minidp'}."
-            )
+            self._say_nothing_wrapped(is_error=asked)
             return status or int(asked)
         if self.reports:
             self._report()
         return status
+
+    def _say_nothing_wrapped(self, *, is_error: bool) -> None:
+        wrapped_in_forks, target = bool(self._forks[0]), self.script.target
+        if is_error and (wrapped_in_forks or self.reached_children):
+            _say_once(
+                "minidp run: error: --report and --compare see the models of processes "
+                f"that torchrun started; {target} starts its own."
+            )
+        elif is_error:
+            _say_once(
+                f"minidp run: error: {target} ended without wrapping a model in "
+                "DistributedDataParallel, so there is nothing to report or compare."
+            )
+        elif self.reached_children:
+            _say_once(
+                f"minidp run: {target} wrapped no model in this process; in those that "
+                "it started, DistributedDataParallel was minidp.DataParallel as well."
+            )
+        elif not wrapped_in_forks:
+            _say_once(
+                f"minidp run: {target} ended without wrapping a model in "
+                "DistributedDataParallel, so minidp had nothing to do."
+            )
 
     def _report(self) -> None:
         """Rank 0 prints what all recorded, where torchrun's store brings it together.

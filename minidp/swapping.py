@@ -10,7 +10,8 @@ What is swapped, and put back at the end, also after an error:
 
 ``isinstance`` and ``issubclass`` with either class say yes to objects of ours. Torch's
 own modules go on to see torch's class: what they do with it stays as it is, and objects
-that were made before go on to work. Processes that start meanwhile are swapped as well.
+that were made before go on to work. Processes that multiprocessing starts meanwhile are
+swapped as well (those of ``subprocess`` are not).
 
 Not swapped: classes that were derived from torch's before (a warning names them), names
 that were imported inside functions that still run, and torch's ``replicate()``. Objects
@@ -39,6 +40,7 @@ from ._compat import DataParallel
 TORCHS = distributed.DistributedDataParallel
 NAME = "DistributedDataParallel"
 _MODULES = (torch.nn.parallel, distributed)
+_STARS = ("IMPORT_STAR", "CALL_INTRINSIC_1")  # up to Python 3.11, and since
 _PASSED_ON = "minidp"  # key of multiprocessing's settings, which children inherit
 
 
@@ -208,6 +210,8 @@ def _bound_next(frame: FrameType) -> str:
     code, at = frame.f_code, frame.f_lasti
     if code.co_name != "<module>":
         return ""
+    if opcode.opname[code.co_code[at]] in _STARS:
+        return NAME  # from torch.nn.parallel import *
     index = 0
     while (at := at + 2) < len(code.co_code):
         name = opcode.opname[code.co_code[at]]

@@ -59,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the script; 0 if every model in it has found its layout."""
     script = Script(arguments.script, arguments.arguments, arguments.is_module)
-    if problem := script.problem():
+    with swapped():  # to look for a module imports the packages around it
+        problem = script.problem()
+    if problem:
         _say_once(f"minidp tune: {problem}.")
         return 2
     if not arguments.out.absolute().parent.is_dir():

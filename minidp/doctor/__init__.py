@@ -105,7 +105,7 @@ def check_model(
     buffers and random streams are left as they are.
 
     Args:
-        model: a module, wrapped (by minidp or torch) or not.
+        model: a module, wrapped (by minidp or torch), attached or not.
         batch: what the model is called with: a tensor, a tuple of arguments, or a dict
             of keyword arguments. None: checks that need one are skipped.
         process_group: the ranks; None: those of a wrapped model, or all.
@@ -162,11 +162,18 @@ def watch(
     subclass; afterwards nothing is. If the block raises, nothing is exchanged.
 
     Args:
-        model: a wrapped module.
+        model: a wrapped module, or one that `minidp.attach` was called with.
         loader: the loader of the training data; None: ``set_epoch`` is not looked at.
         process_group: the ranks; None: those of a wrapped model, or all.
         seconds: how long to wait for other ranks at the end.
         quiet: do not print.
+
+    Yields:
+        What holds the report once the block has ended.
+
+    Raises:
+        Whatever stops it from noting anything, e.g. a loader that does not allow it;
+        what a check meets later never raises.
     """
     watched = Watched()
     log = TrainingLog(model, loader)
@@ -222,6 +229,10 @@ def main(options: argparse.Namespace) -> int:
     code = own.exit_code if report is None else report.exit_code
     if report is not None:
         _print(report, as_json=options.json)
+        sys.stdout.flush()
+        examination.tell_printed()
+    elif code:
+        examination.wait_until_printed()
     if runner.is_stuck:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -14,13 +14,20 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parallel import DistributedDataParallel
 
 from minidp._autograd import find_tensors, reachable_nodes
 from minidp._desync import sum_of_bits
+from minidp.attachment import straight_on
 
 from ._checks_ranks import judge_owners, uuid_of
-from ._consultation import Consultation, Facts, collect, wrapped_module
+from ._consultation import (
+    Consultation,
+    Facts,
+    collect,
+    option,
+    synchroniser,
+    wrapped_module,
+)
 from ._findings import Finding, Report, failed, join, ok, skipped, warning
 from ._random_streams import digest_of_states, dropouts, judge_streams, untouched
 
@@ -39,12 +46,12 @@ def examine_model(model: nn.Module, batch: Any, group: Any, seconds: float) -> R
             "unused parameters": lambda: check_unused(model, batch),
         }
     )
-    facts: dict[str, Any] = {"is_wrapped": isinstance(model, DistributedDataParallel)}
+    facts: dict[str, Any] = {"is_wrapped": synchroniser(model) is not None}
     facts["dropouts"] = dropouts(module)
     facts["streams"] = digest_of_states()
     facts["host"] = socket.gethostname()
     try:
-        ignored = getattr(model, "parameters_to_ignore", ())
+        ignored = option(model, "parameters_to_ignore", default=())
         facts["shapes"], facts["sums"] = describe(module, ignored)
         facts["gpu"] = _gpu_of(module)
     except Exception as error:  # devices have said more about it
@@ -127,7 +134,7 @@ def _judge_batch_device(
     model: nn.Module, of_device: Mapping[torch.device, list[str]], batch: Any
 ) -> list[Finding]:
     tensors = find_tensors(batch)
-    moves = bool(getattr(model, "device_ids", None))
+    moves = bool(option(model, "device_ids", default=None))
     if not tensors or len(of_device) > 1 or moves:
         return []
     device = next(iter(of_device))
@@ -271,8 +278,8 @@ def check_unused(model: nn.Module, batch: Any) -> Finding:
 
 def _judge_unused(model: nn.Module, unused: list[str], num_params: int) -> Finding:
     check = "unused parameters"
-    is_set = bool(getattr(model, "find_unused_parameters", False))
-    is_wrapped = isinstance(model, DistributedDataParallel)
+    is_set = bool(option(model, "find_unused_parameters", default=False))
+    is_wrapped = synchroniser(model) is not None
     if unused and not is_set:
         found = f"{join(unused, 4)} of {num_params} take no part in the outputs"
         remedy = (
@@ -298,7 +305,7 @@ def _judge_unused(model: nn.Module, unused: list[str], num_params: int) -> Findi
 
 
 def _reached(module: nn.Module, batch: Any) -> set[Any]:
-    with untouched(), _as_it_was(module), torch.enable_grad():
+    with untouched(), _as_it_was(module), straight_on(module), torch.enable_grad():
         if isinstance(batch, dict):
             return reachable_nodes(module(**batch))
         if isinstance(batch, tuple | list):

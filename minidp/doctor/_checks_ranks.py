@@ -88,10 +88,10 @@ def _minidp_version() -> str:
 
 
 def _digest_of_sources() -> str:
-    """Two checkouts of one version may differ; this does not."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
+    """Of all of minidp: two checkouts of one version may differ, this tells."""
+    digest, root = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()[:8]
 
 

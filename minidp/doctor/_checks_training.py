@@ -10,10 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
-
 from ._checks_loader import sampler_of
-from ._consultation import Consultation, Facts
+from ._consultation import Consultation, Facts, option, synchroniser
 from ._findings import (
     Finding,
     Report,
@@ -54,8 +52,8 @@ def examine_training(
     """Judge a log that was stopped, together with those of the other ranks."""
     consultation = Consultation("minidp doctor: training", group, seconds)
     model = log.model
-    finds_unused = bool(getattr(model, "find_unused_parameters", False))
-    is_wrapped = isinstance(model, DistributedDataParallel)
+    finds_unused = bool(option(model, "find_unused_parameters", default=False))
+    is_wrapped = synchroniser(model) is not None
     facts = log.as_json()
     facts["finds_unused"], facts["is_wrapped"] = finds_unused, is_wrapped
     facts["has_loader"], facts["shuffles"] = log.sees_epochs, _shuffles(loader)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minidp._groups import group_store, joined_group
+from minidp.attachment import attached_to
 
 from ._findings import Finding, Report, failed, merge, of_ranks, skipped
 from ._meeting import Meeting
@@ -23,6 +24,19 @@ from ._meeting import Meeting
 Check = Callable[[], "Finding | list[Finding]"]
 Facts = Mapping[str, Any]  # plain data of one rank
 _calls: Counter[tuple[str, str]] = Counter()  # (group, title) -> consultations
+
+
+def synchroniser(model: nn.Module) -> nn.Module | None:
+    """What averages the gradients of a model: the wrapper, or what is attached."""
+    if isinstance(model, DistributedDataParallel):
+        wrapper: nn.Module = model
+        return wrapper
+    return attached_to(model)
+
+
+def option(model: nn.Module, name: str, *, default: Any) -> Any:
+    """An attribute of what averages the gradients of a model, if anything does."""
+    return getattr(synchroniser(model), name, default)
 
 
 def wrapped_module(model: nn.Module) -> nn.Module:
@@ -34,9 +48,9 @@ def wrapped_module(model: nn.Module) -> nn.Module:
 
 
 def group_of(model: nn.Module | None, group: Any = None) -> Any:
-    """``group``, or that of a wrapped model, or the default one; None: alone."""
-    if group is None and isinstance(model, DistributedDataParallel):
-        return model.process_group
+    """``group``, or that of a model's wrapper, or the default one; None: alone."""
+    if group is None and model is not None:
+        group = option(model, "process_group", default=None)
     return joined_group(group)
 
 

@@ -73,6 +73,18 @@ class Examination:
                 self.runner.findings.append(skipped("communication", found))
         return self._report()
 
+    def tell_printed(self) -> None:
+        """Here the report was printed: the others may end."""
+        meeting = self._meeting
+        if meeting is not None:
+            self.runner.attempt(lambda: meeting.post("printed", "yes"))
+
+    def wait_until_printed(self) -> None:
+        """Torchrun ends all ranks as soon as one has failed: not before the report."""
+        if self._meeting is not None and self._present:
+            first = [min(self._present)]
+            self._meeting.gather("printed", "yes", first, is_last=True)
+
     # -- alone -------------------------------------------------------------------------
 
     def _alone(self) -> None:

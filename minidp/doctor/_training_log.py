@@ -28,7 +28,7 @@ from minidp._desync import sum_of_bits
 from minidp._untraced import untraced
 
 from ._checks_loader import sampler_of
-from ._consultation import wrapped_module
+from ._consultation import option, wrapped_module
 from ._random_streams import state_of
 from ._timebox import in_words
 
@@ -81,7 +81,7 @@ class TrainingLog:
         self.mishaps: set[str] = set()  # what could not be noted
         self.sees_epochs = False
         self.model = model
-        ignored = getattr(model, "parameters_to_ignore", ())  # each rank's own
+        ignored = option(model, "parameters_to_ignore", default=())  # each rank's own
         self._params = {
             name: param
             for name, param in wrapped_module(model).named_parameters()
@@ -168,7 +168,7 @@ class TrainingLog:
 
     @_harmless
     def _note_forward(self, model: nn.Module, _args: Any, output: Any) -> None:
-        synchronises = getattr(model, "require_backward_grad_sync", True)
+        synchronises = option(model, "require_backward_grad_sync", default=True)
         if not (torch.is_grad_enabled() and synchronises):
             return
         for tensor in find_tensors(output):
@@ -194,7 +194,7 @@ class TrainingLog:
             return
         self.backwards.append(len(self._tasks))
         self.unused |= {*self._params} - self._arrived
-        synchronises = getattr(self.model, "require_backward_grad_sync", True)
+        synchronises = option(self.model, "require_backward_grad_sync", default=True)
         if synchronises and len(self.gradients) < NUM_COMPARED:
             self.gradients.append(
                 {

@@ -9,6 +9,7 @@ import argparse
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,7 +175,7 @@ def test_only_rank_0_says_so(monkeypatch, capsys):
     ("body", "options", "status", "says"),
     [
         ("pass", [], 0, "ended without wrapping a model"),
-        ("pass", ["--report"], 1, "which is an error (exit status 1)"),
+        ("pass", ["--report"], 1, "error: "),
         ("import sys; sys.exit(7)", [], 7, "ended without wrapping a model"),
         ("import sys; sys.exit('no data')", [], 1, "no data\n"),
         ("import sys; sys.exit()", [], 0, "is minidp.DataParallel in"),
@@ -209,6 +210,43 @@ def test_a_script_that_raises(tmp_path, capsys, monkeypatch, body, kind, says):
     assert not hasattr(minidp.data_parallel.DataParallel.__init__, "__wrapped__")
 
 
+FORKS = """
+import multiprocessing, torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+def main(rank, path):
+    store = torch.distributed.FileStore(path, 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    DDP(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+
+context = multiprocessing.get_context({method!r})
+ranks = [context.Process(target=main, args=(r, {path!r})) for r in range(2)]
+for rank in ranks if {trains} else []:
+    rank.start()
+for rank in ranks if {trains} else []:
+    rank.join()
+    assert rank.exitcode == 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("trains", "options", "status", "says"),
+    [
+        (True, [], 0, ""),
+        (True, ["--report"], 1, "error: --report and --compare see the models of"),
+        (False, [], 0, "ended without wrapping a model"),
+    ],
+)
+def test_models_in_forks(tmp_path, capsys, trains, options, status, says):
+    path = tmp_path / "train.py"
+    store = str(tmp_path / "store")
+    path.write_text(FORKS.format(method="fork", path=store, trains=trains))
+    found, err = ran(capsys, *options, str(path))
+    assert found == status
+    told = err.partition("\n")[2]  # after "... is minidp.DataParallel in"
+    assert says in told if says else not told
+
+
 PORT = """
 import socket, torch.distributed as dist
 with socket.socket() as taken:
@@ -240,6 +278,28 @@ def test_a_world_of_one(tmp_path, capsys, lone_group):
     assert "a world of one rank" in err
     assert f"-m minidp.run {path} --lr 1\n" in err
     assert "rank 0 of 1; gloo on cpu" in err
+
+
+DROPS = """
+import gc, weakref, torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+dropped = []
+for _ in range(2):
+    model = DDP(torch.nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    dropped.append(weakref.ref(model._reducer))
+    del model
+    gc.collect()
+assert [ref() for ref in dropped] == [None, None]
+"""
+
+
+def test_models_that_a_script_drops_are_let_go(tmp_path, capsys, lone_group):
+    path = tmp_path / "train.py"
+    path.write_text(DROPS)
+    status, err = ran(capsys, "--report", str(path))
+    assert status == 0
+    assert "model 2 of 2" in err
 
 
 AS_PYTHON = """
@@ -290,6 +350,12 @@ def outcome(num_models: int = 1, step_s: tuple[float, ...] = (), **weights) -> O
         (outcome(w=[0.0]), outcome(v=[0.0]), False, "only one of the runs has v, w"),
         (outcome(w=[]), outcome(w=[]), True, "no times: fewer than two"),
         (
+            replace(outcome(w=[1.0]), num_steps=184),
+            outcome(w=[1.0]),
+            False,
+            "steps     differ: 184 on torch, 0 on minidp.",
+        ),
+        (
             outcome(w=[1.0], step_s=(9.0,) * 5 + (0.002,)),
             outcome(w=[1.0], step_s=(9.0,) * 5 + (0.001,)),
             True,
@@ -310,5 +376,6 @@ def test_the_first_optimizer_is_timed():
     for optimizer in (one, two, one, two, one):
         optimizer.step()
     assert len(observer.outcome().step_s) == 2
+    assert observer.outcome().num_steps == 3
     one.step()
     assert len(observer.outcome().step_s) == 2

@@ -296,6 +296,7 @@ IMPORTS: dict[str, set[str]] = {
     "doctor/_checks_model": {
         "_autograd",
         "_desync",
+        "attachment",
         "doctor/_checks_ranks",
         "doctor/_consultation",
         "doctor/_findings",
@@ -309,7 +310,12 @@ IMPORTS: dict[str, set[str]] = {
         "doctor/_findings",
         "doctor/_training_log",
     },
-    "doctor/_consultation": {"_groups", "doctor/_findings", "doctor/_meeting"},
+    "doctor/_consultation": {
+        "_groups",
+        "attachment",
+        "doctor/_findings",
+        "doctor/_meeting",
+    },
     "doctor/_examination": {
         "doctor/_checks_collectives",
         "doctor/_checks_environment",

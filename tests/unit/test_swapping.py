@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import multiprocessing
 import pickle
 import sys
@@ -214,6 +215,15 @@ def is_swapped_here(queue):
     from torch.nn.parallel import DistributedDataParallel as Now
 
     queue.put((Now is minidp.DataParallel, Early is minidp.DataParallel))
+
+
+def test_a_star_is_taken_back(tmp_path, monkeypatch):
+    (tmp_path / "starred.py").write_text("from torch.nn.parallel import *\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with minidp.swapped():
+        starred = importlib.import_module("starred")
+        assert starred.DistributedDataParallel is minidp.DataParallel
+    assert starred.DistributedDataParallel is Early
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
