@@ -256,7 +256,7 @@ def chart(path: Path, results: Mapping[Cell, Exposure], date: str, device: str) 
         title="What a step computes, and what it waits for communication",
         unit="ms for each step: median, p10-p90",
         footnote=f"{BACKENDS[device]}. {date}, torch {torch.__version__}. "
-        "Bound: no layout of buckets can be faster.",
+        "Bound: no layout should be faster; as exact as its fit.",
     )
     rows = groupby(results, key=lambda cell: (cell.model, cell.world_size))
     draw_stacks(path, words, [[results[cell] for cell in row] for _, row in rows])

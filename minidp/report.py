@@ -157,11 +157,17 @@ def _buckets(ranks: Sequence[Timeline], overlap: Overlap) -> str:
     if len(ranks) == 1:  # nobody knows
         rows = [[*row[:6], *row[7:]] for row in rows]
     lines = _shortened(_table(rows))
-    return "\n".join([*lines, *_legend(is_merged=len(ranks) > 1)])
+    hook = ranks[0].where.comm_hook
+    return "\n".join([*lines, *_legend(hook, is_merged=len(ranks) > 1)])
 
 
-def _legend(*, is_merged: bool) -> list[str]:
-    others = "waiting for slower ranks included; rec.gather() tells it apart"
+def _legend(hook: str, *, is_merged: bool) -> list[str]:
+    notes = []
+    if not is_merged:
+        notes.append("waiting for slower ranks included; rec.gather() tells it apart")
+    if hook:
+        notes.append(f"what {hook} itself does, included")
+    more = f" ({'; '.join(notes)})" if notes else ""
     late = ["late     until the slowest rank has launched it, too"] if is_merged else []
     return [
         "All in ms.",
@@ -169,7 +175,7 @@ def _legend(*, is_merged: bool) -> list[str]:
         "  full     ... and its last one",
         "  waited   until it is flattened, and the buckets before it are done",
         *(f"  {line}" for line in late),
-        f"  wire     bytes move{'' if is_merged else f' ({others})'}",
+        f"  wire     bytes move{more}",
         "  hidden   of these, while the backward computes; exposed: after it",
     ]
 

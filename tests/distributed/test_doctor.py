@@ -14,7 +14,19 @@ from minidp import doctor
 from minidp.doctor import _checks_collectives as collectives
 from tests.support.broken import NoReduce
 
-WRAPPERS = {"minidp": minidp.DataParallel, "torch": DistributedDataParallel}
+
+
+def attached(net, **options):
+    """The net itself; `step` asks it for ``no_sync``."""
+    net.no_sync = minidp.attach(net, **options).no_sync
+    return net
+
+
+WRAPPERS = {
+    "minidp": minidp.DataParallel,
+    "torch": DistributedDataParallel,
+    "attached": attached,
+}
 SECONDS = 20.0
 DATA = TensorDataset(torch.arange(128.0).reshape(64, 2))
 
@@ -50,6 +62,9 @@ def test_model_faults(pool):
             "flag": {"unused parameters": "warning"},
             "same dropout": {"random streams": "warning"},
             "other seeds": {"replicas": "failed"},
+            "attached": {},
+            "attached, flag": {"unused parameters": "warning"},
+            "attached, other seeds": {"replicas": "failed"},
             "one rank's buffer": {"devices": "failed"},
             "not wrapped": {},
         }
@@ -77,6 +92,14 @@ def model_faults(ctx):
         "flag": check(Net(), find_unused_parameters=True),
         "same dropout": check(Net(drop=True), seed=0),
         "other seeds": check(seeded(), init_sync=False),
+        "attached": check(attached(Net(), process_group=ctx.group), wrap=False),
+        "attached, flag": check(
+            attached(Net(), process_group=ctx.group, find_unused_parameters=True),
+            wrap=False,
+        ),
+        "attached, other seeds": check(
+            attached(seeded(), process_group=ctx.group, init_sync=False), wrap=False
+        ),
     }
     net = Net()
     if ctx.rank == 1:

@@ -121,16 +121,47 @@ def test_without_rank_0_each_rank_speaks_for_itself():
     assert report["title"] == "minidp doctor: rank 1"
 
 
-def test_under_torchrun():
+def torchrun(*words):
     env = {**os.environ, "TORCHELASTIC_ERROR_FILE": os.devnull}
     command = "-m torch.distributed.run --standalone --nproc-per-node 2"
-    done = subprocess.run(
-        [sys.executable, *command.split(), "-m", "minidp.doctor", "--json"],
+    return subprocess.run(
+        [sys.executable, *command.split(), *words, "--json"],
         env=env,
         capture_output=True,
         text=True,
         timeout=LIMIT,
     )
+
+
+FAILS = """
+import os, runpy, time
+import minidp.doctor as doctor
+import minidp.doctor._examination as examination
+if os.environ["RANK"] == "1":
+    def judge(*_):
+        raise ValueError("of all things")
+    examination.judge_threads = judge
+else:
+    plain = doctor._print
+    def print_late(*given, **options):
+        time.sleep(3)  # torchrun would have ended this rank by now
+        plain(*given, **options)
+    doctor._print = print_late
+raise SystemExit(doctor.main(ARGUMENTS))
+"""
+
+
+def test_torchrun_does_not_end_the_rank_that_reports(tmp_path):
+    path = tmp_path / "doctor.py"
+    parse = "argparse.Namespace(timeout=30.0, wait=30.0, json=True)"
+    path.write_text("import argparse" + FAILS.replace("ARGUMENTS", parse))
+    done = torchrun(str(path))
+    assert done.returncode == 1
+    assert failures(json.loads(done.stdout)) == ["threads"]
+
+
+def test_under_torchrun():
+    done = torchrun("-m", "minidp.doctor")
     report = json.loads(done.stdout)
     assert done.returncode == 0, report
     assert report["world_size"] == 2
