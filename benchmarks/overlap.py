@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -35,6 +34,7 @@ from support.baselines import (
     TORCH,
     AfterBackward,
     against_torch,
+    auto,
     bare,
     has_auto,
     ours,
@@ -120,7 +120,7 @@ class Options:
         device: cpu, or cuda: then the link is modelled.
         is_small: models at the size of a smoke test.
         native: what each rank must have of the native extension.
-        is_brief: auto need not have its best layout.
+        is_brief: auto need not have its best layout, for memory: any is as large.
     """
 
     device: str
@@ -136,8 +136,7 @@ class Options:
     @property
     def settling(self) -> int:
         """Steps until `auto` has its layout."""
-        steps = 2 if self.is_small else SETTLING
-        return min(steps, BRIEF) if self.is_brief else steps
+        return 2 if self.is_small else SETTLING
 
     def net(self, cell: Cell) -> Net:
         """The model of a cell, the same on every rank."""
@@ -148,6 +147,15 @@ class Options:
             return GPU_MODELS[cell.model]().cuda()
         return MODELS[cell.model].full()
 
+    def best(self, world_size: int, net: Net) -> Implementation:
+        """Collective: auto, with the layout that it finds now."""
+        if self.is_brief:  # nothing may run in this process before
+            return dataclasses.replace(
+                auto(ours, world_size), settling=min(self.settling, BRIEF)
+            )
+        chosen = search(net, self.where, self.settling)
+        return against_torch(AUTO, ours(bucket_layout=chosen), world_size)
+
     def implementations(self, cell: Cell, net: Net) -> list[Implementation]:
         """Collective: everything that takes part, on the cell's network.
 
@@ -155,7 +163,7 @@ class Options:
         auto, which has nothing to measure with one rank, does not take part.
         """
         if self.device == "cpu":
-            best = search(net, self.where, self.settling) if has_auto() else None
+            best = self.best(cell.world_size, net) if has_auto() else None
             return implementations(cell.world_size, best)
         everyone = implementations(cell.world_size, None)
         network = Network(WIRE_LATENCY, float(cell.link) * 1e9 / 8)
@@ -171,7 +179,7 @@ class Options:
 
 
 def implementations(
-    world_size: int, chosen: Mapping[str, Any] | None
+    world_size: int, best: Implementation | None
 ) -> list[Implementation]:
     """Collective: everything that takes part.
 
@@ -179,7 +187,7 @@ def implementations(
 
     Args:
         world_size: of the cell.
-        chosen: the layout that auto chose; None: there is no auto.
+        best: auto; None: there is none.
     """
     mine = functools.partial(against_torch, world_size=world_size)
     everyone = [
@@ -192,10 +200,9 @@ def implementations(
         mine("minidp", ours()),
         mine(SMALL_CAP, ours(bucket_cap_mb=1)),
     ]
-    best = everyone[-1]
-    if chosen is not None:
-        best = mine(AUTO, ours(bucket_layout=chosen))
+    if best is not None:
         everyone.append(best)
+    best = everyone[-1]
     recorded = {"name": best.name + RECORDED, "watcher": BoundWatcher}
     return [*everyone, dataclasses.replace(best, **recorded)]
 

@@ -13,6 +13,7 @@ from . import doctor, run, tune
 from ._chrome_trace import chrome_trace
 from ._picture import draw
 from ._timeline import Timeline, from_json, to_json
+from .native import __main__ as native
 from .report import report
 
 _REPORT = """\
@@ -119,6 +120,12 @@ COMMANDS = {
         None,
         doctor.add_arguments,
         doctor.main,
+    ),
+    "native": Command(
+        "build the optional C++ extension, or say whether it loads",
+        "minidp's optional native kernels.",
+        native.add_arguments,
+        native.run,
     ),
     "report": Command(
         "is communication hidden, if not, why, and what to change",

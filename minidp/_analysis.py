@@ -301,12 +301,17 @@ def backward_of(timeline: Timeline) -> tuple[Backward, tuple[int, ...]]:
     end_s = median(s.backward.seconds for s in timeline.steps if s.layout == last)
     ready = _ready_times(timeline)
     order = sorted(range(len(ready)), key=lambda i: (ready[i], i))
-    kinds = {kind: n for n, kind in enumerate({p.kind: 0 for p in timeline.params})}
+    # A sparse gradient travels alone, so each is of a kind of its own.
+    kind_of = [
+        (p.kind, i if p.kind.startswith("sparse") else -1)
+        for i, p in enumerate(timeline.params)
+    ]
+    kinds = {kind: n for n, kind in enumerate(dict.fromkeys(kind_of))}
     backward = Backward(
         ready_s=tuple(min(ready[i], end_s) for i in order),
         nbytes=tuple(timeline.params[i].nbytes for i in order),
         end_s=end_s,
-        kinds=tuple(kinds[timeline.params[i].kind] for i in order),
+        kinds=tuple(kinds[kind_of[i]] for i in order),
     )
     return backward, tuple(order)
 
@@ -362,9 +367,10 @@ def _samples(timelines: Sequence[Timeline]) -> list[tuple[int, float]]:
         spans = []
         for bucket in overlap_of(step, launches).buckets:
             start_s = bucket.full_s + bucket.waited_s + bucket.late_s
-            nbytes = first.dense_bytes(step, bucket.number)
-            spans.append((nbytes, start_s, start_s + bucket.wire_s))
-        found += [(n, seconds) for n, seconds in messages_of(spans) if seconds > 0]
+            # In whole nanoseconds: those that end together must not differ by rounding.
+            start, done = (round(s * 1e9) for s in (start_s, start_s + bucket.wire_s))
+            spans.append((first.dense_bytes(step, bucket.number), start, done))
+        found += [(nbytes, ns / 1e9) for nbytes, ns in messages_of(spans)]
     return found
 
 

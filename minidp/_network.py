@@ -89,8 +89,8 @@ def messages_of(
 
 
 def _shares(together: Sequence[int], seconds: float) -> Iterator[tuple[int, float]]:
-    """None if one of them is of unknown size."""
-    if all(together):
+    """None if one of them is of unknown size, or clocks show no time."""
+    if seconds > 0 and all(together):
         for nbytes in together:
             yield nbytes, seconds * nbytes / sum(together)
 

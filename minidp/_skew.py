@@ -74,7 +74,8 @@ def _clock(first: Timeline, other: Timeline) -> Clock | None:
     if first.clock is not None and other.clock is not None:
         # Compared with rank 0, which need not be here: the first one's clock counts.
         offset_ns = other.clock.offset_ns - first.clock.offset_ns
-        error_ns = other.clock.error_ns + first.clock.error_ns
+        is_rank_0 = first.where.rank == 0  # compared with itself
+        error_ns = other.clock.error_ns + (0 if is_rank_0 else first.clock.error_ns)
         return Clock(offset_ns, error_ns)
     both = common_steps((first, other))
     zero = [_rounds(steps[0]) for steps in both]

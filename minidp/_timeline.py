@@ -159,8 +159,18 @@ class Timeline:
     clock: Clock | None = None  # None: not compared with rank 0's
 
     def __post_init__(self) -> None:
+        for number, layout in enumerate(self.layouts):
+            self._check_layout(number, layout)
         for step in self.steps:
             self._check(step)
+
+    def _check_layout(self, number: int, layout: tuple[tuple[int, ...], ...]) -> None:
+        for bucket in layout:
+            if not bucket or not all(0 <= i < len(self.params) for i in bucket):
+                raise ValueError(
+                    f"each bucket of layout {number} must have some of the "
+                    f"{len(self.params)} parameters, but one has {list(bucket)}"
+                )
 
     def _check(self, step: Step) -> None:
         if not 0 <= step.layout < len(self.layouts):
@@ -173,12 +183,6 @@ class Timeline:
                 f"step {step.number} must have one ready time for each of the "
                 f"{len(self.params)} parameters, but has {len(step.ready_ns)}"
             )
-        for bucket in self.layouts[step.layout]:
-            if not bucket or not all(0 <= i < len(self.params) for i in bucket):
-                raise ValueError(
-                    f"each bucket of layout {step.layout} must have some of the "
-                    f"{len(self.params)} parameters, but one has {list(bucket)}"
-                )
         num_buckets = len(self.layouts[step.layout])
         numbers = [bucket.number for bucket in step.buckets]
         if sorted(set(numbers)) != numbers or any(

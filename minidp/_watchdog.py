@@ -21,7 +21,7 @@ from ._reducer import Reducer
 from ._watch import OnDevice
 
 logger = logging.getLogger("minidp")
-EXIT_SECONDS = 1.0  # a process that ends waits so long to say so
+EXIT_SECONDS = 1.0  # a process that ends waits so long to say so, and for the last word
 
 
 class Watchdog:
@@ -114,7 +114,7 @@ class Watchdog:
         a file makes all who read it wait for the other half, for ever.
         """
         thread = self._thread
-        if thread is None or self._pid != os.getpid():
+        if thread is None or self._pid != os.getpid() or self._is_mute:
             return
         error = getattr(sys, "last_value", None)
         cause = "" if error is None else f": {type(error).__name__}: {error}"

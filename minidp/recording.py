@@ -103,6 +103,7 @@ class Recording:
         Raises:
             CollectiveError: not all ranks called it. What this rank recorded is kept.
         """
+        self._stopwatch.timeline()  # what the device says is not about other ranks
         try:
             self._gathered = self._of_all_ranks()
         except RuntimeError as error:
@@ -153,7 +154,7 @@ def _alone(rank: int, error: RuntimeError) -> str:
     return explain(
         rank,
         "The recordings of all ranks could not be brought together.",
-        expected="gather() on all ranks of the model's process group, after the block",
+        expected="gather() on all ranks of the model's process group",
         found=str(error).partition("\n")[0].rstrip("."),
         remedy="call it on all ranks; or save() on each rank, and give all files to "
         "minidp report",

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -67,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run the script; its exit status, or see `add_arguments`."""
     script = Script(options.script, options.arguments, options.is_module)
-    with swapped():  # to look for a module imports the packages around it
+    # To look for a module imports the packages around it.
+    with nullcontext() if options.torch else swapped():
         problem = script.problem()
     if problem:
         _say_once(f"minidp run: {problem}.")
@@ -123,6 +124,9 @@ class Session:
     sizes: list[int] = field(default_factory=list)  # of the models' process groups
     recordings: list[Recording] = field(default_factory=list)
     _open: ExitStack = field(default_factory=ExitStack)
+    _ends: list[tuple[weakref.ref[DataParallel], ExitStack]] = field(
+        default_factory=list
+    )
     _pid: int = field(default_factory=os.getpid)
     _forks: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 1))  # [0]: wrap
 
@@ -135,11 +139,21 @@ class Session:
         if self.observer is not None:
             self.observer.wrapped(ddp)
         if self.reports:
+            self._end_those_of_dropped_models()
             recording, end = record(ddp), ExitStack()
             self.recordings.append(end.enter_context(recording))
             self._open.callback(end.close)
-            # A script may wrap one model after the other: let go of those it dropped.
-            weakref.finalize(ddp, end.close).atexit = False
+            self._ends.append((weakref.ref(ddp), end))
+
+    def _end_those_of_dropped_models(self) -> None:
+        """A script may wrap one model after the other; a recording keeps its buckets.
+
+        Not when a model goes: that may be while torch iterates over optimizer hooks.
+        """
+        for alive, end in self._ends:
+            if alive() is None:
+                end.close()
+        self._ends = [(alive, end) for alive, end in self._ends if alive() is not None]
 
     def end(self) -> None:
         """Nothing is recorded any more."""

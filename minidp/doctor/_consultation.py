@@ -35,8 +35,12 @@ def synchroniser(model: nn.Module) -> nn.Module | None:
 
 
 def option(model: nn.Module, name: str, *, default: Any) -> Any:
-    """An attribute of what averages the gradients of a model, if anything does."""
-    return getattr(synchroniser(model), name, default)
+    """An attribute of what averages the gradients of a model, else of the model.
+
+    A compiled wrapper passes on what it is asked.
+    """
+    wrapper = synchroniser(model)
+    return getattr(model if wrapper is None else wrapper, name, default)
 
 
 def wrapped_module(model: nn.Module) -> nn.Module:
@@ -50,7 +54,7 @@ def wrapped_module(model: nn.Module) -> nn.Module:
 def group_of(model: nn.Module | None, group: Any = None) -> Any:
     """``group``, or that of a model's wrapper, or the default one; None: alone."""
     if group is None and model is not None:
-        group = option(model, "process_group", default=None)
+        group = getattr(synchroniser(model), "process_group", None)
     return joined_group(group)
 
 

@@ -81,9 +81,15 @@ class Examination:
 
     def wait_until_printed(self) -> None:
         """Torchrun ends all ranks as soon as one has failed: not before the report."""
-        if self._meeting is not None and self._present:
-            first = [min(self._present)]
-            self._meeting.gather("printed", "yes", first, is_last=True)
+        meeting = self._meeting
+        if meeting is None or not self._present:
+            return
+        first = [min(self._present)]
+        wait = functools.partial(meeting.gather, "printed", "yes", first, is_last=True)
+        try:
+            Timebox(wait).run(meeting.seconds + GRACE_SECONDS)
+        except TimeoutError:  # the store does not answer
+            self.runner.is_stuck = True
 
     # -- alone -------------------------------------------------------------------------
 

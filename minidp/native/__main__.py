@@ -23,9 +23,13 @@ environment variables:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit status is 0 if it went well, else 1."""
-    options = _parser().parse_args(arguments)
+    return run(_parser().parse_args(arguments))
+
+
+def run(options: argparse.Namespace) -> int:
+    """What `add_arguments` asked for; the exit status."""
     try:
-        if options.command == "build":
+        if options.action == "build":
             return _build(force=options.force, verbose=options.verbose)
         return _status()
     except (MiniDPError, ValueError) as error:
@@ -37,10 +41,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m minidp.native",
         description="minidp's optional native kernels.",
-        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    add_arguments(parser)
+    return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Describe the command to ``parser``."""
+    parser.epilog = _EPILOG
+    commands = parser.add_subparsers(dest="action", required=True)
     making = commands.add_parser("build", help="compile csrc/, unless it is compiled")
     making.add_argument("--force", action="store_true", help="compile in any case")
     making.add_argument(
@@ -51,7 +61,6 @@ def _parser() -> argparse.ArgumentParser:
         help="say whether they load, and why; exit status 1 if not",
         description="Says whether the native kernels load, and why. Never builds.",
     )
-    return parser
 
 
 def _build(*, force: bool, verbose: bool) -> int:

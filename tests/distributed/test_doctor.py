@@ -15,7 +15,6 @@ from minidp.doctor import _checks_collectives as collectives
 from tests.support.broken import NoReduce
 
 
-
 def attached(net, **options):
     """The net itself; `step` asks it for ``no_sync``."""
     net.no_sync = minidp.attach(net, **options).no_sync

@@ -167,6 +167,7 @@ IMPORTS: dict[str, set[str]] = {
         "_picture",
         "_timeline",
         "doctor/__init__",
+        "native/__init__",
         "report",
         "run",
         "tune",

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from minidp import _picture
-from minidp.__main__ import main
+from minidp.__main__ import COMMANDS, main
 from minidp._timeline import from_json, to_json
 from tests.support.timelines import step, timeline
 
@@ -24,6 +24,27 @@ def files(tmp_path):
         path.write_text(to_json([timeline(steps, rank=rank)]))
         names.append(str(path))
     return names
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    assert COMMANDS[command].help
+    assert len(capsys.readouterr().out.splitlines()) > 5
+
+
+@pytest.mark.parametrize("command", ["run", "tune"])
+def test_other_commands_are_reached(command, capsys):
+    assert main([command, "nope.py"]) == 2
+    assert "there is no script nope.py" in capsys.readouterr().err
+
+
+def test_native_says_why_it_is_not_used(monkeypatch, capsys):
+    monkeypatch.setenv("MINIDP_NATIVE", "0")
+    assert main(["native", "status"]) == 1
+    assert "MINIDP_NATIVE" in capsys.readouterr().out
 
 
 def test_report_of_one_rank(files, capsys):

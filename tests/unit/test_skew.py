@@ -57,7 +57,7 @@ def test_all_reduces_tell_how_far_other_hosts_are_ahead():
 
 
 def test_gathered_clocks_count_more():
-    zero, other = replace(ZERO, clock=Clock(0, 0)), shifted(ZERO, 1, 5000)
+    zero, other = replace(ZERO, clock=Clock(0, 9)), shifted(ZERO, 1, 5000)
     known = replace(other, clock=Clock(4999 * MS, 1))
     assert aligned([zero, known])[1].clock == Clock(4999 * MS, 1)
 

@@ -12,7 +12,7 @@ import pytest
 from minidp import _watchdog
 from minidp._watchdog import Watchdog
 
-WRITING_SECONDS = 0.3
+WRITING_SECONDS = 0.4  # so that the first wait for the thread ends in the middle
 
 
 class SlowPost:
