@@ -111,7 +111,7 @@ def advise(
         return "Nothing travelled in the recorded steps: record synchronised backwards."
     worth = WORTH * step_s
     if exposed_s < worth:
-        return f"Communication is hidden ({_ms(exposed_s)} is not): nothing to gain."
+        return f"Only {_ms(exposed_s)} are exposed, too little to gain anything."
     late_s, who = _straggler(timelines[0], overlap, skew)
     cap, gain_s = model.best_cap()
     is_compressible = _is_compressible(timelines[0], overlap)

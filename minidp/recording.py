@@ -7,6 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from ._chrome_trace import chrome_trace
 from ._collectives import gather_bytes, gather_integers, meet
 from ._groups import exchange_device
@@ -14,6 +16,7 @@ from ._picture import draw
 from ._skew import compare_clocks
 from ._stopwatch import KEEP_STEPS, Stopwatch
 from ._timeline import Timeline, from_json, to_json
+from .attachment import Attachment, attached_to
 from .data_parallel import DataParallel
 from .errors import CollectiveError, explain
 from .report import report
@@ -168,6 +171,10 @@ def _not_ours(model: object) -> str:
         hint = "this is a compiled one: pass the DataParallel that was compiled"
     elif isinstance(getattr(model, "module", None), DataParallel):
         hint = "pass its .module"
+    elif isinstance(model, nn.Module) and attached_to(model) is not None:
+        hint = "pass .data_parallel of what minidp.attach() gave"
+    elif isinstance(model, Attachment):
+        hint = "pass its .data_parallel"
     return (
         f"record() needs a minidp.DataParallel, but got {kind.__module__}."
         f"{kind.__qualname__}. What to do: {hint}."

@@ -121,7 +121,11 @@ def _split(overlap: Overlap) -> str:
     hides = f"hides {_ms(one.hidden_s)} ms of communication"
     late = f"of hidden and exposed, {_ms(one.late_s)} ms are waiting for slower ranks"
     rows = [
-        ("forward", one.forward_s, "the broadcast of module buffers, if any, included"),
+        (
+            "forward",
+            one.forward_s,
+            "with collectives of its own (module buffers, SyncBatchNorm)",
+        ),
         ("backward", one.backward_s, hides),
         ("exposed communication", one.exposed_s, late if one.late_s else ""),
         ("copying averages out", one.finish_s, ""),

@@ -188,7 +188,7 @@ def test_one_rank_has_nothing_to_gain():
 
 def test_hidden_communication_has_nothing_to_gain():
     text = advice_for(timeline([step(0, [(12, 12, 20, 31), (21, 21, 30.5, 31)])]))
-    assert text == "Communication is hidden (0.5 ms is not): nothing to gain."
+    assert text == "Only 0.5 ms are exposed, too little to gain anything."
 
 
 def test_smaller_buckets_are_advised_and_the_gain_is_right():

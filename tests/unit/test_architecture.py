@@ -151,6 +151,7 @@ IMPORTS: dict[str, set[str]] = {
         "_skew",
         "_stopwatch",
         "_timeline",
+        "attachment",
         "data_parallel",
         "errors",
         "report",
