@@ -12,7 +12,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import random
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _TESTS = Path(__file__).parent
 _MARKER_OF_FOLDER = {"distributed": "dist", "fault": "fault", "native": "native"}
 _POOL = pytest.StashKey[Pool]()
+_COSTS = pytest.StashKey[list[str]]()
 
 # No profile has a deadline: an example may start or restart rank processes, and this
 # suite never fails because a machine is slow.
@@ -103,14 +104,31 @@ def lone_group() -> Iterator[dist.ProcessGroup]:
         yield world
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A process of pytest-xdist hands what its pool cost to the one that prints."""
+    ranks = session.config.stash.get(_POOL, None)
+    if ranks is not None and hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["pool costs"] = _costs(ranks)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    costs = getattr(node, "workeroutput", {}).get("pool costs", [])
+    node.config.stash.setdefault(_COSTS, []).extend(costs)
+
+
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     """Say what the pool cost, so that a slow job or a restart per test shows."""
     ranks = config.stash.get(_POOL, None)
-    if ranks is None:
-        return
-    terminalreporter.write_line(f"rank pool: {ranks.statistics()}")
-    if terminalreporter.verbosity > 0:
-        for reason in ranks.statistics().restart_reasons:
-            terminalreporter.write_line(f"rank pool restarted: {reason}")
+    costs = config.stash.get(_COSTS, []) if ranks is None else _costs(ranks)
+    for line in costs:
+        if "restarted" not in line or terminalreporter.verbosity > 0:
+            terminalreporter.write_line(line)
+
+
+def _costs(ranks: Pool) -> list[str]:
+    statistics = ranks.statistics()
+    restarts = [f"rank pool restarted: {why}" for why in statistics.restart_reasons]
+    return [f"rank pool: {statistics}", *restarts]

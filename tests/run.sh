@@ -40,9 +40,9 @@ stage_types() {
     "$PYTHON" -m mypy
 }
 
-run_pytest() {
-    "$PYTHON" -m pytest "$@"  # pytest fails by itself if it collects nothing
-}
+# Two at a time: many tests wait, for processes to start and for timeouts to pass. pytest
+# fails by itself if it collects nothing.
+run_pytest() { "$PYTHON" -m pytest --numprocesses 2 --dist worksteal "$@"; }
 
 # Everything twice: with the reference in Python, and with the native extension.
 python_mode() { MINIDP_NATIVE=0 run_pytest "$@"; }

@@ -172,7 +172,7 @@ STRICTER_THAN_TORCH = [
     (Scale, {"process_group": "world"}, TypeError, TypeError),
     (Scale, {"bucket_cap_mb_list": [-1]}, ValueError, TypeError),
     (Scale, {"bucket_cap_mb": "25"}, TypeError, ValueError),  # "25" * 2**20
-    (Scale, {"mixed_precision": object()}, TypeError, AttributeError),
+    (Scale, {"mixed_precision": "bf16"}, TypeError, AttributeError),
     (Scale, {"mixed_precision": torch.bfloat16}, TypeError, AttributeError),
     (
         Scale,

@@ -15,11 +15,11 @@ def three():
     return [nn.Parameter(torch.ones(1)) for _ in range(3)]
 
 
-class Nonsense:
+class LooksLikeOne:
     param_groups = ()
 
 
-@pytest.mark.parametrize("given", [None, "sgd", Nonsense(), torch.optim.SGD], ids=str)
+@pytest.mark.parametrize("given", [None, "sgd", LooksLikeOne(), torch.optim.SGD])
 def test_what_is_no_optimizer(given):
     with pytest.raises(TypeError, match=r"needs a torch.optim.Optimizer, but got "):
         StepInBackward(given, Excuses(0))
