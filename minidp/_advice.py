@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ._analysis import Overlap, backward_of, network_of
 from ._schedule import Backward, Network, capped_groups, lower_bound, play
 from ._skew import BACKWARD, FORWARD, Skew
-from ._timeline import Timeline
+from ._timeline import AUTO, AUTO_TRIES, Timeline
 
 MIB = 2**20
 CAPS_MB = (0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100)  # to choose from
@@ -29,6 +29,8 @@ class Model:
         backward: the typical one.
         groups: the recorded layout, positions in ready order.
         network: what the collectives showed.
+        is_one_size: all buckets are of one size, which does not tell what a message
+            costs by itself.
         step_s: the measured step.
         exposed_s: of it, communication that nothing hides.
     """
@@ -36,6 +38,7 @@ class Model:
     backward: Backward
     groups: Sequence[Sequence[int]]
     network: Network
+    is_one_size: bool
     step_s: float
     exposed_s: float
 
@@ -94,7 +97,12 @@ def model_of(timelines: Sequence[Timeline], overlap: Overlap) -> Model | None:
     left = set(position.values()) - {k for group in groups for k in group}
     groups += [[k] for k in sorted(left)]  # buckets that did not travel
     typical = overlap.typical
-    return Model(backward, groups, network, typical.seconds, typical.exposed_s)
+    is_one_size = len({step.layout for step in timeline.steps}) == 1 and (
+        len(set(overlap.dense_bytes) - {0}) == 1
+    )
+    return Model(
+        backward, groups, network, is_one_size, typical.seconds, typical.exposed_s
+    )
 
 
 def advise(
@@ -109,37 +117,93 @@ def advise(
         return "There is one rank: nothing is sent, nothing to gain."
     if model is None:
         return "Nothing travelled in the recorded steps: record synchronised backwards."
+    if timelines[0].where.layout_by == AUTO_TRIES:
+        return (
+            'bucket_cap_mb="auto" is still trying layouts: record when it has logged '
+            "its choice."
+        )
     worth = WORTH * step_s
     if exposed_s < worth:
         return f"Only {_ms(exposed_s)} are exposed, too little to gain anything."
+    best = _Best.of(timelines[0], overlap, model)
     late_s, who = _straggler(timelines[0], overlap, skew)
-    cap, gain_s = model.best_cap()
-    is_compressible = _is_compressible(timelines[0], overlap)
-    half_s = model.gain_of_half() if is_compressible else 0.0
-    if late_s >= max(worth, gain_s):
+    if late_s >= max(worth, best.cap_gain_s):
         return f"{who}; {_predicted(step_s, late_s)}."
-    if gain_s >= max(worth, 0.5 * half_s):
-        return f'Use bucket_cap_mb={cap:g} (or "auto"): {_predicted(step_s, gain_s)}.'
-    if half_s >= worth:
+    waiting_s = _exposed_waiting(overlap)
+    if waiting_s >= max(worth, 0.5 * exposed_s):
         return (
-            "The link is the limit, not the layout: model.register_comm_hook(None, "
-            "minidp.comm_hooks.fp16_compress_hook) sends half the bytes; "
-            f"{_predicted(step_s, half_s)}, less what the casts take"
-            f"{_shared(timelines)}."
+            f"Ranks wait {_ms(waiting_s)} for each other after the backward, and none "
+            "is late in most steps: look for other load on the machines, or inputs of "
+            f"unequal length; {_predicted(step_s, waiting_s)} at best."
         )
-    late_s = min(overlap.typical.late_s, exposed_s)
-    if late_s >= max(worth, 0.5 * exposed_s):
+    return best.words(timelines, overlap, worth)
+
+
+@dataclass(frozen=True)
+class _Best:
+    """What the model says of buckets and bytes; gains in seconds per step."""
+
+    cap_mb: float
+    cap_gain_s: float  # 0 where "auto" has measured instead
+    is_sure: bool  # that small messages are as quick, by the byte, as they seem
+    half_gain_s: float  # of half the bytes; 0 where they may be halved already
+
+    @classmethod
+    def of(cls, timeline: Timeline, overlap: Overlap, model: Model) -> _Best:
+        cap_mb, gain_s = model.best_cap()
+        if timeline.where.layout_by == AUTO:
+            gain_s = 0.0
+        is_compressible = _is_compressible(timeline, overlap)
+        half_s = model.gain_of_half() if is_compressible else 0.0
+        return cls(cap_mb, gain_s, not model.is_one_size, half_s)
+
+    def words(
+        self, timelines: Sequence[Timeline], overlap: Overlap, worth: float
+    ) -> str:
+        """The one to take, if it is worth it and not lost in how steps differ."""
+        step_s, exposed_s = overlap.typical.seconds, overlap.typical.exposed_s
+        least, most = overlap.spread_s
+        takes_cap = self.cap_gain_s >= max(worth, 0.5 * self.half_gain_s)
+        gain_s = self.cap_gain_s if takes_cap else self.half_gain_s
+        cap = f"bucket_cap_mb={self.cap_mb:g}"
+        if worth <= gain_s < (most - least) / 2:
+            what = (
+                f'{cap} (or "auto", which measures)' if takes_cap else "half the bytes"
+            )
+            return (
+                f"Nothing is sure to gain: {what} is {_predicted(step_s, gain_s)}, and "
+                f"steps differ by more (p10 {_ms(least)}, p90 {_ms(most)})."
+            )
+        if takes_cap and self.is_sure:
+            return f'Use {cap} (or "auto"): {_predicted(step_s, gain_s)}.'
+        if takes_cap:
+            return (
+                f'Try bucket_cap_mb="auto", or {cap}: {_predicted(step_s, gain_s)}, if '
+                "small buckets are as fast, by the byte, as these, which are all of "
+                "one size."
+            )
+        if gain_s >= worth:
+            return (
+                "The link is the limit, not the layout: model.register_comm_hook(None, "
+                "minidp.comm_hooks.fp16_compress_hook) sends half the bytes; "
+                f"{_predicted(step_s, gain_s)}, less what the casts take"
+                f"{_shared(timelines)}."
+            )
+        of_two = _ms(step_s - exposed_s / 2)
         return (
-            f"Ranks wait up to {_ms(late_s)} for each other, and none is late in most "
-            "steps: look for other load on the machines, or inputs of unequal length; "
-            f"{_predicted(step_s, late_s)} at best."
+            f"{_ms(exposed_s)} are exposed, and no bucket size would change that: do "
+            "more per step, with larger batches, or with no_sync() for all but the "
+            f"last of several backwards: of two, predicted {of_two} for each instead "
+            f"of {_ms(step_s)}."
         )
-    return (
-        f"{_ms(exposed_s)} are exposed, and no bucket size would change that: do more "
-        "per step, with larger batches, or with no_sync() for all but the last of "
-        f"several backwards: of two, predicted {_ms(step_s - exposed_s / 2)} for each "
-        f"instead of {_ms(step_s)}."
-    )
+
+
+def _exposed_waiting(overlap: Overlap) -> float:
+    """Seconds of a step that a bucket waits for slower ranks after the backward.
+
+    A bucket's waiting comes before its bytes, and what is hidden before what is not.
+    """
+    return sum(max(0.0, one.late_s - one.hidden_s) for one in overlap.typical.buckets)
 
 
 def _straggler(
@@ -194,12 +258,16 @@ def _is_compressible(timeline: Timeline, overlap: Overlap) -> bool:
 
 def layers_of(timeline: Timeline, members: Sequence[int]) -> str:
     """The modules of some parameters: the first and the last, in registration order."""
-    modules = [
-        timeline.params[i].name.rpartition(".")[0] or timeline.params[i].name
-        for i in sorted(members)
-    ]
-    first, last = modules[0], modules[-1]
+    first, last = (
+        _layer(timeline.params[i].name) for i in (min(members), max(members))
+    )
     return first if first == last else f"{first} to {last}"
+
+
+def _layer(param: str) -> str:
+    """Its module; not of a child of an nn.Sequential, whose number says little."""
+    module = param.rpartition(".")[0]
+    return param if not module or module.isdecimal() else module
 
 
 def _predicted(step_s: float, gain_s: float) -> str:

@@ -26,6 +26,7 @@ from ._skew import common_steps, last_launches, offset_of
 from ._timeline import BucketTimes, Span, Step, Timeline
 
 Interval = tuple[int, int]  # ns
+Spread = tuple[float, float]  # p10, p90 over steps
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,8 @@ class Overlap:
     num_steps: int
     step: int  # number among the steps in common; the same on all ranks
     typical: StepOverlap
-    p10_s: float  # of the whole step
-    p90_s: float
+    spread_s: Spread  # of the whole step
+    exposed_spread_s: Spread
     members: tuple[tuple[int, ...], ...]  # parameter indices, of `typical.buckets`
     nbytes: tuple[int, ...]  # of the same buckets
     dense_bytes: tuple[int, ...]  # ... 0 where the gradient is sparse
@@ -238,24 +239,25 @@ def _of_rank(
         replace(bucket, first_s=_first_s(timeline, steps, bucket))
         for bucket in typical.buckets
     )
-    seconds = sorted(one.seconds for one in found)
-    tenths = (
-        quantiles(seconds, n=10, method="inclusive")
-        if len(seconds) > 1
-        else seconds * 9
-    )
     numbers = [bucket.number for bucket in buckets]
     return Overlap(
         rank=timeline.where.rank,
         num_steps=len(steps),
         step=number,
         typical=replace(typical, buckets=buckets),
-        p10_s=tenths[0],
-        p90_s=tenths[-1],
+        spread_s=_spread([one.seconds for one in found]),
+        exposed_spread_s=_spread([one.exposed_s for one in found]),
         members=tuple(timeline.members(steps[-1], each) for each in numbers),
         nbytes=tuple(timeline.nbytes(steps[-1], each) for each in numbers),
         dense_bytes=tuple(timeline.dense_bytes(steps[-1], each) for each in numbers),
     )
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    tenths = (
+        quantiles(values, n=10, method="inclusive") if len(values) > 1 else [*values]
+    )
+    return tenths[0], tenths[-1]
 
 
 def _first_s(

@@ -25,6 +25,7 @@ from ._groups import is_group
 from ._network import messages_of
 from ._rebuild import ReadyOrder, layout_after
 from ._saved_layout import to_plain
+from ._timeline import AUTO, AUTO_TRIES
 from ._tuning import NUM_TRIALS, Choice, Sample, Search
 from .trace import Moment, StepPhase
 
@@ -72,6 +73,13 @@ class Tuner(ReadyOrder):
     def is_settled(self) -> bool:
         """Whether this layout stays."""
         return self._starts_rebuilt or self._trial >= NUM_TRIALS
+
+    @property
+    def layout_by(self) -> str:
+        """See `ReadyOrder`."""
+        if self._starts_rebuilt:
+            return ""
+        return AUTO if self.is_settled else AUTO_TRIES
 
     @property
     def is_due(self) -> bool:

@@ -28,6 +28,11 @@ class ReadyOrder:
         self._order: list[int] | None = None
 
     @property
+    def layout_by(self) -> str:
+        """Who chooses the buckets, for `_timeline.Where`; "": the caps."""
+        return ""
+
+    @property
     def is_due(self) -> bool:
         """Whether the next forward rebuilds; the same on all ranks."""
         return self._order is not None

@@ -322,6 +322,7 @@ def where_of(reducer: Reducer) -> Where:
         host=_host(),
         versions=_versions(),
         comm_hook="" if hook is None else hook.name,
+        layout_by=reducer.ready_order.layout_by,
     )
 
 

@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 KIND = "minidp timeline"
-VERSION = 2
+VERSION = 3
+AUTO, AUTO_TRIES = "auto", "auto, still trying"  # of `Where.layout_by`
 _REMEDY = "Pass a file that Recording.save() of this version of minidp wrote."
 
 Item = TypeVar("Item")
@@ -138,6 +139,7 @@ class Where:
     host: str  # equal for ranks that share a clock
     versions: Mapping[str, str] = field(default_factory=dict)
     comm_hook: str = ""  # its name; buckets then need not travel as they are
+    layout_by: str = ""  # who chooses buckets where caps do not: `AUTO`, `AUTO_TRIES`
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -266,7 +268,7 @@ def _where(value: Any, at: str) -> Where:
     versions = _get(value, "versions", at, dict)
     if not all(isinstance(version, str) for version in versions.values()):
         raise ValueError(f"{at}.versions must be strings")
-    names = ("backend", "device", "host", "comm_hook")
+    names = ("backend", "device", "host", "comm_hook", "layout_by")
     texts = {name: _get(value, name, at, str) for name in names}
     numbers = {name: _get(value, name, at, int) for name in ("rank", "world_size")}
     return _made(at, Where, versions=versions, **texts, **numbers)

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ._advice import MIB, WORTH, Model, advise, layers_of, model_of
-from ._analysis import BucketOverlap, Overlap, overlaps_of
-from ._skew import BACKWARD, FORWARD, Skew, aligned, skew_of
-from ._timeline import Timeline
+from ._analysis import BucketOverlap, Overlap, Spread, overlaps_of
+from ._skew import BACKWARD, FORWARD, Skew, aligned, common_steps, skew_of
+from ._timeline import AUTO, AUTO_TRIES, Timeline
 
 MAX_ROWS = 40  # of a table
 MAX_COLUMNS = 8  # of ranks
+SHOWN = 0.05e-3  # s; less would be printed as 0.0 ms
 FEW = 10  # steps; among fewer, none is typical
+_CHOICE = {
+    AUTO: '; bucket_cap_mb="auto" chose the buckets',
+    AUTO_TRIES: '; bucket_cap_mb="auto" is still trying buckets',
+}
 _NO_STEPS = (
     "No complete step was recorded{dropped}. A step is a forward of the DataParallel, "
     "its backward outside no_sync(), and what follows until the next forward. What to "
@@ -62,10 +67,13 @@ def _header(ranks: Sequence[Timeline], overlap: Overlap) -> str:
     versions = ", ".join(f"{name} {v}" for name, v in where.versions.items())
     hook = f"; comm hook {where.comm_hook}" if where.comm_hook else ""
     count = f"{overlap.num_steps} step{'s' if overlap.num_steps > 1 else ''}"
+    step = common_steps(ranks)[overlap.step][0]
     few = "; too few to be sure: record a few dozen" * (overlap.num_steps < FEW)
     return (
-        f"{of}; {where.backend} on {where.device}; {versions}{hook}\n"
-        f"the typical one of {count} with the same buckets, on rank {overlap.rank}"
+        f"{of}; {where.backend} on {where.device}; {versions}{hook}"
+        f"{_CHOICE.get(where.layout_by, '')}\n"
+        f"the typical one (step {step.number}) of {count} with the same buckets, on "
+        f"rank {overlap.rank}"
         f"{', which waits most' if len(ranks) > 1 else ''}{few}"
     )
 
@@ -86,8 +94,9 @@ def _verdict(timeline: Timeline, overlap: Overlap) -> str:
         return "Is communication hidden? There is none."
     share = one.exposed_s / one.seconds
     first = (
-        f"Is communication hidden? {one.hidden_s / total:.0%} of {_ms(total)} ms per "
-        f"step; {_ms(one.exposed_s)} ms are exposed, {share:.0%} of the step."
+        f"Is communication hidden? {one.hidden_s / total:.0%} of the gradients' "
+        f"{_ms(total)} ms per step; {_ms(one.exposed_s)} ms are exposed "
+        f"({_spread(overlap.exposed_spread_s)}), {share:.0%} of the step."
     )
     if share < WORTH:
         return first
@@ -101,18 +110,18 @@ def _verdict(timeline: Timeline, overlap: Overlap) -> str:
 
 
 def _cause(bucket: BucketOverlap, backward_s: float) -> str:
-    longest = max(bucket.late_s, bucket.queued_s, bucket.wire_s)
-    if bucket.late_s == longest:
-        return f"a slower rank launches it {_ms(bucket.late_s)} ms later"
-    if bucket.queued_s == longest:
-        return (
-            f"it waits {_ms(bucket.queued_s)} ms while the buckets before it are on "
-            "the wire"
-        )
+    """From its last gradient until it is done, in order."""
     left_s = max(0.0, backward_s - bucket.full_s)
+    spans = [
+        (bucket.waited_s - bucket.queued_s, "until it is launched"),
+        (bucket.queued_s, "behind the buckets before it"),
+        (bucket.late_s, "until the slowest rank launches it"),
+        (bucket.wire_s, "on the wire"),
+    ]
+    then = [f"{_ms(seconds)} ms {what}" for seconds, what in spans if seconds >= SHOWN]
     return (
-        f"its last gradient comes {_ms(left_s)} ms before the backward ends, and it "
-        f"takes {_ms(bucket.wire_s)} ms"
+        f"its last gradient comes {_ms(left_s)} ms before the backward ends; then "
+        f"{', '.join(then)}"
     )
 
 
@@ -132,10 +141,7 @@ def _split(overlap: Overlap) -> str:
         ("optimizer", one.optimizer_s, ""),
         ("everything else", one.other_s, "data, loss, zero_grad, no_sync backwards"),
     ]
-    lines = [
-        f"One step: {_ms(one.seconds)} ms (p10 {_ms(overlap.p10_s)}, "
-        f"p90 {_ms(overlap.p90_s)})"
-    ]
+    lines = [f"One step: {_ms(one.seconds)} ms ({_spread(overlap.spread_s)})"]
     for name, seconds, note in rows:
         share = seconds / one.seconds if one.seconds else 0.0
         line = f"  {name:<21} {_ms(seconds):>8} ms {share:>4.0%}   {note}"
@@ -193,10 +199,15 @@ def _network(timeline: Timeline, overlap: Overlap, model: Model) -> str:
     fitted = model.network
     ratio = overlap.typical.seconds / model.bound_s
     hook = "; of the gradients' bytes: the comm hook may send others"
+    takes, unknown = f"{fitted.latency_s * 1e3:.2g} ms + ", ""
+    if model.is_one_size:
+        takes, unknown = (
+            "",
+            "; all are of one size, so what each costs by itself is in it",
+        )
     return (
-        f"Bus bandwidth: {_bandwidth(achieved)} achieved; a bucket takes "
-        f"{fitted.latency_s * 1e3:.2g} ms + its bytes at "
-        f"{_bandwidth(fitted.bytes_per_s * on_bus)}"
+        f"Bus bandwidth: {_bandwidth(achieved)} achieved; a bucket takes {takes}its "
+        f"bytes at {_bandwidth(fitted.bytes_per_s * on_bus)}{unknown}"
         f"{hook if timeline.where.comm_hook else ''}\n"
         f"Lower bound: {_ms(model.bound_s)} ms per step, if each byte left as soon as "
         f"it is there; this is {ratio:.2f} times that"
@@ -251,6 +262,10 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
             cells[-1] = row[-1]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def _spread(spread_s: Spread) -> str:
+    return f"p10 {_ms(spread_s[0])}, p90 {_ms(spread_s[1])}"
 
 
 def _ms(seconds: float) -> str:

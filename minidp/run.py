@@ -47,6 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="at exit, say what of the communication was hidden (minidp report)",
     )
     parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="--report, and keep what was recorded, for minidp report FILE (of several "
+        "models the first; of the others FILE with .2, .3 and so on)",
+    )
+    parser.add_argument(
         "--compare",
         action="store_true",
         help="run the script on torch's DDP first, then on minidp; say whether final "
@@ -70,14 +77,18 @@ def main(options: argparse.Namespace) -> int:
     # To look for a module imports the packages around it.
     with nullcontext() if options.torch else swapped():
         problem = script.problem()
+    # The script may go to another folder.
+    saves = None if options.save is None else options.save.absolute()
+    problem = problem or _why_not_saved(saves)
     if problem:
         _say_once(f"minidp run: {problem}.")
         return 2
     if options.torch:
         die_with_parent()
         return _on_torch(script, options.torch)
+    reports = options.report or saves is not None
     if not options.compare:
-        return _on_minidp(script, Session(script, reports=options.report))
+        return _on_minidp(script, Session(script, reports, saves))
     with tempfile.TemporaryDirectory(prefix="minidp-compare-") as folder:
         path = Path(folder, "torch.pt")
         status = _start_on_torch(script, path)
@@ -85,11 +96,19 @@ def main(options: argparse.Namespace) -> int:
             say("minidp run: the script failed on torch's DDP, so nothing is compared.")
             return status or 1
         observer = Observer()
-        session = Session(script, reports=options.report, observer=observer)
+        session = Session(script, reports, saves, observer)
         seed(_from_environment("RANK", 0))
         status = _on_minidp(script, session)
         ours, torchs = observer.outcome(), Outcome.load(path)
     return status or _tell_difference(torchs, ours)
+
+
+def _why_not_saved(path: Path | None) -> str:
+    """What is to be said before hours of training, not after."""
+    if path is None or (path.parent.is_dir() and not path.is_dir()):
+        return ""
+    why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+    return f"--save {path}: {why}"
 
 
 # ------------------------------------------------------------------------- on minidp
@@ -119,6 +138,7 @@ class Session:
 
     script: Script
     reports: bool = False
+    saves: Path | None = None
     observer: Observer | None = None
     reached_children: bool = False
     sizes: list[int] = field(default_factory=list)  # of the models' process groups
@@ -207,6 +227,9 @@ class Session:
         for number, timelines in enumerate(_exchange(mine)):
             title = f"model {number + 1} of {len(mine)}" if len(mine) > 1 else "report"
             say(f"minidp run: {title}\n{report(timelines)}")
+            if self.saves is not None:
+                name = self.saves.name + (f".{number + 1}" if number else "")
+                self.saves.with_name(name).write_text(to_json(timelines))
 
 
 def _exchange(mine: list[Timeline]) -> list[list[Timeline]]:

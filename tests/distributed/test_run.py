@@ -20,6 +20,8 @@ import minidp
 from minidp import _compare, run
 from minidp._compare import Outcome, compare
 from minidp._script import Script
+from minidp._timeline import from_json
+from minidp.report import report
 
 TUTORIAL = '''
 """Toy training, as in the tutorial."""
@@ -111,7 +113,8 @@ def test_a_tutorial_has_torchs_weights_and_a_report(tmp_path, script):
     assert plain.returncode == 0, plain.stderr
     torchs = torch.load(out)
     assert "minidp" not in Path(out + ".kind").read_text()
-    words = ("-m", "minidp.run", "--compare", "--report", "-m", "tutorial")
+    kept = tmp_path / "steps.json"
+    words = ("-m", "minidp.run", "--compare", "--save", str(kept), "-m", "tutorial")
     ours = torchrun(*words, "--out", out, cwd=tmp_path)
     assert ours.returncode == 0, ours.stderr
     assert "'minidp.DataParallel'" in Path(out + ".kind").read_text()
@@ -123,6 +126,7 @@ def test_a_tutorial_has_torchs_weights_and_a_report(tmp_path, script):
     assert err.count("weights   identical, bit for bit (1 model, 9 tensors") == 1
     assert "ranks 0, 1 of 2; gloo on cpu" in err
     assert "Is communication hidden?" in err
+    assert report(from_json(kept.read_text())) in err
 
 
 def test_another_result_is_found(tmp_path, script):
@@ -320,9 +324,22 @@ for _ in range(3):
 def test_models_that_a_script_drops_are_let_go(tmp_path, capsys, lone_group):
     path = tmp_path / "train.py"
     path.write_text(DROPS)
-    status, err = ran(capsys, "--report", str(path))
+    status, err = ran(capsys, "--save", str(tmp_path / "steps"), str(path))
     assert status == 0
     assert "model 3 of 3" in err
+    for name in ("steps", "steps.2", "steps.3"):
+        assert len(from_json((tmp_path / name).read_text())) == 1
+
+
+def test_nothing_runs_if_it_could_not_be_saved(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("raise AssertionError")
+    status, err = ran(capsys, "--save", str(tmp_path / "none" / "steps"), str(path))
+    assert status == 2
+    assert f"steps: there is no folder {tmp_path / 'none'}" in err
+    status, err = ran(capsys, "--save", str(tmp_path), str(path))
+    assert status == 2
+    assert "it is a folder" in err
 
 
 AS_PYTHON = """

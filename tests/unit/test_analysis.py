@@ -16,6 +16,8 @@ from minidp._analysis import (
 )
 from minidp._schedule import Network
 from minidp._skew import aligned, skew_of
+from minidp._timeline import AUTO, AUTO_TRIES
+from minidp.report import report
 from tests.support.timelines import MS, step, timeline
 
 # Backward from 10 to 30 ms.
@@ -177,7 +179,7 @@ def test_one_rank_has_no_network():
 
 def advice_for(*timelines):
     ranks = aligned(timelines)
-    first = overlaps_of(ranks)[0]
+    first = max(overlaps_of(ranks), key=lambda one: one.typical.exposed_s)
     return advise(ranks, first, model_of(ranks, first), skew_of(ranks))
 
 
@@ -191,15 +193,58 @@ def test_hidden_communication_has_nothing_to_gain():
     assert text == "Only 0.5 ms are exposed, too little to gain anything."
 
 
+# Ten gradients of 1 MiB, one every 2 ms; 4 ms for each MiB.
+READY = [12 + 2 * (9 - i) for i in range(10)]
+
+
+def first_and_rest(number=0, later=0):
+    """The first gradient alone in a bucket; takes ``later`` ms longer."""
+    buckets = [(12, 12, 16, 16), (30, 30, 66, 66)]
+    end = 76 + later
+    return step(number, buckets, at=200 * number, ready=READY, end=end, optimizers=[])
+
+
+def in_two_buckets(steps):
+    return timeline(steps, members=[(9,), tuple(range(9))])
+
+
 def test_smaller_buckets_are_advised_and_the_gain_is_right():
-    # Ten gradients of 1 MiB, one every 2 ms; 4 ms for each MiB; all in one bucket.
-    ready = [12 + 2 * (9 - i) for i in range(10)]
-    one = step(0, [(30, 30, 70, 70)], ready=ready, end=80, optimizers=[])
-    text = advice_for(timeline([one], members=[tuple(range(10))]))
-    # One bucket for each: from 12 ms on the wire, done at 52 ms instead of 70.
-    assert text == (
-        'Use bucket_cap_mb=1 (or "auto"): predicted 62 ms instead of 80 ms per step.'
+    # One bucket for each: from 12 ms on the wire, done at 52 ms instead of 66.
+    assert advice_for(in_two_buckets([first_and_rest()])) == (
+        'Use bucket_cap_mb=1 (or "auto"): predicted 62 ms instead of 76 ms per step.'
     )
+
+
+def test_one_size_does_not_tell_what_small_buckets_cost():
+    one = step(0, [(30, 30, 70, 70)], ready=READY, end=80, optimizers=[])
+    text = advice_for(timeline([one], members=[tuple(range(10))]))
+    assert text.startswith(
+        'Try bucket_cap_mb="auto", or bucket_cap_mb=1: predicted 62 ms instead of 80 '
+        "ms per step, if small buckets are as fast"
+    )
+
+
+def test_what_is_lost_in_the_noise_is_not_advised():
+    steps = [first_and_rest(n, later) for n, later in enumerate((-4, -2, 0, 2, 4))]
+    assert advice_for(in_two_buckets(steps)).startswith("Use bucket_cap_mb=1 ")
+    steps = [first_and_rest(n, later) for n, later in enumerate((-9, -9, 0, 60, 60))]
+    assert advice_for(in_two_buckets(steps)) == (
+        'Nothing is sure to gain: bucket_cap_mb=1 (or "auto", which measures) is '
+        "predicted 62 ms instead of 76 ms per step, and steps differ by more (p10 67 "
+        "ms, p90 136 ms)."
+    )
+
+
+def test_auto_is_not_told_what_it_has_measured():
+    plain = in_two_buckets([first_and_rest()])
+
+    def by(choice):
+        return replace(plain, where=replace(plain.where, layout_by=choice))
+
+    assert "bucket_cap_mb" not in advice_for(by(AUTO))
+    assert "record when it has logged" in advice_for(by(AUTO_TRIES))
+    assert 'bucket_cap_mb="auto" chose the buckets' in report([by(AUTO)])
+    assert 'bucket_cap_mb="auto" is still trying' in report([by(AUTO_TRIES)])
 
 
 def test_compression_is_advised_where_the_link_is_the_limit():
@@ -259,6 +304,32 @@ def test_the_straggler_is_named_with_its_layers():
     )
 
 
+def test_waiting_comes_before_buckets_where_it_is_most_of_what_is_exposed():
+    # The ranks take turns: in each step another one comes 30 ms late to the end.
+    ranks = []
+    for rank in range(2):
+        steps = []
+        for number in range(8):
+            launched = 60 if number % 2 == rank else 30
+            buckets = [(12, 12, 16, 16), (launched, launched, 75, 75)]
+            steps.append(
+                step(
+                    number,
+                    buckets,
+                    at=100 * number,
+                    backward=(10, launched),
+                    end=90,
+                    optimizers=[],
+                )
+            )
+        ranks.append(timeline(steps, rank=rank))
+    text = advice_for(*ranks)
+    assert text.startswith("Ranks wait 30 ms for each other after the backward, and")
+    assert text.endswith(
+        "unequal length; predicted 60 ms instead of 90 ms per step at best."
+    )
+
+
 def test_nobody_is_blamed_for_a_millisecond():
     assert "Rank" not in advice_for(*straggling(1))
 
@@ -267,3 +338,23 @@ def test_layers_are_named_from_the_first_to_the_last():
     one = timeline([step(0, [TWO[0]])], members=[(0, 1, 2)])
     assert layers_of(one, (2, 1)) == "layers.1 to layers.2"
     assert layers_of(one, (2,)) == "layers.2"
+
+
+def test_children_of_a_sequential_are_not_mere_numbers():
+    names = ("0.weight", "0.bias", "3.weight", "scale")
+    one = timeline([step(0, [TWO[0]])], members=[(0, 1, 2, 3)])
+    params = [replace(p, name=name) for p, name in zip(one.params, names, strict=True)]
+    one = replace(one, params=tuple(params))
+    assert layers_of(one, (0, 1, 2)) == "0.weight to 3.weight"
+    assert layers_of(one, (3,)) == "scale"
+
+
+def test_the_reasons_add_up():
+    """From the last gradient on: 40 + 4 ms, of which 1 ms is in the backward."""
+    assert (
+        "Is communication hidden? 7% of the gradients' 46.0 ms per step; 43.0 ms are "
+        "exposed (p10 43.0, p90 43.0), 43% of the step.\n"
+        "Why? 43.0 ms of them are bucket 1 (layers.0): its last gradient comes 1.0 ms "
+        "before the backward ends; then 40.0 ms until the slowest rank launches it, "
+        "4.0 ms on the wire.\n"
+    ) in report(straggling(40))

@@ -267,6 +267,7 @@ IMPORTS: dict[str, set[str]] = {
         "_network",
         "_rebuild",
         "_saved_layout",
+        "_timeline",
         "_tuning",
         "trace",
     },
