@@ -37,7 +37,7 @@ from support.report import (
 )
 from support.scale import Assumptions, Point, Sweep, scale_table, sweep
 from support.scale_chart import draw_scale
-from support.simulation import RECORDED_JITTER, words
+from support.simulation import RECORDED_JITTER
 from support.validation import (
     LIMIT,
     SMOKE_WORK,
@@ -64,20 +64,20 @@ def validate(args: argparse.Namespace, console: Console) -> list[Validation]:
     links = [None] if reason else [Link(gbit) for gbit in args.gbit]
     work = SMOKE_WORK if args.smoke else WORK
     found: list[Validation] = []
-    networks: list[str] = []
+    machines: list[str] = []
     sizes = sorted({2, *args.world_sizes})
     with progress(0, "real ranks", len(links) * len(sizes)) as advance:
         for link in links:
-            place, network = str(link or "loopback"), None
+            place, machine = str(link or "loopback"), None
             for world_size in sizes:
                 trial = Trial(work, tuple(args.caps), args.steps, args.jitter)
                 measured = run_ranks(validate_on_rank, world_size, trial, link=link)
-                if network is None:  # of two ranks: it predicts all other numbers
-                    network = measured.network
-                    networks.append(f"{place}: all-reduce of 2 ranks {words(network)}")
-                found += measured.rows(place, world_size, network)
+                if machine is None:  # of two ranks: it predicts all other numbers
+                    machine = measured.machine
+                    machines.append(f"{place}: all-reduce of 2 ranks {machine}")
+                found += measured.rows(place, world_size, machine)
                 advance()
-    console.print(validation_table(found, work, networks), "")
+    console.print(validation_table(found, work, machines), "")
     return found
 
 

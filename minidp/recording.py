@@ -16,6 +16,7 @@ from ._picture import draw
 from ._skew import compare_clocks
 from ._stopwatch import KEEP_STEPS, Stopwatch
 from ._timeline import Timeline, from_json, to_json
+from ._watch import Watch
 from .attachment import Attachment, attached_to
 from .data_parallel import DataParallel
 from .errors import CollectiveError, explain
@@ -70,6 +71,7 @@ class Recording:
         self._gathered: tuple[Timeline, ...] = ()
         self._group: ProcessGroup = model.process_group
         self._device: torch.device = model._reducer.pipeline.specs[0].device
+        self._limit = model._reducer.pipeline.watch.limit
 
     def __enter__(self) -> Recording:
         """Begin.
@@ -104,11 +106,13 @@ class Recording:
             Itself, for ``rec.gather().report()``.
 
         Raises:
-            CollectiveError: not all ranks called it. What this rank recorded is kept.
+            CollectiveError: not all ranks called it within ``hang_timeout``. What this
+                rank recorded is kept.
         """
         self._stopwatch.timeline()  # what the device says is not about other ranks
         try:
-            self._gathered = self._of_all_ranks()
+            with Watch(self._group, self._limit).whole("gathering recordings"):
+                self._gathered = self._of_all_ranks()
         except RuntimeError as error:
             raise CollectiveError(_alone(self._group.rank(), error)) from error
         return self

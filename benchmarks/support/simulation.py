@@ -27,6 +27,7 @@ from minidp._schedule import Backward, Network, best_groups, lower_bound
 Groups = list[list[int]]
 Floats = NDArray[np.float64]
 NOTHING = Network(0.0, 1e30)  # what a collective of one rank costs
+FREE = 1e30  # bytes per second that are copied into and out of buckets
 
 # Seconds of a step over their median, at 0%, 5%, ... 100% of 72 steps of a transformer
 # on one rank, one thread, of two shared cores (the bare model in
@@ -196,16 +197,22 @@ class Pauses:
 
 
 def step_seconds(
-    work: Work, groups: Groups, cost: Network | Fastest, pauses: Pauses
+    work: Work,
+    groups: Groups,
+    cost: Network | Fastest,
+    pauses: Pauses,
+    copies: float = FREE,
 ) -> Floats:
     """Seconds of each step, until the last rank has its gradients; 1D.
 
     A gradient is late on a rank by the pause that came before it, so on all ranks by
-    the longest pause that came before it on any.
+    the longest pause that came before it on any. A bucket is copied together (at
+    ``copies`` bytes per second) before it leaves, and apart after the backward.
     """
     ready = np.asarray([max(work.backward.ready_s[k] for k in g) for g in groups])
     ready += work.forward_s
-    costs = [cost.seconds(sum(work.backward.nbytes[k] for k in g)) for g in groups]
+    sizes = [sum(work.backward.nbytes[k] for k in g) for g in groups]
+    costs = [(nbytes / copies, cost.seconds(nbytes)) for nbytes in sizes]
     order = np.argsort(pauses.moments, axis=1)
     moments = np.take_along_axis(pauses.moments, order, axis=1) * work.seconds
     lengths = np.take_along_axis(pauses.lengths, order, axis=1) * work.seconds
@@ -214,10 +221,11 @@ def step_seconds(
     for moment, so_far in zip(moments, longest, strict=True):
         before = np.searchsorted(moment, ready, side="left")
         late = np.where(before > 0, so_far[before - 1], 0.0)
-        free_s = 0.0
-        for full_s, seconds in zip(ready + late, costs, strict=True):
-            free_s = max(free_s, full_s) + seconds
-        steps.append(max(free_s, work.seconds + so_far[-1]))
+        free_s, out_s = 0.0, work.seconds + so_far[-1]
+        for full_s, (copy_s, wire_s) in zip(ready + late, costs, strict=True):
+            free_s = max(free_s, full_s + copy_s) + wire_s
+            out_s = max(out_s, free_s) + copy_s
+        steps.append(out_s)
     return np.asarray(steps)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -11,8 +12,8 @@ import torch.distributed as dist
 from rich.table import Table
 
 from minidp._schedule import Backward, Network
-from support.simulation import Pauses, Work, ring, step_seconds
-from support.waits import Timed, measure_network, measure_steps
+from support.simulation import Pauses, Work, ring, step_seconds, words
+from support.waits import Timed, measure_copies, measure_network, measure_steps
 
 LIMIT = 0.15  # of a predicted step's error
 
@@ -88,23 +89,51 @@ class Validation:
 
 
 @dataclass(frozen=True)
+class Machine:
+    """What is measured of two ranks, and predicts all other numbers.
+
+    Args:
+        network: of an all-reduce in a queue of them.
+        copies: bytes per second that each rank copies.
+    """
+
+    network: Network
+    copies: float
+
+    @classmethod
+    def of_two_ranks(cls) -> Machine:
+        """Collective; measured before any step is."""
+        return cls(measure_network(), measure_copies())
+
+    def __str__(self) -> str:
+        return f"{words(self.network)}; copies at {self.copies / 1e9:.2g} GB/s"
+
+    def costs(self, num_ranks: int) -> tuple[Network, float]:
+        """Of a ring of so many, and of copies where they share the cores."""
+        # A ring of two has two steps with half of the bytes each.
+        hop = Network(self.network.latency_s / 2, self.network.bytes_per_s)
+        share = min(1.0, max(2, os.cpu_count() or 1) / num_ranks)
+        return ring(num_ranks, hop), self.copies * share
+
+
+@dataclass(frozen=True)
 class OnRanks:
     """What rank 0 brings home."""
 
     trial: Trial
-    network: Network | None
+    machine: Machine | None
     timed: tuple[list[Timed], list[Timed]]  # without and with stragglers
 
-    def rows(self, place: str, num_ranks: int, network: Network) -> list[Validation]:
-        """Beside what is predicted from the network of two ranks."""
-        # A ring of two has two steps with half of the bytes each.
-        hop = Network(network.latency_s / 2, network.bytes_per_s)
-        cost = ring(num_ranks, hop)
+    def rows(self, place: str, num_ranks: int, machine: Machine) -> list[Validation]:
+        """Beside what is predicted from two ranks."""
+        cost, copies = machine.costs(num_ranks)
         rows = []
         every = zip(self.timed, self.trial.pauses(num_ranks), strict=True)
         for late, (timed, pauses) in enumerate(every):
             for each in timed:
-                predicted = step_seconds(self.trial.work, each.groups, cost, pauses)
+                predicted = step_seconds(
+                    self.trial.work, each.groups, cost, pauses, copies
+                )
                 rows.append(
                     Validation(
                         place,
@@ -122,25 +151,25 @@ class OnRanks:
 
 
 def validate_on_rank(trial: Trial) -> OnRanks:
-    """On every rank: fit the network if there are two ranks, then take steps."""
+    """On every rank: measure the machine if there are two, then take steps."""
     world_size = dist.get_world_size()
-    network = measure_network() if world_size == 2 else None
+    machine = Machine.of_two_ranks() if world_size == 2 else None
     without, late = (
         measure_steps(trial.work, list(trial.caps_mb), pauses)
         for pauses in trial.pauses(world_size)
     )
-    return OnRanks(trial, network, (without, late))
+    return OnRanks(trial, machine, (without, late))
 
 
 def validation_table(
-    rows: Sequence[Validation], work: Work, networks: Sequence[str]
+    rows: Sequence[Validation], work: Work, machines: Sequence[str]
 ) -> Table:
     """For printing."""
     title = (
         f"validation: measured steps beside predicted ones; {work.title}, forward "
         f"{1e3 * work.forward_s:.0f} ms, backward {1e3 * work.backward.end_s:.0f} ms\n"
         "computation replaced by timed waits; gradients, minidp, Gloo and links are "
-        "real; medians\n" + "\n".join(networks)
+        "real; medians\n" + "\n".join(machines)
     )
     table = Table(title=title, title_justify="left", title_style="bold")
     for name in ("link", "ranks", "bucket cap", "buckets", "stragglers"):

@@ -8,7 +8,9 @@ replaced by waiting.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from support.simulation import Groups, Pauses, Work
 # Bytes. As large as buckets, but for the latency: on a shaped link, what is not much
 # larger than its burst passes faster than anything that lasts.
 PROBES = (4, 2**21, 2**22, 2**23, 2**24)
+IN_FLIGHT = 4  # messages at once: a backward queues its buckets, and does not wait
 REPEATS = 9
 SETTLE = 3  # steps that are not timed; buckets are rebuilt after the first
 
@@ -121,18 +124,39 @@ class Timed:
 
 
 def measure_network() -> Network:
-    """Collective: latency and bandwidth of all-reduces, timed alone."""
-    messages = [torch.zeros(nbytes // 4) for nbytes in PROBES]
-    for message in messages:
-        dist.all_reduce(message)  # connects, and finds its memory
+    """Collective: what one more all-reduce adds to those before, by its bytes."""
+    queues = [[torch.zeros(nbytes // 4) for _ in range(IN_FLIGHT)] for nbytes in PROBES]
+    for queue in queues:
+        _all_reduce(queue)  # connects, and finds its memory
     samples = []
     for _ in range(REPEATS):
-        for message in messages:  # in turn: a slow moment hits all sizes
-            dist.barrier()
-            start = time.perf_counter()
-            dist.all_reduce(message)
-            samples.append((message.nbytes, time.perf_counter() - start))
+        for queue in queues:  # in turn: a slow moment hits all sizes
+            samples.append((queue[0].nbytes, _all_reduce(queue) / IN_FLIGHT))
     return fit_network(samples)
+
+
+def _all_reduce(queue: Sequence[Tensor]) -> float:
+    """Seconds, from when all ranks are here."""
+    dist.barrier()
+    start = time.perf_counter()
+    works = [dist.all_reduce(message, async_op=True) for message in queue]
+    for work in works:
+        work.wait()
+    return time.perf_counter() - start
+
+
+def measure_copies() -> float:
+    """Collective: bytes per second that a rank copies while all others do."""
+    pieces = [torch.zeros(2**18) for _ in range(16)]
+    flat, half = torch.zeros(16 * 2**18), torch.tensor(0.5)
+    seconds = []
+    for _ in range(REPEATS):
+        dist.barrier()
+        start = time.perf_counter()
+        for piece, place in zip(pieces, flat.split(2**18), strict=True):
+            torch.mul(piece, half, out=place)
+        seconds.append(time.perf_counter() - start)
+    return flat.nbytes / median(seconds)
 
 
 def measure_steps(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
@@ -82,6 +83,26 @@ def test_a_rank_that_gathers_alone_keeps_its_own():
     said, _ = run_fresh(gather_alone, 2)
     assert said.startswith("[rank 0] The recordings of all ranks could not be")
     assert "call it on all ranks; or save() on each rank" in said
+
+
+def gather_late(ctx):
+    """Rank 1 has something else to do."""
+    model = minidp.DataParallel(net(), hang_timeout=1)
+    with minidp.record(model) as rec:
+        grads_of(model, ctx.rank)
+    if ctx.rank == 1:
+        time.sleep(10)
+        return 0.0
+    began = time.monotonic()
+    with pytest.raises(minidp.errors.CollectiveError, match="within 1 s"):
+        rec.gather()
+    assert "One step" in rec.report()
+    return time.monotonic() - began
+
+
+def test_gathering_does_not_wait_for_ever():
+    seconds, _ = run_fresh(gather_late, 2)
+    assert 1 <= seconds < 8
 
 
 def causes(ctx):

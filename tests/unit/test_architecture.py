@@ -151,6 +151,7 @@ IMPORTS: dict[str, set[str]] = {
         "_skew",
         "_stopwatch",
         "_timeline",
+        "_watch",
         "attachment",
         "data_parallel",
         "errors",

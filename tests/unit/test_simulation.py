@@ -108,7 +108,7 @@ def steps(draw: st.DrawFn):
     return work, groups, simulation.Pauses(rng.random(shape), lengths)
 
 
-def by_events(work, groups, cost, moments, lengths):
+def by_events(work, groups, cost, moments, lengths, copies):
     """One step, event by event: gradients of all ranks, then buckets on the wire."""
     queue = []
     for rank, (moment, length) in enumerate(zip(moments, lengths, strict=True)):
@@ -118,23 +118,27 @@ def by_events(work, groups, cost, moments, lengths):
             heapq.heappush(queue, (computed + pause, rank, k))
     missing = [len(group) * len(moments) for group in groups]
     bucket_of = {k: n for n, group in enumerate(groups) for k in group}
-    sent, free_s = 0, 0.0
+    sent, free_s, done = 0, 0.0, []
     while queue:
         now, _, k = heapq.heappop(queue)
         missing[bucket_of[k]] -= 1
         while sent < len(groups) and missing[sent] == 0:
             nbytes = sum(work.backward.nbytes[k] for k in groups[sent])
-            free_s = max(free_s, now) + cost.seconds(nbytes)
+            free_s = max(free_s, now + nbytes / copies) + cost.seconds(nbytes)
+            done.append((free_s, nbytes))
             sent += 1
-    return max(free_s, work.seconds + max(lengths) * work.seconds)
+    end_s = work.seconds + max(lengths) * work.seconds
+    for done_s, nbytes in done:
+        end_s = max(end_s, done_s) + nbytes / copies
+    return end_s
 
 
-@given(steps())
-def test_a_step_is_what_its_events_give(step):
+@given(steps(), st.sampled_from([0.5, 4.0, simulation.FREE]))
+def test_a_step_is_what_its_events_give(step, copies):
     work, groups, pauses = step
-    found = simulation.step_seconds(work, groups, COST, pauses)
+    found = simulation.step_seconds(work, groups, COST, pauses, copies)
     expected = [
-        by_events(work, groups, COST, moments, lengths)
+        by_events(work, groups, COST, moments, lengths, copies)
         for moments, lengths in zip(pauses.moments, pauses.lengths, strict=True)
     ]
     assert found.tolist() == pytest.approx(expected)
