@@ -95,20 +95,28 @@ stage_native-fault() {
 stage_trainers() { python_mode tests/trainers; }
 stage_native-conformance() { no_compiler || MINIDP_NATIVE=1 conform; }
 
-# Runs `"$@" SCRIPT --smoke` for every script of the folder: by glob, not from a list,
-# so that a new script cannot be forgotten.
+# Runs `"$@" SCRIPT --smoke` for every script of the folder, two at a time: by glob, not
+# from a list, so that a new script cannot be forgotten.
 smoke() {
-    local folder=$1 script
+    local folder=$1
     shift
-    for script in "$folder"/*.py; do
-        if [[ ! -e $script ]]; then
-            echo "no scripts in $folder/" >&2
-            return 1
-        fi
-        echo "--- $script --smoke"
-        "$@" "$script" --smoke || return 1
-    done
+    if ! compgen -G "$folder/*.py" >/dev/null; then
+        echo "no scripts in $folder/" >&2
+        return 1
+    fi
+    printf '%s\0' "$folder"/*.py |
+        xargs -0 -n 1 -P 2 bash -c 'smoke_one "$@"' - "$@"
 }
+
+# What a script says, in one piece, when it has ended. 255: xargs starts no other one.
+smoke_one() {
+    local script=${!#} said status
+    said=$("${@:1:$#-1}" "$script" --smoke 2>&1)
+    status=$?
+    printf -- '--- %s --smoke\n%s\n' "$script" "$said"
+    ((status == 0)) || { echo "$script failed: exit status $status"; return 255; }
+}
+export -f smoke_one
 
 stage_examples() {
     smoke examples "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2
