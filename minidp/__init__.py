@@ -11,6 +11,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         recording       minidp.record(model): what a user starts and reads
         report          recorded steps in words: is communication hidden, if not, why
         _advice         one sentence: what to change, and what it gains
+        _forecast       what another layout would have made of recorded steps
         _picture        recorded steps as a PNG
         _chrome_trace   recorded steps for Perfetto
         doctor/         minidp doctor: what is wrong with this machine, job, script?

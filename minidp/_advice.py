@@ -1,121 +1,31 @@
-"""One sentence: what to change, and what it is predicted to gain.
-
-Every prediction is a difference within the model of `_schedule`, taken off the step
-that was measured, so that what the model leaves out stays in.
-"""
+"""One sentence: what to change, and what it is predicted to gain (`_forecast`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ._analysis import Overlap, backward_of, network_of
-from ._schedule import Backward, Network, capped_groups, lower_bound, play
+from ._analysis import Overlap
+from ._forecast import Forecast
 from ._skew import BACKWARD, FORWARD, Skew
 from ._timeline import AUTO, AUTO_TRIES, Timeline
 
-MIB = 2**20
-CAPS_MB = (0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100)  # to choose from
 WORTH = 0.03  # of a step: smaller gains are not worth a sentence
 COMPRESSIBLE = "float32"
 LATENCY_BYTES = 64 * 1024  # a bucket up to this size takes as long if it is halved
 
 
-@dataclass(frozen=True)
-class Model:
-    """The schedule of a recording, to play with.
-
-    Args:
-        backward: the typical one.
-        groups: the recorded layout, positions in ready order.
-        network: what the collectives showed.
-        is_one_size: all buckets are of one size, which does not tell what a message
-            costs by itself.
-        step_s: the measured step.
-        exposed_s: of it, communication that nothing hides.
-    """
-
-    backward: Backward
-    groups: Sequence[Sequence[int]]
-    network: Network
-    is_one_size: bool
-    step_s: float
-    exposed_s: float
-
-    @property
-    def bound_s(self) -> float:
-        """The shortest step that any layout could have."""
-        least = lower_bound(self.backward, self.network) - self.backward.end_s
-        return self.step_s - max(0.0, self.exposed_s - least)
-
-    def gain(self, backward: Backward, groups: Sequence[Sequence[int]]) -> float:
-        """Seconds per step that another layout, or smaller gradients, would save."""
-        return self._saved(play(backward, groups, self.network).exposed_s)
-
-    def _saved(self, exposed_s: float) -> float:
-        now = play(self.backward, self.groups, self.network).exposed_s
-        return min(now - exposed_s, self.exposed_s)
-
-    def best_cap(self) -> tuple[float, float]:
-        """The bucket cap in MiB that gains most, and its gain in seconds.
-
-        Of caps that gain the same within one part in a hundred the largest: each
-        bucket costs time that the model does not know.
-        """
-        gains = {
-            cap: self.gain(
-                self.backward, capped_groups(self.backward, [int(cap * MIB)])
-            )
-            for cap in CAPS_MB
-        }
-        least = max(gains.values()) - 0.01 * self.step_s
-        cap = max(cap for cap, gain in gains.items() if gain >= least)
-        whole = sum(self.backward.nbytes)
-        enough = min((c for c in CAPS_MB if c * MIB >= whole), default=cap)
-        return min(cap, enough), gains[cap]
-
-    def gain_of_half(self) -> float:
-        """What half the bytes on the wire would gain."""
-        half = tuple(nbytes // 2 for nbytes in self.backward.nbytes)
-        return self.gain(replace(self.backward, nbytes=half), self.groups)
-
-
-def model_of(timelines: Sequence[Timeline], overlap: Overlap) -> Model | None:
-    """The model of what a rank recorded; None if nothing travelled.
-
-    Args:
-        timelines: `aligned`.
-        overlap: of one of them.
-    """
-    network = network_of(timelines)
-    if network is None:
-        return None
-    (timeline,) = (t for t in timelines if t.where.rank == overlap.rank)
-    backward, order = backward_of(timeline)
-    position = {i: k for k, i in enumerate(order)}
-    groups = [[position[i] for i in members] for members in overlap.members]
-    left = set(position.values()) - {k for group in groups for k in group}
-    groups += [[k] for k in sorted(left)]  # buckets that did not travel
-    typical = overlap.typical
-    is_one_size = len({step.layout for step in timeline.steps}) == 1 and (
-        len(set(overlap.dense_bytes) - {0}) == 1
-    )
-    return Model(
-        backward, groups, network, is_one_size, typical.seconds, typical.exposed_s
-    )
-
-
 def advise(
     timelines: Sequence[Timeline],
     overlap: Overlap,
-    model: Model | None,
+    forecast: Forecast | None,
     skew: Skew | None,
 ) -> str:
     """What to change; one sentence."""
     step_s, exposed_s = overlap.typical.seconds, overlap.typical.exposed_s
     if timelines[0].where.world_size == 1:
         return "There is one rank: nothing is sent, nothing to gain."
-    if model is None:
+    if forecast is None:
         return "Nothing travelled in the recorded steps: record synchronised backwards."
     if timelines[0].where.layout_by == AUTO_TRIES:
         return (
@@ -125,7 +35,7 @@ def advise(
     worth = WORTH * step_s
     if exposed_s < worth:
         return f"Only {_ms(exposed_s)} are exposed, too little to gain anything."
-    best = _Best.of(timelines[0], overlap, model)
+    best = _Best.of(timelines[0], overlap, forecast)
     late_s, who = _straggler(timelines[0], overlap, skew)
     if late_s >= max(worth, best.cap_gain_s):
         return f"{who}; {_predicted(step_s, late_s)}."
@@ -141,7 +51,7 @@ def advise(
 
 @dataclass(frozen=True)
 class _Best:
-    """What the model says of buckets and bytes; gains in seconds per step."""
+    """What is predicted of buckets and bytes; gains in seconds per step."""
 
     cap_mb: float
     cap_gain_s: float  # 0 where "auto" has measured instead
@@ -149,13 +59,13 @@ class _Best:
     half_gain_s: float  # of half the bytes; 0 where they may be halved already
 
     @classmethod
-    def of(cls, timeline: Timeline, overlap: Overlap, model: Model) -> _Best:
-        cap_mb, gain_s = model.best_cap()
+    def of(cls, timeline: Timeline, overlap: Overlap, forecast: Forecast) -> _Best:
+        cap_mb, gain_s = forecast.best_cap()
         if timeline.where.layout_by == AUTO:
             gain_s = 0.0
         is_compressible = _is_compressible(timeline, overlap)
-        half_s = model.gain_of_half() if is_compressible else 0.0
-        return cls(cap_mb, gain_s, not model.is_one_size, half_s)
+        half_s = forecast.gain_of_half() if is_compressible else 0.0
+        return cls(cap_mb, gain_s, not forecast.is_one_size, half_s)
 
     def words(
         self, timelines: Sequence[Timeline], overlap: Overlap, worth: float

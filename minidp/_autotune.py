@@ -62,6 +62,7 @@ class Tuner(ReadyOrder):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
+        self.layout_by = "" if self._starts_rebuilt else AUTO_TRIES
         self._trial = -1  # -1: not begun
         self._count = 0  # backwards since the last rebuild
         self._search: Search | None = None  # of rank 0
@@ -73,13 +74,6 @@ class Tuner(ReadyOrder):
     def is_settled(self) -> bool:
         """Whether this layout stays."""
         return self._starts_rebuilt or self._trial >= NUM_TRIALS
-
-    @property
-    def layout_by(self) -> str:
-        """See `ReadyOrder`."""
-        if self._starts_rebuilt:
-            return ""
-        return AUTO if self.is_settled else AUTO_TRIES
 
     @property
     def is_due(self) -> bool:
@@ -97,6 +91,7 @@ class Tuner(ReadyOrder):
         now = self._pipeline.layout
         self._count = 0
         self._trial += 1
+        self.layout_by = AUTO if self.is_settled else AUTO_TRIES
         if self._trial == 0:
             self.has_rebuilt = True
             order, self._order = self._order, None

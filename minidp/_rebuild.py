@@ -26,11 +26,7 @@ class ReadyOrder:
         self._starts_rebuilt = saved is not None and saved.rebuilt
         self.has_rebuilt = self._starts_rebuilt
         self._order: list[int] | None = None
-
-    @property
-    def layout_by(self) -> str:
-        """Who chooses the buckets, for `_timeline.Where`; "": the caps."""
-        return ""
+        self.layout_by = ""  # see `_timeline.Where`
 
     @property
     def is_due(self) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ._advice import MIB, WORTH, Model, advise, layers_of, model_of
+from ._advice import WORTH, advise, layers_of
 from ._analysis import BucketOverlap, Overlap, Spread, overlaps_of
+from ._forecast import MIB, Forecast, forecast_of
 from ._skew import BACKWARD, FORWARD, Skew, aligned, common_steps, skew_of
 from ._timeline import AUTO, AUTO_TRIES, Timeline
 
@@ -39,14 +40,14 @@ def report(timelines: Sequence[Timeline]) -> str:
         return _nothing(ranks)
     # The rank that waits most shows what the others cost it.
     first, skew = max(overlaps, key=lambda one: one.typical.exposed_s), skew_of(ranks)
-    model = model_of(ranks, first)
+    forecast = forecast_of(ranks, first)
     parts = [
         _header(ranks, first),
-        _verdict(ranks[0], first) + f"\nAdvice: {advise(ranks, first, model, skew)}",
+        _verdict(ranks[0], first) + f"\nAdvice: {advise(ranks, first, forecast, skew)}",
         _split(first),
     ]
-    if model is not None:
-        parts += [_buckets(ranks, first), _network(ranks[0], first, model)]
+    if forecast is not None:
+        parts += [_buckets(ranks, first), _network(ranks[0], first, forecast)]
     if skew is not None:
         parts.append(_skew(skew, ranks, first))
     return "\n\n".join(parts)
@@ -190,17 +191,17 @@ def _legend(hook: str, *, is_merged: bool) -> list[str]:
     ]
 
 
-def _network(timeline: Timeline, overlap: Overlap, model: Model) -> str:
+def _network(timeline: Timeline, overlap: Overlap, forecast: Forecast) -> str:
     size = timeline.where.world_size
     pairs = zip(overlap.typical.buckets, overlap.dense_bytes, strict=True)
     wire_s = sum(bucket.wire_s for bucket, nbytes in pairs if nbytes)
     on_bus = 2 * (size - 1) / size  # of a ring: bytes that each rank sends
     achieved = sum(overlap.dense_bytes) * on_bus / wire_s if wire_s else 0.0
-    fitted = model.network
-    ratio = overlap.typical.seconds / model.bound_s
+    fitted = forecast.network
+    ratio = overlap.typical.seconds / forecast.bound_s
     hook = "; of the gradients' bytes: the comm hook may send others"
     takes, unknown = f"{fitted.latency_s * 1e3:.2g} ms + ", ""
-    if model.is_one_size:
+    if forecast.is_one_size:
         takes, unknown = (
             "",
             "; all are of one size, so what each costs by itself is in it",
@@ -209,8 +210,8 @@ def _network(timeline: Timeline, overlap: Overlap, model: Model) -> str:
         f"Bus bandwidth: {_bandwidth(achieved)} achieved; a bucket takes {takes}its "
         f"bytes at {_bandwidth(fitted.bytes_per_s * on_bus)}{unknown}"
         f"{hook if timeline.where.comm_hook else ''}\n"
-        f"Lower bound: {_ms(model.bound_s)} ms per step, if each byte left as soon as "
-        f"it is there; this is {ratio:.2f} times that"
+        f"Lower bound: {_ms(forecast.bound_s)} ms per step, if each byte left as soon "
+        f"as it is there; this is {ratio:.2f} times that"
     )
 
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from minidp import DataParallel, _autotune, comm_hooks
 from minidp._autotune import STEPS, Tuner
 from minidp._layout import Layout, build_layout, delayed
+from minidp._timeline import AUTO, AUTO_TRIES
 from minidp._tuning import NUM_TRIALS, Search
 
 LAST = 1 + STEPS * NUM_TRIALS  # backwards until the layout stays
@@ -106,6 +107,7 @@ def beside_torch(ctx: Any, mode: str, world_tolerance: float) -> Any:
             layouts.append(ours._reducer.pipeline.layout.assignment)
             order = ours._reducer.ready_order
             settled += not order.is_settled
+            assert order.layout_by == (AUTO if order.is_settled else AUTO_TRIES)
     assert worst <= world_tolerance
     return layouts, settled
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from minidp._advice import advise, layers_of, model_of
+from minidp._advice import advise, layers_of
 from minidp._analysis import (
     backward_of,
     by_hiding,
@@ -14,6 +14,7 @@ from minidp._analysis import (
     overlap_of,
     overlaps_of,
 )
+from minidp._forecast import forecast_of
 from minidp._schedule import Network
 from minidp._skew import aligned, skew_of
 from minidp._timeline import AUTO, AUTO_TRIES
@@ -180,7 +181,7 @@ def test_one_rank_has_no_network():
 def advice_for(*timelines):
     ranks = aligned(timelines)
     first = max(overlaps_of(ranks), key=lambda one: one.typical.exposed_s)
-    return advise(ranks, first, model_of(ranks, first), skew_of(ranks))
+    return advise(ranks, first, forecast_of(ranks, first), skew_of(ranks))
 
 
 def test_one_rank_has_nothing_to_gain():
@@ -276,9 +277,9 @@ def test_the_bound_has_no_more_exposed_than_the_network_needs():
     steps = [step(n, [(30, 30, 70, 70)], at=100 * n, **times) for n in range(3)]
     ranks = aligned([timeline(steps, members=[(0,)])])
     (overlap,) = overlaps_of(ranks)
-    model = model_of(ranks, overlap)
-    assert model.bound_s == pytest.approx(overlap.typical.seconds)
-    quicker = replace(model, network=Network(0.0, 2**20 / 0.015))
+    forecast = forecast_of(ranks, overlap)
+    assert forecast.bound_s == pytest.approx(overlap.typical.seconds)
+    quicker = replace(forecast, network=Network(0.0, 2**20 / 0.015))
     assert quicker.bound_s == pytest.approx(overlap.typical.seconds - 0.025)
 
 

@@ -157,8 +157,8 @@ IMPORTS: dict[str, set[str]] = {
         "errors",
         "report",
     },
-    "report": {"_advice", "_analysis", "_skew", "_timeline"},
-    "_advice": {"_analysis", "_schedule", "_skew", "_timeline"},
+    "report": {"_advice", "_analysis", "_forecast", "_skew", "_timeline"},
+    "_advice": {"_analysis", "_forecast", "_skew", "_timeline"},
     "_analysis": {"_network", "_schedule", "_skew", "_timeline"},
     "_chrome_trace": {"_analysis", "_skew", "_timeline"},
     "_labels": set(),
@@ -353,6 +353,7 @@ IMPORTS: dict[str, set[str]] = {
     },
     "doctor/_variables": {"doctor/_findings"},
     "_registry": set(),
+    "_forecast": {"_analysis", "_schedule", "_timeline"},
 }
 TALKS_TO_OTHER_RANKS = {"_collectives", "comm_hooks"}
 # Names of torch.distributed that are no collectives: a protocol, types, constants.

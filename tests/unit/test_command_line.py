@@ -52,10 +52,10 @@ def test_report_of_one_rank(files, capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("rank 0 of 2; gloo on cpu; torch 2.13\n")
     assert (
-        "Is communication hidden? 44% of 18.0 ms per step; 10.0 ms are exposed, 17% "
-        "of the step.\n"
+        "Is communication hidden? 44% of the gradients' 18.0 ms per step; 10.0 ms are "
+        "exposed (p10 10.0, p90 10.0), 17% of the step.\n"
         "Why? 10.0 ms of them are bucket 1 (layers.0): its last gradient comes 0.0 ms "
-        "before the backward ends, and it takes 10.0 ms.\n"
+        "before the backward ends; then 10.0 ms on the wire.\n"
         "Advice: "
     ) in printed
     assert "rec.gather() tells it apart" in printed
