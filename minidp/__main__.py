@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from . import doctor, run, tune
@@ -23,7 +24,8 @@ change. Make the file in your training script, on one rank or on all of them:
     with minidp.record(model) as rec:
         ...                              # a few dozen steps
     rec.gather()                         # optional, on all ranks: see them together
-    rec.save("steps.json")               # without gather: a file for each rank
+    rec.save("steps.json")               # on rank 0; without gather: on each rank,
+                                         # to a file of another name, and pass all
 """
 
 
@@ -39,7 +41,11 @@ class Command:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit status is 0 if it went well, else 1 (usage: 2)."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 2
     return COMMANDS[options.command].main(options)
 
 
@@ -47,8 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="minidp", description="Tools around minidp.DataParallel."
     )
+    parser.add_argument("--version", action="version", version=f"minidp {_version()}")
     commands = parser.add_subparsers(
-        dest="command", required=True, title="commands", metavar="COMMAND"
+        dest="command", title="commands", metavar="COMMAND"
     )
     for name, command in COMMANDS.items():
         added = commands.add_parser(
@@ -59,6 +66,13 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_arguments(added)
     return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("minidp")
+    except metadata.PackageNotFoundError:
+        return "(not installed, only on the path)"
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,15 +107,16 @@ def _report(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> None:
     timelines = [each for name in options.files for each in _read(name)]
     print(report(timelines))
-    if options.png:
-        draw(timelines, options.png)
+    print()
     if options.trace:
         Path(options.trace).write_text(chrome_trace(timelines))
+        print(f"wrote {options.trace}")
     if options.json:
         Path(options.json).write_text(to_json(timelines))
-    written = [path for path in (options.png, options.trace, options.json) if path]
-    if written:
-        print(f"\nwrote {', '.join(written)}")
+        print(f"wrote {options.json}")
+    if options.png:  # last: matplotlib may be missing
+        draw(timelines, options.png)
+        print(f"wrote {options.png}")
 
 
 def _read(name: str) -> tuple[Timeline, ...]:
@@ -111,6 +126,8 @@ def _read(name: str) -> tuple[Timeline, ...]:
         raise ValueError(
             f"{name} is no text: pass a file that Recording.save() wrote."
         ) from None
+    if not text.strip():
+        raise ValueError(f"{name} is empty: was the script that wrote it killed?")
     return from_json(text, name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ._analysis import Overlap
 from ._forecast import Forecast
@@ -11,7 +12,7 @@ from ._skew import BACKWARD, FORWARD, Skew
 from ._timeline import AUTO, AUTO_TRIES, Timeline
 
 WORTH = 0.03  # of a step: smaller gains are not worth a sentence
-COMPRESSIBLE = "float32"
+COMPRESSIBLE, COMPRESSION = "float32", "fp16_compress_hook"
 LATENCY_BYTES = 64 * 1024  # a bucket up to this size takes as long if it is halved
 
 
@@ -25,87 +26,121 @@ def advise(
     step_s, exposed_s = overlap.typical.seconds, overlap.typical.exposed_s
     if timelines[0].where.world_size == 1:
         return "There is one rank: nothing is sent, nothing to gain."
-    if forecast is None:
+    if not overlap.typical.buckets:
         return "Nothing travelled in the recorded steps: record synchronised backwards."
     if timelines[0].where.layout_by == AUTO_TRIES:
         return (
-            'bucket_cap_mb="auto" is still trying layouts: record when it has logged '
-            "its choice."
+            'bucket_cap_mb="auto" is still trying layouts: record after its choice, '
+            "which the logger minidp tells at level INFO."
         )
     worth = WORTH * step_s
     if exposed_s < worth:
         return f"Only {_ms(exposed_s)} are exposed, too little to gain anything."
-    best = _Best.of(timelines[0], overlap, forecast)
+    gains = _Gains.of(timelines[0], overlap, forecast)
     late_s, who = _straggler(timelines[0], overlap, skew)
-    if late_s >= max(worth, best.cap_gain_s):
+    if late_s >= max(worth, gains.cap_s):
         return f"{who}; {_predicted(step_s, late_s)}."
     waiting_s = _exposed_waiting(overlap)
     if waiting_s >= max(worth, 0.5 * exposed_s):
         return (
-            f"Ranks wait {_ms(waiting_s)} for each other after the backward, and none "
-            "is late in most steps: look for other load on the machines, or inputs of "
-            f"unequal length; {_predicted(step_s, waiting_s)} at best."
+            f"For {_ms(waiting_s)} of what is exposed, ranks wait for each other, and "
+            "it is not always the same one that is late: look for other load on the "
+            "machines, or inputs of unequal length."
         )
-    return best.words(timelines, overlap, worth)
+    return gains.words(timelines, overlap, worth)
 
 
 @dataclass(frozen=True)
-class _Best:
-    """What is predicted of buckets and bytes; gains in seconds per step."""
+class _Gains:
+    """What is predicted; seconds per step."""
 
     cap_mb: float
-    cap_gain_s: float  # 0 where "auto" has measured instead
+    cap_s: float  # of that bucket cap; 0 where "auto" has measured instead
+    half_s: float  # of half the bytes; 0 where they may be halved already
     is_sure: bool  # that small messages are as quick, by the byte, as they seem
-    half_gain_s: float  # of half the bytes; 0 where they may be halved already
+    unknown: str  # why there is no forecast
 
     @classmethod
-    def of(cls, timeline: Timeline, overlap: Overlap, forecast: Forecast) -> _Best:
-        cap_mb, gain_s = forecast.best_cap()
+    def of(
+        cls, timeline: Timeline, overlap: Overlap, forecast: Forecast | None
+    ) -> _Gains:
+        if forecast is None:
+            why = "the clocks of the hosts do not tell waiting from transfer"
+            if not any(overlap.dense_bytes):
+                why = "nobody knows how many bytes a sparse gradient sends"
+            return cls(0.0, 0.0, 0.0, is_sure=False, unknown=why)
+        cap_mb, cap_s = forecast.best_cap()
         if timeline.where.layout_by == AUTO:
-            gain_s = 0.0
+            cap_s = 0.0
         is_compressible = _is_compressible(timeline, overlap)
         half_s = forecast.gain_of_half() if is_compressible else 0.0
-        return cls(cap_mb, gain_s, not forecast.is_one_size, half_s)
+        return cls(cap_mb, cap_s, half_s, not forecast.is_one_size, "")
 
     def words(
         self, timelines: Sequence[Timeline], overlap: Overlap, worth: float
     ) -> str:
         """The one to take, if it is worth it and not lost in how steps differ."""
         step_s, exposed_s = overlap.typical.seconds, overlap.typical.exposed_s
+        if self.cap_s >= max(worth, 0.5 * self.half_s):
+            choice = self._of_cap(step_s)
+        elif self.half_s >= worth:
+            choice = self._of_half(step_s, _shared(timelines))
+        else:
+            choice = self._of_less_often(step_s, exposed_s)
+        if choice.gain_s < worth:
+            return f"Only {_ms(exposed_s)} are exposed, too little to gain anything."
         least, most = overlap.spread_s
-        takes_cap = self.cap_gain_s >= max(worth, 0.5 * self.half_gain_s)
-        gain_s = self.cap_gain_s if takes_cap else self.half_gain_s
-        cap = f"bucket_cap_mb={self.cap_mb:g}"
-        if worth <= gain_s < (most - least) / 2:
-            what = (
-                f'{cap} (or "auto", which measures)' if takes_cap else "half the bytes"
-            )
+        if choice.gain_s < (most - least) / 2:
             return (
-                f"Nothing is sure to gain: {what} is {_predicted(step_s, gain_s)}, and "
-                f"steps differ by more (p10 {_ms(least)}, p90 {_ms(most)})."
+                f"Nothing is sure to gain: with {choice.what}, "
+                f"{_predicted(step_s, choice.gain_s)}, but steps differ by more "
+                f"(p10 {_ms(least)}, p90 {_ms(most)})."
             )
-        if takes_cap and self.is_sure:
-            return f'Use {cap} (or "auto"): {_predicted(step_s, gain_s)}.'
-        if takes_cap:
-            return (
-                f'Try bucket_cap_mb="auto", or {cap}: {_predicted(step_s, gain_s)}, if '
-                "small buckets are as fast, by the byte, as these, which are all of "
-                "one size."
+        return choice.advice
+
+    def _of_cap(self, step_s: float) -> _Choice:
+        cap, gain = f"bucket_cap_mb={self.cap_mb:g}", _predicted(step_s, self.cap_s)
+        advice = f'Use {cap} (or "auto"): {gain}.'
+        if not self.is_sure:
+            advice = (
+                f'Try bucket_cap_mb="auto", or {cap}: {gain}, if small buckets are as '
+                "fast, by the byte, as these, which are all of one size."
             )
-        if gain_s >= worth:
-            return (
-                "The link is the limit, not the layout: model.register_comm_hook(None, "
-                "minidp.comm_hooks.fp16_compress_hook) sends half the bytes; "
-                f"{_predicted(step_s, gain_s)}, less what the casts take"
-                f"{_shared(timelines)}."
-            )
-        of_two = _ms(step_s - exposed_s / 2)
-        return (
-            f"{_ms(exposed_s)} are exposed, and no bucket size would change that: do "
-            "more per step, with larger batches, or with no_sync() for all but the "
-            f"last of several backwards: of two, predicted {of_two} for each instead "
-            f"of {_ms(step_s)}."
+        return _Choice(self.cap_s, f'{cap} (or "auto", which measures)', advice)
+
+    def _of_half(self, step_s: float, doubt: str) -> _Choice:
+        return _Choice(
+            self.half_s,
+            f"half the bytes ({COMPRESSION})",
+            "The link is the limit, not the layout: model.register_comm_hook(None, "
+            f"minidp.comm_hooks.{COMPRESSION}) sends half the bytes; "
+            f"{_predicted(step_s, self.half_s)}, less what the casts take{doubt}.",
         )
+
+    def _of_less_often(self, step_s: float, exposed_s: float) -> _Choice:
+        why = self.unknown or "no bucket size would change that"
+        return _Choice(
+            exposed_s / 2,
+            "no_sync() for every other backward",
+            f"{_ms(exposed_s)} are exposed, and {why}: do more per step, with larger "
+            "batches, or with no_sync() for all but the last of several backwards: of "
+            f"two, predicted {_ms(step_s - exposed_s / 2)} for each instead of "
+            f"{_ms(step_s)}.",
+        )
+
+
+class _Choice(NamedTuple):
+    """One thing to do.
+
+    Args:
+        gain_s: predicted, per step.
+        what: it is, in short.
+        advice: if it is sure.
+    """
+
+    gain_s: float
+    what: str
+    advice: str
 
 
 def _exposed_waiting(overlap: Overlap) -> float:
@@ -126,28 +161,24 @@ def _straggler(
     """
     if skew is None:
         return 0.0, ""
-    last, worst = skew.last_bucket(), skew.worst_bucket()
-    rank = skew.latest(worst)
-    at_end = skew.late[last][rank]
-    if at_end.often_s <= max(skew.error_s, 0.5 * at_end.typical_s):
+    last = skew.last_bucket()
+    rank = skew.latest(last)
+    late = skew.late[last][rank]
+    if late.often_s <= max(skew.error_s, 0.5 * late.typical_s):
         return 0.0, ""
-    gain_s = min(at_end.typical_s, overlap.typical.seconds)
-    late_s = skew.late[worst][rank].typical_s
-    place = skew.grows_at(rank)
+    place, growth_s = skew.grows_at(rank)
     if place == FORWARD:
-        return gain_s, (
-            f"Rank {rank} begins its forward {_ms(late_s)} late: look at data loading "
-            "and logging there"
-        )
-    if place == BACKWARD:
-        return gain_s, (
-            f"The forward of rank {rank} takes {_ms(late_s)} longer: balance its load"
-        )
-    numbers = [one.number for one in overlap.typical.buckets]
-    names = layers_of(timeline, overlap.members[numbers.index(int(place))])
-    return gain_s, (
-        f"Rank {rank} falls {_ms(late_s)} behind at bucket {place} ({names}): balance "
-        "its load"
+        why = f"begins its forward {_ms(growth_s)} late: look at its data and logging"
+    elif place == BACKWARD:
+        why = f"takes {_ms(growth_s)} longer for its forward: balance the load"
+    else:
+        numbers = [one.number for one in overlap.typical.buckets]
+        names = layers_of(timeline, overlap.members[numbers.index(int(place))])
+        where = f"at bucket {place} ({names})"
+        why = f"falls {_ms(growth_s)} behind {where}: balance the load"
+    return min(late.typical_s, overlap.typical.exposed_s), (
+        f"Rank {rank} is {_ms(late.typical_s)} late at the last bucket, above all "
+        f"because it {why}"
     )
 
 

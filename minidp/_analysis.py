@@ -344,7 +344,7 @@ def network_of(timelines: Sequence[Timeline]) -> Network | None:
     Args:
         timelines: `aligned`.
     """
-    samples = _samples(timelines)
+    samples = samples_of(timelines)
     if not samples or timelines[0].where.world_size == 1:
         return None
     if len(timelines) < timelines[0].where.world_size:
@@ -355,8 +355,8 @@ def network_of(timelines: Sequence[Timeline]) -> Network | None:
     return fit_network(samples)
 
 
-def _samples(timelines: Sequence[Timeline]) -> list[tuple[int, float]]:
-    """Bytes and seconds of each collective, on the first of the ranks."""
+def samples_of(timelines: Sequence[Timeline]) -> list[tuple[int, float]]:
+    """Bytes and seconds of each collective, on the first of the ranks (`aligned`)."""
     first = timelines[0]
     by_number = [{step.number: step for step in t.steps} for t in timelines]
     found = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ._analysis import Overlap, backward_of, network_of
+from ._analysis import Overlap, backward_of, network_of, samples_of
 from ._schedule import Backward, Network, capped_groups, lower_bound, play
 from ._timeline import Timeline
 
@@ -93,9 +93,7 @@ def forecast_of(timelines: Sequence[Timeline], overlap: Overlap) -> Forecast | N
     left = set(position.values()) - {k for group in groups for k in group}
     groups += [[k] for k in sorted(left)]  # buckets that did not travel
     typical = overlap.typical
-    is_one_size = len({step.layout for step in timeline.steps}) == 1 and (
-        len(set(overlap.dense_bytes) - {0}) == 1
-    )
+    is_one_size = len({nbytes for nbytes, _ in samples_of(timelines)}) == 1
     return Forecast(
         backward, groups, network, is_one_size, typical.seconds, typical.exposed_s
     )

@@ -20,7 +20,7 @@ _END_OF_BACKWARD: dict[str, Any] = {"color": "#444444", "lw": 1, "ls": "--"}
 _PARTS = {
     "backward": BACKWARD,
     "full, waited": WAITING,
-    "late (slower ranks)": LATE,
+    "late (slower ranks; hidden until the dashed line, then exposed)": LATE,
     "wire, hidden": HIDDEN,
     "wire, exposed": EXPOSED,
 }
@@ -52,13 +52,13 @@ def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
     panels = figure.subplots(len(views), 1, sharex=True, squeeze=False)[:, 0]
     for panel, view in zip(panels, views, strict=True):
         _panel(panel, view, min(view.begin_ns for view in views))
-    panels[-1].set_xlabel("ms after the first backward began")
+    panels[-1].set_xlabel("ms after the first rank's backward began")
     handles = [patches.Patch(color=c, label=name) for name, c in _PARTS.items()]
     end = lines.Line2D([], [], label="end of the backward", **_END_OF_BACKWARD)
     figure.legend(
         handles=[*handles, end],
         loc="outside lower center",
-        ncols=6,
+        ncols=3,
         frameon=False,
     )
     figure.savefig(path, dpi=130)

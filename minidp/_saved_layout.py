@@ -1,6 +1,7 @@
 """A bucket layout as plain data: what a checkpoint carries from one run to the next.
 
-    {"format": 1, "rebuilt": True, "buckets": [["head.bias", "head.weight"], ...]}
+    {"format": 1, "rebuilt": True, "buckets": [["head.bias", "head.weight"], ...],
+     "elements": [[10, 640], ...]}
 
 At three and more ranks the last bits of a sum depend on where a gradient stands in its
 bucket. A resumed run starts with the first-iteration layout, so its first step would
@@ -32,7 +33,13 @@ def to_plain(
 ) -> dict[str, Any]:
     """What `read_plain` and ``torch.load(weights_only=True)`` understand."""
     names = [[specs[i].name for i in members] for members in layout.assignment]
-    return {"format": FORMAT, "rebuilt": rebuilt, "buckets": names}
+    elements = [[specs[i].numel for i in members] for members in layout.assignment]
+    return {
+        "format": FORMAT,
+        "rebuilt": rebuilt,
+        "buckets": names,
+        "elements": elements,
+    }
 
 
 def read_plain(value: object) -> SavedLayout:
@@ -71,7 +78,18 @@ def read_plain(value: object) -> SavedLayout:
             f"of parameter names of which none is empty; it does not{source}. {_REMEDY}"
         )
     assert isinstance(buckets, list | tuple)
-    return SavedLayout(tuple(tuple(names) for names in buckets), rebuilt)
+    elements = value.get("elements", ())
+    if elements and not _are_numbers_for(buckets, elements):
+        raise ValueError(
+            "bucket_layout must hold in 'elements' one number for each name in "
+            f"'buckets'; it does not{source}. {_REMEDY}"
+        )
+    return SavedLayout(
+        tuple(tuple(names) for names in buckets),
+        rebuilt,
+        tuple(tuple(numbers) for numbers in elements),
+        source,
+    )
 
 
 def _read_file(path: str | os.PathLike[str]) -> object:
@@ -93,6 +111,15 @@ def _is_list_of_names(buckets: object) -> bool:
     )
 
 
+def _are_numbers_for(buckets: Sequence[Sequence[str]], elements: object) -> bool:
+    return (
+        isinstance(elements, list | tuple)
+        and all(isinstance(numbers, list | tuple) for numbers in elements)
+        and [len(names) for names in buckets] == [len(each) for each in elements]
+        and all(isinstance(number, int) for each in elements for number in each)
+    )
+
+
 def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
     """The same buckets, for these parameters.
 
@@ -111,15 +138,25 @@ def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
     ):
         if names:
             raise _misfit(
-                f"each of the {len(index)} trainable parameters once", found, names
+                saved,
+                f"each of the {len(index)} trainable parameters once",
+                found,
+                names,
             )
     assignment = [[index[name] for name in names] for names in saved.buckets]
+    for name, count in _sizes(saved).items():
+        if specs[index[name]].numel != count:
+            actual = specs[index[name]].numel
+            raise _misfit(
+                saved, f"a parameter of {actual} elements", f"one of {count}", [name]
+            )
     for number, members in enumerate(assignment):
-        _check_bucket(number, [specs[i] for i in members])
+        _check_bucket(saved, number, [specs[i] for i in members])
     late = [specs[members[0]].delayed for members in assignment]
     if late != sorted(late):
         first = saved.buckets[late.index(True)]
         raise _misfit(
+            saved,
             "delayed parameters in the last buckets",
             f"bucket {late.index(True)} before others",
             first,
@@ -127,18 +164,30 @@ def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
     return build_layout(specs, assignment)
 
 
-def _check_bucket(number: int, members: Sequence[ParamSpec]) -> None:
+def _sizes(saved: SavedLayout) -> dict[str, int]:
+    return {
+        name: count
+        for names, numbers in zip(saved.buckets, saved.elements, strict=False)
+        for name, count in zip(names, numbers, strict=True)
+    }
+
+
+def _check_bucket(
+    saved: SavedLayout, number: int, members: Sequence[ParamSpec]
+) -> None:
     """A bucket is one message: its parameters must be able to share it."""
     kinds = {_kind(spec): spec.name for spec in reversed(members)}
     if len(kinds) > 1:
         found = "; ".join(f"{name}: {kind}" for kind, name in kinds.items())
         raise _misfit(
+            saved,
             "one dtype, device and sort of gradient in each bucket",
             f"in bucket {number} {found}",
             [spec.name for spec in members],
         )
     if members[0].sparse and len(members) > 1:
         raise _misfit(
+            saved,
             "a sparse gradient alone in its bucket",
             f"{len(members)} in bucket {number}",
             [spec.name for spec in members],
@@ -150,8 +199,13 @@ def _kind(spec: ParamSpec) -> str:
     return f"{spec.dtype} on {spec.device}, {sort}{', delayed' * spec.delayed}"
 
 
-def _misfit(expected: str, found: str, names: Sequence[str]) -> ValueError:
+def _misfit(
+    saved: SavedLayout, expected: str, found: str, names: Sequence[str]
+) -> ValueError:
+    remedy = _REMEDY
+    if saved.source:
+        remedy = "What to do: minidp tune writes a layout for this module."
     return ValueError(
-        f"bucket_layout does not fit this module. Expected: {expected}. "
-        f"Found: {found}. Parameters: {', '.join(names)}. {_REMEDY}"
+        f"bucket_layout{saved.source} does not fit this module. Expected: {expected}. "
+        f"Found: {found}. Parameters: {', '.join(names)}. {remedy}"
     )

@@ -21,6 +21,7 @@ from ._timeline import Clock, Step, Timeline
 
 Round = tuple[int, int]  # one rank's nanoseconds: enters a barrier, leaves it
 
+APART_SECONDS = 0.1  # more than clocks of one host, and of a device and it, differ
 FORWARD = "forward"
 BACKWARD = "backward"
 Place = str | int  # a phase, or the number of a bucket
@@ -52,7 +53,10 @@ def aligned(timelines: Sequence[Timeline]) -> tuple[Timeline, ...]:
     first = ordered[0]
     ranks = [timeline.where.rank for timeline in ordered]
     if len(set(ranks)) < len(ranks):
-        raise ValueError(f"recordings must be of different ranks, but are of {ranks}")
+        raise ValueError(
+            f"recordings must be of different ranks, but are of {ranks}; after "
+            "rec.gather() one file has all ranks"
+        )
     for timeline in ordered:
         if timeline.where.world_size != first.where.world_size:
             raise ValueError(
@@ -64,7 +68,31 @@ def aligned(timelines: Sequence[Timeline]) -> tuple[Timeline, ...]:
                 "recordings must be of one model, but the parameters of ranks "
                 f"{first.where.rank} and {timeline.where.rank} differ"
             )
-    return tuple(replace(t, clock=_clock(first, t)) for t in ordered)
+    found = tuple(replace(t, clock=_clock(first, t)) for t in ordered)
+    for timeline in found[1:]:
+        _check_met(found[0], timeline)
+    return found
+
+
+def _check_met(first: Timeline, other: Timeline) -> None:
+    """An all-reduce ends on no rank before it has begun on all."""
+    theirs = {step.number: _rounds(step) for step in other.steps}
+    ahead = offset_of(other) - offset_of(first)
+    gaps = [
+        max(a[0], b[0] - ahead) - min(a[1], b[1] - ahead)
+        for step in first.steps
+        for number, a in _rounds(step).items()
+        for b in [theirs.get(step.number, {}).get(number)]
+        if b is not None
+    ]
+    if other.clock is None or not gaps:
+        return
+    apart_s = median(gaps) / 1e9
+    if apart_s > other.clock.error_ns / 1e9 + APART_SECONDS:
+        raise ValueError(
+            f"recordings must be of one run, but what ranks {first.where.rank} and "
+            f"{other.where.rank} reduced together is {apart_s:.1f} s apart"
+        )
 
 
 def _clock(first: Timeline, other: Timeline) -> Clock | None:
@@ -162,28 +190,18 @@ class Skew:
         by_rank = self.late[place]
         return max(by_rank, key=lambda rank: by_rank[rank].typical_s)
 
-    def worst_bucket(self) -> int:
-        """The bucket at which some rank is most behind the others."""
-        return max(self._buckets(), key=self._worst_at)
-
     def last_bucket(self) -> int:
         """The one that all steps wait for."""
-        return max(self._buckets())
+        return max(place for place in self.late if isinstance(place, int))
 
-    def _buckets(self) -> list[int]:
-        return [place for place in self.late if isinstance(place, int)]
-
-    def _worst_at(self, place: Place) -> float:
-        return max(late.typical_s for late in self.late[place].values())
-
-    def grows_at(self, rank: int) -> Place:
-        """Where a rank falls behind most: between the place before and this one."""
+    def grows_at(self, rank: int) -> tuple[Place, float]:
+        """Where a rank falls behind most since the place before, and by how much."""
         growth = {}
         before = 0.0
         for place, by_rank in self.late.items():
             growth[place] = by_rank[rank].typical_s - before
             before = by_rank[rank].typical_s
-        return max(growth, key=lambda place: growth[place])
+        return max(growth.items(), key=lambda item: item[1])
 
 
 def skew_of(timelines: Sequence[Timeline]) -> Skew | None:

@@ -163,6 +163,9 @@ class Timeline:
     def __post_init__(self) -> None:
         for number, layout in enumerate(self.layouts):
             self._check_layout(number, layout)
+        numbers = [step.number for step in self.steps]
+        if sorted(set(numbers)) != numbers:
+            raise ValueError("the numbers of steps must grow, but do not")
         for step in self.steps:
             self._check(step)
 
@@ -234,6 +237,8 @@ def from_json(text: str, source: str = "the file") -> tuple[Timeline, ...]:
         value = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{source} is not JSON: {error}. {_REMEDY}") from None
+    if isinstance(value, dict) and "traceEvents" in value:
+        raise ValueError(f"{source} is a trace, not a recording. {_REMEDY}")
     if not isinstance(value, dict) or value.get("kind") != KIND:
         raise ValueError(
             f'{source} is not a recording: it must be an object with "kind": "{KIND}". '
@@ -245,6 +250,8 @@ def from_json(text: str, source: str = "the file") -> tuple[Timeline, ...]:
             f"{value.get('version')!r}. {_REMEDY}"
         )
     try:
+        if value.get("ranks") == []:
+            raise ValueError("it is of no rank")
         return _list(value, "ranks", _timeline)
     except ValueError as error:
         raise ValueError(f"{source} is damaged: {error}. {_REMEDY}") from None

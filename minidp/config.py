@@ -169,6 +169,8 @@ class SavedLayout:
 
     buckets: tuple[tuple[str, ...], ...]  # parameter names
     rebuilt: bool  # in the ready order: they stay as they are
+    elements: tuple[tuple[int, ...], ...] = ()  # of the same; (): nobody knows
+    source: str = ""  # " in FILE"
 
     def __str__(self) -> str:
         """Short, yet different for different layouts: what ranks compare."""

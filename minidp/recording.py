@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 ROUNDS = 20  # barriers that compare clocks; the tightest count
 
 
-def record(model: DataParallel, *, keep: int = KEEP_STEPS) -> Recording:
+def record(
+    model: DataParallel | Attachment | nn.Module, *, keep: int = KEEP_STEPS
+) -> Recording:
     """Record the steps of a model while a ``with`` block runs.
 
     ::
@@ -43,20 +45,26 @@ def record(model: DataParallel, *, keep: int = KEEP_STEPS) -> Recording:
     gradient.
 
     Args:
-        model: on this rank. Other ranks may record or not; to see them together all
+        model: a `DataParallel`, what `attach` gave, or a model that is attached; on
+            this rank. Other ranks may record or not; to see them together all
             record the same steps, and call `Recording.gather`.
         keep: how many steps; older ones are dropped. A step takes about 100 bytes for
             each bucket, one in four also 40 bytes for each parameter.
 
     Raises:
-        TypeError: not a `DataParallel`.
+        TypeError: nothing synchronises it.
         ValueError: nothing would be kept.
     """
-    if not isinstance(model, DataParallel):
+    found: object = model
+    if isinstance(model, Attachment):
+        found = model.data_parallel
+    elif isinstance(model, nn.Module):
+        found = attached_to(model) or model
+    if not isinstance(found, DataParallel):
         raise TypeError(_not_ours(model))
     if keep < 1:
         raise ValueError(f"keep must be at least 1 step, but is {keep!r}.")
-    return Recording(model, keep)
+    return Recording(found, keep)
 
 
 class Recording:
@@ -114,7 +122,8 @@ class Recording:
             with Watch(self._group, self._limit).whole("gathering recordings"):
                 self._gathered = self._of_all_ranks()
         except RuntimeError as error:
-            raise CollectiveError(_alone(self._group.rank(), error)) from error
+            text = _alone(self._group.rank(), error)
+            raise CollectiveError(text) from error.__cause__
         return self
 
     def _of_all_ranks(self) -> tuple[Timeline, ...]:
@@ -158,11 +167,12 @@ def _cross_barrier(group: ProcessGroup) -> tuple[int, int]:
 
 
 def _alone(rank: int, error: RuntimeError) -> str:
+    cause = str(error.__cause__ or error)  # of a collective: what its backend says
     return explain(
         rank,
         "The recordings of all ranks could not be brought together.",
         expected="gather() on all ranks of the model's process group",
-        found=str(error).partition("\n")[0].rstrip("."),
+        found=cause.partition("\n")[0].rstrip("."),
         remedy="call it on all ranks; or save() on each rank, and give all files to "
         "minidp report",
     )
@@ -170,15 +180,14 @@ def _alone(rank: int, error: RuntimeError) -> str:
 
 def _not_ours(model: object) -> str:
     kind = type(model)
-    hint = "wrap the module with minidp.DataParallel, and pass the wrapper"
+    hint = (
+        "wrap the module with minidp.DataParallel, and pass the wrapper; or start a "
+        "script that you do not want to edit by minidp run --report"
+    )
     if isinstance(getattr(model, "_orig_mod", None), DataParallel):
         hint = "this is a compiled one: pass the DataParallel that was compiled"
     elif isinstance(getattr(model, "module", None), DataParallel):
         hint = "pass its .module"
-    elif isinstance(model, nn.Module) and attached_to(model) is not None:
-        hint = "pass .data_parallel of what minidp.attach() gave"
-    elif isinstance(model, Attachment):
-        hint = "pass its .data_parallel"
     return (
         f"record() needs a minidp.DataParallel, but got {kind.__module__}."
         f"{kind.__qualname__}. What to do: {hint}."

@@ -20,8 +20,8 @@ _CHOICE = {
 }
 _NO_STEPS = (
     "No complete step was recorded{dropped}. A step is a forward of the DataParallel, "
-    "its backward outside no_sync(), and what follows until the next forward. What to "
-    "do: train a few dozen steps inside the with block."
+    "its backward outside no_sync(), and what follows until the next forward or the "
+    "end of the with block. What to do: train a few dozen steps inside it."
 )
 
 
@@ -41,13 +41,17 @@ def report(timelines: Sequence[Timeline]) -> str:
     # The rank that waits most shows what the others cost it.
     first, skew = max(overlaps, key=lambda one: one.typical.exposed_s), skew_of(ranks)
     forecast = forecast_of(ranks, first)
+    few = "Record a few dozen steps; these few say: " * (first.num_steps < FEW)
     parts = [
         _header(ranks, first),
-        _verdict(ranks[0], first) + f"\nAdvice: {advise(ranks, first, forecast, skew)}",
+        _verdict(ranks[0], first, 0.0 if skew is None else skew.error_s)
+        + f"\nAdvice: {few}{advise(ranks, first, forecast, skew)}",
         _split(first),
     ]
+    if first.typical.buckets:
+        parts.append(_buckets(ranks, first))
     if forecast is not None:
-        parts += [_buckets(ranks, first), _network(ranks[0], first, forecast)]
+        parts.append(_network(ranks[0], first, forecast))
     if skew is not None:
         parts.append(_skew(skew, ranks, first))
     return "\n\n".join(parts)
@@ -55,8 +59,12 @@ def report(timelines: Sequence[Timeline]) -> str:
 
 def _nothing(ranks: Sequence[Timeline]) -> str:
     num_dropped = max(timeline.num_dropped for timeline in ranks)
-    if len(ranks) > 1 and all(timeline.steps for timeline in ranks):
-        return "The ranks recorded no step in common: record the same steps on all."
+    if any(timeline.steps for timeline in ranks):
+        counts = ", ".join(f"rank {t.where.rank} {len(t.steps)}" for t in ranks)
+        return (
+            "The ranks recorded no step in common: record the same steps on all. "
+            f"(Complete steps: {counts}.)"
+        )
     dropped = f" ({num_dropped} were not completed)" if num_dropped else ""
     return _NO_STEPS.format(dropped=dropped)
 
@@ -69,13 +77,15 @@ def _header(ranks: Sequence[Timeline], overlap: Overlap) -> str:
     hook = f"; comm hook {where.comm_hook}" if where.comm_hook else ""
     count = f"{overlap.num_steps} step{'s' if overlap.num_steps > 1 else ''}"
     step = common_steps(ranks)[overlap.step][0]
-    few = "; too few to be sure: record a few dozen" * (overlap.num_steps < FEW)
+    missing = where.world_size - len(ranks)
+    most = "" if len(ranks) == 1 else ", which waits most"
+    if missing and most:
+        most += f" of these; {missing} more {'are' if missing > 1 else 'is'} not here"
     return (
         f"{of}; {where.backend} on {where.device}; {versions}{hook}"
         f"{_CHOICE.get(where.layout_by, '')}\n"
         f"the typical one (step {step.number}) of {count} with the same buckets, on "
-        f"rank {overlap.rank}"
-        f"{', which waits most' if len(ranks) > 1 else ''}{few}"
+        f"rank {overlap.rank}{most}"
     )
 
 
@@ -88,10 +98,10 @@ def _ranks(numbers: Sequence[int]) -> str:
 # --------------------------------------------------------------------- what it means
 
 
-def _verdict(timeline: Timeline, overlap: Overlap) -> str:
+def _verdict(timeline: Timeline, overlap: Overlap, clock_error_s: float) -> str:
     one = overlap.typical
     total = one.hidden_s + one.exposed_s
-    if not total:
+    if not total or timeline.where.world_size == 1:
         return "Is communication hidden? There is none."
     share = one.exposed_s / one.seconds
     first = (
@@ -104,20 +114,35 @@ def _verdict(timeline: Timeline, overlap: Overlap) -> str:
     worst = max(one.buckets, key=lambda bucket: bucket.exposed_s)
     numbers = [bucket.number for bucket in one.buckets]
     layers = layers_of(timeline, overlap.members[numbers.index(worst.number)])
+    left = [bucket for bucket in one.buckets if bucket.exposed_s >= SHOWN]
+    several = ""
+    if worst.exposed_s < 0.5 * one.exposed_s:
+        several = (
+            f"{len(left)} of {len(one.buckets)} buckets are still to come when the "
+            "backward ends; most of it, "
+        )
     return (
-        f"{first}\nWhy? {_ms(worst.exposed_s)} ms of them are bucket {worst.number} "
-        f"({layers}): {_cause(worst, one.backward_s)}."
+        f"{first}\nWhy? {several}{_ms(worst.exposed_s)} ms{' of them' * (not several)} "
+        f"are bucket {worst.number} ({layers}): "
+        f"{_cause(worst, one.backward_s, clock_error_s)}."
     )
 
 
-def _cause(bucket: BucketOverlap, backward_s: float) -> str:
+def _cause(bucket: BucketOverlap, backward_s: float, clock_error_s: float) -> str:
     """From its last gradient until it is done, in order."""
     left_s = max(0.0, backward_s - bucket.full_s)
+    at_work = [
+        (bucket.late_s, "until the slowest rank launches it"),
+        (bucket.wire_s, "on the wire"),
+    ]
+    both_s = bucket.late_s + bucket.wire_s
+    if clock_error_s > both_s / 2:
+        why = "which clocks that are known so badly do not tell apart"
+        at_work = [(both_s, f"of waiting for slower ranks and on the wire, {why}")]
     spans = [
         (bucket.waited_s - bucket.queued_s, "until it is launched"),
         (bucket.queued_s, "behind the buckets before it"),
-        (bucket.late_s, "until the slowest rank launches it"),
-        (bucket.wire_s, "on the wire"),
+        *at_work,
     ]
     then = [f"{_ms(seconds)} ms {what}" for seconds, what in spans if seconds >= SHOWN]
     return (
@@ -134,13 +159,13 @@ def _split(overlap: Overlap) -> str:
         (
             "forward",
             one.forward_s,
-            "with collectives of its own (module buffers, SyncBatchNorm)",
+            "with its collectives, if any (module buffers, SyncBatchNorm)",
         ),
         ("backward", one.backward_s, hides),
         ("exposed communication", one.exposed_s, late if one.late_s else ""),
         ("copying averages out", one.finish_s, ""),
         ("optimizer", one.optimizer_s, ""),
-        ("everything else", one.other_s, "data, loss, zero_grad, no_sync backwards"),
+        ("everything else", one.other_s, "data, loss, zero_grad and the like"),
     ]
     lines = [f"One step: {_ms(one.seconds)} ms ({_spread(overlap.spread_s)})"]
     for name, seconds, note in rows:
@@ -168,14 +193,17 @@ def _buckets(ranks: Sequence[Timeline], overlap: Overlap) -> str:
     if len(ranks) == 1:  # nobody knows
         rows = [[*row[:6], *row[7:]] for row in rows]
     lines = _shortened(_table(rows))
-    hook = ranks[0].where.comm_hook
-    return "\n".join([*lines, *_legend(hook, is_merged=len(ranks) > 1)])
+    return "\n".join([*lines, *_legend(ranks, overlap)])
 
 
-def _legend(hook: str, *, is_merged: bool) -> list[str]:
-    notes = []
+def _legend(ranks: Sequence[Timeline], overlap: Overlap) -> list[str]:
+    notes, hook, is_merged = [], ranks[0].where.comm_hook, len(ranks) > 1
+    if any(bucket.wire_s < SHOWN for bucket in overlap.typical.buckets):
+        notes.append("0.0: beside those of the bucket before, which counts them")
     if not is_merged:
         notes.append("waiting for slower ranks included; rec.gather() tells it apart")
+    elif len(ranks) < ranks[0].where.world_size:
+        notes.append("waiting for ranks that are not here included")
     if hook:
         notes.append(f"what {hook} itself does, included")
     more = f" ({'; '.join(notes)})" if notes else ""
@@ -210,8 +238,8 @@ def _network(timeline: Timeline, overlap: Overlap, forecast: Forecast) -> str:
         f"Bus bandwidth: {_bandwidth(achieved)} achieved; a bucket takes {takes}its "
         f"bytes at {_bandwidth(fitted.bytes_per_s * on_bus)}{unknown}"
         f"{hook if timeline.where.comm_hook else ''}\n"
-        f"Lower bound: {_ms(forecast.bound_s)} ms per step, if each byte left as soon "
-        f"as it is there; this is {ratio:.2f} times that"
+        f"Lower bound of all bucket layouts: {_ms(forecast.bound_s)} ms per step, if "
+        f"each byte left as soon as it is there; this is {ratio:.2f} times that"
     )
 
 
@@ -231,11 +259,13 @@ def _skew(skew: Skew, ranks: Sequence[Timeline], overlap: Overlap) -> str:
     for place, late in skew.late.items():
         rank = skew.latest(place)
         name = names.get(str(place), f"bucket {place}")
-        behind = [f"{late[r].typical_s * 1e3:.1f}" for r in (rank, *shown)]
+        behind = [_ms(late[r].typical_s) for r in (rank, *shown)]
         layers = members.get(place, "") if isinstance(place, int) else ""
         rows.append([name, f"rank {rank}", *behind, layers])
     lines = _shortened(_table(rows))
-    lines.insert(0, "When each rank comes, in ms behind the median of the others:")
+    lines.insert(
+        0, "When each rank comes, in ms behind the others (medians, over steps, too):"
+    )
     if len(ranks) > len(shown):
         lines.append(
             f"({len(ranks) - len(shown)} more ranks count, but are not shown.)"
@@ -270,4 +300,4 @@ def _spread(spread_s: Spread) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f}"
+    return f"{round(seconds * 1e3, 1) + 0.0:.1f}"  # no -0.0

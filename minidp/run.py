@@ -6,8 +6,8 @@
 In the script, and in all it imports, torch.nn.parallel.DistributedDataParallel is
 minidp.DataParallel, by whichever name (minidp.swapped says which), also in processes
 that it starts by multiprocessing. Others, which are a command of their own, have to be
-started by this one themselves: use torchrun. The exit status is the script's; 2 if
-there is no such script.
+started by this one themselves: use torchrun. The exit status is the script's; 2 if it
+cannot be run at all, 1 if there is nothing to report or compare, or a difference.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _on_minidp(script: Script, session: Session) -> int:
         try:
             status = script.run()
         except Exception as error:
-            _hint(error)
+            _hint(error, script)
             raise
         finally:
             session.end()
@@ -189,11 +189,22 @@ class Session:
                 f"{' '.join(self.script.words)}"
             )
         if not self.sizes:
-            self._say_nothing_wrapped(is_error=asked)
+            if status:
+                self._say_failed(status)
+            else:
+                self._say_nothing_wrapped(is_error=asked)
             return status or int(asked)
         if self.reports:
             self._report()
         return status
+
+    def _say_failed(self, status: int) -> None:
+        ours = {"--report", "--save", "--compare"} & set(self.script.arguments)
+        hint = f" (Options of minidp run stand before {self.script.target}.)"
+        _say_once(
+            f"minidp run: {self.script.target} ended with exit status {status}, before "
+            f"it wrapped a model in DistributedDataParallel.{hint * bool(ours)}"
+        )
 
     def _say_nothing_wrapped(self, *, is_error: bool) -> None:
         wrapped_in_forks, target = bool(self._forks[0]), self.script.target
@@ -229,7 +240,9 @@ class Session:
             say(f"minidp run: {title}\n{report(timelines)}")
             if self.saves is not None:
                 name = self.saves.name + (f".{number + 1}" if number else "")
-                self.saves.with_name(name).write_text(to_json(timelines))
+                path = self.saves.with_name(name)
+                path.write_text(to_json(timelines))
+                say(f"minidp run: wrote {path}")
 
 
 def _exchange(mine: list[Timeline]) -> list[list[Timeline]]:
@@ -327,7 +340,7 @@ def _say_once(text: str) -> None:
         say(text)
 
 
-def _hint(error: Any) -> None:
+def _hint(error: Any, script: Script) -> None:
     """What to do about an error that a script does not explain; it is raised on."""
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text.lower():
@@ -339,7 +352,7 @@ def _hint(error: Any) -> None:
     elif "RANK" not in os.environ and "RANK" in text:
         _say_once(
             "minidp run: this process was not started by torchrun. For two ranks: "
-            f"torchrun --nproc-per-node 2 -m minidp.run {' '.join(sys.argv[1:])}"
+            f"torchrun --nproc-per-node 2 -m minidp.run {' '.join(script.words)}"
         )
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ._autotune import STEPS, Tuner
+from ._ledger import Ledger
 from ._script import Script, say
 from ._tuning import NUM_TRIALS, Choice
 from .config import AUTO
@@ -116,11 +117,15 @@ class Session:
         self._num_models = 0
         self._written: list[Path] = []
         self._is_rank_0 = True
+        self._ledgers: list[Ledger] = []
+        self._world_size = 0
 
     def add(self, ddp: DataParallel) -> None:
         """A model was wrapped."""
         number, self._num_models = self._num_models, self._num_models + 1
         self._is_rank_0 = ddp.process_group.rank() == 0
+        self._world_size = ddp.process_group.size()
+        self._ledgers.append(ddp._reducer.ledger)
         order = ddp._reducer.ready_order
         if isinstance(order, Tuner):
             order.told = functools.partial(self._write, number)
@@ -135,7 +140,7 @@ class Session:
         self._written.append(path)
         use = f"Use it: minidp.DataParallel(..., bucket_layout={str(path)!r})."
         if not choice.is_another:
-            use = "There is nothing to gain from the file."
+            use = "With this file a run has torch's layout without looking for one."
         say(f"minidp tune: {path}: {choice}. {use}")
 
     def finish(self) -> int:
@@ -151,10 +156,12 @@ class Session:
             )
             return 1
         if missing:
+            steps = ", ".join(str(ledger.finalized) for ledger in self._ledgers)
             say(
                 f"minidp tune: {missing} of {self._num_models} models found no layout. "
-                f"It takes at least 2 ranks, {NEEDED} synchronised steps, and a "
-                "comm hook without state, if any."
+                f"It takes at least 2 ranks (here: {self._world_size}), {NEEDED} "
+                f"synchronised steps (here: {steps}), and a comm hook without state, "
+                "if any."
             )
             return 1
         return 0

@@ -167,7 +167,7 @@ def judge_threads(threads: int, processes: int, cores: int) -> Finding:
     """Whether the processes of this host have more threads than cores."""
     check = "threads"
     found = f"{processes} x {threads} threads on {cores} cores"
-    if processes > 1 and processes * threads > 2 * cores:
+    if processes > 1 and processes * threads > cores:
         remedy = f"set OMP_NUM_THREADS={max(1, cores // processes)}"
         return warning(check, found, remedy)
     return ok(check, found)

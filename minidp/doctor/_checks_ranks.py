@@ -132,8 +132,10 @@ def _judge_ranks(of_rank: Mapping[int, Facts]) -> Finding:
     hosts = {facts.host for facts in of_rank.values()}
     noun = "host" if len(hosts) == 1 else "hosts"
     came, all_ranks = len(of_rank), max(sizes)
-    count = f"{came}" if came == all_ranks else f"{came} of {all_ranks}"
-    return ok(check, f"{count} came, on {len(hosts)} {noun}")
+    if came < all_ranks:
+        found = f"{came} of {all_ranks} came, on {len(hosts)} {noun}"
+        return warning(check, found, "what follows is of these only")
+    return ok(check, f"{came} came, on {len(hosts)} {noun}")
 
 
 def judge_claims(rank: int, claims: int) -> list[Finding]:

@@ -204,7 +204,9 @@ class Decision:
         with self._lock:
             if self._outcome is None:
                 self._outcome = attempt(read_mode(), self._source, self._cache)
-                _LOG.info("%s", self._outcome.status.reason)
+                status = self._outcome.status
+                log = _LOG.debug if status.is_loaded else _LOG.info
+                log("%s", status.reason)
             return self._outcome
 
     def library(self) -> ModuleType | None:

@@ -331,6 +331,16 @@ def test_models_that_a_script_drops_are_let_go(tmp_path, capsys, lone_group):
         assert len(from_json((tmp_path / name).read_text())) == 1
 
 
+def test_a_script_that_fails_first_is_not_blamed_for_anything_else(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("import sys; sys.exit(2)")
+    status, err = ran(capsys, str(path), "--report")
+    assert status == 2
+    assert f"{path} ended with exit status 2, before it wrapped a model in" in err
+    assert f"(Options of minidp run stand before {path}.)" in err
+    assert "nothing to do" not in err
+
+
 def test_nothing_runs_if_it_could_not_be_saved(tmp_path, capsys):
     path = tmp_path / "train.py"
     path.write_text("raise AssertionError")

@@ -17,9 +17,9 @@ from minidp._analysis import (
 from minidp._forecast import forecast_of
 from minidp._schedule import Network
 from minidp._skew import aligned, skew_of
-from minidp._timeline import AUTO, AUTO_TRIES
+from minidp._timeline import AUTO, AUTO_TRIES, Clock
 from minidp.report import report
-from tests.support.timelines import MS, step, timeline
+from tests.support.timelines import MS, span, step, timeline
 
 # Backward from 10 to 30 ms.
 TWO = [(20, 21, 26, 35), (29, 29, 41, 42)]
@@ -230,8 +230,8 @@ def test_what_is_lost_in_the_noise_is_not_advised():
     assert advice_for(in_two_buckets(steps)).startswith("Use bucket_cap_mb=1 ")
     steps = [first_and_rest(n, later) for n, later in enumerate((-9, -9, 0, 60, 60))]
     assert advice_for(in_two_buckets(steps)) == (
-        'Nothing is sure to gain: bucket_cap_mb=1 (or "auto", which measures) is '
-        "predicted 62 ms instead of 76 ms per step, and steps differ by more (p10 67 "
+        'Nothing is sure to gain: with bucket_cap_mb=1 (or "auto", which measures), '
+        "predicted 62 ms instead of 76 ms per step, but steps differ by more (p10 67 "
         "ms, p90 136 ms)."
     )
 
@@ -243,7 +243,7 @@ def test_auto_is_not_told_what_it_has_measured():
         return replace(plain, where=replace(plain.where, layout_by=choice))
 
     assert "bucket_cap_mb" not in advice_for(by(AUTO))
-    assert "record when it has logged" in advice_for(by(AUTO_TRIES))
+    assert "record after its choice" in advice_for(by(AUTO_TRIES))
     assert 'bucket_cap_mb="auto" chose the buckets' in report([by(AUTO)])
     assert 'bucket_cap_mb="auto" is still trying' in report([by(AUTO_TRIES)])
 
@@ -300,8 +300,37 @@ def straggling(late, *, forward=False):
 
 def test_the_straggler_is_named_with_its_layers():
     assert advice_for(*straggling(40)) == (
-        "Rank 1 falls 40 ms behind at bucket 1 (layers.0): balance its load; "
-        "predicted 60 ms instead of 100 ms per step."
+        "Rank 1 is 40 ms late at the last bucket, above all because it falls 40 ms "
+        "behind at bucket 1 (layers.0): balance the load; predicted 60 ms instead of "
+        "100 ms per step."
+    )
+
+
+def test_lateness_is_told_by_where_it_grows():
+    """4 ms late when the forward begins, 9 more when it ends, 2 more at bucket 0."""
+    fast = [(22, 22, 50, 50), (30, 30, 60, 60)]
+    slow = [(37, 37, 50, 50), (45, 45, 60, 60)]
+    ranks = [
+        timeline(
+            [
+                step(n, fast, at=100 * n, backward=(10, 30), end=96, optimizers=[])
+                for n in range(4)
+            ]
+        ),
+        timeline(
+            [
+                replace(
+                    step(n, slow, at=100 * n, backward=(23, 45), end=96, optimizers=[]),
+                    forwards=(span(4, 21, 100 * n),),
+                )
+                for n in range(4)
+            ],
+            rank=1,
+        ),
+    ]
+    assert advice_for(*ranks).startswith(
+        "Rank 1 is 15 ms late at the last bucket, above all because it takes 9.0 ms "
+        "longer for its forward: balance the load; predicted 81 ms instead of 96 ms"
     )
 
 
@@ -325,9 +354,10 @@ def test_waiting_comes_before_buckets_where_it_is_most_of_what_is_exposed():
             )
         ranks.append(timeline(steps, rank=rank))
     text = advice_for(*ranks)
-    assert text.startswith("Ranks wait 30 ms for each other after the backward, and")
-    assert text.endswith(
-        "unequal length; predicted 60 ms instead of 90 ms per step at best."
+    assert text == (
+        "For 30 ms of what is exposed, ranks wait for each other, and it is not always "
+        "the same one that is late: look for other load on the machines, or inputs of "
+        "unequal length."
     )
 
 
@@ -359,3 +389,56 @@ def test_the_reasons_add_up():
         "before the backward ends; then 40.0 ms until the slowest rank launches it, "
         "4.0 ms on the wire.\n"
     ) in report(straggling(40))
+
+
+# --------------------------------------------------------------------------- words
+
+
+def test_one_rank_hides_nothing():
+    text = report([timeline([step(0, TWO)], world_size=1)])
+    assert "Is communication hidden? There is none.\n" in text
+    assert "Why?" not in text
+
+
+def test_of_sparse_gradients_nothing_is_predicted_but_all_is_shown():
+    one = timeline([step(n, TWO, at=60 * n) for n in range(12)])
+    params = tuple(replace(p, kind="sparse float32 on cpu") for p in one.params)
+    text = report([replace(one, params=params)])
+    assert "nobody knows how many bytes a sparse gradient sends: do more per" in text
+    assert "bucket  params" in text
+    assert "Bus bandwidth" not in text
+
+
+def test_ranks_that_are_not_here_are_counted():
+    steps = [step(n, TWO, at=60 * n) for n in range(12)]
+    text = report([timeline(steps, rank=r, world_size=16) for r in (3, 7)])
+    assert "which waits most of these; 14 more are not here" in text
+    assert "waiting for ranks that are not here included" in text
+
+
+def test_a_rank_without_steps_is_named():
+    steps = [step(n, TWO, at=60 * n) for n in range(3)]
+    text = report([timeline(steps), timeline([], rank=1)])
+    assert text.endswith("(Complete steps: rank 0 3, rank 1 0.)")
+
+
+def test_clocks_that_tell_nothing_are_not_asked():
+    """Two hosts, whose clocks are known to 20 ms: no word about who waits for whom."""
+    steps = [step(n, TWO, at=60 * n) for n in range(12)]
+    zero = replace(timeline(steps), clock=Clock(0, 0))
+    one = replace(timeline(steps, rank=1, host="there"), clock=Clock(0, 20 * MS))
+    text = report([zero, one])
+    assert "of waiting for slower ranks and on the wire, which clocks that are" in text
+    assert "until the slowest rank launches it" not in text
+
+
+def test_many_buckets_after_the_backward_are_counted():
+    buckets = [(30, 30, 40, 60), (30, 30, 50, 60), (30, 30, 60, 60)]
+    one = timeline(
+        [step(n, buckets, at=100 * n, end=90) for n in range(12)],
+        members=[(2,), (1,), (0,)],
+    )
+    assert (
+        "Why? 3 of 3 buckets are still to come when the backward ends; most of it, "
+        "10.0 ms are bucket 0 (layers.2): "
+    ) in report([one])

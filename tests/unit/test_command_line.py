@@ -86,6 +86,9 @@ def test_all_exports(files, tmp_path, capsys):
         (None, "error: {path}: No such file or directory\n"),
         (b"{}", "error: {path} is not a recording"),
         (b"\xff\xfe\xff", "error: {path} is no text"),
+        (b"\n", "error: {path} is empty"),
+        (b'{"traceEvents": []}', "error: {path} is a trace, not a recording"),
+        (to_json([]).encode(), "error: {path} is damaged: it is of no rank"),
     ],
 )
 def test_bad_files_end_with_their_name(content, says, tmp_path, capsys):
@@ -105,8 +108,10 @@ def test_a_picture_without_matplotlib_says_what_to_install(
     files, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["report", files[0], "--png", str(tmp_path / "out.png")]) == 1
+    options = ("--png", str(tmp_path / "out.png"), "--trace", str(tmp_path / "t"))
+    assert main(["report", files[0], *options]) == 1
     assert "pip install 'minidp[bench]'" in capsys.readouterr().err
+    assert (tmp_path / "t").exists()
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):
@@ -114,7 +119,19 @@ def test_nothing_to_draw_is_an_error(tmp_path):
         _picture.draw([timeline([])], tmp_path / "out.png")
 
 
-@pytest.mark.parametrize("words", [[], ["report"], ["nonsense"]])
+def test_without_a_command_there_is_help(capsys):
+    assert main([]) == 2
+    assert "what is wrong with this machine" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out.startswith("minidp ")
+
+
+@pytest.mark.parametrize("words", [["report"], ["nonsense"]])
 def test_wrong_usage(words, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(words)

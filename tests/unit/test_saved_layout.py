@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 
 import pytest
 import torch
@@ -36,13 +37,46 @@ def plain(*buckets, rebuilt=True):
     return {"format": 1, "rebuilt": rebuilt, "buckets": [list(b) for b in buckets]}
 
 
-def test_round_trip():
+def with_sizes(value):
+    numel = {spec.name: spec.numel for spec in SPECS}
+    elements = [[numel[name] for name in names] for names in value["buckets"]]
+    return value | {"elements": elements}
+
+
+def test_without_sizes_the_names_have_to_do():
     saved = read_plain(plain(*BUCKETS))
     assert saved == SavedLayout(BUCKETS, rebuilt=True)
+    assert resumed_layout(saved, SPECS).assignment[0] == (1, 0)
+
+
+def test_the_same_names_with_other_sizes_are_another_model(tmp_path):
+    value = with_sizes(plain(*BUCKETS))
+    value["elements"][0][1] += 1
+    with pytest.raises(
+        ValueError, match=r"of 6 elements. Found: one of 7. Parameters: a"
+    ):
+        resumed_layout(read_plain(value), SPECS)
+    path = tmp_path / "buckets.json"
+    path.write_text(json.dumps(value))
+    with pytest.raises(
+        ValueError, match=r"buckets.json does not fit .* minidp tune wri"
+    ):
+        resumed_layout(read_plain(path), SPECS)
+
+
+@pytest.mark.parametrize("elements", [[[1]], 3, [[1, 2], [3], [4], [5], ["6"]], [1]])
+def test_sizes_must_be_there_for_each_name(elements):
+    with pytest.raises(ValueError, match="one number for each name"):
+        read_plain(plain(*BUCKETS) | {"elements": elements})
+
+
+def test_round_trip():
+    value = with_sizes(plain(*BUCKETS))
+    saved = read_plain(value)
     layout = resumed_layout(saved, SPECS)
     assert layout.assignment == ((1, 0), (3,), (2,), (4,), (5,))
     assert [slot.offset for slot in layout.buckets[0].slots] == [0, 6]
-    assert to_plain(layout, SPECS, rebuilt=True) == plain(*BUCKETS)
+    assert to_plain(layout, SPECS, rebuilt=True) == value
 
 
 @pytest.mark.parametrize("value", [[], 3, (("a",),)], ids=str)

@@ -43,6 +43,8 @@ def test_a_timeline_holds_together():
     for members in (((1,), (2,)), ((1,), (-1,)), ((1,), ())):
         with pytest.raises(ValueError, match="some of the 2 parameters, but one has"):
             replace(GOOD, layouts=(members,))
+    with pytest.raises(ValueError, match="the numbers of steps must grow"):
+        timeline([step(0, BUCKETS), step(0, BUCKETS)])
     with pytest.raises(ValueError, match="less than the world size of 2"):
         Where(2, 2, "gloo", "cpu", "here")
 
@@ -83,7 +85,7 @@ FIRST = ("ranks", 0, "steps", 0)
     ("path", "value", "says"),
     [
         (("kind",), "novel", 'f.json is not a recording: .* "kind": "minidp timeline"'),
-        (("version",), 99, "f.json must be of version 2, but is of version 99"),
+        (("version",), 99, "f.json must be of version 3, but is of version 99"),
         (("ranks",), {}, "f.json is damaged: ranks must be a list, but is {}"),
         (("ranks", 0), 5, r"ranks\[0\] must be an object, but is 5"),
         (
