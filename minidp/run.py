@@ -189,9 +189,10 @@ class Session:
                 f"{' '.join(self.script.words)}"
             )
         if not self.sizes:
-            if status:
+            in_others = self.reached_children or bool(self._forks[0])
+            if status and not in_others:
                 self._say_failed(status)
-            else:
+            elif not status:
                 self._say_nothing_wrapped(is_error=asked)
             return status or int(asked)
         if self.reports:

@@ -282,7 +282,11 @@ def from_file(ctx: Any, path: str) -> Any:
 
 def test_a_file_gives_the_layout(pool, tmp_path):
     names = [name for name, _ in Net().named_parameters()]
-    plain = {"format": 1, "rebuilt": True, "buckets": [names[:3], names[3:]]}
+    buckets = [names[:3], names[3:]]
+    numel = {name: param.numel() for name, param in Net().named_parameters()}
+    elements = [[numel[name] for name in bucket] for bucket in buckets]
+    form = {"format": 1, "rebuilt": True}
+    plain = form | {"buckets": buckets, "elements": elements}
     path = tmp_path / "buckets.json"
     path.write_text(json.dumps(plain | {"tuned": {"note": "is not looked at"}}))
     assert pool.run(from_file, 2, str(path)) == [plain] * 2

@@ -180,7 +180,7 @@ def test_only_rank_0_says_so(monkeypatch, capsys):
     [
         ("pass", [], 0, "ended without wrapping a model"),
         ("pass", ["--report"], 1, "so there is nothing to report or compare."),
-        ("import sys; sys.exit(7)", [], 7, "ended without wrapping a model"),
+        ("import sys; sys.exit(7)", [], 7, "exit status 7, before it wrapped a model"),
         ("import sys; sys.exit('no data')", [], 1, "no data\n"),
         ("import sys; sys.exit()", [], 0, "is minidp.DataParallel in"),
     ],

@@ -273,7 +273,15 @@ IMPORTS: dict[str, set[str]] = {
         "trace",
     },
     "_tuning": {"_layout", "_schedule"},
-    "tune": {"_autotune", "_script", "_tuning", "config", "data_parallel", "swapping"},
+    "tune": {
+        "_autotune",
+        "_ledger",
+        "_script",
+        "_tuning",
+        "config",
+        "data_parallel",
+        "swapping",
+    },
     "doctor/__init__": {
         "doctor/_checks_loader",
         "doctor/_checks_model",

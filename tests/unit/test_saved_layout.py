@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -37,8 +38,9 @@ def plain(*buckets, rebuilt=True):
     return {"format": 1, "rebuilt": rebuilt, "buckets": [list(b) for b in buckets]}
 
 
-def with_sizes(value):
-    numel = {spec.name: spec.numel for spec in SPECS}
+def with_sizes(
+    value, numel=MappingProxyType({spec.name: spec.numel for spec in SPECS})
+):
     elements = [[numel[name] for name in names] for names in value["buckets"]]
     return value | {"elements": elements}
 
@@ -173,13 +175,18 @@ def net():
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
+def of_net(*buckets, rebuilt=True):
+    numel = {name: param.numel() for name, param in net().named_parameters()}
+    return with_sizes(plain(*buckets, rebuilt=rebuilt), numel)
+
+
 def step(ddp):
     ddp(torch.ones(2, 3)).sum().backward()
 
 
 def test_the_layout_of_the_next_backward(lone_group):
     ddp = DataParallel(net(), process_group=lone_group, bucket_cap_mb=0)
-    assert ddp.bucket_layout == plain(
+    assert ddp.bucket_layout == of_net(
         ["0.weight", "0.bias", "1.weight", "1.bias"], rebuilt=False
     )
     step(ddp)
@@ -203,7 +210,7 @@ def test_a_checkpoint_can_carry_it(lone_group):
 
 
 def test_it_is_taken_as_it_is_and_stays(lone_group):
-    given = plain(["0.bias", "1.weight"], ["1.bias", "0.weight"])
+    given = of_net(["0.bias", "1.weight"], ["1.bias", "0.weight"])
     ddp = DataParallel(net(), process_group=lone_group, bucket_layout=given)
     for _ in range(3):
         assert ddp.bucket_layout == given
@@ -212,7 +219,7 @@ def test_it_is_taken_as_it_is_and_stays(lone_group):
 
 
 def test_one_that_was_not_rebuilt_is_rebuilt(lone_group):
-    given = plain(["0.bias", "1.weight"], ["1.bias", "0.weight"], rebuilt=False)
+    given = of_net(["0.bias", "1.weight"], ["1.bias", "0.weight"], rebuilt=False)
     ddp = DataParallel(net(), process_group=lone_group, bucket_layout=given)
     assert ddp.bucket_layout == given
     step(ddp)
@@ -223,7 +230,7 @@ def test_one_that_was_not_rebuilt_is_rebuilt(lone_group):
 
 
 def test_a_static_graph_promised_later_keeps_it(lone_group):
-    given = plain(["0.bias", "1.weight"], ["1.bias", "0.weight"])
+    given = of_net(["0.bias", "1.weight"], ["1.bias", "0.weight"])
     ddp = DataParallel(net(), process_group=lone_group, bucket_layout=given)
     ddp._set_static_graph()
     for _ in range(4):
@@ -232,7 +239,7 @@ def test_a_static_graph_promised_later_keeps_it(lone_group):
 
 
 def test_reset_and_copies_keep_it(lone_group):
-    given = plain(["0.bias", "1.weight"], ["1.bias", "0.weight"])
+    given = of_net(["0.bias", "1.weight"], ["1.bias", "0.weight"])
     ddp = DataParallel(net(), process_group=lone_group, bucket_layout=given)
     step(ddp)
     ddp.reset()
