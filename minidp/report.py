@@ -114,17 +114,17 @@ def _verdict(timeline: Timeline, overlap: Overlap, clock_error_s: float) -> str:
     worst = max(one.buckets, key=lambda bucket: bucket.exposed_s)
     numbers = [bucket.number for bucket in one.buckets]
     layers = layers_of(timeline, overlap.members[numbers.index(worst.number)])
-    left = [bucket for bucket in one.buckets if bucket.exposed_s >= SHOWN]
-    several = ""
-    if worst.exposed_s < 0.5 * one.exposed_s:
-        several = (
-            f"{len(left)} of {len(one.buckets)} buckets are still to come when the "
-            "backward ends; most of it, "
+    cause = _cause(worst, one.backward_s, clock_error_s)
+    if worst.exposed_s >= 0.5 * one.exposed_s:
+        return (
+            f"{first}\nWhy? {_ms(worst.exposed_s)} ms of them are bucket {worst.number} "
+            f"({layers}): {cause}."
         )
+    count = sum(bucket.exposed_s >= SHOWN for bucket in one.buckets)
     return (
-        f"{first}\nWhy? {several}{_ms(worst.exposed_s)} ms{' of them' * (not several)} "
-        f"are bucket {worst.number} ({layers}): "
-        f"{_cause(worst, one.backward_s, clock_error_s)}."
+        f"{first}\nWhy? {count} of {len(one.buckets)} buckets are still to come when "
+        f"the backward ends. Bucket {worst.number} ({layers}) takes longest, "
+        f"{_ms(worst.exposed_s)} ms: {cause}."
     )
 
 
