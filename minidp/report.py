@@ -117,8 +117,8 @@ def _verdict(timeline: Timeline, overlap: Overlap, clock_error_s: float) -> str:
     cause = _cause(worst, one.backward_s, clock_error_s)
     if worst.exposed_s >= 0.5 * one.exposed_s:
         return (
-            f"{first}\nWhy? {_ms(worst.exposed_s)} ms of them are bucket {worst.number} "
-            f"({layers}): {cause}."
+            f"{first}\nWhy? {_ms(worst.exposed_s)} ms of them are bucket "
+            f"{worst.number} ({layers}): {cause}."
         )
     count = sum(bucket.exposed_s >= SHOWN for bucket in one.buckets)
     return (
