@@ -294,6 +294,7 @@ class Hook:
         # What was there before: a tampering hook still says what it wants.
         buffer = original.clone()
         slots, params = bucket._plan.slots, bucket.parameters()
+        expected = self.expected  # of this step: a thread may be late
         TOUCHES[case.touch](bucket)
         if case.touch not in TAMPERS and isinstance(bucket.buffer(), Tensor):
             buffer = original
@@ -302,19 +303,22 @@ class Hook:
             with torch.no_grad():
                 value = BRINGS[case.brings](buffer)
                 if case.brings in SHAPES:
-                    self._expect(slots, params, value)
+                    _expect(expected, slots, params, value)
             return value
 
         return WAYS[case.way](make)
 
     def _note(self, bucket: Any, buffer: Tensor) -> None:
-        self._expect(bucket._plan.slots, bucket.parameters(), buffer)
+        _expect(self.expected, bucket._plan.slots, bucket.parameters(), buffer)
 
-    def _expect(self, slots: Any, params: Any, value: Any) -> None:
-        flat = value.detach().clone().reshape(-1).to(torch.float32)
-        for slot, param in zip(slots, params, strict=True):
-            grad = flat.as_strided(slot.shape, slot.stride, slot.offset).clone()
-            self.expected.append((param, grad))
+
+def _expect(
+    expected: list[tuple[Any, Tensor]], slots: Any, params: Any, value: Any
+) -> None:
+    flat = value.detach().clone().reshape(-1).to(torch.float32)
+    for slot, param in zip(slots, params, strict=True):
+        grad = flat.as_strided(slot.shape, slot.stride, slot.offset).clone()
+        expected.append((param, grad))
 
 
 def try_hook(case: Case) -> str:
