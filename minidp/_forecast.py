@@ -77,7 +77,7 @@ class Forecast:
 
 
 def forecast_of(timelines: Sequence[Timeline], overlap: Overlap) -> Forecast | None:
-    """Of what a rank recorded; None if nothing travelled.
+    """Of what a rank recorded; None if its collectives do not tell of the network.
 
     Args:
         timelines: `aligned`.
