@@ -195,16 +195,11 @@ def find_tensors(output: object) -> list[torch.Tensor]:
     return []
 
 
-def probe_outputs(output: object, probe: Callable[[], None]) -> None:
-    """Call ``probe`` as soon as a backward reaches one of the outputs."""
-
-    @untraced
-    def prehook(_grads: Any) -> None:
-        probe()
-
+def probe_outputs(output: object, probe: Callable[[Any], None]) -> None:
+    """Call ``probe(grads)`` as soon as a backward reaches one of the outputs."""
     for tensor in find_tensors(output):
         if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(prehook)
+            tensor.grad_fn.register_prehook(probe)
 
 
 def reachable_nodes(output: object) -> set[Node]:

@@ -99,6 +99,7 @@ class Reducer:
         weakref.finalize(self, self.hooks.remove)  # they would outlive us otherwise
         self._lock = threading.RLock()  # CUDA runs one autograd thread per device
         self._probed_task = NO_TASK
+        self._probe = _weakly(self._expect_end)  # once: marking code takes time
         self.ready_order = ReadyOrder(config.saved_layout)
         if config.tunes and watch.group.size() > 1:
             self.ready_order = Tuner(config.saved_layout, self.pipeline, self.hooks)
@@ -112,7 +113,7 @@ class Reducer:
             away = {*self.expected.absent()} - self.ledger.used_locally
             within = {*range(len(self.params))} - away
             self.pipeline.reach_map.relaunch(within, self.pipeline.group)
-        probe_outputs(output, _weakly(self._expect_end))
+        probe_outputs(output, self._probe)
 
     def rebuild_if_due(self) -> None:
         """Collective: adopt the layout that rank 0 chose, if that is due."""
@@ -207,7 +208,7 @@ class Reducer:
             used = self.countdown.used() | self.ledger.used_locally
             self.pipeline.used_map.launch(used, self.pipeline.group)
 
-    def _expect_end(self) -> None:
+    def _expect_end(self, _grads: object = None) -> None:
         """Queue the end probe, once per graph task."""
         task = current_task()
         if task != self._probed_task:
@@ -253,7 +254,7 @@ class Reducer:
             _refuse_frozen(self, {*missing} - {*untouched})
             _refuse_late(self, untouched)
             self.pipeline.finish(untouched)
-            if self.expected.keeps_ready_order:
+            if self.expected.keeps_ready_order and not self.ready_order.has_rebuilt:
                 self.ready_order.note([*self.countdown.ready, *missing])
             self.expected.ended(missing, untouched)
             self.countdown.close()

@@ -386,7 +386,8 @@ def test_probe_runs_when_a_backward_reaches_an_output():
     leaf = torch.ones(1, requires_grad=True)
     calls = []
     first, second = leaf * 2, leaf * 3
-    probe_outputs([first, {"x": second}, leaf, leaf.detach()], lambda: calls.append(1))
+    outputs = [first, {"x": second}, leaf, leaf.detach()]
+    probe_outputs(outputs, lambda _: calls.append(1))
     second.backward()
     assert calls == [1]
     (first * 5).backward()
