@@ -191,6 +191,7 @@ class Sizes:
 
 NETS = {
     "small": Sizes(lambda: ManySmall(1000, 64), lambda: ManySmall(30, 8)),
+    "tiny": Sizes(lambda: Mlp(2, 64, batch=32), lambda: Mlp(2, 8, batch=4)),
     "mlp": Sizes(
         lambda: Mlp(24, 1024, batch=16),
         lambda: Mlp(3, 160, batch=4),  # still large enough to be copied at once
