@@ -211,7 +211,7 @@ class Pipeline:
                 with self.watch.over(self.averaging.doing, number):
                     bucket.complete()
         for shared in (self.used_map, self.reach_map):
-            shared.unused_everywhere()
+            shared.settle()
 
     def restart(self, group: ProcessGroup) -> None:
         """Abandon what is in flight, with its memory: it may still be written to."""

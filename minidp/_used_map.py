@@ -36,12 +36,13 @@ class UsedMap:
         is_odd: bool = False,
     ) -> None:
         self.is_odd = is_odd
-        self.last_counts = torch.zeros(num_params, dtype=torch.int32, device=device)
         self._num_params = num_params
         self._device = device
         self._watch = watch
-        self._counts: torch.Tensor | None = None  # 2D int32: the sum, or a row each
-        self._work: Work | None = None
+        self._is_open = False  # launched, and nobody asked for the answer yet
+        self._is_known = False  # this rank used every parameter
+        self._work: Work | None = None  # perhaps of an answer that nobody needed
+        self._counts = self._rows([0] * num_params)  # the sum, or a row of each rank
 
     def launch(self, used: Collection[int], group: ProcessGroup) -> None:
         """Start summing over ranks, unless it is in flight.
@@ -50,36 +51,55 @@ class UsedMap:
             used: this rank's parameter indices.
             group: the ranks.
         """
-        if self._work is not None:
+        if self._is_open:
             return
+        self.settle()
         flags = [0] * self._num_params
         for i in used:
             flags[i] = 1
-        mine = torch.tensor(flags, dtype=torch.int32, device=self._device)
+        rows = self._rows(flags)
+        self._is_open, self._is_known = True, all(flags)
         with self._watch.over("launching the exchange of the used-map"):
             if self.is_odd:
                 others = group_of_forwards(group)
-                self._counts, self._work = start_gathering(mine, others)
+                self._counts, self._work = start_gathering(rows[0], others)
             else:
-                self._counts, self._work = mine.unsqueeze(0), all_reduce(mine, group)
+                self._counts, self._work = rows, all_reduce(rows, group)
             self._watch.note_started(self._work)
+
+    def _rows(self, flags: list[int]) -> torch.Tensor:
+        return torch.tensor([flags], dtype=torch.int32, device=self._device)
 
     def relaunch(self, used: Collection[int], group: ProcessGroup) -> None:
         """Start afresh; what is in flight belongs to a forward without backward."""
-        self.unused_everywhere()
+        self._is_open = False
         self.launch(used, group)
 
     def unused_everywhere(self) -> frozenset[int]:
-        """Wait, if launched: parameters that no rank used."""
-        if self._work is None or self._counts is None:
+        """Parameters that no rank used; none if nothing was launched.
+
+        Waits only if this rank left one out. Otherwise it knows the answer, and neither
+        it nor its device has to stop for the exchange: the next launch sees to that.
+        """
+        was_open, self._is_open = self._is_open, False
+        if not was_open or self._is_known:
             return frozenset()
-        with self._watch.over("waiting for the exchange of the used-map"):
-            wait_for(self._work)
-        self.last_counts = self._counts.sum(0, dtype=torch.int32)
-        unused = torch.nonzero(self.last_counts == 0).flatten().tolist()
-        self.drop()
-        return frozenset(unused)
+        return frozenset(torch.nonzero(self.last_counts == 0).flatten().tolist())
+
+    @property
+    def last_counts(self) -> torch.Tensor:
+        """How many ranks used each parameter in the last backward; waits."""
+        self.settle()
+        return self._counts.sum(0, dtype=torch.int32)
+
+    def settle(self) -> None:
+        """Wait, if it is in flight."""
+        if self._work is not None:
+            with self._watch.over("waiting for the exchange of the used-map"):
+                wait_for(self._work)
+            self._work = None
 
     def drop(self) -> None:
-        """Let go of what was in flight."""
-        self._counts = self._work = None
+        """Let go of what is in flight, which may still be written to."""
+        self._is_open, self._work = False, None
+        self._counts = self._rows([0] * self._num_params)
