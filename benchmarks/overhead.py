@@ -1,6 +1,6 @@
 """What data parallelism adds to a training step: minidp beside torch's DDP, on CPU.
 
-    python benchmarks/overhead.py                       # everything: 8 minutes
+    python benchmarks/overhead.py                       # everything: 9 minutes
     python benchmarks/overhead.py --cells small --seconds 5
     python benchmarks/overhead.py --smoke               # does it run? no numbers
 
