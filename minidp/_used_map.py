@@ -68,7 +68,10 @@ class UsedMap:
             self._watch.note_started(self._work)
 
     def _rows(self, flags: list[int]) -> torch.Tensor:
-        return torch.tensor([flags], dtype=torch.int32, device=self._device)
+        # From pinned memory, or the host would wait for all that the device has to do.
+        is_pinned = self._device.type == "cuda"
+        rows = torch.tensor([flags], dtype=torch.int32, pin_memory=is_pinned)
+        return rows.to(self._device, non_blocking=True)
 
     def relaunch(self, used: Collection[int], group: ProcessGroup) -> None:
         """Start afresh; what is in flight belongs to a forward without backward."""
