@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from minidp._watchdog import watchdog
 from tests.conformance import implementations, placement, suite
 
 
@@ -55,7 +56,10 @@ def be_rank(setup: Setup, rank: int, errors: Connection) -> None:
         errors.send(traceback.format_exc())
     sys.stdout.flush()
     sys.stderr.flush()
-    # No interpreter shutdown: process groups whose peers are gone may hang in it.
+    # No interpreter shutdown: process groups whose peers are gone may hang in it. But
+    # the watchdog must not be cut off while it writes to the rendezvous file: half a
+    # record there makes the other rank wait for the other half, for ever.
+    watchdog._leave_with_the_process()
     os._exit(code)
 
 
