@@ -54,6 +54,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _grad_bucket    what a comm hook may see of a bucket
         _timing         when each grad hook was called
         _autograd       grad hooks, final callback, graph walk
+        _dist_autograd  gradients that live in a context of RPC, not in ``.grad``
         _compiled_backward  what compiled autograd cannot, and says
         _countdown      one backward: opened, counted down, paused, closed
         _arrivals       what has arrived: all that grad hooks touch

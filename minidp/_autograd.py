@@ -22,6 +22,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from ._arrivals import Mark, is_copied_at_once
 from ._countdown import Countdown
+from ._dist_autograd import is_own_rref
 from ._streams import raw_stream
 from ._timing import HookTiming, NativeTiming, SharedHook, Timing
 from ._untraced import untraced
@@ -181,7 +182,10 @@ def _noting_stream(
 
 
 def find_tensors(output: object) -> list[torch.Tensor]:
-    """Tensors in a forward's return value: lists, tuples, dict values, dataclasses."""
+    """Tensors in a forward's return value: lists, tuples, dict values, dataclasses.
+
+    And what an RRef of this process refers to.
+    """
     if isinstance(output, torch.Tensor):
         return [output]
     if isinstance(output, list | tuple):
@@ -192,6 +196,8 @@ def find_tensors(output: object) -> list[torch.Tensor]:
         return [
             t for f in fields(output) for t in find_tensors(getattr(output, f.name))
         ]
+    if is_own_rref(output):
+        return find_tensors(output.local_value())
     return []
 
 

@@ -50,6 +50,8 @@ class Tuner(ReadyOrder):
         hooks: tell when gradients become ready.
     """
 
+    uses_grads = False
+
     def __init__(
         self, saved: SavedLayout | None, pipeline: Pipeline, hooks: GradHooks
     ) -> None:

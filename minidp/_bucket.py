@@ -137,8 +137,25 @@ class Bucket(ABC):
         """
 
     @abstractmethod
-    def unflatten(self, kept: Collection[int] = ()) -> None:
-        """Put the reduced values into ``.grad``, except for the slots in ``kept``."""
+    def unflatten(
+        self,
+        kept: Collection[int] = (),
+        into: Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
+        """Put the reduced values into ``.grad``, except for the slots in ``kept``.
+
+        Args:
+            kept: slots that are not written.
+            into: one tensor per slot to write into instead; None for a slot is left out
+                (after ``set_apart(apart=True)``).
+        """
+
+    @abstractmethod
+    def set_apart(self, *, apart: bool) -> None:
+        """Say whether the gradients of this backward live elsewhere than in ``.grad``.
+
+        If so, ``.grad`` is neither read nor made a view, and what it holds stays.
+        """
 
     @abstractmethod
     def tie_grads(self) -> None:

@@ -41,6 +41,8 @@ BUILTIN_HOOKS = {
 class _OwnOptimizers:
     """Steps parameters that carry ``_in_backward_optimizers``."""
 
+    uses_grads = True
+
     def __init__(self, ddp: data_parallel.DataParallel) -> None:
         self._excuses = ddp._guard.excuses
         self._stepped: list[nn.Parameter] = []
@@ -62,6 +64,8 @@ class _OwnOptimizers:
 
 class _LogsUnused:
     """Logs which parameters no rank used, for TORCH_DISTRIBUTED_DEBUG=INFO."""
+
+    uses_grads = False
 
     def __init__(self, ddp: data_parallel.DataParallel) -> None:
         self._pipeline = ddp._reducer.pipeline

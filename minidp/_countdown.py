@@ -8,7 +8,6 @@ backward that is paused and goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from threading import get_ident
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,7 +48,6 @@ class Countdown:
         self.ready = self.arrivals.ready
         self.bucket_of = self.arrivals.bucket_of
         self.pending = self.arrivals.pending
-        self._thread = get_ident()
         self.filled: set[int] = set()  # parameter indices that did not arrive
         self.written_on: list[set[int]] = []  # CUDA streams, per bucket
         self._paused: list[Entry] = []  # entries while a reduction is pending
@@ -66,7 +64,6 @@ class Countdown:
 
     def open(self, entries: Iterable[Entry], divisor: int) -> None:
         """Start a backward whose gradients are divided by ``divisor`` when copied."""
-        self._thread = get_ident()
         self.arrivals.scale = 1.0 / divisor
         self.arrivals.refill()
         self.filled.clear()
@@ -94,14 +91,9 @@ class Countdown:
 
     def resume(self) -> None:
         """Another backward goes on where the last one ended."""
-        self._thread = get_ident()
         self.entries[:] = [
             Mark.TRACED if entry is Mark.UNSET else entry for entry in self._paused
         ]
-
-    def is_elsewhere(self) -> bool:
-        """Whether this is not the thread on which the backward was opened."""
-        return get_ident() != self._thread
 
     def is_first(self, i: int) -> bool:
         """Whether the bucket of parameter ``i`` has no gradient yet."""

@@ -67,7 +67,7 @@ class DenseBucket(Bucket):
         as_view: bool,
     ) -> None:
         super().__init__(plan, params, names, rank)
-        self._as_view = as_view
+        self._may_be_view = self._as_view = as_view
         # 1D, 1D, ND each; all on the same memory
         self.buffer, values, self.views = _allocate(plan)
         self._values = values
@@ -81,6 +81,7 @@ class DenseBucket(Bucket):
         self._saved: dict[int, torch.Tensor] = {}
         self._tracked: dict[int, torch.Tensor] = {}
         self._arrived: Sequence[Entry] = ()
+        self._is_apart = False
 
     @property
     def payload(self) -> torch.Tensor:
@@ -112,7 +113,7 @@ class DenseBucket(Bucket):
         self.streams.gather(entries)
         self._arrived = entries
         is_decided = not (undecided and self._as_view)
-        slots = self.slots if is_decided else None
+        slots = self.slots if is_decided and not self._is_apart else None
         if not (slots and slots.flatten(entries, division.at_copy)):
             self._flatten_carefully(tuple(entries), division, undecided)
         _ops.divide(self.buffer, division.of_buffer)
@@ -185,12 +186,21 @@ class DenseBucket(Bucket):
                 self._tracked[k] = grad * (1.0 / division.total)
                 _ops.scale_into(self.views[k], grad.detach(), 1.0 / division.at_copy)
 
-    def unflatten(self, kept: Collection[int] = ()) -> None:
+    def unflatten(
+        self,
+        kept: Collection[int] = (),
+        into: Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
         """Copy out, or point ``.grad`` at the buffer; restore what is kept."""
         for k in kept:
             if k in self._saved:
                 self.views[k].copy_(self._saved[k])
-        if not (self.slots and self._unflatten_natively(self.slots, kept)):
+        if into is not None:
+            with torch.no_grad():
+                for grad, view in zip(into, self.views, strict=True):
+                    if grad is not None:
+                        grad.copy_(view)
+        elif not (self.slots and self._unflatten_natively(self.slots, kept)):
             self._unflatten_carefully(kept)
         self._saved.clear()
         self._tracked.clear()
@@ -245,6 +255,15 @@ class DenseBucket(Bucket):
                 grad.detach().copy_(view)
             except RuntimeError:  # a hook put an expanded tensor there
                 param.grad = torch.empty_like(view).copy_(view)
+
+    def set_apart(self, *, apart: bool) -> None:
+        """See `Bucket`."""
+        self._is_apart = apart
+        self._as_view = self._may_be_view and not apart
+        for param in self.params if apart and self._may_be_view else ():
+            grad = param.grad
+            if grad is not None and self._memory.owns(grad):
+                param.grad = grad.clone()
 
     def tie_grads(self) -> None:
         """See `Bucket`."""

@@ -37,6 +37,8 @@ class ReplicaCheck:
         every: steps from one check to the next.
     """
 
+    uses_grads = False
+
     def __init__(self, pipeline: Pipeline, names: Sequence[str], every: int) -> None:
         # It holds us, among its observers: a cycle would keep buckets until gc runs.
         self._pipeline: Pipeline = weakref.proxy(pipeline)

@@ -27,6 +27,8 @@ from .errors import MiniDPError, explain
 class Observer(Protocol):
     """Is told when gradients are reduced."""
 
+    uses_grads: bool  # reads or changes what is in ``.grad``
+
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
         """The averages of one bucket are in ``.grad``, for what any rank used.
 
@@ -50,6 +52,8 @@ class StepInBackward:
         TypeError: the optimizer cannot step on a part of its parameters.
         ValueError: a norm that is not positive.
     """
+
+    uses_grads = True
 
     def __init__(
         self,

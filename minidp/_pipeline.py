@@ -19,6 +19,7 @@ from ._arrivals import Entry
 from ._averaging import Averaging
 from ._bucket import Bucket, BucketState
 from ._dense_bucket import DenseBucket
+from ._dist_autograd import ContextGrads
 from ._finite import AFTER, BEFORE, refuse_nonfinite
 from ._groups import keep_for_good
 from ._labels import label
@@ -69,6 +70,7 @@ class Pipeline:
         self.specs = specs
         self.config = config
         self.next = 0  # bucket to be launched
+        self._context: ContextGrads | None = None
         self.buckets: list[Bucket] = []
         self.replan(static_graph=config.static_graph)
 
@@ -80,6 +82,7 @@ class Pipeline:
     def adopt(self, layout: Layout) -> None:
         """Make the buckets of a layout; gradient views move along."""
         self.buckets = []  # frees memory before we take new memory
+        self._context = None  # new buckets are not set apart
         self.layout = layout
         as_view = self.config.gradient_as_bucket_view
         names = [spec.name for spec in self.specs]
@@ -126,12 +129,21 @@ class Pipeline:
 
     # -- launch ------------------------------------------------------------------------
 
-    def start(self, absent: frozenset[int] = frozenset()) -> None:
+    def start(
+        self,
+        absent: frozenset[int] = frozenset(),
+        context: ContextGrads | None = None,
+    ) -> None:
         """A synchronised backward begins.
 
         Args:
             absent: parameters that no rank brings: buckets of only these do not travel.
+            context: where gradients live, if not in ``.grad``.
         """
+        if (context is None) != (self._context is None):
+            for bucket in self.buckets:
+                bucket.set_apart(apart=context is not None)
+        self._context = context
         self.next = 0
         self.skipped = {
             number
@@ -186,7 +198,12 @@ class Pipeline:
                 if self.checks_finite and self.averaging.hook_now is not None:
                     refuse_nonfinite(bucket, self.rank, self.tracer.backward, AFTER)
                 with label("copy out", number):
-                    bucket.unflatten(_slots_of(untouched, bucket))
+                    kept, context = _slots_of(untouched, bucket), self._context
+                    if context is None:
+                        bucket.unflatten(kept)
+                    else:
+                        into = context.to_write(bucket.params, bucket.names, kept)
+                        bucket.unflatten(kept, into)
                 self.tracer.note(Moment.COPIED_OUT, number)
             for observer in observers:
                 observer.reduced(bucket.params)

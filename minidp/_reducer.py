@@ -14,6 +14,7 @@ missing; it sits in the outermost graph task, behind the outputs of the forward.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -32,6 +33,14 @@ from ._autograd import (
 from ._autotune import Tuner
 from ._compiled_backward import accept, is_compiled_backward
 from ._countdown import Countdown
+from ._dist_autograd import (
+    ContextGrads,
+    NotedContexts,
+    is_rpc_up,
+    mixed_backwards,
+    partly_used,
+    stepping,
+)
 from ._expectation import expectation_for
 from ._labels import label
 from ._layout import ParamSpec
@@ -42,13 +51,14 @@ from ._rebuild import ReadyOrder
 from ._untraced import untraced
 from ._watch import Watch
 from .config import ReducerConfig
-from .errors import GradientError, frozen_here, lost_hooks, two_threads
+from .errors import GradientError, frozen_here, lost_hooks
 from .trace import Moment, StepPhase
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+logger = logging.getLogger("minidp")
 Method = TypeVar("Method", bound=Callable[..., None])
 
 
@@ -62,6 +72,8 @@ def _failing(method: Method) -> Method:
             method(self, *arguments)
         except BaseException as error:
             self.fail(error)
+            if is_rpc_up():  # distributed autograd raises without the text
+                logger.error("%s", self.failure)
             raise
 
     return cast("Method", guarded)
@@ -96,9 +108,14 @@ class Reducer:
         self.countdown = Countdown(self.params, callbacks, self.pipeline.copy_now)
         self.countdown.adopt(self.pipeline.buckets)
         self.hooks = GradHooks(self.params, self.countdown)
+        self._contexts = NotedContexts(self.params, self.hooks.nodes, self.rank)
         weakref.finalize(self, self.hooks.remove)  # they would outlive us otherwise
-        self._lock = threading.RLock()  # CUDA runs one autograd thread per device
-        self._probed_task = NO_TASK
+        # CUDA runs one autograd thread per device; a user, several backwards.
+        self._lock = threading.RLock()
+        # Graph tasks at whose end `end_now` will run. Only the task holds its callback:
+        # if the backward raises, the reference dies.
+        self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
+        self._context: ContextGrads | None = None  # of this backward, if it has one
         self._probe = _weakly(self._expect_end)  # once: marking code takes time
         self.ready_order = ReadyOrder(config.saved_layout)
         if config.tunes and watch.group.size() > 1:
@@ -107,7 +124,7 @@ class Reducer:
     def arm(self, output: object) -> None:
         """A synchronising forward returned ``output``: the next backward reduces."""
         self.phase.enter(Phase.ARMED)
-        self._probed_task = NO_TASK
+        self._contexts.note_forward()
         self.expected.saw_outputs(output, self.hooks.nodes)
         if self.expected.shares_reach:
             away = {*self.expected.absent()} - self.ledger.used_locally
@@ -127,29 +144,34 @@ class Reducer:
     @_failing
     def _on_unusual(self, i: int) -> None:
         """A grad hook fired, and its entry was not UNSET."""
-        if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
-            if self.params[i].grad is not None:
-                self.ledger.note_local(i, self.params[i]._version)
-            return
         with self._lock:
-            if self.phase.now is not Phase.REDUCING and self._probed_task == NO_TASK:
+            if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
+                if self._contexts.has_gradient(i):
+                    self.ledger.note_local(i, self.params[i]._version)
+                return
+            if self.phase.now is not Phase.REDUCING and not self._tasks:
                 self._expect_end()
             if self.phase.now is Phase.ARMED:
-                self._open()
+                self._open(i)
             elif self.phase.now is Phase.PENDING:
+                if self._contexts.of_backward(i) != self._context:
+                    raise GradientError(mixed_backwards(self.rank, self.names[i]))
                 self.phase.enter(Phase.REDUCING)
                 self.countdown.resume()
-            elif self.countdown.is_elsewhere() and self.params[i].is_cpu:
-                raise GradientError(two_threads(self.rank, self.names[i]))
             self._mark(i)
 
-    def _open(self) -> None:
+    def _open(self, first: int) -> None:
         """The first gradient of a synchronised backward is here."""
         if is_compiled_backward():
             accept(self.rank, needs_end=self.expected.completes_at_end)
+        self._context = self._contexts.of_backward(first)
+        if self._context and any(each.uses_grads for each in self.pipeline.observers):
+            raise GradientError(stepping(self.rank))
         self.phase.enter(Phase.REDUCING)
-        self.pipeline.start(self.pipeline.reach_map.unused_everywhere())
-        is_traced = self.pipeline.tracer.recorder is not None
+        self.pipeline.start(
+            self.pipeline.reach_map.unused_everywhere(), context=self._context
+        )
+        is_traced = self.pipeline.tracer.recorder is not None or self._context
         marks = self.expected.marks(Mark.TRACED if is_traced else Mark.UNSET)
         for i in self.hooks.shared():
             marks[i] = Mark.TRACED if marks[i] is Mark.UNSET else marks[i]
@@ -163,7 +185,7 @@ class Reducer:
         countdown, entry = self.countdown, self.countdown.entries[i]
         if entry is Mark.COUNTING:
             self.expected.count(i)
-            if self.params[i].grad is not None:
+            if self._contexts.has_gradient(i):
                 self.ledger.used_locally.add(i)
         elif entry is Mark.REPEATS:
             if self.expected.is_last_but_one(i):
@@ -193,6 +215,10 @@ class Reducer:
         filled = self.countdown.filled
         undecided = {bucket.position[i] for i in filled if i in bucket.position}
         entries = self.countdown.of_bucket(number)
+        if self._context is not None:
+            entries = self._context.read(bucket.params)
+            for i, grad in zip(bucket.plan.indices, entries, strict=True):
+                self.countdown.entries[i] = grad
         with label("flatten", number):
             bucket.flatten(entries, self.pipeline.averaging.division, undecided)
         with self._lock:
@@ -211,17 +237,27 @@ class Reducer:
     def _expect_end(self, _grads: object = None) -> None:
         """Queue the end probe, once per graph task."""
         task = current_task()
-        if task != self._probed_task:
+        if task in self._tasks:
+            return
+        with self._lock:
             if self.phase.now is Phase.ARMED:
                 self.pipeline.tracer.enter(StepPhase.BACKWARD_BEGIN)
-            self._probed_task = task
-            queue_final_callback(self.end_now)
+            end = functools.partial(self.end_now, task)
+            self._tasks[task] = weakref.ref(end)
+            queue_final_callback(end)
 
     @_failing
-    def end_now(self) -> None:
-        """The backward is over."""
+    def end_now(self, task: int = NO_TASK) -> None:
+        """The backward is over, unless another one of the same forward still runs.
+
+        Args:
+            task: the graph task that ends.
+        """
         with self._lock:
-            self._probed_task = NO_TASK
+            self._tasks.pop(task, None)
+            if any(end() is not None for end in self._tasks.values()):
+                return  # around this one (reentrant checkpoint), or on another thread
+            self._tasks.clear()
             if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
                 self.ledger.note_bypass(self.params)
             if self.phase.now is not Phase.REDUCING or self.pipeline.is_launched:
@@ -251,6 +287,8 @@ class Reducer:
             missing = sorted(self.countdown.filled)
             unused = self.pipeline.used_map.unused_everywhere()
             untouched = unused if self.expected.shares_used_map else self.expected.kept
+            if self._context and self.expected.shares_used_map:
+                _refuse_partly_used(self)
             _refuse_frozen(self, {*missing} - {*untouched})
             _refuse_late(self, untouched)
             self.pipeline.finish(untouched)
@@ -259,6 +297,8 @@ class Reducer:
             self.expected.ended(missing, untouched)
             self.countdown.close()
             self.ledger.settle(untouched)
+            self._contexts.forget()
+            self._context = None
             self.phase.enter(Phase.IDLE)
         self.pipeline.tracer.enter(StepPhase.FINALIZE_END)
 
@@ -280,9 +320,12 @@ class Reducer:
         with self._lock:
             self.phase.enter(Phase.FAILED)
             self.failure, self.rank = "", group.rank()
+            self._contexts.rank = self.rank
             self.pipeline.restart(group)
             self.countdown.adopt(self.pipeline.buckets)
-            self._probed_task = NO_TASK
+            self._tasks.clear()
+            self._contexts.forget()
+            self._context = None
             self.ledger.forget()
             self.phase.enter(Phase.IDLE)
 
@@ -292,6 +335,15 @@ def _refuse_frozen(reducer: Reducer, others: Collection[int]) -> None:
     frozen = [reducer.names[i] for i in others if not reducer.params[i].requires_grad]
     if frozen and reducer.expected.shares_used_map:
         raise GradientError(frozen_here(reducer.rank, sorted(frozen)))
+
+
+def _refuse_partly_used(reducer: Reducer) -> None:
+    """Distributed autograd: all ranks raise, before any has written averages."""
+    counts = reducer.pipeline.used_map.last_counts.tolist()
+    num_ranks = reducer.pipeline.group.size()
+    names = [reducer.names[i] for i, n in enumerate(counts) if 0 < n < num_ranks]
+    if names:
+        raise GradientError(partly_used(reducer.rank, names))
 
 
 def _refuse_late(reducer: Reducer, untouched: Collection[int]) -> None:

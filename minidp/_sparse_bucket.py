@@ -57,17 +57,25 @@ class SparseBucket(Bucket):
         """The gradient itself."""
         return self._grad
 
-    def unflatten(self, kept: Collection[int] = ()) -> None:
+    def unflatten(
+        self,
+        kept: Collection[int] = (),
+        into: Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
         """Put the reduced gradient into ``.grad``."""
-        param, grad = self.params[0], self._grad
+        param, reduced = self.params[0], self._grad
         del self._grad
         if kept:
             return
-        if param.grad is None:
-            param.grad = grad
-        else:
+        grad = param.grad if into is None else into[0]
+        if grad is not None:
             with torch.no_grad():
-                param.grad.copy_(grad)
+                grad.copy_(reduced)
+        elif into is None:
+            param.grad = reduced
+
+    def set_apart(self, *, apart: bool) -> None:
+        """A sparse gradient is never a view."""
 
     def tie_grads(self) -> None:
         """A sparse gradient is never a view."""

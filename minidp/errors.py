@@ -90,16 +90,6 @@ def frozen_here(rank: int, names: Sequence[str]) -> str:
     )
 
 
-def two_threads(rank: int, name: str) -> str:
-    """The text for a gradient that comes from a second thread on CPU."""
-    return explain(
-        rank,
-        "Two threads run backwards of one forward at the same time.",
-        names=[name],
-        remedy="run them one after the other; call reset() on all ranks to go on",
-    )
-
-
 def explain(
     rank: int,
     what: str,

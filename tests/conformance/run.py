@@ -114,7 +114,9 @@ def _record(options: argparse.Namespace) -> int:
     passed = []
     names = options.tests or suite.all_names()
     for num_ranks in (2, 4):
-        tests = [Known(name, num_ranks, 0.0) for name in names]
+        tests = [
+            Known(name, suite.fixed_num_ranks(name) or num_ranks, 0.0) for name in names
+        ]
         names = []
         for outcome in run_all(tests, "torch", options.timeout, options.jobs):
             print(Judge({}).line(outcome), flush=True)
@@ -128,6 +130,8 @@ def _record(options: argparse.Namespace) -> int:
 
 
 def _may_need_more_ranks(outcome: Outcome) -> bool:
+    if suite.fixed_num_ranks(outcome.name) is not None:
+        return False
     if outcome.verdict == "skipped":
         return not suite.why_skipped(outcome.name)
     return outcome.wraps_module

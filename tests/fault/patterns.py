@@ -7,14 +7,18 @@ must end in right gradients or in a named error, and must train right after rese
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
-from collections.abc import Callable, Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed.autograd as dist_autograd
 from torch import nn
+from torch.distributed import rpc
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -123,6 +127,40 @@ in_modes(
     [LATE, RIGHT, LATE, LATE],
     names=OF_AB,
 )
+
+
+# -- distributed autograd: gradients live in a context of RPC --------------------------
+
+
+@contextlib.contextmanager
+def worker_of_rpc() -> Iterator[None]:
+    """This process alone is a world of RPC; contexts need no other workers."""
+    with tempfile.TemporaryDirectory() as folder:
+        init_method = f"file://{folder}/rpc"
+        options = rpc.TensorPipeRpcBackendOptions(init_method=init_method)
+        rpc.init_rpc("worker", rank=0, world_size=1, rpc_backend_options=options)
+        try:
+            yield
+        finally:
+            rpc.shutdown()
+
+
+def in_a_context(stage: Play) -> None:
+    stage.begin()
+    stage.train()
+    with worker_of_rpc():
+        for _ in range(2):
+            with dist_autograd.context() as context:
+                loss = plain(stage.model, stage.x(), stage.rank)
+                dist_autograd.backward(context, [loss])
+                found = dist_autograd.get_gradients(context)
+                for param in stage.model.parameters():
+                    param.grad = found[param].clone()
+            stage.update()
+    stage.train(2)
+
+
+in_modes("backward of distributed autograd", in_a_context, [RIGHT] * 4)
 
 
 # -- backwards that do not belong to a forward -----------------------------------------

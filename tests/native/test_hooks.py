@@ -21,7 +21,7 @@ from torch import nn
 from torch._dynamo import compiled_autograd
 from torch.testing._internal.two_tensor import TwoTensor
 
-from minidp import DataParallel, MiniDPError, native
+from minidp import DataParallel, native
 from minidp._arrivals import Arrivals, Callbacks, Mark
 from minidp._autograd import GradHooks
 from minidp._countdown import Countdown
@@ -756,37 +756,6 @@ def test_a_wrapper_that_dies_inside_a_hook_of_another(lone_group, either_kernels
         new(torch.ones(1, 4)).sum().backward()
     assert old == []
     assert all(param.grad is not None for param in module.parameters())
-
-
-def test_two_threads_in_one_backward_are_an_error(lone_group, library, monkeypatch):
-    monkeypatch.setattr(native, "library", lambda: library)
-    module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    module.forward = lambda x: (module[0](x).sum(), module[1](x).sum())
-    ddp = DataParallel(module, process_group=lone_group)
-    first, second = ddp(torch.ones(1, 2))
-    errors, calls = [], []
-
-    def run():
-        try:
-            second.backward()
-        except MiniDPError as error:
-            errors.append(str(error))
-
-    def meanwhile(_):
-        calls.append(1)
-        if len(calls) == 2:  # the grad hook of the other one has fired
-            thread = threading.Thread(target=run)
-            thread.start()
-            thread.join()
-
-    for param in module[0].parameters():
-        param.register_post_accumulate_grad_hook(meanwhile)
-    with contextlib.suppress(MiniDPError):
-        first.backward()
-    assert "Two threads run backwards of one forward" in errors[0]
-    with pytest.raises(MiniDPError):
-        ddp(torch.ones(1, 2))
-    ddp.reset()
 
 
 # ------------------------------------------------------------------------------- timing
