@@ -18,6 +18,7 @@ from ._bucket import Bucket, Division
 from ._collectives import all_reduce
 from ._comm_hook import CommHook
 from ._grad_bucket import GradBucket, Turn
+from ._groups import is_python_group
 from ._waiting import Work
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Averaging:
         """Start what averages a full bucket."""
         group, hook = self.group, self.hook_now
         if hook is None:
-            is_alone = group.size() == 1
+            is_alone = group.size() == 1 and not is_python_group(group)
             return bucket.launch(partial(all_reduce, group=group), is_alone=is_alone)
         turn = Turn(number, is_last, self.divisor, group)
         return bucket.launch(

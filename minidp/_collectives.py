@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed import distributed_c10d as c10d
 
+from ._groups import is_python_group
 from ._layout import chunks_by_bytes
-from ._waiting import Work, wait_for
+from ._waiting import PythonWork, Work, wait_for
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,10 +46,12 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
     """Start a SUM over all ranks, in place; someone must wait on the work.
 
     A group of one rank has nothing to do; but on CUDA the collective orders streams,
-    and a sparse tensor becomes coalesced.
+    a sparse tensor becomes coalesced, and a group written in Python may do anything:
+    also bring the sum as the value of the work's future.
     """
     is_plain = tensor.is_cpu and tensor.layout is torch.strided
-    if is_plain and group.size() == 1:
+    is_python = is_python_group(group)
+    if is_plain and not is_python and group.size() == 1:
         return _NothingToDo()
     # The group's own method: dist.all_reduce costs three times as much before anything
     # is sent, and a coalescing manager of the caller would swallow the work.
@@ -54,7 +59,7 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
     options.asyncOp = True
     work: Work = group.allreduce([tensor], options)
-    return work
+    return PythonWork(work, tensor) if is_python else work
 
 
 def start_broadcast(tensor: torch.Tensor, group: ProcessGroup, root: int) -> Work:
@@ -65,7 +70,7 @@ def start_broadcast(tensor: torch.Tensor, group: ProcessGroup, root: int) -> Wor
     options.rootTensor = 0
     options.asyncOp = True
     work: Work = group.broadcast([tensor], options)
-    return work
+    return PythonWork(work) if is_python_group(group) else work
 
 
 class Gathering(NamedTuple):
@@ -78,7 +83,17 @@ class Gathering(NamedTuple):
 def start_gathering(row: torch.Tensor, group: ProcessGroup) -> Gathering:
     """Start to bring together all ranks' rows (1D, equally long on each rank)."""
     rows = row.new_empty(group.size(), row.numel())
-    return Gathering(rows, group.allgather([list(rows.unbind())], [row]))
+    outputs, inputs = [list(rows.unbind())], [row]
+    if not is_python_group(group):
+        return Gathering(rows, group.allgather(outputs, inputs))
+    try:
+        options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
+        work = group.allgather(outputs, inputs, options)
+    except RuntimeError:  # it has none, on all ranks alike
+        rows.zero_()
+        rows[group.rank()] = row
+        return Gathering(rows, all_reduce(rows, group))
+    return Gathering(rows, PythonWork(work))
 
 
 def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -89,8 +104,12 @@ def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def meet(group: ProcessGroup) -> None:
-    """Wait until all ranks are here."""
-    wait_for(group.barrier())
+    """Wait until all ranks are here; a group in Python may have no barrier."""
+    if not is_python_group(group):
+        wait_for(group.barrier())
+        return
+    with suppress(RuntimeError):
+        wait_for(PythonWork(group.barrier(dist.BarrierOptions())))
 
 
 def gather_integers(
@@ -98,9 +117,8 @@ def gather_integers(
 ) -> list[list[int]]:
     """All ranks' integers (64 bit, equally many on each rank), by rank."""
     mine = torch.tensor(values, dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(mine) for _ in range(group.size())]
-    wait_for(dist.all_gather(everyone, mine, group=group, async_op=True))
-    return [theirs.tolist() for theirs in everyone]
+    rows: list[list[int]] = gather_rows(mine, group).tolist()
+    return rows
 
 
 def gather_bytes(
@@ -109,11 +127,9 @@ def gather_bytes(
     """All ranks' payloads, by rank; ``lengths`` are those of all ranks."""
     padded = bytearray(payload.ljust(max(lengths), b"\0"))
     mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
-    everyone = [torch.empty_like(mine) for _ in lengths]
-    wait_for(dist.all_gather(everyone, mine, group=group, async_op=True))
     return [
         bytes(theirs[:length].cpu().numpy().tobytes())
-        for theirs, length in zip(everyone, lengths, strict=True)
+        for theirs, length in zip(gather_rows(mine, group), lengths, strict=True)
     ]
 
 

@@ -196,10 +196,7 @@ class DenseBucket(Bucket):
             if k in self._saved:
                 self.views[k].copy_(self._saved[k])
         if into is not None:
-            with torch.no_grad():
-                for grad, view in zip(into, self.views, strict=True):
-                    if grad is not None:
-                        grad.copy_(view)
+            _copy_into(into, self.views)
         elif not (self.slots and self._unflatten_natively(self.slots, kept)):
             self._unflatten_carefully(kept)
         self._saved.clear()
@@ -271,6 +268,15 @@ class DenseBucket(Bucket):
             grad = param.grad
             if grad is not None and can_tie(param, view):
                 param.grad = view.copy_(grad)
+
+
+def _copy_into(
+    grads: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor]
+) -> None:
+    with torch.no_grad():
+        for grad, view in zip(grads, views, strict=True):
+            if grad is not None:
+                grad.copy_(view)
 
 
 def _copy_out(slots: Any, arrived: Sequence[Entry], *, is_alone: bool) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import logging
 import os
 import signal
 import time
@@ -23,6 +24,7 @@ from ._waiting import Work, is_done_within
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+logger = logging.getLogger("minidp")
 EXIT_SECONDS = 2.0
 SETTLE_SECONDS = 0.05  # ten times what a thread waits for the interpreter
 
@@ -61,6 +63,60 @@ def is_group(value: object) -> bool:
     return isinstance(value, dist.ProcessGroup)
 
 
+def is_python_group(group: object) -> bool:
+    """Whether a group is a subclass of ``dist.ProcessGroup``, written in Python."""
+    return isinstance(group, dist.ProcessGroup) and type(group) is not dist.ProcessGroup
+
+
+def group_name(group: ProcessGroup) -> str:
+    """The name of a group; empty if it has none."""
+    try:
+        return str(group.group_name)
+    except (RuntimeError, ValueError):  # in Python it may not know that it has one
+        return str(c10d._world.pg_names.get(group, ""))
+
+
+def group_ranks(group: ProcessGroup) -> list[int]:
+    """The global ranks of a group, by group rank; empty if torch does not know it."""
+    known = c10d._world.pg_group_ranks.get(group, {})
+    return sorted(known, key=known.__getitem__)
+
+
+def has_store(group: ProcessGroup) -> bool:
+    """Whether all ranks of a group can talk through torch's store.
+
+    Torch must know the group, by a name; and as many ranks of it as the group says that
+    it has (some, of torchft, are registered on each rank alone, and change their size).
+    """
+    is_known = is_initialized() and bool(group_name(group))
+    if not is_known or len(group_ranks(group)) != group.size():
+        return False
+    try:
+        return own_store(group, "") is not None
+    except RuntimeError:  # a store that cannot be shared with another thread
+        return False
+
+
+_told_without_store = False
+
+
+def tell_without_store(group: ProcessGroup) -> None:
+    """Log, once per process, what does not work on a group without a store."""
+    global _told_without_store
+    if not _told_without_store:
+        _told_without_store = True
+        logger.warning(
+            "[rank %d] %s: the ranks of this process group have no store in common, "
+            "because torch.distributed does not know the group on all of them (or its "
+            "store serves one thread only). A collective that hangs ends when the "
+            "group says so, without a report of who is missing; reset() keeps the "
+            "group and cannot wait for other ranks. Groups that init_process_group() "
+            "or new_group() return have all of that.",
+            group.rank(),
+            type(group).__name__,
+        )
+
+
 def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
     """A new group over the same ranks, backend and timeout; its members call it.
 
@@ -70,7 +126,7 @@ def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
     """
     # Not new_group(), whose name for a group that only its members make depends on how
     # many groups a process is in: ranks that differ there would wait for each other.
-    ranks = dist.get_process_group_ranks(group)
+    ranks = group_ranks(group)
     made = c10d._new_process_group_helper(
         len(ranks),
         group.rank(),
@@ -98,14 +154,18 @@ _renewals: WeakKeyDictionary[ProcessGroup, dict[frozenset[int], str]] = (
 def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
     """Gloo between the same ranks once more, for a purpose; made by the first call.
 
+    The group itself if its ranks have no store in common.
+
     Ranks whose graphs differ launch buckets at different points of a backward. On one
     group, the sums of a layer would then meet a bucket of another rank: gloo aborts the
     process, or adds them up if they are equally long. It is faster, too, not to queue
     behind the buckets.
     """
+    if not has_store(group):
+        return group
     made = _side_groups.setdefault(group, {})
     if purpose not in made:
-        ranks = frozenset(dist.get_process_group_ranks(group))
+        ranks = frozenset(group_ranks(group))
         newest_first = reversed(_renewals.get(default_group(), {}).items())
         key = next((key for members, key in newest_first if members >= ranks), "first")
         store = group_store(group, f"side/{purpose}/{key}")
@@ -136,20 +196,27 @@ def renew_side_groups(group: ProcessGroup, key: str) -> None:
         group: all of its ranks call this.
         key: the same on all ranks, and never used before.
     """
-    members = frozenset(dist.get_process_group_ranks(group))
+    members = frozenset(group_ranks(group))
     renewals = _renewals.setdefault(default_group(), {})
     renewals.pop(members, None)
     # Other objects count their resets as well, on groups of other names.
-    renewals[members] = f"{group.group_name}/{key}"
+    renewals[members] = f"{group_name(group)}/{key}"
     known = c10d._world.pg_group_ranks  # without groups that were destroyed
     for other in list(_side_groups):
         if other not in known or members.issuperset(known[other]):
             _side_groups.pop(other, None)
 
 
+def backend_name(group: ProcessGroup) -> str:
+    """What the group's backend calls itself."""
+    if group in c10d._world.pg_map:
+        return str(dist.get_backend(group))
+    return str(group.name())
+
+
 def _backend_of(group: ProcessGroup) -> str:
     """What to ask for to get the same backends again."""
-    name = str(dist.get_backend(group))
+    name = backend_name(group)
     return dist.get_backend_config(group) if name == "undefined" else name
 
 
@@ -158,7 +225,7 @@ def group_timeout(group: ProcessGroup) -> timedelta:
     for device_type in ("cpu", "cuda"):
         try:
             options = group._get_backend(torch.device(device_type)).options
-        except RuntimeError:
+        except (AttributeError, RuntimeError):
             continue  # the group has no backend for this device
         return options._timeout
     return timedelta(minutes=30)
@@ -181,7 +248,7 @@ def mark_group(group: ProcessGroup, number: int) -> None:
 
 
 def _prefix(group: ProcessGroup) -> str:
-    return f"minidp/{group.group_name}/{_marks.get(group, '')}"
+    return f"minidp/{group_name(group)}/{_marks.get(group, '')}"
 
 
 _own_stores: WeakKeyDictionary[c10d.Store, c10d.Store] = WeakKeyDictionary()
@@ -230,7 +297,7 @@ def die_with_parent() -> None:
 
 def exchange_device(group: ProcessGroup, fallback: torch.device) -> torch.device:
     """Where small host-side messages live: the CPU when the group can carry it."""
-    backend = str(dist.get_backend(group))
+    backend = backend_name(group)
     if any(name in backend for name in ("gloo", "mpi", "ucc", "threaded")):
         return torch.device("cpu")
     return fallback
@@ -241,7 +308,7 @@ def is_timed(group: ProcessGroup) -> bool:
 
     On an accelerator, waiting only orders streams.
     """
-    if group.size() == 1:
+    if group.size() == 1 or is_python_group(group):
         return False
     # Without a name (init_process_group() chose), or of several: {device: backend}.
     backends = dist.get_backend_config(group).split(",")
@@ -249,7 +316,12 @@ def is_timed(group: ProcessGroup) -> bool:
 
 
 def is_mixed(group: ProcessGroup) -> bool:
-    """Whether a group has several backends: the tensors decide who waits how."""
+    """Whether a group has several backends: the tensors decide who waits how.
+
+    Or one that nobody knows.
+    """
+    if is_python_group(group):
+        return True
     return len(set(dist.get_backend_config(group).split(","))) > 1
 
 

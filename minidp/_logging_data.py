@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from ._groups import backend_name
 from .trace import Moment, Recorder
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class LoggingData:
 def facts_of(ddp: DataParallel) -> dict[str, Any]:
     """What is known when the object is built."""
     reducer, group = ddp._reducer, ddp.process_group
-    backend = str(dist.get_backend(group))
+    backend = backend_name(group)
     variables = dict(ENV)
     for name, more in ENV_OF_BACKEND.items():
         if name in backend:

@@ -198,12 +198,8 @@ class Pipeline:
                 if self.checks_finite and self.averaging.hook_now is not None:
                     refuse_nonfinite(bucket, self.rank, self.tracer.backward, AFTER)
                 with label("copy out", number):
-                    kept, context = _slots_of(untouched, bucket), self._context
-                    if context is None:
-                        bucket.unflatten(kept)
-                    else:
-                        into = context.to_write(bucket.params, bucket.names, kept)
-                        bucket.unflatten(kept, into)
+                    kept = _slots_of(untouched, bucket)
+                    bucket.unflatten(kept, _targets_of(bucket, self._context, kept))
                 self.tracer.note(Moment.COPIED_OUT, number)
             for observer in observers:
                 observer.reduced(bucket.params)
@@ -241,6 +237,15 @@ class Pipeline:
         for shared in (self.used_map, self.reach_map):
             shared.drop()
         self.adopt(self.layout)
+
+
+def _targets_of(
+    bucket: Bucket, context: ContextGrads | None, kept: Collection[int]
+) -> list[torch.Tensor | None] | None:
+    """Where averages go instead of into ``.grad``; None: nowhere else."""
+    if context is None:
+        return None
+    return context.to_write(bucket.params, bucket.names, kept)
 
 
 def _slots_of(params: Collection[int], bucket: Bucket) -> list[int]:

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ._bucket import BucketState
-from ._groups import fresh_group, group_store, renew_side_groups
+from ._groups import fresh_group, group_store, has_store, renew_side_groups
 from ._pipeline import Pipeline
 from ._reducer import Reducer
 from ._watch import Watch
@@ -37,7 +37,8 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
         key: the same on all ranks, and new for every reset.
 
     Returns:
-        The group in use from now on: the old one or a fresh one.
+        The group in use from now on: the old one or a fresh one. The old one if its
+        ranks have no store in common: then nobody waits for anybody.
 
     Raises:
         CollectiveError: naming the ranks that did not call reset() in time.
@@ -46,6 +47,10 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     group = pipeline.group
     cause = f" after {reducer.failure}" if reducer.failure else ""
     pipeline.watch.lookout.give_up(f"it called reset(){cause}")
+    if not has_store(group):
+        reducer.restart(group)
+        _start_over(reducer)
+        return group
     is_lost = pipeline.watch.has_failed or _owes_to_hook(pipeline)
     tally = pipeline.watch.tally
     counted = [tally.started, tally.launched]

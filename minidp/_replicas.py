@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ._collectives import broadcast_coalesced, gather_bytes, gather_integers
-from ._groups import exchange_device, mark_group
+from ._groups import exchange_device, group_name, mark_group
 from .errors import ReplicaMismatchError, explain
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ _objects: Counter[tuple[str, str]] = Counter()  # (group name, kind) -> objects 
 
 def next_key(group: ProcessGroup, kind: str) -> str:
     """A name for an object of a kind, equal on all ranks that make them alike."""
-    _objects[group.group_name, kind] += 1
-    return f"{kind}/{_objects[group.group_name, kind]}"
+    _objects[group_name(group), kind] += 1
+    return f"{kind}/{_objects[group_name(group), kind]}"
 
 
 def verify(
@@ -116,7 +116,7 @@ def verify(
     payload = json.dumps(content).encode()
     digest = int.from_bytes(hashlib.sha256(payload).digest()[:8], "big", signed=True)
     device = exchange_device(group, device)
-    place = (group.group_name, "verified")
+    place = (group_name(group), "verified")
     head = [digest, len(payload), _objects[place] + 1, secrets.randbits(62)]
     heads = gather_integers(head, group, device)
     _objects[place] = max(number for _, _, number, _ in heads)

@@ -15,7 +15,7 @@ import threading
 import weakref
 from multiprocessing.util import Finalize
 
-from ._groups import end_group, is_initialized
+from ._groups import end_group, has_store, is_initialized, tell_without_store
 from ._post import Post
 from ._reducer import Reducer
 from ._watch import OnDevice
@@ -42,6 +42,9 @@ class Watchdog:
         """Begin to tell the other ranks about a replica, unless nobody waits."""
         watch = reducer.pipeline.watch
         if watch.limit is None or watch.group.size() == 1:
+            return
+        if not has_store(watch.group):
+            tell_without_store(watch.group)
             return
         watch.lookout = post = Post(reducer, key, self._bell.set)
         why = "its DataParallel object is gone"

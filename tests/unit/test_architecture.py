@@ -59,9 +59,16 @@ IMPORTS: dict[str, set[str]] = {
         "_timing",
         "_untraced",
     },
-    "_averaging": {"_bucket", "_collectives", "_comm_hook", "_grad_bucket", "_waiting"},
+    "_averaging": {
+        "_bucket",
+        "_collectives",
+        "_comm_hook",
+        "_grad_bucket",
+        "_groups",
+        "_waiting",
+    },
     "_bucket": {"_arrivals", "_layout", "_streams", "_waiting", "errors"},
-    "_collectives": {"_layout", "_waiting"},
+    "_collectives": {"_groups", "_layout", "_waiting"},
     "_comm_hook": {"_grad_bucket", "_waiting", "errors"},
     "_compiled_backward": {"errors"},
     "_countdown": {"_arrivals"},
@@ -223,7 +230,7 @@ IMPORTS: dict[str, set[str]] = {
     },
     "_compat_reducer": {"_collectives", "_grad_bucket", "_guard", "_waiting"},
     "_compiling": {"_untraced"},
-    "_logging_data": {"trace"},
+    "_logging_data": {"_groups", "trace"},
     "data_parallel": {
         "_arguments",
         "_comm_hook",
@@ -375,7 +382,7 @@ IMPORTS: dict[str, set[str]] = {
 }
 TALKS_TO_OTHER_RANKS = {"_collectives", "comm_hooks"}
 # Names of torch.distributed that are no collectives: a protocol, types, constants.
-KNOWS_TORCH_DISTRIBUTED = {"_compat", "_groups", "_join", "_logging_data"}
+KNOWS_TORCH_DISTRIBUTED = {"_compat", "_groups", "_join"}
 # The doctor's command runs in a process of its own, and tries out what torch has there.
 KNOWS_TORCH_DISTRIBUTED |= {
     "doctor/_checks_collectives",
@@ -386,14 +393,15 @@ KNOWS_TORCH_DISTRIBUTED |= {
 FILE_LINES = 400
 FUNCTION_CODE_LINES_P90 = 30
 FUNCTION_CODE_LINES_MAX = 50
-CLASS_LINES = 220  # 200 until the reducer had to tell other ranks that it failed
+CLASS_LINES = 250  # of the reducer: 220 before distributed autograd
 CLASS_METHODS = 15
 ARGUMENTS = 6
 NESTING = 3
 # What a reader of a backward's life reads; grew by comm hooks, uneven inputs, delayed
 # and skipped buckets, then by what is watched across ranks, then by gradients that live
-# in contexts of distributed autograd (2400, 2700, 2900 before).
-CORE_LINES = 2980
+# in contexts of distributed autograd, and by groups that are written in Python (2400,
+# 2700, 2900 before). Issue House counts anew.
+CORE_LINES = 3090
 CORE = {
     "errors",
     "config",
