@@ -1,6 +1,22 @@
 """minidp: data-parallel gradient synchronisation on top of torch.distributed.
 
-Read it top to bottom of a backward's life, from the face to the wire::
+Public names; ``help(minidp.DataParallel)`` and so on say more::
+
+    DataParallel    wrap a module: drop-in for torch's DistributedDataParallel
+    attach          synchronise a module without a wrapper; gives an Attachment
+    swap, swapped   torch's class becomes ours, for good or inside a block
+    SyncBatchNorm   batch norm over all ranks, on CPU too
+    comm_hooks      ready-made comm hooks; what a hook gets is a GradBucket
+    record          a Recording of steps: is communication hidden behind the backward?
+    Recorder        gets each Event of a backward, at which Moment it was
+    doctor          what is wrong with this machine, job, model, loader, script?
+    MiniDPError     what every error here is; in alphabetical order:
+                    CollectiveError, CommHookError, DoubleStepError, GradientError,
+                    GraphChangedError, MarkedTwiceError, NativeError,
+                    NonFiniteGradientError, ReducerFailedError, ReplicaMismatchError,
+                    UnfinishedReductionError, UnsyncedGradientsError
+
+The modules: read them top to bottom of a backward's life, from the face to the wire::
 
     L5  __main__        the command ``minidp``
         tune            minidp tune: a file with the best layout
@@ -73,6 +89,7 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _tuning         which layouts to try, and which one stays
         _network        how long a collective takes, fitted to measurements
         _inputs         tensors inside a forward's inputs
+        _generic        DataParallel[Net], for type checkers
         _streams        CUDA streams that wrote a bucket's gradients
         _untraced       what dynamo must run as it is
         _clock          the host's clock, or a CUDA device's
@@ -85,16 +102,22 @@ Read it top to bottom of a backward's life, from the face to the wire::
         _registry       objects that several threads look through
         _phase          lifecycle of a reducer: enum and transition table
         trace           events of a backward
+        _console        print for a person who may stop reading
         native/         find, build and load the optional extension in csrc/
     L0  config          options, validated and frozen
         errors          every exception
+        _version        which minidp this is
 
 Imports only point down (``tests/unit/test_architecture.py`` holds the table).
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from . import comm_hooks
 from ._compat import DataParallel
 from ._grad_bucket import GradBucket
+from ._version import __version__
 from .attachment import Attachment, attach
 from .errors import (
     CollectiveError,
@@ -138,9 +161,27 @@ __all__ = [
     "SyncBatchNorm",
     "UnfinishedReductionError",
     "UnsyncedGradientsError",
+    "__version__",
     "attach",
     "comm_hooks",
     "record",
     "swap",
     "swapped",
 ]
+
+# Modules that are imported when somebody asks for them: training needs none of them.
+_LAZY = ("doctor", "report")
+
+if TYPE_CHECKING:  # a checker that saw __getattr__ would believe in any name
+    from . import doctor as doctor
+    from . import report as report
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

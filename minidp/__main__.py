@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from . import doctor, run, tune
 from ._chrome_trace import chrome_trace
+from ._console import parse, say, say_on_stderr
 from ._picture import draw
 from ._timeline import Timeline, from_json, to_json
+from ._version import __version__
 from .native import __main__ as native
 from .report import report
 
@@ -42,9 +42,9 @@ class Command:
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit status is 0 if it went well, else 1 (usage: 2)."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = parse(parser, arguments)
     if options.command is None:
-        parser.print_help()
+        say(parser.format_help())
         return 2
     return COMMANDS[options.command].main(options)
 
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="minidp", description="Tools around minidp.DataParallel."
     )
-    parser.add_argument("--version", action="version", version=f"minidp {_version()}")
+    parser.add_argument("--version", action="version", version=f"minidp {__version__}")
     commands = parser.add_subparsers(
         dest="command", title="commands", metavar="COMMAND"
     )
@@ -66,13 +66,6 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_arguments(added)
     return parser
-
-
-def _version() -> str:
-    try:
-        return metadata.version("minidp")
-    except metadata.PackageNotFoundError:
-        return "(not installed, only on the path)"
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,30 +86,27 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
 def _report(options: argparse.Namespace) -> int:
     try:
         _show(options)
-    except BrokenPipeError:  # of `minidp report FILE | head`, who has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        say_on_stderr(f"error: {error.filename}: {error.strerror}")
         return 1
     except (ValueError, ModuleNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_on_stderr(f"error: {error}")
         return 1
     return 0
 
 
 def _show(options: argparse.Namespace) -> None:
     timelines = [each for name in options.files for each in _read(name)]
-    print(report(timelines))
-    print()
+    say(report(timelines) + "\n")
     if options.trace:
         Path(options.trace).write_text(chrome_trace(timelines))
-        print(f"wrote {options.trace}")
+        say(f"wrote {options.trace}")
     if options.json:
         Path(options.json).write_text(to_json(timelines))
-        print(f"wrote {options.json}")
+        say(f"wrote {options.json}")
     if options.png:  # last: matplotlib may be missing
         draw(timelines, options.png)
-        print(f"wrote {options.png}")
+        say(f"wrote {options.png}")
 
 
 def _read(name: str) -> tuple[Timeline, ...]:

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ class Given:
     output_device: Any
     broadcast_buffers: bool | None
     init_sync: bool
-    bucket_cap_mb: float | str | None
+    bucket_cap_mb: float | Literal["auto"] | None
     bucket_cap_mb_list: Sequence[float] | None
     find_unused_parameters: bool
     check_reduction: bool

@@ -25,6 +25,7 @@ from . import _arguments, _managed, _replicas, comm_hooks, data_parallel
 from ._compat_reducer import ReducerNames
 from ._compiling import run_splitting
 from ._expectation import EveryParameter, expectation_for
+from ._generic import M_co
 from ._guard import refuse_forward
 from ._inputs import move_inputs
 from ._logging_data import LoggingData
@@ -136,7 +137,7 @@ class _Attributes:
     }
 
 
-class DataParallel(_Legacy, data_parallel.DataParallel):
+class DataParallel(_Legacy, data_parallel.DataParallel[M_co]):
     __doc__ = data_parallel.DataParallel.__doc__
     __module__ = "minidp"
     _not_portable = (

@@ -70,7 +70,7 @@ def _matplotlib(part: str) -> Any:
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
             "A picture needs matplotlib, which is not installed. What to do: "
-            "pip install 'minidp[bench]', or pip install matplotlib."
+            "pip install matplotlib."
         ) from None
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import _console
+
 
 @dataclass(frozen=True)
 class Script:
@@ -109,5 +111,4 @@ def after_wrapping(kind: type, told: Callable[[Any], None]) -> Iterator[None]:
 
 def say(text: str) -> None:
     """For a person, who may pipe what the script prints."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    _console.say_on_stderr(text)

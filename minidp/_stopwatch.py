@@ -15,7 +15,6 @@ import platform
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ from ._clock import Mark
 from ._phase import Phase
 from ._timeline import BucketTimes, Clock, Param, Span, Step, Timeline, Where
 from ._untraced import untraced
+from ._version import __version__
 from .trace import Moment, StepPhase
 
 if TYPE_CHECKING:
@@ -333,14 +333,9 @@ def _host() -> str:
 
 
 def _versions() -> Mapping[str, str]:
-    try:
-        own = metadata.version("minidp")
-    except metadata.PackageNotFoundError:  # on the path, but not installed
-        own = "not installed"
-    torch_version = str(torch.__version__)
     return {
-        "minidp": own,
-        "torch": torch_version,
+        "minidp": __version__,
+        "torch": str(torch.__version__),
         "python": platform.python_version(),
     }
 

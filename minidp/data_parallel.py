@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from . import _arguments, _replicas
 from ._comm_hook import CommHook, Hook
 from ._copies import Copies
+from ._generic import M_co, OfModule
 from ._guard import Guard, refuse_forward
 from ._inputs import move_inputs
 from ._join import Heading, UnevenInputs
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
 
 
-class DataParallel(Copies, nn.Module, UnevenInputs):
+class DataParallel(Copies, nn.Module, UnevenInputs, OfModule[M_co]):
     """Drop-in for ``torch.nn.parallel.DistributedDataParallel``.
 
     Wrap the same module on every rank; gradients are then averaged over the ranks while
@@ -87,16 +88,18 @@ class DataParallel(Copies, nn.Module, UnevenInputs):
         ReplicaMismatchError: the replicas differ, or another rank raised.
     """
 
+    module: M_co  # type: ignore[mutable-override] # `SharedState` only reads it
+
     def __init__(
         self,
-        module: nn.Module,
+        module: M_co,
         device_ids: Any = None,
         output_device: Any = None,
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: ProcessGroup | None = None,
-        bucket_cap_mb: float | str | None = None,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -20,7 +21,6 @@ from ._watch import Watch
 from .attachment import Attachment, attached_to
 from .data_parallel import DataParallel
 from .errors import CollectiveError, explain
-from .report import report
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +139,10 @@ class Recording:
 
     def report(self) -> str:
         """Is communication hidden, if not, why, and what to change; a few tables."""
-        return report(self.timelines)
+        # Imported with the package, it would run twice in `python -m minidp.report`.
+        words: Any = importlib.import_module("minidp.report")
+        text: str = words.report(self.timelines)
+        return text
 
     def save(self, path: str | Path) -> None:
         """Write all there is as JSON, for ``minidp report``."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 from ._advice import WORTH, advise, layers_of
 from ._analysis import BucketOverlap, Overlap, Spread, overlaps_of
@@ -301,3 +304,8 @@ def _spread(spread_s: Spread) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{round(seconds * 1e3, 1) + 0.0:.1f}"  # no -0.0
+
+
+if __name__ == "__main__":  # python -m minidp.report FILE
+    command: Any = importlib.import_module("minidp.__main__")
+    sys.exit(command.main(["report", *sys.argv[1:]]))

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ._compare import Observer, Outcome, compare, seed
+from ._console import parse
 from ._groups import die_with_parent, launcher_store
 from ._script import Script, after_wrapping, say
 from ._timeline import Timeline, from_json, to_json
@@ -361,4 +362,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="minidp run", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_arguments(parser)
-    sys.exit(main(parser.parse_args()))
+    sys.exit(main(parse(parser)))

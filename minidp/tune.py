@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ._autotune import STEPS, Tuner
+from ._console import parse
 from ._ledger import Ledger
 from ._script import Script, say
 from ._tuning import NUM_TRIALS, Choice
@@ -177,4 +178,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="minidp tune", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_arguments(parser)
-    sys.exit(main(parser.parse_args()))
+    sys.exit(main(parse(parser)))

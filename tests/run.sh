@@ -19,8 +19,9 @@ ALL_STAGES=(
 )
 # By name only, for minutes. When csrc/ or its build have changed: torch's own tests on the
 # extension, and an extension that includes torch's headers. And Accelerate, Lightning and
-# Transformers on minidp, which are installed for that.
-OTHER_STAGES=(native-conformance native-torch trainers)
+# Transformers on minidp, which are installed for that. And clean builds that are installed
+# in fresh environments, with mypy and pyright.
+OTHER_STAGES=(native-conformance native-torch trainers packaging)
 
 # One thread per rank, or the ranks fight over the cores; and gloo on the loopback
 # device, or it binds to whatever the host name happens to resolve to.
@@ -93,6 +94,7 @@ stage_native-fault() {
         tests/fault/test_leaks.py tests/fault/test_wrong_words.py
 }
 stage_trainers() { python_mode tests/trainers; }
+stage_packaging() { MINIDP_TEST_PACKAGING=1 "$PYTHON" -m pytest tests/packaging; }
 stage_native-conformance() { no_compiler || MINIDP_NATIVE=1 conform; }
 
 # Runs `"$@" SCRIPT --smoke` for every script of the folder, two at a time: by glob, not

@@ -49,6 +49,8 @@ from typing import Any
 
 from torch import nn
 
+from minidp._console import say
+
 from ._checks_loader import examine_loader
 from ._checks_model import examine_model
 from ._checks_training import Watched, examine_training
@@ -229,13 +231,10 @@ def main(options: argparse.Namespace) -> int:
     code = own.exit_code if report is None else report.exit_code
     if report is not None:
         _print(report, as_json=options.json)
-        sys.stdout.flush()
         examination.tell_printed()
     elif code:
         examination.wait_until_printed()
     if runner.is_stuck:
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
     return code
 
@@ -244,12 +243,11 @@ def _print(report: Report, *, as_json: bool = False) -> None:
     if as_json:
         text = json.dumps(report.as_json(), indent=2)
     else:
-        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()
+        colour = is_terminal and "NO_COLOR" not in os.environ
         width = shutil.get_terminal_size().columns  # 80 where there is no terminal
         text = report.table(width=min(width, 100), colour=colour)
-    # One write: other ranks print to the same terminal.
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    say(text)  # in one piece: other ranks print to the same terminal
 
 
 def _seconds(text: str) -> float:

@@ -3,9 +3,10 @@
 import argparse
 import sys
 
+from minidp._console import parse
 from minidp.doctor import add_arguments, main
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m minidp.doctor")
     add_arguments(parser)
-    sys.exit(main(parser.parse_args()))
+    sys.exit(main(parse(parser)))

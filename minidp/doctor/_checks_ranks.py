@@ -6,7 +6,6 @@ Facts are plain data, gathered by a `Meeting`; every ``judge_*`` is pure.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import platform
 import socket
 from collections import defaultdict
@@ -17,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from minidp._version import __version__
 
 from ._findings import Finding, failed, join, of_ranks, ok, skipped, warning
 from ._variables import judge_equal_variables, relevant
@@ -71,20 +72,13 @@ def read_versions() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": np.__version__,
-        "minidp": f"{_minidp_version()} (sources {_digest_of_sources()})",
+        "minidp": f"{__version__} (sources {_digest_of_sources()})",
     }
     if torch.cuda.is_available():
         versions["cuda"] = str(torch.version.cuda)
         nccl: Any = torch.cuda.nccl
         versions["nccl"] = ".".join(map(str, nccl.version()))
     return versions
-
-
-def _minidp_version() -> str:
-    try:
-        return importlib.metadata.version("minidp")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _digest_of_sources() -> str:

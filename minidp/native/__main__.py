@@ -7,6 +7,7 @@ import dataclasses
 import sys
 import time
 
+from minidp._console import parse, say, say_on_stderr
 from minidp.errors import MiniDPError
 
 from ._state import attempt, build, read_mode
@@ -23,7 +24,7 @@ environment variables:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit status is 0 if it went well, else 1."""
-    return run(_parser().parse_args(arguments))
+    return run(parse(_parser(), arguments))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
             return _build(force=options.force, verbose=options.verbose)
         return _status()
     except (MiniDPError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say_on_stderr(f"error: {error}")
         return 1
 
 
@@ -65,9 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _build(*, force: bool, verbose: bool) -> int:
     start = time.perf_counter()
-    path = build(force=force, verbose=verbose, say=_say)
-    _say(f"done in {time.perf_counter() - start:.1f} s")
-    _say(str(path))
+    path = build(force=force, verbose=verbose, say=say)
+    say(f"done in {time.perf_counter() - start:.1f} s")
+    say(str(path))
     return 0
 
 
@@ -75,12 +76,8 @@ def _status() -> int:
     mode = read_mode()
     # Not "1": a question should not take the minute that a build takes.
     outcome = attempt("auto" if mode == "1" else mode)
-    _say(str(dataclasses.replace(outcome.status, mode=mode)))
+    say(str(dataclasses.replace(outcome.status, mode=mode)))
     return 0 if outcome.status.is_loaded else 1
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -470,7 +470,7 @@ def test_asking_imports_nothing_heavy(tmp_path):
     assert "not loaded" in done.stdout
 
 
-# ------------------------------------------------------------ command and packaging
+# ------------------------------------------------------------------------- command
 
 
 @pytest.fixture
@@ -506,19 +506,3 @@ def test_building_for_a_process_is_logged(at_source, caplog, monkeypatch):
     with caplog.at_level(logging.INFO, logger="minidp"):
         _state.Decision().outcome()
     assert "not built" in caplog.text
-
-
-def test_every_package_is_in_the_wheel():
-    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
-    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {path.parent for path in (ROOT / "minidp").rglob("*.py")}
-    names = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
-    assert {*setup["packages"]} == {*names, "minidp.csrc", "minidp.csrc.cuda"}
-    patterns = setup["package-data"]
-    shipped: set[Path] = set()
-    for folder in ("csrc", "csrc/cuda"):
-        for pattern in patterns[f"minidp.{folder.replace('/', '.')}"]:
-            shipped.update((ROOT / folder).glob(pattern))
-    prints = _recipe.fingerprint(ROOT / "csrc", with_cuda=True)
-    sources = {ROOT / "csrc" / name for name, _ in prints}
-    assert sources <= shipped

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import shutil
+import subprocess
 import sys
 
 import pytest
 
-from minidp import _picture
+from minidp import _console, _picture
 from minidp.__main__ import COMMANDS, main
 from minidp._timeline import from_json, to_json
 from tests.support.timelines import step, timeline
@@ -110,7 +114,9 @@ def test_a_picture_without_matplotlib_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     options = ("--png", str(tmp_path / "out.png"), "--trace", str(tmp_path / "t"))
     assert main(["report", files[0], *options]) == 1
-    assert "pip install 'minidp[bench]'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "What to do: pip install matplotlib." in said
+    assert "minidp[" not in said  # minidp may have come from a checkout
     assert (tmp_path / "t").exists()
 
 
@@ -143,3 +149,114 @@ def test_help_shows_how_to_record(capsys):
         main(["report", "--help"])
     assert exit_.value.code == 0
     assert "with minidp.record(model) as rec:" in capsys.readouterr().out
+
+
+def test_report_is_a_module_of_its_own(files):
+    words = [sys.executable, "-W", "error", "-m", "minidp.report"]
+    done = subprocess.run(
+        [*words, files[0]], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("rank 0 of 2; gloo on cpu")
+    assert "Is communication hidden?" in done.stdout
+
+
+# --------------------------------------------------------------- `minidp ... | head`
+
+
+class Pipe:
+    """A stream whose reader has gone."""
+
+    def __init__(self, *, buffered):
+        reader, writer = os.pipe()
+        os.close(reader)
+        file = os.fdopen(writer, "wb", -1 if buffered else 0)
+        self.stream = io.TextIOWrapper(file, write_through=not buffered)
+
+    def end(self):
+        """As at the end of the interpreter; raises what would be printed there."""
+        self.stream.close()
+
+
+@pytest.fixture(params=["buffered", "unbuffered"])
+def pipe(request):
+    return Pipe(buffered=request.param == "buffered")
+
+
+EVERY_COMMAND = [
+    [],
+    ["--help"],
+    ["--version"],
+    *([name, "--help"] for name in COMMANDS),
+    ["native", "status"],
+    ["doctor"],
+    ["doctor", "--json"],
+    ["report", "FILE"],
+    ["report", "FILE", "--trace", "TRACE"],
+]
+
+
+def status_of(words):
+    try:
+        return main(words)
+    except SystemExit as ended:
+        return ended.code
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No job around: a doctor looks at this process only."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MINIDP_NATIVE", "0")
+
+
+@pytest.mark.parametrize("words", EVERY_COMMAND, ids=" ".join)
+def test_a_closed_pipe_is_no_error(words, pipe, files, tmp_path, monkeypatch, alone):
+    trace = tmp_path / "trace"
+    paths = {"FILE": files[0], "TRACE": str(trace)}
+    words = [paths.get(word, word) for word in words]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", io.StringIO())
+        expected = status_of(words)
+        assert sys.stdout.getvalue()
+        trace.unlink(missing_ok=True)
+        patch.setattr(sys, "stdout", pipe.stream)
+        assert status_of(words) == expected
+        pipe.end()
+    assert trace.exists() == ("--trace" in words)  # the rest is done all the same
+
+
+@pytest.mark.parametrize("words", [["nope"], ["report", "/nope"]], ids=" ".join)
+def test_errors_into_a_closed_pipe_keep_their_status(words, pipe, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", io.StringIO())
+        expected = status_of(words)
+        patch.setattr(sys, "stderr", pipe.stream)
+        assert status_of(words) == expected != 0
+        pipe.end()
+
+
+def test_without_standard_streams_nothing_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", None)
+    _console.say_on_stderr("not for standard output")
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(sys, "stdout", None)
+    _console.say("nobody reads this")
+    assert main(["native", "status"]) in (0, 1)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_native_status_into_head():
+    command = f"{sys.executable} -m minidp.native status | head -1"
+    command += "; exit ${PIPESTATUS[0]}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env={**os.environ, "MINIDP_NATIVE": "0"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    assert done.stdout == "native kernels: not loaded\n"
