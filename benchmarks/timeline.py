@@ -21,6 +21,7 @@ from support.nets import Net
 from support.output import check_native, results_folder
 from support.ranks import run_ranks
 from support.report import (
+    can_draw,
     header,
     header_table,
     native_line,
@@ -96,7 +97,8 @@ def run(args: argparse.Namespace, folder: Path) -> None:
         timelines = from_json(run_ranks(task, args.ranks, cap, link=link))
         console.print(f"bucket_cap_mb: {name}", style="bold")
         console.print(report(timelines), "", markup=False, highlight=False)
-        draw(timelines, folder / f"{stem}_{name}.png")
+        if can_draw():
+            draw(timelines, folder / f"{stem}_{name}.png")
         trace = chrome_trace(timelines)
         (folder / f"{stem}_{name}_trace.json").write_text(trace)
     write_markdown(folder / f"{stem}.md", "One training, recorded", console)

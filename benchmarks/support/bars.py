@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from support.comparison import short
 from support.estimates import Estimate
+from support.report import can_draw
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,6 +38,8 @@ class Words:
 
 def draw(path: Path, words: Words, rows: Sequence[Sequence[Panel]]) -> None:
     """Write the chart, a PNG."""
+    if not can_draw():
+        return
     import matplotlib as mpl  # not above: rank processes import this module too
 
     mpl.use("Agg")

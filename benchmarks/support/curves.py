@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support.bars import FAINT, INK, Words
+from support.report import can_draw
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,6 +60,8 @@ class Axis:
 
 def draw_curves(path: Path, words: Words, axis: Axis, panels: Sequence[Panel]) -> None:
     """Write the chart, a PNG; panels side by side."""
+    if not can_draw():
+        return
     import matplotlib as mpl  # not above: rank processes import this module too
 
     mpl.use("Agg")

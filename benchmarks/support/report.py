@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import os
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
+import minidp
 from minidp import native
 
 ROOT = Path(__file__).parents[2]
 MEASURED = ("minidp", "csrc", "benchmarks/**/*.py")
+NO_PICTURES = "matplotlib is not installed (pip install matplotlib)"
 WIDTH = 128  # columns, where there is no terminal or a narrower one
 
 
@@ -29,18 +32,24 @@ def report_console() -> Console:
     return console
 
 
+def can_draw() -> bool:
+    """Whether there will be pictures; without matplotlib, table and numbers will do."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
 def header(**more: str) -> dict[str, str]:
     """What a reader needs to judge the numbers; ``more`` is the benchmark's own."""
     return {
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
         "torch": torch.__version__,
-        "minidp": _version("minidp"),
+        "minidp": minidp.__version__,
         "python": platform.python_version(),
-        "numpy": _version("numpy"),
+        "numpy": np.__version__,
         "system": f"{platform.system()} {platform.release()}",
         "processor": f"{_processor()}, {os.cpu_count()} cores",
         **more,
+        **({} if can_draw() else {"pictures": f"none: {NO_PICTURES}"}),
         "load before": f"{os.getloadavg()[0]:.1f} busy processes, last minute",
     }
 
@@ -94,13 +103,6 @@ def _git(*arguments: str) -> str:
         check=True,
     )
     return done.stdout.strip()
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed, used from the source tree"
 
 
 def _processor() -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support.bars import FAINT, INK
+from support.report import can_draw
 from support.scale import Sweep
 from support.validation import LIMIT, Validation
 
@@ -21,6 +22,8 @@ def draw_scale(
     path: Path, rows: Sequence[Validation], sweeps: Sequence[Sweep], date: str
 ) -> None:
     """Write the chart, a PNG: validation, efficiency over ranks, step over cap."""
+    if not can_draw():
+        return
     import matplotlib as mpl  # not above: rank processes import this module too
 
     mpl.use("Agg")

@@ -13,6 +13,7 @@ from support.bars import FAINT, INK, Words
 from support.baselines import BARE
 from support.comparison import short
 from support.exposure import Exposure
+from support.report import can_draw
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +31,8 @@ LEFT_OUT = ("again", "recorded")  # no news in them
 
 def draw_stacks(path: Path, words: Words, grid: Sequence[Sequence[Exposure]]) -> None:
     """Write the chart, a PNG; a panel for each measurement."""
+    if not can_draw():
+        return
     import matplotlib as mpl  # not above: rank processes import this module too
 
     mpl.use("Agg")
