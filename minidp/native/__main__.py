@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from minidp._console import parse, say, say_on_stderr
 from minidp.errors import MiniDPError
@@ -66,10 +69,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _build(*, force: bool, verbose: bool) -> int:
     start = time.perf_counter()
-    path = build(force=force, verbose=verbose, say=say)
+    try:
+        with _interrupted_by("SIGTERM", "SIGHUP"):
+            path = build(force=force, verbose=verbose, say=say)
+    except KeyboardInterrupt:
+        say_on_stderr("interrupted: the compilers were ended, and nothing was built")
+        return 128 + signal.SIGINT
     say(f"done in {time.perf_counter() - start:.1f} s")
     say(str(path))
     return 0
+
+
+@contextmanager
+def _interrupted_by(*names: str) -> Iterator[None]:
+    """Treat signals as Ctrl-C: else they would leave compilers behind."""
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = [signal.signal(n, signal.default_int_handler) for n in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _status() -> int:

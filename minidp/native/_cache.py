@@ -18,21 +18,20 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from minidp.errors import NativeError
 
 from ._recipe import EXTENSION, Recipe, changes
 
-if sys.platform != "win32":
-    import fcntl
-
 _PREFIX = "building-"
+_LOOK_AGAIN_SECONDS = 0.25
 _RECORD = "recipe.json"
 
 Say = Callable[[str], None]
@@ -87,26 +86,47 @@ class Cache:
         found = [changes(entry.parts, recipe.parts) for entry in self._entries()]
         return min(found, key=len, default=[])
 
+    def find_intact(self, recipe: Recipe) -> Entry | None:
+        """The binary for a recipe, if it can be loaded."""
+        entry = self.find(recipe)
+        return entry if entry is not None and entry.is_intact else None
+
     @contextmanager
-    def locked(self, say: Say) -> Iterator[None]:
-        """Be the only builder; the kernel frees the lock of one that is killed."""
-        if sys.platform == "win32":
-            raise NativeError("Native kernels cannot be built on Windows.")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock = (self.folder / "lock").open("w")
-        except OSError as error:
-            raise NativeError(
-                f"The cache folder {self.folder} is not writable: {error}. What to do: "
-                "set MINIDP_NATIVE_CACHE to a folder that is."
-            ) from error
-        with lock:
+    def locked(
+        self, say: Say, find: Callable[[], Entry | None]
+    ) -> Iterator[Entry | None]:
+        """Wait until this process is the only builder, or need not build.
+
+        Args:
+            say: told whom it waits for, and how far that one is.
+            find: what would make a build needless. Asked before the lock is, and again
+                while somebody holds it: who builds now may build something else.
+
+        Yields:
+            What was found, perhaps without the lock; None under the lock.
+        """
+        lock, said = FileLock(self.folder / "lock"), ""
+        found = find()
+        while found is None and not lock.is_locked:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                say(f"another process is building in {self.folder}: waiting for it")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+                self.folder.mkdir(parents=True, exist_ok=True)
+                lock.acquire(timeout=_LOOK_AGAIN_SECONDS if said else 0)
+            except Timeout:
+                count = len(list(self.folder.glob(f"{_PREFIX}*/*.o")))
+                now = f"another process is building (files compiled so far: {count})"
+                if now != said:
+                    say(f"waiting for the lock of {self.folder}: {now}")
+                said = now
+            except OSError as error:
+                raise NativeError(
+                    f"The cache folder {self.folder} is not writable: {error}. What to "
+                    "do: set MINIDP_NATIVE_CACHE to a folder that is."
+                ) from error
+            found = find()
+        try:
+            yield found
+        finally:
+            lock.release()  # the kernel does if this process is killed
 
     @contextmanager
     def workspace(self) -> Iterator[Path]:

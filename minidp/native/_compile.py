@@ -12,11 +12,14 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
+import sys
 import sysconfig
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from minidp.errors import NativeError
 from ._cache import Cache, Say
 from ._recipe import EXTENSION, NVCC_FLAGS, Recipe, replace_sources
 
+_GRACE_SECONDS = 2.0  # for a compiler that is told to end
 _TAIL = 15  # lines of a compiler's output in an error
 
 
@@ -49,14 +53,17 @@ def build_into(
         NativeError: something is missing, or a command failed.
     """
     try:
-        with cache.locked(say):
-            entry = cache.find(recipe)
-            if entry is not None and entry.is_intact and not force:
+        with cache.locked(
+            say, lambda: None if force else cache.find_intact(recipe)
+        ) as there:
+            if there is not None:
                 say("already built")
-                return entry.binary
+                return there.binary
             _check(recipe)
-            with cache.workspace() as workspace:
-                shell = _Shell(cache.log_of(recipe), say, is_verbose=verbose)
+            with (
+                cache.workspace() as workspace,
+                _Shell(cache.log_of(recipe), say, is_verbose=verbose) as shell,
+            ):
                 built = _compile(recipe, workspace, shell)
                 _check_unchanged(recipe)
                 return cache.publish(recipe, built)
@@ -67,6 +74,8 @@ def build_into(
 def _check(recipe: Recipe) -> None:
     """Raise before the compiler would, in words that say what to install."""
     program = recipe.cxx[0]
+    if sys.platform == "win32":
+        raise NativeError("Native kernels cannot be built on Windows.")
     if not recipe.cpp_files:
         raise NativeError(f"There are no C++ sources to build in {recipe.folder}.")
     if shutil.which(program) is None:
@@ -94,6 +103,9 @@ def _check_unchanged(recipe: Recipe) -> None:
 class _Shell:
     """Runs commands of one build and keeps what they say.
 
+    As a context manager, it ends them if anything is raised, Ctrl-C included. Each has
+    a process group of its own: a compiler's driver does not end its compiler.
+
     Args:
         log: file that gets every command and all output.
         say: called with progress.
@@ -105,32 +117,81 @@ class _Shell:
         self._say = say
         self._is_verbose = is_verbose
         self._lock = threading.Lock()  # sources are compiled at the same time
+        self._running: list[subprocess.Popen[str]] = []
+        self._is_stopped = False
+        self._num_done = 0
+        self.num_steps = 0
         log.write_text("")
 
+    def __enter__(self) -> _Shell:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._stop()
+
     def run(self, doing: str, command: list[str]) -> None:
-        """Run a command; ``doing`` is a phrase like "compiling x.cpp"."""
-        self._say(doing)
+        """Run one of ``num_steps`` commands.
+
+        Args:
+            doing: a phrase like "compiling x.cpp".
+            command: the words.
+
+        Raises:
+            NativeError: it failed.
+        """
         start = time.perf_counter()
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            check=False,
-        )
+        done = self._call(command, doing)
         self._keep(f"$ {shlex.join(command)}\n{done.stdout}")
         if done.returncode:
             raise NativeError(self._explain(doing, command[0], done))
-        self._say(f"{doing}: {time.perf_counter() - start:.1f} s")
+        with self._lock:
+            self._num_done += 1
+            self._say(
+                f"{doing}: {time.perf_counter() - start:.1f} s "
+                f"(done: {self._num_done} of {self.num_steps})"
+            )
 
     def accepts(self, command: list[str]) -> bool:
         """Whether a command succeeds."""
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, check=False
-        )
-        return done.returncode == 0
+        return self._call(command).returncode == 0
+
+    def _call(
+        self, command: list[str], doing: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        with self._lock:
+            if self._is_stopped:
+                raise CancelledError
+            if doing:
+                self._say(doing)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+            )
+            self._running.append(process)
+        output, _ = process.communicate()  # if this raises, it goes on running
+        with self._lock:
+            self._running.remove(process)
+            if self._is_stopped:
+                raise CancelledError
+        return subprocess.CompletedProcess(command, process.returncode, output)
+
+    def _stop(self) -> None:
+        """End what runs, with all that it has started; start nothing any more."""
+        with self._lock:
+            self._is_stopped = True
+            running = list(self._running)
+        for process in running:
+            _signal_group(process, signal.SIGTERM)  # they remove temporary files
+        for process in running:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_SECONDS)
+            _signal_group(process, signal.SIGKILL)
 
     def note(self, text: str) -> None:
         """Say a line and keep it."""
@@ -159,6 +220,11 @@ class _Shell:
         )
 
 
+def _signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
 def _compile(recipe: Recipe, workspace: Path, shell: _Shell) -> Path:
     """The linked binary, inside the workspace."""
     flags = [*recipe.flags, *_accepted_wishes(recipe, shell)]
@@ -179,9 +245,11 @@ def _compile(recipe: Recipe, workspace: Path, shell: _Shell) -> Path:
         command += [str(source), "-o", target]
         jobs.append((f"compiling {name}", command))
         objects.append(target)
-    with ThreadPoolExecutor(_count_jobs(len(jobs))) as pool:
-        for running in [pool.submit(shell.run, *job) for job in jobs]:
-            running.result()
+    shell.num_steps = len(jobs) + 1
+    # On the way out the shell comes first: what it has not started, it will not start.
+    with ThreadPoolExecutor(_count_jobs(len(jobs))) as pool, shell:
+        for done in as_completed([pool.submit(shell.run, *job) for job in jobs]):
+            done.result()
     built = workspace / f"{EXTENSION}.so"
     shell.run(
         "linking",

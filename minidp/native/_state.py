@@ -116,11 +116,9 @@ def _attempt(mode: str, recipe: Recipe, cache: Cache) -> Outcome:
     path = None
     try:
         if mode == "1":
-            found = cache.find(recipe)
-            is_there = found is not None and found.is_intact
+            there = cache.find_intact(recipe)
             # A build takes a minute: silence would look like a hang.
-            say = _LOG.info if is_there else _LOG.warning
-            path = build_into(cache, recipe, say)
+            path = there.binary if there else build_into(cache, recipe, _LOG.warning)
         else:
             entry = _usable_entry(recipe, cache)
             path = entry.binary

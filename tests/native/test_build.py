@@ -15,11 +15,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 import minidp
 from minidp.errors import NativeError
@@ -316,6 +319,15 @@ def test_build_says_what_it_does(source, tmp_path):
     path = build(source=source, cache=tmp_path / "c", verbose=True, say=said.append)
     assert path == only_binary(tmp_path / "c")
     assert "compiling stub.cpp" in said
+    steps = [line for line in said if "(done: " in line]
+    assert [line.partition(":")[0] for line in steps] == [
+        "compiling stub.cpp",
+        "linking",
+    ]
+    assert [line.partition("(")[2] for line in steps] == [
+        "done: 1 of 2)",
+        "done: 2 of 2)",
+    ]
     assert any("-ffp-contract=off" in line for line in said)
     said.clear()
     assert build(source=source, cache=tmp_path / "c", say=said.append) == path
@@ -445,6 +457,143 @@ def test_a_killed_builder_blocks_nobody(source, tmp_path, monkeypatch):
     finally:
         os.kill(int(started.read_text()), signal.SIGKILL)
     assert not list(cache.glob("building-*"))
+
+
+def hanging_compiler(path: Path, pids: Path) -> str:
+    """A driver, which has a compiler as its child; both write down who they are."""
+    return write_program(
+        path,
+        'case "$*" in *--version*|*/dev/null*) exec c++ "$@";; esac\n'
+        f"sh -c 'echo $$ >> {pids}; exec sleep 300' & echo $$ >> {pids}; wait",
+    )
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; a zombie has."""
+    try:
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        )
+    except FileNotFoundError:
+        return False
+
+
+BUILD = """
+import signal, sys
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also under `pytest &`
+from minidp.native import _recipe, __main__ as command
+_recipe.source_folder = lambda: Path(sys.argv[1])
+sys.exit(command.main(sys.argv[2:]))
+"""
+
+
+def start_command(source: Path, cache: Path, *words: str, **env: str):
+    return subprocess.Popen(
+        [sys.executable, "-c", BUILD, str(source), *words],
+        cwd=ROOT,
+        env={**os.environ, "MINIDP_NATIVE_CACHE": str(cache), **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@needs_compiler
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_build_ends_at_once_and_leaves_nothing(source, tmp_path, number):
+    for name in ("second.cpp", "third.cpp"):
+        shutil.copy(source / "stub.cpp", source / name)
+    pids, cache = tmp_path / "pids", tmp_path / "cache"
+    cxx = hanging_compiler(tmp_path / "hanging-c++", pids)
+    builder = start_command(source, cache, "build", CXX=cxx, MAX_JOBS="2")
+    try:
+        wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 4)
+        builder.send_signal(number)
+        out, err = builder.communicate(timeout=60)
+    finally:
+        builder.kill()
+    assert builder.returncode == 128 + signal.SIGINT
+    assert err.startswith("interrupted: ")
+    assert "Traceback" not in err
+    assert out.count("compiling ") == 2  # the third file's turn never came
+    started = pids.read_text().split()
+    assert len(started) == 4
+    wait_until(lambda: not any(is_running(int(pid)) for pid in started))
+    assert not list(cache.glob("building-*"))
+    assert build(source=write(tmp_path / "other"), cache=cache).exists()  # no lock left
+
+
+@needs_compiler
+def test_an_error_ends_the_other_compilers(source, tmp_path, monkeypatch):
+    (source / "wrong.cpp").write_text("no C++")
+    pids = tmp_path / "pids"
+    cxx = write_program(
+        tmp_path / "slow-c++",
+        f'case "$*" in *\\ -c\\ *stub.cpp*) echo $$ > {pids}; exec sleep 300;;'
+        f"*wrong.cpp*) while [ ! -s {pids} ]; do sleep 0.05; done;; esac\n"
+        'exec c++ "$@"',
+    )
+    monkeypatch.setenv("CXX", cxx)
+    monkeypatch.setenv("MAX_JOBS", "2")
+    with pytest.raises(NativeError, match=r"compiling wrong\.cpp"):
+        build(source=source, cache=tmp_path / "cache")
+    assert not is_running(int(pids.read_text()))
+
+
+@contextmanager
+def held(cache: Path) -> Iterator[None]:
+    """Somebody builds something."""
+    cache.mkdir(exist_ok=True)
+    with FileLock(cache / "lock"):
+        yield
+
+
+@needs_compiler
+def test_who_finds_its_binary_does_not_wait_for_the_lock(built_copy):
+    source, cache = built_copy
+    said: list[str] = []
+    with held(cache):
+        assert _state.attempt("1", source, cache).module.answer == 42
+        assert build(source=source, cache=cache, say=said.append) == only_binary(cache)
+    assert said == ["already built"]
+
+
+@needs_compiler
+def test_a_binary_that_comes_ends_the_wait(built, tmp_path):
+    source, there = built
+    cache = tmp_path / "cache"
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        said.append(text)
+        shutil.copytree(there, cache, dirs_exist_ok=True)
+
+    with held(cache):
+        (cache / "building-x").mkdir()
+        (cache / "building-x" / "one.cpp.o").touch()
+        assert build(source=source, cache=cache, say=say) == only_binary(cache)
+    assert said[0].startswith(f"waiting for the lock of {cache}: another process is")
+    assert said[0].endswith("(files compiled so far: 1)")
+    assert said[1:] == ["already built"]
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_good_enough_to_load_from(built_copy):
+    source, cache = built_copy
+    (cache / "lock").unlink(missing_ok=True)
+    (cache / "lock").mkdir()  # also root cannot open this
+    assert _state.attempt("1", source, cache).module.answer == 42
+    with pytest.raises(NativeError, match="not writable"):
+        build(source=source, cache=cache, force=True)
 
 
 def test_asking_imports_nothing_heavy(tmp_path):
