@@ -102,6 +102,8 @@ def check_model(
 ) -> Report:
     """Check a model: devices, replicas, batch norm, unused parameters, seeds.
 
+    Batch norm is a warning where it sees fewer than 16 samples per rank.
+
     All ranks call it, before wrapping, after it, or both; rank 0 prints the table. One
     forward runs under ``torch.enable_grad()`` on the bare module; gradients, module
     buffers and random streams are left as they are.

@@ -146,7 +146,8 @@ def _bad_pairs(launch: Launch) -> list[tuple[str, str]]:
 
 def is_loopback(address: str) -> bool:
     """Whether an address means this host, whoever reads it."""
-    return address in ("localhost", "::1") or address.startswith("127.")
+    names = ("localhost", "::1", "0.0.0.0", "::")
+    return address in names or address.startswith("127.")
 
 
 def judge_shared_memory(total: int, free: int) -> Finding:
@@ -167,10 +168,16 @@ def judge_threads(threads: int, processes: int, cores: int) -> Finding:
     """Whether the processes of this host have more threads than cores."""
     check = "threads"
     found = f"{processes} x {threads} threads on {cores} cores"
-    if processes > 1 and processes * threads > cores:
-        remedy = f"set OMP_NUM_THREADS={max(1, cores // processes)}"
-        return warning(check, found, remedy)
-    return ok(check, found)
+    fair = max(1, cores // processes)
+    if processes == 1 or processes * threads <= cores:
+        return ok(check, found)
+    if threads > fair:
+        return warning(check, found, f"set OMP_NUM_THREADS={fair}")
+    remedy = (
+        f"more processes than cores take turns: start at most {cores} on this host "
+        "(--nproc-per-node), if it is for speed"
+    )
+    return warning(check, found, remedy)
 
 
 def judge_gpus(env: Mapping[str, str], num_gpus: int, num_processes: int) -> Finding:

@@ -232,8 +232,9 @@ def judge_batch_norm(module: nn.Module, batch: Any, world_size: int) -> Finding:
         return skipped(check, f"BatchNorm layers: {len(layers)}", remedy)
     if samples < SMALL_BATCH:
         remedy = (
-            f"each normalises over {samples} samples, not {samples * world_size}: "
-            "model = minidp.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping"
+            f"each normalises over {samples} samples, not {samples * world_size}, and "
+            f"with fewer than {SMALL_BATCH} statistics are noisy: model = "
+            "minidp.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping"
         )
         return warning(check, found, remedy)
     return ok(check, found)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import socket
 import struct
 import time
@@ -16,6 +17,8 @@ from ._checks_environment import Launch, is_loopback
 from ._findings import Finding, failed, join, ok
 
 _RETRY_SECONDS = 0.2
+_OWN_SECONDS = 5.0  # for rank 0 to reach itself
+_ANOTHER = "another host answers there"
 
 
 def check_port(launch: Launch, seconds: float) -> Finding:
@@ -27,26 +30,23 @@ def check_port(launch: Launch, seconds: float) -> Finding:
         found = f"MASTER_ADDR={launch.address} cannot be looked up ({error})"
         return failed(check, found, "set the address as a number, or mend /etc/hosts")
     if launch.rank == 0 and not launch.is_agents:
-        return _check_bind(check, launch)
+        return _check_bind(check, launch) or _check_own_address(check, launch, seconds)
     number = resolved[0][4][0]
     try:
         _connect(launch.address, launch.port, seconds)
     except OSError as error:
-        late = isinstance(error, TimeoutError)
-        why = (
-            f"no answer within {seconds:g} s" if late else os.strerror(error.errno or 0)
-        )
+        why = _in_words(error, seconds)
         remedy = (
             "a firewall, or the wrong network: is the address that of rank 0's host?"
-            if late
+            if isinstance(error, TimeoutError)
             else "is rank 0 running, and are its MASTER_ADDR and MASTER_PORT the same?"
         )
-        return failed(check, f"{place} ({number}): {why.lower()}", remedy)
+        return failed(check, f"{place} ({number}): {why}", remedy)
     return ok(check, f"{place} ({number}) answers")
 
 
-def _check_bind(check: str, launch: Launch) -> Finding:
-    """Rank 0 keeps the store itself: is the port free?"""
+def _check_bind(check: str, launch: Launch) -> Finding | None:
+    """Rank 0 keeps the store itself: is the port free? None if it is."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -59,7 +59,74 @@ def _check_bind(check: str, launch: Launch) -> Finding:
                 "earlier run; or choose another MASTER_PORT"
             )
             return failed(check, f"port {launch.port} is in use", remedy)
-    return ok(check, f"{launch.place}: port {launch.port} is free for rank 0")
+    return None
+
+
+def _check_own_address(check: str, launch: Launch, seconds: float) -> Finding:
+    """Whether the address of the store, which rank 0 keeps, leads to this host."""
+    found = f"{launch.place}: port {launch.port} is free for rank 0"
+    if is_of_this_host(launch.address):
+        return ok(check, found)
+    why = why_not_reached(launch.address, launch.port, min(seconds, _OWN_SECONDS))
+    if not why:  # address translation, as for the public address of a cloud's host
+        return ok(check, f"{found}, and the address leads here")
+    here = join(address for address in read_network().addresses.values() if address)
+    return failed(
+        check,
+        f"MASTER_ADDR={launch.address} does not lead to this host: {why}",
+        "rank 0 keeps the store, so MASTER_ADDR is the address of its host, on all "
+        f"ranks; this host has {here or 'no address'}",
+    )
+
+
+def is_of_this_host(address: str) -> bool:
+    """Whether one of this host's interfaces has an address, a name or a number."""
+    for family, *_, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+        with socket.socket(family) as probe, contextlib.suppress(OSError):
+            probe.bind(place)
+            return True
+    return False
+
+
+def why_not_reached(address: str, port: int, seconds: float) -> str:
+    """Why a connection to ``address`` does not arrive here; empty if it does.
+
+    Args:
+        address: a name or a number.
+        port: nobody listens on it.
+        seconds: how long to wait for the connection.
+    """
+    token = secrets.token_bytes(16)  # else another rank's attempt would do
+    family = socket.getaddrinfo(address, port)[0][0]
+    with socket.create_server(("", port), family=family) as server:
+        try:
+            sender = socket.create_connection((address, port), timeout=seconds)
+        except OSError as error:
+            return _in_words(error, seconds)
+        with sender:
+            sender.sendall(token)
+            return "" if _arrives(token, server, seconds) else _ANOTHER
+
+
+def _arrives(token: bytes, server: socket.socket, seconds: float) -> bool:
+    """Whether a connection brings ``token``; other ranks may be early, with none."""
+    server.settimeout(seconds)
+    brought = b""
+    while brought != token:
+        try:
+            arrived, _ = server.accept()
+        except TimeoutError:
+            return False
+        with arrived, contextlib.suppress(OSError):
+            arrived.settimeout(seconds)
+            brought = arrived.recv(len(token))
+    return True
+
+
+def _in_words(error: OSError, seconds: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {seconds:g} s"
+    return os.strerror(error.errno or 0).lower()
 
 
 def _connect(address: str, port: int, seconds: float) -> None:

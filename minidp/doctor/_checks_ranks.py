@@ -9,7 +9,7 @@ import hashlib
 import platform
 import socket
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -150,13 +150,32 @@ def judge_versions(of_rank: Mapping[int, Mapping[str, str]]) -> list[Finding]:
             ranks_of[versions.get(name, "missing")].append(rank)
         if len(ranks_of) > 1:
             places = (f"{v} on {of_ranks(ranks)}" for v, ranks in ranks_of.items())
+            found = f"{name} {', '.join(places)}"
             remedy = "install the same everywhere: one image, or one lock file"
-            findings.append(failed(check, f"{name} {', '.join(places)}", remedy))
+            harm = _harm_of(name, ranks_of)
+            findings.append(
+                warning(check, f"{found}: {harm}", remedy)
+                if harm
+                else failed(check, found, remedy)
+            )
     if findings:
         return findings
     same = next(iter(of_rank.values()))
     said = join(f"{name} {version}" for name, version in same.items())
     return [ok(check, said or "no rank said any")]
+
+
+def _harm_of(name: str, versions: Collection[str]) -> str:
+    """What may differ, if that is not what ranks send each other; empty: that does."""
+    releases = {version.rpartition(".")[0] for version in versions}
+    if name == "numpy":
+        return (
+            "gradients do not depend on it, but the numbers that loaders draw, and "
+            "pickled arrays, may"
+        )
+    if name == "python" and len(releases) == 1:
+        return "only the last number differs, and gradients do not depend on it"
+    return ""
 
 
 def judge_owners(of_rank: Mapping[int, tuple[str, str]]) -> Finding:

@@ -10,6 +10,7 @@ report         rank 0 hears what all ranks found
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -100,6 +101,8 @@ class Examination:
         if status in (Status.OK, Status.WARNING):
             self._launch = launch = read_launch(env)
             wait = self.runner.limits.wait  # until rank 0 listens
+            if launch.world_size > 1:
+                run("imports", _import_ahead, wait + self.runner.limits.check)
             run("master port", lambda: check_port(launch, wait), wait + GRACE_SECONDS)
             self._is_reachable = self.runner.findings[-1].status is Status.OK
         run("variables", lambda: judge_variables(env))
@@ -200,6 +203,16 @@ class Examination:
             remedy = "look at what that rank printed"
             of_rank[rank].append(failed("answers", absence(heard), remedy))
         return merge(f"minidp doctor: {size} rank{'s' * (size != 1)}", of_rank, size)
+
+
+def _import_ahead() -> list[Finding]:
+    """Import what the first DDP of a process does: hundreds of modules.
+
+    On a busy machine that takes longer than ranks wait for each other later on; here
+    nobody waits for it.
+    """
+    importlib.import_module("torch._dynamo")
+    return []
 
 
 def _open_gloo() -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -114,8 +115,7 @@ class Runner:
             found = Timebox(check).run(seconds, find_reason)
         except TimeoutError as error:
             self.is_stuck = True
-            remedy = "is another rank stopped or dead? a firewall? try --timeout 60"
-            self.findings.append(failed(name, f"the check {error}", remedy))
+            self.findings.append(failed(name, f"the check {error}", _why_late(name)))
             return False
         except Exception as error:
             remedy = "look at the settings above; --timeout and --wait give more time"
@@ -132,6 +132,15 @@ class Runner:
             self.is_stuck = True  # nobody can be told, and nothing can be taken down
             return False
         return True
+
+
+def _why_late(name: str) -> str:
+    """What to look at when a check did not end."""
+    is_first = any(word in name for word in ("rendezvous", "group", "NCCL"))
+    firewall = " a firewall?" * is_first  # later checks use connections that there are
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    busy = f" this machine is busy (load {load:.0f} on {cores} cores);" * (load > cores)
+    return f"is another rank stopped or dead?{firewall}{busy} try --timeout 60"
 
 
 _PLACE_IN_SOURCE = re.compile(

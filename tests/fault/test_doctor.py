@@ -107,6 +107,29 @@ def test_a_rank_that_stands_still_in_a_check():
     assert any("was given up: rank" in text for text in found(report, "clocks"))
 
 
+NOTES_IMPORTS = """
+import minidp.doctor._trials
+plain = minidp.doctor._trials.check_gradients
+def check_gradients(*given, **options):
+    before = set(sys.modules)
+    finding = plain(*given, **options)
+    new = set(sys.modules) - before
+    assert len(new) < 20, (len(new), sorted(new)[:9])
+    return finding
+minidp.doctor._trials.check_gradients = check_gradients
+"""
+
+
+def test_ranks_do_not_wait_for_each_others_imports():
+    """The first DDP of a process imports some 800 modules: long, on a busy machine."""
+    codes, (report, _) = play(
+        NOTES_IMPORTS, NOTES_IMPORTS, arguments=["--timeout", "100"]
+    )
+    assert failures(report) == []
+    assert codes == [0, 0]
+    assert found(report, "gradients, Gloo")
+
+
 def test_a_rank_that_never_comes():
     absent = "sys.exit(0)"
     codes, (report, _) = play("", absent, arguments=["--wait", "2"])

@@ -5,10 +5,14 @@ Pure: environment, interfaces, versions and measurements are given as data.
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+import threading
 
 import pytest
 
+from minidp.doctor import _checks_network
 from minidp.doctor._checks_collectives import (
     judge_all_reduce,
     judge_backends,
@@ -25,6 +29,7 @@ from minidp.doctor._checks_environment import (
 from minidp.doctor._checks_network import (
     Network,
     check_port,
+    is_of_this_host,
     judge_interfaces,
     nccl_interfaces,
     read_network,
@@ -39,6 +44,7 @@ from minidp.doctor._checks_ranks import (
     read_facts,
 )
 from minidp.doctor._findings import Status
+from minidp.doctor._timebox import Limits, Runner
 from minidp.doctor._variables import (
     MEANINGS,
     judge_equal_variables,
@@ -125,6 +131,79 @@ def test_port_that_nobody_listens_on():
     finding = port_check(MASTER_PORT=str(free_port()))
     assert finding.status is FAILED
     assert "connection refused" in finding.found
+
+
+def rank_0s_check(port, **changes):
+    return port_check(2.0, RANK="0", LOCAL_RANK="0", MASTER_PORT=str(port), **changes)
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "0.0.0.0", "127.9.9.9"])
+def test_an_address_of_this_host(address):
+    assert is_of_this_host(address)
+    finding = rank_0s_check(free_port(), MASTER_ADDR=address)
+    assert finding.status is OK
+    assert finding.found.endswith("is free for rank 0")
+
+
+def test_addresses_of_other_hosts():
+    # Of the range for documentation; nothing is sent to it.
+    assert not is_of_this_host("192.0.2.1")
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """The store's address is not one of this host's: a connection has to tell."""
+    monkeypatch.setattr(_checks_network, "is_of_this_host", lambda _: False)
+
+
+def test_an_address_that_is_translated_to_this_hosts(elsewhere):
+    finding = rank_0s_check(free_port())
+    assert finding.status is OK
+    assert finding.found.endswith("and the address leads here")
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, ""), "connection refused"),
+        (OSError(errno.EHOSTUNREACH, ""), "no route to host"),
+        (TimeoutError(), "no answer within 2 s"),
+    ],
+)
+def test_an_address_that_does_not_lead_to_rank_0(error, why, elsewhere, monkeypatch):
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    finding = rank_0s_check(free_port())
+    assert finding.status is FAILED
+    assert finding.found.endswith(f"does not lead to this host: {why}")
+    assert "this host has " in finding.remedy
+    assert "127.0.0.1" in finding.remedy
+
+
+def test_an_address_at_which_another_host_answers(elsewhere, monkeypatch, listener):
+    plain = socket.create_connection
+
+    def connect_to_another(_, timeout):
+        return plain(("localhost", listener), timeout)
+
+    monkeypatch.setattr(socket, "create_connection", connect_to_another)
+    monkeypatch.setattr(_checks_network, "_OWN_SECONDS", 0.1)
+    finding = rank_0s_check(free_port())
+    assert finding.status is FAILED
+    assert finding.found.endswith("another host answers there")
+
+
+def test_an_early_rank_is_not_taken_for_rank_0_itself(elsewhere, monkeypatch):
+    port, plain = free_port(), socket.create_connection
+
+    def connect_after_another(place, timeout):
+        plain(place, timeout).close()
+        return plain(place, timeout)
+
+    monkeypatch.setattr(socket, "create_connection", connect_after_another)
+    assert rank_0s_check(port).status is OK
 
 
 def test_port_in_use_by_another(listener):
@@ -275,10 +354,22 @@ def test_shared_memory_of_this_machine(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("threads", "processes", "status"), [(8, 1, OK), (2, 4, OK), (8, 4, WARNING)]
+    ("threads", "processes", "status", "remedy"),
+    [
+        (8, 1, OK, ""),
+        (2, 4, OK, ""),
+        (1, 8, OK, ""),
+        (8, 4, WARNING, "set OMP_NUM_THREADS=2"),
+        (2, 16, WARNING, "set OMP_NUM_THREADS=1"),
+        # It is 1: to set that would change nothing.
+        (1, 16, WARNING, "start at most 8 on this host"),
+    ],
 )
-def test_threads(threads, processes, status):
-    assert judge_threads(threads, processes, cores=8).status is status
+def test_threads(threads, processes, status, remedy):
+    finding = judge_threads(threads, processes, cores=8)
+    assert finding.status is status
+    assert remedy in finding.remedy
+    assert ("OMP_NUM_THREADS" in finding.remedy) == ("OMP_NUM_THREADS" in remedy)
 
 
 @pytest.mark.parametrize(
@@ -303,6 +394,26 @@ def test_versions_that_differ():
     finding = only(judge_versions({0: same, 1: {**same, "torch": "2.12.0"}}))
     assert finding.status is FAILED
     assert finding.found == "torch 2.13.0 on rank 0, 2.12.0 on rank 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "versions", "status", "words"),
+    [
+        ("numpy", ("2.4.6", "1.26.4"), WARNING, "gradients do not depend on it"),
+        ("numpy", ("2.4.6", None), WARNING, "gradients do not depend on it"),
+        ("python", ("3.11.7", "3.11.9"), WARNING, "gradients do not depend on it"),
+        ("python", ("3.11.7", "3.12.0"), FAILED, "3.11.7 on rank 0, 3.12.0 on rank 1"),
+        ("minidp", ("0.1.0 (sources a)", "0.1.0 (sources b)"), FAILED, "sources b"),
+        ("nccl", ("2.27", "2.28"), FAILED, "nccl"),
+    ],
+)
+def test_versions_matter_as_far_as_gradients_depend_on_them(
+    name, versions, status, words
+):
+    plain = [{} if version is None else {name: version} for version in versions]
+    finding = only(judge_versions(dict(enumerate(plain))))
+    assert finding.status is status
+    assert words in finding.found
 
 
 @pytest.mark.parametrize(
@@ -388,3 +499,29 @@ def test_gradients_of_the_probe(wrong, sums, same_as_torch, status, words):
     finding = judge_gradients("c", wrong=wrong, sums=sums, same_as_torch=same_as_torch)
     assert finding.status is status
     assert words in finding.found
+
+
+# ---------------------------------------------------------------- what did not end
+
+
+@pytest.mark.parametrize(
+    ("check", "load", "firewall", "busy"),
+    [
+        ("gloo group", 0.0, True, False),
+        ("all-reduce, NCCL", 0.0, True, False),
+        ("all-reduce, Gloo", 0.0, False, False),  # uses connections that there are
+        ("gradients, Gloo", 1e6, False, True),
+        ("rendezvous", 1e6, True, True),
+    ],
+)
+def test_a_check_that_did_not_end_names_likely_causes(
+    check, load, firewall, busy, monkeypatch
+):
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    runner, never = Runner(Limits()), threading.Event()
+    assert not runner.run(check, never.wait, seconds=0)
+    never.set()
+    finding = only(runner.findings)
+    assert finding.status is FAILED
+    assert ("firewall" in finding.remedy) is firewall
+    assert ("busy (load 1000000 on" in finding.remedy) is busy

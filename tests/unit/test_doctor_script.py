@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import io
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from minidp.doctor._checks_loader import (
     judge_workers,
 )
 from minidp.doctor._checks_model import (
+    SMALL_BATCH,
     check_unused,
     describe,
     judge_batch_norm,
@@ -152,7 +154,13 @@ def test_the_gpu_of_another_rank(monkeypatch, local_rank, device, num_gpus, stat
 )
 def test_batch_norm_at_small_batches(samples, world_size, status):
     batch = None if samples is None else torch.ones(samples, 2)
-    assert judge_batch_norm(Net(), batch, world_size).status is status
+    finding = judge_batch_norm(Net(), batch, world_size)
+    assert finding.status is status
+    if status is WARNING:  # from where on, is said there and in the documents
+        assert f"fewer than {SMALL_BATCH}" in finding.remedy
+        assert f"fewer than {SMALL_BATCH}" in doctor.check_model.__doc__
+        readme = Path(doctor.__file__).parents[1] / "README.md"
+        assert f"`check_model` warns below {SMALL_BATCH}" in readme.read_text()
 
 
 def test_batch_norm_that_is_well_at_small_batches():
