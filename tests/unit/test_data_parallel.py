@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -426,3 +427,38 @@ def test_reused_over_many_steps_gradients_are_those_of_the_module(lone_group):
 
 def test_object_reports_its_group(lone_group):
     assert dist.get_world_size(DataParallel(Scale()).process_group) == 1
+
+
+# ------------------------------------------------------------- generic in its module
+
+
+@pytest.mark.parametrize("wrap", [DataParallel, DataParallel[Scale]], ids=str)
+def test_a_parameter_changes_nothing_at_run_time(wrap, lone_group):
+    ddp = wrap(Scale())
+    assert type(ddp) is DataParallel
+    for twin in (ddp, copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        assert isinstance(twin, DistributedDataParallel)
+        twin(torch.ones(1)).backward()
+        assert twin.module.w.grad == 1
+
+
+@both
+def test_classes_may_be_generic_in_any_order(wrap, lone_group):
+    T = TypeVar("T")
+
+    class Before(Generic[T], wrap):
+        pass
+
+    class After(wrap, Generic[T]):
+        pass
+
+    for derived in (Before, After, Before[int], After[int]):
+        assert isinstance(derived(Scale()), wrap)
+
+
+def test_derived_from_one_with_a_parameter(lone_group):
+    class OfScale(DataParallel[Scale]):
+        pass
+
+    assert OfScale.__mro__[1] is DataParallel
+    assert isinstance(OfScale(Scale()).module, Scale)
