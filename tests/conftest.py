@@ -97,9 +97,13 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     ranks.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def lone_group() -> Iterator[dist.ProcessGroup]:
-    """A default group of this process alone: real collectives, no other rank."""
+    """A default group of this process alone: real collectives, no other rank.
+
+    Made for each test (11 ms): pytest-xdist runs the tests of a file in any order, and
+    one that needs that there is no group must not meet the group of another.
+    """
     with lone_default_group() as world:
         yield world
 

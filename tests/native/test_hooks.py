@@ -747,9 +747,9 @@ def test_a_wrapper_that_dies_inside_a_hook_of_another(lone_group, either_kernels
     pipeline = new._reducer.pipeline
     start = pipeline.start  # called by the first grad hook
 
-    def start_after_a_death(*args):
+    def start_after_a_death(*args, **options):
         old.clear()
-        start(*args)
+        start(*args, **options)
 
     pipeline.start = start_after_a_death
     for _ in range(3):
