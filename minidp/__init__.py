@@ -52,6 +52,7 @@ The modules: read them top to bottom of a backward's life, from the face to the 
         _on_demand      reductions without a backward: sync_gradients(), shadows
         _autotune       bucket_cap_mb="auto": layouts are tried out
         _stopwatch      writes down the steps of a reducer
+        _local_backwards  backwards that average nothing, for a recording
         _reducer        "gradient i is ready" -> launched buckets -> finished backward
         _pipeline       the buckets, launched and awaited in index order
         _expectation    which gradients a backward must bring: one class per mode
@@ -95,7 +96,9 @@ The modules: read them top to bottom of a backward's life, from the face to the 
         _clock          the host's clock, or a CUDA device's
         _timeline       recorded steps, as data
         _analysis       what they say of overlap, and to the model
+        _typical        which step stands for all of them
         _skew           which rank comes late; clocks of hosts
+        _terminal       long lines, folded at the terminal's width
         _labels         names for the traces of torch.profiler
         _cursor         where a rank is, as data
         _ledger         what was announced, reduced, or only added locally

@@ -12,6 +12,7 @@ from . import doctor, run, tune
 from ._chrome_trace import chrome_trace
 from ._console import parse, say, say_on_stderr
 from ._picture import draw
+from ._terminal import fold
 from ._timeline import Timeline, from_json, to_json
 from ._version import __version__
 from .native import __main__ as native
@@ -97,7 +98,7 @@ def _report(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace) -> None:
     timelines = [each for name in options.files for each in _read(name)]
-    say(report(timelines) + "\n")
+    say(fold(report(timelines), sys.stdout) + "\n")
     if options.trace:
         Path(options.trace).write_text(chrome_trace(timelines))
         say(f"wrote {options.trace}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ._analysis import Overlap
+from ._analysis import Overlap, StepOverlap
 from ._forecast import Forecast
 from ._skew import BACKWARD, FORWARD, Skew
 from ._timeline import AUTO, AUTO_TRIES, Timeline
@@ -86,13 +86,13 @@ class _Gains:
         elif self.half_s >= worth:
             choice = self._of_half(step_s, _shared(timelines))
         else:
-            choice = self._of_less_often(step_s, exposed_s)
+            choice = self._of_less_often(overlap.typical)
         if choice.gain_s < worth:
             return f"Only {_ms(exposed_s)} are exposed, too little to gain anything."
         least, most = overlap.spread_s
         if choice.gain_s < (most - least) / 2:
             return (
-                f"Nothing is sure to gain: with {choice.what}, "
+                f"No change is certain to help: with {choice.what}, "
                 f"{_predicted(step_s, choice.gain_s)}, but steps differ by more "
                 f"(p10 {_ms(least)}, p90 {_ms(most)})."
             )
@@ -117,15 +117,20 @@ class _Gains:
             f"{_predicted(step_s, self.half_s)}, less what the casts take{doubt}.",
         )
 
-    def _of_less_often(self, step_s: float, exposed_s: float) -> _Choice:
+    def _of_less_often(self, one: StepOverlap) -> _Choice:
+        exposed_s, half_s = one.exposed_s, one.seconds - one.exposed_s / 2
         why = self.unknown or "no bucket size would change that"
+        what = "no_sync() for every other backward"
+        how = "with no_sync() for all but the last of several backwards: of two"
+        if one.num_local_forwards:  # it does so already
+            what = "twice as many backwards under no_sync()"
+            how = "with more backwards under no_sync(): of two such steps in one"
         return _Choice(
             exposed_s / 2,
-            "no_sync() for every other backward",
+            what,
             f"{_ms(exposed_s)} are exposed, and {why}: do more per step, with larger "
-            "batches, or with no_sync() for all but the last of several backwards: of "
-            f"two, predicted {_ms(step_s - exposed_s / 2)} for each instead of "
-            f"{_ms(step_s)}.",
+            f"batches, or {how}, predicted {_ms(half_s)} for each instead of "
+            f"{_ms(one.seconds)}.",
         )
 
 
@@ -170,7 +175,10 @@ def _straggler(
     if place == FORWARD:
         why = f"begins its forward {_ms(growth_s)} late: look at its data and logging"
     elif place == BACKWARD:
-        why = f"takes {_ms(growth_s)} longer for its forward: balance the load"
+        one = overlap.typical
+        is_local = one.local_forward_s or one.local_backward_s
+        work = "local forwards and backwards" if is_local else "forward"
+        why = f"takes {_ms(growth_s)} longer for its {work}: balance the load"
     else:
         numbers = [one.number for one in overlap.typical.buckets]
         names = layers_of(timeline, overlap.members[numbers.index(int(place))])

@@ -18,15 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median, quantiles
+from statistics import median
 
 from ._network import messages_of
 from ._schedule import Backward, Network, fit_network
 from ._skew import common_steps, last_launches, offset_of
 from ._timeline import BucketTimes, Span, Step, Timeline
+from ._typical import Spread, spread, typical_step
 
 Interval = tuple[int, int]  # ns
-Spread = tuple[float, float]  # p10, p90 over steps
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ class StepOverlap:
     """Where the time of a step goes; seconds. Hidden communication costs none."""
 
     seconds: float
+    num_local_forwards: int  # under no_sync()
+    local_forward_s: float
+    local_backward_s: float  # of backwards that averaged nothing
     forward_s: float
     backward_s: float
     hidden_s: float
@@ -89,11 +92,17 @@ def overlap_of(step: Step, last_launch: Mapping[int, int] | None = None) -> Step
     after = (step.backward.end_ns, step.finalize_end_ns)
     inside = sum(_length(_cut(span, after)) for span in step.optimizers) / 1e9
     forward = sum(span.seconds for span in step.forwards)
+    local_forward = sum(span.seconds for span in step.local_forwards)
+    local_backward = sum(map(_length, _union(step.local_backwards))) / 1e9
     optimizer = sum(span.seconds for span in step.optimizers)
     finish = max(0.0, _length(after) / 1e9 - exposed - inside)
-    known = forward + step.backward.seconds + exposed + finish + optimizer
+    known = local_forward + local_backward + forward + step.backward.seconds
+    known += exposed + finish + optimizer
     return StepOverlap(
         seconds=step.seconds,
+        num_local_forwards=len(step.local_forwards),
+        local_forward_s=local_forward,
+        local_backward_s=local_backward,
         forward_s=forward,
         backward_s=step.backward.seconds,
         hidden_s=hidden,
@@ -104,6 +113,16 @@ def overlap_of(step: Step, last_launch: Mapping[int, int] | None = None) -> Step
         other_s=max(0.0, step.seconds - known),
         buckets=tuple(buckets),
     )
+
+
+def to_show(buckets: Sequence[BucketOverlap], most: int) -> set[int]:
+    """Numbers of the buckets to show where there is room for so many: the most exposed.
+
+    The first and the last one are among them, for they show when it begins and ends.
+    """
+    ends = {bucket.number for bucket in (*buckets[:1], *buckets[-1:])}
+    middle = sorted(buckets[1:-1], key=lambda bucket: -bucket.exposed_s)
+    return ends | {bucket.number for bucket in middle[: most - len(ends)]}
 
 
 def by_hiding(step: Step, begin: int, end: int) -> list[tuple[int, int, bool]]:
@@ -177,6 +196,7 @@ class Overlap:
     typical: StepOverlap
     spread_s: Spread  # of the whole step
     exposed_spread_s: Spread
+    usually_exposed_s: float  # median over the steps
     members: tuple[tuple[int, ...], ...]  # parameter indices, of `typical.buckets`
     nbytes: tuple[int, ...]  # of the same buckets
     dense_bytes: tuple[int, ...]  # ... 0 where the gradient is sparse
@@ -194,7 +214,10 @@ def overlaps_of(timelines: Sequence[Timeline]) -> tuple[Overlap, ...]:
     launches = [last_launches(timelines, steps) for steps in together]
     mine = [[steps[r] for steps in together] for r in range(len(timelines))]
     found = [_overlaps(*pair, launches) for pair in zip(timelines, mine, strict=True)]
-    number = _nearest_to_medians(found)
+    number = typical_step(
+        [[one.seconds for one in steps] for steps in found],
+        [[one.exposed_s for one in steps] for steps in found],
+    )
     return tuple(
         _of_rank(timeline, steps, overlaps, number)
         for timeline, steps, overlaps in zip(timelines, mine, found, strict=True)
@@ -211,21 +234,13 @@ def _overlaps(
     ]
 
 
-def _nearest_to_medians(found: Sequence[Sequence[StepOverlap]]) -> int:
-    """The step that is typical in its length and in what is exposed, on all ranks."""
-    medians = [
-        (median(one.seconds for one in steps), median(one.exposed_s for one in steps))
-        for steps in found
-    ]
+def most_exposed(overlaps: Sequence[Overlap]) -> Overlap:
+    """The rank to report: the one that usually waits most, which is what others cost.
 
-    def distance(number: int) -> float:
-        return sum(
-            abs(steps[number].seconds - seconds)
-            + abs(steps[number].exposed_s - exposed_s)
-            for steps, (seconds, exposed_s) in zip(found, medians, strict=True)
-        )
-
-    return min(range(len(found[0])), key=distance)
+    Args:
+        overlaps: of all ranks, at least one.
+    """
+    return max(overlaps, key=lambda one: one.usually_exposed_s)
 
 
 def _of_rank(
@@ -245,19 +260,13 @@ def _of_rank(
         num_steps=len(steps),
         step=number,
         typical=replace(typical, buckets=buckets),
-        spread_s=_spread([one.seconds for one in found]),
-        exposed_spread_s=_spread([one.exposed_s for one in found]),
+        spread_s=spread([one.seconds for one in found]),
+        exposed_spread_s=spread([one.exposed_s for one in found]),
+        usually_exposed_s=median(one.exposed_s for one in found),
         members=tuple(timeline.members(steps[-1], each) for each in numbers),
         nbytes=tuple(timeline.nbytes(steps[-1], each) for each in numbers),
         dense_bytes=tuple(timeline.dense_bytes(steps[-1], each) for each in numbers),
     )
-
-
-def _spread(values: Sequence[float]) -> Spread:
-    tenths = (
-        quantiles(values, n=10, method="inclusive") if len(values) > 1 else [*values]
-    )
-    return tenths[0], tenths[-1]
 
 
 def _first_s(

@@ -1,7 +1,8 @@
 """Recorded steps for Perfetto (https://ui.perfetto.dev) and ``chrome://tracing``.
 
 A process per rank; in it tracks for forward, backward and optimizer, and one for each
-bucket. Ranks stand on one clock. Slices have the names of the report's columns.
+bucket. Ranks stand on one clock. Slices have the names of the report's columns. Numbers
+of processes and tracks begin at 1: some versions of Perfetto show no 0.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ._analysis import by_hiding, overlap_of
 from ._skew import aligned, last_launches, offset_of
 from ._timeline import Span, Step, Timeline
 
-FORWARD, BACKWARD, OPTIMIZER, BUCKETS = range(4)  # tracks; bucket 0's is the last
+FORWARD, BACKWARD, OPTIMIZER, BUCKETS = range(1, 5)  # tracks; BUCKETS: bucket 0's
 _TRACKS = ("forward", "backward", "optimizer")
 # Names of colours that both viewers know.
 _HIDDEN, _EXPOSED, _GREY = "good", "terrible", "grey"
@@ -58,14 +59,18 @@ def _launches(ranks: Sequence[Timeline]) -> Mapping[int, Mapping[int, int]]:
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    pid = timeline.where.rank
+    rank, pid = timeline.where.rank, _pid(timeline)
     num_buckets = max(map(len, timeline.layouts), default=0)
     tracks = [*_TRACKS, *(f"bucket {n}" for n in range(num_buckets))]
-    yield _meta("process_name", pid, 0, name=f"rank {pid}")
-    yield _meta("process_sort_index", pid, 0, sort_index=pid)
-    for tid, name in enumerate(tracks):
+    yield _meta("process_name", pid, FORWARD, name=f"rank {rank}")
+    yield _meta("process_sort_index", pid, FORWARD, sort_index=rank)
+    for tid, name in enumerate(tracks, FORWARD):
         yield _meta("thread_name", pid, tid, name=name)
         yield _meta("thread_sort_index", pid, tid, sort_index=tid)
+
+
+def _pid(timeline: Timeline) -> int:
+    return timeline.where.rank + 1
 
 
 def _meta(kind: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
@@ -89,6 +94,10 @@ class _Slices:
     def all(self, last_launch: Mapping[int, int]) -> Iterator[dict[str, Any]]:
         """Every slice; ``last_launch`` as in `overlap_of`."""
         step = self._step
+        for span in step.local_forwards:
+            yield self._slice(FORWARD, "local forward", span)
+        for span in step.local_backwards:
+            yield self._slice(BACKWARD, "local backward", span)
         for span in step.forwards:
             yield self._slice(FORWARD, "forward", span)
         yield self._slice(BACKWARD, "backward", step.backward)
@@ -138,7 +147,7 @@ class _Slices:
         event = {
             "ph": "X",
             "name": name,
-            "pid": self._timeline.where.rank,
+            "pid": _pid(self._timeline),
             "tid": tid,
             "ts": (span.begin_ns - self._origin) / 1e3,
             "dur": (span.end_ns - span.begin_ns) / 1e3,

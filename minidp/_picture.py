@@ -1,4 +1,4 @@
-"""Recorded steps as a picture: buckets over the backward, hidden and exposed."""
+"""Recorded steps as a picture: a whole step, then its buckets, hidden and exposed."""
 
 from __future__ import annotations
 
@@ -7,18 +7,30 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ._analysis import BucketOverlap, by_hiding, overlap_of, overlaps_of
+from ._analysis import (
+    BucketOverlap,
+    by_hiding,
+    most_exposed,
+    overlap_of,
+    overlaps_of,
+    to_show,
+)
 from ._skew import aligned, common_steps, last_launches, offset_of
-from ._timeline import Step, Timeline
+from ._timeline import Span, Step, Timeline
 
 MAX_RANKS = 4  # panels; more are not drawn
 MAX_BUCKETS = 60  # rows of a panel; more are not drawn
 BACKWARD, EXPOSED, HIDDEN = "#b9c4d0", "#d1495b", "#2a9d8f"
 WAITING, LATE = "#f3d9a4", "#8d6ab8"
+FORWARD, OPTIMIZER = "#8fb3d9", "#5c6770"
+LOCAL_FORWARD, LOCAL_BACKWARD = "#d9e6f3", "#e6d3c5"
 _END_OF_BACKWARD: dict[str, Any] = {"color": "#444444", "lw": 1, "ls": "--"}
-# The words of the report's columns.
+# The words of the report's rows and columns.
+_LOCAL = {"local forward": LOCAL_FORWARD, "local backward": LOCAL_BACKWARD}
 _PARTS = {
+    "forward": FORWARD,
     "backward": BACKWARD,
+    "optimizer": OPTIMIZER,
     "full, waited": WAITING,
     "late (slower ranks; hidden until the dashed line, then exposed)": LATE,
     "wire, hidden": HIDDEN,
@@ -41,19 +53,36 @@ def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
     together = common_steps(ranks)
     if not together or not together[0][0].buckets:
         raise ValueError("there is nothing to draw: no recorded step sent anything")
-    steps = together[overlaps_of(ranks)[0].step]
+    overlaps = overlaps_of(ranks)
+    steps = together[overlaps[0].step]
     launches = last_launches(ranks, steps)
     views = [_View(t, s, launches) for t, s in zip(ranks, steps, strict=True)]
+    reported = most_exposed(overlaps).rank
+    views.sort(key=lambda view: view.rank != reported)  # its panel is always drawn
+    drawn = sorted(views[:MAX_RANKS], key=lambda view: view.rank)
+    _draw(drawn, len(views) - len(drawn), path)
+
+
+def _draw(views: Sequence[_View], num_left_out: int, path: str | Path) -> None:
     figures, patches = _matplotlib("figure"), _matplotlib("patches")
     lines = _matplotlib("lines")
-    views = views[:MAX_RANKS]
-    rows = sum(2 + len(view.rows) for view in views)
-    figure = figures.Figure(figsize=(11, 1.6 + 0.3 * rows), layout="constrained")
-    panels = figure.subplots(len(views), 1, sharex=True, squeeze=False)[:, 0]
+    heights = [1.5 + len(views), *(2 + len(view.rows) for view in views)]
+    figure = figures.Figure(
+        figsize=(11, 1.8 + 0.3 * sum(heights)), layout="constrained"
+    )
+    whole, *panels = figure.subplots(
+        len(heights), 1, squeeze=False, height_ratios=heights
+    )[:, 0]
+    _whole_step(whole, views, num_left_out)
     for panel, view in zip(panels, views, strict=True):
+        panel.sharex(panels[0])
+        panel.tick_params(labelbottom=view is views[-1])
         _panel(panel, view, min(view.begin_ns for view in views))
     panels[-1].set_xlabel("ms after the first rank's backward began")
-    handles = [patches.Patch(color=c, label=name) for name, c in _PARTS.items()]
+    parts = _PARTS
+    if any(view.local for view in views):
+        parts = _LOCAL | parts
+    handles = [patches.Patch(color=c, label=name) for name, c in parts.items()]
     end = lines.Line2D([], [], label="end of the backward", **_END_OF_BACKWARD)
     figure.legend(
         handles=[*handles, end],
@@ -61,7 +90,7 @@ def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
         ncols=3,
         frameon=False,
     )
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=110)
 
 
 def _matplotlib(part: str) -> Any:
@@ -80,17 +109,59 @@ class _View:
     def __init__(
         self, timeline: Timeline, step: Step, launches: Mapping[int, int]
     ) -> None:
-        offset = offset_of(timeline)
+        self.offset = offset = offset_of(timeline)
         own = {number: ns + offset for number, ns in launches.items()}
         self.rank = timeline.where.rank
         self.begin_ns = step.backward.begin_ns - offset
         self.step = step
+        self.local = (*step.local_forwards, *step.local_backwards)
         self.overlap = overlap_of(step, own)
-        self.rows = self.overlap.buckets[:MAX_BUCKETS]
+        shown = to_show(self.overlap.buckets, MAX_BUCKETS)
+        self.rows = [row for row in self.overlap.buckets if row.number in shown]
         self.labels = ["backward"]
         for row in self.rows:
             size = _size(timeline.nbytes(step, row.number))
             self.labels.append(f"bucket {row.number}, {size}")
+
+
+def _whole_step(panel: Any, views: Sequence[_View], num_left_out: int) -> None:
+    """Where the time of a step goes, a row per rank: all of it, in its order."""
+    origin = min(view.step.begin_ns - view.offset for view in views)
+    for row, view in enumerate(views):
+        for span, colour in _phases(view):
+            begin = (span.begin_ns - view.offset - origin) / 1e6
+            panel.barh(row, span.seconds * 1e3, left=begin, color=colour, height=0.7)
+    _tidy(panel, [f"rank {view.rank}" for view in views])
+    panel.set_xlabel("ms after the first rank's step began")
+    ranks = "ranks are" if num_left_out > 1 else "rank is"
+    ranks = f"; {num_left_out} more {ranks} not drawn" if num_left_out else ""
+    title = f"the whole step; white: data, loss and the like, copies{ranks}"
+    panel.set_title(title, fontsize=10, loc="left")
+
+
+def _phases(view: _View) -> list[tuple[Span, str]]:
+    step, end = view.step, view.step.backward.end_ns
+    exposed = [
+        (Span(begin, stop), EXPOSED)
+        for bucket in step.buckets
+        for begin, stop, hides in by_hiding(step, bucket.launched_ns, bucket.done_ns)
+        if begin >= end and not hides
+    ]
+    return [
+        *((span, LOCAL_FORWARD) for span in step.local_forwards),
+        *((span, LOCAL_BACKWARD) for span in step.local_backwards),
+        *((span, FORWARD) for span in step.forwards),
+        (step.backward, BACKWARD),
+        *((span, OPTIMIZER) for span in step.optimizers),
+        *exposed,
+    ]
+
+
+def _tidy(panel: Any, labels: Sequence[str]) -> None:
+    panel.set_yticks(range(len(labels)), labels, fontsize=8)
+    panel.invert_yaxis()
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.tick_params(axis="y", length=0)
 
 
 def _panel(panel: Any, view: _View, origin_ns: int) -> None:
@@ -102,12 +173,9 @@ def _panel(panel: Any, view: _View, origin_ns: int) -> None:
     for row, begin, seconds, colour in pieces:
         panel.barh(row, seconds * 1e3, left=begin * 1e3, color=colour, height=0.7)
     panel.axvline(end * 1e3, **_END_OF_BACKWARD)
-    panel.set_yticks(range(len(view.labels)), view.labels, fontsize=8)
-    panel.invert_yaxis()
-    panel.spines[["top", "right", "left"]].set_visible(False)
-    panel.tick_params(axis="y", length=0)
+    _tidy(panel, view.labels)
     left_out = len(one.buckets) - len(view.rows)
-    more = f"; {left_out} more buckets" if left_out else ""
+    more = f"; the {left_out} least exposed buckets are not drawn" if left_out else ""
     panel.set_title(
         f"rank {view.rank}: {one.hidden_s * 1e3:.1f} ms of communication hidden, "
         f"{one.exposed_s * 1e3:.1f} ms exposed, in a step of {one.seconds * 1e3:.1f} ms"

@@ -45,6 +45,7 @@ from ._expectation import expectation_for
 from ._labels import label
 from ._layout import ParamSpec
 from ._ledger import Ledger
+from ._local_backwards import LocalBackwards
 from ._phase import Phase, PhaseBox
 from ._pipeline import Pipeline
 from ._rebuild import ReadyOrder
@@ -103,6 +104,7 @@ class Reducer:
         self.ledger = Ledger()
         self.failure = ""  # what made it FAILED
         self.pipeline = Pipeline(self.params, specs, config, watch)
+        self.local_backwards = LocalBackwards(self.pipeline.tracer, self.phase)
         self.expected = expectation_for(len(params), config)
         callbacks = Callbacks(_weakly(self._on_full), _weakly(self._on_unusual))
         self.countdown = Countdown(self.params, callbacks, self.pipeline.copy_now)
@@ -148,6 +150,7 @@ class Reducer:
             if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
                 if self._contexts.has_gradient(i):
                     self.ledger.note_local(i, self.params[i]._version)
+                self.local_backwards.begin()
                 return
             if self.phase.now is not Phase.REDUCING and not self._tasks:
                 self._expect_end()
@@ -260,6 +263,7 @@ class Reducer:
             self._tasks.clear()
             if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
                 self.ledger.note_bypass(self.params)
+                self.pipeline.tracer.enter(StepPhase.BACKWARD_BYPASSED)
             if self.phase.now is not Phase.REDUCING or self.pipeline.is_launched:
                 return
             if self.expected.completes_at_end:

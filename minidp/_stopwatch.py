@@ -49,7 +49,10 @@ class Draft:
     """A step while it runs: marks of the clock, or None where nothing happened yet."""
 
     number: int
+    begin: Mark
     forwards: list[list[Mark]] = field(default_factory=list)  # begin, end
+    local_forwards: list[list[Mark]] = field(default_factory=list)  # ... each
+    local_backwards: list[list[Mark]] = field(default_factory=list)
     backward_begin: Mark | None = None
     finalize_begin: Mark | None = None
     finalize_end: Mark | None = None
@@ -164,17 +167,30 @@ class Stopwatch:
         if phase is StepPhase.FORWARD_BEGIN:
             if draft is None or draft.is_finished or self._has_failed(draft):
                 self._close(now)
-                draft = self._open()
+                draft = self._open(now)
             draft.forwards.append([now, None])
         elif draft is None:
             return  # recording began in the middle of a step
         elif phase is StepPhase.FORWARD_END:
             draft.forwards[-1][1] = now
+        elif phase is StepPhase.LOCAL_FORWARD_END:
+            draft.local_forwards.append([draft.forwards.pop()[0], now])
+        elif phase is StepPhase.LOCAL_BACKWARD_BEGIN:
+            draft.local_backwards.append([now, None])
+        elif phase is StepPhase.LOCAL_BACKWARD_END:
+            _end_last(draft.local_backwards, now)
         elif draft.is_finished:
             return  # a backward without a forward: nothing is synchronised
-        elif phase is StepPhase.BACKWARD_BEGIN:
+        else:
+            self._enter_backward(draft, phase, now)
+
+    def _enter_backward(self, draft: Draft, phase: StepPhase, now: Mark) -> None:
+        if phase is StepPhase.BACKWARD_BEGIN:
             draft.backward_begin = now
             draft.moments.clear()
+        elif phase is StepPhase.BACKWARD_BYPASSED:
+            draft.local_backwards.append([draft.backward_begin, now])
+            draft.backward_begin = None
         elif phase is StepPhase.FINALIZE_BEGIN:
             draft.finalize_begin = now
         else:
@@ -187,8 +203,8 @@ class Stopwatch:
         begun = draft.backward_begin is not None
         return begun and self._of().phase.now is not Phase.ARMED
 
-    def _open(self) -> Draft:
-        draft = self._draft = Draft(self._of().pipeline.tracer.backward)
+    def _open(self, now: Mark) -> Draft:
+        draft = self._draft = Draft(self._of().pipeline.tracer.backward, now)
         self._time_hooks(on=self._num_opened % self._clock.params_every == 0)
         self._num_opened += 1
         return draft
@@ -245,7 +261,7 @@ class _Reading:
     def __init__(self, clock: _clock.Clock, draft: Draft) -> None:
         self._clock = clock
         self._draft = draft
-        self._anchor = draft.forwards[0][0]
+        self._anchor = draft.begin
 
     def step(self, layout: int) -> Step | None:
         """The step; None if it lacks something."""
@@ -257,7 +273,9 @@ class _Reading:
             return None
         buckets = [self._bucket(number) for number in self._numbers()]
         optimizers = self._spans(draft.optimizers)
-        last = max([finalized, *(span.end_ns for span in optimizers)])
+        local_backwards = self._spans(draft.local_backwards)
+        after = (*optimizers, *local_backwards)
+        last = max([finalized, *(span.end_ns for span in after)])
         closed = self._ns(draft.end)
         return Step(
             number=draft.number,
@@ -269,13 +287,15 @@ class _Reading:
             buckets=tuple(bucket for bucket in buckets if bucket is not None),
             optimizers=optimizers,
             ready_ns=self._ready(begin, end),
+            local_forwards=self._spans(draft.local_forwards),
+            local_backwards=local_backwards,
         )
 
     def _ns(self, mark: Mark | None) -> int | None:
         return None if mark is None else self._clock.resolve(mark, self._anchor)
 
     def _spans(self, pairs: Sequence[Sequence[Mark]]) -> tuple[Span, ...]:
-        """Those that came to their end."""
+        """Those that came to their end; one that raised did not."""
         found = [(self._ns(begin), self._ns(end)) for begin, end in pairs]
         return tuple(
             Span(begin, end)
@@ -307,6 +327,14 @@ class _Reading:
         """Of hooks that ran in this backward, not in a local one before."""
         found = [self._ns(stamp) for stamp in self._draft.stamps]
         return tuple(t if t and begin <= t <= end else None for t in found)
+
+
+def _end_last(pairs: Sequence[list[Mark]], now: Mark) -> None:
+    """End the last one that has not ended: one within another ends first."""
+    for pair in reversed(pairs):
+        if pair[1] is None:
+            pair[1] = now
+            return
 
 
 def where_of(reducer: Reducer) -> Where:

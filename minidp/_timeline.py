@@ -7,6 +7,7 @@ One step, in the order in which its times lie on a rank's clock::
                       ready_ns       '- every gradient      optimizers
                       buckets           is computed
 
+Forwards and backwards that average nothing (``no_sync()``) may lie before, or after it.
 All times are nanoseconds on the monotonic clock of the rank's host. Ranks of one host
 share it; for others `Timeline.clock` says how far it is from rank 0's.
 """
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 KIND = "minidp timeline"
-VERSION = 3
+VERSION = 4
 AUTO, AUTO_TRIES = "auto", "auto, still trying"  # of `Where.layout_by`
 _REMEDY = "Pass a file that Recording.save() of this version of minidp wrote."
 
@@ -71,13 +72,15 @@ class Step:
 
     number: int  # of the synchronised backward, from 0
     layout: int  # index in `Timeline.layouts`
-    forwards: tuple[Span, ...]  # several with ``no_sync()``
+    forwards: tuple[Span, ...]  # those that announced a synchronised backward
     backward: Span  # ends when every gradient is computed
     finalize_end_ns: int  # everything is reduced and copied out
     end_ns: int  # the next step's first forward; of the last step: its own last event
     buckets: tuple[BucketTimes, ...]  # those that travelled, in launch order
     optimizers: tuple[Span, ...] = ()  # optimizer steps, also those in the backward
     ready_ns: tuple[int | None, ...] = ()  # per parameter index; () if not taken
+    local_forwards: tuple[Span, ...] = ()  # under ``no_sync()``
+    local_backwards: tuple[Span, ...] = ()  # which averaged nothing; may be nested
 
     def __post_init__(self) -> None:
         if not self.forwards:
@@ -98,7 +101,7 @@ class Step:
     @property
     def begin_ns(self) -> int:
         """When its first forward begins."""
-        return self.forwards[0].begin_ns
+        return min(span.begin_ns for span in (*self.forwards, *self.local_forwards))
 
     @property
     def seconds(self) -> float:
@@ -314,6 +317,8 @@ def _step(value: Any, at: str) -> Step:
         backward=_span(_get(value, "backward", at, dict), f"{at}.backward"),
         buckets=_list(value, "buckets", _bucket, at),
         optimizers=_list(value, "optimizers", _span, at),
+        local_forwards=_list(value, "local_forwards", _span, at),
+        local_backwards=_list(value, "local_backwards", _span, at),
         ready_ns=tuple(
             None if t is None else _of_type(t, int, f"{at}.ready_ns[{i}]")
             for i, t in enumerate(ready)

@@ -260,7 +260,18 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 
 def _sizes(layout: Layout) -> str:
-    sizes = sorted(bucket.nbytes / 2**20 for bucket in layout.buckets)
+    sizes = sorted(bucket.nbytes for bucket in layout.buckets)
+    least, most = _size(sizes[0]), _size(sizes[-1])
     if len(sizes) == 1:
-        return f"1 bucket of {sizes[0]:.3g} MiB"
-    return f"{len(sizes)} buckets of {sizes[0]:.3g} to {sizes[-1]:.3g} MiB"
+        return f"1 bucket of {least}"
+    if least == most:
+        return f"{len(sizes)} buckets of {least} each"
+    if least.split()[1] == most.split()[1]:
+        least = least.split()[0]
+    return f"{len(sizes)} buckets of {least} to {most}"
+
+
+def _size(nbytes: int) -> str:
+    """In the largest unit of which there is one: 0.001 MiB would say little."""
+    unit, name = (2**20, "MiB") if nbytes >= 2**20 else (2**10, "KiB")
+    return f"{nbytes / unit:.3g} {name}" if nbytes >= 2**10 else f"{nbytes} bytes"

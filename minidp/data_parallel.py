@@ -271,7 +271,12 @@ class DataParallel(Copies, nn.Module, UnevenInputs, OfModule[M_co]):
             self._reducer.arm(output)
         if with_grad:
             self._reducer.ledger.note_forward(synchronising=will_reduce)
-            self._reducer.pipeline.tracer.enter(StepPhase.FORWARD_END)
+            tracer = self._reducer.pipeline.tracer
+            if will_reduce:
+                tracer.enter(StepPhase.FORWARD_END)
+            else:
+                tracer.enter(StepPhase.LOCAL_FORWARD_END)
+                self._reducer.local_backwards.expect(output)
 
     # -- synchronisation ---------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +17,7 @@ from ._groups import exchange_device
 from ._picture import draw
 from ._skew import compare_clocks
 from ._stopwatch import KEEP_STEPS, Stopwatch
+from ._terminal import fold
 from ._timeline import Timeline, from_json, to_json
 from ._watch import Watch
 from .attachment import Attachment, attached_to
@@ -138,11 +140,13 @@ class Recording:
         return tuple(line for file in files for line in from_json(file.decode()))
 
     def report(self) -> str:
-        """Is communication hidden, if not, why, and what to change; a few tables."""
+        """Is communication hidden, if not, why, and what to change; a few tables.
+
+        Long lines are folded at the width of the terminal, if there is one.
+        """
         # Imported with the package, it would run twice in `python -m minidp.report`.
         words: Any = importlib.import_module("minidp.report")
-        text: str = words.report(self.timelines)
-        return text
+        return fold(words.report(self.timelines), sys.stdout)
 
     def save(self, path: str | Path) -> None:
         """Write all there is as JSON, for ``minidp report``."""

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ._advice import WORTH, advise, layers_of
-from ._analysis import BucketOverlap, Overlap, Spread, overlaps_of
+from ._analysis import (
+    BucketOverlap,
+    Overlap,
+    most_exposed,
+    overlaps_of,
+    to_show,
+)
 from ._forecast import MIB, Forecast, forecast_of
-from ._skew import BACKWARD, FORWARD, Skew, aligned, common_steps, skew_of
+from ._skew import BACKWARD, FORWARD, Place, Skew, aligned, common_steps, skew_of
 from ._timeline import AUTO, AUTO_TRIES, Timeline
+from ._typical import Spread
 
-MAX_ROWS = 40  # of a table
+MAX_ROWS = 40  # buckets in a table
 MAX_COLUMNS = 8  # of ranks
 SHOWN = 0.05e-3  # s; less would be printed as 0.0 ms
 FEW = 10  # steps; among fewer, none is typical
@@ -41,8 +48,7 @@ def report(timelines: Sequence[Timeline]) -> str:
     overlaps = overlaps_of(ranks)
     if not overlaps:
         return _nothing(ranks)
-    # The rank that waits most shows what the others cost it.
-    first, skew = max(overlaps, key=lambda one: one.typical.exposed_s), skew_of(ranks)
+    first, skew = most_exposed(overlaps), skew_of(ranks)
     forecast = forecast_of(ranks, first)
     few = "Record a few dozen steps; these few say: " * (first.num_steps < FEW)
     parts = [
@@ -158,7 +164,10 @@ def _split(overlap: Overlap) -> str:
     one = overlap.typical
     hides = f"hides {_ms(one.hidden_s)} ms of communication"
     late = f"of hidden and exposed, {_ms(one.late_s)} ms are waiting for slower ranks"
+    count = one.num_local_forwards
     rows = [
+        ("local forwards", one.local_forward_s, f"{count} under no_sync()"),
+        ("local backwards", one.local_backward_s, "nothing is averaged in them"),
         (
             "forward",
             one.forward_s,
@@ -172,6 +181,8 @@ def _split(overlap: Overlap) -> str:
     ]
     lines = [f"One step: {_ms(one.seconds)} ms ({_spread(overlap.spread_s)})"]
     for name, seconds, note in rows:
+        if name.startswith("local") and not seconds:
+            continue
         share = seconds / one.seconds if one.seconds else 0.0
         line = f"  {name:<21} {_ms(seconds):>8} ms {share:>4.0%}   {note}"
         lines.append(line.rstrip())
@@ -184,19 +195,48 @@ def _split(overlap: Overlap) -> str:
 def _buckets(ranks: Sequence[Timeline], overlap: Overlap) -> str:
     title = ["bucket", "params", "MiB", "first", "full", "waited", "late", "wire"]
     rows = [[*title, "hidden", "exposed", "layers"]]
+    shown = to_show(overlap.typical.buckets, MAX_ROWS)
+    others: list[tuple[BucketOverlap, int, int]] = []
     for bucket, members, nbytes in zip(
         overlap.typical.buckets, overlap.members, overlap.nbytes, strict=True
     ):
+        if bucket.number not in shown:
+            others.append((bucket, len(members), nbytes))
+            continue
         moments = [bucket.first_s, bucket.full_s]
         spans = [bucket.waited_s, bucket.late_s, bucket.wire_s]
         times = [*moments, *spans, bucket.hidden_s, bucket.exposed_s]
         cells = ["-" if seconds is None else _ms(seconds) for seconds in times]
         facts = [str(bucket.number), str(len(members)), f"{nbytes / MIB:.2f}"]
         rows.append([*facts, *cells, layers_of(ranks[0], members)])
+    if others:
+        rows.append(_sums(others))
     if len(ranks) == 1:  # nobody knows
         rows = [[*row[:6], *row[7:]] for row in rows]
-    lines = _shortened(_table(rows))
-    return "\n".join([*lines, *_legend(ranks, overlap)])
+    return "\n".join([*_table(rows), *_legend(ranks, overlap)])
+
+
+def _sums(others: Sequence[tuple[BucketOverlap, int, int]]) -> list[str]:
+    """The row of buckets that have none of their own, so that the table adds up."""
+    buckets, counts, nbytes = zip(*others, strict=True)
+    sums = [
+        _ms(sum(getattr(bucket, name) for bucket in buckets))
+        for name in ("late_s", "wire_s", "hidden_s", "exposed_s")
+    ]
+    numbers = _runs([bucket.number for bucket in buckets])
+    facts = ["others", str(sum(counts)), f"{sum(nbytes) / MIB:.2f}", "-", "-", "-"]
+    return [*facts, *sums, f"the sums of {len(others)} buckets: {numbers}"]
+
+
+def _runs(numbers: Collection[int]) -> str:
+    """Growing numbers, those in a row as their ends: 3, 5 to 9."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join(" to ".join(map(str, run)) for run in runs)
 
 
 def _legend(ranks: Sequence[Timeline], overlap: Overlap) -> list[str]:
@@ -241,8 +281,9 @@ def _network(timeline: Timeline, overlap: Overlap, forecast: Forecast) -> str:
         f"Bus bandwidth: {_bandwidth(achieved)} achieved; a bucket takes {takes}its "
         f"bytes at {_bandwidth(fitted.bytes_per_s * on_bus)}{unknown}"
         f"{hook if timeline.where.comm_hook else ''}\n"
-        f"Lower bound of all bucket layouts: {_ms(forecast.bound_s)} ms per step, if "
-        f"each byte left as soon as it is there; this is {ratio:.2f} times that"
+        f"No bucket layout is predicted below {_ms(forecast.bound_s)} ms per step, "
+        "where each byte leaves as soon as it is there; this one takes "
+        f"{ratio:.2f} times as long"
     )
 
 
@@ -259,31 +300,44 @@ def _skew(skew: Skew, ranks: Sequence[Timeline], overlap: Overlap) -> str:
         bucket.number: layers_of(ranks[0], each)
         for bucket, each in zip(overlap.typical.buckets, overlap.members, strict=True)
     }
+    left_out: dict[int, float] = {}
+    shown_places = _places(skew)
     for place, late in skew.late.items():
         rank = skew.latest(place)
+        if isinstance(place, int) and place not in shown_places:
+            left_out[place] = late[rank].typical_s
+            continue
         name = names.get(str(place), f"bucket {place}")
         behind = [_ms(late[r].typical_s) for r in (rank, *shown)]
         layers = members.get(place, "") if isinstance(place, int) else ""
         rows.append([name, f"rank {rank}", *behind, layers])
-    lines = _shortened(_table(rows))
+    lines = _table(rows)
+    if left_out:
+        lines.append(
+            f"(Buckets {_runs(left_out)} are left out: no rank is more than "
+            f"{_ms(max(left_out.values()))} ms behind there.)"
+        )
     lines.insert(
         0, "When each rank comes, in ms behind the others (medians, over steps, too):"
     )
     if len(ranks) > len(shown):
-        lines.append(
-            f"({len(ranks) - len(shown)} more ranks count, but are not shown.)"
-        )
+        more = len(ranks) - len(shown)
+        words = "ranks count, but are" if more > 1 else "rank counts, but is"
+        lines.append(f"({more} more {words} not shown.)")
     if skew.error_s:
         lines.append(f"The clocks of hosts are known to +-{_ms(skew.error_s)} ms.")
     return "\n".join(lines)
 
 
-def _shortened(table: list[str]) -> list[str]:
-    """Only the first rows and the last, if there are too many to read."""
-    left_out, half = len(table) - 1 - MAX_ROWS, MAX_ROWS // 2
-    if left_out <= 0:
-        return table
-    return [*table[: 1 + half], f"   ... {left_out} more ...", *table[-half:]]
+def _places(skew: Skew) -> set[Place]:
+    """Where the last rank is most behind, of buckets; the last one is always there."""
+    buckets = [place for place in skew.late if isinstance(place, int)]
+    last = skew.last_bucket()
+
+    def behind(place: int) -> tuple[bool, float]:
+        return place == last, skew.late[place][skew.latest(place)].typical_s
+
+    return {*sorted(buckets, key=behind)[-MAX_ROWS:]}
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -31,6 +31,7 @@ from ._compare import Observer, Outcome, compare, seed
 from ._console import parse
 from ._groups import die_with_parent, launcher_store
 from ._script import Script, after_wrapping, say
+from ._terminal import fold
 from ._timeline import Timeline, from_json, to_json
 from .data_parallel import DataParallel
 from .recording import Recording, record
@@ -239,7 +240,7 @@ class Session:
         mine = [recording.timelines[0] for recording in self.recordings]
         for number, timelines in enumerate(_exchange(mine)):
             title = f"model {number + 1} of {len(mine)}" if len(mine) > 1 else "report"
-            say(f"minidp run: {title}\n{report(timelines)}")
+            say(f"minidp run: {title}\n{fold(report(timelines), sys.stderr)}")
             if self.saves is not None:
                 name = self.saves.name + (f".{number + 1}" if number else "")
                 path = self.saves.with_name(name)

@@ -39,7 +39,11 @@ class StepPhase(Enum):
 
     FORWARD_BEGIN = "forward begins"
     FORWARD_END = "forward ended"
+    LOCAL_FORWARD_END = "forward ended, and its backward will average nothing"
+    LOCAL_BACKWARD_BEGIN = "a backward that averages nothing begins"
+    LOCAL_BACKWARD_END = "... and ended"
     BACKWARD_BEGIN = "backward reached the outputs"
+    BACKWARD_BYPASSED = "... which reached no gradient: torch.autograd.grad"
     FINALIZE_BEGIN = "every gradient is computed"
     FINALIZE_END = "everything is reduced"
 

@@ -136,7 +136,7 @@ def test_traces_of_one_rank_and_of_all(pool, tmp_path):
     pool.run(write_files, 2, str(tmp_path))
     for name, ranks in (("own", {0}), ("all", {0, 1})):
         events = json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]
-        assert {event["pid"] for event in events} == ranks
+        assert {event["pid"] for event in events} == {rank + 1 for rank in ranks}
         slices = [event["name"] for event in events if event["ph"] == "X"]
         assert slices.count("forward") == STEPS * len(ranks)
         assert any("wire, " in name for name in slices)

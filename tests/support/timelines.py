@@ -24,13 +24,16 @@ def step(
     end: float = 60,
     ready: Sequence[float | None] = (),
     optimizers: Sequence[tuple[float, float]] = ((50, 55),),
+    forward: tuple[float, float] = (0, 8),
+    local_forwards: Sequence[tuple[float, float]] = (),
+    local_backwards: Sequence[tuple[float, float]] = (),
 ) -> Step:
     """A step that begins ``at`` ms; all other times count from there."""
     done = max([backward[1], *(times[3] for times in buckets)])
     return Step(
         number=number,
         layout=0,
-        forwards=(span(0, 8, at),),
+        forwards=(span(*forward, at),),
         backward=span(*backward, at),
         finalize_end_ns=round((at + done) * MS),
         end_ns=round((at + end) * MS),
@@ -40,6 +43,8 @@ def step(
         ),
         optimizers=tuple(span(*times, at) for times in optimizers),
         ready_ns=tuple(None if t is None else round((at + t) * MS) for t in ready),
+        local_forwards=tuple(span(*times, at) for times in local_forwards),
+        local_backwards=tuple(span(*times, at) for times in local_backwards),
     )
 
 

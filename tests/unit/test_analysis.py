@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from minidp._advice import advise, layers_of
 from minidp._analysis import (
     backward_of,
     by_hiding,
+    most_exposed,
     network_of,
     overlap_of,
     overlaps_of,
@@ -18,7 +20,7 @@ from minidp._forecast import forecast_of
 from minidp._schedule import Network
 from minidp._skew import aligned, skew_of
 from minidp._timeline import AUTO, AUTO_TRIES, Clock
-from minidp.report import report
+from minidp.report import _runs, report
 from tests.support.timelines import MS, span, step, timeline
 
 # Backward from 10 to 30 ms.
@@ -66,6 +68,23 @@ def test_where_the_time_of_a_step_goes():
     assert sum(parts) == pytest.approx(one.seconds)
 
 
+# Two forwards and backwards that average nothing; then those of `TWO`.
+LOCAL = {
+    "forward": (4, 8),
+    "local_forwards": [(0, 1), (2, 3)],
+    "local_backwards": [(1, 2), (3, 4), (3.2, 3.6)],
+}
+
+
+def test_local_forwards_and_backwards_are_not_everything_else():
+    plain, one = overlap_of(step(0, TWO)), overlap_of(step(0, TWO, **LOCAL))
+    assert (one.num_local_forwards, plain.num_local_forwards) == (2, 0)
+    assert one.local_forward_s == pytest.approx(0.002)
+    assert one.local_backward_s == pytest.approx(0.002)  # one lies within another
+    assert one.forward_s == pytest.approx(0.004)
+    assert one.other_s == pytest.approx(plain.other_s)
+
+
 def test_optimizer_steps_in_the_backward_hide_communication():
     one = overlap_of(step(0, TWO, optimizers=[(33, 36)]))
     assert one.buckets[1].exposed_s == pytest.approx(0.008)
@@ -81,6 +100,42 @@ def test_medians_over_steps():
     assert overlap.typical.exposed_s == pytest.approx(0.011)
     assert overlap.members == ((1,), (0,))
     assert overlap.nbytes == (2**20, 2**20)
+
+
+def test_the_typical_step_is_within_its_own_spread():
+    """Its length is the median, but no other step exposes as much; and the other way.
+
+    By distance from the medians alone, the first step would be it.
+    """
+    quick, slow = [(28, 28, 31, 35)], [(28, 28, 49, 49)]
+    steps = [step(0, slow, end=60, optimizers=[])]
+    for n in range(1, 11):
+        end = 52 + n if n <= 5 else 58 + n
+        steps.append(step(n, quick, at=100 * n, end=end, optimizers=[]))
+    (overlap,) = overlaps_of(aligned([timeline(steps, members=[(0, 1)])]))
+    low, high = overlap.exposed_spread_s
+    assert low <= overlap.typical.exposed_s <= high < 0.019
+    low, high = overlap.spread_s
+    assert low <= overlap.typical.seconds <= high
+
+
+def test_the_rank_that_is_reported_is_the_one_that_usually_waits_most():
+    """Not the one that waited most in a step that happens to be chosen."""
+    zero = [step(n, [(28, 28, 34, 35)], at=100 * n) for n in range(11)]
+    one = [
+        step(n, [(28, 28, 36 if n else 31, 38)], at=100 * n, end=60 if n else 61)
+        for n in range(11)
+    ]
+    ranks = aligned(
+        [
+            timeline(steps, rank=rank, members=[(0, 1)])
+            for rank, steps in enumerate((zero, one))
+        ]
+    )
+    overlaps = overlaps_of(ranks)
+    assert most_exposed(overlaps).rank == 1
+    assert overlaps[1].typical.exposed_s == pytest.approx(0.006)
+    assert "on rank 1, which waits most" in report(ranks)
 
 
 def test_first_gradient_comes_from_the_steps_that_have_it():
@@ -230,9 +285,9 @@ def test_what_is_lost_in_the_noise_is_not_advised():
     assert advice_for(in_two_buckets(steps)).startswith("Use bucket_cap_mb=1 ")
     steps = [first_and_rest(n, later) for n, later in enumerate((-9, -9, 0, 60, 60))]
     assert advice_for(in_two_buckets(steps)) == (
-        'Nothing is sure to gain: with bucket_cap_mb=1 (or "auto", which measures), '
-        "predicted 62 ms instead of 76 ms per step, but steps differ by more (p10 67 "
-        "ms, p90 136 ms)."
+        'No change is certain to help: with bucket_cap_mb=1 (or "auto", which '
+        "measures), predicted 62 ms instead of 76 ms per step, but steps differ by "
+        "more (p10 67 ms, p90 136 ms)."
     )
 
 
@@ -261,6 +316,15 @@ def test_a_few_bytes_are_not_to_be_compressed():
     text = advice_for(timeline([one], members=[(0,)], nbytes=44))
     assert "no bucket size would change that: do more per step" in text
     assert text.endswith("of two, predicted 60 ms for each instead of 80 ms.")
+
+
+def test_who_accumulates_is_told_to_accumulate_more():
+    times = {"ready": [30], "end": 80, "optimizers": [], **LOCAL}
+    one = timeline([step(0, [(30, 30, 70, 70)], **times)], members=[(0,)], nbytes=44)
+    assert advice_for(one).endswith(
+        "or with more backwards under no_sync(): of two such steps in one, predicted "
+        "60 ms for each instead of 80 ms."
+    )
 
 
 def test_what_a_comm_hook_may_compress_already_is_not_advised_again():
@@ -430,6 +494,82 @@ def test_clocks_that_tell_nothing_are_not_asked():
     text = report([zero, one])
     assert "of waiting for slower ranks and on the wire, which clocks that are" in text
     assert "until the slowest rank launches it" not in text
+
+
+def test_local_work_has_rows_of_its_own():
+    plain = timeline([step(n, TWO, at=60 * n) for n in range(12)])
+    assert "local" not in report([plain])
+    text = report([timeline([step(n, TWO, at=60 * n, **LOCAL) for n in range(12)])])
+    assert (
+        "  local forwards             2.0 ms   3%   2 under no_sync()\n"
+        "  local backwards            2.0 ms   3%   nothing is averaged in them\n"
+        "  forward                    4.0 ms   7%   with its collectives, if any "
+    ) in text
+
+
+def with_buckets(count):
+    """From 10 ms on one every ms, each 1 MiB; the backward ends at 40 ms.
+
+    Bucket 35 takes 8 ms more than any other.
+    """
+    at, buckets = 10.0, []
+    for number in range(count):
+        at += 9 if number == 35 else 1
+        buckets.append((10, 10, at, 200))
+    members = [(number,) for number in range(count)]
+    times = {"backward": (10, 40), "end": 240, "optimizers": []}
+    steps = [step(n, buckets, at=300 * n, **times) for n in range(12)]
+    return [timeline(steps, rank=rank, members=members) for rank in (0, 1)]
+
+
+def table_of(text, first):
+    """The cells of each row, without the last column."""
+    lines = text.split("\n")
+    begin = next(n for n, line in enumerate(lines) if line.startswith(first))
+    rows = []
+    for line in lines[begin + 1 :]:
+        if line == "All in ms.":
+            return rows
+        rows.append(line.split()[:10])
+    return rows
+
+
+def test_a_table_of_many_buckets_adds_up_and_says_what_it_sums_up():
+    text = report(with_buckets(60))
+    rows = table_of(text, "bucket  params")
+    assert len(rows) == 41
+    numbers = [int(row[0]) for row in rows[:-1]]
+    assert numbers == [*range(10), *range(30, 60)]  # the exposed ones among them
+    assert " ".join(rows[-1]) == "others 20 20.00 - - - 0.0 20.0 20.0 0.0"
+    assert "the sums of 20 buckets: 10 to 29" in text
+    assert sum(float(row[2]) for row in rows) == 60
+    (said,) = re.findall(r"hidden\? .* of the gradients' ([\d.]+) ms", text)
+    wires = [float(row[7]) for row in rows]
+    assert sum(wires) == pytest.approx(float(said), abs=0.1)
+
+
+def test_a_table_that_fits_has_no_sums():
+    text = report(with_buckets(40))
+    assert len(table_of(text, "bucket  params")) == 40
+    assert "the sums of" not in text
+    assert "left out" not in text
+
+
+def test_the_bucket_that_is_blamed_is_in_the_table():
+    text = report(with_buckets(100))
+    assert "Bucket 35 (layers.35) takes longest" in text
+    assert "35" in [row[0] for row in table_of(text, "bucket  params")]
+
+
+def test_buckets_that_the_table_of_lateness_leaves_out_are_named():
+    ranks = with_buckets(60)
+    assert "(Buckets 0 to 19 are left out: no rank is more than 0.0 ms behind" in (
+        report(ranks)
+    )
+
+
+def test_growing_numbers_are_named_by_their_runs():
+    assert _runs([3, 5, 6, 7, 9, 10]) == "3, 5 to 7, 9 to 10"
 
 
 def test_many_buckets_after_the_backward_are_counted():

@@ -5,15 +5,19 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import time
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import minidp
-from minidp import DataParallel, Moment, Recorder, comm_hooks
+from minidp import DataParallel, Moment, Recorder, _local_backwards, comm_hooks
+from minidp._analysis import overlap_of
 from minidp._stopwatch import Stopwatch
 from minidp._timeline import from_json
 
@@ -175,7 +179,167 @@ def test_accumulation_is_one_step(wrap):
             with model.no_sync():
                 step(model)
             step(model)
-    assert [len(one.forwards) for one in rec.timelines[0].steps] == [2, 2]
+    assert [counts_of(one) for one in rec.timelines[0].steps] == [(1, 1, 1)] * 2
+
+
+def counts_of(one):
+    return len(one.forwards), len(one.local_forwards), len(one.local_backwards)
+
+
+def under_no_sync(model):
+    with model.no_sync():
+        step(model)
+
+
+def with_the_flag_off(model):
+    model.require_backward_grad_sync = False
+    step(model)
+    model.require_backward_grad_sync = True
+
+
+def forward_under_no_sync_only(model):
+    with model.no_sync():
+        loss = model(torch.ones(2)).sum()
+    loss.backward()
+
+
+def around_the_wrapper(model):
+    model.module(torch.ones(2)).sum().backward()
+
+
+def penalty(model):
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.grad(model(x).sum(), x)
+
+
+def into_inputs_of_a_local_forward(model):
+    with model.no_sync():
+        x = torch.ones(2, requires_grad=True)
+        torch.autograd.grad(model(x).sum(), x)
+
+
+def forward_only(model):
+    with model.no_sync():
+        model(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("work", "counts"),
+    [
+        (under_no_sync, (1, 1, 1)),
+        (with_the_flag_off, (1, 1, 1)),
+        (forward_under_no_sync_only, (1, 1, 1)),
+        (into_inputs_of_a_local_forward, (1, 1, 1)),
+        (forward_only, (1, 1, 0)),
+        (penalty, (2, 0, 1)),
+    ],
+)
+def test_local_work_is_told_apart(wrap, work, counts):
+    model = wrap()
+    with minidp.record(model) as rec:
+        work(model)
+        step(model)
+    (one,) = rec.timelines[0].steps
+    assert counts_of(one) == counts
+    earliest = min(span.begin_ns for span in (*one.forwards, *one.local_forwards))
+    for span in one.local_backwards:
+        assert earliest < span.begin_ns <= span.end_ns <= one.forwards[-1].begin_ns
+
+
+def test_a_backward_around_the_wrapper_is_local_wherever_it_comes(wrap):
+    """Before the first forward nobody knows a step to which it would belong."""
+    model = wrap(unsynced="ignore")
+    with minidp.record(model) as rec:
+        around_the_wrapper(model)
+        for _ in range(2):
+            step(model)
+            around_the_wrapper(model)
+    first, second = rec.timelines[0].steps
+    assert [counts_of(one) for one in (first, second)] == [(1, 0, 1)] * 2
+    assert first.finalize_end_ns <= first.local_backwards[0].begin_ns
+    assert first.local_backwards[0].end_ns <= first.end_ns
+    assert second.local_backwards[0].end_ns <= second.end_ns
+
+
+def test_a_local_backward_lasts_from_its_outputs_to_its_end(wrap):
+    model, times = wrap(), []
+
+    def note(_grad):
+        times.append(time.perf_counter_ns())
+
+    with minidp.record(model) as rec:
+        with model.no_sync():
+            output = model(torch.ones(2))
+            output.register_hook(note)
+            for param in model.parameters():
+                param.register_hook(note)
+            before = time.perf_counter_ns()
+            output.sum().backward()
+            after = time.perf_counter_ns()
+        step(model)
+    (span,) = rec.timelines[0].steps[0].local_backwards
+    of_params = sorted(times)[1:4]
+    assert before < span.begin_ns <= of_params[0]
+    assert of_params[-1] <= span.end_ns < after
+
+
+def test_a_local_backward_that_raises_is_left_out_and_the_next_one_is_not(wrap):
+    model = wrap()
+    with minidp.record(model) as rec:
+        with model.no_sync():
+            handle = model.module.a.register_hook(fail)
+            with pytest.raises(OSError, match="no"):
+                step(model)
+            handle.remove()
+            step(model)
+        model.zero_grad()
+        step(model)
+    (one,) = rec.timelines[0].steps
+    assert counts_of(one) == (1, 2, 1)
+    assert one.local_backwards[0].begin_ns >= one.local_forwards[1].end_ns
+
+
+class Checkpointed(Chain):
+    """A backward in the backward."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+def test_backwards_within_a_local_one_count_once(lone_group):
+    model = DataParallel(Checkpointed(), process_group=lone_group)
+    x = torch.ones(2, requires_grad=True)
+    with minidp.record(model) as rec:
+        for is_synchronised in (False, True):
+            with nullcontext() if is_synchronised else model.no_sync():
+                model(x).sum().backward()
+    (one,) = rec.timelines[0].steps
+    outer, inner = one.local_backwards
+    assert outer.begin_ns < inner.begin_ns <= inner.end_ns <= outer.end_ns
+    assert overlap_of(one).local_backward_s == outer.seconds
+
+
+def test_accumulation_of_an_attached_model(lone_group):
+    net = Chain()
+    handle = minidp.attach(net, process_group=lone_group)
+    with minidp.record(net) as rec:
+        with handle.no_sync():
+            step(net)
+        with handle.alone():
+            step(net)
+        step(net)
+    assert counts_of(rec.timelines[0].steps[0]) == (1, 1, 2)
+
+
+def test_what_nobody_records_is_not_probed(wrap, monkeypatch):
+    def refuse(*_arguments):
+        raise AssertionError("probed")
+
+    monkeypatch.setattr(_local_backwards, "probe_outputs", refuse)
+    model = wrap()
+    under_no_sync(model)
+    with minidp.record(model), pytest.raises(AssertionError, match="probed"):
+        under_no_sync(model)
 
 
 def test_local_backwards_do_not_count_as_ready(wrap):
@@ -279,6 +443,7 @@ def test_penalties_by_autograd_grad_do_not_begin_the_backward(wrap):
         model(x).sum().backward()
     (one,) = rec.timelines[0].steps
     assert len(one.forwards) == 2
+    assert len(one.local_backwards) == 1
     assert one.backward.begin_ns >= one.forwards[1].end_ns
     assert slope.shape == (2,)
 
@@ -398,6 +563,7 @@ def test_the_trace_has_a_track_for_everything(wrap, tmp_path):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert list(tracks.values()) == ["forward", "backward", "optimizer", "bucket 0"]
+    assert {event["tid"] for event in events} <= tracks.keys()
     slices = [e for e in events if e["ph"] == "X"]
     assert {tracks[e["tid"]] for e in slices} == set(tracks.values())
     assert min(e["ts"] for e in slices) == 0

@@ -49,6 +49,12 @@ def test_a_timeline_holds_together():
         Where(2, 2, "gloo", "cpu", "here")
 
 
+def test_a_step_begins_with_its_first_forward_local_or_not():
+    spans = {"forward": (6, 8), "local_forwards": [(2, 3), (4, 5)]}
+    assert step(0, BUCKETS, **spans).begin_ns == 2_000_000
+    assert step(0, BUCKETS, forward=(1, 8)).begin_ns == 1_000_000
+
+
 def test_first_gradient_is_the_earliest_that_was_taken():
     one = GOOD.steps[0]
     assert one.first_gradient_ns((0, 1)) == 28_000_000
@@ -60,6 +66,10 @@ def test_first_gradient_is_the_earliest_that_was_taken():
 
 
 def test_what_was_written_is_read():
+    local = {"local_forwards": [(1, 2)], "local_backwards": [(3, 4), (5, 6)]}
+    assert from_json(to_json([timeline([step(0, BUCKETS, **local)])]))[0].steps == (
+        step(0, BUCKETS, **local),
+    )
     other = replace(GOOD, where=replace(GOOD.where, rank=1), clock=Clock(-5, 2))
     assert from_json(to_json([GOOD, other])) == (GOOD, other)
 
@@ -85,7 +95,7 @@ FIRST = ("ranks", 0, "steps", 0)
     ("path", "value", "says"),
     [
         (("kind",), "novel", 'f.json is not a recording: .* "kind": "minidp timeline"'),
-        (("version",), 99, "f.json must be of version 3, but is of version 99"),
+        (("version",), 99, "f.json must be of version 4, but is of version 99"),
         (("ranks",), {}, "f.json is damaged: ranks must be a list, but is {}"),
         (("ranks", 0), 5, r"ranks\[0\] must be an object, but is 5"),
         (
@@ -112,6 +122,7 @@ FIRST = ("ranks", 0, "steps", 0)
         ((*FIRST, "backward", "end_ns"), 0, r"backward: a span must not end before"),
         ((*FIRST, "buckets", 1, "done_ns"), 0, r"buckets\[1\]: bucket 1 must be full"),
         ((*FIRST, "ready_ns", 0), "soon", r"ready_ns\[0\] must be an integer"),
+        ((*FIRST, "local_forwards"), None, r"steps\[0\].local_forwards is missing"),
         ((*FIRST, "layout"), 3, r"ranks\[0\]: step 3 has layout 3"),
     ],
 )

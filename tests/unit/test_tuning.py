@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minidp._layout import ParamSpec, build_layout, initial_layout
-from minidp._tuning import NUM_TRIALS, Sample, Search, Trial
+from minidp._tuning import NUM_TRIALS, Sample, Search, Trial, _sizes
 
 MS = 1e-3
 KIB = 2**10
@@ -170,3 +170,20 @@ def test_kinds_share_no_bucket_and_delayed_ones_come_last():
             kinds = {(specs[i].dtype, specs[i].sparse) for i in members}
             assert len(kinds) == 1
             assert not specs[members[0]].sparse or len(members) == 1
+
+
+@pytest.mark.parametrize(
+    ("numels", "cap", "words"),
+    [
+        ([256] * 8, 8 * KIB, "1 bucket of 8 KiB"),
+        ([256] * 8, 4 * KIB, "2 buckets of 4 KiB each"),
+        ([2**18] * 2, 2**20, "2 buckets of 1 MiB each"),
+        ([2**18, 2**18 + 1], 2**20, "2 buckets of 1 MiB each"),
+        ([2**18, 2**19], 2**20, "2 buckets of 1 to 2 MiB"),
+        ([2**18, 256], KIB, "2 buckets of 1 KiB to 1 MiB"),
+        ([3], KIB, "1 bucket of 12 bytes"),
+    ],
+)
+def test_sizes_of_buckets_are_told_apart_where_they_differ(numels, cap, words):
+    specs = [spec(i, shape=(numel,)) for i, numel in enumerate(numels)]
+    assert _sizes(initial_layout(specs, [cap])) == words

@@ -1,0 +1,92 @@
+"""Lines are folded where a terminal shows them, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import pty
+import sys
+
+import pytest
+
+from minidp.__main__ import main
+from minidp._terminal import fold, width_of
+from minidp._timeline import to_json
+from minidp.report import report
+from tests.support.timelines import step, timeline
+
+LONG = "Why? " + "word " * 30 + "end."
+NOTE = "  copying averages out   4.9 ms    " + "what it is about " * 4
+
+
+@pytest.fixture
+def at_40(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+
+
+@pytest.fixture
+def nowhere(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+def test_words_stay_whole_and_none_is_lost(at_40):
+    folded = fold(f"{LONG}\nshort", sys.stdout)
+    assert max(map(len, folded.split("\n"))) <= 40
+    assert folded.split() == f"{LONG}\nshort".split()
+    assert folded.endswith("\nshort")
+
+
+def test_a_line_that_just_fits_stays(at_40):
+    assert fold("a " * 20, sys.stdout) == "a " * 20
+
+
+@pytest.mark.parametrize(("columns", "indent"), [(80, 35), (60, 4)])
+def test_a_note_goes_on_below_itself_where_there_is_room(monkeypatch, columns, indent):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    first, second, *_ = fold(NOTE, sys.stdout).split("\n")
+    assert len(first) <= columns
+    assert len(second) - len(second.lstrip()) == indent
+
+
+def test_what_cannot_be_broken_is_not(at_40):
+    assert fold("x" * 50, sys.stdout) == "x" * 50
+
+
+def test_a_file_has_long_lines(nowhere, tmp_path):
+    with (tmp_path / "f").open("w") as file:
+        assert width_of(file) is None
+        assert fold(LONG, file) == LONG
+    assert width_of(file) is None  # closed
+
+
+def test_a_terminal_has_a_width(nowhere):
+    ours, theirs = pty.openpty()
+    os.close(ours)
+    os.close(theirs)
+    ours, theirs = pty.openpty()
+    try:
+        with os.fdopen(theirs, "w", closefd=False) as terminal:
+            assert width_of(terminal) is None  # it says 0: nobody told it
+            termios = pytest.importorskip("termios")
+            termios.tcsetwinsize(theirs, (24, 57))
+            assert width_of(terminal) == 57
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+@pytest.mark.parametrize("nonsense", ["", "0", "-3", "wide"])
+def test_a_variable_that_says_nothing_is_not_asked(monkeypatch, nonsense, tmp_path):
+    monkeypatch.setenv("COLUMNS", nonsense)
+    with (tmp_path / "f").open("w") as file:
+        assert width_of(file) is None
+
+
+def test_reports_are_folded(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("COLUMNS", "50")
+    buckets = [(20, 20, 28, 35), (30, 30, 40, 41)]
+    recorded = timeline([step(n, buckets, at=60 * n) for n in range(3)])
+    (tmp_path / "f.json").write_text(to_json([recorded]))
+    assert main(["report", str(tmp_path / "f.json")]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.split("\n"))) <= 50
+    assert printed.split() == report([recorded]).split()
