@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from support.bars import Words
 from support.baselines import (
@@ -30,12 +29,12 @@ from support.baselines import (
     TORCH_AGAIN,
     against_torch,
     bare,
+    bounded,
     has_auto,
     ours,
     search,
     theirs,
 )
-from support.bound import BoundWatcher
 from support.curves import Axis, Level, Line, Panel, draw_curves
 from support.estimates import ratio
 from support.exposure import Exposure
@@ -75,7 +74,7 @@ def name_of(cap: float) -> str:
 def implementations(
     world_size: int, caps: Sequence[float], chosen: Mapping[str, Any] | None
 ) -> list[Implementation]:
-    """Collective: every cap, what it is compared with, and one that is recorded.
+    """Collective: every cap, and what it is compared with.
 
     Args:
         world_size: number of ranks.
@@ -89,15 +88,9 @@ def implementations(
         mine(TORCH_AGAIN, theirs()),
         *(mine(name_of(cap), ours(bucket_cap_mb=cap)) for cap in caps),
     ]
-    recorded = mine("minidp 1 MiB", ours(bucket_cap_mb=1))
     if chosen is not None:
-        recorded = mine(AUTO, ours(bucket_layout=chosen))
-        everyone.append(recorded)
-    name = recorded.name + " recorded"
-    return [
-        *everyone,
-        dataclasses.replace(recorded, name=name, watcher=BoundWatcher),
-    ]
+        everyone.append(mine(AUTO, ours(bucket_layout=chosen)))
+    return everyone
 
 
 def measure(
@@ -110,11 +103,12 @@ def measure(
     net = sizes.smoke() if args.smoke else sizes.full()
     steps = 2 if args.smoke else SETTLING
     chosen = search(net, Where(), steps) if has_auto() else None
-    everyone = implementations(args.ranks, caps, chosen)
+    link = None if args.link == LOOPBACK else Link(float(args.link))
+    everyone = bounded(implementations(args.ranks, caps, chosen), link)
     note = f"; alone: {measured_rate(2**20 if args.smoke else 2**24)}"
     measured = Contest(everyone, net, plan, label="bucket sweep").run()
-    place = args.link if args.link == LOOPBACK else Link(float(args.link))
-    return Exposure(f"{net.title}; {args.ranks} ranks, {place}", measured, note)
+    place = f"{args.ranks} ranks, {link or LOOPBACK}"
+    return Exposure(f"{net.title}; {place}", measured, note)
 
 
 # -- what it means ---------------------------------------------------------------------
@@ -149,19 +143,17 @@ def chart(path: Path, exposure: Exposure, caps: Sequence[float], date: str) -> N
     if AUTO in rows:
         best = best_cap(exposure, caps)
         levels['minidp, "auto"'] = Level(DARK, ms(AUTO)[1], "-", best, "*")
-    if exposure.bound is not None:
-        bound = 1e3 * float(np.median(exposure.bound.seconds))
-        levels["bound"] = Level(BLUE, bound)
-    panel = Panel(
-        exposure.title,
-        {"minidp: median, p10-p90": Line(ORANGE, caps, median, low, high)},
-        levels,
-    )
+    lines = {"minidp: median, p10-p90": Line(ORANGE, caps, median, low, high)}
+    bounds = [1e3 * (rows[name_of(cap)].bound or 0.0) for cap in caps]
+    if all(bounds):
+        lines["bound of these steps"] = Line(BLUE, caps, bounds, style="--")
+    panel = Panel(exposure.title, lines, levels)
     words = Words(
         title="Which bucket size is best",
         unit="ms",
         footnote=f"CPU, Gloo, one thread per rank, {date}. torch {torch.__version__}. "
-        'The star of "auto" is drawn at the best cap; its buckets have many sizes.',
+        'The star of "auto" is drawn at the best cap; its buckets have many sizes. '
+        "Bound: no layout could have ended these steps earlier.",
     )
     axis = Axis("bucket_cap_mb (MiB)", "ms for each step", caps)
     draw_curves(path, words, axis, [panel])

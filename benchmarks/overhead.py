@@ -16,20 +16,23 @@ import dataclasses
 import functools
 import gc
 import inspect
+import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
-from support.bars import Panel, Words, draw
+from support.bars import Words
 from support.comparison import PLAIN, Comparison
 from support.estimates import Estimate, ratio
 from support.links import Link, measured_rate, why_not
 from support.nets import NETS
+from support.pairs import Pair, draw_pairs
 from support.ranks import KEEP_MEMORY, run_ranks
 from support.report import (
     ROOT,
@@ -188,39 +191,29 @@ def is_native() -> bool:
     return minidp.native.library() is not None
 
 
-MODES = {  # suffixes of names, and what the chart calls them
-    "": "default",
-    " view": "gradient_as_\nbucket_view",
-    " find unused": "find_unused_\nparameters",
-    " batched copy": "batched_\ngrad_copy",
-    " last bucket cap": "DDP_SET_LAST_\nBUCKET_CAP",
-}
-
-
-def chart(path: Path, results: Sequence[tuple[Cell, Comparison]], date: str) -> None:
-    """Write the bar chart: a row per world size, a column per model."""
-    panels: dict[int, list[Panel]] = {}
-    for cell, comparison in results:
-        if cell.link:
+def chart(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the chart of a result file: a row per model and number of ranks."""
+    groups: dict[str, list[Pair]] = {}
+    for cell in content["cells"]:
+        rows = {row["name"]: row for row in cell["rows"]}
+        model, _, place = cell["title"].partition("; ")
+        if "torch" not in rows or "minidp" not in rows:  # on the slow link
             continue
-        rows = comparison.rows
-        bars: dict[str, dict[str, Estimate]] = {}
-        for suffix, mode in MODES.items():
-            for who in ("torch", "minidp"):
-                row = rows.get(who + suffix)
-                if row is not None and row.extra is not None:
-                    bars.setdefault(mode, {})[who] = row.extra.scaled(1e6)
-        panels.setdefault(cell.world_size, []).append(Panel(comparison.title, bars))
+        ms = 1e3 * cell["num_params"]
+        extra = {who: Estimate(**rows[who]["extra"]) for who in ("torch", "minidp")}
+        bars = {who: estimate.scaled(ms) for who, estimate in extra.items()}
+        groups.setdefault(place, []).append(Pair(model, bars))
+    header = content["header"]
+    native = "with" if header["native"] == "loaded" else "without"
     words = Words(
-        title="What data parallelism adds to forward + backward",
-        unit="extra us per parameter",
-        footnote="Median difference to no wrapper in the same round, with its 95% "
-        f"interval. CPU, Gloo on loopback, one thread per rank, {date}. "
-        f"torch {torch.__version__}; minidp's native extension "
-        f"{'' if is_native() else 'not '}loaded.",
+        title="What data parallelism adds to a step (forward and backward), in ms",
+        unit="ms added to each step (logarithmic)",
+        footnote="Default mode. Median difference to the bare model in the same round, "
+        f"and its 95% interval.\nCPU, Gloo on loopback, 1 thread per rank; torch "
+        f"{header['torch']}; minidp {native} its native extension; {header['date']}.",
     )
-    if panels:
-        draw(path, words, list(panels.values()))
+    if groups:
+        draw_pairs(path, words, groups)
 
 
 # -- the program -----------------------------------------------------------------------
@@ -274,6 +267,12 @@ def parse() -> argparse.Namespace:
         type=Path,
         metavar="FOLDER",
         help="where table, numbers and chart go (default: benchmarks/results)",
+    )
+    add(
+        "--redraw",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: draw the chart of a .json that is there",
     )
     return parser.parse_args()
 
@@ -330,23 +329,24 @@ def run(args: argparse.Namespace, folder: Path) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     kind = "native" if is_native() else "python"
     stem = f"overhead_cpu_{kind}_{lines['date']}"
-    write_json(
-        folder / f"{stem}.json",
-        {
-            "header": lines,
-            "targets": [verdict.as_json() for verdict in found],
-            "cells": [comparison.as_json() for _, comparison in results],
-        },
-    )
+    content = {
+        "header": lines,
+        "targets": [verdict.as_json() for verdict in found],
+        "cells": [comparison.as_json() for _, comparison in results],
+    }
+    write_json(folder / f"{stem}.json", content)
     title = "What data parallelism adds to a training step"
     write_markdown(folder / f"{stem}.md", title, console)
-    chart(folder / f"{stem}.png", results, lines["date"])  # may lack matplotlib
+    chart(folder / f"{stem}.png", content)  # may lack matplotlib
     return not wrong
 
 
 def main() -> int:
     """Run; 1 if a gradient was wrong, whatever the targets say."""
     args = parse()
+    if args.redraw:
+        chart(args.redraw.with_suffix(".png"), json.loads(args.redraw.read_text()))
+        return 0
     with tempfile.TemporaryDirectory() as scratch:
         if not args.smoke:
             folder = args.out or ROOT / "benchmarks" / "results"

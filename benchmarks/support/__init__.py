@@ -8,7 +8,7 @@ wire        a modelled network for one GPU
 copies      ways to flatten and to unflatten
 baselines   who is measured: minidp, torch's variants, training without either
 rounds      implementations measured step by step in turn, gradients compared
-bound       the least time of a step, from steps that were recorded
+bound       the least time of a step, from when its gradients came
 memory      peak memory of an implementation
 estimates   medians of paired differences and ratios, with intervals
 comparison  one measurement of overhead as a table and as JSON
@@ -24,8 +24,9 @@ validation  predicted steps beside measured ones
 waits       the model that is measured there: it waits on the clock
 scale_chart  all of it as a chart
 stacks      several as a chart of stacked bars
+pairs       several as a chart of two dots in a row
 curves      several as a chart of lines
 progress    a bar on the terminal
 report      header, console, files
-output      where files go, and what is said of wrong gradients
+output      where files go, small pictures, what is said of wrong gradients
 """

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from support.comparison import short
 from support.estimates import Estimate
+from support.output import shrink_png
 from support.report import can_draw
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def draw(path: Path, words: Words, rows: Sequence[Sequence[Panel]]) -> None:
     figure.suptitle(words.title, size=13, weight="bold", x=0.01, ha="left")
     figure.legend(handles=handles, loc="upper right", ncols=2, frameon=False)
     figure.supxlabel(words.footnote, size=8, color="#555555", x=0.01, ha="left")
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=110)
+    shrink_png(path)
     plt.close(figure)
 
 

@@ -5,9 +5,10 @@ Every function returns what `Implementation` wants: a wrap, module -> module.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import minidp
+from support.bound import BoundWatcher
+from support.links import Link
 from support.nets import Net
 from support.progress import progress
 from support.rounds import Contestant, Implementation, Where, Wrap
@@ -126,6 +129,19 @@ def against_torch(
     is_same_layout = name in (TORCH, TORCH_AGAIN, "minidp")
     is_exact = world_size <= 2 or is_same_layout
     return Implementation(name, wrap, TORCH, is_exact=is_exact, **more)
+
+
+def bounded(
+    everyone: Sequence[Implementation], link: Link | None
+) -> list[Implementation]:
+    """The same; each step of those that communicate is held against its own bound."""
+    if link is None:
+        return list(everyone)
+    watcher = functools.partial(BoundWatcher, link=link)
+    return [
+        each if each.name == BARE else dataclasses.replace(each, watcher=watcher)
+        for each in everyone
+    ]
 
 
 def search(net: Net, where: Where, steps: int) -> Mapping[str, Any]:

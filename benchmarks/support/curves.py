@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support.bars import FAINT, INK, Words
+from support.output import shrink_png
 from support.report import can_draw
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ def draw_curves(path: Path, words: Words, axis: Axis, panels: Sequence[Panel]) -
         _draw(ax, panel, axis)
     figure.text(0.01, 1 - 0.12 / height, words.title, size=13, weight="bold", va="top")
     figure.text(0.01, 0.08 / height, words.footnote, size=8, color="#555555")
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=110)
+    shrink_png(path)
     plt.close(figure)
 
 

@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from support.baselines import BARE, TORCH, TORCH_AGAIN
-from support.bound import Bound
 from support.comparison import short, with_interval
 from support.estimates import Estimate, Times, difference, ratio
 from support.memory import Memory
@@ -28,6 +27,7 @@ COLUMNS = (
     "exposed,\nms",
     "CPU, ms\nper rank",
     PEAK,
+    "bound,\nms",
     "step /\nbound",
     "buckets,\nMiB",
     "\n#wrong",
@@ -44,7 +44,8 @@ class Row:
         step_ratio: step over that of torch's default.
         exposed: seconds longer than a step without communication; None: it is that.
         cpu: seconds of all threads of a rank in a step, median.
-        bound_ratio: step over the bound; None: there is none.
+        bound: seconds that its steps had to take, median; None: there is no link.
+        bound_ratio: step over the bound of the same step.
         peak: bytes allocated beyond the weights; None: not measured.
         wrong: parameters with a wrong gradient; None: not compared.
         buckets: bytes of each bucket; None: it does not tell.
@@ -55,6 +56,7 @@ class Row:
     step_ratio: Estimate
     exposed: Estimate | None
     cpu: float
+    bound: float | None
     bound_ratio: Estimate | None
     peak: int | None
     wrong: int | None
@@ -66,10 +68,8 @@ class Row:
         sizes = sorted(nbytes / MIB for nbytes in self.buckets or [])
         if not sizes:
             return "-"
-        ends = (
-            f"{sizes[0]:.2g}-{sizes[-1]:.2g}" if len(sizes) > 1 else f"{sizes[0]:.2g}"
-        )
-        return f"{len(sizes)} of {ends}"
+        ends = dict.fromkeys(f"{size:.2g}" for size in (sizes[0], sizes[-1]))
+        return f"{len(sizes)} of {'-'.join(ends)}"
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,6 @@ class Exposure:
     memory: Mapping[str, Memory] = field(default_factory=dict)
 
     @property
-    def bound(self) -> Bound | None:
-        """Of the steps that were recorded, if any were."""
-        return next(iter(self.measured.watched.values()), None)
-
-    @property
     def noise(self) -> tuple[float, float]:
         """Torch's default over itself, in one round: 10th and 90th percentile."""
         times = self.measured.times
@@ -106,22 +101,29 @@ class Exposure:
         return {name: self._row(name) for name in self.measured.times}
 
     def over_bound(self, name: str) -> Estimate | None:
-        """An implementation's step over the bound of the same round."""
-        if self.bound is None:
-            return None
-        return ratio(self.measured.times[name], self.bound.seconds)
+        """An implementation's steps over their own bounds."""
+        bounds = self.measured.watched.get(name)
+        return None if bounds is None else ratio(self.measured.times[name], bounds)
+
+    @property
+    def shortest(self) -> float | None:
+        """The least that any step took over its own bound; below 1 it is no bound."""
+        times, bounds = self.measured.times, self.measured.watched
+        ratios = [float((times[name] / bounds[name]).min()) for name in bounds]
+        return min(ratios, default=None)
 
     def _row(self, name: str) -> Row:
         times: Mapping[str, Times] = self.measured.times
         low, median, high = np.percentile(times[name], [10, 50, 90])
-        is_bare = name == BARE
+        is_bare, bounds = name == BARE, self.measured.watched.get(name)
         return Row(
             name=name,
             seconds=(float(low), float(median), float(high)),
             step_ratio=ratio(times[name], times[TORCH]),
             exposed=None if is_bare else difference(times[name], times[BARE]),
             cpu=float(np.median(self.measured.cpu[name])),
-            bound_ratio=None if is_bare else self.over_bound(name),
+            bound=None if bounds is None else float(np.median(bounds)),
+            bound_ratio=self.over_bound(name),
             peak=self.memory[name].peak if name in self.memory else None,
             wrong=self.measured.wrong[name],
             buckets=self.measured.buckets.get(name),
@@ -135,8 +137,8 @@ class Exposure:
             f"{measured.num_rounds} timed rounds, {measured.checks} checks{self.note}"
             f"\ntorch again / torch, p10-p90: {low:.3f}-{high:.3f}"
         )
-        if self.bound is not None:
-            facts += f"; {self.bound}"
+        if self.shortest is not None:
+            facts += f"; shortest step over its bound: {self.shortest:.3f}"
         title = Text.assemble((self.title, "bold"), "\n", (facts, "dim"))
         table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
         table.add_column("\nimplementation", no_wrap=True)
@@ -149,8 +151,6 @@ class Exposure:
             if not self.memory:
                 del texts[1 + COLUMNS.index(PEAK)]
             table.add_row(*texts, style=style)
-        if self.bound is not None:
-            table.add_row("bound", *_bound_texts(self.bound.seconds), style="dim")
         return table
 
     def as_json(self) -> dict[str, Any]:
@@ -162,7 +162,11 @@ class Exposure:
             content["cpu_seconds"] = content.pop("cpu")
             content["peak_bytes"] = content.pop("peak")
             content["bucket_bytes"] = content.pop("buckets")
+            content["bound_seconds"] = content.pop("bound")
             content["microseconds_of_each_round"] = _micros(self.measured.times[name])
+            if name in self.measured.watched:
+                bounds = _micros(self.measured.watched[name])
+                content["bound_microseconds_of_each_round"] = bounds
             found.append(content)
         return {
             "title": self.title,
@@ -172,12 +176,7 @@ class Exposure:
             "timed_rounds": self.measured.num_rounds,
             "checks": self.measured.checks,
             "torch_over_itself_p10_p90": self.noise,
-            "bound": None
-            if self.bound is None
-            else {
-                "network": dataclasses.asdict(self.bound.network),
-                "microseconds_of_each_round": _micros(self.bound.seconds),
-            },
+            "shortest_step_over_its_bound": self.shortest,
             "rows": found,
         }
 
@@ -192,15 +191,11 @@ def _texts(row: Row) -> list[str]:
         "-" if row.exposed is None else short(1e3 * row.exposed.value),
         short(1e3 * row.cpu),
         "-" if row.peak is None else f"{row.peak / MIB:.0f}",
+        "-" if row.bound is None else short(1e3 * row.bound),
         "-" if row.bound_ratio is None else f"{row.bound_ratio.value:.3f}",
         row.layout,
         "-" if row.wrong is None else str(row.wrong),
     ]
-
-
-def _bound_texts(seconds: Times) -> list[str]:
-    low, median, high = (short(1e3 * s) for s in np.percentile(seconds, [10, 50, 90]))
-    return [median, f"{low}-{high}"]
 
 
 def _micros(times: Times) -> str:

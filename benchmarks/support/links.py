@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 CLONE_NEWNET = 0x40000000
 SWITCH = "switch"
+PAYLOAD = 1460 / 1514  # of a full Ethernet frame, that is not TCP's, IP's or its own
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,18 @@ class Link:
     @property
     def shape(self) -> list[str]:
         """The rate limit, in the words of ``tc``."""
-        kbit = round(self.gbit * 1e6)
-        burst = max(32, round(kbit / 8 * 0.001))  # KB: what passes in one millisecond
+        kbit, burst = round(self.gbit * 1e6), self.burst_bytes // 1024
         return ["tbf", "rate", f"{kbit}kbit", "burst", f"{burst}kb", "latency", "20ms"]
+
+    @property
+    def burst_bytes(self) -> int:
+        """What passes at once after a pause: the bytes of one millisecond."""
+        return 1024 * max(32, round(self.gbit * 1e6 / 8 * 0.001))
+
+    @property
+    def payload_bytes_per_s(self) -> float:
+        """Bytes of messages per second at most: the rest are headers."""
+        return self.gbit * 1e9 / 8 * PAYLOAD
 
     def join(self, rank: int, world_size: int, store: Store) -> str:
         """Move this process behind its end of the link; return the device's name.

@@ -1,4 +1,4 @@
-"""Where results go, and what is said of wrong ones: the end of every benchmark."""
+"""Where results go, what pictures weigh, what is said of wrong gradients."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from rich.console import Console
 
 from support.report import ROOT, native_line
 
+COLOURS = 96  # of a chart: those of bars and lines, and their edges
+
 
 @contextmanager
 def results_folder(out: Path | None, *, smoke: bool) -> Iterator[Path]:
@@ -22,6 +24,15 @@ def results_folder(out: Path | None, *, smoke: bool) -> Iterator[Path]:
         folder = out or (Path(scratch) if smoke else ROOT / "benchmarks" / "results")
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
+
+
+def shrink_png(path: Path) -> None:
+    """Write a chart again in a palette: git keeps a third of the bytes for ever."""
+    from PIL import Image  # matplotlib needs it; not above: ranks import this, too
+
+    with Image.open(path) as chart:
+        few = chart.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
 
 
 def say_if_wrong(console: Console, counts: Iterable[int | None]) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from support.bars import FAINT, INK
+from support.output import shrink_png
 from support.report import can_draw
 from support.scale import Sweep
 from support.validation import LIMIT, Validation
@@ -55,7 +56,8 @@ def draw_scale(
     figure.supxlabel(
         "   ".join([*notes, date]), size=8, color="#555555", x=0.01, ha="left"
     )
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=110)
+    shrink_png(path)
     plt.close(figure)
 
 

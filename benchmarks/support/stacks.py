@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from support.bars import FAINT, INK, Words
 from support.baselines import BARE
 from support.comparison import short
 from support.exposure import Exposure
+from support.output import shrink_png
 from support.report import can_draw
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ COMPUTE, TORCH, MINIDP, OTHER, BOUND = (
     "#2b6cb0",
 )
 TOP, BOTTOM = 0.75, 0.3  # inches for what is written around the panels
-LEFT_OUT = ("again", "recorded")  # no news in them
+LEFT_OUT = "again"  # no news in it
 
 
 def draw_stacks(path: Path, words: Words, grid: Sequence[Sequence[Exposure]]) -> None:
@@ -61,7 +60,7 @@ def draw_stacks(path: Path, words: Words, grid: Sequence[Sequence[Exposure]]) ->
         Patch(color=TORCH, label="exposed, torch"),
         Patch(color=MINIDP, label="exposed, minidp"),
         Patch(color=OTHER, label="exposed, after backward"),
-        Line2D([], [], color=BOUND, ls="--", label="bound"),
+        Line2D([], [], color=BOUND, lw=2, label="bound of these steps"),
     ]
     figure.text(0.01, 1 - 0.1 / height, words.title, size=13, weight="bold", va="top")
     figure.legend(
@@ -75,6 +74,7 @@ def draw_stacks(path: Path, words: Words, grid: Sequence[Sequence[Exposure]]) ->
     )
     figure.text(0.01, 0.07 / height, words.footnote, size=8, color="#555555")
     figure.savefig(path, dpi=110)
+    shrink_png(path)
     plt.close(figure)
 
 
@@ -94,11 +94,12 @@ def _draw(ax: Axes, cell: Exposure, unit: str, *, with_labels: bool) -> None:
         ax.barh(y, min(bare, median), 0.78, color=COMPUTE)
         ax.barh(y, max(0, median - bare), 0.78, left=bare, color=colour)
         ax.plot([low, high], [y, y], color=INK, lw=1)
+        bound = cell.rows[name].bound
+        if bound is not None:
+            ax.plot([1e3 * bound] * 2, [y - 0.42, y + 0.42], color=BOUND, lw=2)
         ax.text(
             max(high, median) + 0.02 * widest, y, short(median), va="center", size=8
         )
-    if cell.bound is not None:
-        ax.axvline(1e3 * float(np.median(cell.bound.seconds)), color=BOUND, ls="--")
     ax.set_yticks(range(len(names)), names if with_labels else [""] * len(names))
     ax.invert_yaxis()
     ax.set_xlim(0, 1.16 * widest)

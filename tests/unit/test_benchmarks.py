@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -60,9 +61,9 @@ def test_the_header_says_so_before_anything_is_measured(benchmarks, monkeypatch)
 def test_a_timeline_without_a_picture(benchmarks, monkeypatch, tmp_path, capsys):
     script = benchmarks("timeline")
     steps = [step(n, [(20, 20, 28, 35)], at=60 * n) for n in range(3)]
-    recorded = to_json([timeline(steps)])
-    monkeypatch.setattr(script, "run_ranks", lambda *_, **__: recorded)
+    found = json.dumps({"recorded": to_json([timeline(steps)]), "said": []})
+    monkeypatch.setattr(script, "run_ranks", lambda *_, **__: found)
     script.run(Namespace(link=script.LOOPBACK, ranks=2, smoke=True), tmp_path)
     kinds = {path.suffix for path in tmp_path.iterdir()}
-    assert kinds == {".md", ".json"}
+    assert kinds == {".md", ".gz"}
     assert "Is communication hidden?" in capsys.readouterr().out

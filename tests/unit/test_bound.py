@@ -1,14 +1,17 @@
-"""The lower bound of benchmarks/: from what a step recorded."""
+"""The bound of benchmarks/: what a step has to take, by when its gradients came."""
 
 from __future__ import annotations
 
 import importlib
 import time
+from itertools import pairwise
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import minidp
 
@@ -21,39 +24,68 @@ def bound(monkeypatch):
     return importlib.import_module("support.bound")
 
 
-def test_collectives_that_share_the_network_are_one_burst(bound):
-    """Two of 10 bytes in flight from 0 to 4 say 20 bytes in 4 s, not 10 in 3."""
-    step = bound.StepRecord((), (0.0, 1.0, 5.0), (3.0, 4.0, 6.0), (10, 10, 5))
-    assert list(bound._bursts(step)) == [(20, 4.0), (5, 1.0)]
+class Wire:
+    """1 MB/s and nothing for free."""
+
+    burst_bytes = 0
+    payload_bytes_per_s = 1e6
 
 
-def test_a_burst_lasts_until_its_last_one_is_done(bound):
-    step = bound.StepRecord((), (0.0, 1.0, 2.5), (3.0, 2.0, 4.0), (1, 2, 4))
-    assert list(bound._bursts(step)) == [(7, 4.0)]
+def test_what_comes_later_is_sent_later(bound):
+    """Of 4 MB at 1, 2 and 10 s: the last one has the wire to itself."""
+    ready, nbytes = (1.0, 10.0, 2.0), (10**6, 10**6, 2 * 10**6)
+    assert bound.least_seconds(ready, nbytes, Wire(), 2) == 11.0
 
 
-def test_nothing_sent_is_no_burst(bound):
-    assert list(bound._bursts(bound.StepRecord((0.1,), (), (), ()))) == []
+def test_a_wire_that_never_pauses_is_the_limit(bound):
+    assert bound.least_seconds((1.0, 2.0), (5 * 10**6, 10**6), Wire(), 2) == 7.0
 
 
-def test_the_slowest_rank_counts_at_each_moment(bound):
-    fast = bound.StepRecord((1.0, 5.0), (1.0,), (7.0,), (8,))
-    slow = bound.StepRecord((2.0, 4.0), (3.0,), (6.0,), (8,))
-    assert bound._slowest([fast, slow]) == bound.StepRecord(
-        (2.0, 5.0), (3.0,), (7.0,), (8,)
-    )
+def test_in_a_ring_of_four_each_byte_is_sent_one_and_a_half_times(bound):
+    assert bound.least_seconds((1.0,), (2 * 10**6,), Wire(), 4) == 4.0
 
 
-def test_the_bound_is_never_below_the_backward(bound, lone_group):
+def test_what_passes_at_once_takes_no_time(bound):
+    class Bursty(Wire):
+        burst_bytes = 10**6
+
+    assert bound.least_seconds((1.0,), (3 * 10**6,), Bursty(), 2) == 3.0
+    assert bound.least_seconds((1.0,), (10,), Bursty(), 2) == 1.0
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_no_layout_ends_earlier(bound, seed):
+    """However gradients are put together, in whatever order buckets leave."""
+    random = Random(seed)
+    ready = [random.randrange(50) for _ in range(random.randint(1, 8))]
+    nbytes = [10**6 * random.randrange(10) for _ in ready]
+    order = random.sample(range(len(ready)), len(ready))
+    edges = {0, len(order), *random.sample(order, random.randint(1, len(order)))}
+    ended = float(max(ready))
+    for begin, end in pairwise(sorted(edges)):
+        bucket = order[begin:end]
+        full = max(ready[i] for i in bucket)
+        ended = max(ended, full) + sum(nbytes[i] for i in bucket) / 1e6
+    assert bound.least_seconds(ready, nbytes, Wire(), 2) <= ended + 1e-9
+
+
+@pytest.mark.parametrize("wrap", [minidp.DataParallel, DistributedDataParallel])
+def test_a_step_is_held_against_its_own_gradients(bound, lone_group, wrap):
+    """A wire of no time: the bound is the moment of the last gradient."""
+
+    class Fast(Wire):
+        payload_bytes_per_s = 1e30
+
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    model = minidp.DataParallel(net)
-    watcher = bound.BoundWatcher(model)
+    model = wrap(net)
+    watcher = bound.BoundWatcher(model, Fast())
+    ends, lasts = [], []
     for _ in range(4):
         watcher.begin()
         start = time.perf_counter_ns()
         model(torch.ones(8, 64)).sum().backward()
+        ends.append((time.perf_counter_ns() - start) / 1e9)
         watcher.end(start)
-    last = [max(step.ready_s) for step in watcher._steps]
-    result = watcher.result()
-    assert len(result.seconds) == len(last) == 4
-    assert all(result.seconds >= last)
+        lasts.append((max(watcher._ready_ns) - start) / 1e9)
+    assert watcher.result().tolist() == lasts
+    assert all(0 < last < end for last, end in zip(lasts, ends, strict=True))
