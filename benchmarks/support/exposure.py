@@ -19,7 +19,7 @@ from support.memory import Memory
 from support.rounds import Measured
 
 MIB = 2**20
-PEAK = "peak,\nMiB"
+PEAK, BOUNDS = "peak,\nMiB", ("bound,\nms", "step /\nbound")
 COLUMNS = (
     "step, ms\nmedian",
     "\np10-p90",
@@ -27,8 +27,7 @@ COLUMNS = (
     "exposed,\nms",
     "CPU, ms\nper rank",
     PEAK,
-    "bound,\nms",
-    "step /\nbound",
+    *BOUNDS,
     "buckets,\nMiB",
     "\n#wrong",
 )
@@ -142,15 +141,17 @@ class Exposure:
         title = Text.assemble((self.title, "bold"), "\n", (facts, "dim"))
         table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
         table.add_column("\nimplementation", no_wrap=True)
+        left_out = {PEAK} if not self.memory else set()
+        left_out |= {*BOUNDS} if self.shortest is None else set()
         for column in COLUMNS:
-            if column != PEAK or self.memory:
+            if column not in left_out:
                 table.add_column(column, justify="right", no_wrap=True)
         for row in self.rows.values():
             style = "bold" if row.name.startswith("minidp") else ""
-            texts = _texts(row)
-            if not self.memory:
-                del texts[1 + COLUMNS.index(PEAK)]
-            table.add_row(*texts, style=style)
+            name, *texts = _texts(row)
+            pairs = zip(COLUMNS, texts, strict=True)
+            texts = [text for column, text in pairs if column not in left_out]
+            table.add_row(name, *texts, style=style)
         return table
 
     def as_json(self) -> dict[str, Any]:
