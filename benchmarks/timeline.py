@@ -163,10 +163,10 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     _print_runs(console, runs)
     for name, each in runs.items():
         run = median_of(each)
-        console.print(f"bucket_cap_mb: {name}", "", style="bold")
+        console.print(f"bucket_cap_mb: {name}", style="bold")
         for words in run.said:
-            console.print(words, "", markup=False, highlight=False)
-        console.print(report(run.timelines), "", markup=False, highlight=False)
+            console.print(words, markup=False, highlight=False)
+        console.print(f"{report(run.timelines)}\n", markup=False, highlight=False)
         if can_draw():
             picture = folder / f"{stem}_{name}.png"
             draw(run.timelines, picture)

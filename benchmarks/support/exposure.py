@@ -25,7 +25,7 @@ COLUMNS = (
     "\np10-p90",
     "step /\ntorch (95%)",
     "exposed,\nms",
-    "CPU, ms\nper rank",
+    "CPU,\nms",
     PEAK,
     *BOUNDS,
     "buckets,\nMiB",
