@@ -30,8 +30,8 @@ NOTHING = Network(0.0, 1e30)  # what a collective of one rank costs
 FREE = 1e30  # bytes per second that are copied into and out of buckets
 
 # Seconds of a step over their median, at 0%, 5%, ... 100% of 72 steps of a transformer
-# on one rank, one thread, of two shared cores (the bare model in
-# results/overhead_cpu_native_2026-11-21.json).
+# on one rank, one thread, of two shared cores (the bare model in a run of overhead.py
+# on 2026-11-21, whose results are in git's history).
 RECORDED_JITTER = (
     0.966, 0.969, 0.974, 0.977, 0.979, 0.981, 0.983, 0.984, 0.991, 0.995, 1.0,
     1.001, 1.005, 1.006, 1.014, 1.034, 1.042, 1.05, 1.064, 1.084, 1.535,
