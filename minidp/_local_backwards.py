@@ -26,9 +26,12 @@ class LocalBackwards:
         self._phase = phase
         self._task = NO_TASK  # the graph task whose end is awaited
 
-    def expect(self, output: object) -> None:
-        """Let the backward of a local forward tell when it begins."""
-        if self._tracer.listeners:
+    def forward_ended(self, output: object, *, will_reduce: bool) -> None:
+        """Pass it on; let the backward of a local forward tell when it begins."""
+        if will_reduce:
+            self._tracer.enter(StepPhase.FORWARD_END)
+        elif self._tracer.listeners:
+            self._tracer.enter(StepPhase.LOCAL_FORWARD_END)
             probe_outputs(output, self.begin)
 
     @untraced

@@ -271,12 +271,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs, OfModule[M_co]):
             self._reducer.arm(output)
         if with_grad:
             self._reducer.ledger.note_forward(synchronising=will_reduce)
-            tracer = self._reducer.pipeline.tracer
-            if will_reduce:
-                tracer.enter(StepPhase.FORWARD_END)
-            else:
-                tracer.enter(StepPhase.LOCAL_FORWARD_END)
-                self._reducer.local_backwards.expect(output)
+            self._reducer.local_backwards.forward_ended(output, will_reduce=will_reduce)
 
     # -- synchronisation ---------------------------------------------------------------
 
