@@ -67,7 +67,9 @@ class Row:
         sizes = sorted(nbytes / MIB for nbytes in self.buckets or [])
         if not sizes:
             return "-"
-        ends = dict.fromkeys(f"{size:.2g}" for size in (sizes[0], sizes[-1]))
+        ends = dict.fromkeys(
+            f"{size:.2g}" if size >= 0.01 else "0.00" for size in (sizes[0], sizes[-1])
+        )
         return f"{len(sizes)} of {'-'.join(ends)}"
 
 
