@@ -25,14 +25,16 @@ def fold(text: str, stream: TextIO) -> str:
 def width_of(stream: TextIO) -> int | None:
     """Return the columns of the terminal that ``stream`` writes to; None: it is none.
 
-    The variable COLUMNS comes first, as for other programs.
+    The variable COLUMNS says more than the terminal, as for other programs.
     """
     told = os.environ.get("COLUMNS", "")
-    if told.isdecimal() and int(told):
-        return int(told)
     try:
+        if not stream.isatty():
+            return None
+        if told.isdecimal() and int(told):
+            return int(told)
         return os.get_terminal_size(stream.fileno()).columns or None
-    except (OSError, ValueError):  # a file or a pipe; closed, or no file at all
+    except (OSError, ValueError):  # closed, or a terminal in name only
         return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import sys
@@ -18,6 +19,16 @@ LONG = "Why? " + "word " * 30 + "end."
 NOTE = "  copying averages out   4.9 ms    " + "what it is about " * 4
 
 
+class Terminal(io.StringIO):
+    """Has no size of its own: COLUMNS tells."""
+
+    def isatty(self):
+        return True
+
+
+TERMINAL = Terminal()
+
+
 @pytest.fixture
 def at_40(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
@@ -29,29 +40,29 @@ def nowhere(monkeypatch):
 
 
 def test_words_stay_whole_and_none_is_lost(at_40):
-    folded = fold(f"{LONG}\nshort", sys.stdout)
+    folded = fold(f"{LONG}\nshort", TERMINAL)
     assert max(map(len, folded.split("\n"))) <= 40
     assert folded.split() == f"{LONG}\nshort".split()
     assert folded.endswith("\nshort")
 
 
 def test_a_line_that_just_fits_stays(at_40):
-    assert fold("a " * 20, sys.stdout) == "a " * 20
+    assert fold("a " * 20, TERMINAL) == "a " * 20
 
 
 @pytest.mark.parametrize(("columns", "indent"), [(80, 35), (60, 4)])
 def test_a_note_goes_on_below_itself_where_there_is_room(monkeypatch, columns, indent):
     monkeypatch.setenv("COLUMNS", str(columns))
-    first, second, *_ = fold(NOTE, sys.stdout).split("\n")
+    first, second, *_ = fold(NOTE, TERMINAL).split("\n")
     assert len(first) <= columns
     assert len(second) - len(second.lstrip()) == indent
 
 
 def test_what_cannot_be_broken_is_not(at_40):
-    assert fold("x" * 50, sys.stdout) == "x" * 50
+    assert fold("x" * 50, TERMINAL) == "x" * 50
 
 
-def test_a_file_has_long_lines(nowhere, tmp_path):
+def test_a_file_has_long_lines(at_40, tmp_path):
     with (tmp_path / "f").open("w") as file:
         assert width_of(file) is None
         assert fold(LONG, file) == LONG
@@ -75,18 +86,19 @@ def test_a_terminal_has_a_width(nowhere):
 
 
 @pytest.mark.parametrize("nonsense", ["", "0", "-3", "wide"])
-def test_a_variable_that_says_nothing_is_not_asked(monkeypatch, nonsense, tmp_path):
+def test_a_variable_that_says_nothing_is_not_asked(monkeypatch, nonsense):
     monkeypatch.setenv("COLUMNS", nonsense)
-    with (tmp_path / "f").open("w") as file:
-        assert width_of(file) is None
+    assert width_of(TERMINAL) is None
 
 
-def test_reports_are_folded(monkeypatch, tmp_path, capsys):
+def test_reports_are_folded(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "50")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
     buckets = [(20, 20, 28, 35), (30, 30, 40, 41)]
     recorded = timeline([step(n, buckets, at=60 * n) for n in range(3)])
     (tmp_path / "f.json").write_text(to_json([recorded]))
     assert main(["report", str(tmp_path / "f.json")]) == 0
-    printed = capsys.readouterr().out
+    printed = terminal.getvalue()
     assert max(map(len, printed.split("\n"))) <= 50
     assert printed.split() == report([recorded]).split()
