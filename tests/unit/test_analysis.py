@@ -103,14 +103,14 @@ def test_medians_over_steps():
 
 
 def test_the_typical_step_is_within_its_own_spread():
-    """Its length is the median, but no other step exposes as much; and the other way.
+    """The first one's length is the median, but no other step exposes as much.
 
-    By distance from the medians alone, the first step would be it.
+    By distance from the medians alone it would be chosen: 18 ms, the others 24.
     """
     quick, slow = [(28, 28, 31, 35)], [(28, 28, 49, 49)]
     steps = [step(0, slow, end=60, optimizers=[])]
     for n in range(1, 11):
-        end = 52 + n if n <= 5 else 58 + n
+        end = 36 if n <= 5 else 84
         steps.append(step(n, quick, at=100 * n, end=end, optimizers=[]))
     (overlap,) = overlaps_of(aligned([timeline(steps, members=[(0, 1)])]))
     low, high = overlap.exposed_spread_s

@@ -218,6 +218,12 @@ def into_inputs_of_a_local_forward(model):
         torch.autograd.grad(model(x).sum(), x)
 
 
+def with_the_synchronised_one(model):
+    with model.no_sync():
+        loss = model(torch.ones(2)).sum()
+    (loss + model(torch.ones(2)).sum()).backward()
+
+
 def forward_only(model):
     with model.no_sync():
         model(torch.ones(2))
@@ -231,6 +237,7 @@ def forward_only(model):
         (forward_under_no_sync_only, (1, 1, 1)),
         (into_inputs_of_a_local_forward, (1, 1, 1)),
         (forward_only, (1, 1, 0)),
+        (with_the_synchronised_one, (1, 1, 0)),
         (penalty, (2, 0, 1)),
     ],
 )
@@ -239,7 +246,7 @@ def test_local_work_is_told_apart(wrap, work, counts):
     with minidp.record(model) as rec:
         work(model)
         step(model)
-    (one,) = rec.timelines[0].steps
+    one = rec.timelines[0].steps[0]
     assert counts_of(one) == counts
     earliest = min(span.begin_ns for span in (*one.forwards, *one.local_forwards))
     for span in one.local_backwards:

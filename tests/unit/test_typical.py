@@ -33,6 +33,13 @@ def test_both_numbers_lie_within_their_spreads_on_the_rank_that_is_shown(both):
         assert low <= values[number] <= high
 
 
+def test_the_nearest_to_the_medians_may_be_outside_of_a_spread():
+    """It has the median length, and exposes a little more than nine of ten."""
+    lengths = [[100] + [50] * 5 + [150] * 5]
+    exposed = [[20, *range(10, 20)]]
+    assert typical_step(lengths, exposed) != 0
+
+
 def test_of_such_steps_one_in_which_the_shown_rank_waits_most():
     lengths = [[10, 10, 10, 10], [10, 10, 10, 10]]
     exposed = [[4, 5, 7, 7], [5, 6, 6, 1]]  # medians: 6 and 5.5
