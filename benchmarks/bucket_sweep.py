@@ -152,8 +152,8 @@ def chart(path: Path, exposure: Exposure, caps: Sequence[float], date: str) -> N
         title="Which bucket size is best",
         unit="ms",
         footnote=f"CPU, Gloo, one thread per rank, {date}. torch {torch.__version__}. "
-        "Bound: no layout could have ended these steps earlier.\n"
-        'The star of "auto" is drawn at the best cap; its buckets have many sizes.',
+        "Bound: no layout could have ended a step earlier (median).\n"
+        'The star of "auto" is drawn at the best cap; its buckets may differ in size.',
     )
     axis = Axis("bucket_cap_mb (MiB)", "ms for each step", caps)
     draw_curves(path, words, axis, [panel])

@@ -252,9 +252,9 @@ def chart(path: Path, results: Mapping[Cell, Exposure], date: str, device: str) 
     words = Words(
         title="What a step computes, and what it waits for communication",
         unit="ms for each step: median, p10-p90",
-        footnote=f"{BACKENDS[device]}. {date}, torch {torch.__version__}. "
-        "Bound: no layout could have ended these steps earlier, their gradients coming "
-        "when they did.",
+        footnote=f"{BACKENDS[device]}. {date}, torch {torch.__version__}.\n"
+        "Bound: no layout could have ended a step earlier, its gradients coming when "
+        "they did; the median over the steps.",
     )
     rows = groupby(results, key=lambda cell: (cell.model, cell.world_size))
     draw_stacks(path, words, [[results[cell] for cell in row] for _, row in rows])

@@ -273,5 +273,8 @@ def _sizes(layout: Layout) -> str:
 
 def _size(nbytes: int) -> str:
     """In the largest unit of which there is one: 0.001 MiB would say little."""
+    if nbytes < 2**10:
+        return f"{nbytes} bytes"
     unit, name = (2**20, "MiB") if nbytes >= 2**20 else (2**10, "KiB")
-    return f"{nbytes / unit:.3g} {name}" if nbytes >= 2**10 else f"{nbytes} bytes"
+    number = nbytes / unit
+    return f"{number:.3g} {name}" if number < 999.5 else f"{number:.0f} {name}"

@@ -288,7 +288,14 @@ def _network(timeline: Timeline, overlap: Overlap, forecast: Forecast) -> str:
 
 
 def _bandwidth(bytes_per_s: float) -> str:
-    return f"{bytes_per_s / 1e9:.3g} GB/s ({8 * bytes_per_s / 1e9:.3g} Gbit/s)"
+    return (
+        f"{_digits(bytes_per_s / 1e9)} GB/s ({_digits(8 * bytes_per_s / 1e9)} Gbit/s)"
+    )
+
+
+def _digits(number: float) -> str:
+    """Three, but no power of ten: a fast link has 3600 Gbit/s, not 3.6e+03."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 
 def _skew(skew: Skew, ranks: Sequence[Timeline], overlap: Overlap) -> str:

@@ -24,7 +24,7 @@ COMPUTE, TORCH, MINIDP, OTHER, BOUND = (
     "#b9a37e",
     "#2b6cb0",
 )
-TOP, BOTTOM = 0.75, 0.3  # inches for what is written around the panels
+TOP, BOTTOM = 0.75, 0.45  # inches for what is written around the panels
 LEFT_OUT = "again"  # no news in it
 
 
@@ -72,7 +72,9 @@ def draw_stacks(path: Path, words: Words, grid: Sequence[Sequence[Exposure]]) ->
         fontsize=8.5,
         columnspacing=1.2,
     )
-    figure.text(0.01, 0.07 / height, words.footnote, size=8, color="#555555")
+    figure.text(
+        0.01, 0.07 / height, words.footnote, size=8, color="#555555", va="bottom"
+    )
     figure.savefig(path, dpi=110)
     shrink_png(path)
     plt.close(figure)

@@ -20,7 +20,7 @@ from minidp._forecast import forecast_of
 from minidp._schedule import Network
 from minidp._skew import aligned, skew_of
 from minidp._timeline import AUTO, AUTO_TRIES, Clock
-from minidp.report import _runs, report
+from minidp.report import _bandwidth, _runs, report
 from tests.support.timelines import MS, span, step, timeline
 
 # Backward from 10 to 30 ms.
@@ -471,6 +471,18 @@ def test_of_sparse_gradients_nothing_is_predicted_but_all_is_shown():
     assert "nobody knows how many bytes a sparse gradient sends: do more per" in text
     assert "bucket  params" in text
     assert "Bus bandwidth" not in text
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "words"),
+    [
+        (0.23e9, "0.23 GB/s (1.84 Gbit/s)"),
+        (124.95e9, "125 GB/s (1000 Gbit/s)"),
+        (450e9, "450 GB/s (3600 Gbit/s)"),
+    ],
+)
+def test_a_fast_link_has_no_power_of_ten(bytes_per_s, words):
+    assert _bandwidth(bytes_per_s) == words
 
 
 def test_ranks_that_are_not_here_are_counted():

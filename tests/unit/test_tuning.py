@@ -182,6 +182,8 @@ def test_kinds_share_no_bucket_and_delayed_ones_come_last():
         ([2**18, 2**19], 2**20, "2 buckets of 1 to 2 MiB"),
         ([2**18, 256], KIB, "2 buckets of 1 KiB to 1 MiB"),
         ([3], KIB, "1 bucket of 12 bytes"),
+        ([2**18 - 128], 2**20, "1 bucket of 1024 KiB"),
+        ([2**28 + 2**18 * 200], 2**31, "1 bucket of 1224 MiB"),
     ],
 )
 def test_sizes_of_buckets_are_told_apart_where_they_differ(numels, cap, words):
