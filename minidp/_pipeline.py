@@ -171,8 +171,9 @@ class Pipeline:
 
     def _launch(self, number: int) -> None:
         if self.checks_finite:
-            step = self.tracer.backward
-            refuse_nonfinite(self.buckets[number], self.rank, step, BEFORE)
+            bucket, step = self.buckets[number], self.tracer.backward
+            with bucket.streams.launching():  # after the kernels that filled it
+                refuse_nonfinite(bucket, self.rank, step, BEFORE)
         # Before: it may be over by the time that this thread runs again.
         self.tracer.note(Moment.LAUNCHED, number)
         launching = self.watch.over("launching the all-reduce", number)

@@ -28,6 +28,7 @@ class SparseBucket(Bucket):
 
         A copy, because two embeddings that are added share the memory of their values.
         """
+        self.streams.gather(entries)
         grad = entries[0]
         param = self.params[0]
         if not isinstance(grad, torch.Tensor):

@@ -32,18 +32,38 @@ class BucketStreams:
         current = torch.cuda.current_stream(self._device)
         others = self.written_on - {current.cuda_stream}
         for handle in others:
-            current.wait_stream(torch.cuda.ExternalStream(handle, self._device))
+            current.wait_stream(_stream_of(handle, self._device))
         if others:
             for grad in grads:
-                if isinstance(grad, torch.Tensor):
+                for memory in _memory_of(grad):
                     # Else the allocator may reuse a gradient that we still read.
-                    grad.record_stream(current)
+                    memory.record_stream(current)
         self.written_on.clear()
         self._flattened_on = current
 
     def launching(self) -> AbstractContextManager[object]:
         """The context in which to launch: the stream that flattened."""
         return torch.cuda.stream(self._flattened_on)
+
+
+def _stream_of(handle: int, device: torch.device) -> torch.cuda.Stream:
+    """The stream with a handle; 0 is the default stream's.
+
+    Torch takes an external handle of 0 for none, and makes a new stream: one that has
+    nothing to do, and nothing that anybody could wait for.
+    """
+    if handle == 0:
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(handle, device)
+
+
+def _memory_of(grad: object) -> list[torch.Tensor]:
+    """The tensors that own a gradient's memory; none if it is no tensor."""
+    if not isinstance(grad, torch.Tensor):
+        return []
+    if grad.layout is torch.sparse_coo:  # has no stream to record itself
+        return [grad._indices(), grad._values()]
+    return [grad]
 
 
 class NoStreams:

@@ -8,6 +8,7 @@ for `reset`.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -96,6 +97,7 @@ class Watch:
         self.is_late = False  # a wait takes longer than usual
         self._doing = ""
         self._on_device: deque[OnDevice] = deque()  # oldest first
+        self._on_device_lock = threading.Lock()  # the watchdog's thread looks, too
         self._bucket: int | None = None
         self._outer: Waiter | None = None
         self.begin_anew(group)
@@ -146,18 +148,19 @@ class Watch:
 
     def _note_on_device(self, work: Work) -> None:
         self.find_late_on_device()  # forgets what is done
-        self._on_device.append(
-            OnDevice(work, self.place, self.started, time.monotonic())
-        )
+        noted = OnDevice(work, self.place, self.started, time.monotonic())
+        with self._on_device_lock:
+            self._on_device.append(noted)
 
     def find_late_on_device(self) -> OnDevice | None:
         """The oldest collective of an accelerator, if it exceeds the limit."""
-        waiting = self._on_device
-        while waiting and waiting[0].work.is_completed():
-            waiting.popleft()
-        if not waiting or self.limit is None:
-            return None
-        oldest = waiting[0]
+        with self._on_device_lock:
+            waiting = self._on_device
+            while waiting and waiting[0].work.is_completed():
+                waiting.popleft()
+            if not waiting or self.limit is None:
+                return None
+            oldest = waiting[0]
         return oldest if time.monotonic() > oldest.since + self.limit else None
 
     @property

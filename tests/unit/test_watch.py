@@ -6,8 +6,10 @@ import subprocess
 import sys
 import textwrap
 import threading
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.futures import Future
 
 from minidp import CollectiveError, CommHookError, GradientError
@@ -229,3 +231,29 @@ def test_what_hangs_on_an_accelerator_ends_the_process():
         "[rank 1] A collective did not finish within its limit: launching the "
         "all-reduce of bucket 4. Missing: rank 0 of 1." in run.stderr
     )
+
+
+def test_two_threads_may_look_at_what_an_accelerator_does(monkeypatch):
+    """The watchdog's, and one that launches: none drops what is still under way."""
+    monkeypatch.setattr(module, "is_timed", lambda _: False)
+    monkeypatch.setattr(module, "is_mixed", lambda _: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    watch = Watch(Group(), 0.0)
+    others = []
+
+    def is_completed():
+        if not others:  # another thread comes between the question and the answer
+            others.append(threading.Thread(target=watch.find_late_on_device))
+            others[0].start()
+            others[0].join(0.2)  # in vain, if it has to wait for us
+        return True
+
+    done = SimpleNamespace(is_completed=lambda: False)
+    hangs = SimpleNamespace(is_completed=lambda: False)
+    watch.note_started(done)
+    watch.note_started(hangs)
+    done.is_completed = is_completed
+    late = watch.find_late_on_device()
+    others[0].join()
+    assert late is not None
+    assert late.work is hangs

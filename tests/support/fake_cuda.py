@@ -1,0 +1,183 @@
+"""A stand-in for ``torch.cuda``: streams and events, without a device.
+
+It knows the order of things and nothing else. Each stream numbers what is done on it;
+what a stream or an event *has seen* is, by stream handle, how much of that stream's
+work comes before::
+
+    side.work()                     side: {7: 1}
+    main.wait_stream(side)          main: {7: 1}
+    main.work()                     main: {0: 1, 7: 1}
+
+Faithful where torch surprises: the default stream has the handle 0, and an external
+stream of handle 0 is a *new* stream, which has nothing to do with the default one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+Seen = Counter[int]  # handle -> how much of its work
+
+
+class FakeEvent:
+    """Remembers what a stream had seen; knows the time, which its device counts."""
+
+    def __init__(self, cuda: FakeCuda, *, enable_timing: bool = False) -> None:
+        self._cuda = cuda
+        self._enable_timing = enable_timing
+        self.seen: Seen | None = None
+        self.at_ms = 0.0
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        """What the stream has seen by now."""
+        stream = stream or self._cuda.current_stream()
+        self.seen, self.at_ms = Seen(stream.seen), self._cuda.now_ms
+
+    def synchronize(self) -> None:
+        """The host has seen it, too."""
+        assert self.seen is not None, "never recorded"
+        self._cuda.num_waits += 1
+
+    def query(self) -> bool:
+        """Whether the device has come so far."""
+        return self.seen is None or self.at_ms <= self._cuda.done_ms
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        """Milliseconds."""
+        if not (self._enable_timing and other._enable_timing):
+            raise ValueError("Both events must be created with enable_timing=True.")
+        if self.seen is None or other.seen is None:
+            raise ValueError("Both events must be recorded.")
+        return other.at_ms - self.at_ms
+
+
+class FakeStream:
+    """A queue of work, in order."""
+
+    def __init__(self, cuda: FakeCuda, handle: int) -> None:
+        self._cuda = cuda
+        self.cuda_stream = handle
+        self.seen = cuda.seen_by[handle]
+
+    def work(self) -> int:
+        """Do something; returns its number."""
+        self.seen[self.cuda_stream] += 1
+        return self.seen[self.cuda_stream]
+
+    def has_seen(self, other: FakeStream, number: int) -> bool:
+        """Whether work of another stream comes before what this one does next."""
+        return self.seen[other.cuda_stream] >= number
+
+    def record_event(self) -> FakeEvent:
+        """A new event, recorded here."""
+        event = FakeEvent(self._cuda)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: FakeEvent) -> None:
+        """What follows here comes after it."""
+        if event.seen is not None:
+            self.seen |= event.seen
+
+    def wait_stream(self, other: FakeStream) -> None:
+        """What follows here comes after all that the other does up to now."""
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        self._cuda.num_waits += 1
+
+
+class FakeCuda:
+    """One device. Its attributes have the names of those of ``torch.cuda``."""
+
+    def __init__(self) -> None:
+        self.seen_by: dict[int, Seen] = {0: Seen()}
+        self.now_ms = 0.0  # set by tests
+        self.done_ms = 0.0  # up to here the device has executed
+        self.num_waits = 0  # of the host for the device
+        self.in_use = 0  # bytes
+        self.peak = 0
+        self._handles = itertools.count(7)
+        self._default = FakeStream(self, 0)
+        self._current = self._default
+        self._sync_mode = "default"
+
+    def Stream(self, device: object = None) -> FakeStream:
+        """A stream of the pool."""
+        handle = next(self._handles)
+        self.seen_by[handle] = Seen()
+        return FakeStream(self, handle)
+
+    def ExternalStream(self, stream_ptr: int, device: object = None) -> FakeStream:
+        """The stream of a handle; of 0 a new one, as torch's C++ has it."""
+        return FakeStream(self, stream_ptr) if stream_ptr else self.Stream()
+
+    def Event(self, *, enable_timing: bool = False) -> FakeEvent:
+        """Not recorded yet."""
+        return FakeEvent(self, enable_timing=enable_timing)
+
+    def default_stream(self, device: object = None) -> FakeStream:
+        """The one with the handle 0."""
+        return self._default
+
+    def current_stream(self, device: object = None) -> FakeStream:
+        """Where work goes."""
+        return self._current
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeStream | None) -> Iterator[None]:
+        """Work goes there; None changes nothing."""
+        before, self._current = self._current, stream or self._current
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def synchronize(self, device: object = None) -> None:
+        """The host waits for everything."""
+        self.num_waits += 1
+        self.done_ms = self.now_ms
+
+    # -- memory, and the debug mode ----------------------------------------------------
+
+    def allocate(self, num_bytes: int) -> None:
+        """More in use (negative: less)."""
+        self.in_use += num_bytes
+        self.peak = max(self.peak, self.in_use)
+
+    def memory_allocated(self, device: object = None) -> int:
+        """Bytes in use."""
+        return self.in_use
+
+    def max_memory_allocated(self, device: object = None) -> int:
+        """The most since the last reset."""
+        return self.peak
+
+    def reset_peak_memory_stats(self, device: object = None) -> None:
+        """From now on."""
+        self.peak = self.in_use
+
+    def get_sync_debug_mode(self) -> int:
+        """Torch's numbers."""
+        return ("default", "warn", "error").index(self._sync_mode)
+
+    def set_sync_debug_mode(self, mode: int | str) -> None:
+        """What happens when the host waits."""
+        names = ("default", "warn", "error")
+        self._sync_mode = names[mode] if isinstance(mode, int) else mode
+
+
+def install(monkeypatch: Any, fake: FakeCuda) -> None:
+    """Put the stand-in in the place of what ``minidp`` uses of ``torch.cuda``."""
+    import torch
+
+    for name in (
+        *("Stream", "ExternalStream", "Event", "stream"),
+        *("default_stream", "current_stream", "synchronize"),
+    ):
+        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
