@@ -168,13 +168,13 @@ void Arrivals::fired(size_t i) {
   if (is_timed.load(std::memory_order_relaxed)) {
     stamp(i);
   }
+  note_stream(i);  // also of what Python takes: whoever flattens waits for all
   const bool is_elsewhere =
       params_[i].is_cpu() && owner_.load() != std::this_thread::get_id();
   if (codes_[i] != unset_ || is_elsewhere) {
     call_python(on_unusual_, i);
     return;
   }
-  note_stream(i);
   // Without the checks of Tensor::grad(), which cost more than the rest of this.
   const auto& grad = params_[i].unsafeGetTensorImpl()->grad();
   const auto& target = targets_[i];
