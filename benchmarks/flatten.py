@@ -268,7 +268,7 @@ def _percentiles(times: Times) -> list[float]:
 
 def verdicts(found: Race) -> Iterator[Verdict]:
     """The targets of the native kernels."""
-    kernels = [n for n in found.times if n.startswith("native") and "stats" not in n]
+    kernels = [n for n in found.times if n.startswith("native")]
     for name in kernels:
         what = f"{name}; {found.title}"
         if max(found.cell.shapes) == (64,):

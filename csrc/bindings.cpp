@@ -218,34 +218,17 @@ void check_pairs(const Tensors& views, const Tensors& grads) {
   }
 }
 
-// flatten(views, grads, scale, stats=False) -> None or (sum of squares, first slot)
-py::object flatten(
-    const Tensors& views, const Tensors& grads, double scale, bool stats) {
-  check_pairs(views, grads);
-  minidp::Stats seen;
-  {
-    py::gil_scoped_release no_gil;
-    minidp::flatten(refs(views), refs(grads), scale, stats ? &seen : nullptr);
-  }
-  if (!stats) {
-    return py::none();
-  }
-  return py::make_tuple(seen.sum_of_squares, seen.first_nonfinite);
-}
-
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_entries(module);
   bind_arrivals(module);
   bind_slots(module);
-  module.def(
-      "flatten",
-      &flatten,
-      py::arg("views"),
-      py::arg("grads"),
-      py::arg("scale"),
-      py::arg("stats") = false);
+  module.def("flatten", [](const Tensors& views, const Tensors& grads, double scale) {
+    check_pairs(views, grads);
+    py::gil_scoped_release no_gil;
+    minidp::flatten(refs(views), refs(grads), scale);
+  });
   module.def("unflatten", [](const Tensors& grads, const Tensors& views) {
     check_pairs(views, grads);
     py::gil_scoped_release no_gil;

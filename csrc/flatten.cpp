@@ -8,9 +8,12 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <cstring>
 #include <type_traits>
+
+#ifdef MINIDP_CUDA
+#include "cuda/copy_rows.h"
+#endif
 
 namespace minidp {
 namespace {
@@ -85,49 +88,6 @@ void scale_row(To* to, const From* from, int64_t n, double scale) {
   }
 }
 
-// Many sums, because the compiler may not reorder the additions of one.
-template <typename T>
-double sum_of_squares(const T* x, int64_t n) {
-  constexpr int64_t kLanes = 32;
-  double sums[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      const auto value = static_cast<double>(x[i + lane]);
-      sums[lane] += value * value;
-    }
-  }
-  double sum = 0;
-  for (; i < n; ++i) {
-    sum += static_cast<double>(x[i]) * static_cast<double>(x[i]);
-  }
-  for (const double each : sums) {
-    sum += each;
-  }
-  return sum;
-}
-
-// In pieces that stay in the first-level cache, so that looking costs no second trip to
-// memory. The sum of squares is finite exactly if all values are, except for doubles,
-// whose squares may overflow.
-template <typename To, typename From>
-double scale_and_look(To* to, const From* from, int64_t n, double scale, bool* finite) {
-  constexpr int64_t kPiece = 4096 / sizeof(To);
-  double sum = 0;
-  for (int64_t i = 0; i < n; i += kPiece) {
-    const int64_t length = std::min(kPiece, n - i);
-    scale_row(to + i, from + i, length, scale);
-    const double more = sum_of_squares(to + i, length);
-    if (!std::isfinite(more)) {
-      for (int64_t j = i; j < i + length; ++j) {
-        *finite = *finite && std::isfinite(static_cast<double>(to[j]));
-      }
-    }
-    sum += more;
-  }
-  return sum;
-}
-
 // One stretch of memory: the elements [begin, end) of slot `slot`.
 struct Stretch {
   size_t slot;
@@ -174,23 +134,13 @@ bool has_loop(at::ScalarType type) {
       type == at::kHalf;
 }
 
-void look_at_slot(const at::Tensor& view, size_t slot, Stats* stats) {
-  const auto real = view.is_complex() ? at::view_as_real(view) : view;
-  const auto wide = real.to(at::kDouble);
-  stats->sum_of_squares += wide.square().sum().item<double>();
-  if (!wide.isfinite().all().item<bool>() && stats->first_nonfinite < 0) {
-    stats->first_nonfinite = static_cast<int64_t>(slot);
-  }
-}
-
 // Copies slots that are loops over memory; all have these two dtypes.
 template <typename To, typename From>
 void copy_rows(
     const Refs& views,
     const Refs& grads,
     const std::vector<size_t>& slots,
-    double scale,
-    Stats* stats) {
+    double scale) {
   std::vector<To*> to;
   std::vector<const From*> from;
   std::vector<int64_t> ends;
@@ -203,60 +153,69 @@ void copy_rows(
     from.push_back(static_cast<const From*>(grads[slot]->const_data_ptr()));
     ends.push_back(total += views[slot]->numel());
   }
-  if (stats == nullptr) {
-    for_stretches(ends, sizeof(To), [&](Stretch s) {
-      scale_row(to[s.slot] + s.begin, from[s.slot] + s.begin, s.end - s.begin, scale);
-    });
+  for_stretches(ends, sizeof(To), [&](Stretch s) {
+    scale_row(to[s.slot] + s.begin, from[s.slot] + s.begin, s.end - s.begin, scale);
+  });
+}
+
+// Whether a copy is a loop over memory, or a row of a kernel.
+bool has_loop(const at::Tensor& to, const at::Tensor& from) {
+  if (!has_loop(to.scalar_type()) || !has_loop(from.scalar_type()) ||
+      !same_order(to, from)) {
+    return false;
+  }
+#ifdef MINIDP_CUDA
+  if (to.is_cuda()) {
+    return to.scalar_type() == from.scalar_type();
+  }
+#endif
+  return to.is_cpu();
+}
+
+// Whether two copies can be done together.
+bool are_alike(
+    const at::Tensor& to, const at::Tensor& from, const at::Tensor& to2, const at::Tensor& from2) {
+  return to.scalar_type() == to2.scalar_type() &&
+      from.scalar_type() == from2.scalar_type() && to.device() == to2.device();
+}
+
+// Copies slots that are all alike.
+void copy_together(
+    const Refs& to, const Refs& from, const std::vector<size_t>& slots, double scale) {
+  const size_t first = slots.front();
+#ifdef MINIDP_CUDA
+  if (to[first]->is_cuda()) {
+    cuda::copy_rows(to, from, slots, scale);
     return;
   }
-  // One thread: the sum must not depend on how many there are.
-  for (size_t k = 0; k < slots.size(); ++k) {
-    bool finite = true;
-    stats->sum_of_squares +=
-        scale_and_look(to[k], from[k], views[slots[k]]->numel(), scale, &finite);
-    const auto slot = static_cast<int64_t>(slots[k]);
-    if (!finite && (stats->first_nonfinite < 0 || slot < stats->first_nonfinite)) {
-      stats->first_nonfinite = slot;
-    }
-  }
-}
-
-bool has_loop(const at::Tensor& to, const at::Tensor& from) {
-  return to.is_cpu() && has_loop(to.scalar_type()) && has_loop(from.scalar_type()) &&
-      same_order(to, from);
-}
-
-void copy_all(const Refs& to, const Refs& from, double scale, Stats* stats) {
-  std::vector<size_t> rows;
-  rows.reserve(to.size());
-  at::ScalarType to_type = at::kFloat;
-  at::ScalarType from_type = at::kFloat;
-  const auto flush = [&] {
-    if (rows.empty()) {
-      return;
-    }
-    with_type(to_type, [&](auto t) {
-      with_type(from_type, [&](auto f) {
-        copy_rows<decltype(t), decltype(f)>(to, from, rows, scale, stats);
-      });
+#endif
+  with_type(to[first]->scalar_type(), [&](auto t) {
+    with_type(from[first]->scalar_type(), [&](auto f) {
+      copy_rows<decltype(t), decltype(f)>(to, from, slots, scale);
     });
-    rows.clear();
+  });
+}
+
+void copy_all(const Refs& to, const Refs& from, double scale) {
+  std::vector<size_t> alike;
+  alike.reserve(to.size());
+  const auto flush = [&] {
+    if (!alike.empty()) {
+      copy_together(to, from, alike, scale);
+      alike.clear();
+    }
   };
   for (size_t k = 0; k < to.size(); ++k) {
     if (!from[k]->defined()) {
       to[k]->zero_();
     } else if (!has_loop(*to[k], *from[k])) {
       scale_by_torch(*to[k], *from[k], scale);
-      if (stats != nullptr) {
-        look_at_slot(*to[k], k, stats);
-      }
     } else {
-      if (to[k]->scalar_type() != to_type || from[k]->scalar_type() != from_type) {
+      if (!alike.empty() &&
+          !are_alike(*to[alike.front()], *from[alike.front()], *to[k], *from[k])) {
         flush();
-        to_type = to[k]->scalar_type();
-        from_type = from[k]->scalar_type();
       }
-      rows.push_back(k);
+      alike.push_back(k);
     }
   }
   flush();
@@ -296,12 +255,12 @@ void scale_by_torch(const at::Tensor& view, const at::Tensor& grad, double scale
   }
 }
 
-void flatten(const Refs& views, const Refs& grads, double scale, Stats* stats) {
-  copy_all(views, grads, scale, stats);
+void flatten(const Refs& views, const Refs& grads, double scale) {
+  copy_all(views, grads, scale);
 }
 
 void unflatten(const Refs& grads, const Refs& views) {
-  copy_all(grads, views, 1.0, nullptr);
+  copy_all(grads, views, 1.0);
   for (const auto* grad : grads) {
     grad->unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
   }

@@ -1,4 +1,4 @@
-// The copies between gradients and a bucket's buffer, on CPU.
+// The copies between gradients and a bucket's buffer, on CPU and, with MINIDP_CUDA, on GPUs.
 //
 // minidp/_ops.py is the specification: every function here gives the same bits, but for
 // the sign and payload of a NaN.
@@ -10,13 +10,6 @@
 #include <vector>
 
 namespace minidp {
-
-// For clipping, and for naming the parameter that went NaN, without another pass.
-// What a pass over the gradients saw of the values that it wrote.
-struct Stats {
-  double sum_of_squares = 0;
-  int64_t first_nonfinite = -1;  // lowest slot with an inf or a NaN; -1: none
-};
 
 // Whether a tensor is plain: subclasses, sparse tensors and lazy zeros have no address.
 bool has_memory(const at::Tensor& tensor);
@@ -33,8 +26,8 @@ using Refs = std::vector<const at::Tensor*>;
 void scale_by_torch(const at::Tensor& view, const at::Tensor& grad, double scale);
 
 // views[k] = grads[k] * scale, multiplied in the gradient's dtype, then converted to the
-// view's. An undefined gradient gives zeros. `stats` may be null.
-void flatten(const Refs& views, const Refs& grads, double scale, Stats* stats);
+// view's. An undefined gradient gives zeros.
+void flatten(const Refs& views, const Refs& grads, double scale);
 
 // grads[k] = views[k], converted.
 void unflatten(const Refs& grads, const Refs& views);

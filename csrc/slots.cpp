@@ -17,11 +17,6 @@ Slots::Slots(
       values_(std::move(values)),
       as_view_(as_view) {
   TORCH_CHECK(params_.size() == views_.size(), "one view per parameter");
-#ifdef MINIDP_CUDA
-  if (values_.is_cuda()) {
-    plan_ = std::make_unique<CudaPlan>(views_);
-  }
-#endif
   copied_.resize(params_.size());
   versions_.resize(params_.size());
 }
@@ -116,50 +111,12 @@ Refs Slots::views_of(const std::vector<size_t>& slots) const {
   return views;
 }
 
-#ifdef MINIDP_CUDA
-// By slot what one kernel can copy; undefined is skipped. The rest is done here.
-template <typename ByTorch>
-std::vector<at::Tensor> Slots::rows(
-    const std::vector<size_t>& slots, const Refs& grads, ByTorch by_torch) const {
-  std::vector<at::Tensor> found(views_.size());
-  for (size_t n = 0; n < slots.size(); ++n) {
-    const auto& view = views_[slots[n]];
-    if (!grads[n]->defined()) {
-      view.zero_();
-    } else if (!view.is_complex() && same_order(view, *grads[n])) {
-      found[slots[n]] = *grads[n];
-    } else {
-      by_torch(view, *grads[n]);
-    }
-  }
-  return found;
-}
-#endif
-
 void Slots::copy_in(const std::vector<size_t>& slots, const Refs& grads, double scale) {
-#ifdef MINIDP_CUDA
-  if (plan_) {
-    const auto by_torch = [&](const at::Tensor& view, const at::Tensor& grad) {
-      scale_by_torch(view, grad, scale);
-    };
-    plan_->flatten(rows(slots, grads, by_torch), scale, std::nullopt);
-    return;
-  }
-#endif
-  minidp::flatten(views_of(slots), grads, scale, nullptr);
+  minidp::flatten(views_of(slots), grads, scale);
   values_.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
 }
 
 void Slots::copy_out(const std::vector<size_t>& slots, const Refs& grads) {
-#ifdef MINIDP_CUDA
-  if (plan_) {
-    const auto by_torch = [](const at::Tensor& view, const at::Tensor& grad) {
-      scale_by_torch(grad, view, 1.0);
-    };
-    plan_->unflatten(rows(slots, grads, by_torch));
-    return;
-  }
-#endif
   minidp::unflatten(grads, views_of(slots));
 }
 

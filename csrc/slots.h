@@ -15,9 +15,6 @@
 #include <vector>
 
 #include "flatten.h"
-#ifdef MINIDP_CUDA
-#include "cuda/plan.h"
-#endif
 
 namespace minidp {
 
@@ -67,12 +64,6 @@ class Slots {
   // unflatten when we are alone.
   std::vector<at::Tensor> copied_;
   std::vector<int64_t> versions_;
-#ifdef MINIDP_CUDA
-  template <typename ByTorch>
-  std::vector<at::Tensor> rows(
-      const std::vector<size_t>& slots, const Refs& grads, ByTorch by_torch) const;
-  std::unique_ptr<CudaPlan> plan_;  // none on CPU
-#endif
   bool as_view_;
 };
 

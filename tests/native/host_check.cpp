@@ -1,145 +1,90 @@
-// Chunks and threads of the kernels, run one after the other on the CPU: for tests on
-// machines without a GPU, which load this as a shared library. Not part of minidp.
-#include <algorithm>
+// The kernel's threads, run one after the other on the CPU: for tests on machines
+// without a GPU, which load this as a shared library. Not part of minidp.
 #include <cstdint>
 
-#include "chunks.h"
+#include "rows.h"
 
 #if __has_include(<cuda_fp16.h>)
-#define MINIDP_HAS_TRANSFER
-
-// What a GPU would fault on, and what it would be slow at.
-struct Accesses {
-  std::int64_t misaligned;
-  std::int64_t wide;    // of 16 bytes
-  std::int64_t narrow;  // of fewer
-};
-static Accesses accesses;
-static void on_access(const void* pointer, std::uintptr_t bytes) {
-  accesses.misaligned += reinterpret_cast<std::uintptr_t>(pointer) % bytes != 0;
-  (bytes == 16 ? accesses.wide : accesses.narrow) += 1;
-}
-#define MINIDP_ON_ACCESS(pointer, bytes) on_access(pointer, bytes)
-#include "transfer.h"
+#define MINIDP_HAS_COPY
+#include "scaled_copy.h"
 #endif
 
 using namespace minidp::cuda;
 
-extern "C" {
-
-// Tells the sizes; fills the arrays unless they are null.
-void make(const Slot* slots, std::int64_t num_slots, std::int64_t element_size,
-          std::int64_t max_slots, std::int64_t* sizes, Chunk* chunks,
-          Launch* launches) {
-  const auto schedule =
-      make_schedule({slots, slots + num_slots}, element_size, max_slots);
-  sizes[0] = static_cast<std::int64_t>(schedule.chunks.size());
-  sizes[1] = static_cast<std::int64_t>(schedule.launches.size());
-  if (chunks != nullptr) {
-    std::copy(schedule.chunks.begin(), schedule.chunks.end(), chunks);
-    std::copy(schedule.launches.begin(), schedule.launches.end(), launches);
-  }
-}
-
-std::int64_t blocks_of(const Launch* launch) { return num_blocks(*launch); }
-
-// kThreads teams per block.
-void teams_of(const Launch* launch, Team* teams) {
-  for (std::int64_t i = 0; i < num_blocks(*launch) * kThreads; ++i) {
-    teams[i] = team_of(*launch, i / kThreads, static_cast<int>(i % kThreads));
-  }
-}
-
-}  // extern "C"
-
-#ifdef MINIDP_HAS_TRANSFER
-
-// One transfer: what flatten.cu's host side is told, and its statistics.
+// What tests pass and get; `rows` are those that the extension would make of tensors.
 struct Run {
-  const Slot* slots;
-  std::int64_t num_slots;
-  std::int64_t element_size;
-  std::int64_t max_slots;
-  void* buffer;
-  void* const* gradients;
+  const Row* rows;
+  std::int64_t num_rows;
   double scale;
-  std::int64_t into_buffer;
-  double squares;
-  std::int64_t lowest;
-  Accesses accesses;
+  std::int64_t num_launches;
+  std::int64_t num_blocks;
+  std::int64_t most_rows;  // of a launch
 };
 
 namespace {
 
-template <typename Src, typename Dst, bool kStats>
-void run_thread_of(Run& run, const Work& work, std::int64_t block, int thread) {
-  TransferOf<Src, Dst, kStats> transfer(run.scale);
-  [[maybe_unused]] const std::int64_t slot = run_thread<Src, Dst>(
-      work, run.gradients + work.launch.first_slot, block, thread, transfer);
-  if constexpr (kStats) {
-    run.squares += transfer.squares;
-    run.lowest = transfer.nonfinite ? std::min(run.lowest, slot) : run.lowest;
-  }
-}
-
-template <typename Src, typename Dst, bool kStats>
-void run_all(Run& run) {
-  const auto schedule = make_schedule({run.slots, run.slots + run.num_slots},
-                                      run.element_size, run.max_slots);
-  for (const Launch& launch : schedule.launches) {
-    const Work work{schedule.chunks.data(), run.buffer, launch, run.scale, nullptr,
-                    nullptr,                run.into_buffer != 0};
-    for (std::int64_t i = 0; i < num_blocks(launch) * kThreads; ++i) {
-      run_thread_of<Src, Dst, kStats>(run, work, i / kThreads,
-                                      static_cast<int>(i % kThreads));
-    }
-  }
-}
-
-template <typename Src>
-void run_to(char dst, Run& run) {
-  switch (dst) {
-    case 'f':
-      return run_all<Src, float, true>(run);
-    case 'd':
-      return run_all<Src, double, true>(run);
-    case 'h':
-      return run_all<Src, __half, true>(run);
-    default:
-      return run_all<Src, __nv_bfloat16, true>(run);
-  }
+template <typename OnBatch>
+void run_all(Run& run, OnBatch on_batch) {
+  const auto row_at = [&](std::size_t n) { return run.rows[n]; };
+  for_batches(run.num_rows, run.scale, row_at, [&](const Batch& batch) {
+    run.num_launches += 1;
+    run.num_blocks += batch.num_blocks;
+    run.most_rows = batch.num_rows > run.most_rows ? batch.num_rows : run.most_rows;
+    on_batch(batch);
+  });
 }
 
 }  // namespace
 
-extern "C" void transfer(char src, char dst, Run* run) {
-  accesses = {};
-  switch (src) {
-    case '1':
-      run_all<std::uint8_t, std::uint8_t, false>(*run);
-      break;
-    case '2':
-      run_all<std::uint16_t, std::uint16_t, false>(*run);
-      break;
-    case '4':
-      run_all<std::uint32_t, std::uint32_t, false>(*run);
-      break;
-    case '8':
-      run_all<std::uint64_t, std::uint64_t, false>(*run);
-      break;
+extern "C" {
+
+int threads_per_block() { return kThreads; }
+std::int64_t elements_per_block() { return kBlockElements; }
+int rows_per_launch() { return kMaxRows; }
+
+// Copies nothing: which row every block of every launch finds, as its number in
+// `tags`, which the rows carry in `to`.
+void plan(Run* run, std::int64_t* tags, std::int64_t* begins) {
+  std::int64_t n = 0;
+  run_all(*run, [&](const Batch& batch) {
+    for (std::int64_t block = 0; block < batch.num_blocks; ++block, ++n) {
+      const Row& row = row_of(batch, block);
+      tags[n] = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(row.to));
+      begins[n] = (block - row.first_block) * kBlockElements;
+    }
+  });
+}
+
+}  // extern "C"
+
+#ifdef MINIDP_HAS_COPY
+
+namespace {
+
+template <typename T>
+void copy_as(Run& run) {
+  run_all(run, [](const Batch& batch) {
+    for (std::int64_t block = 0; block < batch.num_blocks; ++block) {
+      for (int thread = 0; thread < kThreads; ++thread) {
+        run_thread<T>(batch, block, thread);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+extern "C" void copy(char type, Run* run) {
+  switch (type) {
     case 'f':
-      run_to<float>(dst, *run);
-      break;
+      return copy_as<float>(*run);
     case 'd':
-      run_to<double>(dst, *run);
-      break;
+      return copy_as<double>(*run);
     case 'h':
-      run_to<__half>(dst, *run);
-      break;
+      return copy_as<__half>(*run);
     default:
-      run_to<__nv_bfloat16>(dst, *run);
+      return copy_as<__nv_bfloat16>(*run);
   }
-  run->accesses = accesses;
 }
 
 #endif
