@@ -69,7 +69,10 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    no_gpu = pytest.mark.skip(reason="no CUDA device")
+    lacks = (
+        "CUDA device" if torch.version.cuda else f"CUDA in torch {torch.__version__}"
+    )
+    no_gpu = pytest.mark.skip(reason=f"no {lacks}")
     has_gpu = torch.cuda.is_available()
     for item in items:
         folder = item.path.relative_to(_TESTS).parts[0]

@@ -20,8 +20,8 @@ ALL_STAGES=(
 # By name only, for minutes. When csrc/ or its build have changed: torch's own tests on the
 # extension, and an extension that includes torch's headers. And Accelerate, Lightning and
 # Transformers on minidp, which are installed for that. And clean builds that are installed
-# in fresh environments, with mypy and pyright.
-OTHER_STAGES=(native-conformance native-torch trainers packaging)
+# in fresh environments, with mypy and pyright. And what needs a GPU.
+OTHER_STAGES=(native-conformance native-torch trainers packaging gpu)
 
 # One thread per rank, or the ranks fight over the cores; and gloo on the loopback
 # device, or it binds to whatever the host name happens to resolve to.
@@ -64,7 +64,7 @@ no_compiler() { ! command -v "${CXX:-c++}" >/dev/null; }
 
 stage_unit() { python_mode tests/unit; }
 stage_property() { python_mode tests/property; }
-stage_distributed() { python_mode tests/distributed; }
+stage_distributed() { python_mode tests/distributed tests/gpu -m "not gpu"; }
 stage_fault() { HYPOTHESIS_PROFILE=brief python_mode tests/fault -m "not slow"; }
 stage_conformance() { python_mode tests/conformance && MINIDP_NATIVE=0 conform; }
 stage_native() {
@@ -95,6 +95,12 @@ stage_native-fault() {
 }
 stage_trainers() { python_mode tests/trainers; }
 stage_packaging() { MINIDP_TEST_PACKAGING=1 "$PYTHON" -m pytest tests/packaging; }
+# Ten minutes at most: what would begin after seven fails, and nothing takes three. Alone:
+# two tests at a time would wait for each other's kernels.
+stage_gpu() {
+    MINIDP_GPU_RESULTS=${MINIDP_GPU_RESULTS:-benchmarks/results} MINIDP_GPU_SECONDS=420 \
+        "$PYTHON" -m pytest -p no:xdist -m gpu --timeout 170 tests/gpu
+}
 stage_native-conformance() { no_compiler || MINIDP_NATIVE=1 conform; }
 
 # Runs `"$@" SCRIPT --smoke` for every script of the folder, two at a time: by glob, not

@@ -173,11 +173,13 @@ class FakeCuda:
 
 
 def install(monkeypatch: Any, fake: FakeCuda) -> None:
-    """Put the stand-in in the place of what ``minidp`` uses of ``torch.cuda``."""
+    """Put the stand-in in the place of what minidp and tests use of ``torch.cuda``."""
     import torch
 
     for name in (
         *("Stream", "ExternalStream", "Event", "stream"),
         *("default_stream", "current_stream", "synchronize"),
+        *("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"),
+        *("get_sync_debug_mode", "set_sync_debug_mode"),
     ):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))

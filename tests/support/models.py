@@ -72,7 +72,8 @@ class Patchwork(nn.Module):
 
     def _term(self, i: int, x: torch.Tensor) -> torch.Tensor:
         param = self.params[i]
-        count = torch.arange(param.numel(), dtype=torch.float32).reshape(param.shape)
+        count = torch.arange(param.numel(), dtype=torch.float32, device=x.device)
+        count = count.reshape(param.shape)
         factor = (torch.cos(count * 0.7 + i) * x[i % 4, i % 3]).to(param.dtype)
         term: torch.Tensor = (param * param * factor).sum()
         if term.is_complex():

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,11 +63,25 @@ class Pool:
     Args:
         world_size: How many processes.
         group_timeout: Seconds after which a collective without its peers fails.
+        env: Extra environment variables of the processes, see `run_fresh`.
+        backend: Of all groups.
+        devices: Of each rank; the CPU by default.
     """
 
-    def __init__(self, world_size: int = 4, group_timeout: float = 20.0) -> None:
+    def __init__(
+        self,
+        world_size: int = 4,
+        group_timeout: float = 20.0,
+        *,
+        env: Mapping[str, str] | None = None,
+        backend: str = "gloo",
+        devices: Sequence[str] = (),
+    ) -> None:
         self._world_size = world_size
         self._group_timeout = group_timeout
+        self._env = env
+        self._backend = backend
+        self._devices = tuple(devices)
         self._subgroups = tuple(
             ranks
             for ranks in _SUBGROUPS
@@ -129,6 +143,9 @@ class Pool:
                 self._world_size,
                 group_timeout=self._group_timeout,
                 subgroups=self._subgroups,
+                env=self._env,
+                backend=self._backend,
+                devices=self._devices,
             )
             self._start_seconds.append(time.monotonic() - begin)
         return self._team

@@ -120,7 +120,16 @@ def make_job(
 
 
 class Team:
-    """World-size many rank processes with their process groups."""
+    """World-size many rank processes with their process groups.
+
+    Args:
+        world_size: How many.
+        group_timeout: Seconds after which a collective without its peers fails.
+        subgroups: Groups to prepare besides the default one.
+        env: Extra environment variables; new interpreters, then.
+        backend: Of all groups.
+        devices: Of each rank; the CPU by default.
+    """
 
     def __init__(
         self,
@@ -129,6 +138,8 @@ class Team:
         group_timeout: float,
         subgroups: tuple[Ranks, ...] = (),
         env: Mapping[str, str] | None = None,
+        backend: str = "gloo",
+        devices: Sequence[str] = (),
     ) -> None:
         self.issued: dict[int, Mapping[Ranks, int]] = {}
         self.groups_made: dict[int, int] = {}
@@ -146,6 +157,8 @@ class Team:
                         stacks_path=str(self._stacks_file(rank)),
                         subgroups=subgroups,
                         group_timeout=group_timeout,
+                        backend=backend,
+                        device=devices[rank] if devices else "cpu",
                     )
                     self._start(context, setup)
             self._await_ready()

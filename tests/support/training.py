@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 LEARNING_RATE = 0.1
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -136,14 +137,17 @@ HOOKS: dict[str, Any] = {
 
 
 def train(
-    training: Training, wrapper: Callable[..., Any], group: dist.ProcessGroup
+    training: Training,
+    wrapper: Callable[..., Any],
+    group: dist.ProcessGroup,
+    device: torch.device = CPU,
 ) -> Log:
     """Run a training on this rank, until its end or an error."""
     log, rank = Log(), group.rank()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            ddp = _wrapped(training, wrapper, group)
+            ddp = _wrapped(training, wrapper, group, device)
             with ddp.join(training.joins) if _joins(training) else nullcontext():
                 _train(training, ddp, rank, log)
         except Exception as error:
@@ -158,8 +162,10 @@ def _joins(training: Training) -> bool:
     return training.joins is not None
 
 
-def _wrapped(training: Training, wrapper: Any, group: dist.ProcessGroup) -> Any:
-    net = Net(training.parts, seed=group.rank())
+def _wrapped(
+    training: Training, wrapper: Any, group: dist.ProcessGroup, device: torch.device
+) -> Any:
+    net = Net(training.parts, seed=group.rank()).to(device)
     options = dict(training.options)
     if training.delayed:
         assert net.spare is not None
@@ -176,13 +182,14 @@ def _wrapped(training: Training, wrapper: Any, group: dist.ProcessGroup) -> Any:
 
 def _train(training: Training, ddp: Any, rank: int, log: Log) -> None:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LEARNING_RATE)
+    device = next(ddp.parameters()).device
     num_steps = 0
     for i in range(training.counts[rank]):
         with ExitStack() as stack:
             if i in training.quiet:
                 stack.enter_context(ddp.no_sync())
             use_spare = training.uses_spare(i, rank)
-            ddp(inputs_of(rank, i), use_spare=use_spare).backward()
+            ddp(inputs_of(rank, i).to(device), use_spare=use_spare).backward()
         log.note(ddp.module)
         if i not in training.quiet:
             optimizer.step()

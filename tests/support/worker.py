@@ -34,6 +34,7 @@ import torch.distributed as dist
 from tests.support.wire import pack, unpack
 
 Ranks = tuple[int, ...]
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Setup:
     stacks_path: str
     subgroups: tuple[Ranks, ...]
     group_timeout: float
+    backend: str = "gloo"
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,8 @@ class Context:
     ``rank`` and ``world_size`` count within ``group``; ``global_rank`` counts all
     processes.  Always pass ``group`` on: in the pool, the default group spans all
     ranks, the idle ones too, and a collective on it would wait for them.
-    ``subgroups`` holds every prepared group that this process belongs to.
+    ``subgroups`` holds every prepared group that this process belongs to; tensors
+    belong on ``device``.
     """
 
     rank: int
@@ -74,6 +78,7 @@ class Context:
     group: dist.ProcessGroup
     global_rank: int
     subgroups: Mapping[Ranks, dist.ProcessGroup]
+    device: torch.device = CPU
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,8 @@ def serve(connection: Connection, setup: Setup) -> None:
     faulthandler.enable(file=stacks)
     faulthandler.register(signal.SIGUSR1, file=stacks)
     torch.set_num_threads(1)
+    if setup.device != "cpu":
+        torch.cuda.set_device(setup.device)
     groups = _make_groups(setup)
     gc.freeze()
     connection.send_bytes(b"ready")
@@ -126,7 +133,7 @@ def _make_groups(setup: Setup) -> dict[Ranks, dist.ProcessGroup]:
     # Public and documented, but missing from the type stubs' list of exports.
     store = dist.FileStore(setup.store_path, setup.world_size)  # type: ignore[attr-defined]
     dist.init_process_group(
-        "gloo",
+        setup.backend,
         store=store,
         rank=setup.rank,
         world_size=setup.world_size,
@@ -176,6 +183,7 @@ def _run(job: Job, setup: Setup, groups: Mapping[Ranks, dist.ProcessGroup]) -> A
         group=groups[job.ranks],
         global_rank=setup.rank,
         subgroups=groups,
+        device=torch.device(setup.device),
     )
     torch.manual_seed(0)
     with warnings.catch_warnings():

@@ -1,0 +1,354 @@
+"""What ranks do, on any device; each on torch's DDP and on minidp.
+
+A scenario is ``scenario(ctx, wrap, *args)``: tensors live on ``ctx.device``,
+``wrap(module, **options)`` wraps on the group of ``ctx``, and what it returns is
+compared bit for bit. Options and methods that only minidp has are for who has them:
+without them a scenario does the same in torch's words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import minidp
+from minidp import DataParallel, comm_hooks
+from tests.support.both import grads, on_both
+from tests.support.models import ModelSpec, ParamShape, Patchwork
+from tests.support.training import Log, Training, train
+
+SMALL = {"bucket_cap_mb": 64 / 2**20}  # several buckets
+STEPS = 4
+
+
+# ----------------------------------------------------------------------- how they run
+
+
+def compare(ctx: Any, scenario: Any, *args: Any) -> tuple[Any, Any]:
+    """(torch's, minidp's) result, each from the same random numbers."""
+    with deterministic():
+        return on_both(ctx, lambda ctx, wrap: scenario(ctx, wrap, *args))
+
+
+def compare_trainings(ctx: Any, training: Training) -> tuple[Log, Log]:
+    """(torch's, minidp's) log of this rank."""
+    kinds: tuple[Any, Any] = (DistributedDataParallel, DataParallel)
+    with deterministic():
+        logs = [train(training, kind, ctx.group, ctx.device) for kind in kinds]
+    return logs[0], logs[1]
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Kernels that give the same bits each time, and no TF32."""
+    backend = torch.backends.cudnn
+    before = backend.deterministic, backend.benchmark, backend.allow_tf32
+    backend.deterministic, backend.benchmark, backend.allow_tf32 = True, False, False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        backend.deterministic, backend.benchmark, backend.allow_tf32 = before
+
+
+# ------------------------------------------------------------------------------ models
+
+
+class Net(nn.Module):
+    """Matrices and vectors, small ones and one that is copied by its own hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(7, 7) for _ in range(3)])
+        self.wide = nn.Linear(7, 3000)  # 84 KB
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.wide(x).mean(1, keepdim=True) * self.scale
+
+
+def inputs(ctx: Any, step: int, *shape: int) -> torch.Tensor:
+    """Other numbers on each rank, and in each step."""
+    generator = torch.Generator().manual_seed(100 * step + ctx.rank)
+    return torch.randn(shape or (5, 7), generator=generator).to(ctx.device)
+
+
+def net(ctx: Any, kind: Any = Net) -> Any:
+    """The same weights on all ranks."""
+    torch.manual_seed(1)
+    return kind().to(ctx.device)
+
+
+def values(module: nn.Module) -> list[torch.Tensor]:
+    """Copies of all parameters."""
+    return [param.detach().clone() for param in module.parameters()]
+
+
+# --------------------------------------------------------------------------- scenarios
+
+
+def mixed_dtypes(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
+    """Every dtype, and all kinds of strides; buckets of each dtype."""
+    shapes = [
+        ParamShape((5, 3), dtype, strides)
+        for dtype in ("fp32", "fp64", "bf16", "fp16", "complex64")
+        for strides in ("contiguous", "transposed", "holes")
+    ]
+    shapes += [ParamShape((2, 3, 4, 5), "fp32", "channels_last"), ParamShape(())]
+    spec = ModelSpec(tuple(shapes), (tuple(range(len(shapes))),))
+    ddp = wrap(Patchwork(spec).to(ctx.device), **options)
+    history = []
+    for step in range(STEPS):
+        (loss,) = ddp(inputs(ctx, step, 4, 3), (True,))
+        loss.backward()
+        history.append(grads(ddp))
+        ddp.zero_grad(set_to_none=step % 2 == 0)
+    return history
+
+
+HOOKS: dict[str, tuple[Any, Any]] = {  # torch's, minidp's
+    "allreduce": (default_hooks.allreduce_hook,) * 2,
+    "fp16": (default_hooks.fp16_compress_hook, comm_hooks.fp16_compress_hook),
+    "bf16": (default_hooks.bf16_compress_hook, comm_hooks.bf16_compress_hook),
+    "torch's fp16": (default_hooks.fp16_compress_hook,) * 2,
+    "fp16 wrapper": (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),)
+    * 2,
+}
+
+
+def with_hook(ctx: Any, wrap: Any, name: str, options: dict[str, Any]) -> Any:
+    """Torch's hooks on both; and ours beside torch's of the same name."""
+    ddp = wrap(net(ctx), **SMALL, **options)
+    hook = HOOKS[name][isinstance(ddp, DataParallel)]
+    ddp.register_comm_hook(ctx.group, hook)
+    return _train(ctx, ddp)
+
+
+def with_power_sgd(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
+    """A hook with a state. In one bucket: several make it hang on Gloo."""
+    ddp = wrap(net(ctx), **options)
+    state = powerSGD_hook.PowerSGDState(ctx.group, start_powerSGD_iter=2)
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    logging.getLogger(powerSGD_hook.__name__).setLevel(logging.ERROR)
+    return _train(ctx, ddp)
+
+
+def with_builtin_hook(ctx: Any, wrap: Any, name: str) -> Any:
+    """Torch's hooks in C++."""
+    ddp = wrap(net(ctx), **SMALL)
+    ddp._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
+    return _train(ctx, ddp)
+
+
+def _train(ctx: Any, ddp: Any) -> Any:
+    history = []
+    for step in range(STEPS):
+        ddp.zero_grad(set_to_none=step != 2)
+        ddp(inputs(ctx, step)).pow(2).sum().backward()
+        history.append(grads(ddp))
+    return history
+
+
+def with_amp(ctx: Any, wrap: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    """Autocast and a scaler, which skips the step of an overflow."""
+    ddp = wrap(net(ctx), **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler(ctx.device.type, init_scale=2.0**8, growth_interval=2)
+    history = []
+    for step in range(6):
+        optimizer.zero_grad()
+        with torch.autocast(ctx.device.type, dtype=dtype):
+            loss = ddp(inputs(ctx, step)).pow(2).sum()
+        if step == 2:
+            loss = loss * torch.inf
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        # After the overflow there are NaN, which are equal to nothing.
+        numbers = [None if g is None else g.nan_to_num(nan=-7.0) for g in grads(ddp)]
+        history.append((numbers, values(ddp), scaler.get_scale()))
+    return history
+
+
+class Image(nn.Module):
+    """Convolutions in channels_last, with a norm between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.norm(self.first(x))))
+
+
+def channels_last(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
+    """Gradients, and how they lie in memory."""
+    module = net(ctx, Image).to(memory_format=torch.channels_last)
+    ddp = wrap(module, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    history = []
+    for step in range(STEPS):
+        x = inputs(ctx, step, 2, 3, 6, 6).to(memory_format=torch.channels_last)
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+        strides = [p.grad.stride() for p in ddp.parameters() if p.grad is not None]
+        history.append((grads(ddp), strides, values(ddp)))
+    return history, [b.clone() for b in ddp.buffers()]
+
+
+def sync_batch_norm(ctx: Any, wrap: Any) -> Any:
+    """Each with its own `convert_sync_batchnorm`."""
+    is_ours = isinstance(wrap(nn.Linear(1, 1).to(ctx.device)), DataParallel)
+    kind = minidp.SyncBatchNorm if is_ours else nn.SyncBatchNorm
+    ddp = wrap(kind.convert_sync_batchnorm(net(ctx, Image), ctx.group))
+    return _train_images(ddp, [ctx])
+
+
+def our_batch_norm(ctx: Any) -> Any:
+    """The same on minidp alone."""
+
+    def wrap(module: nn.Module) -> nn.Module:
+        return DataParallel(module, process_group=ctx.group)
+
+    with deterministic():
+        return sync_batch_norm(ctx, wrap)
+
+
+def full_batches(ctx: Any) -> Any:
+    """The same without ranks: one process has the batches of all."""
+    others = [replace(ctx, rank=rank) for rank in range(ctx.world_size)]
+    with deterministic():
+        return _train_images(net(ctx, Image), others)
+
+
+def _train_images(module: Any, ranks: list[Any]) -> Any:
+    """Gradients of each step, and the module buffers; the loss is a rank's sum."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    history = []
+    for step in range(STEPS):
+        parts = [inputs(rank, step, 2 + rank.rank, 3, 6, 6) for rank in ranks]
+        optimizer.zero_grad()
+        (module(torch.cat(parts)).square().sum() / len(ranks)).backward()
+        optimizer.step()
+        history.append(grads(module))
+    return history, [b.clone() for b in module.buffers()]
+
+
+def moved_inputs(ctx: Any, wrap: Any) -> Any:
+    """``device_ids``: inputs of the CPU, nested; what is no tensor stays."""
+    ddp = wrap(Nested().to(ctx.device), device_ids=[ctx.device.index])
+    history = []
+    for step in range(STEPS):
+        x = inputs(ctx, step).cpu()
+        out = ddp([x, {"y": x + 1}], scale=(x[:1] * 2, 3.0))
+        out.sum().backward()
+        history.append((out.detach(), grads(ddp)))
+    return history, str(ddp.device), ddp.device_ids, ddp.output_device
+
+
+class Nested(nn.Module):
+    """Takes tensors in lists, dicts and tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(7, 7)
+
+    def forward(self, xs: Any, *, scale: Any) -> torch.Tensor:
+        first, second = xs
+        return self.layer(first + second["y"]) * scale[0] * scale[1]
+
+
+def step_in_backward(ctx: Any, wrap: Any, optimizer: str, clip: float | None) -> Any:
+    """Parameters after each step; on torch's DDP the optimizer steps afterwards."""
+    ddp = wrap(net(ctx), **SMALL)
+    kinds = {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    }
+    stepper = kinds[optimizer](ddp.parameters())
+    if isinstance(ddp, DataParallel):
+        ddp.step_in_backward(stepper, clip_grad_norm=clip)
+    history = []
+    for step in range(STEPS):
+        stepper.zero_grad()
+        ddp(inputs(ctx, step)).pow(2).sum().backward()
+        if not isinstance(ddp, DataParallel):
+            if clip is not None:
+                nn.utils.clip_grad_norm_(ddp.parameters(), clip)
+            stepper.step()
+        history.append(values(ddp))
+    return history
+
+
+def auto_layout(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
+    """Until a layout stays; minidp only, gradients as with torch's layout."""
+    ddp = wrap(net(ctx), **options)
+    if isinstance(ddp, DataParallel):
+        ddp = wrap(net(ctx), bucket_cap_mb="auto", **options)
+    history = []
+    for step in range(LAST_TRIAL):
+        ddp.zero_grad()
+        ddp(inputs(ctx, step)).pow(2).sum().backward()
+        history.append(grads(ddp))
+    if isinstance(ddp, DataParallel):
+        is_final = ddp.bucket_layout["rebuilt"]
+        assert is_final or ctx.world_size == 1, "no layout stays"
+    return history
+
+
+LAST_TRIAL = 52  # backwards; see _autotune
+
+
+def recorded(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
+    """Gradients while minidp records; `recording_of` looks at what it recorded."""
+    ddp = wrap(net(ctx), **SMALL, **options)
+    if not isinstance(ddp, DataParallel):
+        return [_train(ctx, ddp) for _ in range(2)]
+    found = [_train(ctx, ddp)]
+    with minidp.record(ddp):
+        found.append(_train(ctx, ddp))
+    return found
+
+
+def recording_of(ctx: Any) -> Any:
+    """What a recording says of steps: plain data, and the report's text."""
+    ddp = DataParallel(net(ctx), process_group=ctx.group, **SMALL)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    _train(ctx, ddp)
+    with minidp.record(ddp) as recording:
+        for step in range(10):
+            optimizer.zero_grad()
+            ddp(inputs(ctx, step)).pow(2).sum().backward()
+            optimizer.step()
+    (timeline,) = recording.timelines
+    steps = [
+        {
+            "forward_ns": step.backward.begin_ns - step.forwards[0].begin_ns,
+            "backward_ns": step.backward.end_ns - step.backward.begin_ns,
+            "whole_ns": step.finalize_end_ns - step.backward.begin_ns,
+            "buckets": len(step.buckets),
+            "optimizers": len(step.optimizers),
+            "ready": sum(t is not None for t in step.ready_ns),
+        }
+        for step in timeline.steps
+    ]
+    gathered = len(recording.gather().timelines)
+    return steps, timeline.where.device, recording.report(), gathered

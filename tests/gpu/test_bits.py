@@ -1,0 +1,178 @@
+"""Gradients, parameters and module buffers have the bits that torch's DDP gives."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.test_matrix import (
+    FEATURES,
+    MORE,
+    check_numbers,
+    oddities_of,
+    training_of,
+)
+from tests.gpu import scenarios
+from tests.gpu.places import EVERYWHERE, ONE_GPU, TWO_GPUS, at
+from tests.support import oracle
+from tests.support.both import same
+from tests.support.training import difference
+
+NO_OPTIONS: dict[str, Any] = {}
+VIEWS = {"gradient_as_bucket_view": True}
+STATIC = {"static_graph": True}
+UNUSED = {"find_unused_parameters": True}
+BATCHED = {"batched_grad_copy": True}
+MODES = [NO_OPTIONS, VIEWS, STATIC, UNUSED, BATCHED]
+everywhere = at(EVERYWHERE)
+modes = pytest.mark.parametrize("mode", MODES, ids=lambda m: "-".join(m) or "default")
+
+
+def check(ranks: Any, scenario: Any, *args: Any) -> list[Any]:
+    """The scenario's results are those of torch's DDP, on every rank."""
+    found = ranks.run(scenarios.compare, scenario, *args)
+    for rank, (theirs, ours) in enumerate(found):
+        assert not isinstance(theirs, str), f"torch fails: {theirs}"
+        assert not isinstance(ours, str), f"rank {rank}: {ours}"
+        assert same(theirs, ours), f"rank {rank}: torch {theirs}, minidp {ours}"
+    return [ours for _, ours in found]
+
+
+# --------------------------------------------------------------- options, no_sync, join
+
+COMBINATIONS = [frozenset[str](), *(frozenset({name}) for name in FEATURES)]
+COMBINATIONS += [features for features in MORE if features not in COMBINATIONS]
+# What torch's DDP does not do, or only by chance, is judged in tests/distributed.
+COMBINATIONS = [features for features in COMBINATIONS if not oddities_of(features)]
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "features", COMBINATIONS, ids=lambda f: "+".join(sorted(f)) or "default"
+)
+def test_training(ranks: Any, features: frozenset[str]) -> None:
+    training = training_of(features, ranks.place.world_size)
+    oracle.skip_unless_torch_takes(name for name, _ in training.options)
+    logs = ranks.run(scenarios.compare_trainings, training)
+    for rank, (theirs, ours) in enumerate(logs):
+        assert difference(theirs, ours) == "", f"rank {rank}"
+    check_numbers(training, [ours for _, ours in logs])
+
+
+@everywhere
+@modes
+def test_every_dtype_and_layout(ranks: Any, mode: dict[str, Any]) -> None:
+    oracle.skip_unless_torch_takes(mode)
+    check(ranks, scenarios.mixed_dtypes, mode)
+
+
+@everywhere
+@pytest.mark.parametrize("mode", [NO_OPTIONS, VIEWS], ids=["default", "views"])
+def test_channels_last(ranks: Any, mode: dict[str, Any]) -> None:
+    check(ranks, scenarios.channels_last, mode)
+
+
+# ------------------------------------------------------------------------------- hooks
+
+
+@everywhere
+@pytest.mark.parametrize("mode", [NO_OPTIONS, VIEWS, STATIC], ids=str)
+@pytest.mark.parametrize("name", [h for h in scenarios.HOOKS if h != "bf16"])
+def test_comm_hook(ranks: Any, name: str, mode: dict[str, Any]) -> None:
+    check(ranks, scenarios.with_hook, name, mode)
+
+
+@at([*ONE_GPU, *TWO_GPUS])
+def test_bf16_hook(ranks: Any) -> None:
+    """Torch's DDP takes it with a torch for CUDA only."""
+    check(ranks, scenarios.with_hook, "bf16", NO_OPTIONS)
+
+
+@everywhere
+@pytest.mark.parametrize("mode", [NO_OPTIONS, VIEWS], ids=["default", "views"])
+def test_power_sgd(ranks: Any, mode: dict[str, Any]) -> None:
+    check(ranks, scenarios.with_power_sgd, mode)
+
+
+@everywhere
+@pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
+def test_builtin_hook(ranks: Any, name: str) -> None:
+    check(ranks, scenarios.with_builtin_hook, name)
+
+
+# -------------------------------------------------------------------------- around them
+
+
+@everywhere
+@pytest.mark.parametrize("mode", [NO_OPTIONS, VIEWS], ids=["default", "views"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast_and_scaler(ranks: Any, dtype: Any, mode: dict[str, Any]) -> None:
+    for history in check(ranks, scenarios.with_amp, dtype, mode):
+        scales = [scale for *_, scale in history]
+        assert scales[2] < scales[1], "the overflow was not noticed"
+        before, after = history[1][1], history[2][1]
+        assert same(before, after), "a step was taken in spite of the overflow"
+
+
+@at([*ONE_GPU, *TWO_GPUS])
+def test_sync_batch_norm(ranks: Any) -> None:
+    """On a GPU it is torch's layer; on the CPU torch has none."""
+    check(ranks, scenarios.sync_batch_norm)
+
+
+@everywhere
+def test_sync_batch_norm_is_that_of_the_full_batch(ranks: Any) -> None:
+    found = ranks.run(scenarios.our_batch_norm)
+    expected = ranks.run(scenarios.full_batches)[0]
+    for history, module_buffers in found:
+        mine = [*itertools.chain(*history), *module_buffers]
+        theirs = [*itertools.chain(*expected[0]), *expected[1]]
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@at([*ONE_GPU, *TWO_GPUS])
+def test_device_ids_move_inputs(ranks: Any) -> None:
+    for _, device, ids, output in check(ranks, scenarios.moved_inputs):
+        assert device.startswith("cuda")
+        assert ids == [output]
+
+
+@everywhere
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_steps_in_the_backward(ranks: Any, optimizer: str, clip: float | None) -> None:
+    check(ranks, scenarios.step_in_backward, optimizer, clip)
+
+
+@everywhere
+@pytest.mark.parametrize("mode", [NO_OPTIONS, VIEWS], ids=["default", "views"])
+def test_auto(ranks: Any, mode: dict[str, Any]) -> None:
+    """Two numbers have one sum, whatever the buckets are."""
+    check(ranks, scenarios.auto_layout, mode)
+
+
+@everywhere
+@modes
+def test_recording_changes_nothing(ranks: Any, mode: dict[str, Any]) -> None:
+    oracle.skip_unless_torch_takes(mode)
+    check(ranks, scenarios.recorded, mode)
+
+
+@everywhere
+def test_what_is_recorded_makes_sense(ranks: Any) -> None:
+    for steps, device, report, num_gathered in ranks.run(scenarios.recording_of):
+        assert device.startswith("cuda" if ranks.place.on_gpu else "cpu")
+        assert len(steps) == 10
+        assert num_gathered == ranks.place.world_size
+        for step in steps:
+            assert step["forward_ns"] > 0
+            assert 0 < step["backward_ns"] <= step["whole_ns"]
+            assert step["whole_ns"] < 60e9
+            assert step["buckets"] > 1
+            assert step["optimizers"] == 1
+        assert steps[0]["ready"] == 9, "the hooks of the first step are timed"
+        assert "backward" in report

@@ -1,0 +1,134 @@
+"""Memory on the device; and what happens when a rank does not come."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from minidp import DataParallel
+from tests.gpu import measure, scenarios
+from tests.gpu.places import CPU, ONE_GPU, TWO_GPUS, at
+from tests.gpu.test_bits import modes
+from tests.support import oracle
+
+MIB = 1 << 20
+SLACK = 2 * MIB  # small tensors, rounded up by the allocator
+BUCKET = 29 * MIB  # 25, and the gradient that exceeds them
+CYCLES = 20
+HANG_SECONDS = 5.0
+
+# ----------------------------------------------------------------------------- memory
+
+
+def wide_net(ctx: Any) -> nn.Module:
+    """32 MiB of parameters."""
+    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to(ctx.device)
+
+
+def peaks(ctx: Any, options: dict[str, Any]) -> list[int]:
+    """Of steady training, with what the wrapper keeps: torch's DDP, minidp."""
+    found = []
+    for kind in (DistributedDataParallel, DataParallel):
+        module = wide_net(ctx)
+        x = scenarios.inputs(ctx, 0, 16, 1024)
+
+        def train(kind: Any = kind, module: Any = module, x: Any = x) -> None:
+            ddp = kind(module, process_group=ctx.group, **options)
+            for _ in range(4):
+                ddp.zero_grad()
+                ddp(x).sum().backward()
+
+        found.append(measure.peak_bytes(torch.cuda, train))
+        del module, train
+        gc.collect()
+    return found
+
+
+@at([*ONE_GPU, *TWO_GPUS])
+@modes
+def test_no_more_memory_than_torchs(
+    ranks: Any, results: Any, mode: dict[str, Any]
+) -> None:
+    oracle.skip_unless_torch_takes(mode)
+    found = ranks.run(peaks, mode)
+    for rank, (theirs, ours) in enumerate(found):
+        if rank == 0:
+            results.add(
+                "Peak memory beyond the module, MiB",
+                place=ranks.place.name,
+                mode="-".join(mode) or "default",
+                torch=theirs / MIB,
+                minidp=ours / MIB,
+            )
+        assert theirs > 32 * MIB, "a wrapped module has gradients"
+        # On a GPU the extension copies a bucket at once: until then it keeps fresh
+        # gradients, of which torch drops each as soon as its view is filled.
+        keeps_bucket = ranks.place.is_native and "gradient_as_bucket_view" in mode
+        assert ours <= theirs + SLACK + (BUCKET if keeps_bucket else 0)
+
+
+def left_behind(ctx: Any, options: dict[str, Any]) -> list[int]:
+    """Bytes in use after each cycle of wrapping, training and dropping."""
+    found = []
+    for _ in range(CYCLES):
+        ddp = DataParallel(wide_net(ctx), process_group=ctx.group, **options)
+        for step in range(3):
+            ddp(scenarios.inputs(ctx, step, 4, 1024)).sum().backward()
+        del ddp
+        gc.collect()
+        torch.cuda.synchronize()
+        found.append(torch.cuda.memory_allocated())
+    return found
+
+
+@at([*ONE_GPU, *TWO_GPUS])
+@modes
+def test_nothing_is_left_behind(ranks: Any, mode: dict[str, Any]) -> None:
+    for in_use in ranks.run(left_behind, mode):
+        assert len(set(in_use[CYCLES // 2 :])) == 1, in_use
+
+
+# ---------------------------------------------------------------------- a rank is gone
+
+
+def stay_alone(ctx: Any, log: str) -> str:
+    """Rank 1 leaves after two steps; what rank 0 is told."""
+    logging.getLogger("minidp").addHandler(logging.FileHandler(log))
+    ddp = DataParallel(
+        scenarios.net(ctx), process_group=ctx.group, hang_timeout=HANG_SECONDS
+    )
+    for step in range(3):
+        if step == 2 and ctx.rank == 1:
+            return "left"
+        ddp(scenarios.inputs(ctx, step)).pow(2).sum().backward()
+        if ctx.device.type == "cuda":
+            torch.cuda.synchronize()
+    return "was never told"
+
+
+TWO_RANKS = [p for p in [*CPU, *ONE_GPU, *TWO_GPUS] if p.world_size == 2]
+
+
+@at(TWO_RANKS)
+@pytest.mark.slow
+def test_the_one_that_waits_says_who_is_missing(ranks: Any, tmp_path: Path) -> None:
+    """Nothing can be called back from a device: with NCCL the process ends."""
+    log = tmp_path / "log"
+    waited, left = ranks.run(stay_alone, str(log), errors="return")
+    assert not isinstance(waited, str), waited
+    if ranks.place.backend == "nccl":
+        assert (waited.kind, waited.exit_code) == ("Exited", 1), waited
+        said = log.read_text()
+        assert "A collective did not finish within its limit" in said
+    else:
+        assert left == "left"
+        assert waited.is_a("CollectiveError"), waited
+        said = waited.message
+    assert "rank 1" in said
