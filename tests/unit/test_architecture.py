@@ -440,7 +440,7 @@ NESTING = 3
 # and skipped buckets, then by what is watched across ranks, then by gradients that live
 # in contexts of distributed autograd, and by groups that are written in Python (2400,
 # 2700, 2900 before). Issue House counts anew.
-CORE_LINES = 3090
+CORE_LINES = 3091
 CORE = {
     "errors",
     "config",
