@@ -157,7 +157,7 @@ def resident_bytes() -> int:
 
 
 def handles() -> tuple[int, int, int]:
-    """Open files, threads of Python, threads, once no watchdog runs: no wrapper does."""
+    """Open files, threads of Python, threads; once the watchdog has ended."""
     for thread in threading.enumerate():
         if thread.name == "minidp watchdog":
             thread.join(20.0)  # it may be telling the others that a replica is gone
