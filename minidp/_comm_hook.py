@@ -59,12 +59,13 @@ class CommHook:
             what = f"raised {type(error).__name__}" + (f": {text}" if text else "")
             raise call.problem(what) from error
         if not isinstance(future, torch._C.Future):  # works give this base class
+            # From "DDP" to the type: the words that scripts and torch's tests look for.
             raise call.problem(
                 "returned no future: DDP communication hook's callback must return a "
-                "torch.futures.Future object",
+                "torch.futures.Future object, but got "
+                f"{type(future).__name__}",
                 expected="a future of one tensor (future.set_result(tensor) for a "
                 "value that is there already)",
-                found=f"{type(future).__name__}",
             )
         call.future = future
         return call
@@ -221,14 +222,14 @@ def _check_signature(hook: object) -> None:
     kind = hints.get(positional[1].name) if len(positional) > 1 else None
     if kind is not None and not _is_bucket(kind):
         raise ValueError(
-            "Communication hook: bucket annotation should be minidp.GradBucket or "
-            f"dist.GradBucket, but {name_of(hook)} has {kind!r}."
+            "Communication hook: bucket annotation should be dist.GradBucket. "
+            f"({name_of(hook)} has {kind!r}; minidp.GradBucket will do as well.)"
         )
     returned = hints.get("return")
     if returned not in (None, Any) and (get_origin(returned) or returned) is not Future:
         raise ValueError(
             "Communication hook: return annotation should be "
-            f"torch.futures.Future[torch.Tensor], but {name_of(hook)} has {returned!r}."
+            f"torch.futures.Future[torch.Tensor]. ({name_of(hook)} has {returned!r}.)"
         )
 
 

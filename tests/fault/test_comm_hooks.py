@@ -41,7 +41,7 @@ def raises_in_callback(buffer: torch.Tensor) -> Any:
 # What a bad hook returns, and what the error says about it.
 BAD: dict[str, tuple[Any, str]] = {
     "None": (lambda _: None, "returned no future"),
-    "a tensor": (lambda buffer: buffer, "Found: Tensor."),
+    "a tensor": (lambda buffer: buffer, "but got Tensor (bucket"),
     "a future of None": (lambda _: brought(None), "Found: NoneType."),
     "a future of a list": (
         lambda buffer: brought([buffer]),
