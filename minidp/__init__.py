@@ -110,6 +110,7 @@ The modules: read them top to bottom of a backward's life, from the face to the 
     L0  config          options, validated and frozen
         errors          every exception
         _version        which minidp this is
+        _warn           warnings point at the user's line
 
 Imports only point down (``tests/unit/test_architecture.py`` holds the table).
 """

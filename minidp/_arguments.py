@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +14,7 @@ from ._groups import default_first_bucket_bytes, default_group, is_group
 from ._managed import DETOUR, Replica, check_data, examine
 from ._mixed_precision import Precision, precision_from
 from ._saved_layout import read_plain, resumed_layout
+from ._warn import warn
 from .config import ReducerConfig, Safety, bucket_caps, is_auto
 from .sync_batchnorm import refuse_torchs
 
@@ -83,10 +83,9 @@ def check(module: nn.Module, given: Given) -> Checked:
         forward_sync_buffers=given.forward_sync_buffers,
     )
     if given.check_reduction:
-        warnings.warn(
+        warn(
             "The argument `check_reduction` is deprecated and ignored.",
             FutureWarning,
-            stacklevel=3,
         )
     check_data(replica.parameters)
     caps = bucket_caps(
@@ -271,17 +270,15 @@ def buffer_flags(
     if broadcast_buffers is None:
         return forward_sync_buffers is None or bool(forward_sync_buffers), True
     if forward_sync_buffers is None:
-        warnings.warn(
+        warn(
             "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` for the "
             "broadcasts before forwards; construction then always broadcasts.",
             FutureWarning,
-            stacklevel=4,
         )
         return bool(broadcast_buffers), bool(broadcast_buffers)
-    warnings.warn(
+    warn(
         "Both `broadcast_buffers` and `forward_sync_buffers` were specified; "
         "`broadcast_buffers` is deprecated and ignored.",
         FutureWarning,
-        stacklevel=4,
     )
     return bool(forward_sync_buffers), True

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,6 +29,7 @@ from ._guard import refuse_forward
 from ._inputs import move_inputs
 from ._logging_data import LoggingData
 from ._untraced import untraced
+from ._warn import warn
 
 logger = logging.getLogger("minidp")
 _Builtin: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]
@@ -210,7 +210,7 @@ class DataParallel(_Legacy, data_parallel.DataParallel[M_co]):
     def _register_builtin_comm_hook(self, kind: Any) -> None:
         """Register the hook of ours that does what torch's built-in one does."""
         if kind not in BUILTIN_HOOKS:
-            warnings.warn(f"Unknown builtin comm hook {kind!r}: ignored.", stacklevel=2)
+            warn(f"Unknown builtin comm hook {kind!r}: ignored.")
             return
         self.register_comm_hook(None, BUILTIN_HOOKS[kind])
         self._logging.comm_hook = str(kind)
@@ -290,7 +290,7 @@ class DataParallel(_Legacy, data_parallel.DataParallel[M_co]):
             RuntimeError: it has started.
         """
         if self.static_graph:
-            warnings.warn("The graph has been set to be static already.", stacklevel=2)
+            warn("The graph has been set to be static already.")
             return
         if self._reducer.ledger.armed:
             with self._logging.noting_errors():

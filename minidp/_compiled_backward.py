@@ -8,9 +8,9 @@ it there and then, and modes that must see the end of a backward cannot be had.
 from __future__ import annotations
 
 import sys
-import warnings
 from typing import Any
 
+from ._warn import warn
 from .errors import GradientError, explain
 
 
@@ -40,9 +40,8 @@ def accept(rank: int, *, needs_end: bool) -> None:
                 "on all ranks to go on",
             )
         )
-    warnings.warn(
+    warn(
         "Compiled autograd compiles one graph per parameter, because gradients are "
         "averaged between its graphs; that takes seconds for each of them. Gradients "
         "are right. torch.compile without compiled autograd compiles backwards, too.",
-        stacklevel=2,
     )

@@ -8,7 +8,6 @@ of torch's class, and reads ``bucket_bytes_cap`` from what is there.
 from __future__ import annotations
 
 import sys
-import warnings
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -16,6 +15,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.nn.parallel import DistributedDataParallel
 
 from ._untraced import untraced, untraced_itself
+from ._warn import warn
 
 # Dynamo's first graph takes this much, and it fails if others are to be smaller.
 _FIRST_GRAPH_BYTES = 1024 * 1024
@@ -53,10 +53,9 @@ def _tell_if_graphs_stay_whole(module: nn.Module, *, is_compiling: bool) -> None
     if dynamo is None or dynamo.config.optimize_ddp in (True, "ddp_optimizer"):
         return
     if is_compiling or isinstance(module, dynamo.OptimizedModule):
-        warnings.warn(
+        warn(
             "torch._dynamo.config.optimize_ddp="
             f"{dynamo.config.optimize_ddp!r}: the module is compiled as one graph, so "
             "communication does not overlap with its backward. Gradients are right. "
             "Set it to True to get a graph per bucket.",
-            stacklevel=2,
         )

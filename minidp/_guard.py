@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from ._phase import Phase
 from ._reducer import Reducer
 from ._registry import Registry
 from ._untraced import untraced, untraced_itself
+from ._warn import warn
 from .config import Unsynced
 from .errors import (
     DoubleStepError,
@@ -136,7 +136,7 @@ class Guard:
             finally:
                 del error  # it would keep this frame alive, and with it the reducer
         if problem and self.policy == "warn":
-            warnings.warn(problem, stacklevel=5)
+            warn(problem)
 
     def _excuse(self, optimizer: Optimizer) -> None:
         """It may step: what it changes is no update by hand."""

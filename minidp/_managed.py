@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from ._layout import ParamSpec
+from ._warn import warn
 
 IGNORE_ATTRIBUTE = "_ddp_params_and_buffers_to_ignore"  # torch's name, set by users
 DETOUR = "_compiled_call_impl"  # torch's name: what a module calls, if not its forward
@@ -71,10 +71,9 @@ def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     if ignored - known:
-        warnings.warn(
+        warn(
             "The module's ignore list names parameters or buffers that it does not "
             f"have: {', '.join(sorted(ignored - known))}.",
-            stacklevel=4,
         )
     parameters = {n: p for n, p in module.named_parameters() if n not in ignored}
     managed: dict[str, nn.Parameter] = {}

@@ -25,7 +25,6 @@ import multiprocessing.process
 import opcode
 import sys
 import threading
-import warnings
 from abc import ABCMeta
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ import torch.nn.parallel
 from torch.nn.parallel import distributed
 
 from ._compat import DataParallel
+from ._warn import warn
 
 TORCHS = distributed.DistributedDataParallel
 NAME = "DistributedDataParallel"
@@ -51,10 +51,9 @@ def swap() -> None:
     call does nothing, and warns.
     """
     if _swapping.depth:
-        warnings.warn(
+        warn(
             "minidp.swap(): torch's DistributedDataParallel is swapped already (by an "
             "earlier swap(), a swapped() around, or minidp run); nothing to do.",
-            stacklevel=2,
         )
         return
     _swapping.begin()
@@ -229,10 +228,9 @@ def _warn_of_subclasses() -> None:
     early = [c for c in TORCHS.__subclasses__() if not _is_torchs(c.__module__)]
     if early:
         names = ", ".join(f"{c.__module__}.{c.__qualname__}" for c in early)
-        warnings.warn(
+        warn(
             f"Derived from torch's DistributedDataParallel before it was swapped, and "
             f"so still torch's: {names}. Swap before they are defined.",
-            stacklevel=5,
         )
 
 

@@ -144,10 +144,11 @@ def test_compiled_autograd_says_what_it_costs(lone_group):
     with clean_compiler():
         loss = ddp(torch.ones(1, 2)).sum()
         with (
-            pytest.warns(UserWarning, match="one graph per parameter"),
+            pytest.warns(UserWarning, match="one graph per parameter") as caught,
             compiled_backwards(),
         ):
             loss.backward()
+    assert {warning.filename for warning in caught} == {__file__}
     assert ddp.module.weight.grad.tolist() == [[1.0, 1.0]] * 2
 
 
