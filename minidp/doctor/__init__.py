@@ -42,6 +42,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,6 +73,7 @@ __all__ = [
     "watch",
 ]
 WAIT_SECONDS = 10.0  # for other ranks, in a script
+INTERRUPTED = 128 + signal.SIGINT  # exit status, as shells have it
 
 DESCRIPTION = """\
 Checks the machine and the job: environment variables, ports, network
@@ -84,7 +86,7 @@ gradients on all ranks. No check hangs.
 """
 EPILOG = """\
 exit status: 0 if nothing failed (there may be warnings), 1 if something failed,
-2 for wrong arguments.
+2 for wrong arguments, 130 after Ctrl-C, which prints what was found until then.
 
 For a model, a loader and a training loop there are two lines for your script:
 from minidp import doctor, then doctor.check_model(model, batch),
@@ -227,14 +229,20 @@ def main(options: argparse.Namespace) -> int:
     backend would keep a normal exit waiting.
     """
     examination = Examination(os.environ, Limits(options.timeout, options.wait))
-    report = examination.run()
     runner = examination.runner
+    try:
+        report = examination.run()
+    except KeyboardInterrupt:
+        # Ctrl-C reaches every rank, and torchrun passes it on to each once more.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        report = examination.interrupt()
     own = Report("", tuple(runner.findings))  # where another rank prints
     code = own.exit_code if report is None else report.exit_code
+    code = INTERRUPTED if examination.is_interrupted else code
     if report is not None:
         _print(report, as_json=options.json)
         examination.tell_printed()
-    elif code:
+    elif code and not examination.is_interrupted:
         examination.wait_until_printed()
     if runner.is_stuck:
         os._exit(code)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ._checks_loader import sampler_of
@@ -52,6 +52,7 @@ def examine_training(
     """Judge a log that was stopped, together with those of the other ranks."""
     consultation = Consultation("minidp doctor: training", group, seconds)
     model = log.model
+    log.note_values()
     finds_unused = bool(option(model, "find_unused_parameters", default=False))
     is_wrapped = synchroniser(model) is not None
     facts = log.as_json()
@@ -75,6 +76,7 @@ def judge_training(logs: Logs) -> list[Finding]:
         judge_epochs(logs),
         judge_same_batches(logs),
         judge_same_gradients(logs),
+        judge_same_replicas(logs),
         judge_accumulation(logs),
         judge_find_unused(logs),
         judge_saving(logs),
@@ -152,6 +154,46 @@ def judge_same_gradients(logs: Logs) -> Finding:
         )
         return failed(check, found, remedy)
     return ok(check, f"the same on all ranks in {steps} steps that were compared")
+
+
+def judge_same_replicas(logs: Logs) -> Finding:
+    """Do the replicas hold the same values, before and after?"""
+    check = "replicas"
+    if not all(log["is_wrapped"] and len(log["values"]) == 2 for log in logs.values()):
+        return skipped(check, "the model is not wrapped", "watch the wrapped model")
+    at_begin, at_end = (
+        _differing([log["values"][k] for log in logs.values()]) for k in (0, 1)
+    )
+    if at_begin:
+        found = f"ranks began with different values of {join(at_begin, 4)}"
+        remedy = (
+            "load a checkpoint on all ranks, or on rank 0 before wrapping; after "
+            "wrapping change parameters on all ranks alike"
+        )
+        return failed(check, found, remedy)
+    if not at_end:
+        return ok(check, "the same values on all ranks, before and after")
+    found = f"equal before, but then ranks hold different values of {join(at_end, 4)}"
+    steps = max(log["local_steps"] for log in logs.values())
+    if steps:
+        remedy = (
+            f"optimizers stepped inside no_sync() ({steps} times): take the step, and "
+            "the backward before it, out of that block; or, if this is local SGD, "
+            "average the parameters at the end"
+        )
+        return warning(check, found, remedy)
+    remedy = (
+        "look for what changes parameters on some ranks only: load_state_dict, updates "
+        "by hand, random numbers, unsynced='ignore'"
+    )
+    return failed(check, found, remedy)
+
+
+def _differing(values: Sequence[Mapping[str, int]]) -> list[str]:
+    """Names of what is not the same everywhere."""
+    first = values[0]
+    names = dict.fromkeys(name for each in values for name in each)
+    return [n for n in names if any(each.get(n) != first.get(n) for each in values)]
 
 
 def judge_accumulation(logs: Logs) -> Finding:

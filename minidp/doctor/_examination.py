@@ -58,6 +58,7 @@ class Examination:
         self._present: tuple[int, ...] = ()  # ranks that came
         self._is_reachable = False  # the store
         self._is_complete = False  # all of them, and each once
+        self.is_interrupted = False
 
     def run(self) -> Report | None:
         """All checks; the report of all ranks, or None where another rank has it."""
@@ -72,6 +73,18 @@ class Examination:
             elif not self._is_complete:
                 found = "left out: clocks, all-reduce, gradients"
                 self.runner.findings.append(skipped("communication", found))
+        return self._report()
+
+    def interrupt(self) -> Report | None:
+        """After Ctrl-C: what was found until then; as `run`."""
+        self.is_interrupted = self.runner.is_stuck = True
+        check = self.runner.current or "the first check"
+        found = f"Ctrl-C during: {check}; what comes after is left out"
+        self.runner.findings.append(skipped("interrupted", found))
+        meeting = self._meeting
+        if meeting is not None:
+            meeting.seconds = GRACE_SECONDS
+            self.runner.attempt(lambda: meeting.leave("was interrupted (Ctrl-C)"))
         return self._report()
 
     def tell_printed(self) -> None:

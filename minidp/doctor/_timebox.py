@@ -94,6 +94,7 @@ class Runner:
         self.limits = limits
         self.findings: list[Finding] = []
         self.is_stuck = False  # a thread was left behind, or a group is unusable
+        self.current = ""  # the check that runs, or ran last
 
     def run(
         self,
@@ -111,17 +112,20 @@ class Runner:
             find_reason: a reason not to wait for it any longer, or "".
         """
         seconds = self.limits.check if seconds is None else seconds
+        self.current = name
         try:
-            found = Timebox(check).run(seconds, find_reason)
+            result = Timebox(check).run(seconds, find_reason)
         except TimeoutError as error:
             self.is_stuck = True
             self.findings.append(failed(name, f"the check {error}", _why_late(name)))
             return False
         except Exception as error:
             remedy = "look at the settings above; --timeout and --wait give more time"
-            self.findings.append(failed(name, in_words(error), remedy))
+            # Who has left took its connections along: that is what was raised.
+            found = "; ".join(filter(None, (in_words(error), find_reason())))
+            self.findings.append(failed(name, found, remedy))
             return False
-        self.findings += [found] if isinstance(found, Finding) else found
+        self.findings += [result] if isinstance(result, Finding) else result
         return True
 
     def attempt(self, action: Callable[[], object]) -> bool:

@@ -5,7 +5,9 @@ forward         which batch?                          (first few steps)
 backward        synchronised? which parameters got a gradient?
 optimizer step  how many synchronised backwards since the last one? same gradients
                 on all ranks?                         (first few steps)
+                inside no_sync()?
 print, save     on this rank, too?
+begin, end      the values of all parameters
 """
 
 from __future__ import annotations
@@ -75,17 +77,20 @@ class TrainingLog:
         self.gradients: list[dict[str, int]] = []  # of the first steps, by parameter
         self.backwards: list[int] = []  # synchronised ones, for each optimizer step
         self.unused: set[str] = set()  # without a gradient in some step
+        self.local_steps = 0  # of optimizers, inside no_sync()
+        self.values: list[dict[str, int]] = []  # checksums at the begin and at the end
         self.epochs: list[int | None] = []  # what the sampler said at each beginning
         self.lines: list[str] = []  # digests of what was printed
         self.saved: list[str] = []  # absolute paths
         self.mishaps: set[str] = set()  # what could not be noted
         self.sees_epochs = False
         self.model = model
-        ignored = option(model, "parameters_to_ignore", default=())  # each rank's own
+        # Those are each rank's own.
+        self._ignored = set(option(model, "parameters_to_ignore", default=()))
         self._params = {
             name: param
             for name, param in wrapped_module(model).named_parameters()
-            if param.requires_grad and name not in ignored
+            if param.requires_grad and name not in self._ignored
         }
         self._sampler = None if loader is None else sampler_of(loader)
         self._arrived: set[str] = set()  # since the last step
@@ -104,6 +109,8 @@ class TrainingLog:
             "lines": self.lines,
             "saved": sorted(set(self.saved)),
             "num_params": len(self._params),
+            "local_steps": self.local_steps,
+            "values": self.values,
         }
 
     # -- attach and detach -------------------------------------------------------------
@@ -127,6 +134,19 @@ class TrainingLog:
         self._replace(builtins, "print", _after(self._note_line, builtins.print))
         self._replace(torch, "save", _after(self._note_save, torch.save))
         self._observe(self._sampler)
+        self.note_values()
+
+    @_harmless
+    def note_values(self) -> None:
+        """What the replica holds, frozen parameters included."""
+        module = wrapped_module(self.model)
+        self.values.append(
+            {
+                name: int(sum_of_bits(param))
+                for name, param in module.named_parameters()
+                if name not in self._ignored
+            }
+        )
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         self._undo.callback(setattr, owner, name, getattr(owner, name))
@@ -195,6 +215,7 @@ class TrainingLog:
         self.backwards.append(len(self._tasks))
         self.unused |= {*self._params} - self._arrived
         synchronises = option(self.model, "require_backward_grad_sync", default=True)
+        self.local_steps += not synchronises
         if synchronises and len(self.gradients) < NUM_COMPARED:
             self.gradients.append(
                 {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -229,7 +231,7 @@ def step(model, optimizer, x, deeds, *, is_last):
 def test_torch_ddp_that_is_gone_around(pool):
     """Torch's DDP says nothing when ``.module`` is called; minidp raises by itself."""
     for found in pool.run(gone_around, 2):
-        assert found == {"gradients": "failed"}
+        assert found == {"gradients": "failed", "replicas": "failed"}
 
 
 def gone_around(ctx):
@@ -240,6 +242,44 @@ def gone_around(ctx):
             model.module(torch.full((4, 2), ctx.rank + i + 1.0)).sum().backward()
             optimizer.step()
     return unwell(watched.report)
+
+
+def replicas_apart(ctx, wrapper, deed):
+    """What `watch` says when nobody else compares replicas."""
+    options = {} if wrapper == "torch" else {"check_replicas_every": 0}
+    model = WRAPPERS[wrapper](Net(), process_group=ctx.group, **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    if deed == "checkpoint on one rank" and ctx.rank == 1:
+        model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+    with doctor.watch(model, seconds=SECONDS, quiet=True) as watched:
+        for i in range(4):
+            quiet = model.no_sync() if deed == "steps inside no_sync" else nullcontext()
+            with quiet if i != 3 else nullcontext():
+                model(torch.full((4, 2), ctx.rank + i + 1.0)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if deed == "by hand" and ctx.rank == 1:
+            with torch.no_grad():
+                next(model.parameters()).mul_(1.01)
+    (found,) = [f for f in watched if f.check == "replicas"]
+    return found.status.value, found.found, found.remedy
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    ("deed", "status", "found", "remedy"),
+    [
+        ("", "ok", "before and after", ""),
+        ("checkpoint on one rank", "failed", "ranks began with", "load a checkpoint"),
+        ("by hand", "failed", "equal before, but then", "what changes parameters on"),
+        ("steps inside no_sync", "warning", "equal before, but", "no_sync() (3 times)"),
+    ],
+)
+def test_watch_compares_replicas(pool, wrapper, deed, status, found, remedy):
+    for theirs in pool.run(replicas_apart, 2, wrapper, deed):
+        assert theirs[0] == status
+        assert found in theirs[1]
+        assert remedy in theirs[2]
 
 
 def test_only_rank_0_prints(pool):

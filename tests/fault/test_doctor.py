@@ -71,7 +71,7 @@ def failures(report):
 
 AT_CLOCKS = """
 import minidp.doctor._trials
-def deed(*_):
+def deed(*_, **_options):
     {deed}
 minidp.doctor._trials.check_clocks = deed
 """
@@ -128,6 +128,57 @@ def test_ranks_do_not_wait_for_each_others_imports():
     assert failures(report) == []
     assert codes == [0, 0]
     assert found(report, "gradients, Gloo")
+
+
+CTRL_C = "os.kill(os.getpid(), signal.SIGINT); threading.Event().wait()"
+
+
+def test_ctrl_c_prints_what_was_found_until_then():
+    """Also when torchrun passes it on: twice is once."""
+    once = AT_CLOCKS.format(deed=CTRL_C)
+    twice = AT_CLOCKS.format(deed=f"os.kill(os.getpid(), signal.SIGINT); {CTRL_C}")
+    codes, (report, nothing) = play(once, twice)
+    assert codes == [130, 130]
+    assert nothing is None
+    assert found(report, "interrupted") == [
+        "Ctrl-C during: clocks; what comes after is left out"
+    ]
+    assert found(report, "versions")
+    assert found(report, "gloo group")
+    assert report["exit_code"] == 0  # nothing failed
+
+
+def test_ctrl_c_on_one_rank_is_told_to_the_other():
+    """Each prints what it has: nobody waits for the one that ends."""
+    codes, (report, _) = play("", AT_CLOCKS.format(deed=CTRL_C))
+    assert codes == [1, 130]
+    assert any("interrupted" in text for text in found(report, "clocks")), report
+
+
+def test_ctrl_c_of_a_process_alone():
+    program = """
+import os, signal, sys, threading
+import minidp.doctor._examination as examination
+from minidp.__main__ import main
+def deed(*_, **_options):
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait()
+examination.judge_backends = deed
+sys.argv = ["minidp", "doctor"]
+raise SystemExit(main())
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        env={k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
+    )
+    assert (run.returncode, run.stderr) == (130, "")
+    assert "interrupted  Ctrl-C during: backends; what comes after is left out" in (
+        " ".join(run.stdout.split(" ")).replace("skipped  ", "")
+    )
+    assert "interfaces" in run.stdout
 
 
 def test_a_rank_that_never_comes():

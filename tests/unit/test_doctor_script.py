@@ -48,6 +48,7 @@ from minidp.doctor._checks_training import (
     judge_printing,
     judge_same_batches,
     judge_same_gradients,
+    judge_same_replicas,
     judge_saving,
 )
 from minidp.doctor._findings import Status
@@ -376,6 +377,8 @@ LOG = {
     "shuffles": True,
     "finds_unused": False,
     "is_wrapped": True,
+    "local_steps": 0,
+    "values": [{"w": 7}, {"w": 8}],
 }
 OTHER = {**LOG, "batches": [4, 5, 6]}
 
@@ -420,6 +423,26 @@ OTHER = {**LOG, "batches": [4, 5, 6]}
             OK,
             "no file",
         ),
+        (judge_same_replicas, {}, {}, OK, "before and after"),
+        (judge_same_replicas, {"is_wrapped": False}, {}, SKIPPED, "not wrapped"),
+        (judge_same_replicas, {"values": [{"w": 7}]}, {}, SKIPPED, "not wrapped"),
+        (
+            judge_same_replicas,
+            {"values": [{"w": 6}, {"w": 8}]},
+            {},
+            FAILED,
+            "ranks began",
+        ),
+        (judge_same_replicas, {"values": [{"w": 7}, {"w": 9}]}, {}, FAILED, "of w"),
+        (judge_same_replicas, {"values": [{"w": 7}, {}]}, {}, FAILED, "equal before"),
+        (
+            judge_same_replicas,
+            {"values": [{"w": 7}, {"w": 9}], "local_steps": 3},
+            {},
+            WARNING,
+            "equal before, but then",
+        ),
+        (judge_same_replicas, {"local_steps": 3}, {}, OK, "before and after"),
         (judge_printing, {}, {}, OK, "nothing"),
         (judge_printing, {"lines": ["x"]}, {}, OK, "one rank"),
         (judge_printing, {"lines": ["x"]}, {"lines": ["y"]}, WARNING, "rank 1"),
@@ -523,6 +546,10 @@ def test_what_a_log_writes_down(tmp_path, capsys):
     assert log.epochs == [0, 1]
     assert log.backwards == [1, 1, 1, 1]
     assert log.unused == {"spare.weight", "spare.bias"}
+    assert log.local_steps == 0
+    assert [set(values) for values in log.values] == [
+        set(dict(model.named_parameters()))
+    ]
     assert len(log.batches) == len(log.gradients) == 3
     assert len(set(log.batches)) == 3
     assert len(log.lines) == 2
