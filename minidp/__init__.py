@@ -44,10 +44,13 @@ The modules: read them top to bottom of a backward's life, from the face to the 
         _copies         pickle, deepcopy, what checkpoints keep of buckets
         _join           uneven inputs: ranks that ran out keep the others company
         _guard          no optimizer applies gradients that differ between ranks
+        _guard_words    what it says: which mistake it was
         _newcomers      parameters that joined the module after wrapping
         _by_hand        updates that no optimizer made
         _watchdog       the thread behind every post
         _post           ranks tell each other where they are
+        _local_steps    steps inside no_sync(): local SGD, or a mistake?
+        _skip           a backward that all ranks leave out, or this one alone?
         _recovery       reset(): ranks agree on what survived a failure
         _on_demand      reductions without a backward: sync_gradients(), shadows
         _autotune       bucket_cap_mb="auto": layouts are tried out
@@ -58,6 +61,7 @@ The modules: read them top to bottom of a backward's life, from the face to the 
         _expectation    which gradients a backward must bring: one class per mode
         _mixed_precision  compute in one dtype, reduce in another
         _desync         have the replicas drifted apart?
+        _desync_words   what it says then
         _overlap        optimizer steps inside the backward
         sync_batchnorm  batch norm over all ranks, also on CPU
     L2  _averaging      how buckets are averaged: who divides, what travels how
@@ -80,6 +84,7 @@ The modules: read them top to bottom of a backward's life, from the face to the 
         _watch          collectives end in time; failures get rank and remedy
         _hang_report    who is missing, in words
         _collectives    the package's own collectives
+        _line           is the host of a store still there?
         _waiting        waits that can be given up
         _groups         process groups and their stores
     L1  _layout         parameters -> buckets -> slots, as integers

@@ -19,6 +19,11 @@ from ._streams import streams_for
 from ._waiting import Work, wait_for
 from .errors import GradientError, InternalError, explain
 
+_REMEDY = (
+    "do not change dtype, shape or layout of a parameter or of its .grad after "
+    "wrapping; wrap the module again instead"
+)
+
 
 class Division(NamedTuple):
     """What gradients are divided by before they travel, and when.
@@ -170,7 +175,9 @@ class Bucket(ABC):
     def payload(self) -> torch.Tensor:
         """What travels: the flat buffer, or the sparse gradient."""
 
-    def _misfit(self, name: str, expected: str, found: str) -> GradientError:
+    def _misfit(
+        self, name: str, expected: str, found: str, remedy: str = _REMEDY
+    ) -> GradientError:
         return GradientError(
             explain(
                 self._rank,
@@ -178,7 +185,6 @@ class Bucket(ABC):
                 names=[name],
                 expected=expected,
                 found=found,
-                remedy="do not change dtype, shape or layout of a parameter or of its "
-                ".grad after wrapping; wrap the module again instead",
+                remedy=remedy,
             )
         )

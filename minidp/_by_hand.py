@@ -8,6 +8,10 @@ not averaged. (A change by way of ``param.data`` is not counted.)
 
 from __future__ import annotations
 
+import torch
+
+from ._guard_words import why_local
+from ._ledger import Ledger
 from ._reducer import Reducer
 from .errors import explain
 
@@ -23,21 +27,18 @@ def updated_by_hand(reducer: Reducer) -> str:
     ledger, params = reducer.ledger, reducer.params
     if not ledger.versions and ledger.bypassed is None:
         return ""
-    dropped = [i for i in ledger.meant if params[i].grad is None]
-    for i in dropped:  # local on purpose, and then thrown away
-        ledger.versions.pop(i, None)
-        ledger.meant.discard(i)
-    changed = [i for i, n in ledger.versions.items() if params[i]._version != n]
+    for i in [i for i in ledger.meant if _is_dropped(ledger, i, params[i])]:
+        ledger.drop(i)
+    changed = sorted(i for i, n in ledger.versions.items() if params[i]._version != n)
     if changed:
+        origins = [ledger.origins[i] for i in changed]
+        what, remedy = why_local(origins, model_ran=ledger.armed > 0)
         return explain(
             reducer.rank,
             "Parameters changed after a local backward, whose gradients were never "
-            "averaged over ranks: a second backward of one or two forwards, a retained "
-            "graph, a method of .module, or no_sync() without a synchronised backward "
-            "after it. Replicas may differ now.",
-            names=[reducer.names[i] for i in sorted(changed)],
-            remedy="before the update run one backward over the sum of the losses, or "
-            f"call sync_gradients() on all ranks; {_TO_GO_ON}",
+            f"averaged over ranks: {what}. Replicas may differ now.",
+            names=[reducer.names[i] for i in changed],
+            remedy=f"{remedy}; {_TO_GO_ON}",
         )
     before = ledger.bypassed or ()
     changed = [i for i, n in enumerate(before) if params[i]._version != n]
@@ -52,3 +53,22 @@ def updated_by_hand(reducer: Reducer) -> str:
             + _TO_GO_ON,
         )
     return ""
+
+
+def _is_dropped(ledger: Ledger, i: int, param: torch.Tensor) -> bool:
+    """A gradient that was local on purpose is gone: nobody applies it any more.
+
+    Zeros are looked at only where the parameter has changed: that takes time. (Weights
+    go up to the worst case nearby with local gradients, and down again.)
+    """
+    if param.grad is None:
+        return True
+    return param._version != ledger.versions.get(i) and not is_nonzero(param.grad)
+
+
+def is_nonzero(grad: torch.Tensor | None) -> bool:
+    """Whether a gradient holds anything but zeros; NaN does."""
+    if grad is None:
+        return False
+    values = grad._values() if grad.layout is torch.sparse_coo else grad
+    return bool(values.any())

@@ -25,7 +25,7 @@ from ._compat_reducer import ReducerNames
 from ._compiling import run_splitting
 from ._expectation import EveryParameter, expectation_for
 from ._generic import M_co
-from ._guard import refuse_forward
+from ._guard import refuse_forward, retire
 from ._inputs import move_inputs
 from ._logging_data import LoggingData
 from ._untraced import untraced
@@ -236,6 +236,8 @@ class DataParallel(_Legacy, data_parallel.DataParallel[M_co]):
             for handle in planted.param_to_optim_hook_handle_map.get(param, []):
                 handle.remove()
         self._reducer.pipeline.observers.append(_OwnOptimizers(self))
+        if self._replica_check is not None:
+            self._replica_check.awaits_step = False
 
     def _register_buffer_comm_hook(
         self,
@@ -314,6 +316,7 @@ class DataParallel(_Legacy, data_parallel.DataParallel[M_co]):
             self.process_group = new_process_group
         self._reducer.restart(self.process_group)
         self._reducer.ready_order.allow_again()
+        self._stop_comparing()  # who joins has made fewer steps
         self._guard.excuses.rank = self._reducer.rank
 
     def _remove_autograd_hooks(self) -> None:
@@ -322,6 +325,8 @@ class DataParallel(_Legacy, data_parallel.DataParallel[M_co]):
         reducer.hooks.remove()
         reducer.expected = EveryParameter(len(reducer.params))  # searches no graphs
         self._guard.policy = "ignore"
+        retire(self._guard)
+        self._stop_comparing()
 
     def _check_reducer_finalized(self) -> None:
         refuse_forward(self._reducer)

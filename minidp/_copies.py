@@ -24,6 +24,7 @@ class Copies:
 
     _not_portable: tuple[str, ...] = (
         *("process_group", "device_mesh", "_reducer", "_guard", "_precision"),
+        "_replica_check",
     )
 
     @property

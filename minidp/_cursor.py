@@ -8,10 +8,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-_NOT_THE_USERS = tuple(
-    f"{Path(module.__file__).parent}/"
-    for module in (sys.modules[name] for name in ("torch", "json", "minidp"))
-    if module.__file__ is not None
+
+def _folder(package: str) -> Path:
+    return Path(sys.modules[package].__file__ or "").parent
+
+
+_NOT_THE_USERS = tuple(f"{_folder(name)}/" for name in ("torch", "json", "minidp"))
+_WHERE_RANKS_WAIT = tuple(
+    map(
+        str,
+        (
+            _folder("minidp") / "_waiting.py",
+            _folder("minidp") / "_recovery.py",
+            _folder("torch") / "distributed" / "distributed_c10d.py",
+            _folder("torch") / "distributed" / "_functional_collectives.py",
+        ),
+    )
 )
 
 
@@ -25,6 +37,8 @@ class Progress:
     doing: str  # what it waits for, or did last
     missing: tuple[str, ...] = ()  # parameters without gradient, in a backward
     num_missing: int = 0  # all of them, also those that are not listed
+    is_reducing: bool = False  # a synchronised backward has begun, and waits for all
+    steps: int = 0  # of optimizers, since the last synchronised backward
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,7 @@ class Cursor:
     beat: int  # counts messages: a rank whose beat stands still is not running
     seconds: float  # for which nothing has moved
     where: str  # in the user's code
+    waits: bool = False  # in a collective for other ranks, this object's or another
 
     def to_json(self) -> str:
         """For the store."""
@@ -47,6 +62,20 @@ class Cursor:
         progress = fields.pop("progress")
         progress["missing"] = tuple(progress["missing"])
         return Cursor(Progress(**progress), **fields)
+
+
+def is_waiting(thread: int) -> bool:
+    """Whether a thread waits for other ranks, in a call of ours or of torch's.
+
+    By the frames that it has called out of the user's code. (What waits for a device
+    cannot be seen.)
+    """
+    frame = sys._current_frames().get(thread)
+    while frame is not None and _is_library(frame):
+        if frame.f_code.co_filename in _WHERE_RANKS_WAIT:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def place_of(thread: int) -> str:

@@ -231,11 +231,8 @@ class DenseBucket(Bucket):
                 continue
             arrived = self._arrived[k]
             if grad is not None and arrived is not None and grad is not arrived:
-                raise self._misfit(
-                    self.names[k],
-                    "the bucket's view, or the gradient that arrived",
-                    "a .grad that is not the expected DDP bucket view (two wrappers?)",
-                )
+                expected = "the bucket's view, or the gradient that arrived"
+                raise self._misfit(self.names[k], expected, *_not_our_view(grad))
             self.params[k].grad = view
 
     def _unflatten_slot(self, k: int) -> None:
@@ -297,3 +294,17 @@ def _allocate(
         return values, values, views
     # Complex gradients travel as interleaved reals: backends cannot add complex.
     return torch.view_as_real(values).flatten(), values, views
+
+
+def _not_our_view(grad: torch.Tensor) -> tuple[str, str]:
+    """Where a ``.grad`` may have come from, and what to do about that."""
+    found = "a .grad that is not the expected DDP bucket view, but "
+    is_strided = grad.layout is torch.strided
+    if not is_strided or grad.untyped_storage().nbytes() == grad.nbytes:
+        found += "a tensor that was put there during the backward"
+        return found, "do not replace .grad in hooks"
+    found += "a part of another buffer: of another live wrapper of this module"
+    return found, (
+        "let go of the old wrapper before wrapping again, or pass "
+        "gradient_as_bucket_view=True to one of them only"
+    )

@@ -1,154 +1,325 @@
 """``check_replicas_every``: have the replicas drifted apart, and which parameter first?
 
-Every so many steps each rank sums up the bits of its parameters, and of its module
-buffers if those are broadcast. The sums, one number per bucket, travel while forward
-and backward run; they are compared when the backward ends. Only a difference costs a
-second exchange, of one number per tensor, to find the name.
+::
+
+    forward    each rank sums up the bits of its parameters    (and of module buffers
+                                                               that were broadcast)
+    backward   at its end, ranks compare one number each: the group is idle then
+    step       they differed? once more, before optimizer.step()
+
+The second look is for weights that are only different for a while: moved to the worst
+case nearby with local gradients, or disturbed by random numbers of each rank, and moved
+back before the step. Only a difference costs more than one number per rank.
+
+"auto" has to be silent wherever torch's users mean replicas to differ. It asks for
+reasons (`Excuse`), and how large the difference is: other hardware rounds differently.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from ._collectives import gather_rows, start_gathering
-from ._groups import side_group
+from . import _desync_words as words
+from ._collectives import gather_rows, start_broadcast
+from ._groups import exchange_device
 from ._pipeline import Pipeline
 from ._waiting import wait_for
-from .errors import MAX_NAMES, ReplicaMismatchError, explain
+from ._warn import warn
+from .config import AUTO
+from .errors import ReplicaMismatchError
 
 if TYPE_CHECKING:
-    from ._collectives import Gathering
+    from ._comm_hook import CommHook
+    from ._ledger import Ledger
 
-PURPOSE = "replicas"  # of the side group
+# What "auto" compares: a checkpoint that one rank has loaded shows in the first step.
+AUTO_STEPS = frozenset({0, 1, 10, 100})
+AUTO_EVERY = 1000
+PATIENCE = 10  # steps in which replicas differ, and no optimizer steps
+SMALL_BYTES = 64 * 1024  # tensors of less are joined before they are summed up
+ROUNDING = 1e-3  # of the largest element; or a few times what the dtype can tell
+_MOST_BYTES = 64 * 2**20  # to be compared element by element
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Excuse:
+    """Why replicas may differ; bits that ranks tell each other."""
+
+    LOCAL_UPDATES = 1  # parameters changed inside no_sync()
+    FOREIGN_HOOK = 2  # a comm hook of somebody else: it may average over few ranks
+    DECLARED = 4  # a complaint that unsynced= made a warning, or nothing
+
+
+class Seen(NamedTuple):
+    """What one check is about."""
+
+    step: int  # synchronised backwards finished
+    tensors: Mapping[str, torch.Tensor]  # to look at once more
+    buffer_sums: Mapping[str, int]  # of module buffers, which the forward changes
+    digest: torch.Tensor  # of all of them: 0-D, int64
+
+
+class Comparison:
+    """The exchanges between ranks, on the group that carried the buckets.
+
+    Args:
+        pipeline: whose group.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        # It holds us, among its observers: a cycle would keep buckets until gc runs.
+        self._pipeline: Pipeline = weakref.proxy(pipeline)
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Collective: all ranks' rows, on the CPU."""
+        group, device = self._pipeline.group, self._pipeline.specs[0].device
+        row = row.to(exchange_device(group, device))
+        with self._pipeline.watch.whole("comparing the replicas"):
+            return gather_rows(row, group).cpu()
+
+    def find(self, seen: Seen, agreed: int) -> words.Finding:
+        """Collective: the names of what differs."""
+        sums = torch.stack([sum_of_bits(t).cpu() for t in seen.tensors.values()])
+        row = torch.cat([sums, torch.tensor([*seen.buffer_sums.values()]).long()])
+        names = (*seen.tensors, *seen.buffer_sums)
+        columns = dict(zip(names, self.gather(row).T.tolist(), strict=True))
+        odd_ones = [name for name, column in columns.items() if len(set(column)) > 1]
+        first = columns[odd_ones[0]] if odd_ones else [0]
+        usual = Counter(first).most_common(1)[0][0]
+        odd = [rank for rank, value in enumerate(first) if value != usual]
+        rest = [rank for rank, value in enumerate(first) if value == usual]
+        here = (self._pipeline.rank, seen.step, agreed)
+        return words.Finding(*here, odd_ones, odd, rest)
+
+    def is_rounding(self, seen: Seen, names: Sequence[str]) -> bool:
+        """Collective: whether no element is off by more than arithmetic explains."""
+        worst, left = 0.0, _MOST_BYTES
+        for tensor in (seen.tensors[name] for name in names):
+            if left > 0:
+                worst = max(worst, self._distance(tensor.detach()))
+                left -= tensor.nbytes
+        mine = torch.tensor([worst], dtype=torch.float64)
+        return bool(self.gather(mine).max() <= 1)  # NaN is not
+
+    def _distance(self, tensor: torch.Tensor) -> float:
+        """Collective: from rank 0's, in units of what may be rounding."""
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        root = values.contiguous().clone()
+        group = self._pipeline.group
+        root = root.to(exchange_device(group, root.device))
+        with self._pipeline.watch.whole("finding out how much replicas differ"):
+            wait_for(start_broadcast(root, group, 0))
+        root, mine = root.double(), values.to(root.device).double()
+        off = (root - mine).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        off[(root == mine) | (root.isnan() & mine.isnan())] = 0.0
+        if not off.any():
+            return 0.0
+        eps = torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
+        scale = root[root.isfinite()].abs().max() if root.isfinite().any() else 0.0
+        return float(off.max() / (max(ROUNDING, 16 * eps) * scale))
 
 
 class ReplicaCheck:
     """Compares the replicas now and then; an `Observer` of the pipeline.
 
     Args:
-        pipeline: its buckets say which parameters belong together.
+        pipeline: its group compares.
         names: of the managed parameters.
-        every: steps from one check to the next.
+        every: steps from one check to the next, or "auto".
+        ledger: knows some excuses.
     """
 
     uses_grads = False
+    awaits_step = True  # optimizers step after backwards, not inside them
 
-    def __init__(self, pipeline: Pipeline, names: Sequence[str], every: int) -> None:
-        # It holds us, among its observers: a cycle would keep buckets until gc runs.
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        names: Sequence[str],
+        every: int | Literal["auto"],
+        ledger: Ledger,
+    ) -> None:
         self._pipeline: Pipeline = weakref.proxy(pipeline)
+        self._comparison = Comparison(pipeline)
         self._names = names
         self._every = every
-        self._agreed = 0  # the last step at whose beginning all replicas were equal
-        self._sums: dict[str, int] = {}  # name -> bits of the tensor, at that step
-        self._under_way: Gathering | None = None
-        self._row: list[int] = []
-        self._begun = -1  # the last step that was compared
+        self._ledger = ledger
+        self._has_warned = False
+        self.start_over()
 
-    def meet(self) -> None:
-        """Collective: connect the ranks; a group of its own cannot mix up buckets."""
-        self._under_way, self._begun = None, -1  # what began before a reset is lost
-        side_group(self._pipeline.group, PURPOSE)
+    @property
+    def compares_buffers(self) -> bool:
+        """Whether module buffers that were broadcast are looked at, too."""
+        return self._every != AUTO
+
+    @property
+    def compares_frozen(self) -> bool:
+        """Whether frozen parameters are. Later one rank may keep averages in them."""
+        return self._every != AUTO or self._agreed < 0
+
+    def start_over(self) -> None:
+        """What is under way is lost."""
+        self._agreed = -1  # the last step at whose beginning all replicas were equal
+        self._under_way: Seen | None = None
+        self._begun = -1  # the last step that was compared
+        self._suspect: Seen | None = None  # differed, and nobody has stepped since
+        self._waited = 0  # steps, for an optimizer
+        self._was_hooked = False  # by a foreign comm hook, since the last agreement
+
+    def is_due(self, step: int) -> bool:
+        """Whether to `begin`; step: synchronised backwards, equal on all ranks."""
+        if step == self._begun:
+            return False  # once per step: a rank may run more forwards than the others
+        if self._suspect is not None:
+            return True
+        if self._every == AUTO:
+            return step in AUTO_STEPS or step % AUTO_EVERY == 0
+        return step % self._every == 0
 
     def begin(
         self,
         step: int,
         params: Sequence[torch.Tensor],
-        others: Mapping[str, torch.Tensor],
+        frozen: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
     ) -> None:
-        """Collective, if one is due: start comparing.
+        """Before a forward: look at this replica.
 
         Args:
-            step: synchronised backwards finished; equal on all ranks.
+            step: for which a check is due.
             params: managed parameters, in parameter-index order.
-            others: what must be equal besides, by name.
+            frozen: other parameters, by name.
+            buffers: module buffers, by name, if they should be equal now.
         """
-        if step % self._every or step == self._begun:
-            return  # once per step: a rank may run more forwards than the others
         self._begun = step
-        bits = [sum_of_bits(tensor) for tensor in (*params, *others.values())]
-        sums = torch.stack([each.cpu() for each in bits]).tolist()
-        self._sums = dict(zip((*self._names, *others), sums, strict=True))
-        layout = self._pipeline.layout
-        groups = [[self._names[i] for i in bucket.indices] for bucket in layout.buckets]
-        self._row = [step, *map(self._combine, [*groups, list(others)])]
-        row = torch.tensor(self._row, dtype=torch.int64)
-        group = side_group(self._pipeline.group, PURPOSE)
-        with self._pipeline.watch.whole("starting to compare the replicas"):
-            self._under_way = start_gathering(row, group)
+        tensors = {**dict(zip(self._names, params, strict=True)), **frozen}
+        sums = {name: int(sum_of_bits(buffer)) for name, buffer in buffers.items()}
+        digest = digest_of([*tensors.values(), *buffers.values()])
+        self._under_way = Seen(step, tensors, sums, digest)
 
-    def _combine(self, names: Sequence[str]) -> int:
-        """One number for several tensors; depends on their order."""
-        total = 0
-        for name in names:
-            total = (31 * total + self._sums[name]) % 2**62
-        return total
+    def postpone(self) -> None:
+        """Gradients are averaged without a backward, perhaps after no forward."""
+        self._under_way, self._begun = None, -1
+
+    # -- at the end of a backward ------------------------------------------------------
 
     def reduced(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Nothing to do for a bucket."""
 
     def finished(self) -> None:
-        """The backward is over: look at what the others have sent.
+        """Collective, if a check is under way: compare.
 
         Raises:
             ReplicaMismatchError: on all ranks, naming the first parameter that differs.
         """
-        if self._under_way is None:
+        was_hooked = self._was_hooked
+        self._was_hooked |= is_foreign(self._pipeline.averaging.comm_hook)
+        seen, self._under_way = self._under_way, None
+        if seen is None:
             return
-        gathering, self._under_way = self._under_way, None
-        with self._pipeline.watch.over("comparing the replicas"):
-            wait_for(gathering.work)
-        rows = gathering.rows.tolist()
-        steps = [row[0] for row in rows]
+        mine = [seen.step, self._excuses(was_hooked=was_hooked), int(seen.digest)]
+        rows = self._comparison.gather(torch.tensor(mine)).tolist()
+        steps = [step for step, _, _ in rows]
         if len(set(steps)) > 1:
-            raise ReplicaMismatchError(self._other_steps(steps))
-        if any(row != self._row for row in rows):
-            self._name_difference(steps[0])
-        self._agreed = steps[0]
+            rank = self._pipeline.rank
+            raise ReplicaMismatchError(words.other_steps(rank, steps))
+        if len({digest for _, _, digest in rows}) == 1:
+            self._agree(seen.step)
+            self._ledger.was_local = self._ledger.was_excused = False
+        elif self._every == AUTO and any(excuses for _, excuses, _ in rows):
+            self._excuse({excuses for _, excuses, _ in rows}, seen)
+        else:
+            self._doubt(seen)
 
-    def _name_difference(self, step: int) -> None:
-        group = side_group(self._pipeline.group, PURPOSE)
-        mine = torch.tensor(list(self._sums.values()), dtype=torch.int64)
-        with self._pipeline.watch.over("finding out which parameters differ"):
-            columns = gather_rows(mine, group).T.tolist()
-        names = [
-            name
-            for name, column in zip(self._sums, columns, strict=True)
-            if len(set(column)) > 1
-        ]
-        first = columns[list(self._sums).index(names[0])]
-        usual = Counter(first).most_common(1)[0][0]
-        odd = [rank for rank, value in enumerate(first) if value != usual]
-        rest = [rank for rank, value in enumerate(first) if value == usual]
-        raise ReplicaMismatchError(
-            explain(
-                self._pipeline.rank,
-                f"The replicas have drifted apart: at the beginning of step {step}, "
-                f"{names[0]} differs{_more(len(names) - 1)}. They agreed at the "
-                f"beginning of step {self._agreed}.",
-                names=names[:MAX_NAMES],
-                expected=f"the bits of rank {_join(rest)}",
-                found=f"other ones on rank {_join(odd)}",
-                remedy="look at what changes parameters on some ranks only (updates by "
-                "hand, load_state_dict, random numbers, unsynced='ignore'); load the "
-                "last checkpoint on all ranks and call reset(), or wrap it again",
-            )
+    def _excuses(self, *, was_hooked: bool) -> int:
+        ledger = self._ledger
+        return (
+            Excuse.LOCAL_UPDATES * ledger.was_local
+            | Excuse.FOREIGN_HOOK * was_hooked
+            | Excuse.DECLARED * ledger.was_excused
         )
 
-    def _other_steps(self, steps: Sequence[int]) -> str:
-        return explain(
-            self._pipeline.rank,
-            "The ranks are at different steps.",
-            expected="equally many synchronised backwards on all ranks",
-            found=", ".join(f"{n} on rank {rank}" for rank, n in enumerate(steps)),
-            remedy="look for a rank that skipped or repeated a step; load the last "
-            "checkpoint on all ranks, or wrap the module again",
-        )
+    def _excuse(self, excuses: set[int], seen: Seen) -> None:
+        """They differ, for a reason; which may be a mistake as well."""
+        self._suspect = None
+        if excuses <= {0, Excuse.LOCAL_UPDATES} and not self._has_warned:
+            found = self._comparison.find(seen, self._agreed)
+            self._warn(words.local_updates, found)
+            self._ledger.was_told = True
+
+    def _agree(self, step: int) -> None:
+        self._agreed = step
+        self._suspect, self._waited = None, 0
+        # What the last reduction brought is still to be applied.
+        self._was_hooked = is_foreign(self._pipeline.averaging.comm_hook)
+
+    def _doubt(self, seen: Seen) -> None:
+        """They differ; does an optimizer step before the next backward?"""
+        self._suspect = seen
+        self._waited += 1
+        limit = PATIENCE if self._every == AUTO else 1
+        if self._waited > limit or seen.buffer_sums or not self.awaits_step:
+            self.confirm()
+
+    # -- before a step -----------------------------------------------------------------
+
+    def confirm(self) -> None:
+        """Collective if the replicas differed in the backward: do they still?
+
+        Raises:
+            ReplicaMismatchError: on all ranks, naming the first parameter that differs.
+        """
+        seen, self._suspect = self._suspect, None
+        if seen is None:
+            return
+        found = self._comparison.find(seen, self._agreed)
+        if not found.names:
+            self._agree(seen.step)
+        elif self._every == AUTO and self._comparison.is_rounding(seen, found.names):
+            self._warn(words.rounding, found)
+        else:
+            raise ReplicaMismatchError(words.drifted_apart(found))
+
+    def _warn(self, text: Callable[[words.Finding], str], found: words.Finding) -> None:
+        if found.names and not self._has_warned:
+            self._has_warned = True
+            warn(text(found))
+
+
+def is_foreign(hook: CommHook | None) -> bool:
+    """Whether a comm hook may bring other averages on other ranks.
+
+    Not those of minidp and of torch, unless they wrap one of somebody else; but after
+    torch's for local SGD replicas differ.
+    """
+    if hook is None:
+        return False
+    place = getattr(hook.hook, "__module__", None) or ""
+    name = getattr(hook.hook, "__qualname__", "")
+    is_known = place.startswith(("minidp.", "torch.distributed.algorithms."))
+    is_wrapper = not name.isidentifier()  # a function in a function, or with arguments
+    return not is_known or is_wrapper or "post_localSGD" in name
+
+
+def digest_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One number for several tensors: 0-D, int64, on the device of the first."""
+    small: dict[torch.device, list[torch.Tensor]] = {}
+    sums = []
+    for tensor in tensors:
+        if tensor.nbytes < SMALL_BYTES:
+            small.setdefault(tensor.device, []).append(_plain(tensor).view(torch.uint8))
+        else:
+            sums.append(sum_of_bits(tensor))
+    sums += [sum_of_bits(torch.cat(pieces)) for pieces in small.values()]
+    found = torch.stack([each.to(sums[0].device) for each in sums])
+    # Odd factors: no change of one number is lost, and their order counts.
+    factors = torch.arange(1, 2 * len(sums), 2, device=found.device)
+    return (found * factors).sum()
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,15 +327,18 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 
     Any single change of one element changes it.
     """
+    flat = _plain(tensor)
+    size = flat.element_size()
+    if flat.storage_offset() * size % 8:  # a part of another tensor, on this rank
+        flat = flat.clone()
+    count = flat.numel() * size // 8 * 8 // size
+    # Eight bytes at a time: as fast as memory is, and twenty times as fast as fewer.
+    wide = flat[:count].view(torch.int64)
+    rest = flat[count:].view(_INTEGERS[size])
+    return wide.sum() + rest.sum(dtype=torch.int64)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The values as they lie in memory: 1-D, contiguous, real."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat)
-    return flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
-
-
-def _more(count: int) -> str:
-    return f" (and {count} more)" if count else ""
-
-
-def _join(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

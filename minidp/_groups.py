@@ -265,6 +265,18 @@ def own_store(group: ProcessGroup, prefix: str) -> c10d.Store:
     return c10d.PrefixStore(f"{_prefix(group)}/{prefix}", _own_stores[shared])
 
 
+def unprefixed(store: Any) -> Any:
+    """The store below all prefixes."""
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def address_of(store: object) -> tuple[str, int] | None:
+    """Name and port of a store's host, if it has one."""
+    return (store.host, store.port) if isinstance(store, c10d_C.TCPStore) else None
+
+
 def is_initialized() -> bool:
     """Whether there is a default process group."""
     return bool(dist.is_available() and dist.is_initialized())
@@ -323,6 +335,13 @@ def is_mixed(group: ProcessGroup) -> bool:
     if is_python_group(group):
         return True
     return len(set(dist.get_backend_config(group).split(","))) > 1
+
+
+def is_builtin(group: ProcessGroup) -> bool:
+    """Whether there are several ranks, and every backend between them is torch's."""
+    known = {"gloo", "nccl", "mpi", "ucc", "xccl"}
+    backends = dist.get_backend_config(group).split(",")
+    return group.size() > 1 and {b.rpartition(":")[2] for b in backends} <= known
 
 
 _left_behind: list[Work] = []

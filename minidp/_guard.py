@@ -12,19 +12,28 @@ import functools
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
+from . import _guard_words as words
 from ._autograd import NO_TASK, current_task
-from ._by_hand import updated_by_hand
+from ._by_hand import is_nonzero, updated_by_hand
+from ._desync import ReplicaCheck
+from ._ledger import Ledger
+from ._local_steps import LocalSteps
 from ._managed import Replica
 from ._newcomers import Newcomers
 from ._overlap import Excuses
 from ._phase import Phase
 from ._reducer import Reducer
 from ._registry import Registry
+from ._skip import ask_who_skips
 from ._untraced import untraced, untraced_itself
 from ._warn import warn
 from .config import Unsynced
@@ -36,13 +45,6 @@ from .errors import (
     explain,
 )
 
-_LOCAL_REMEDY = (
-    "run one backward over the sum of the losses, or call sync_gradients() on all "
-    "ranks before the step; run a penalty that is equal on all ranks inside no_sync(); "
-    "checkpoint shared layers with use_reentrant=False; step inside no_sync() if "
-    "replicas are meant to differ (or pass unsynced='ignore')"
-)
-
 
 @dataclass(frozen=True)
 class Seen:
@@ -50,6 +52,14 @@ class Seen:
 
     armed: int = 0
     finalized: int = 0
+
+
+class Holding(NamedTuple):
+    """What an optimizer held when it was looked at."""
+
+    num_params: int
+    is_ours: bool  # at least one of them
+    strangers: list[tuple[str, nn.Parameter]]  # in the module, unknown to the reducer
 
 
 class Guard:
@@ -64,11 +74,12 @@ class Guard:
     def __init__(self, reducer: Reducer, policy: Unsynced, replica: Replica) -> None:
         self._reducer = reducer
         self.policy = policy
+        self.replica_check: ReplicaCheck | None = None
+        self._local_steps = LocalSteps(reducer)
         self._newcomers = Newcomers(replica)
-        # How many parameters each optimizer held, and which the reducer did not know.
-        self._strangers: weakref.WeakKeyDictionary[
-            Optimizer, tuple[int, list[tuple[str, nn.Parameter]]]
-        ] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Optimizer, Holding] = (
+            weakref.WeakKeyDictionary()
+        )
         self._last = Seen()  # when any optimizer stepped
         self.excuses = Excuses(reducer.rank)
         self._in_backward: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -87,25 +98,30 @@ class Guard:
         Raises:
             UnsyncedGradientsError: it would apply gradients that differ by rank.
             DoubleStepError: it steps by itself, in the backward.
+            ReplicaMismatchError: so did the parameters before.
         """
         if optimizer in self.excuses:
             return
         if optimizer in self._in_backward:
-            raise DoubleStepError(
-                explain(
-                    self._reducer.rank,
-                    "This optimizer steps in the backward (step_in_backward); "
-                    "another step would apply its gradients twice.",
-                    remedy="remove the call of optimizer.step(); if a GradScaler "
-                    "called it, the two do not go together, and the parameters have "
-                    "taken a step of scaled gradients: reload them",
-                )
-            )
-        self._complain(self._find_problem(optimizer))
-        ledger = self._reducer.ledger
+            raise DoubleStepError(words.double_step(self._reducer.rank))
+        ledger, holding = self._reducer.ledger, self._holding(optimizer)
+        if ledger.sync_enabled:
+            ledger.steps += holding.is_ours
+            self._complain(self._find_problem(optimizer, holding))
+            if holding.is_ours and self.replica_check is not None:
+                self.replica_check.confirm()
+        elif holding.is_ours and ledger.unsynced:
+            ledger.was_local = True
         if ledger.versions or ledger.bypassed is not None:
             self._excuse(optimizer)
         self._seen[optimizer] = self._last = Seen(ledger.armed, ledger.finalized)
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+        ledger = self._reducer.ledger
+        is_local = not ledger.sync_enabled and bool(ledger.unsynced)
+        if is_local and self.policy != "ignore" and self._holding(optimizer).is_ours:
+            self._local_steps.note(ledger.finalized)
 
     def check_forward(self, module: nn.Module) -> None:
         """Complain about what only a forward can see, before it runs.
@@ -115,15 +131,16 @@ class Guard:
             ReducerFailedError, UnfinishedReductionError: see `refuse_forward`.
         """
         refuse_forward(self._reducer)
+        self._local_steps.look()
         if self.policy == "ignore" or not self._reducer.ledger.sync_enabled:
             return
         compares_all = self._reducer.expected.may_guess_wrong
         names = self._newcomers.find(module, compares_all=compares_all)
         if names:
-            self._complain(_joined(self._reducer.rank, names))
+            self._complain(words.joined_after_wrapping(self._reducer.rank, names))
             self._newcomers.accept(module)
-        if self._cast():  # else module buffers of different sizes may travel
-            self._complain(_cast(self._reducer, self._cast()))
+        if cast := self._cast():  # else module buffers of different sizes may travel
+            self._complain(words.cast_after_wrapping(self._reducer.rank, cast))
         self._complain(_if_alone(self, updated_by_hand(self._reducer)))
 
     def _complain(self, problem: str) -> None:
@@ -135,6 +152,7 @@ class Guard:
                 raise error
             finally:
                 del error  # it would keep this frame alive, and with it the reducer
+        self._reducer.ledger.was_excused |= bool(problem)
         if problem and self.policy == "warn":
             warn(problem)
 
@@ -155,19 +173,24 @@ class Guard:
             if id(param) in self._index and param.grad is not None
         ]
 
-    def _find_joined(self, optimizer: Optimizer) -> list[str]:
+    def _holding(self, optimizer: Optimizer) -> Holding:
+        """Looked up anew when an optimizer holds more, or less, than last time."""
+        groups = optimizer.param_groups
+        num_params = sum([len(group["params"]) for group in groups])
+        known = self._known.get(optimizer)
+        if known is None or known.num_params != num_params:
+            held = [param for group in groups for param in group["params"]]
+            is_ours = any(id(param) in self._index for param in held)
+            known = Holding(num_params, is_ours, self._newcomers.find_held(held))
+            self._known[optimizer] = known
+        return known
+
+    def _find_joined(self, holding: Holding) -> list[str]:
         """Parameters in the module that the optimizer knows, but the reducer does not.
 
         The module is searched when the optimizer is new, or holds more than last time.
         """
-        groups = optimizer.param_groups
-        num_params = sum([len(group["params"]) for group in groups])
-        known = self._strangers.get(optimizer)
-        if known is None or known[0] != num_params:
-            held = [param for group in groups for param in group["params"]]
-            known = (num_params, self._newcomers.find_held(held))
-            self._strangers[optimizer] = known
-        held = [(name, param) for name, param in known[1] if param.grad is not None]
+        held = [(n, param) for n, param in holding.strangers if param.grad is not None]
         return [name for name, param in held if not is_averaged(param)]
 
     def expect_in_backward(self, optimizer: Optimizer) -> None:
@@ -189,97 +212,79 @@ class Guard:
             )
         self._in_backward.add(optimizer)
 
-    def _find_problem(self, optimizer: Optimizer) -> str:
+    def _find_problem(self, optimizer: Optimizer, holding: Holding) -> str:
         reducer = self._reducer
         phase, ledger = reducer.phase.now, reducer.ledger
-        names = self._find_joined(optimizer) if ledger.sync_enabled else []
-        if not names and ledger.sync_enabled:
+        names = self._find_joined(holding)
+        if not names:
             # Also if it holds what they took the place of: on this rank only, perhaps.
             found = {name: self._newcomers[name] for name in self._newcomers.find()}
             names = [name for name, param in found.items() if not is_averaged(param)]
             names = names if names and self._held(optimizer) else []
         if names:
-            return _joined(self._reducer.rank, names)
-        cast = self._cast() if ledger.sync_enabled else []
+            return words.joined_after_wrapping(reducer.rank, names)
+        cast = self._cast()
         if cast and self._held(optimizer):
-            return _cast(self._reducer, self._cast())
+            return words.cast_after_wrapping(reducer.rank, cast)
         # What a new one steps on was not reduced if a backward passed us by.
         never = Seen() if ledger.bypassed is None else self._last
         seen = self._seen.get(optimizer, never)
-        never_reduced = ledger.armed > seen.armed and ledger.finalized == seen.finalized
         is_idle = phase is Phase.IDLE or (
             phase is Phase.ARMED and current_task() == NO_TASK
         )
-        is_clean = is_idle and not never_reduced and not ledger.unsynced
-        if is_clean or not ledger.sync_enabled:
+        is_clean = is_idle and not ledger.unsynced
+        is_clean = is_clean and not _is_never_reduced(ledger, seen)
+        if is_clean:
             return ""
         held = self._held(optimizer)
-        if not held:
-            return ""
-        return self._problem(phase, held, never_reduced=never_reduced)
+        return self._problem(phase, held, seen=seen) if held else ""
 
-    def _cast(self) -> list[int]:
+    def _cast(self) -> list[str]:
         """Parameters of another dtype than when they were wrapped; of the sample."""
-        params = self._reducer.params
-        return [i for i, dtype in self._sample if params[i].dtype is not dtype]
+        params, names = self._reducer.params, self._reducer.names
+        return [names[i] for i, dtype in self._sample if params[i].dtype is not dtype]
 
-    def _problem(self, phase: Phase, held: list[int], *, never_reduced: bool) -> str:
+    def _problem(self, phase: Phase, held: list[int], *, seen: Seen) -> str:
         """Why this step would drive the replicas apart; empty when it would not."""
         reducer = self._reducer
-        say = functools.partial(explain, reducer.rank)
         names = [reducer.names[i] for i in held]
         if current_task() != NO_TASK and phase in (Phase.ARMED, Phase.REDUCING):
-            return say(
-                "An optimizer steps inside the backward, before its gradients are "
-                "averaged over ranks.",
-                names=names,
-                remedy="step after backward() returned",
-            )
+            return words.step_inside(reducer.rank, names)
         if phase in (Phase.REDUCING, Phase.PENDING):
-            return say(
-                "The last backward did not finish its reduction"
-                + (" (it raised)." if phase is Phase.REDUCING else "."),
-                names=[reducer.names[i] for i in reducer.countdown.missing()],
-                expected="a gradient for every parameter before optimizer.step()",
-                found="no gradient for the parameters below",
-                remedy="pass find_unused_parameters=True if they are unused on "
-                "purpose, freeze them before wrapping, or run the backward that "
-                "brings them; call reset() on all ranks to go on",
-            )
+            return words.unfinished_at_step(reducer)
         if phase in (Phase.FAILED, Phase.FINALIZING):
-            return say(
-                "An earlier backward failed; gradients are not averaged over ranks.",
-                names=names,
-                remedy="call reset() on all ranks, then zero_grad()",
-            )
-        local = [reducer.names[i] for i in held if i in reducer.ledger.unsynced]
-        if local:
-            return say(
-                "Gradients of a local backward were never averaged over ranks: a "
-                "second backward of one or two forwards, a retained graph, a method "
-                "of .module, or no_sync() without a synchronised backward after it.",
-                names=local,
-                remedy=_LOCAL_REMEDY,
-            )
-        if never_reduced:
-            return say(
-                "A forward announced a synchronised backward that never came, so the "
-                "gradients present are not those of this step.",
-                names=names,
-                remedy="call backward() on what the forward returned (not "
-                "torch.autograd.grad), and do not cast or replace parameters after "
-                "wrapping",
-            )
-        return ""
+            return words.step_after_failure(reducer, names)
+        if local := self._find_local(held):
+            model_ran = reducer.ledger.armed > seen.armed
+            return words.local_gradients(reducer, local, model_ran=model_ran)
+        if not _is_never_reduced(reducer.ledger, seen):
+            return ""
+        if any(is_nonzero(reducer.params[i].grad) for i in held):
+            return words.never_came(reducer.rank, names)
+        return "" if self.policy == "ignore" else ask_who_skips(reducer, names)
+
+    def _find_local(self, held: list[int]) -> list[int]:
+        """Parameters whose gradient has a part that no live object averaged."""
+        ledger, params = self._reducer.ledger, self._reducer.params
+        for i in ledger.unsynced.intersection(held):
+            if not is_nonzero(params[i].grad):  # zero_grad(set_to_none=False)
+                ledger.drop(i)
+        return [
+            i
+            for i in held
+            if i in ledger.unsynced and not _averaged_elsewhere(self, params[i])
+        ]
+
+    def _has_averaged(self, param: nn.Parameter) -> bool:
+        i, ledger = self._index.get(id(param)), self._reducer.ledger
+        if i is None or not ledger.finalized or not ledger.sync_enabled:
+            return False  # inside no_sync() not every local part is noted
+        return i not in ledger.unsynced
 
 
-def _cast(reducer: Reducer, which: list[int]) -> str:
-    return explain(
-        reducer.rank,
-        "Parameters were cast after wrapping; on other ranks they may not be.",
-        names=[reducer.names[i] for i in which],
-        remedy="wrap the module again after a cast (.double(), .half(), .to())",
-    )
+def _is_never_reduced(ledger: Ledger, seen: Seen) -> bool:
+    """A synchronised backward was announced since a step, and none came."""
+    return ledger.armed > seen.armed and ledger.finalized == seen.finalized
 
 
 def _if_alone(guard: Guard, problem: str) -> str:
@@ -289,21 +294,14 @@ def _if_alone(guard: Guard, problem: str) -> str:
     return "" if has_company else problem
 
 
+def _averaged_elsewhere(guard: Guard, param: nn.Parameter) -> bool:
+    """What ``.grad`` holds was averaged by another live object, as it is now."""
+    return any(other._has_averaged(param) for other in _guards if other is not guard)
+
+
 def is_averaged(param: nn.Parameter) -> bool:
     """By any live object: its module may have been wrapped again since."""
     return any(id(param) in guard._index for guard in _guards)
-
-
-def _joined(rank: int, names: list[str]) -> str:
-    return explain(
-        rank,
-        "Parameters joined the module after it was wrapped (added, replaced, unfrozen, "
-        "or given by functional_call), so nobody averages their gradients over ranks.",
-        names=names,
-        remedy="wrap the module again after such a change, with everything trainable "
-        "that will be; or wrap it with these on its ignore list, if they are meant to "
-        "differ between ranks",
-    )
 
 
 def refuse_forward(reducer: Reducer) -> None:
@@ -320,36 +318,16 @@ def refuse_forward(reducer: Reducer) -> None:
         raise ReducerFailedError(
             explain(
                 reducer.rank,
-                "An earlier backward failed; its gradients are not synchronised.",
+                words.failed_before(reducer, "its gradients are not synchronised"),
                 remedy="call reset() on all ranks, then zero_grad()",
             )
         )
-    error = UnfinishedReductionError(_unfinished(reducer))
+    error = UnfinishedReductionError(words.unfinished_at_forward(reducer))
     reducer.tell_others(error)
     try:
         raise error
     finally:
         del error  # it would keep this frame alive, and with it the reducer
-
-
-def _unfinished(reducer: Reducer) -> str:
-    """Which gradients are missing, with the phrases that scripts look for."""
-    missing = reducer.countdown.missing()
-    rank, expected = reducer.rank, reducer.expected
-    indices = " ".join(map(str, missing))
-    names = ", ".join(reducer.names[i] for i in missing)
-    has_raised = reducer.phase.now is Phase.REDUCING
-    return explain(
-        rank,
-        "Expected to have finished reduction in the prior iteration before starting a "
-        f"new one. This error indicates that {expected.cause_of_missing}.\n"
-        f"Parameter indices which did not receive grad for rank {rank}: {indices}\n"
-        f"Parameters which did not receive grad for rank {rank}: {names}.\n"
-        + ("The backward raised." if has_raised else ""),
-        remedy=f"{expected.remedy_for_missing}; then call reset() on all ranks, and "
-        "zero_grad(). To log the unused parameters of every backward, set the "
-        "environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL",
-    )
 
 
 def retire(guard: Guard) -> None:
@@ -368,7 +346,14 @@ def _watch(guard: Guard) -> None:
         _guards.add(guard)
         if not _installed:
             register_optimizer_step_pre_hook(_before_any_step)
+            register_optimizer_step_post_hook(_after_any_step)
             _installed = True
+
+
+@untraced
+def _after_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for guard in _guards:
+        guard.note_step(optimizer)
 
 
 @untraced

@@ -51,6 +51,21 @@ class Sighting:
         # Who waits is late because of somebody else.
         return theirs.started < self.started and not theirs.doing
 
+    @property
+    def may_still_come(self) -> bool:
+        """Nobody is gone, and some rank is neither waiting nor known to do nothing.
+
+        If all wait, they wait for each other. Nothing is known of a rank that has not
+        wrapped this module; it may be busy before that.
+        """
+        is_anybody_gone = bool(self.silent) or any(map(self._has_given_up, self.alarms))
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        return not is_anybody_gone and not all(map(self._is_waiting, others))
+
+    def _is_waiting(self, rank: int) -> bool:
+        cursor = self.cursors.get(rank)
+        return cursor is not None and (cursor.waits or bool(cursor.progress.doing))
+
     def to_text(self) -> str:
         """Sentences for an error."""
         absent = self.absent()
@@ -80,13 +95,18 @@ class Sighting:
                 f"seen: {seen}."
             )
         if self._is_absent(rank):
+            where = "waits for other ranks elsewhere" if cursor.waits else _ELSEWHERE
+            is_still = cursor.seconds >= _STILL_SECONDS
+            still = f"for {cursor.seconds:.0f} s nothing has moved there"
             return (
-                f"Rank {rank} runs, but does something else: {seen}; for "
-                f"{cursor.seconds:.0f} s nothing has moved there."
+                f"Rank {rank} runs, but {where}: {seen}; "
+                f"{still if is_still else 'its code goes on there'}."
             )
         return f"Rank {rank}: {seen}."
 
 
+_ELSEWHERE = "does something else"
+_STILL_SECONDS = 3.0  # a few heartbeats
 _MAX_TOLD = 8  # ranks
 _MAX_TEXT = 1200  # characters of another rank's error
 

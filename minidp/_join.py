@@ -129,6 +129,8 @@ class UnevenInputs(SharedState, Joinable):
             "divide_by_initial_world_size", True
         )
         self._has_joined = True
+        if self._replica_check is not None:
+            self._replica_check.postpone()
         return Shadow(self)
 
     @property

@@ -19,12 +19,14 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from typing import TYPE_CHECKING
 
-from ._cursor import Cursor, Progress, place_of
+from ._cursor import Cursor, Progress, is_waiting, place_of
 from ._groups import own_store
 from ._hang_report import Alarm, Sighting
+from ._line import line_to
 from ._phase import Phase
 from ._reducer import Reducer
-from ._watch import STORE_SECONDS, OnDevice
+from ._skip import Skip
+from ._watch import STORE_SECONDS, OnDevice, Report
 from .errors import MAX_NAMES
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ _PHRASES = {
 
 def progress_of(reducer: Reducer) -> Progress:
     """How far a reducer is; may be called from any thread."""
+    step, steps = reducer.ledger.finalized, reducer.ledger.steps  # before the phase
     phase, pipeline = reducer.phase.now, reducer.pipeline
     text, missing = _PHRASES[phase], []
     if phase in (Phase.REDUCING, Phase.PENDING):
@@ -52,12 +55,14 @@ def progress_of(reducer: Reducer) -> Progress:
         missing = [reducer.names[i] for i in reducer.countdown.missing()]
     watch = pipeline.watch
     return Progress(
-        reducer.ledger.finalized,
+        step,
         text,
         watch.started,
         watch.place if watch.is_busy else "",
         tuple(missing[:MAX_NAMES]),
         len(missing),
+        is_reducing=phase in (Phase.REDUCING, Phase.FINALIZING),
+        steps=steps,
     )
 
 
@@ -82,12 +87,15 @@ class Post:
         self._moved = time.monotonic()
         self._beat = 0
         self._inquiries: list[Inquiry] = []
+        self._skips: list[Skip] = []
         self.move_to(watch.group, key)
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
         """From now on the others look for us in another place."""
         self.group = group
         self.rank, self._size = group.rank(), group.size()
+        self._others = [rank for rank in range(self._size) if rank != self.rank]
+        self._skips.clear()
         self._place = Place(own_store(group, f"watch/{key}"))
         self._wake()
 
@@ -100,7 +108,7 @@ class Post:
                 return "it cannot finish any more"
         return ""
 
-    def report(self, started: int) -> str:
+    def report(self, started: int) -> Report:
         """See `Lookout`."""
         inquiry = Inquiry(started)
         self._inquiries.append(inquiry)
@@ -109,7 +117,7 @@ class Post:
             limit = BEATS_OF_SILENCE * self.interval + STORE_SECONDS
             return inquiry.answer.result(limit)
         except Late:
-            return (
+            return Report(
                 "Nothing is known about the other ranks: the process group's store "
                 "does not answer. Its host (rank 0, or torchrun's agent) is stopped or "
                 "cut off."
@@ -120,6 +128,11 @@ class Post:
         self._place.outgoing.append(Alarm(self.rank, self._tally.started, why))
         self._wake()
 
+    def ask_who_skips(self, step: int, steps: int) -> Skip:
+        """See `Lookout`."""
+        self._skips.append(Skip(step, steps, self._wake))
+        return self._skips[-1]
+
     # -- called by the watchdog --------------------------------------------------------
 
     def tick(self) -> None:
@@ -129,11 +142,16 @@ class Post:
             self._answer_all(place.problem)
             return
         try:
+            place.refuse_if_cut()
             self._publish(place, progress_of(reducer))
             if self._inquiries or reducer.pipeline.watch.is_late:
                 place.read_alarms(self.rank)
             for inquiry in list(self._inquiries):
                 self._investigate(inquiry, place)
+            for skip in list(self._skips):
+                place.read_cursors(self._others)
+                if skip.see(place.cursors, len(self._others)):
+                    self._skips.remove(skip)
         except RuntimeError as error:
             place.lose(error)
             for inquiry in list(self._inquiries):
@@ -146,28 +164,35 @@ class Post:
             return None
         return reducer.pipeline.watch.find_late_on_device()
 
+    def more_time(self, late: OnDevice) -> bool:
+        """Whether what is late on a device is waited for a little longer."""
+        reducer = self._reducer()
+        if reducer is None:
+            return False
+        return reducer.pipeline.watch.extend_on_device(late)
+
     def say_goodbye(self, why: str) -> None:
         """The last word of a replica that is gone."""
+        self._place.outgoing.append(Alarm(self.rank, self._tally.started, why))
         try:
             if not self._place.problem:
-                self._place.send(Alarm(self.rank, self._tally.started, why))
+                self._place.refuse_if_cut()
+                self._place.send_all()
         except RuntimeError as error:  # nobody is left who could read it
             self._place.lose(error)
 
     def _publish(self, place: Place, progress: Progress) -> None:
-        now = time.monotonic()
-        if self._cursor is None or progress != self._cursor.progress:
+        now, last = time.monotonic(), self._cursor
+        where, waits = place_of(self._thread), is_waiting(self._thread)
+        if last is None or (progress, where) != (last.progress, last.where):
             self._moved = now
         self._beat += 1
-        self._cursor = Cursor(
-            progress, self._beat, now - self._moved, place_of(self._thread)
-        )
+        self._cursor = Cursor(progress, self._beat, now - self._moved, where, waits)
         place.store.set(f"cursor/{self.rank}", self._cursor.to_json())
-        while place.outgoing:
-            place.send(place.outgoing.pop(0))
+        place.send_all()
 
     def _investigate(self, inquiry: Inquiry, place: Place) -> None:
-        place.read_cursors(rank for rank in range(self._size) if rank != self.rank)
+        place.read_cursors(self._others)
         running = inquiry.see(place.cursors)
         is_explained = any(a.started < inquiry.started for a in place.alarms.values())
         is_complete = len(running | place.alarms.keys()) >= self._size - 1
@@ -187,12 +212,15 @@ class Post:
         )
         self._inquiries.remove(inquiry)
         is_known = not place.problem or found.absent()
-        text = found.to_text() if is_known else ""
-        inquiry.answer.set_result(f"{text} {place.problem}".strip())
+        text = f"{found.to_text() if is_known else ''} {place.problem}".strip()
+        may_come = found.may_still_come and not place.problem
+        inquiry.answer.set_result(Report(text, may_still_come=may_come))
 
     def _answer_all(self, text: str) -> None:
         while self._inquiries:
-            self._inquiries.pop().answer.set_result(text)
+            self._inquiries.pop().answer.set_result(Report(text))
+        while self._skips:
+            self._skips.pop().future.set_result(text)
 
 
 class Place:
@@ -200,10 +228,16 @@ class Place:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self._line = line_to(store)
         self.problem = ""  # why the store cannot be used any more
         self.cursors: dict[int, Cursor] = {}  # of others, by rank: the last of each
         self.alarms: dict[int, Alarm] = {}  # of others, by rank: the first of each
         self.outgoing: list[Alarm] = []
+
+    def refuse_if_cut(self) -> None:
+        """Raises RuntimeError if the store's host is gone. The store would print it."""
+        if self._line.is_cut():
+            raise RuntimeError("the connection was closed")
 
     def lose(self, error: RuntimeError) -> None:
         """The store is gone."""
@@ -213,6 +247,11 @@ class Place:
             "gone, and with it the process that hosted it (rank 0, or torchrun's "
             f"agent): {first_line}."
         )
+
+    def send_all(self) -> None:
+        """Tell the others what has not been told, in order."""
+        while self.outgoing:
+            self.send(self.outgoing.pop(0))
 
     def send(self, alarm: Alarm) -> None:
         """Tell the others."""
@@ -251,7 +290,7 @@ class Inquiry:
 
     def __init__(self, started: int) -> None:
         self.started = started
-        self.answer: Future[str] = Future()
+        self.answer: Future[Report] = Future()
         self._begun = time.monotonic()
         self._first: dict[int, int] = {}  # rank -> beat
 

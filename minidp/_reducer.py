@@ -17,7 +17,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -44,7 +44,7 @@ from ._dist_autograd import (
 from ._expectation import expectation_for
 from ._labels import label
 from ._layout import ParamSpec
-from ._ledger import Ledger
+from ._ledger import Ledger, Origin
 from ._local_backwards import LocalBackwards
 from ._phase import Phase, PhaseBox
 from ._pipeline import Pipeline
@@ -71,6 +71,9 @@ def _failing(method: Method) -> Method:
     def guarded(self: Reducer, *arguments: Any) -> None:
         try:
             method(self, *arguments)
+        except KeyboardInterrupt as error:
+            self.fail(error)
+            raise error.with_traceback(None) from None  # where we wait says nothing
         except BaseException as error:
             self.fail(error)
             if is_rpc_up():  # distributed autograd raises without the text
@@ -149,7 +152,7 @@ class Reducer:
         with self._lock:
             if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
                 if self._contexts.has_gradient(i):
-                    self.ledger.note_local(i, self.params[i]._version)
+                    self.ledger.note_local(i, *_origin(self.params[i], self._tasks))
                 self.local_backwards.begin()
                 return
             if self.phase.now is not Phase.REDUCING and not self._tasks:
@@ -332,6 +335,22 @@ class Reducer:
             self._context = None
             self.ledger.forget()
             self.phase.enter(Phase.IDLE)
+
+
+def _origin(
+    param: torch.Tensor, tasks: Mapping[int, Callable[[], object]]
+) -> tuple[int, Origin]:
+    """Of a local gradient: its parameter's version, and where it came from.
+
+    Args:
+        param: the parameter.
+        tasks: graph tasks that have passed the probes behind our outputs, if they live.
+    """
+    through_outputs = [task for task, end in tasks.items() if end() is not None]
+    if not through_outputs:
+        return param._version, Origin.OUTSIDE
+    is_again = current_task() in through_outputs
+    return param._version, Origin.AGAIN if is_again else Origin.NESTED
 
 
 def _refuse_frozen(reducer: Reducer, others: Collection[int]) -> None:

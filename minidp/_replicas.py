@@ -200,6 +200,7 @@ def start_equal(
         "delayed": sorted(replica.delayed),
         "mixed_precision": checked.precision,
         "bucket_layout": config.saved_layout,
+        "check_replicas_every": checked.safety.check_replicas_every,
     }
     mine = describe(replica.parameters, module_buffers, sorted(replica.sparse), options)
     number = verify(mine, group, checked.devices.device)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from . import _managed, _replicas
 from ._desync import ReplicaCheck
-from ._groups import group_of_forwards
+from ._groups import group_of_forwards, is_builtin
 from ._reducer import Reducer
+from .config import AUTO
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,35 +66,50 @@ class SharedState:
         if self.forward_sync_buffers:
             self._sync_module_buffers(root)
 
-    def _watch_values(self, every: int) -> None:
-        """Compare the replicas every so many steps; 0: never."""
+    def _watch_values(self, every: int | Literal["auto"], *, is_verified: bool) -> None:
+        """Compare the replicas every so many steps; 0: never.
+
+        Args:
+            every: steps. "auto": now and then, where ranks agree on the steps.
+            is_verified: all ranks were wrapped together, with the same options.
+        """
         self._replica_check = None
-        if every:
+        agrees = is_verified and is_builtin(self.process_group)
+        if every and (agrees or every != AUTO):
             reducer = self._reducer
-            check = ReplicaCheck(reducer.pipeline, reducer.names, every)
+            ledger = reducer.ledger
+            check = ReplicaCheck(reducer.pipeline, reducer.names, every, ledger)
             reducer.pipeline.observers.append(check)
             self._replica_check = check
+
+    def _stop_comparing(self) -> None:
+        """Ranks do not count steps alike any more."""
+        if self._replica_check is not None:
+            self._reducer.pipeline.observers.remove(self._replica_check)
+            self._replica_check.start_over()  # the guard knows it, too
+            self._replica_check = None
 
     def _connect(self) -> None:
         """Collective: make the groups now, while all ranks are here."""
         group_of_forwards(self.process_group)
         if self._replica_check is not None:
-            self._replica_check.meet()
+            self._replica_check.start_over()
 
     def _compare_if_due(self, *, with_module_buffers: bool) -> None:
-        """Collective: start to compare the replicas before a forward."""
-        if self._replica_check is None or self._join_config.enable:
+        """Look at this replica before a forward, to compare it after its backward."""
+        check, step = self._replica_check, self._reducer.ledger.finalized
+        if check is None or not check.is_due(step) or self._join_config.enable:
             return
         managed, ignored = set(self._reducer.names), self.parameters_to_ignore
-        others: dict[str, torch.Tensor] = {
+        frozen = {
             name: param
             for name, param in self.module.named_parameters()
-            if name not in managed and name not in ignored
+            if name not in managed and name not in ignored and check.compares_frozen
         }
-        if with_module_buffers:  # else they may differ, and that is meant so
-            others |= self.named_module_buffers
-        step = self._reducer.ledger.finalized
-        self._replica_check.begin(step, self._reducer.params, others)
+        # Else they may differ, and that is meant so.
+        is_equal = with_module_buffers and check.compares_buffers
+        buffers = self.named_module_buffers if is_equal else {}
+        check.begin(step, self._reducer.params, frozen, buffers)
 
     @property
     def broadcast_buffers(self) -> bool:

@@ -6,6 +6,7 @@ Every wait of the package goes through `wait_for`. How patient it is depends on 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 from collections.abc import Callable
@@ -180,11 +181,10 @@ def is_done_within(work: Any, seconds: float) -> bool:
     """Wait a while; True if the work is done, or failed."""
     if hasattr(work, "is_done_within"):
         return bool(work.is_done_within(seconds))
-    try:
+    with contextlib.suppress(RuntimeError):  # not over yet, or failed: the next tells
         work.wait(timedelta(seconds=seconds))
-    except RuntimeError:  # it is not over yet, or it failed: the next wait tells
-        return bool(work.is_completed())
-    return True
+        return True
+    return bool(work.is_completed())
 
 
 def then(

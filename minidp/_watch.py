@@ -8,6 +8,7 @@ for `reset`.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -22,8 +23,17 @@ from .errors import CollectiveError, CommHookError, MiniDPError, explain
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+logger = logging.getLogger("minidp")
 SLICE_SECONDS = 0.5
 STORE_SECONDS = 2.0  # for a store to answer
+ASKS_AGAIN = 10  # times in as long as the limit is, whether a busy rank still is busy
+
+
+class Report(NamedTuple):
+    """Who is missing."""
+
+    text: str = ""  # in sentences
+    may_still_come: bool = False  # nobody is gone, and somebody does something else
 
 
 class Lookout(Protocol):
@@ -32,11 +42,23 @@ class Lookout(Protocol):
     def find_lost(self, started: int) -> str:
         """Why a rank will not take part in what was started; empty: none is known."""
 
-    def report(self, started: int) -> str:
-        """Who is missing, in sentences; may take seconds."""
+    def report(self, started: int) -> Report:
+        """Who is missing; may take seconds."""
 
     def give_up(self, why: str) -> None:
         """Tell the others that this rank will not come any more."""
+
+    def ask_who_skips(self, step: int, steps: int) -> Work | None:
+        """Wait until the others step without reduction ``step``, or one runs it.
+
+        Args:
+            step: synchronised backwards finished.
+            steps: of optimizers since then, with the one that is about to come.
+
+        Returns:
+            What brings who takes part in the reduction, in a sentence, or "" if all
+            leave it out. None: nobody knows.
+        """
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
         """From now on ranks find each other elsewhere."""
@@ -49,12 +71,16 @@ class Nobody:
         """Nothing is known."""
         return ""
 
-    def report(self, started: int) -> str:
+    def report(self, started: int) -> Report:
         """Nothing is known."""
-        return ""
+        return Report()
 
     def give_up(self, why: str) -> None:
         """Nobody listens."""
+
+    def ask_who_skips(self, step: int, steps: int) -> Work | None:
+        """Nothing is known."""
+        return None
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
         """Nobody looks for us."""
@@ -81,23 +107,106 @@ class OnDevice(NamedTuple):
     since: float
 
 
+class DeviceQueue:
+    """Collectives that an accelerator executes, oldest first."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[OnDevice] = deque()
+        self._lock = threading.Lock()  # the watchdog's thread looks, too
+        self.extra = 0.0  # seconds that the oldest may take longer than others
+        self.busy: Patience | None = None  # with it
+
+    def clear(self) -> None:
+        """Forget them."""
+        with self._lock:
+            self._waiting.clear()
+
+    def note(self, launched: OnDevice) -> None:
+        """One more; forgets what is done."""
+        self.oldest()
+        with self._lock:
+            self._waiting.append(launched)
+
+    def oldest(self) -> OnDevice | None:
+        """The oldest that is not done."""
+        with self._lock:
+            while self._waiting and self._waiting[0].work.is_completed():
+                self._waiting.popleft()
+                self.extra, self.busy = 0.0, None
+            return self._waiting[0] if self._waiting else None
+
+
+class Patience:
+    """More time than the limit, for ranks that are alive and busy with something else.
+
+    Args:
+        watch: over the collective that takes longer.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._warned_at = 0.0  # seconds of waiting
+
+    def more(self, waited: float, started: int, doing: str) -> float:
+        """How many seconds to go on; then ask again, for one may have died meanwhile.
+
+        Args:
+            waited: seconds so far.
+            started: collectives, with the one that is awaited.
+            doing: what that is for.
+
+        Returns:
+            0 if a rank is gone, or all wait for each other, or nobody wants to wait.
+        """
+        watch = self._watch
+        if watch.limit is None or not watch.is_patient:
+            return 0.0
+        backends = group_timeout(watch.group).total_seconds()
+        if waited > backends:
+            return 0.0
+        absent = watch.lookout.report(started)
+        if not absent.may_still_come:
+            return 0.0
+        if not self._warned_at or waited > 2 * self._warned_at:
+            self._warned_at = waited
+            logger.warning(
+                "[rank %d] Still %s, for %.0f s now. %s This goes on until the process "
+                "group's own limit (%.0f s); pass hang_timeout=%g to make it an error.",
+                watch.group.rank(),
+                doing,
+                waited,
+                absent.text,
+                backends,
+                watch.limit,
+            )
+        return watch.limit / ASKS_AGAIN
+
+
 class Watch:
     """Watches the collectives of one object, one at a time (``with watch.over(...)``).
 
     Args:
         group: who takes part.
         limit: seconds that a collective may take; None: what the backend allows.
+        is_patient: the limit is for ranks that are gone, or wait for each other. Those
+            that do something else have as long as the backend allows.
     """
 
-    def __init__(self, group: ProcessGroup, limit: float | None = None) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        limit: float | None = None,
+        *,
+        is_patient: bool = False,
+    ) -> None:
         self.limit = limit
+        self.is_patient = is_patient
         self.lookout: Lookout = Nobody()
         self.tally = Tally()
         self.is_busy = False  # inside ``with``
         self.is_late = False  # a wait takes longer than usual
         self._doing = ""
-        self._on_device: deque[OnDevice] = deque()  # oldest first
-        self._on_device_lock = threading.Lock()  # the watchdog's thread looks, too
+        self._on_device = DeviceQueue()
         self._bucket: int | None = None
         self._outer: Waiter | None = None
         self.begin_anew(group)
@@ -144,24 +253,25 @@ class Watch:
         self.tally.started += 1
         self.tally.launched += 1
         if self._is_on_device:
-            self._note_on_device(work)
-
-    def _note_on_device(self, work: Work) -> None:
-        self.find_late_on_device()  # forgets what is done
-        noted = OnDevice(work, self.place, self.started, time.monotonic())
-        with self._on_device_lock:
-            self._on_device.append(noted)
+            now = time.monotonic()
+            self._on_device.note(OnDevice(work, self.place, self.started, now))
 
     def find_late_on_device(self) -> OnDevice | None:
         """The oldest collective of an accelerator, if it exceeds the limit."""
-        with self._on_device_lock:
-            waiting = self._on_device
-            while waiting and waiting[0].work.is_completed():
-                waiting.popleft()
-            if not waiting or self.limit is None:
-                return None
-            oldest = waiting[0]
-        return oldest if time.monotonic() > oldest.since + self.limit else None
+        oldest = self._on_device.oldest()
+        if oldest is None or self.limit is None:
+            return None
+        allowed = self.limit + self._on_device.extra
+        return oldest if time.monotonic() > oldest.since + allowed else None
+
+    def extend_on_device(self, late: OnDevice) -> bool:
+        """Wait a little longer for what an accelerator executes, if there is hope."""
+        waited = time.monotonic() - late.since
+        busy = self._on_device.busy or Patience(self)
+        more = busy.more(waited, late.started, late.doing)
+        self._on_device.busy = busy
+        self._on_device.extra = max(0.0, waited - (self.limit or 0.0)) + more
+        return more > 0
 
     @property
     def place(self) -> str:
@@ -176,7 +286,8 @@ class Watch:
             TimeoutError: it is over, or another rank gave up. (A `CollectiveError` once
                 it leaves ``with``.)
         """
-        if not self._is_timed or is_done_within(work, SLICE_SECONDS):
+        is_timed = self._is_timed or getattr(work, "can_time_out", False)
+        if not is_timed or is_done_within(work, SLICE_SECONDS):
             return work.wait()
         self.is_late = True
         try:
@@ -186,12 +297,19 @@ class Watch:
 
     def _wait_long(self, work: Work) -> Any:
         assert self.limit is not None
-        deadline = time.monotonic() + self.limit - SLICE_SECONDS
+        busy = Patience(self)
+        begun = time.monotonic() - SLICE_SECONDS
+        allowed = self.limit
         while not is_done_within(work, SLICE_SECONDS):
             lost = self.lookout.find_lost(self.started)
-            if lost or time.monotonic() > deadline:
+            waited = time.monotonic() - begun
+            if not lost and waited > allowed:
+                more = busy.more(waited, self.started, self.place)
+                lost = "" if more else f"it did not finish within {allowed:g} s"
+                allowed = round(waited + more, 1)
+            if lost:
                 keep_for_good(self.group, [work])
-                raise TimeoutError(lost or f"it did not finish within {self.limit:g} s")
+                raise TimeoutError(lost)
         return work.wait()
 
     def __enter__(self) -> None:
@@ -209,12 +327,12 @@ class Watch:
     def _explain(self, error: Exception) -> None:
         self.has_failed = True  # at best other ranks wait in vain
         if isinstance(error, CommHookError) and "future that failed" in str(error):
-            absent = self.lookout.report(self.started)
+            absent = self.lookout.report(self.started).text
             raise type(error)(f"{error} {absent}".rstrip()) from error.__cause__
         if isinstance(error, MiniDPError):
             return
         text = str(error).rstrip(". \n")
-        absent = self.lookout.report(self.started)
+        absent = self.lookout.report(self.started).text
         failure = CollectiveError(
             explain(
                 self._rank,

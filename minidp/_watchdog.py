@@ -131,17 +131,24 @@ class Watchdog:
         late = post.find_late_on_device()
         if late is not None and post not in self._given_up:
             self._given_up.append(post)
-            threading.Thread(target=_end_process, args=(post, late)).start()
+            threading.Thread(target=self._judge, args=(post, late)).start()
+
+    def _judge(self, post: Post, late: OnDevice) -> None:
+        """Not in the watchdog's thread, which finds out who is missing."""
+        if post.more_time(late):
+            self._given_up.remove(post)
+        else:
+            _end_process(post, late)
 
 
 def _end_process(post: Post, late: OnDevice) -> None:
-    """Say why, and end. Not in the watchdog's thread, which finds out why."""
+    """Say why, and end."""
     logger.critical(
         "[rank %d] A collective did not finish within its limit: %s. %s This process "
         "ends: nothing can be called back from a device.",
         post.rank,
         late.doing,
-        post.report(late.started),
+        post.report(late.started).text,
     )
     with contextlib.suppress(Exception):
         end_group(post.group)

@@ -12,8 +12,9 @@ from typing import Literal, cast, get_args
 MIB = 2**20
 DEFAULT_CAP_MB = 25
 UNLIMITED = sys.maxsize
-AUTO = "auto"  # bucket_cap_mb: layouts are tried out
-DEFAULT_HANG_SECONDS = 300.0  # a tenth of Gloo's limit, half of NCCL's
+AUTO: Literal["auto"] = "auto"  # bucket_cap_mb: layouts are tried out
+_MAY_BE_AUTO = ("bucket_cap_mb", "hang_timeout", "check_replicas_every")
+HANG_SECONDS = 300.0  # a sixth of Gloo's limit, half of NCCL's
 Unsynced = Literal["raise", "warn", "ignore"]
 
 
@@ -104,7 +105,7 @@ def _as_float(value: float) -> float:
 
 def _check_number(argument: str, value: object, unit: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        other = f', or "{AUTO}"' if argument == "bucket_cap_mb" else ""
+        other = f', or "{AUTO}"' if argument in _MAY_BE_AUTO else ""
         raise TypeError(
             f"{argument} must be a number {unit} (int or float){other}, but got "
             f"{value!r} ({type(value).__name__})."
@@ -134,25 +135,25 @@ class Safety:
     """
 
     unsynced: Unsynced = "raise"
-    hang_timeout: float | None = DEFAULT_HANG_SECONDS  # None: the group's own limit
-    check_replicas_every: int = 0  # steps; 0: never
+    hang_timeout: float | Literal["auto"] | None = AUTO  # None: the group's own limit
+    check_replicas_every: int | Literal["auto"] = AUTO  # steps; 0: never
     check_finite_grads: bool = False
 
     def __post_init__(self) -> None:
         unsynced_policy(self.unsynced)
         seconds = self.hang_timeout
-        if seconds is not None:
+        if seconds is not None and seconds != AUTO:
             _check_number("hang_timeout", seconds, "of seconds, or None")
             if not math.isfinite(_as_float(seconds)) or seconds <= 0:
                 raise ValueError(
                     "hang_timeout must be a finite, positive number of seconds, or "
                     f"None for the process group's own limit, but got {seconds!r}."
                 )
-        steps = self.check_replicas_every
+        steps = 0 if self.check_replicas_every == AUTO else self.check_replicas_every
         if isinstance(steps, bool) or not isinstance(steps, int):
             raise TypeError(
-                "check_replicas_every must be a number of steps (int), but got "
-                f"{steps!r} ({type(steps).__name__})."
+                'check_replicas_every must be a number of steps (int), or "auto", but '
+                f"got {steps!r} ({type(steps).__name__})."
             )
         if steps < 0:
             raise ValueError(
@@ -161,6 +162,11 @@ class Safety:
             )
         # Here, not in the middle of a backward, if it is neither true nor false.
         object.__setattr__(self, "check_finite_grads", bool(self.check_finite_grads))
+
+    @property
+    def hang_limit(self) -> float | None:
+        """Seconds until it is asked who is missing; None: never."""
+        return HANG_SECONDS if self.hang_timeout == AUTO else self.hang_timeout
 
 
 @dataclass(frozen=True)

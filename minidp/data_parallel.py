@@ -26,7 +26,7 @@ from ._reducer import Reducer
 from ._untraced import untraced, untraced_itself
 from ._watch import Watch
 from ._watchdog import watchdog
-from .config import DEFAULT_HANG_SECONDS, Unsynced
+from .config import AUTO, Unsynced
 from .trace import Recorder, StepPhase
 
 if TYPE_CHECKING:
@@ -74,8 +74,13 @@ class DataParallel(Copies, nn.Module, UnevenInputs, OfModule[M_co]):
             between ranks: "raise" (default), "warn" or "ignore".
         hang_timeout: seconds that a collective may wait for other ranks before an error
             says who is missing; None leaves it to the process group's own limit.
+            "auto": after 5 minutes it is an error, unless a rank that is missing runs
+            and waits for nobody (it evaluates, or writes a checkpoint): then a warning
+            says so, and the process group's own limit holds.
         check_replicas_every: every so many synchronised steps a checksum of all
-            parameters and module buffers is compared between ranks; 0 is never.
+            parameters and module buffers is compared between ranks; 0 is never. "auto":
+            of parameters in steps 0, 1, 10, 100 and every 1000; an error if they differ
+            by more than rounding, without a reason such as a comm hook of your own.
         check_finite_grads: raise, naming the parameter, when a gradient that is about
             to be averaged holds NaN or infinity.
         bucket_layout: what the property of this name gave, or a file that ``minidp
@@ -114,8 +119,8 @@ class DataParallel(Copies, nn.Module, UnevenInputs, OfModule[M_co]):
         forward_sync_buffers: bool | None = None,
         *,
         unsynced: Unsynced = "raise",
-        hang_timeout: float | None = DEFAULT_HANG_SECONDS,
-        check_replicas_every: int = 0,
+        hang_timeout: float | Literal["auto"] | None = AUTO,
+        check_replicas_every: int | Literal["auto"] = AUTO,
         check_finite_grads: bool = False,
         bucket_layout: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     ) -> None:
@@ -196,12 +201,16 @@ class DataParallel(Copies, nn.Module, UnevenInputs, OfModule[M_co]):
         self._collect_module_buffers()
         self._num_resets = 0
         self._key = _replicas.next_key(self.process_group, kind)
-        watch = Watch(self.process_group, checked.safety.hang_timeout)
+        safety = checked.safety
+        is_patient = safety.hang_timeout == AUTO
+        watch = Watch(self.process_group, safety.hang_limit, is_patient=is_patient)
         self._reducer = Reducer(replica.params, replica.specs, config, watch)
         if kind != "copy":  # ranks may copy as they like: no name is equal on all
             watchdog.open_post(self._reducer, self._key)
         self._guard = Guard(self._reducer, checked.safety.unsynced, replica)
-        self._watch_values(checked.safety.check_replicas_every)
+        is_verified = kind == _replicas.WRAPPED
+        self._watch_values(safety.check_replicas_every, is_verified=is_verified)
+        self._guard.replica_check = self._replica_check
         self._reducer.pipeline.checks_finite = checked.safety.check_finite_grads
         self._precision = None
         if checked.precision is not None:
@@ -343,6 +352,8 @@ class DataParallel(Copies, nn.Module, UnevenInputs, OfModule[M_co]):
         step = StepInBackward(optimizer, self._guard.excuses, clip_grad_norm)
         self._guard.expect_in_backward(optimizer)
         self._reducer.pipeline.observers.append(step)
+        if self._replica_check is not None:
+            self._replica_check.awaits_step = False
 
     @untraced
     def sync_gradients(self) -> None:
@@ -356,6 +367,8 @@ class DataParallel(Copies, nn.Module, UnevenInputs, OfModule[M_co]):
             ReducerFailedError: an earlier backward failed; call `reset`.
         """
         refuse_forward(self._reducer)
+        if self._replica_check is not None:
+            self._replica_check.postpone()
         average_now(self._reducer)
 
     @untraced

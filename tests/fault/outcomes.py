@@ -21,6 +21,7 @@ class Outcome(Enum):
 
     RIGHT = "right"
     NAMED = "named error"
+    WARNED = "named warning"  # where the same may be meant: local SGD, say
     ERROR = "error"  # in time, but without rank, parameters or remedy
     LATE = "late error"  # replicas had drifted, or gradients were wrong, before it
     SILENT = "SILENT"
@@ -28,7 +29,7 @@ class Outcome(Enum):
     CRASH = "crash"
 
 
-GOOD = {Outcome.RIGHT, Outcome.NAMED}
+GOOD = {Outcome.RIGHT, Outcome.NAMED, Outcome.WARNED}
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Verdict:
     outcome: Outcome
     details: str
     recovery: str = ""  # why training did not go on after reset(); minidp only
+    warned: tuple[str, ...] = ()
 
 
 def judge(
@@ -45,7 +47,8 @@ def judge(
 ) -> Verdict:
     """How a pattern ended, and what came after it."""
     verdict = _judge(records, culprits, names, timeout)
-    return replace(verdict, recovery=_recovery(records))
+    heard = tuple(text for record in records for text in getattr(record, "warned", ()))
+    return replace(verdict, recovery=_recovery(records), warned=heard)
 
 
 def _recovery(records: Sequence[Any]) -> str:
@@ -79,7 +82,11 @@ def _judge(
     has_drifted = _has_drifted(records)
     raised = {rank for rank, record in enumerate(records) if record.error}
     if not raised:
-        return Verdict(Outcome.SILENT if has_drifted else Outcome.RIGHT, details)
+        warned = [
+            any(_is_named(r, w, names) for w in records[r].warned) for r in culprits
+        ]
+        drifted = Outcome.WARNED if all(warned) else Outcome.SILENT
+        return Verdict(drifted if has_drifted else Outcome.RIGHT, details)
     timed_out = [
         rank
         for rank in raised

@@ -54,6 +54,7 @@ class Pattern:
     culprits: frozenset[int] = BOTH
     options: Mapping[str, Any] = field(default_factory=dict)
     ours: Mapping[str, Any] = field(default_factory=dict)  # options torch lacks
+    is_legal: bool = False  # right, and not a word
 
 
 PATTERNS: list[Pattern] = []
@@ -353,8 +354,199 @@ def forward_between(stage: Play) -> None:
         stage.update(plain)
 
 
-in_modes("local SGD inside no_sync()", local_sgd, [RIGHT] * 4)
+def indented(*, is_averaged: bool) -> Callable[[Play], None]:
+    """Steps inside no_sync(), then a synchronised one: averaged before, or not."""
+
+    def run(stage: Play) -> None:
+        stage.begin()
+        for k in range(6):
+            stage.model.require_backward_grad_sync = k % 3 == 2
+            if k % 3 == 2 and is_averaged:
+                average_parameters(stage)
+            stage.model.zero_grad()
+            plain(stage.model, stage.x(), stage.rank).backward()
+            if k % 3 == 2 or not is_averaged:
+                stage.update(None)
+            else:
+                stage.optimizer.step()
+        stage.model.require_backward_grad_sync = True
+
+    return run
+
+
+def average_parameters(stage: Play) -> None:
+    for param in stage.model.parameters():
+        torch.distributed.all_reduce(param.data, group=stage.group)
+        param.data.div_(2)
+
+
+def post_local_sgd(stage: Play) -> None:
+    """Legal: a hook that averages over few ranks (here one), then parameters."""
+    stage.begin()
+
+    def hook(_state, bucket):  # torch reads annotations
+        if stage.is_over:
+            torch.distributed.all_reduce(
+                bucket.buffer().div_(2), group=stage.model.process_group
+            )
+        return bring(bucket.buffer())
+
+    stage.model.register_comm_hook(None, hook)
+    for k in range(12):
+        stage.model.zero_grad()
+        plain(stage.model, stage.x(), stage.rank).backward()
+        stage.optimizer.step()
+        if k % 4 == 3:
+            average_parameters(stage)
+            stage.stepped()
+
+
+in_modes("local SGD inside no_sync()", local_sgd, [RIGHT] * 4, is_legal=True)
+in_modes(
+    "local SGD, averaged before each synchronised step",
+    indented(is_averaged=True),
+    [RIGHT] * 4,
+    is_legal=True,
+)
+in_modes(
+    "post-local SGD with a comm hook",
+    post_local_sgd,
+    [RIGHT, RIGHT],
+    "default views",
+    is_legal=True,
+)
+in_modes(
+    "optimizer.step() indented into no_sync()",
+    indented(is_averaged=False),
+    [SILENT] * 4,
+    names=OF_AB,
+)
 in_modes("a forward between backward and step", forward_between, [RIGHT] * 4)
+
+
+# -- zeroed gradients ------------------------------------------------------------------
+
+
+def all_skip_backward(stage: Play) -> None:
+    """Legal: a loss that is NaN on all ranks, say. Momentum moves the parameters."""
+    stage.begin()
+    stage.optimizer = torch.optim.SGD(stage.model.parameters(), 0.1, momentum=0.9)
+    stage.train()
+    for _ in range(2):
+        stage.model.zero_grad(set_to_none=False)
+        plain(stage.model, stage.x(), stage.rank)
+        stage.update(None)
+    stage.train(2)
+
+
+def drops_accumulated(stage: Play) -> None:
+    """Legal: what was accumulated is thrown away on all ranks."""
+    stage.begin()
+    stage.optimizer = torch.optim.SGD(stage.model.parameters(), 0.1, momentum=0.9)
+    stage.train()
+    for _ in range(2):
+        with stage.model.no_sync():
+            plain(stage.model, stage.x(), stage.rank).backward()
+        stage.model.zero_grad(set_to_none=False)
+        stage.update(None)
+    stage.train(2)
+
+
+def moved_weights(move: Callable[[Play], None]) -> Callable[[Play], None]:
+    """Legal: other weights for a forward, on each rank its own; then back."""
+
+    def run(stage: Play) -> None:
+        stage.begin()
+        for _ in range(3):
+            before = [param.detach().clone() for param in stage.model.parameters()]
+            with torch.no_grad():
+                move(stage)
+            stage.model.zero_grad(set_to_none=False)
+            plain(stage.model, stage.x(), stage.rank).backward()
+            with torch.no_grad():
+                for param, old in zip(stage.model.parameters(), before, strict=True):
+                    param.copy_(old)
+            stage.update(None)
+
+    return run
+
+
+def climb(stage: Play) -> None:
+    """Sharpness-aware minimisation: to the worst case nearby, for this rank's data."""
+    with torch.enable_grad(), stage.model.no_sync():
+        plain(stage.model, stage.x(), stage.rank).backward()
+    for param in stage.model.parameters():
+        param += 0.05 * param.grad
+
+
+def disturb(stage: Play) -> None:
+    generator = torch.Generator().manual_seed(stage.rank)
+    for param in stage.model.parameters():
+        param += 0.1 * torch.randn(param.shape, generator=generator)
+
+
+in_modes(
+    "all ranks skip a backward, gradients zeroed",
+    all_skip_backward,
+    [RIGHT] * 4,
+    is_legal=True,
+)
+in_modes(
+    "all ranks drop accumulated gradients, zeroed",
+    drops_accumulated,
+    [RIGHT] * 4,
+    is_legal=True,
+)
+in_modes(
+    "sharpness-aware minimisation, gradients zeroed",
+    moved_weights(climb),
+    [RIGHT, RIGHT, ERROR, RIGHT],
+    is_legal=True,
+)
+in_modes(
+    "weights disturbed on each rank for the forward",
+    moved_weights(disturb),
+    [RIGHT] * 4,
+    is_legal=True,
+)
+
+
+# -- one replica changes ---------------------------------------------------------------
+
+
+def checkpoint_on_one(stage: Play) -> None:
+    stage.begin()
+    if stage.rank == 1:
+        state = stage.model.state_dict()
+        stage.model.load_state_dict({name: v + 0.5 for name, v in state.items()})
+    stage.train(3)
+
+
+def frozen_part_on_one(stage: Play) -> None:
+    """A pretrained backbone, loaded after wrapping."""
+    module = Net()
+    module.a.requires_grad_(False)
+    stage.begin(module)
+    if stage.rank == 1:
+        module.a.load_state_dict({n: v + 0.5 for n, v in module.a.state_dict().items()})
+    stage.train(3)
+
+
+def changed_by_hand(stage: Play) -> None:
+    stage.begin()
+    if stage.rank == 1:
+        stage.model.module.b.weight.data[0, 0] += 0.5
+    stage.train(3)
+
+
+in_modes(
+    "checkpoint loaded on one rank, after wrapping",
+    checkpoint_on_one,
+    [SILENT] * 4,
+    names=OF_AB,
+)
+add("... of a frozen part", frozen_part_on_one, SILENT, names=OF_A)
+in_modes("one replica changed by hand", changed_by_hand, [SILENT] * 4, names=OF_B)
 
 
 # -- gradients by other ways -----------------------------------------------------------
@@ -912,6 +1104,48 @@ def wrapped_twice(stage: Play) -> None:
 
 
 in_modes("wrapped twice", wrapped_twice, [RIGHT, RIGHT, RIGHT, ERROR], names=OF_AB)
+
+
+def wrapped_again(stage: Play) -> None:
+    """Legal: the old object is still there, somewhere."""
+    old = stage.begin()
+    stage.train()
+    stage.model = stage.wrap(old.module)
+    stage.train(2)
+    stage.undo.append(lambda: old)  # keeps it
+
+
+def wrapped_again_and_gone_around(stage: Play) -> None:
+    wrapped_again(stage)
+    stage.model.zero_grad()
+    plain(stage.model.module, stage.x(), stage.rank).backward()
+    stage.update(plain)
+
+
+def interrupted(stage: Play) -> None:
+    """Ctrl-C on all ranks, and on with the next batch (a notebook)."""
+
+    def ctrl_c(_grad: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    stage.begin()
+    stage.train(2)
+    handle = stage.model.module.a.weight.register_hook(ctrl_c)
+    try:
+        plain(stage.model, stage.x(), stage.rank).backward()
+    except KeyboardInterrupt:
+        handle.remove()
+    stage.train(2)
+
+
+in_modes("two live wrappers, the new one is used", wrapped_again, [RIGHT] * 4)
+in_modes(
+    "two live wrappers, .module is called",
+    wrapped_again_and_gone_around,
+    [SILENT] * 4,
+    names=OF_AB,
+)
+in_modes("backward interrupted by Ctrl-C", interrupted, [ERROR] * 4, names=OF_A)
 
 
 def grad_hook(

@@ -31,6 +31,7 @@ class Record:
     error: str = ""  # of the pattern: "Class: text"
     is_named: bool = False  # the error is one of ours
     is_argument: bool = False  # the constructor refused an argument
+    warned: list[str] = field(default_factory=list)  # of what is ours, in the pattern
     seconds: float = 0.0
     recovery: str = ""  # why training did not go on after reset()
     after: Record | None = None  # the steps that it made then
@@ -186,8 +187,8 @@ def play(ctx: Any, wrapper: str, module: str, name: str) -> Record:
         options.update(pattern.ours)
     stage = Play(ctx, wrapper, options)
     begin = time.monotonic()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         try:
             pattern.run(stage)
         except Exception as error:
@@ -196,6 +197,8 @@ def play(ctx: Any, wrapper: str, module: str, name: str) -> Record:
             is_bad_value = isinstance(error, TypeError | ValueError)
             stage.record.is_argument = stage.model is None and is_bad_value
         stage.record.seconds = time.monotonic() - begin
+        texts = [str(warning.message) for warning in caught]
+        stage.record.warned = [text for text in texts if "[rank" in text]
         if stage.is_minidp:
             try:
                 stage.recover()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.futures import Future
 
-from minidp import DataParallel, comm_hooks
+from minidp import DataParallel, comm_hooks, config
 from tests.fault.test_faults import TwoLayers, attempt, trains
 from tests.support.fresh import run_fresh
 
@@ -132,6 +133,118 @@ def test_who_is_absent_is_named(how: str) -> None:
         assert "Missing: rank 1. Rank 1 " in error
         assert ABSENCES[how][1] in error
         assert seconds < LIMIT + SLOW_MACHINE
+
+
+# ------------------------------------------------------------- hang_timeout="auto"
+
+
+def patient(module: nn.Module, **options: Any) -> DataParallel:
+    """The default, which would take 5 minutes."""
+    config.HANG_SECONDS = LIMIT
+    return DataParallel(module, **options)
+
+
+class Counts(logging.Handler):
+    """Counts warnings in the store, where all ranks can see them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.store = dist.distributed_c10d._get_default_store()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        self.store.add("warned", 1)
+
+
+def evaluates(store: Any, ctx: Any) -> None:
+    """Longer than the limit: until every other rank has been warned."""
+    with torch.no_grad():
+        while store.add("warned", 0) < ctx.world_size - 1:
+            nn.Linear(4, 4)(torch.ones(1, 4))
+
+
+def evaluates_alone(ctx: Any, place: str) -> Any:
+    torch.manual_seed(0)
+    counts = Counts()
+    logging.getLogger("minidp").addHandler(counts)
+    if place == "before wrapping" and ctx.rank == 1:
+        evaluates(counts.store, ctx)
+    module = TwoLayers()
+    if place == "before a broadcast":
+        module.register_buffer("mean", torch.zeros(2), persistent=False)
+    ddp = patient(module)
+    ddp(torch.ones(1, 4)).sum().backward()
+    if place != "before wrapping" and ctx.rank == 1:
+        evaluates(counts.store, ctx)
+    is_right = trains(ctx, ddp)
+    return is_right, counts.texts, ddp._reducer.pipeline.watch.has_failed
+
+
+@pytest.mark.parametrize(
+    "place", ["before wrapping", "before a backward", "before a broadcast"]
+)
+def test_a_rank_that_evaluates_alone_is_only_warned_of(place: str) -> None:
+    results = run_fresh(evaluates_alone, 3, place, group_timeout=60.0, timeout=60.0)
+    assert [(right, failed) for right, _, failed in results] == [(True, False)] * 3
+    for rank in (0, 2):
+        text = results[rank][1][0]
+        assert text.startswith(f"[rank {rank}] Still ")
+        assert "Missing: rank 1" in text
+        assert "until the process group's own limit (60 s)" in text
+        if place != "before wrapping":
+            assert "Rank 1 runs, but does something else: step 1" in text
+            assert "evaluates (test_hangs.py:" in text
+
+
+def patiently_absent(ctx: Any, how: str) -> Any:
+    """Rank 1 is killed, stopped, or waits where the others are not."""
+    torch.manual_seed(0)
+    other_group = dist.new_group()
+    # On one group, gloo would take one object's gradients for the other's.
+    first, second = (
+        patient(TwoLayers()),
+        patient(TwoLayers(), process_group=other_group),
+    )
+    x = torch.ones(1, 4)
+    for ddp in (first, second):
+        ddp(x).sum().backward()
+    begin = time.monotonic()
+    if ctx.rank == 1:
+        if how == "barrier":
+            dist.barrier(other_group)
+            return None
+        if how == "another object":
+            return attempt(lambda: second(x).sum().backward()), 0.0
+        ABSENCES[how][0](ctx, first)
+    error = attempt(lambda: first(x).sum().backward())
+    seconds = time.monotonic() - begin
+    if how == "stopped":
+        end_the_stopped()
+    if how == "barrier":
+        dist.barrier(other_group)
+    return error, seconds
+
+
+WHERE_IT_IS = {
+    "killed": "does not answer (killed, stopped, or cut off)",
+    "stopped": "does not answer (killed, stopped, or cut off)",
+    "barrier": "Rank 1 runs, but waits for other ranks elsewhere: step 1, between two "
+    "steps, in barrier (distributed_c10d.py:",
+    "another object": "Rank 1 runs, but waits for other ranks elsewhere: ",
+}
+
+
+@pytest.mark.parametrize("how", WHERE_IT_IS)
+def test_a_rank_that_will_not_come_is_an_error_all_the_same(how: str) -> None:
+    results = run_fresh(
+        patiently_absent, 2, how, group_timeout=60.0, timeout=30.0, errors="return"
+    )
+    error, seconds = results[0]
+    assert error.startswith("CollectiveError: [rank 0] A collective failed ")
+    assert "Missing: rank 1. Rank 1 " in error
+    assert WHERE_IT_IS[how] in error
+    assert seconds < LIMIT + SLOW_MACHINE
 
 
 def test_who_is_absent_from_a_broadcast_is_named() -> None:
@@ -364,3 +477,76 @@ def test_threads_have_a_moment_before_the_interpreter_goes() -> None:
     for process, output in zip(both, outputs, strict=True):
         assert process.returncode == 0, output
         assert output.rstrip().endswith("DROPPED")
+
+
+# ------------------------------------------------------------- noise
+
+LEAVES_FIRST = """
+import sys, threading, torch, torch.distributed as dist, torch.multiprocessing as mp
+from minidp import DataParallel
+def work(rank, path):
+    store = dist.FileStore(path)
+    host = dist.TCPStore("127.0.0.1", 0, None, True) if rank == 0 else None
+    if host:
+        store.set("port", str(host.port))
+    client = host or dist.TCPStore("127.0.0.1", int(store.get("port")))
+    dist.init_process_group("gloo", store=client, rank=rank, world_size=2)
+    ddp = DataParallel(torch.nn.Linear(2, 2))
+    ddp(torch.ones(1, 2)).sum().backward()
+    place = ddp._reducer.pipeline.watch.lookout._place
+    while rank == 1 and not place.problem:
+        threading.Event().wait(0.01)
+if __name__ == "__main__":
+    mp.spawn(work, (sys.argv[1],), nprocs=2)
+    print("trained")
+"""
+
+
+def test_nothing_is_printed_when_rank_0_leaves_first(tmp_path: Any) -> None:
+    script = tmp_path / "leaves_first.py"
+    script.write_text(LEAVES_FIRST)
+    command = [sys.executable, str(script), str(tmp_path / "store")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "trained\n", "")
+
+
+INTERRUPTED = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from minidp import DataParallel
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=RANK,
+                        world_size=2)
+ddp = DataParallel(torch.nn.Linear(2, 2))
+ddp(torch.ones(1, 2)).sum().backward()
+output = ddp(torch.ones(1, 2)).sum()
+if RANK == 1:
+    sys.stdin.read()
+else:
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 1.5)  # in the backward, which waits for rank 1
+output.backward()
+"""
+
+
+def test_ctrl_c_shows_the_users_line_not_where_we_wait(tmp_path: Any) -> None:
+    ranks = []
+    for rank in (0, 1):
+        script = tmp_path / f"rank{rank}.py"
+        script.write_text(INTERRUPTED.replace("RANK", str(rank)))
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, str(script), str(tmp_path / "store")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    _, printed = ranks[0].communicate(timeout=60)
+    ranks[1].kill()
+    ranks[1].communicate()
+    lines = printed.splitlines()
+    assert lines[-1].endswith("KeyboardInterrupt")
+    assert "output.backward()" in printed
+    assert sum("/minidp/" in line for line in lines) == 1
+    assert printed.count("Traceback") == 1

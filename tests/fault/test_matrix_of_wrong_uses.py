@@ -36,6 +36,8 @@ def test_pattern(pattern: Pattern) -> None:
     assert theirs is pattern.torch, "torch does something else now"
     assert ours.outcome in GOOD, ours.details
     assert not ours.recovery, f"after reset(): {ours.recovery}"
+    assert ours.outcome is Outcome.RIGHT or not pattern.is_legal, ours.details
+    assert not (pattern.is_legal and ours.warned), ours.warned
 
 
 def test_score() -> None:
@@ -52,11 +54,16 @@ def test_score() -> None:
 # -- the judge can tell ----------------------------------------------------------------
 
 
-def record(*steps: float, right: bool = True, error: str = "") -> Record:
+def record(
+    *steps: float, right: bool = True, error: str = "", warned: str = ""
+) -> Record:
     import torch
 
     states = [{"w": torch.tensor([step])} for step in steps]
-    return Record(states, [right] * len(steps), error, is_named="[rank" in error)
+    is_named = "[rank" in error
+    done = Record(states, [right] * len(steps), error, is_named=is_named)
+    done.warned = [warned]
+    return done
 
 
 NAMED = "E: [rank {}] w. " + REMEDY + "x"
@@ -68,6 +75,15 @@ NAMED = "E: [rank {}] w. " + REMEDY + "x"
         ([record(1, 2), record(1, 2)], Outcome.RIGHT),
         ([record(1, 2), record(1, 3)], Outcome.SILENT),
         ([record(1, right=False), record(1)], Outcome.SILENT),
+        (
+            [record(1, warned=NAMED.format(0)), record(2, warned=NAMED.format(1))],
+            Outcome.WARNED,
+        ),
+        (
+            [record(1, warned=NAMED.format(0)), record(2, warned="[rank 1] hm")],
+            Outcome.SILENT,
+        ),
+        ([record(1, warned=NAMED.format(0)), record(2)], Outcome.SILENT),
         ([record(1, error=NAMED.format(0)), record(1)], Outcome.NAMED),
         ([record(1, error=NAMED.format(1)), record(1)], Outcome.ERROR),
         ([record(1, error="E: [rank 0] w"), record(1)], Outcome.ERROR),

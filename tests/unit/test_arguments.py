@@ -232,8 +232,8 @@ def test_signature_is_torchs_with_more_options():
     ]
     assert {p.name: p.default for p in extra} == {
         "unsynced": "raise",
-        "hang_timeout": 300.0,
-        "check_replicas_every": 0,
+        "hang_timeout": "auto",
+        "check_replicas_every": "auto",
         "check_finite_grads": False,
         "bucket_layout": None,
     }

@@ -81,6 +81,15 @@ def test_averaged_first(ddp):
     ddp(X)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_stray_backward_is_not_excused_by_zeros(ddp, set_to_none):
+    """Nobody said that it was to stay local."""
+    ddp.module(X).backward()
+    update(ddp, drops=False)
+    ddp.zero_grad(set_to_none=set_to_none)
+    refused(ddp, LOCAL)
+
+
 def test_no_sync_ends_before_the_update(ddp):
     with ddp.no_sync():
         ddp(X).backward()
@@ -96,7 +105,8 @@ def test_local_sgd_by_hand_inside_no_sync(ddp):
     ddp(X)
 
 
-def test_climbing_to_the_worst_case_with_local_gradients(ddp):
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_climbing_to_the_worst_case_with_local_gradients(ddp, set_to_none):
     """Sharpness-aware minimisation: up with local gradients, and down again."""
     before = [p.detach().clone() for p in ddp.parameters()]
     with ddp.no_sync():
@@ -104,7 +114,7 @@ def test_climbing_to_the_worst_case_with_local_gradients(ddp):
     with torch.no_grad():
         for param in ddp.parameters():
             param += 0.05 * param.grad
-    ddp.zero_grad()
+    ddp.zero_grad(set_to_none=set_to_none)
     ddp(X).backward()
     with torch.no_grad():
         for param, old in zip(ddp.parameters(), before, strict=True):

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import warnings
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+)
 
-from minidp import DataParallel, ReplicaMismatchError
-from minidp._desync import sum_of_bits
+from minidp import DataParallel, ReplicaMismatchError, comm_hooks
+from minidp._comm_hook import CommHook
+from minidp._desync import PATIENCE, digest_of, is_foreign, sum_of_bits
 
 
 def make(ctx, **options):
@@ -55,7 +65,7 @@ def test_names_parameter_ranks_and_step(pool, what, options):
         assert f"Parameters: {what}" in text
 
 
-def test_off_by_default(pool):
+def test_never(pool):
     assert pool.run(drift, 2, 0, 3, "0.weight", 1) == [(None, "")] * 2
 
 
@@ -100,6 +110,272 @@ def spoilt_buffer(ctx):
 def test_module_buffers_that_are_broadcast_are_compared(pool):
     for text in pool.run(spoilt_buffer, 2):
         assert "Parameters: 1.running_mean." in text
+
+
+# -- by default ------------------------------------------------------------------------
+
+
+def changed(ctx, at, change, steps=12, options=()):
+    """Rank 1's replica is changed before step ``at``: when, what, and did it step?"""
+    ddp = make(ctx, **dict(options))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for k in range(steps):
+            if k == at and ctx.rank == 1:
+                with torch.no_grad():
+                    CHANGES[change](ddp)
+            before = ddp.module[0].weight.clone()
+            try:
+                step(ddp, optimizer)
+            except ReplicaMismatchError as error:
+                assert ddp.module[0].weight.equal(before)
+                return k, str(error), []
+    return None, "", [str(warning.message) for warning in caught]
+
+
+def load(ddp):
+    ddp.load_state_dict({k: v + 1 for k, v in ddp.state_dict().items()})
+
+
+FOUND = [(0, 0), (1, 1), (5, 10)]  # changed before step, found in step
+CHANGES = {
+    "load": load,
+    "one element": lambda ddp: ddp.module[0].weight[1, 2].add_(0.1),
+    "frozen": lambda ddp: ddp.module[2].bias.mul_(2),
+    "rounding": lambda ddp: ddp.module[0].weight.mul_(1 + 2**-20),
+    "nan": lambda ddp: ddp.module[2].weight.fill_(torch.nan),
+    "buffer": lambda ddp: ddp.module[1].running_mean.add_(1),
+    "nothing": lambda ddp: None,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "at", "found"),
+    [
+        *[(c, a, f) for c in ("load", "one element") for a, f in FOUND],
+        ("frozen", 0, 0),
+        ("nan", 1, 1),
+    ],
+)
+def test_a_change_is_found_in_the_first_steps_and_later(pool, change, at, found):
+    for rank, (k, text, _) in enumerate(pool.run(changed, 2, at, change)):
+        assert k == found
+        since = "The replicas differ: at the beginning of step 0, "
+        if at:
+            since = "The replicas have drifted apart: at the beginning of step "
+        assert text.startswith(f"[rank {rank}] {since}")
+        assert ("a checkpoint that was loaded on one rank only" in text) == (not at)
+
+
+@pytest.mark.parametrize(
+    ("change", "at"),
+    [
+        ("nothing", 0),
+        ("buffer", 0),
+        ("buffer", 1),
+        ("frozen", 1),  # an average of weights, say, that one rank keeps
+    ],
+)
+def test_what_may_differ_by_default(pool, change, at):
+    assert pool.run(changed, 2, at, change, 3) == [(None, "", [])] * 2
+
+
+def test_rounding_is_said_once_by_default(pool):
+    """Other hardware, kernels that are not deterministic: legal in torch."""
+    for k, _, (text,) in pool.run(changed, 2, 1, "rounding"):
+        assert k is None
+        assert "The replicas differ a little: after step 0, when they agreed, " in text
+        assert "0.weight has other last bits on rank 1 (step 1). " in text
+
+
+def test_an_optimizer_inside_the_backward_has_stepped_already(pool):
+    for k, text in pool.run(in_the_backward, 2):
+        assert k == 0
+        assert "The replicas differ" in text
+
+
+def in_the_backward(ctx):
+    ddp = make(ctx)
+    ddp.step_in_backward(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    if ctx.rank == 1:
+        load(ddp)
+    try:
+        ddp(torch.ones(3, 4)).sum().backward()
+    except ReplicaMismatchError as error:
+        return 0, str(error)
+    return None, ""
+
+
+def by_hand(ctx):
+    """No optimizer of torch, whose step could be waited for."""
+    ddp = make(ctx)
+    if ctx.rank == 1:
+        load(ddp)
+    for k in range(20):
+        ddp.zero_grad()
+        try:
+            ddp(torch.ones(3, 4)).sum().backward()
+        except ReplicaMismatchError:
+            return k
+        with torch.no_grad():
+            for param in ddp.parameters():
+                param -= 0 if param.grad is None else 0.1 * param.grad
+    return None
+
+
+def test_updates_by_hand_are_waited_for_in_vain(pool):
+    assert pool.run(by_hand, 2) == [PATIENCE] * 2
+
+
+def own_average(_state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())  # of this rank alone
+    return future
+
+
+def hooked(ctx, loads):
+    ddp = make(ctx)
+    ddp.register_comm_hook(None, own_average)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    if loads and ctx.rank == 1:
+        load(ddp)
+    torch.manual_seed(ctx.rank)
+    for k in range(12):
+        try:
+            step(ddp, optimizer)
+        except ReplicaMismatchError:
+            return k
+    return None
+
+
+def test_a_hook_of_somebody_else_may_keep_replicas_apart(pool):
+    """But not before its first average was applied."""
+    assert pool.run(hooked, 2, False) == [None] * 2
+    assert pool.run(hooked, 2, True) == [0] * 2
+
+
+@pytest.mark.parametrize(
+    ("hook", "expected"),
+    [
+        (comm_hooks.fp16_compress_hook, False),
+        (comm_hooks.one_at_a_time(own_average), True),
+        (default_hooks.allreduce_hook, False),
+        (default_hooks.fp16_compress_wrapper(own_average), True),
+        (post_localSGD_hook.post_localSGD_hook, True),
+        (own_average, True),
+        (functools.partial(own_average), True),
+    ],
+)
+def test_whose_hooks_are_trusted(hook, expected):
+    assert is_foreign(CommHook(None, hook)) is expected
+    assert not is_foreign(None)
+
+
+def declared(ctx):
+    """What ``unsynced`` was told to let pass is no news afterwards."""
+    ddp = make(ctx, unsynced="ignore")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(12):
+        optimizer.zero_grad()
+        ddp(torch.randn(3, 4)).sum().backward()
+        ddp.module(torch.full((3, 4), float(ctx.rank + 1))).sum().backward()
+        optimizer.step()
+    return True
+
+
+def test_declared_differences_are_no_news(pool):
+    assert pool.run(declared, 2) == [True] * 2
+
+
+def indented(ctx, averages):
+    """Steps inside no_sync(), then a synchronised one."""
+    ddp = make(ctx)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    torch.manual_seed(ctx.rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            with ddp.no_sync():
+                step(ddp, optimizer)
+            if averages:
+                for param in ddp.parameters():
+                    dist.all_reduce(param.data, group=ctx.group)
+                    param.data.div_(2)
+            step(ddp, optimizer)
+    return [(str(warning.message), warning.filename) for warning in caught]
+
+
+def test_a_step_inside_no_sync_is_said_once(pool):
+    for rank, ((text, file),) in enumerate(pool.run(indented, 2, False)):
+        assert text.startswith(
+            f"[rank {rank}] Parameters were updated inside no_sync()"
+        )
+        assert "at the synchronised backward of step 0 the replicas differ" in text
+        assert "an indentation too deep" in text
+        assert file == __file__
+
+
+def test_local_sgd_is_legal(pool):
+    assert pool.run(indented, 2, True) == [[], []]
+
+
+def uneven_forwards(ctx, way):
+    """Rank 0 looks at a loss before the others do anything: nobody waits for it."""
+    ddp = make(ctx, forward_sync_buffers=False)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    if ctx.rank == 0:
+        ddp(torch.ones(3, 4))
+    if way == "sync_gradients":
+        for param in ddp.parameters():
+            param.grad = torch.zeros_like(param)
+        ddp.sync_gradients()
+    with ddp.join(enable=way == "join"):
+        for _ in range(3):
+            step(ddp, optimizer)
+    return True
+
+
+@pytest.mark.parametrize("way", ["plain", "sync_gradients", "join"])
+def test_a_forward_more_on_one_rank(pool, way):
+    assert pool.run(uneven_forwards, 2, way) == [True] * 2
+
+
+def copied(ctx):
+    ddp = make(ctx)
+    twins = [copy.deepcopy(ddp)]
+    return [twin._replica_check for twin in twins], ddp._replica_check is not None
+
+
+def test_copies_compare_nothing(pool):
+    """Ranks may copy as they like."""
+    assert pool.run(copied, 2) == [([None], True)] * 2
+
+
+def unverified(ctx):
+    ddp = make(ctx, init_sync=False)
+    return ddp._replica_check
+
+
+def test_ranks_that_did_not_agree_compare_nothing(pool, lone_group):
+    assert pool.run(unverified, 2) == [None] * 2
+    assert DataParallel(nn.Linear(1, 1))._replica_check is None  # one rank
+
+
+def other_options(ctx):
+    try:
+        make(ctx, check_replicas_every=ctx.rank)
+    except ReplicaMismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_compare_at_the_same_steps(pool):
+    for text in pool.run(other_options, 2):
+        assert "option check_replicas_every: 0 (rank 0); found on rank 1: 1." in text
+
+
+# -- sums ------------------------------------------------------------------------------
 
 
 def one_step_apart(ctx):
@@ -156,3 +432,23 @@ def test_zeros_of_either_sign_differ():
 def test_empty_and_scalar_tensors():
     assert sum_of_bits(torch.empty(0, 3)) == 0
     assert sum_of_bits(torch.tensor(3, dtype=torch.int64)) == 3
+
+
+def test_a_part_of_another_tensor_has_the_sum_of_its_values():
+    whole = torch.arange(11.0)
+    for start in range(3):
+        part = whole[start : start + 7]
+        assert sum_of_bits(part) == sum_of_bits(part.clone())
+
+
+@pytest.mark.parametrize("size", [3, 2**15])
+def test_a_digest_depends_on_every_element_and_on_the_order(size):
+    tensors = [torch.randn(size), torch.randn(5), torch.randn(2**15), torch.ones(())]
+    digest = digest_of(tensors)
+    assert digest_of([t.clone() for t in tensors]) == digest
+    for tensor in tensors:
+        tensor.view(-1)[-1] += 1
+        assert digest_of(tensors) != digest
+        tensor.view(-1)[-1] -= 1
+    if size > 3:
+        assert digest_of([tensors[2], tensors[1], tensors[0], tensors[3]]) != digest

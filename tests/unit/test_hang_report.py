@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
+from torch.futures import Future
 
-from minidp._cursor import Cursor, Progress, place_of
+from minidp._cursor import Cursor, Progress, is_waiting, place_of
 from minidp._hang_report import Alarm, Sighting
+from minidp._waiting import Promised, wait_for
 
 
-def cursor(started, doing="", *, missing=(), num_missing=None, where="", seconds=0.0):
+def cursor(started, doing="", *, missing=(), num_missing=None, where="", **more):
     count = len(missing) if num_missing is None else num_missing
     progress = Progress(3, "in a backward", started, doing, tuple(missing), count)
-    return Cursor(progress, 7, seconds, where)
+    return Cursor(
+        progress, 7, more.get("seconds", 0.0), where, more.get("waits", False)
+    )
 
 
 def sighting(cursors, *, silent=(), alarms=(), started=5):
@@ -37,6 +42,70 @@ def test_who_is_behind_is_missing():
     )
 
 
+def test_code_that_goes_on():
+    seen = sighting([cursor(4, where="evaluate (train.py:41)", seconds=1.0)])
+    assert seen.to_text() == (
+        "Missing: rank 1. Rank 1 runs, but does something else: step 3, in a backward, "
+        "in evaluate (train.py:41); its code goes on there."
+    )
+
+
+def test_who_waits_in_another_collective():
+    seen = sighting([cursor(4, where="barrier (x.py:1)", seconds=300.0, waits=True)])
+    assert seen.to_text() == (
+        "Missing: rank 1. Rank 1 runs, but waits for other ranks elsewhere: step 3, in "
+        "a backward, in barrier (x.py:1); for 300 s nothing has moved there."
+    )
+
+
+BUSY, WAITS, WAITS_ELSEWHERE = cursor(4), cursor(4, "waiting"), cursor(4, waits=True)
+
+
+@pytest.mark.parametrize(
+    ("cursors", "expected"),
+    [
+        ([BUSY], True),
+        ([WAITS], False),  # for us, as we for it
+        ([WAITS_ELSEWHERE], False),
+        ([WAITS, BUSY, WAITS_ELSEWHERE], True),  # which may wait for the busy one
+        ([WAITS, WAITS_ELSEWHERE], False),
+        ([None], True),  # it has not wrapped the module yet: nothing is known
+        ([None, WAITS], True),
+        ([cursor(5)], True),  # it has started what we wait for
+    ],
+)
+def test_who_may_still_come(cursors, expected):
+    assert sighting(cursors).may_still_come is expected
+
+
+def test_a_rank_that_is_gone_will_not_come():
+    assert not sighting([BUSY, BUSY], silent=[2]).may_still_come
+    assert not sighting([BUSY, BUSY], alarms=[Alarm(2, 4, "boo")]).may_still_come
+    assert sighting([BUSY, BUSY], alarms=[Alarm(2, 5, "later")]).may_still_come
+
+
+def test_a_thread_that_waits_for_other_ranks():
+    """As the frames say: in a wait of ours, or in a collective of torch's."""
+    started = threading.Event()
+    never = Future()
+
+    def waits():
+        started.set()
+        wait_for(Promised(never))
+
+    thread = threading.Thread(target=waits, daemon=True)
+    assert not is_waiting(threading.get_ident())
+    thread.start()
+    started.wait()
+    deadline = time.monotonic() + 20
+    while not is_waiting(thread.ident) and time.monotonic() < deadline:
+        continue
+    assert is_waiting(thread.ident)
+    never.set_result(None)
+    thread.join()
+    assert not is_waiting(thread.ident)
+
+
 def test_who_waits_is_late_because_of_somebody_else():
     seen = sighting([cursor(4, "waiting for the all-reduce of bucket 0"), cursor(4)])
     assert seen.absent() == [2]
@@ -58,7 +127,7 @@ def test_who_never_came_is_missing():
 
 def test_missing_gradients_are_named():
     few = sighting([cursor(4, missing=["a", "b"])])
-    assert "in a backward, without gradients of a, b; for" in few.to_text()
+    assert "in a backward, without gradients of a, b; its" in few.to_text()
     many = sighting([cursor(4, missing=["a", "b"], num_missing=40)])
     assert "without gradients of a, b and 38 more" in many.to_text()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import subprocess
 import sys
 import textwrap
@@ -15,7 +16,7 @@ from torch.futures import Future
 from minidp import CollectiveError, CommHookError, GradientError
 from minidp import _watch as module
 from minidp._waiting import Promised, is_done_within, patience, then, wait_for
-from minidp._watch import Watch
+from minidp._watch import Report, Watch
 
 
 class Group:
@@ -31,15 +32,17 @@ class Group:
 class Lookout:
     """Knows what the test says."""
 
-    def __init__(self, lost="", text="Missing: rank 2."):
+    def __init__(self, lost="", text="Missing: rank 2.", hopeful=0):
         self.lost, self.text = lost, text
+        self.hopeful, self.asked = hopeful, 0  # how often it may still come
         self.told = []
 
     def find_lost(self, started):
         return self.lost
 
     def report(self, started):
-        return self.text
+        self.asked += 1
+        return Report(self.text, may_still_come=self.asked <= self.hopeful)
 
     def give_up(self, why):
         self.told.append(why)
@@ -57,8 +60,8 @@ def make(monkeypatch):
     )
     monkeypatch.setattr(module, "SLICE_SECONDS", 0.01)
 
-    def make_watch(limit, **known):
-        watch = Watch(Group(), limit)
+    def make_watch(limit, *, is_patient=False, **known):
+        watch = Watch(Group(), limit, is_patient=is_patient)
         watch.lookout = Lookout(**known)
         watch.kept = kept
         return watch
@@ -115,6 +118,69 @@ def test_what_never_comes_is_given_up(make):
     ):
         wait_for(work)
     assert watch.kept == [work]
+
+
+@pytest.fixture
+def group_timeout(monkeypatch):
+    def set_timeout(seconds):
+        limit = datetime.timedelta(seconds=seconds)
+        monkeypatch.setattr(module, "group_timeout", lambda group: limit)
+
+    set_timeout(1000.0)
+    return set_timeout
+
+
+def test_a_busy_rank_is_waited_for(make, group_timeout, caplog):
+    watch = make(0.05, is_patient=True, hopeful=1000)
+    with caplog.at_level("WARNING", "minidp"), watch.over("waiting"):
+        assert wait_for(done_after(0.4, 7)) == 7
+    texts = [record.getMessage() for record in caplog.records]
+    assert 1 <= len(texts) < 5  # each after twice the time: not every time it is asked
+    assert watch.lookout.asked > len(texts)
+    assert texts[0].startswith("[rank 1] Still waiting, for 0 s now. Missing: rank 2. ")
+    assert (
+        "until the process group's own limit (1000 s); pass hang_timeout=0.05"
+        in (texts[0])
+    )
+
+
+def test_a_busy_rank_that_dies_is_not(make, group_timeout):
+    watch, work = make(0.05, is_patient=True, hopeful=3), Promised(Future())
+    with (
+        pytest.raises(CollectiveError, match="did not finish within"),
+        watch.over("waiting"),
+    ):
+        wait_for(work)
+    assert watch.lookout.asked == 5  # once more for the error itself
+    assert watch.kept == [work]
+
+
+def test_who_waits_for_us_is_not_busy(make, group_timeout):
+    watch = make(0.05, is_patient=True, hopeful=0)
+    with (
+        pytest.raises(CollectiveError, match=r"within 0.05 s"),
+        watch.over("waiting"),
+    ):
+        wait_for(Promised(Future()))
+
+
+def test_the_limit_of_the_group_holds_for_busy_ranks_too(make, group_timeout):
+    group_timeout(0.3)
+    watch = make(0.05, is_patient=True, hopeful=1000)
+    with (
+        pytest.raises(CollectiveError, match=r"within 0\.3 s"),
+        watch.over("waiting"),
+    ):
+        wait_for(Promised(Future()))
+
+
+def test_a_limit_that_was_given_is_strict(make, group_timeout):
+    watch = make(0.05, hopeful=1000)
+    with (
+        pytest.raises(CollectiveError, match=r"within 0.05 s"),
+        watch.over("waiting"),
+    ):
+        wait_for(Promised(Future()))
 
 
 def test_a_rank_that_gave_up_ends_the_wait(make):
@@ -179,6 +245,7 @@ def test_then_does_not_swallow_a_failure():
 # ------------------------------------------------------------------------ accelerators
 
 SCRIPT = """
+import datetime
 import time
 import torch
 from minidp import _watch
@@ -196,27 +263,43 @@ class Group:
 class Work:
     is_completed = lambda self: False
 
-watch = _watch.Watch(Group(), 0.2)
+watch = _watch.Watch(Group(), 0.2, is_patient=True)
+_watch.group_timeout = lambda group: datetime.timedelta(seconds=1000)
+
+class Lookout:
+    asked = 0
+    def report(self, started):
+        self.asked += 1
+        print("asked", flush=True)
+        text = f"Missing: rank 0 of {started}."
+        return _watch.Report(text, may_still_come=self.asked <= 3)
+
+watch.lookout = Lookout()
 
 class Post:
     rank, group = 1, watch.group
     find_late_on_device = lambda self: watch.find_late_on_device()
-    report = lambda self, started: f"Missing: rank 0 of {started}."
+    more_time = lambda self, late: watch.extend_on_device(late)
+    report = lambda self, started: watch.lookout.report(started)
 
 with watch.over("launching the all-reduce", 4):
     watch.note_started(Work())
 dog, post = Watchdog(), Post()
 dog._end_what_hangs(post)
 print("not yet", flush=True)
-time.sleep(0.3)
-dog._end_what_hangs(post)
-time.sleep(30)
+deadline = time.monotonic() + 30
+while time.monotonic() < deadline:
+    dog._end_what_hangs(post)
+    time.sleep(0.01)
 print("still there", flush=True)
 """
 
 
 def test_what_hangs_on_an_accelerator_ends_the_process():
-    """With stand-ins: no device was there when this was written."""
+    """With stand-ins: no device was there when this was written.
+
+    Three times the missing rank is busy; then it is not.
+    """
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT)],
         capture_output=True,
@@ -225,8 +308,9 @@ def test_what_hangs_on_an_accelerator_ends_the_process():
         check=False,
     )
     assert run.returncode == 1
-    assert run.stdout.split("\n")[:2] == ["not yet", "aborted"]
-    assert "still there" not in run.stdout
+    words = ["not yet", *["asked"] * 5, "aborted"]  # the fifth is for the last word
+    assert run.stdout.split() == " ".join(words).split()
+    assert "Still launching the all-reduce of bucket 4, for 0 s now." in run.stderr
     assert (
         "[rank 1] A collective did not finish within its limit: launching the "
         "all-reduce of bucket 4. Missing: rank 0 of 1." in run.stderr
