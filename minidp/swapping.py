@@ -1,6 +1,9 @@
 """``minidp.swapped()``: torch's class becomes ours, under all its names, for a while.
 
-What is swapped, and put back at the end, also after an error:
+What takes its place is a class of the same name, `DistributedDataParallel`, derived
+from `minidp.DataParallel` without anything of its own: registries, summaries and checks
+of class names meet the name that they know. What is swapped, and put back at the end,
+also after an error:
 
 1. the name ``DistributedDataParallel`` of ``torch.nn.parallel`` and of its module
    ``distributed``, for whoever asks for it, now or in an import;
@@ -22,13 +25,12 @@ no to them. What is made inside stays what it is afterwards: objects, derived cl
 from __future__ import annotations
 
 import multiprocessing.process
-import opcode
 import sys
 import threading
 from abc import ABCMeta
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch.nn.parallel
@@ -40,8 +42,17 @@ from ._warn import warn
 TORCHS = distributed.DistributedDataParallel
 NAME = "DistributedDataParallel"
 _MODULES = (torch.nn.parallel, distributed)
-_STARS = ("IMPORT_STAR", "CALL_INTRINSIC_1")  # up to Python 3.11, and since
 _PASSED_ON = "minidp"  # key of multiprocessing's settings, which children inherit
+
+
+class DistributedDataParallel(DataParallel):
+    """`minidp.DataParallel`, where torch's class is swapped; see there."""
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> Any:
+        """`minidp.DataParallel` counts as well, for scripts that wrap in either."""
+        is_ours = cls is DistributedDataParallel and DataParallel in other.__mro__
+        return True if is_ours else NotImplemented
 
 
 def swap() -> None:
@@ -85,7 +96,6 @@ class _Swapping:
         self.depth = 0
         self.reached_children = False
         self._lock = threading.RLock()
-        self._bound: list[tuple[dict[str, Any], str]] = []  # namespaces, names
 
     def begin(self) -> None:
         """Swap, if that is not done yet."""
@@ -95,10 +105,7 @@ class _Swapping:
                 return
             _warn_of_subclasses()
             self.reached_children = False
-            for names in _namespaces():
-                for name in [n for n, value in names.items() if value is TORCHS]:
-                    names[name] = DataParallel
-                    self._bound.append((names, name))
+            _rebind(TORCHS, DistributedDataParallel)
             for module in _MODULES:
                 _give_class(module, _Names)
             _give_class(TORCHS, _Caught)
@@ -114,16 +121,7 @@ class _Swapping:
             _give_class(TORCHS, ABCMeta)
             for module in _MODULES:
                 _give_class(module, ModuleType)
-            for names, name in self._bound:
-                if names.get(name) is DataParallel:
-                    names[name] = TORCHS
-            self._bound.clear()
-
-    def note_import(self, frame: FrameType) -> None:
-        """Somebody asks for the name: if it is about to be bound, put it back later."""
-        name = _bound_next(frame)
-        if name:
-            self._bound.append((frame.f_globals, name))
+            _rebind(DistributedDataParallel, TORCHS)
 
 
 class _Names(ModuleType):
@@ -133,16 +131,15 @@ class _Names(ModuleType):
     def DistributedDataParallel(self) -> Any:
         """Ours for others, torch's for torch."""
         there = self.__dict__[NAME]
-        frame = sys._getframe(1)
-        if there is not TORCHS or _is_torchs(frame.f_globals.get("__name__")):
+        asker = sys._getframe(1).f_globals.get("__name__")
+        if there is not TORCHS or _is_torchs(asker):
             return there
-        _swapping.note_import(frame)
-        return DataParallel
+        return DistributedDataParallel
 
     @DistributedDataParallel.setter
     def DistributedDataParallel(self, value: Any) -> None:
         """Somebody patches it; to put back what was read here is no patch."""
-        self.__dict__[NAME] = TORCHS if value is DataParallel else value
+        self.__dict__[NAME] = TORCHS if value is DistributedDataParallel else value
 
 
 class _Caught(ABCMeta):
@@ -151,15 +148,15 @@ class _Caught(ABCMeta):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__")
         if cls is TORCHS and not _is_torchs(caller):
-            return DataParallel(*args, **kwargs)
+            return DistributedDataParallel(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
     def __new__(
         cls, name: str, bases: tuple[type, ...], members: dict[str, Any], **more: Any
     ) -> Any:
         """Derive from ours."""
-        ours = tuple(DataParallel if base is TORCHS else base for base in bases)
-        return ABCMeta(name, ours, members, **more)
+        ours = (DistributedDataParallel if base is TORCHS else base for base in bases)
+        return ABCMeta(name, tuple(ours), members, **more)
 
 
 class _PassedOn:
@@ -192,36 +189,18 @@ def _settings() -> dict[str, Any]:
     return settings
 
 
-def _namespaces() -> Iterator[dict[str, Any]]:
-    """Of all modules but torch's and ours, without waking up lazy ones."""
-    for name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and not _is_torchs(name):
-            yield module.__dict__
+def _rebind(old: type, new: type) -> None:
+    """In all modules but torch's and ours, without waking up lazy ones."""
+    for module_name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and not _is_torchs(module_name):
+            names = module.__dict__
+            for name in [n for n, value in list(names.items()) if value is old]:
+                names[name] = new
 
 
 def _is_torchs(name: object) -> bool:
     """Whether a module is one of torch's (or ours), by its name."""
     return isinstance(name, str) and name.partition(".")[0] in ("torch", "minidp")
-
-
-def _bound_next(frame: FrameType) -> str:
-    """The name at module level that a running import or assignment will bind."""
-    code, at = frame.f_code, frame.f_lasti
-    if code.co_name != "<module>":
-        return ""
-    if opcode.opname[code.co_code[at]] in _STARS:
-        return NAME  # from torch.nn.parallel import *
-    index = 0
-    while (at := at + 2) < len(code.co_code):
-        name = opcode.opname[code.co_code[at]]
-        index = index << 8 | code.co_code[at + 1]
-        if name in ("STORE_NAME", "STORE_GLOBAL"):
-            return code.co_names[index]
-        if name != "EXTENDED_ARG":
-            index = 0
-        if name not in ("EXTENDED_ARG", "CACHE"):
-            break
-    return ""
 
 
 def _warn_of_subclasses() -> None:

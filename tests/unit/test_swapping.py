@@ -32,7 +32,7 @@ def everything():
         for name, module in list(sys.modules.items())
         if isinstance(module, types.ModuleType)
         for key, value in list(vars(module).items())
-        if value is minidp.DataParallel
+        if value is swapping.DistributedDataParallel
     }
     return (
         type(swapping.TORCHS),
@@ -68,7 +68,7 @@ def test_every_spelling():
             nn.parallel.DistributedDataParallel,
             sys.modules["torch.nn.parallel"].DistributedDataParallel,
         ]
-        assert [name is minidp.DataParallel for name in names] == [True] * len(names)
+        assert set(names) == {swapping.DistributedDataParallel}
 
 
 def test_what_is_made_is_ours(lone_group):
@@ -79,7 +79,8 @@ def test_what_is_made_is_ours(lone_group):
             functools.partial(KEPT["ddp"], bucket_cap_mb=1)(module=nn.Linear(1, 1)),
         ]
         for ddp in made:
-            assert type(ddp) is minidp.DataParallel
+            assert type(ddp) is swapping.DistributedDataParallel
+            assert isinstance(ddp, minidp.DataParallel)
             assert isinstance(ddp, nn.parallel.DistributedDataParallel)
             assert isinstance(ddp, Early)
             assert isinstance(ddp, KEPT["ddp"])
@@ -107,7 +108,7 @@ def test_classes_derived_inside(lone_group, base):
                     return getattr(self.module, name)
 
         mine = Mine(nn.Linear(2, 2))
-    assert Mine.__mro__[1] is minidp.DataParallel
+    assert Mine.__mro__[1:3] == (swapping.DistributedDataParallel, minidp.DataParallel)
     assert issubclass(Mine, swapping.TORCHS)
     assert type(Mine) is type(swapping.TORCHS)
     mine(torch.ones(1, 2)).sum().backward()
@@ -145,7 +146,7 @@ def test_modules_first_imported_inside(tmp_path, monkeypatch):
             """
             from torch.nn.parallel import DistributedDataParallel as DDP
             import torch.nn.parallel as parallel
-            from minidp import DataParallel as OURS
+            from minidp import DataParallel as ByOurName
             Kept = parallel.DistributedDataParallel
             """
         )
@@ -154,10 +155,14 @@ def test_modules_first_imported_inside(tmp_path, monkeypatch):
     with minidp.swapped():
         import late_library
 
-        found = [late_library.DDP, late_library.Kept, late_library.OURS]
-        assert found == [minidp.DataParallel] * 3
-    found = [late_library.DDP, late_library.Kept, late_library.OURS]
-    assert found == [swapping.TORCHS, swapping.TORCHS, minidp.DataParallel]
+        names = (late_library.DDP, late_library.Kept, late_library.ByOurName)
+        assert names == (
+            swapping.DistributedDataParallel,
+            swapping.DistributedDataParallel,
+            minidp.DataParallel,
+        )
+    names = (late_library.DDP, late_library.Kept, late_library.ByOurName)
+    assert names == (swapping.TORCHS, swapping.TORCHS, minidp.DataParallel)
     del sys.modules["late_library"]
 
 
@@ -171,7 +176,7 @@ def test_nested_blocks():
     with minidp.swapped():
         with minidp.swapped():
             pass
-        assert Early is minidp.DataParallel
+        assert Early is swapping.DistributedDataParallel
     assert Early is swapping.TORCHS
 
 
@@ -184,9 +189,87 @@ def test_a_second_swap_warns_and_does_nothing():
         with minidp.swapped():
             pass
         assert everything() == before
-        assert Early is minidp.DataParallel
+        assert Early is swapping.DistributedDataParallel
     finally:
         swapping._swapping.end()
+
+
+class Registry:
+    """As OpenMMLab's: what is registered is found by its ``__name__``."""
+
+    def __init__(self):
+        self.kinds = {}
+
+    def register(self, kind):
+        if kind.__name__ in self.kinds:
+            raise KeyError(f"{kind.__name__} is already registered")
+        self.kinds[kind.__name__] = kind
+
+    def holds_class_of(self, thing):
+        return isinstance(thing, tuple(self.kinds.values()))
+
+
+def test_registries_by_name_take_both_classes_of_torch(lone_group):
+    registry = Registry()
+    with minidp.swapped():
+        registry.register(nn.DataParallel)
+        registry.register(nn.parallel.DistributedDataParallel)
+        registry.register(minidp.SyncBatchNorm)
+
+        class MMDistributedDataParallel(nn.parallel.DistributedDataParallel):
+            pass
+
+        registry.register(MMDistributedDataParallel)
+        assert registry.holds_class_of(MMDistributedDataParallel(nn.Linear(1, 1)))
+        assert registry.holds_class_of(Early(nn.Linear(1, 1)))
+        assert registry.holds_class_of(minidp.DataParallel(nn.Linear(1, 1)))
+        assert not registry.holds_class_of(nn.Linear(1, 1))
+        with pytest.raises(KeyError, match="DataParallel is already registered"):
+            registry.register(minidp.DataParallel)  # nn.DataParallel's name as well
+
+
+def test_what_is_made_answers_to_the_name_of_torchs_class(lone_group):
+    with minidp.swapped():
+        kind = nn.parallel.DistributedDataParallel
+        made = kind(nn.Linear(1, 1))
+        by_our_name = minidp.DataParallel(nn.Linear(1, 1))
+    # Also later: whoever only wraps inside prints summaries outside.
+    assert (kind.__name__, kind.__qualname__) == ("DistributedDataParallel",) * 2
+    assert type(made).__name__ in (
+        "DistributedDataParallel",
+        "FullyShardedDataParallel",
+    )
+    assert str(made).startswith("DistributedDataParallel(\n  (module): Linear")
+    assert made._get_name() == "DistributedDataParallel"
+    # And ours keeps its own.
+    assert str(by_our_name).startswith("DataParallel(\n  (module): Linear")
+    assert str(minidp.DataParallel) == "<class 'minidp.DataParallel'>"
+
+
+def test_whole_objects_are_pickled_by_a_name_that_is_always_there(lone_group):
+    with minidp.swapped():
+        model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+        inside = pickle.loads(pickle.dumps(model))
+        kinds = pickle.dumps((Early, type(model)))
+    outside = pickle.loads(pickle.dumps(model))
+    for twin in (inside, outside, copy.deepcopy(model)):
+        assert type(twin) is type(model)
+        assert torch.equal(twin.module.weight, model.module.weight)
+    assert pickle.loads(kinds) == (
+        swapping.DistributedDataParallel,
+        swapping.DistributedDataParallel,
+    )
+
+
+def test_either_name_holds_for_instances_of_the_other():
+    class Mine(swapping.DistributedDataParallel):
+        pass
+
+    assert issubclass(minidp.DataParallel, swapping.DistributedDataParallel)
+    assert issubclass(swapping.DistributedDataParallel, minidp.DataParallel)
+    assert not issubclass(minidp.DataParallel, Mine)
+    assert not issubclass(swapping.TORCHS, swapping.DistributedDataParallel)
+    assert not issubclass(nn.Linear, swapping.DistributedDataParallel)
 
 
 def test_classes_derived_before_are_named():
@@ -208,13 +291,18 @@ def test_whoever_puts_another_class_there_gets_it(monkeypatch):
         monkeypatch.setattr(nn.parallel, "DistributedDataParallel", int)
         assert nn.parallel.DistributedDataParallel is int
         monkeypatch.undo()
-        assert nn.parallel.DistributedDataParallel is minidp.DataParallel
+        assert nn.parallel.DistributedDataParallel is swapping.DistributedDataParallel
 
 
 def is_swapped_here(queue):
     from torch.nn.parallel import DistributedDataParallel as Now
 
-    queue.put((Now is minidp.DataParallel, Early is minidp.DataParallel))
+    queue.put(
+        (
+            Now is swapping.DistributedDataParallel,
+            Early is swapping.DistributedDataParallel,
+        )
+    )
 
 
 def test_a_star_is_taken_back(tmp_path, monkeypatch):
@@ -222,7 +310,7 @@ def test_a_star_is_taken_back(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with minidp.swapped():
         starred = importlib.import_module("starred")
-        assert starred.DistributedDataParallel is minidp.DataParallel
+        assert starred.DistributedDataParallel is swapping.DistributedDataParallel
     assert starred.DistributedDataParallel is Early
 
 
