@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # keeps the store when it restarts processes, so that theirs could be an old one.
 WRAPPED = f"wrapped in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 MESSAGE_BYTES = 250 * 2**20  # one coalesced broadcast
+GREETING = -1  # torch's DDP sends its number of parameters where this is expected
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def verify(
 ) -> int:
     """Collective: compare the replicas; every rank raises when any two differ.
 
-    The usual case costs one all-gather of two integers; only a difference sends texts.
+    The usual case costs two all-gathers of a few integers; a difference sends texts.
 
     Args:
         mine: this replica, or the error with which this rank rejected its arguments.
@@ -108,6 +109,11 @@ def verify(
             returns instead, so that its caller can raise that.
     """
     rejected = isinstance(mine, Exception)
+    torchs = _ranks_on_torch(group, device)
+    if torchs and not rejected:
+        raise ReplicaMismatchError(_other_class(torchs, group.rank()))
+    if torchs:
+        return 0
     content = (
         {"rejected": f"{type(mine).__name__}: {mine}"}
         if isinstance(mine, Exception)
@@ -128,6 +134,29 @@ def verify(
         replicas = [json.loads(text) for text in texts]
         raise ReplicaMismatchError(_first_difference(replicas, group.rank()))
     return _objects[place]
+
+
+def _ranks_on_torch(group: ProcessGroup, device: torch.device) -> list[int]:
+    """Collective: the ranks that are in the constructor of torch's DDP instead.
+
+    That begins with an all-gather of one integer, too. If ours began otherwise, gloo
+    would abort the process where two different collectives meet.
+    """
+    greetings = gather_integers([GREETING], group, device)
+    return [rank for rank, (value,) in enumerate(greetings) if value != GREETING]
+
+
+def _other_class(torchs: Sequence[int], rank: int) -> str:
+    ranks = f"rank{'s' * (len(torchs) > 1)} {', '.join(map(str, torchs))}"
+    return explain(
+        rank,
+        f"The model is wrapped by torch's DistributedDataParallel on {ranks}, but by "
+        "minidp.DataParallel here.",
+        expected="the same class on all ranks",
+        remedy="start all ranks in the same way. `minidp run` and swap() do not reach "
+        "a process that is started with python -I, -E or -S, or with an environment of "
+        "its own (PYTHONPATH): start that one with `python -m minidp.run SCRIPT`, too",
+    )
 
 
 def _first_difference(replicas: Sequence[dict[str, Any]], rank: int) -> str:

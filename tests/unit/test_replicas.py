@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel
 from minidp._replicas import describe
@@ -186,6 +187,12 @@ def test_ranks_count_within_their_group(pool):
 # ------------------------------------------------------ a rank rejects its arguments
 
 
+REJECTED = (
+    "bucket_cap_mb must be finite and not negative (MiB), but got -1; 0 gives every "
+    "parameter its own bucket."
+)
+
+
 def reject_on_one(ctx, who):
     options = {"bucket_cap_mb": -1 if ctx.rank == who else 1}
     return wrap(ctx, (Module(a=param(2)), options))
@@ -194,15 +201,11 @@ def reject_on_one(ctx, who):
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_rejects_its_arguments_tells_the_others(pool, who):
     results = pool.run(reject_on_one, 2, who)
-    own = (
-        "bucket_cap_mb must be finite and not negative (MiB), but got -1; 0 gives "
-        "every parameter its own bucket."
-    )
-    assert results[who] == ("ValueError", own, 3)
+    assert results[who] == ("ValueError", REJECTED, 3)
     assert results[1 - who] == (
         "ReplicaMismatchError",
-        f"[rank {1 - who}] rank {who} rejected its arguments: ValueError: {own} What "
-        f"to do: look at the traceback of rank {who}.",
+        f"[rank {1 - who}] rank {who} rejected its arguments: ValueError: {REJECTED} "
+        f"What to do: look at the traceback of rank {who}.",
         3,
     )
 
@@ -229,6 +232,38 @@ def test_without_init_sync_nobody_is_told(pool):
     first, second = pool.run(reject_without_sync, 2)
     assert first[0] == "ValueError"
     assert second == ("", "", 3)
+
+
+# ------------------------------------------------------- ranks that are not on minidp
+
+
+def wrap_in_either(ctx, torchs, options):
+    module = Module(a=param(2), stat=torch.zeros(3))
+    if ctx.rank not in torchs:
+        return wrap(ctx, (module, options))
+    with pytest.raises(RuntimeError, match="DDP expects same model across all ranks"):
+        DistributedDataParallel(module, process_group=ctx.group)
+    dist.all_reduce(torch.zeros(1, dtype=torch.int64), group=ctx.group)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("torchs", "words"), [([0], "rank 0"), ([1], "rank 1"), ([0, 2], "ranks 0, 2")]
+)
+def test_a_rank_on_torch_is_named_and_nobody_is_aborted(pool, torchs, words):
+    results = pool.run(wrap_in_either, 3, torchs, {})
+    for rank in sorted({0, 1, 2} - set(torchs)):
+        kind, text, _ = results[rank]
+        assert kind == "ReplicaMismatchError"
+        assert text.startswith(
+            f"[rank {rank}] The model is wrapped by torch's DistributedDataParallel on "
+            f"{words}, but by minidp.DataParallel here. Expected: the same class on "
+        )
+
+
+def test_a_rank_that_rejects_its_arguments_says_that_also_to_torch(pool):
+    results = pool.run(wrap_in_either, 2, [1], {"bucket_cap_mb": -1})
+    assert results[0][:2] == ("ValueError", REJECTED)
 
 
 # --------------------------------------------------------------------- equal replicas
