@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ._analysis import Overlap, StepOverlap
 from ._forecast import Forecast
+from ._overrides import aside
 from ._skew import BACKWARD, FORWARD, Skew
 from ._timeline import AUTO, AUTO_TRIES, Timeline
 
@@ -100,10 +101,12 @@ class _Gains:
 
     def _of_cap(self, step_s: float) -> _Choice:
         cap, gain = f"bucket_cap_mb={self.cap_mb:g}", _predicted(step_s, self.cap_s)
-        advice = f'Use {cap} (or "auto"): {gain}.'
+        here = aside(bucket_cap_mb=f"{self.cap_mb:g}")
+        advice = f'Use {cap} (or "auto"){here}: {gain}.'
         if not self.is_sure:
             advice = (
-                f'Try bucket_cap_mb="auto", or {cap}: {gain}, if small buckets are as '
+                f'Try bucket_cap_mb="auto"{aside(bucket_cap_mb="auto")}, or {cap}: '
+                f"{gain}, if small buckets are as "
                 "fast, by the byte, as these, which are all of one size."
             )
         return _Choice(self.cap_s, f'{cap} (or "auto", which measures)', advice)

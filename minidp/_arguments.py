@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from ._groups import default_first_bucket_bytes, default_group, is_group
 from ._managed import DETOUR, Replica, check_data, examine
 from ._mixed_precision import Precision, precision_from
+from ._overrides import replacements
 from ._saved_layout import read_plain, resumed_layout
 from ._warn import warn
 from .config import ReducerConfig, Safety, bucket_caps, is_auto
@@ -63,6 +64,17 @@ class Checked:
     init_buffers: bool  # broadcast module buffers at construction
     safety: Safety
     precision: Precision | None
+
+
+def replaced(given: Given) -> Given:
+    """The same with what the user says in environment variables (`_overrides`).
+
+    Raises:
+        ValueError: naming a variable that makes no sense.
+    """
+    others = replacements()
+    safety = {name: others.pop(name) for name in given.safety if name in others}
+    return replace(given, safety={**given.safety, **safety}, **others)
 
 
 def check(module: nn.Module, given: Given) -> Checked:

@@ -19,6 +19,7 @@ from torch.profiler import record_function
 
 from ._arrivals import Mark
 from ._autograd import unreachable
+from ._overrides import aside
 from .config import ReducerConfig
 from .errors import GraphChangedError, MarkedTwiceError, MiniDPError, explain
 
@@ -34,15 +35,20 @@ class EveryParameter:
     keeps_ready_order = True  # this backward's order is the order to rebuild by
     is_steady = True  # the same parameters were missing in every backward so far
     cause_of_missing = "your module has parameters that were not used in producing loss"
-    remedy_for_missing = (
-        "enable unused parameter detection by passing the keyword argument "
-        "`find_unused_parameters=True`, and make sure that all `forward` function "
-        "outputs participate in calculating loss"
-    )
     kept: Collection[int] = ()  # parameters whose ``.grad`` is never written
 
     def __init__(self, num_params: int) -> None:
         self._num_params = num_params
+
+    @property
+    def remedy_for_missing(self) -> str:
+        """What to do about gradients that did not come, with torch's words."""
+        return (
+            "enable unused parameter detection by passing the keyword argument "
+            f"`find_unused_parameters=True`{aside(find_unused_parameters=True)}, and "
+            "make sure that all `forward` function outputs participate in calculating "
+            "loss"
+        )
 
     def saw_outputs(self, output: object, nodes: Sequence[Node]) -> None:
         """A synchronising forward returned ``output``."""
@@ -87,9 +93,10 @@ class EveryParameter:
                 names=[name],
                 remedy="the parameter takes part in several backward calls of one "
                 "forward, or in several reentrant checkpoints: use "
-                "checkpoint(..., use_reentrant=False) or static_graph=True, or keep "
-                "all but the last backward local with no_sync(); call reset() on all "
-                "ranks to go on",
+                "checkpoint(..., use_reentrant=False) or "
+                f"static_graph=True{aside(static_graph=True)}, or keep all but the "
+                "last backward local with no_sync(); call reset() on all ranks to go "
+                "on",
             )
         )
 
@@ -148,9 +155,11 @@ class StaticGraph(EveryParameter):
         "used in first iteration, but then got unused in the second iteration. this is "
         "not compatible with static_graph set to True"
     )
-    remedy_for_missing = (
-        "use static_graph only if every iteration uses the same parameters"
-    )
+
+    @property
+    def remedy_for_missing(self) -> str:
+        """What to do about gradients that did not come."""
+        return "use static_graph only if every iteration uses the same parameters"
 
     def __init__(self, num_params: int) -> None:
         super().__init__(num_params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ._ledger import Origin
+from ._overrides import passing
 from ._phase import Phase
 from ._reducer import Reducer
 from .errors import explain
@@ -17,7 +18,7 @@ _CAUSES = {
         "no_sync()",
         "run the last forward and backward before the update outside no_sync(), or "
         f"{_ON_ALL_RANKS}; if replicas are meant to differ for a while (local SGD), "
-        "update inside no_sync(), too (or pass unsynced='ignore')",
+        "update inside no_sync(), too",
     ),
     Origin.AGAIN: (
         "a backward through outputs of the wrapper came after the one that averaged "
@@ -98,8 +99,8 @@ def unfinished_at_step(reducer: Reducer) -> str:
         names=names,
         expected="a gradient for every parameter before optimizer.step()",
         found="no gradient for the parameters below",
-        remedy="pass find_unused_parameters=True if they are unused on purpose, freeze "
-        "them before wrapping, or run the backward that brings them; call reset() on "
+        remedy=f"{passing(find_unused_parameters=True)} if they are unused on purpose, "
+        "freeze them before wrapping, or run the backward that brings them; call reset() on "
         "all ranks to go on",
     )
 

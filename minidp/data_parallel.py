@@ -154,6 +154,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs, OfModule[M_co]):
         self.process_group = _arguments.choose_group(process_group, device_mesh)
         self._prepare(module, device_mesh)
         try:
+            self._given = _arguments.replaced(self._given)
             checked = _arguments.check(module, self._given)
         except Exception as error:
             if init_sync:  # the other ranks wait for us: tell them why we leave

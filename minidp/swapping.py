@@ -37,6 +37,7 @@ import torch.nn.parallel
 from torch.nn.parallel import distributed
 
 from ._compat import DataParallel
+from ._overrides import note_swapped
 from ._warn import warn
 
 TORCHS = distributed.DistributedDataParallel
@@ -110,6 +111,7 @@ class _Swapping:
                 _give_class(module, _Names)
             _give_class(TORCHS, _Caught)
             _settings()[_PASSED_ON] = _PassedOn()
+            note_swapped(is_swapped=True)
 
     def end(self) -> None:
         """Put everything back, if this was the outermost block."""
@@ -117,6 +119,7 @@ class _Swapping:
             self.depth -= 1
             if self.depth:
                 return
+            note_swapped(is_swapped=False)
             _settings().pop(_PASSED_ON, None)
             _give_class(TORCHS, ABCMeta)
             for module in _MODULES:

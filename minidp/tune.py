@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 -m minidp.tune --out buckets.json train.py ARGS
 
 Every `DataParallel` of the script looks for the best layout of its buckets; rank 0
-writes it to the file as soon as it is found. From then on no run has to look again::
+writes it to the file as soon as it is found. From then on no run has to look again:
 
-    model = minidp.DataParallel(module, bucket_layout="buckets.json")
+    torchrun --nproc-per-node 2 -m minidp.run --bucket-layout buckets.json train.py ARGS
+    model = minidp.DataParallel(module, bucket_layout="buckets.json")  # or in code
 
 The layout fits this model, these options, this number of ranks and this network.
 """
@@ -17,7 +18,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from typing import Any
 from ._autotune import STEPS, Tuner
 from ._console import parse
 from ._ledger import Ledger
-from ._script import Script, say
+from ._overrides import NONE, OPTIONS, numbered, setting
+from ._script import Script, after_wrapping, say
 from ._tuning import NUM_TRIALS, Choice
 from .config import AUTO
 from .data_parallel import DataParallel
@@ -81,33 +83,11 @@ def tuned(out: Path) -> Iterator[Session]:
     Args:
         out: where rank 0 writes what the first of them finds.
     """
-    plain_init = DataParallel.__init__
     session = Session(out)
-
-    @functools.wraps(plain_init)
-    def init(self: DataParallel, *given: Any, **options: Any) -> None:
-        options |= {"bucket_cap_mb": AUTO, "bucket_cap_mb_list": None}
-        options["bucket_layout"] = None
-        # By position: module, device_ids, ..., of which bucket_cap_mb is the eighth.
-        plain_init(self, *given[:7], **(_named(given[8:]) | options))
-        session.add(self)
-
-    DataParallel.__init__ = init  # type: ignore[method-assign]
-    try:
+    tries = {"bucket_cap_mb": AUTO, "bucket_cap_mb_list": NONE, "bucket_layout": NONE}
+    changes = {OPTIONS[name].variable: text for name, text in tries.items()}
+    with setting(changes), after_wrapping(DataParallel, session.add):
         yield session
-    finally:
-        DataParallel.__init__ = plain_init  # type: ignore[method-assign]
-
-
-def _named(rest: Sequence[Any]) -> dict[str, Any]:
-    """What was given by position behind ``bucket_cap_mb``."""
-    names = (
-        *("find_unused_parameters", "check_reduction", "gradient_as_bucket_view"),
-        *("static_graph", "delay_all_reduce_named_params", "param_to_hook_all_reduce"),
-        *("mixed_precision", "device_mesh", "skip_all_reduce_unused_params"),
-        *("bucket_cap_mb_list", "batched_grad_copy", "forward_sync_buffers"),
-    )
-    return dict(zip(names, rest, strict=False))
 
 
 class Session:
@@ -132,14 +112,18 @@ class Session:
             order.told = functools.partial(self._write, number)
 
     def _write(self, number: int, plain: dict[str, Any], choice: Choice) -> None:
-        suffix = f".{number}" if number else ""
-        path = self._out.with_name(f"{self._out.stem}{suffix}{self._out.suffix}")
+        path = numbered(self._out, number)
         plain = plain | {"tuned": str(choice)}
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         partial.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
         partial.replace(path)  # whoever reads it meanwhile has the old one, whole
         self._written.append(path)
-        use = f"Use it: minidp.DataParallel(..., bucket_layout={str(path)!r})."
+        option = OPTIONS["bucket_layout"]
+        use = (
+            f"Use it: minidp run {option.word} {self._out} SCRIPT, or the environment "
+            f"variable {option.variable}={self._out}, or "
+            f"minidp.DataParallel(..., bucket_layout={str(path)!r})."
+        )
         if not choice.is_another:
             use = "With this file a run has torch's layout without looking for one."
         say(f"minidp tune: {path}: {choice}. {use}")

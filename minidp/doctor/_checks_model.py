@@ -17,6 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from minidp._autograd import find_tensors, reachable_nodes
 from minidp._desync import sum_of_bits
+from minidp._overrides import aside
 from minidp.attachment import straight_on
 
 from ._checks_ranks import judge_owners, uuid_of
@@ -285,7 +286,7 @@ def _judge_unused(model: nn.Module, unused: list[str], num_params: int) -> Findi
         found = f"{join(unused, 4)} of {num_params} take no part in the outputs"
         remedy = (
             "the second step will raise: freeze or remove them, or wrap with "
-            "find_unused_parameters=True"
+            f"find_unused_parameters=True{aside(find_unused_parameters=True)}"
         )
         return (
             failed(check, found, remedy)
