@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 
+from minidp._overrides import OPTIONS, PREFIX
+
 from ._findings import Finding, ok, warning
 
 CHECK = "variables"
@@ -78,9 +80,16 @@ MEANINGS: Mapping[str, str] = {
     "DDP_SET_LAST_BUCKET_CAP": "1: the small bucket is the last one",
     "MINIDP_NATIVE": "minidp's extension: 0 never, 1 insist, auto if built",
     "OMP_NUM_THREADS": "threads per process",
+    **{
+        each.variable: f"{each.name} of every DataParallel, whatever the script passes"
+        for each in OPTIONS.values()
+    },
 }
 _RENAMED = ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "DESYNC_DEBUG", "ENABLE_TIMING")
-_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_DISTRIBUTED_")
+_PREFIXES = (
+    *("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_DISTRIBUTED_"),
+    PREFIX,
+)
 # Settings that make training slower on purpose: (name, value) -> (cost, remedy).
 _COSTS = {
     ("CUDA_LAUNCH_BLOCKING", "1"): "kernels no longer overlap with anything",

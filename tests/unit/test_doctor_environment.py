@@ -288,6 +288,8 @@ def test_this_machine_has_interfaces():
         ("NCCL_SOMETHING_NEW", "1", OK, "not known"),
         ("GLOO_SOCKET_IFNAM", "eth0", WARNING, "did you mean GLOO_SOCKET_IFNAME?"),
         ("NCCL_SOKET_IFNAME", "eth0", WARNING, "did you mean NCCL_SOCKET_IFNAME?"),
+        ("MINIDP_UNSYNCD", "warn", WARNING, "did you mean MINIDP_UNSYNCED?"),
+        ("MINIDP_UNSYNCED", "warn", OK, "unsynced of every DataParallel"),
         ("NCCL_BLOCKING_WAIT", "1", WARNING, "TORCH_NCCL_BLOCKING_WAIT"),
         ("CUDA_LAUNCH_BLOCKING", "1", WARNING, "no longer overlap"),
         ("CUDA_LAUNCH_BLOCKING", "0", OK, "waits for every kernel"),
