@@ -21,7 +21,12 @@ The modules: read them top to bottom of a backward's life, from the face to the 
     L5  __main__        the command ``minidp``
         tune            minidp tune: a file with the best layout
         run             minidp run: an unmodified script, on minidp
-        _compare        the same script on torch: weights and speed side by side
+        _ranks          start the ranks of a script, as torchrun does
+        _phases         the same script on torch, then on minidp
+        _compare        ... their weights and speed side by side
+        _folder         ... and a copy of the working directory for the first
+        _children       processes that a script starts are swapped as well
+        _at_start/      ... by a sitecustomize that they find
         swapping        torch's class becomes ours, under all its names, for a while
         _script         run a script as python would
         recording       minidp.record(model): what a user starts and reads
@@ -40,6 +45,7 @@ The modules: read them top to bottom of a backward's life, from the face to the 
     L3  _arguments      the constructor's arguments, checked in torch's order
         _managed        which tensors of a module take part
         _replicas       replicas start and stay equal: verify, broadcast
+        _other_class    ... and ranks whose wrapper is torch's
         _shared_state   when parameters and module buffers follow one rank
         _copies         pickle, deepcopy, what checkpoints keep of buckets
         _join           uneven inputs: ranks that ran out keep the others company
@@ -113,6 +119,7 @@ The modules: read them top to bottom of a backward's life, from the face to the 
         _console        print for a person who may stop reading
         native/         find, build and load the optional extension in csrc/
     L0  config          options, validated and frozen
+        _overrides      options from outside the script, and remedies that say how
         errors          every exception
         _version        which minidp this is
         _warn           warnings point at the user's line

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import statistics
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,8 +37,10 @@ class Outcome:
     num_steps: int = 0  # of that optimizer
 
     def save(self, path: Path) -> None:
-        """Write it to a file."""
-        torch.save(asdict(self), path)
+        """Write it to a file, which is there once it is complete."""
+        partial = path.with_suffix(".partial")
+        torch.save(asdict(self), partial)
+        partial.replace(path)
 
     @staticmethod
     def load(path: Path) -> Outcome:
@@ -52,8 +56,10 @@ class Outcome:
 class Observer:
     """Keeps the models that a script wraps, and the times of its optimizer steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Path | None = None) -> None:
         self._modules: list[nn.Module] = []
+        # A file that grows with each step.
+        self._progress = None if progress is None else progress.open("ab", buffering=0)
         self._first: Optimizer | None = None  # the one whose steps are timed
         self._ends: list[float] = []
         self._handle = register_optimizer_step_post_hook(self._stepped)
@@ -61,8 +67,14 @@ class Observer:
     def wrapped(self, ddp: Any) -> None:
         """A model was wrapped; it is kept to the end, also if the script drops it."""
         self._modules.append(ddp.module)
+        self._note_progress()
+
+    def _note_progress(self) -> None:
+        if self._progress is not None:
+            self._progress.write(b".")
 
     def _stepped(self, optimizer: Optimizer, *_arguments: Any) -> None:
+        self._note_progress()
         self._first = self._first or optimizer
         if optimizer is self._first:
             self._ends.append(time.perf_counter())
@@ -70,6 +82,9 @@ class Observer:
     def outcome(self) -> Outcome:
         """What there is now; nothing is watched any more."""
         self._handle.remove()
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None
         weights = {
             f"{number}: {name}": tensor.detach().cpu().clone()
             for number, module in enumerate(self._modules)
@@ -84,6 +99,21 @@ class Observer:
         )
 
 
+def never_take_down(ddp: Any) -> None:
+    """Keep what torch's DDP consists of, when the script lets go of it and at exit.
+
+    The destructors of torch's reducer and group may wait for a thread that waits for
+    them: for ever, where a script drops its model after the group.
+    """
+    reducer = getattr(ddp, "reducer", None)
+    if reducer is None:
+        return
+    for part in (reducer, ddp.logger, ddp.process_group):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
+    # The same module may be wrapped again.
+    weakref.finalize(ddp, reducer._remove_autograd_hooks).atexit = False
+
+
 @dataclass(frozen=True)
 class Verdict:
     """How two runs differ."""
@@ -92,8 +122,14 @@ class Verdict:
     text: str  # lines for a person
 
 
-def compare(torchs: Outcome, ours: Outcome) -> Verdict:
-    """Compare a run on torch's DDP with the same run on ours."""
+def compare(torchs: Outcome, ours: Outcome, advice: str = "") -> Verdict:
+    """Compare a run on torch's DDP with the same run on ours.
+
+    Args:
+        torchs: the first run.
+        ours: the second one.
+        advice: what to do if only one of them went on from a checkpoint.
+    """
     if torchs.weights.keys() != ours.weights.keys():
         odd = sorted(torchs.weights.keys() ^ ours.weights.keys())
         text = (
@@ -120,8 +156,7 @@ def compare(torchs: Outcome, ours: Outcome) -> Verdict:
     if ours.num_steps != torchs.num_steps:
         text += (
             f"\n  steps     differ: {torchs.num_steps} on torch, {ours.num_steps} on "
-            "minidp. Both runs are in the same folder: does the script resume from a "
-            "checkpoint?"
+            f"minidp. {advice}"
         )
     is_same = not changed and ours.num_steps == torchs.num_steps
     return Verdict(is_same, text=f"{text}\n{_speed(torchs, ours)}")

@@ -159,7 +159,8 @@ class StaticGraph(EveryParameter):
     @property
     def remedy_for_missing(self) -> str:
         """What to do about gradients that did not come."""
-        return "use static_graph only if every iteration uses the same parameters"
+        words = "use static_graph only if every iteration uses the same parameters"
+        return words + aside(static_graph=False)
 
     def __init__(self, num_params: int) -> None:
         super().__init__(num_params)
@@ -228,7 +229,8 @@ class StaticGraph(EveryParameter):
                 "now.",
                 names=[name],
                 remedy="use static_graph only if every iteration uses the same "
-                "parameters equally often; call reset() on all ranks to go on",
+                f"parameters equally often{aside(static_graph=False)}; call reset() on "
+                "all ranks to go on",
             )
         )
 

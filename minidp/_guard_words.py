@@ -54,7 +54,10 @@ def why_local(origins: Iterable[Origin], *, model_ran: bool) -> tuple[str, str]:
     parts = [_CAUSES[origin] for origin in Origin if origin in found & _CAUSES.keys()]
     if Origin.OUTSIDE in found:
         parts.append(_BESIDES if model_ran else _INSTEAD)
-    return "; and ".join(what for what, _ in parts), "; ".join(do for _, do in parts)
+    remedies = [remedy for _, remedy in parts]
+    if Origin.QUIET in found:
+        remedies.append(f"or {passing(unsynced='ignore')}")
+    return "; and ".join(what for what, _ in parts), "; ".join(remedies)
 
 
 def local_gradients(reducer: Reducer, local: Sequence[int], *, model_ran: bool) -> str:
@@ -100,8 +103,8 @@ def unfinished_at_step(reducer: Reducer) -> str:
         expected="a gradient for every parameter before optimizer.step()",
         found="no gradient for the parameters below",
         remedy=f"{passing(find_unused_parameters=True)} if they are unused on purpose, "
-        "freeze them before wrapping, or run the backward that brings them; call reset() on "
-        "all ranks to go on",
+        "freeze them before wrapping, or run the backward that brings them; call "
+        "reset() on all ranks to go on",
     )
 
 

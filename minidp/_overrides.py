@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from .config import AUTO, Safety, Unsynced, bucket_caps
 
 logger = logging.getLogger("minidp")
 PREFIX, NONE = "MINIDP_", "none"
-RUN = "MINIDP_RUN"  # set by `minidp run`, and in all that it starts
+RUN = "MINIDP_RUN"  # set in a script under `minidp run`, and all that it starts
 OWN = ("MINIDP_NATIVE", "MINIDP_PYTHON", "MINIDP_TORCH")  # of the build, of examples/
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
@@ -101,31 +102,32 @@ OPTIONS = {
         Option(
             "unsynced",
             "|".join(get_args(Unsynced)),
-            "when an optimizer is about to apply gradients that differ between ranks",
+            "what to do when an optimizer is about to apply gradients that differ "
+            "between ranks",
             _safety("unsynced", str),
         ),
         Option(
             "hang_timeout",
             "SECONDS",
-            "that a collective may wait for other ranks; none: the group's own limit",
+            "how long a collective may wait for other ranks; none: the group's limit",
             _safety("hang_timeout", lambda text: _unless_none(text, _number)),
         ),
         Option(
             "check_replicas_every",
             "STEPS",
-            "compare checksums of the replicas; 0 is never",
+            "how often checksums of the replicas are compared; 0 is never",
             _safety("check_replicas_every", _number),
         ),
         Option(
             "check_finite_grads",
             "",
-            "name the parameter whose gradient holds NaN or infinity",
+            "raise, naming the parameter, when a gradient holds NaN or infinity",
             _flag,
         ),
         Option(
             "bucket_layout",
             "FILE",
-            "that minidp tune wrote; of a second model FILE with .1 before its suffix",
+            "what minidp tune wrote; of a second model FILE with .1 before its suffix",
             str,
         ),
         Option(
@@ -237,16 +239,17 @@ def numbered(path: Path, number: int) -> Path:
 # -------------------------------------------------------------------- minidp run
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """An option of the command line for each variable."""
     group = parser.add_argument_group(
         "options of the constructor",
-        f"For each model that the script wraps, instead of what the script passes; or "
-        f"as environment variables, {PREFIX} and the name: "
-        f"{OPTIONS['hang_timeout'].variable}=1800, "
-        f"{OPTIONS['static_graph'].variable}=1.",
+        "For each model that the script wraps, instead of what the script passes. Or\n"
+        f"as environment variables: {OPTIONS['hang_timeout'].variable}=1800, "
+        f"{OPTIONS['static_graph'].variable}=1, and so on.",
     )
     for option in OPTIONS.values():
+        if option.name in without:
+            continue
         if option.metavar:
             group.add_argument(
                 option.word,
@@ -338,6 +341,9 @@ def aside(**option: object) -> str:
 def _from_outside(option: Option, value: object) -> str:
     text = str(int(value)) if isinstance(value, bool) else str(value)
     if RUN in os.environ:
-        words = f" {text}" if option.metavar else ""
-        return f"start with `minidp run {option.word}{words}`"
+        command = json.loads(os.environ[RUN])["command"]
+        words = f"{option.word} {text}" if option.metavar else option.word
+        if value is False:
+            words = words.replace("--", "--no-")
+        return f"start with `minidp {command} {words}`"
     return f"set {option.variable}={text} in the environment" if _swapped else ""

@@ -16,6 +16,7 @@ from torch import nn
 
 from ._collectives import broadcast_coalesced, gather_bytes, gather_integers
 from ._groups import exchange_device, group_name, mark_group
+from ._other_class import meets_torchs_class
 from .errors import ReplicaMismatchError, explain
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 # keeps the store when it restarts processes, so that theirs could be an old one.
 WRAPPED = f"wrapped in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
 MESSAGE_BYTES = 250 * 2**20  # one coalesced broadcast
-GREETING = -1  # torch's DDP sends its number of parameters where this is expected
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,7 @@ def verify(
             returns instead, so that its caller can raise that.
     """
     rejected = isinstance(mine, Exception)
-    torchs = _ranks_on_torch(group, device)
-    if torchs and not rejected:
-        raise ReplicaMismatchError(_other_class(torchs, group.rank()))
-    if torchs:
+    if meets_torchs_class(group, device, raises=not rejected):
         return 0
     content = (
         {"rejected": f"{type(mine).__name__}: {mine}"}
@@ -134,29 +131,6 @@ def verify(
         replicas = [json.loads(text) for text in texts]
         raise ReplicaMismatchError(_first_difference(replicas, group.rank()))
     return _objects[place]
-
-
-def _ranks_on_torch(group: ProcessGroup, device: torch.device) -> list[int]:
-    """Collective: the ranks that are in the constructor of torch's DDP instead.
-
-    That begins with an all-gather of one integer, too. If ours began otherwise, gloo
-    would abort the process where two different collectives meet.
-    """
-    greetings = gather_integers([GREETING], group, device)
-    return [rank for rank, (value,) in enumerate(greetings) if value != GREETING]
-
-
-def _other_class(torchs: Sequence[int], rank: int) -> str:
-    ranks = f"rank{'s' * (len(torchs) > 1)} {', '.join(map(str, torchs))}"
-    return explain(
-        rank,
-        f"The model is wrapped by torch's DistributedDataParallel on {ranks}, but by "
-        "minidp.DataParallel here.",
-        expected="the same class on all ranks",
-        remedy="start all ranks in the same way. `minidp run` and swap() do not reach "
-        "a process that is started with python -I, -E or -S, or with an environment of "
-        "its own (PYTHONPATH): start that one with `python -m minidp.run SCRIPT`, too",
-    )
 
 
 def _first_difference(replicas: Sequence[dict[str, Any]], rank: int) -> str:

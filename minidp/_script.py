@@ -109,6 +109,18 @@ def after_wrapping(kind: type, told: Callable[[Any], None]) -> Iterator[None]:
         kind.__init__ = plain  # type: ignore[misc]
 
 
+def from_environment(name: str, default: int) -> int:
+    """A number that a launcher has left there."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else default
+
+
+def say_once(text: str) -> None:
+    """Say something on rank 0, as far as the launcher tells."""
+    if not from_environment("RANK", 0):
+        say(text)
+
+
 def say(text: str) -> None:
     """For a person, who may pipe what the script prints."""
     _console.say_on_stderr(text)

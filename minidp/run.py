@@ -1,12 +1,12 @@
 """``minidp run``: an unmodified DDP script, on minidp.
 
-    torchrun --nproc-per-node 2 -m minidp.run train.py ARGS
-    torchrun --nproc-per-node 2 -m minidp.run -m package.module ARGS
+    minidp run -n 2 train.py ARGS                 two ranks on this machine
+    torchrun ... -m minidp.run train.py ARGS      ranks that torchrun starts
+    minidp run train.py ARGS                      one process, as python train.py
 
-In the script, and in all it imports, torch.nn.parallel.DistributedDataParallel is
-minidp.DataParallel, by whichever name (minidp.swapped says which), also in processes
-that it starts by multiprocessing. Others, which are a command of their own, have to be
-started by this one themselves: use torchrun. The exit status is the script's; 2 if it
+Also -m package.module for train.py. In the script, in all it imports, and in processes
+that it starts, torch.nn.parallel.DistributedDataParallel is minidp.DataParallel, by
+whichever name (minidp.swapped says which). The exit status is the script's; 2 if it
 cannot be run at all, 1 if there is nothing to report or compare, or a difference.
 """
 
@@ -14,35 +14,43 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import os
-import socket
-import subprocess
 import sys
-import tempfile
 import weakref
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-from ._compare import Observer, Outcome, compare, seed
+from ._children import Children, reached_children
+from ._compare import Observer
 from ._console import parse
-from ._groups import die_with_parent, launcher_store
-from ._script import Script, after_wrapping, say
+from ._groups import launcher_store
+from ._overrides import add_options, misspelt, read_environment, setting, variables
+from ._phases import Comparison, begin_phase, run_both, run_on_torch
+from ._ranks import (
+    add_num_ranks,
+    how_to_start,
+    is_rank,
+    lacks_launcher,
+    start_ranks,
+    why_no_ranks,
+)
+from ._script import Script, after_wrapping, from_environment, say, say_once
 from ._terminal import fold
 from ._timeline import Timeline, from_json, to_json
 from .data_parallel import DataParallel
 from .recording import Recording, record
 from .report import report
-from .swapping import TORCHS, has_reached_children, swapped
+from .swapping import has_reached_children, swapped
 
 EXCHANGE_SECONDS = 60.0  # that rank 0 waits for the recordings of other ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of ``minidp run``."""
+    parser.usage = "%(prog)s [OPTIONS] [-m] SCRIPT [ARGS]"
+    add_num_ranks(parser)
     parser.add_argument(
         "--report",
         action="store_true",
@@ -56,61 +64,125 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "models the first; of the others FILE with .2, .3 and so on)",
     )
     parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="run the script on torch's DDP first, then on minidp; say whether final "
-        "weights are equal, and how long steps took; exit status 1 if they differ, or "
-        "the numbers of steps do; both start with the same seeds, for scripts that set "
-        "none, and in the same folder: delete checkpoints that the script resumes from",
-    )
-    parser.add_argument("--torch", type=Path, help=argparse.SUPPRESS)  # of --compare
-    parser.add_argument(
         "-m", dest="is_module", action="store_true", help="SCRIPT is a module's name"
     )
     parser.add_argument("script", metavar="SCRIPT", help="a script that trains")
     parser.add_argument(
         "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="of the script"
     )
+    _add_comparison(parser)
+    add_options(parser)
+
+
+def _add_comparison(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("comparison with torch's DDP")
+    group.add_argument(
+        "--compare",
+        action="store_true",
+        help="run the script on torch's DDP first, then on minidp; say whether final "
+        "weights are equal, and how long steps took; exit status 1 if they differ, or "
+        "the numbers of steps do; both start with the same seeds, for scripts that set "
+        "none",
+    )
+    group.add_argument(
+        "--copy",
+        action=argparse.BooleanOptionalAction,
+        help="whether the run on torch has a copy of the working directory, so that "
+        "the other one finds no checkpoint of it (default: unless it is large)",
+    )
+    group.add_argument(
+        "--before",
+        metavar="COMMAND",
+        help="run by the shell before each of the two runs, once per machine: 'rm -rf "
+        "out' for checkpoints elsewhere that the script would resume from",
+    )
+    group.add_argument(
+        "--limit",
+        type=_seconds,
+        default=Comparison.limit,
+        metavar="SECONDS",
+        help="end a run that makes no step for so long (default: %(default)g)",
+    )
+    group.add_argument(
+        "--phase", choices=("torch", "minidp"), help=argparse.SUPPRESS
+    )  # what the comparison starts
+    group.add_argument("--outcome", type=Path, help=argparse.SUPPRESS)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"more than 0 seconds, but got {text}")
+    return seconds
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the script; its exit status, or see `add_arguments`."""
     script = Script(options.script, options.arguments, options.is_module)
-    # To look for a module imports the packages around it.
-    with nullcontext() if options.torch else swapped():
-        problem = script.problem()
     # The script may go to another folder.
-    saves = None if options.save is None else options.save.absolute()
-    problem = problem or _why_not_saved(saves)
+    options.save = options.save and options.save.absolute()
+    with setting(variables(options)):
+        problem = _problem(script, options)
+        if problem:
+            say_once(f"minidp run: {problem}.")
+            return 2
+        if options.phase == "torch":
+            run_on_torch(script, options.outcome)
+        if options.phase:
+            return _on_minidp_compared(script, options)
+        for warning in misspelt():
+            say_once(f"minidp run: {warning}")
+        if options.num_ranks is not None:
+            return start_ranks(options.num_ranks, "run", _flags(options), script)
+        if options.compare:
+            comparison = Comparison(
+                script,
+                _flags(options, is_phase=True),
+                options.limit,
+                options.copy,
+                options.before,
+            )
+            return run_both(comparison)
+        return _on_minidp(script, Session(script, _reports(options), options.save))
+
+
+def _problem(script: Script, options: argparse.Namespace) -> str:
+    """Why nothing is run: what is to be said before hours of training, not after."""
+    # To look for a module imports the packages around it.
+    with nullcontext() if options.phase == "torch" else swapped():
+        problem = script.problem()
     if problem:
-        _say_once(f"minidp run: {problem}.")
-        return 2
-    if options.torch:
-        die_with_parent()
-        return _on_torch(script, options.torch)
-    reports = options.report or saves is not None
-    if not options.compare:
-        return _on_minidp(script, Session(script, reports, saves))
-    with tempfile.TemporaryDirectory(prefix="minidp-compare-") as folder:
-        path = Path(folder, "torch.pt")
-        status = _start_on_torch(script, path)
-        if status or not path.exists():
-            say("minidp run: the script failed on torch's DDP, so nothing is compared.")
-            return status or 1
-        observer = Observer()
-        session = Session(script, reports, saves, observer)
-        seed(_from_environment("RANK", 0))
-        status = _on_minidp(script, session)
-        ours, torchs = observer.outcome(), Outcome.load(path)
-    return status or _tell_difference(torchs, ours)
+        return problem
+    path = options.save
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        return f"--save {path}: {why}"
+    try:
+        read_environment()
+    except ValueError as error:
+        return str(error)
+    return why_no_ranks(options.num_ranks)
 
 
-def _why_not_saved(path: Path | None) -> str:
-    """What is to be said before hours of training, not after."""
-    if path is None or (path.parent.is_dir() and not path.is_dir()):
-        return ""
-    why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-    return f"--save {path}: {why}"
+def _reports(options: argparse.Namespace) -> bool:
+    return options.report or options.save is not None
+
+
+def _flags(options: argparse.Namespace, *, is_phase: bool = False) -> list[str]:
+    """The same options, less -n and those of the constructor, for another process.
+
+    Args:
+        options: of this one.
+        is_phase: whether that process runs the script for a comparison.
+    """
+    flags = ["--report"] * options.report
+    if options.save is not None:
+        flags += ["--save", str(options.save)]
+    if options.compare and not is_phase:
+        flags += ["--compare", "--limit", str(options.limit)]
+        flags += {None: [], True: ["--copy"], False: ["--no-copy"]}[options.copy]
+        flags += [] if options.before is None else ["--before", options.before]
+    return flags
 
 
 # ------------------------------------------------------------------------- on minidp
@@ -118,20 +190,39 @@ def _why_not_saved(path: Path | None) -> str:
 
 def _on_minidp(script: Script, session: Session) -> int:
     """Run the script with torch's class swapped for ours."""
-    _say_once(
+    alone = "" if is_rank() else ", which runs as one process (-n N: as N ranks)"
+    say_once(
         "minidp run: torch.nn.parallel.DistributedDataParallel is minidp.DataParallel "
-        f"in {script.target}."
+        f"in {script.target}{alone}."
     )
-    with swapped(), after_wrapping(DataParallel, session.wrapped):
+    is_compared = session.observer is not None
+    with reached_children(swaps=True, is_compared=is_compared) as children:
+        told = after_wrapping(DataParallel, lambda ddp: session.wrapped(ddp, children))
         try:
-            status = script.run()
+            with swapped(), told:
+                status = script.run()
         except Exception as error:
-            _hint(error, script)
-            raise
+            why = lacks_launcher(error, "run", script)
+            if not why:
+                _hint(error)
+                raise
+            say(f"minidp run: {why}")
+            return 1
         finally:
             session.end()
             session.reached_children = has_reached_children()
-    return session.finish(status)
+            session.others_wrapped = children.have_wrapped
+        return session.finish(status)
+
+
+def _on_minidp_compared(script: Script, options: argparse.Namespace) -> int:
+    """The second of two runs, in a process that `run_both` has started."""
+    observer = begin_phase(options.outcome)
+    session = Session(script, _reports(options), options.save, observer)
+    status = _on_minidp(script, session)
+    if not status:
+        observer.outcome().save(options.outcome)
+    return status
 
 
 @dataclass
@@ -142,21 +233,24 @@ class Session:
     reports: bool = False
     saves: Path | None = None
     observer: Observer | None = None
-    reached_children: bool = False
-    sizes: list[int] = field(default_factory=list)  # of the models' process groups
+    reached_children: bool = False  # by a swap
+    others_wrapped: bool = False  # processes that the script started
+    names: list[str] = field(default_factory=list)  # of the models' classes
+    sizes: list[int] = field(default_factory=list)  # of their process groups
     recordings: list[Recording] = field(default_factory=list)
     _open: ExitStack = field(default_factory=ExitStack)
     _ends: list[tuple[weakref.ref[DataParallel], ExitStack]] = field(
         default_factory=list
     )
     _pid: int = field(default_factory=os.getpid)
-    _forks: mmap.mmap = field(default_factory=lambda: mmap.mmap(-1, 1))  # [0]: wrap
 
-    def wrapped(self, ddp: DataParallel) -> None:
+    def wrapped(self, ddp: DataParallel, children: Children) -> None:
         """A model was wrapped, here or in a fork of this process."""
         if os.getpid() != self._pid:
-            self._forks[0] = 1
+            children.note_wrapped()
             return
+        module = getattr(ddp.module, "_orig_mod", ddp.module)  # if it is compiled
+        self.names.append(type(module).__name__)
         self.sizes.append(ddp.process_group.size())
         if self.observer is not None:
             self.observer.wrapped(ddp)
@@ -185,13 +279,12 @@ class Session:
         """At the end of the script: say what there is to say; the exit status."""
         asked = self.reports or self.observer is not None
         if self.sizes and max(self.sizes) == 1:
-            _say_once(
+            say_once(
                 "minidp run: this was a world of one rank, so nothing was averaged. "
-                "For two: torchrun --nproc-per-node 2 -m minidp.run "
-                f"{' '.join(self.script.words)}"
+                f"For two on this machine: {how_to_start('run', self.script)}"
             )
         if not self.sizes:
-            in_others = self.reached_children or bool(self._forks[0])
+            in_others = self.reached_children or self.others_wrapped
             if status and not in_others:
                 self._say_failed(status)
             elif not status:
@@ -204,30 +297,33 @@ class Session:
     def _say_failed(self, status: int) -> None:
         ours = {"--report", "--save", "--compare"} & set(self.script.arguments)
         hint = f" (Options of minidp run stand before {self.script.target}.)"
-        _say_once(
+        say_once(
             f"minidp run: {self.script.target} ended with exit status {status}, before "
             f"it wrapped a model in DistributedDataParallel.{hint * bool(ours)}"
         )
 
     def _say_nothing_wrapped(self, *, is_error: bool) -> None:
-        wrapped_in_forks, target = bool(self._forks[0]), self.script.target
-        if is_error and (wrapped_in_forks or self.reached_children):
-            _say_once(
-                "minidp run: error: --report and --compare see the models of processes "
-                f"that torchrun started; {target} starts its own."
+        target = self.script.target
+        if is_error and (self.others_wrapped or self.reached_children):
+            say_once(
+                "minidp run: error: --report and --compare see the models of this "
+                f"process, and {target} has its models in others that it starts. Let "
+                f"torchrun or -n start the ranks, if it can be started so."
             )
         elif is_error:
-            _say_once(
+            say_once(
                 f"minidp run: error: {target} ended without wrapping a model in "
                 "DistributedDataParallel, so there is nothing to report or compare."
             )
+        elif self.others_wrapped:
+            return  # that is what it was to do
         elif self.reached_children:
-            _say_once(
+            say_once(
                 f"minidp run: {target} wrapped no model in this process; in those that "
                 "it started, DistributedDataParallel was minidp.DataParallel as well."
             )
-        elif not wrapped_in_forks:
-            _say_once(
+        else:
+            say_once(
                 f"minidp run: {target} ended without wrapping a model in "
                 "DistributedDataParallel, so minidp had nothing to do."
             )
@@ -239,7 +335,9 @@ class Session:
         """
         mine = [recording.timelines[0] for recording in self.recordings]
         for number, timelines in enumerate(_exchange(mine)):
-            title = f"model {number + 1} of {len(mine)}" if len(mine) > 1 else "report"
+            title = f"report of {self.names[number]}"
+            if len(mine) > 1:
+                title += f" (model {number + 1} of {len(mine)})"
             say(f"minidp run: {title}\n{fold(report(timelines), sys.stderr)}")
             if self.saves is not None:
                 name = self.saves.name + (f".{number + 1}" if number else "")
@@ -250,7 +348,7 @@ class Session:
 
 def _exchange(mine: list[Timeline]) -> list[list[Timeline]]:
     """On rank 0: for each model the timelines of all ranks; elsewhere nothing."""
-    rank, size = _from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1)
+    rank, size = from_environment("RANK", 0), from_environment("WORLD_SIZE", 1)
     store = launcher_store("report") if size > 1 else None
     if rank:
         if store is not None:
@@ -271,91 +369,14 @@ def _exchange(mine: list[Timeline]) -> list[list[Timeline]]:
     return everyone
 
 
-# -------------------------------------------------------------------------- on torch
-
-
-def _start_on_torch(script: Script, path: Path) -> int:
-    """Run the script in a new process, on torch's DDP; its exit status.
-
-    Each rank of ours starts one.
-    """
-    _say_once("minidp run: first on torch's DistributedDataParallel.")
-    command = [sys.executable, "-m", "minidp.run", "--torch", str(path), *script.words]
-    environment = os.environ | _elsewhere()
-    return subprocess.run(command, env=environment, check=False).returncode
-
-
-def _on_torch(script: Script, path: Path) -> int:
-    observer = Observer()
-    seed(_from_environment("RANK", 0))
-    with after_wrapping(TORCHS, observer.wrapped):
-        status = script.run()
-    observer.outcome().save(path)
-    return status
-
-
-def _elsewhere() -> dict[str, str]:
-    """Environment in which the ranks meet at another port than the run that follows.
-
-    There they would find what this one leaves behind.
-    """
-    store = launcher_store("compare")
-    if store is not None:
-        if not _from_environment("RANK", 0):
-            store.set("port", str(_free_port()))
-        port = store.get("port").decode()
-        return {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": str(False)}
-    if "MASTER_PORT" in os.environ:
-        return {"MASTER_PORT": str(_from_environment("MASTER_PORT", 0) + 1)}
-    return {}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def _tell_difference(torchs: Outcome, ours: Outcome) -> int:
-    if not ours.num_models:
-        return 1  # said already
-    verdict = compare(torchs, ours)
-    rank = _from_environment("RANK", 0)
-    if not rank:
-        say(f"minidp run: this script on torch's DDP and on minidp\n{verdict.text}")
-    elif not verdict.is_same:
-        say(f"minidp run: rank {rank}\n{verdict.text}")
-    return int(not verdict.is_same)
-
-
-# ----------------------------------------------------------------------------- words
-
-
-def _from_environment(name: str, default: int) -> int:
-    text = os.environ.get(name, "")
-    return int(text) if text.isdigit() else default
-
-
-def _say_once(text: str) -> None:
-    """On rank 0, as far as the launcher tells."""
-    if not _from_environment("RANK", 0):
-        say(text)
-
-
-def _hint(error: Any, script: Script) -> None:
+def _hint(error: BaseException) -> None:
     """What to do about an error that a script does not explain; it is raised on."""
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text.lower():
-        _say_once(
+        say_once(
             "minidp run: the port of the rendezvous is in use, by another job or an "
             "earlier run that has not ended. Choose another one: set MASTER_PORT, or "
             "start with torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0."
-        )
-    elif "RANK" not in os.environ and "RANK" in text:
-        _say_once(
-            "minidp run: this process was not started by torchrun. For two ranks: "
-            f"torchrun --nproc-per-node 2 -m minidp.run {' '.join(script.words)}"
         )
 
 

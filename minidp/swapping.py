@@ -14,7 +14,7 @@ also after an error:
 ``isinstance`` and ``issubclass`` with either class say yes to objects of ours. Torch's
 own modules go on to see torch's class: what they do with it stays as it is, and objects
 that were made before go on to work. Processes that multiprocessing starts meanwhile are
-swapped as well (those of ``subprocess`` are not).
+swapped as well (those of ``subprocess`` under ``minidp run`` only).
 
 Not swapped: classes that were derived from torch's before (a warning names them), names
 that were imported inside functions that still run, and torch's ``replicate()``. Objects
@@ -167,10 +167,11 @@ class _PassedOn:
 
     def __reduce__(self) -> tuple[Any, ...]:
         _swapping.reached_children = True
-        return _swap_here, ()
+        return swap_here, ()
 
 
-def _swap_here() -> _PassedOn:
+def swap_here() -> _PassedOn:
+    """Swap for good, in a process that was started by a swapped one."""
     if not _swapping.depth:
         _swapping.begin()
     return _PassedOn()

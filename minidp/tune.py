@@ -1,11 +1,12 @@
 """``minidp tune``: run a script once with ``bucket_cap_mb="auto"``, keep what it found.
 
+    minidp tune -n 2 --out buckets.json train.py ARGS
     torchrun --nproc-per-node 2 -m minidp.tune --out buckets.json train.py ARGS
 
 Every `DataParallel` of the script looks for the best layout of its buckets; rank 0
 writes it to the file as soon as it is found. From then on no run has to look again:
 
-    torchrun --nproc-per-node 2 -m minidp.run --bucket-layout buckets.json train.py ARGS
+    minidp run -n 2 --bucket-layout buckets.json train.py ARGS
     model = minidp.DataParallel(module, bucket_layout="buckets.json")  # or in code
 
 The layout fits this model, these options, this number of ranks and this network.
@@ -24,20 +25,24 @@ from pathlib import Path
 from typing import Any
 
 from ._autotune import STEPS, Tuner
+from ._children import reached_children
 from ._console import parse
 from ._ledger import Ledger
-from ._overrides import NONE, OPTIONS, numbered, setting
-from ._script import Script, after_wrapping, say
+from ._overrides import NONE, OPTIONS, add_options, numbered, setting, variables
+from ._ranks import add_num_ranks, lacks_launcher, start_ranks, why_no_ranks
+from ._script import Script, after_wrapping, say, say_once
 from ._tuning import NUM_TRIALS, Choice
 from .config import AUTO
 from .data_parallel import DataParallel
 from .swapping import has_reached_children, swapped
 
+TRIES = {"bucket_cap_mb": AUTO, "bucket_cap_mb_list": NONE, "bucket_layout": NONE}
 NEEDED = STEPS * NUM_TRIALS + 2  # steps: the last one's forward decides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of ``minidp tune``."""
+    parser.usage = "%(prog)s [OPTIONS] [-m] SCRIPT [ARGS]"
     parser.add_argument(
         "--out",
         type=Path,
@@ -46,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is written (default: %(default)s); of a second model in the same "
         "script FILE with .1 before its suffix, and so on",
     )
+    add_num_ranks(parser)
+    add_options(parser, without=TRIES)
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="SCRIPT is a module's name"
     )
@@ -66,13 +73,34 @@ def main(arguments: argparse.Namespace) -> int:
     with swapped():  # to look for a module imports the packages around it
         problem = script.problem()
     if problem:
-        _say_once(f"minidp tune: {problem}.")
+        say_once(f"minidp tune: {problem}.")
         return 2
     if not arguments.out.absolute().parent.is_dir():
-        _say_once(f"minidp tune: there is no folder for {arguments.out}.")
+        say_once(f"minidp tune: there is no folder for {arguments.out}.")
         return 2
-    with swapped(), tuned(arguments.out) as session:
-        status = script.run()
+    problem = why_no_ranks(arguments.num_ranks)
+    if problem:
+        say_once(f"minidp tune: {problem}.")
+        return 2
+    with setting(variables(arguments)):
+        if arguments.num_ranks is not None:
+            flags = ["--out", str(arguments.out)]
+            return start_ranks(arguments.num_ranks, "tune", flags, script)
+        return _tune(script, arguments.out)
+
+
+def _tune(script: Script, out: Path) -> int:
+    with reached_children("tune", swaps=True) as children:
+        try:
+            with swapped(), tuned(out) as session:
+                status = script.run()
+        except Exception as error:
+            why = lacks_launcher(error, "tune", script)
+            if not why:
+                raise
+            say(f"minidp tune: {why}")
+            return 1
+        session.reached_children = has_reached_children() or children.have_wrapped
     return status or session.finish()
 
 
@@ -84,8 +112,7 @@ def tuned(out: Path) -> Iterator[Session]:
         out: where rank 0 writes what the first of them finds.
     """
     session = Session(out)
-    tries = {"bucket_cap_mb": AUTO, "bucket_cap_mb_list": NONE, "bucket_layout": NONE}
-    changes = {OPTIONS[name].variable: text for name, text in tries.items()}
+    changes = {OPTIONS[name].variable: text for name, text in TRIES.items()}
     with setting(changes), after_wrapping(DataParallel, session.add):
         yield session
 
@@ -100,6 +127,7 @@ class Session:
         self._is_rank_0 = True
         self._ledgers: list[Ledger] = []
         self._world_size = 0
+        self.reached_children = False
 
     def add(self, ddp: DataParallel) -> None:
         """A model was wrapped."""
@@ -134,8 +162,8 @@ class Session:
         if not self._is_rank_0:
             return 0
         if not self._num_models:
-            where = " in this process" if has_reached_children() else ""
-            _say_once(
+            where = " in this process" if self.reached_children else ""
+            say_once(
                 "minidp tune: the script wrapped no model in minidp.DataParallel or "
                 f"torch's DistributedDataParallel{where}, so there is nothing to write."
             )
@@ -150,12 +178,6 @@ class Session:
             )
             return 1
         return 0
-
-
-def _say_once(text: str) -> None:
-    """On rank 0, as far as the launcher tells."""
-    if os.environ.get("RANK", "0") == "0":
-        say(text)
 
 
 if __name__ == "__main__":

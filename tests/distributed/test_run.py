@@ -6,9 +6,13 @@ The script is in the style of torch's tutorials: all that it knows of is torch.
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import os
+import socket
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +21,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import minidp
-from minidp import _compare, run
+from minidp import _compare, _phases, run
 from minidp._compare import Outcome, compare
 from minidp._script import Script
 from minidp._timeline import from_json
@@ -197,12 +201,13 @@ def test_exit_statuses(tmp_path, capsys, body, options, status, says):
     ("body", "kind", "says"),
     [
         ("raise ValueError('boo')", ValueError, ""),
-        ("import os; os.environ['RANK']", KeyError, "not started by torchrun"),
+        ("{}['MASTER']", KeyError, ""),
+        ("{}['RANK of others']", KeyError, ""),
         ("raise RuntimeError('EADDRINUSE: 1')", RuntimeError, "port of the rendezvous"),
     ],
 )
 def test_a_script_that_raises(tmp_path, capsys, monkeypatch, body, kind, says):
-    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("RANK", "0")
     path = tmp_path / "train.py"
     path.write_text(body)
     before = (list(sys.path), sys.argv, sys.modules["__main__"])
@@ -280,8 +285,8 @@ def test_a_world_of_one(tmp_path, capsys, lone_group):
     status, err = ran(capsys, "--report", str(path), "--lr", "1")
     assert status == 0
     assert "a world of one rank" in err
-    assert f"-m minidp.run {path} --lr 1\n" in err
-    assert "rank 0 of 1; gloo on cpu" in err
+    assert f"For two on this machine: minidp run -n 2 {path} --lr 1\n" in err
+    assert "minidp run: report of Linear\nrank 0 of 1; gloo on cpu" in err
 
 
 def test_a_package_that_derives_from_the_class(
@@ -326,7 +331,7 @@ def test_models_that_a_script_drops_are_let_go(tmp_path, capsys, lone_group):
     path.write_text(DROPS)
     status, err = ran(capsys, "--save", str(tmp_path / "steps"), str(path))
     assert status == 0
-    assert "model 3 of 3" in err
+    assert "minidp run: report of Linear (model 3 of 3)\n" in err
     for name in ("steps", "steps.2", "steps.3"):
         assert len(from_json((tmp_path / name).read_text())) == 1
 
@@ -403,7 +408,7 @@ def outcome(num_models: int = 1, step_s: tuple[float, ...] = (), **weights) -> O
             replace(outcome(w=[1.0]), num_steps=184),
             outcome(w=[1.0]),
             False,
-            "steps     differ: 184 on torch, 0 on minidp.",
+            "steps     differ: 184 on torch, 0 on minidp. Do this.",
         ),
         (
             outcome(w=[1.0], step_s=(9.0,) * 5 + (0.002,)),
@@ -414,9 +419,351 @@ def outcome(num_models: int = 1, step_s: tuple[float, ...] = (), **weights) -> O
     ],
 )
 def test_verdicts(torchs, ours, is_same, says):
-    verdict = compare(torchs, ours)
+    verdict = compare(torchs, ours, "Do this.")
     assert verdict.is_same is is_same
     assert says in verdict.text
+
+
+# ---------------------------------------------------------------------- who starts
+
+
+NEEDS = {
+    "environ": ("import os\n\nrank = int(os.environ['LOCAL_RANK'])", "LOCAL_RANK"),
+    "torch": ("import torch\n\ntorch.distributed.init_process_group('gloo')", "RANK"),
+}
+
+
+@pytest.mark.parametrize("way", NEEDS)
+def test_a_script_that_nobody_started_as_ranks(tmp_path, monkeypatch, way):
+    """Torch's traceback would say less."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    body, name = NEEDS[way]
+    path = tmp_path / "train.py"
+    path.write_text(body)
+    done = started(str(path), "--lr", "1", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "minidp run: torch.nn.parallel.DistributedDataParallel is minidp.DataParallel "
+        f"in {path}, which runs as one process (-n N: as N ranks).\n"
+        f"minidp run: {path}, line 3, needs {name}, which a launcher of ranks sets, "
+        "but this is one process without a launcher. For two ranks on this machine: "
+        f"minidp run -n 2 {path} --lr 1\n"
+    )
+
+
+def started(*words: str, cwd: Path, **changes: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "minidp.run", *words]
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **changes},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_it_starts_the_ranks_itself(tmp_path, script):
+    out = str(tmp_path / "w.pt")
+    words = ("-n", "2", "--report", "--hang-timeout", "77", str(script))
+    done = started(*words, "--epochs", "1", "--out", out, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "'minidp.DataParallel'" in Path(out + ".kind").read_text()
+    assert f"minidp run: 2 ranks of {script} on this machine.\n" in done.stderr
+    assert "report of ToyModel\nranks 0, 1 of 2; gloo on cpu" in done.stderr
+
+
+FAILS = """
+import os, sys
+if os.environ["RANK"] == "1":
+    sys.exit(7)
+"""
+
+
+def test_the_status_of_the_rank_that_failed(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(FAILS)
+    done = started("-n", "2", str(path), cwd=tmp_path)
+    assert done.returncode == 7
+    assert "minidp run: rank 1 failed first, with exit status 7.\n" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_ranks_do_not_start_ranks(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    path = tmp_path / "train.py"
+    path.write_text("raise AssertionError")
+    status, err = ran(capsys, "-n", "2", str(path))
+    assert status == 2
+    assert "this process is one already" in err
+    with pytest.raises(SystemExit):
+        ran(capsys, "-n", "0", str(path))
+    assert "at least one rank, but got 0" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------- options
+
+
+OPTIONS = """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+model = DDP(torch.nn.Linear(2, 2), find_unused_parameters=True)
+print(model._guard.policy, model._reducer.pipeline.watch.limit, model.static_graph)
+"""
+
+
+def test_options_of_the_constructor(tmp_path, capsys, lone_group, monkeypatch):
+    path = tmp_path / "train.py"
+    path.write_text(OPTIONS)
+    monkeypatch.setenv("MINIDP_HANG_TIMEOUT", "1800")
+    monkeypatch.setenv("MINIDP_UNSYNCED", "ignore")
+    monkeypatch.setenv("MINIDP_STATC_GRAPH", "1")
+    parser = argparse.ArgumentParser()
+    run.add_arguments(parser)
+    words = ["--unsynced", "warn", "--static-graph", str(path), "--unsynced", "3"]
+    assert run.main(parser.parse_args(words)) == 0
+    said = capsys.readouterr()
+    assert said.out == "warn 1800 True\n"
+    assert (
+        "nobody reads MINIDP_STATC_GRAPH; did you mean MINIDP_STATIC_GRAPH?" in said.err
+    )
+    assert os.environ["MINIDP_UNSYNCED"] == "ignore"
+
+
+def test_a_variable_that_makes_no_sense(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "train.py"
+    path.write_text("raise AssertionError")
+    monkeypatch.setenv("MINIDP_HANG_TIMEOUT", "soon")
+    status, err = ran(capsys, str(path))
+    assert status == 2
+    assert "MINIDP_HANG_TIMEOUT=soon: expected a number, but got 'soon'" in err
+
+
+# ----------------------------------------------------- scripts that start their ranks
+
+
+STARTS = """
+import os, subprocess, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+rank = int(os.environ.get("LOCAL_RANK", 0))
+if rank == 0:  # as Lightning does
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=sys.argv[1], WORLD_SIZE="2")
+    options = sys.argv[2:]
+    other = subprocess.Popen(
+        [sys.executable, *options, sys.argv[0], *sys.argv[1:]],
+        env={**os.environ, "LOCAL_RANK": "1"},
+    )
+dist.init_process_group("gloo", rank=rank, world_size=2)
+model = DDP(torch.nn.Linear(2, 2))
+model(torch.ones(1, 2)).sum().backward()
+print(rank, type(model).__module__, type(model).__name__, flush=True)
+if rank == 0:
+    sys.exit(other.wait())
+"""
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_ranks_that_a_script_starts_by_a_command(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(STARTS)
+    done = started(str(path), free_port(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    name = "minidp.swapping DistributedDataParallel"
+    assert sorted(done.stdout.splitlines()) == [f"0 {name}", f"1 {name}"]
+
+
+def test_a_rank_that_is_not_reached_is_named(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(STARTS)
+    done = started(str(path), free_port(), "-I", cwd=tmp_path)
+    assert done.returncode == 1  # gloo would have aborted it
+    assert (
+        "[rank 0] The model is wrapped by torch's DistributedDataParallel on rank 1, "
+        "but by minidp.DataParallel here."
+    ) in done.stderr
+    assert "EnforceNotMet" not in done.stderr
+
+
+LAUNCHES = """
+import subprocess, sys
+launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+sys.exit(subprocess.run([*launcher, "--nproc-per-node", "2", *sys.argv[1:]]).returncode)
+"""
+
+
+def test_a_launcher_that_is_itself_a_script(tmp_path, script):
+    """`minidp run -m accelerate.commands.launch train.py` is one."""
+    path = tmp_path / "launch.py"
+    path.write_text(LAUNCHES)
+    out = str(tmp_path / "w.pt")
+    done = started(str(path), str(script), "--epochs", "1", "--out", out, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "'minidp.DataParallel'" in Path(out + ".kind").read_text()
+    assert "nothing to do" not in done.stderr
+    assert "wrapped no model" not in done.stderr
+
+
+# --------------------------------------------------------------- what ends in the end
+
+
+RESUMES = """
+import os, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+path, step = sys.argv[1], 0
+if os.path.exists(path):
+    step, weights = torch.load(path)
+    model.load_state_dict(weights)
+for step in range(step, 5):
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.barrier()
+if dist.get_rank() == 0:
+    torch.save((5, model.state_dict()), path)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_scripts_that_resume_from_checkpoints(tmp_path, is_elsewhere):
+    """In the folder nothing is to be done; elsewhere the advice is to be followed."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "train.py").write_text(RESUMES)
+    path = str(tmp_path / "last.pt") if is_elsewhere else "last.pt"
+    words = ["-n", "2", "--compare", "train.py", path]
+    done = started(*words, cwd=folder)
+    if is_elsewhere:
+        assert done.returncode == 1
+        assert "steps     differ: 5 on torch, 0 on minidp. If the script" in done.stderr
+        assert "--before 'rm -rf CHECKPOINTS'" in done.stderr
+        words[3:3] = ["--before", f"rm -rf {path}"]
+        done = started(*words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "in a copy of this folder.\n" in done.stderr
+    assert "weights   identical, bit for bit (1 model, 2 tensors" in done.stderr
+    assert (folder / path).exists()  # of the run on minidp
+    assert not list(folder.glob("minidp-*"))
+
+
+def test_both_runs_in_the_same_folder(tmp_path):
+    (tmp_path / "train.py").write_text(RESUMES)
+    words = ("-n", "2", "--compare", "--no-copy")
+    done = started(*words, "train.py", "last.pt", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "in this folder (--no-copy)." in done.stderr
+    assert "a checkpoint (both runs were in this folder: --no-copy), let" in done.stderr
+    (tmp_path / "last.pt").unlink()
+    words += ("--before", "rm last.pt; true")
+    done = started(*words, "train.py", "last.pt", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_compared_if_the_command_before_fails(tmp_path):
+    (tmp_path / "train.py").write_text("raise AssertionError")
+    done = started("--compare", "--before", "exit 3", "train.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "--before ended with exit status 3: exit 3\n" in done.stderr
+    assert "AssertionError" not in done.stderr
+
+
+def test_a_script_that_fails_on_torch(tmp_path):
+    (tmp_path / "train.py").write_text("raise ValueError('boo')")
+    done = started("--compare", "train.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: boo") == 1
+    assert (
+        "the script failed on torch's DDP (in the copy; if it needs this folder: "
+        "--no-copy): nothing to compare."
+    ) in done.stderr
+
+
+def test_a_script_that_leaves_before_anybody_can_look(tmp_path):
+    (tmp_path / "train.py").write_text("import os; os._exit(0)")
+    done = started("--compare", "train.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "on torch's DDP, the script ended its process itself" in done.stderr
+
+
+class Endless:
+    """A process that makes steps for a while, and then only waits."""
+
+    def __init__(self, progress: Path, num_steps: int, status: int | None = None):
+        self.progress, self.num_steps, self.status = progress, num_steps, status
+
+    def wait(self, seconds):
+        with self.progress.open("a") as file:
+            file.write("." * (self.num_steps > 0))
+        self.num_steps -= 1
+        if self.num_steps < 0 and self.status is not None:
+            return self.status
+        raise subprocess.TimeoutExpired("train.py", seconds)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "status", "is_written", "found", "seconds"),
+    [
+        (0, None, False, None, 12),
+        (50, None, False, None, 62),  # steps do not count
+        (0, None, True, 0, 4),  # it does not end, but the results are there
+        (5, 0, False, 0, 5),
+        (5, -9, False, 137, 5),
+        (500, 7, False, 7, 500),
+    ],
+)
+def test_no_run_may_wait_for_ever(
+    tmp_path, monkeypatch, num_steps, status, is_written, found, seconds
+):
+    outcome, progress = tmp_path / "torch.pt", tmp_path / "progress"
+    progress.touch()
+    if is_written:
+        outcome.touch()
+    times = itertools.count()
+    monkeypatch.setattr(_phases.time, "monotonic", lambda: next(times) / 2)
+    process = Endless(progress, num_steps, status)
+    assert _phases._wait(process, progress, outcome, (10.0, 2.0)) == found
+    assert next(times) / 2 == pytest.approx(seconds, abs=2)
+
+
+IGNORES = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
+
+
+@pytest.mark.parametrize("before", ["print(1, flush=True)", IGNORES])
+def test_a_run_that_does_not_end_by_itself(before, monkeypatch):
+    monkeypatch.setattr(_phases, "GRACE_SECONDS", 0.5)
+    words = [sys.executable, "-c", f"{before}; import time; time.sleep(1000)"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        _phases._end(process)
+        assert process.returncode in (-15, -9)
+
+
+def test_torchs_ddp_is_never_taken_down(lone_group):
+    """Nor does it go on to average, where the same module is wrapped once more."""
+    net = torch.nn.Linear(2, 2)
+    for _ in range(2):
+        ddp = DistributedDataParallel(net)
+        _compare.never_take_down(ddp)
+        parts = [weakref.ref(part) for part in (ddp.reducer, ddp.process_group)]
+        for _ in range(2):
+            ddp(torch.ones(1, 2)).sum().backward()
+        del ddp
+        gc.collect()
+        assert all(part() is not None for part in parts)
+    net(torch.ones(1, 2)).sum().backward()
 
 
 def test_the_first_optimizer_is_timed():

@@ -34,11 +34,13 @@ def needs(package):
 
 
 def torchrun(*arguments):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return python(*launcher, *arguments)
+
+
+def python(*arguments):
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--nproc-per-node", "2", *arguments),
-        ],
+        [sys.executable, *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -72,6 +74,23 @@ def test_weights_are_those_of_torchs_ddp(trainer, tmp_path):
         assert ours.keys() == torchs.keys()
         for name, tensor in torchs.items():
             assert torch.equal(ours[name], tensor), (way, name)
+
+
+@pytest.mark.parametrize("is_compared", [False, True])
+def test_ranks_that_lightning_starts_itself(tmp_path, is_compared):
+    needs("lightning")
+    script = str(HERE / "own_launcher.py")
+    torchs, ours = str(tmp_path / "torch.pt"), str(tmp_path / "ours.pt")
+    python(script, torchs)
+    run = ("-m", "minidp.run", *(["--compare", "--no-copy"] if is_compared else []))
+    said = python(*run, script, ours)
+    assert ("weights   identical, bit for bit (1 model" in said) is is_compared
+    for rank in (0, 1):
+        expected, found = (torch.load(f"{out}.{rank}") for out in (torchs, ours))
+        assert expected["kind"] == "torch.nn.parallel.distributed"
+        assert found["kind"] == "minidp.swapping"
+        for name, tensor in expected["weights"].items():
+            assert torch.equal(found["weights"][name], tensor), (rank, name)
 
 
 # Scripts that come with Accelerate, for its users to test an installation with. They

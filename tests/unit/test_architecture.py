@@ -27,6 +27,27 @@ MODULES = sorted(
 
 # What each module imports from minidp at run time: no less, and no more.
 IMPORTS: dict[str, set[str]] = {
+    "_overrides": {"config"},
+    "_at_start/__init__": set(),
+    "_at_start/sitecustomize": set(),
+    "_children": {
+        "_compare",
+        "_groups",
+        "_overrides",
+        "_script",
+        "data_parallel",
+        "swapping",
+    },
+    "_folder": set(),
+    "_phases": {
+        "_children",
+        "_compare",
+        "_folder",
+        "_groups",
+        "_script",
+        "swapping",
+    },
+    "_ranks": {"_script"},
     "config": set(),
     "errors": set(),
     "_version": set(),
@@ -89,16 +110,17 @@ IMPORTS: dict[str, set[str]] = {
         "_groups",
         "_managed",
         "_mixed_precision",
+        "_overrides",
         "_saved_layout",
         "_warn",
         "config",
         "sync_batchnorm",
     },
     "_copies": {"_arguments", "_groups"},
-    "_expectation": {"_arrivals", "_autograd", "config", "errors"},
+    "_expectation": {"_arrivals", "_autograd", "_overrides", "config", "errors"},
     "_by_hand": {"_guard_words", "_ledger", "_reducer", "errors"},
     "_local_steps": {"_reducer", "_warn", "errors"},
-    "_guard_words": {"_ledger", "_phase", "_reducer", "errors"},
+    "_guard_words": {"_ledger", "_overrides", "_phase", "_reducer", "errors"},
     "_guard": {
         "_autograd",
         "_by_hand",
@@ -109,6 +131,7 @@ IMPORTS: dict[str, set[str]] = {
         "_managed",
         "_newcomers",
         "_overlap",
+        "_overrides",
         "_phase",
         "_reducer",
         "_registry",
@@ -210,7 +233,7 @@ IMPORTS: dict[str, set[str]] = {
         "_timeline",
         "_typical",
     },
-    "_advice": {"_analysis", "_forecast", "_skew", "_timeline"},
+    "_advice": {"_analysis", "_forecast", "_overrides", "_skew", "_timeline"},
     "_analysis": {"_network", "_schedule", "_skew", "_timeline", "_typical"},
     "_terminal": set(),
     "_typical": set(),
@@ -235,9 +258,13 @@ IMPORTS: dict[str, set[str]] = {
     "_compare": set(),
     "_script": {"_console"},
     "run": {
+        "_children",
         "_compare",
         "_console",
         "_groups",
+        "_overrides",
+        "_phases",
+        "_ranks",
         "_script",
         "_terminal",
         "_timeline",
@@ -246,8 +273,9 @@ IMPORTS: dict[str, set[str]] = {
         "report",
         "swapping",
     },
-    "swapping": {"_compat", "_warn"},
-    "_replicas": {"_collectives", "_groups", "errors"},
+    "swapping": {"_compat", "_overrides", "_warn"},
+    "_replicas": {"_collectives", "_groups", "_other_class", "errors"},
+    "_other_class": {"_collectives", "errors"},
     "_shared_state": {
         "_desync",
         "_groups",
@@ -359,8 +387,11 @@ IMPORTS: dict[str, set[str]] = {
     "_tuning": {"_layout", "_schedule"},
     "tune": {
         "_autotune",
+        "_children",
         "_console",
         "_ledger",
+        "_overrides",
+        "_ranks",
         "_script",
         "_tuning",
         "config",
@@ -394,6 +425,7 @@ IMPORTS: dict[str, set[str]] = {
     "doctor/_checks_model": {
         "_autograd",
         "_desync",
+        "_overrides",
         "attachment",
         "doctor/_checks_ranks",
         "doctor/_consultation",
@@ -445,13 +477,14 @@ IMPORTS: dict[str, set[str]] = {
         "doctor/_meeting",
         "doctor/_timebox",
     },
-    "doctor/_variables": {"doctor/_findings"},
+    "doctor/_variables": {"_overrides", "doctor/_findings"},
     "_registry": set(),
     "_forecast": {"_analysis", "_schedule", "_timeline"},
 }
 TALKS_TO_OTHER_RANKS = {"_collectives", "comm_hooks"}
 # Names of torch.distributed that are no collectives: a protocol, types, constants.
 KNOWS_TORCH_DISTRIBUTED = {"_compat", "_groups", "_join"}
+KNOWS_TORCH_DISTRIBUTED |= {"_ranks"}  # starts processes, as torchrun
 # The doctor's command runs in a process of its own, and tries out what torch has there.
 KNOWS_TORCH_DISTRIBUTED |= {
     "doctor/_checks_collectives",
