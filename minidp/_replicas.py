@@ -101,21 +101,16 @@ def verify(
         device: of the parameters, for backends that cannot send from the CPU.
 
     Returns:
-        The largest number of such comparisons that any rank has seen in this group:
-        equal on all ranks, and new each time.
+        How many comparisons this group has seen: equal on all ranks, new each time.
 
     Raises:
-        ReplicaMismatchError: naming ranks and what differs. A rank that passed an error
-            returns instead, so that its caller can raise that.
+        ReplicaMismatchError: naming ranks and what differs; not if ``mine`` is one.
     """
     rejected = isinstance(mine, Exception)
     if meets_torchs_class(group, device, raises=not rejected):
         return 0
-    content = (
-        {"rejected": f"{type(mine).__name__}: {mine}"}
-        if isinstance(mine, Exception)
-        else mine.to_json()
-    )
+    text = f"{type(mine).__name__}: {mine}"
+    content = {"rejected": text} if isinstance(mine, Exception) else mine.to_json()
     payload = json.dumps(content).encode()
     digest = int.from_bytes(hashlib.sha256(payload).digest()[:8], "big", signed=True)
     device = exchange_device(group, device)
