@@ -5,8 +5,8 @@
     python benchmarks/replicas.py --smoke                # does it run? no numbers
 
 Wrappers that compare in every step, and never, take their steps in turn, in the same
-processes. The default compares in steps 0, 1, 10, 100 and every 1000: what it adds to a
-run of a thousand steps is four times the price of one check, over a thousand.
+processes. The default compares in steps 0, 1, 100 and every 1000: what it adds to a
+run of a thousand steps is three times the price of one check, over a thousand.
 """
 
 from __future__ import annotations

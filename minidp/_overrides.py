@@ -77,8 +77,12 @@ def _unless_none(text: str, read: Callable[[str], Any]) -> Any:
     return None if text == NONE else read(text)
 
 
+def _auto_or_number(text: str) -> Any:
+    return text if text == AUTO else _number(text)
+
+
 def _bucket_cap_mb(text: str) -> float | str | None:
-    cap = text if text == AUTO else _unless_none(text, _number)
+    cap = _unless_none(text, _auto_or_number)
     bucket_caps(cap, None, 0)
     return cap
 
@@ -110,13 +114,13 @@ OPTIONS = {
             "hang_timeout",
             "SECONDS",
             "how long a collective may wait for other ranks; none: the group's limit",
-            _safety("hang_timeout", lambda text: _unless_none(text, _number)),
+            _safety("hang_timeout", lambda text: _unless_none(text, _auto_or_number)),
         ),
         Option(
             "check_replicas_every",
             "STEPS",
             "how often checksums of the replicas are compared; 0 is never",
-            _safety("check_replicas_every", _number),
+            _safety("check_replicas_every", _auto_or_number),
         ),
         Option(
             "check_finite_grads",

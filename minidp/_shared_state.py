@@ -70,11 +70,12 @@ class SharedState:
         """Compare the replicas every so many steps; 0: never.
 
         Args:
-            every: steps. "auto": now and then, where ranks agree on the steps.
+            every: steps. "auto": now and then, where several ranks agree on the steps.
             is_verified: all ranks were wrapped together, with the same options.
         """
         self._replica_check = None
         agrees = is_verified and is_builtin(self.process_group)
+        agrees = agrees and self.process_group.size() > 1
         if every and (agrees or every != AUTO):
             reducer = self._reducer
             ledger = reducer.ledger

@@ -79,7 +79,7 @@ class DataParallel(Copies, nn.Module, UnevenInputs, OfModule[M_co]):
             says so, and the process group's own limit holds.
         check_replicas_every: every so many synchronised steps a checksum of all
             parameters and module buffers is compared between ranks; 0 is never. "auto":
-            of parameters in steps 0, 1, 10, 100 and every 1000; an error if they differ
+            of parameters in steps 0, 1, 100 and every 1000; an error if they differ
             by more than rounding, without a reason such as a comm hook of your own.
         check_finite_grads: raise, naming the parameter, when a gradient that is about
             to be averaged holds NaN or infinity.
@@ -171,9 +171,9 @@ class DataParallel(Copies, nn.Module, UnevenInputs, OfModule[M_co]):
             buffers, group = self.named_module_buffers, self.process_group
             if init_sync:
                 self._key = _replicas.start_equal(checked, buffers, group)
-            else:
-                _replicas.take_delayed(checked.replica, group)  # as torch does
-            self._connect()
+                self._connect()
+            else:  # as torch does: a rank may come here alone
+                _replicas.take_delayed(checked.replica, group)
         watch.lookout.move_to(group, self._key)
         if self._precision is not None:
             self._precision.cast_module_buffers(self.named_module_buffers)

@@ -63,6 +63,13 @@ VALUES = {
 }
 
 
+@pytest.mark.parametrize(
+    "name", ["hang_timeout", "check_replicas_every", "bucket_cap_mb"]
+)
+def test_what_may_be_auto(name):
+    assert read_environment({f"MINIDP_{name.upper()}": "auto"}) == {name: "auto"}
+
+
 def test_each_is_read_from_its_variable():
     assert list(VALUES) == list(OPTIONS)
     texts = {f"MINIDP_{name.upper()}": text for name, (text, _) in VALUES.items()}
