@@ -11,14 +11,17 @@ from ._reducer import Reducer
 from .errors import explain
 
 _ON_ALL_RANKS = "call sync_gradients() on all ranks before the update"
+_MEANT = (
+    "if replicas are meant to differ for a while (local SGD), update inside no_sync(), "
+    "too"
+)
 # What happened, and what to do instead.
 _CAUSES = {
     Origin.QUIET: (
         "every backward since the last averaged one belongs to a forward inside "
         "no_sync()",
         "run the last forward and backward before the update outside no_sync(), or "
-        f"{_ON_ALL_RANKS}; if replicas are meant to differ for a while (local SGD), "
-        "update inside no_sync(), too",
+        f"{_ON_ALL_RANKS}; {_MEANT}",
     ),
     Origin.AGAIN: (
         "a backward through outputs of the wrapper came after the one that averaged "
@@ -54,10 +57,11 @@ def why_local(origins: Iterable[Origin], *, model_ran: bool) -> tuple[str, str]:
     parts = [_CAUSES[origin] for origin in Origin if origin in found & _CAUSES.keys()]
     if Origin.OUTSIDE in found:
         parts.append(_BESIDES if model_ran else _INSTEAD)
-    remedies = [remedy for _, remedy in parts]
-    if Origin.QUIET in found:
-        remedies.append(f"or {passing(unsynced='ignore')}")
-    return "; and ".join(what for what, _ in parts), "; ".join(remedies)
+    remedy = "; ".join(do for _, do in parts)
+    if Origin.QUIET in found:  # the first of them
+        meant = f"{_MEANT} (or {passing(unsynced='ignore')})"
+        remedy = remedy.replace(_MEANT, meant)
+    return "; and ".join(what for what, _ in parts), remedy
 
 
 def local_gradients(reducer: Reducer, local: Sequence[int], *, model_ran: bool) -> str:

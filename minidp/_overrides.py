@@ -82,7 +82,7 @@ def _auto_or_number(text: str) -> Any:
 
 
 def _bucket_cap_mb(text: str) -> float | str | None:
-    cap = _unless_none(text, _auto_or_number)
+    cap: float | str | None = _unless_none(text, _auto_or_number)
     bucket_caps(cap, None, 0)
     return cap
 

@@ -31,7 +31,6 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
         frame.f_lineno,
         names.get("__name__"),  # of the outermost frame: perhaps none
         names.setdefault("__warningregistry__", {}),
-        names,
     )
 
 

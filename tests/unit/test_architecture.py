@@ -131,7 +131,6 @@ IMPORTS: dict[str, set[str]] = {
         "_managed",
         "_newcomers",
         "_overlap",
-        "_overrides",
         "_phase",
         "_reducer",
         "_registry",

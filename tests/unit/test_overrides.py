@@ -261,9 +261,8 @@ def test_errors_of_scripts_that_are_not_to_be_edited(monkeypatch, lone_group):
         assert " (here: start with `minidp run --no-static-graph`)" in text
     ddp = minidp.DataParallel(nn.Linear(1, 1))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    loss = ddp(torch.ones(1, 1)).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
+    with ddp.no_sync():
+        ddp(torch.ones(1, 1)).sum().backward()
     with pytest.raises(UnsyncedGradientsError) as caught:
         optimizer.step()
     assert "(or start with `minidp run --unsynced ignore`)" in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import sys
 import warnings
 
@@ -152,3 +153,12 @@ def test_a_frame_without_a_user_is_the_outermost():
     while frame.f_back is not None:
         frame = frame.f_back
     assert user_frame(frame) is frame
+
+
+def test_a_command_line_without_a_file():
+    """``__main__`` has a loader there that refuses to be asked for its source."""
+    script = "from minidp._warn import warn; warn('here')"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr.startswith("<string>:1: UserWarning: here")
