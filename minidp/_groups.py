@@ -339,9 +339,11 @@ def is_mixed(group: ProcessGroup) -> bool:
 
 def is_builtin(group: ProcessGroup) -> bool:
     """Whether there are several ranks, and every backend between them is torch's."""
+    if group.size() == 1 or group not in c10d._world.pg_map:
+        return False  # torch does not know what a group of Python's own is made of
     known = {"gloo", "nccl", "mpi", "ucc", "xccl"}
     backends = dist.get_backend_config(group).split(",")
-    return group.size() > 1 and {b.rpartition(":")[2] for b in backends} <= known
+    return {b.rpartition(":")[2] for b in backends} <= known
 
 
 _left_behind: list[Work] = []

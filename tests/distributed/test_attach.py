@@ -160,7 +160,9 @@ def local_and_hooks(ctx: Any) -> Any:
         try:
             optimizer.step()
         except minidp.UnsyncedGradientsError as error:
-            said.append("local backward" in str(error))
+            said.append(
+                "after attach() model.forward(x), or inside alone()" in str(error)
+            )
         handle.sync_gradients()
         optimizer.step()
     net.zero_grad()
