@@ -35,8 +35,8 @@ _CAUSES = {
 }
 _GO_ON = "call reset() on all ranks, then zero_grad(); the next batch may follow"
 _ALONE = (
-    "the module ran without its wrapper (model.module(x), another method, a part; after "
-    "attach() model.forward(x), or inside alone())"
+    "the module ran without its wrapper (model.module(x), another method, a part; "
+    "after attach() model.forward(x), or inside alone())"
 )
 _INSTEAD = (
     f"{_ALONE} instead of model(x)",

@@ -26,6 +26,7 @@ def start(code, rank, port, *arguments):
     """Run ``code`` and then the doctor, as rank ``rank`` of two, without torchrun."""
     program = f"""
 import os, runpy, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also under `pytest &`
 {code}
 runpy.run_module("minidp.doctor", run_name="__main__", alter_sys=True)
 """
@@ -158,6 +159,7 @@ def test_ctrl_c_on_one_rank_is_told_to_the_other():
 def test_ctrl_c_of_a_process_alone():
     program = """
 import os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also under `pytest &`
 import minidp.doctor._examination as examination
 from minidp.__main__ import main
 def deed(*_, **_options):

@@ -42,14 +42,14 @@ NESTED = NEVER_AVERAGED.format(
     "pass use_reentrant=False",
 )
 INSTEAD = NEVER_AVERAGED.format(
-    "the module ran without its wrapper (model.module(x), another method, a part; after "
-    "attach() model.forward(x), or inside alone()) "
+    "the module ran without its wrapper (model.module(x), another method, a part; "
+    "after attach() model.forward(x), or inside alone()) "
     "instead of model(x)",
     "call the wrapper, model(x); other methods can be called from forward()",
 )
 BESIDES = NEVER_AVERAGED.format(
-    "the module ran without its wrapper (model.module(x), another method, a part; after "
-    "attach() model.forward(x), or inside alone()), or "
+    "the module ran without its wrapper (model.module(x), another method, a part; "
+    "after attach() model.forward(x), or inside alone()), or "
     "a loss was made of its parameters alone, besides model(x)",
     "add that loss to the one of model(x), for one backward over the sum, or "
     f"{ON_ALL_RANKS}; run a penalty that is equal on all ranks inside no_sync()",
