@@ -17,6 +17,7 @@ reasons (`Excuse`), and how large the difference is: other hardware rounds diffe
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ import torch
 
 from . import _desync_words as words
 from ._collectives import gather_rows, start_broadcast
-from ._groups import exchange_device
+from ._groups import exchange_device, group_store, has_store
 from ._pipeline import Pipeline
 from ._waiting import wait_for
 from ._warn import warn
@@ -34,6 +35,8 @@ from .config import AUTO
 from .errors import ReplicaMismatchError
 
 if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
     from ._comm_hook import CommHook
     from ._ledger import Ledger
 
@@ -44,6 +47,10 @@ PATIENCE = 10  # steps in which replicas differ, and no optimizer steps
 SMALL_BYTES = 64 * 1024  # tensors of less are joined before they are summed up
 ROUNDING = 1e-3  # of the largest element; or a few times what the dtype can tell
 _MOST_BYTES = 64 * 2**20  # to be compared element by element
+CONFIRM_SECONDS = 10.0  # for other ranks to step, too
+POLL_SECONDS = 0.005
+_WORD = 4  # bytes
+_CHUNK = 2**20  # words to be summed up at once: memory for a few of these
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -146,10 +153,11 @@ class ReplicaCheck:
     ) -> None:
         self._pipeline: Pipeline = weakref.proxy(pipeline)
         self._comparison = Comparison(pipeline)
-        self._names = names
+        self.names = names
         self._every = every
         self._ledger = ledger
         self._has_warned = False
+        self.name = ""  # where ranks meet that doubt: new and equal on all; "": all do
         self.start_over()
 
     @property
@@ -166,15 +174,12 @@ class ReplicaCheck:
         """What is under way is lost."""
         self._agreed = -1  # the last step at whose beginning all replicas were equal
         self._under_way: Seen | None = None
-        self._begun = -1  # the last step that was compared
         self._suspect: Seen | None = None  # differed, and nobody has stepped since
         self._waited = 0  # steps, for an optimizer
         self._was_hooked = False  # by a foreign comm hook, since the last agreement
 
     def is_due(self, step: int) -> bool:
         """Whether to `begin`; step: synchronised backwards, equal on all ranks."""
-        if step == self._begun:
-            return False  # once per step: a rank may run more forwards than the others
         if self._suspect is not None:
             return True
         if self._every == AUTO:
@@ -190,21 +195,23 @@ class ReplicaCheck:
     ) -> None:
         """Before a forward: look at this replica.
 
+        The last forward before a backward counts. A rank may run others, also between
+        a backward and its step, when parameters are still those of the step before.
+
         Args:
             step: for which a check is due.
             params: managed parameters, in parameter-index order.
             frozen: other parameters, by name.
             buffers: module buffers, by name, if they should be equal now.
         """
-        self._begun = step
-        tensors = {**dict(zip(self._names, params, strict=True)), **frozen}
+        tensors = {**dict(zip(self.names, params, strict=True)), **frozen}
         sums = {name: int(sum_of_bits(buffer)) for name, buffer in buffers.items()}
         digest = digest_of([*tensors.values(), *buffers.values()])
         self._under_way = Seen(step, tensors, sums, digest)
 
     def postpone(self) -> None:
         """Gradients are averaged without a backward, perhaps after no forward."""
-        self._under_way, self._begun = None, -1
+        self._under_way = None
 
     # -- at the end of a backward ------------------------------------------------------
 
@@ -222,7 +229,13 @@ class ReplicaCheck:
         seen, self._under_way = self._under_way, None
         if seen is None:
             return
-        mine = [seen.step, self._excuses(was_hooked=was_hooked), int(seen.digest)]
+        ledger = self._ledger
+        excuses = (
+            Excuse.LOCAL_UPDATES * ledger.was_local
+            | Excuse.FOREIGN_HOOK * was_hooked
+            | Excuse.DECLARED * ledger.was_excused
+        )
+        mine = [seen.step, excuses, int(seen.digest)]
         rows = self._comparison.gather(torch.tensor(mine)).tolist()
         steps = [step for step, _, _ in rows]
         if len(set(steps)) > 1:
@@ -230,19 +243,11 @@ class ReplicaCheck:
             raise ReplicaMismatchError(words.other_steps(rank, steps))
         if len({digest for _, _, digest in rows}) == 1:
             self._agree(seen.step)
-            self._ledger.was_local = self._ledger.was_excused = False
+            ledger.was_local = ledger.was_excused = False
         elif self._every == AUTO and any(excuses for _, excuses, _ in rows):
             self._excuse({excuses for _, excuses, _ in rows}, seen)
         else:
             self._doubt(seen)
-
-    def _excuses(self, *, was_hooked: bool) -> int:
-        ledger = self._ledger
-        return (
-            Excuse.LOCAL_UPDATES * ledger.was_local
-            | Excuse.FOREIGN_HOOK * was_hooked
-            | Excuse.DECLARED * ledger.was_excused
-        )
 
     def _excuse(self, excuses: set[int], seen: Seen) -> None:
         """They differ, for a reason; which may be a mistake as well."""
@@ -264,19 +269,33 @@ class ReplicaCheck:
         self._waited += 1
         limit = PATIENCE if self._every == AUTO else 1
         if self._waited > limit or seen.buffer_sums or not self.awaits_step:
-            self.confirm()
+            self._confirm()
 
     # -- before a step -----------------------------------------------------------------
 
     def confirm(self) -> None:
-        """Collective if the replicas differed in the backward: do they still?
+        """If the replicas differed in the backward, and all ranks come here: still?
+
+        Only some ranks may step, and send the others their parameters. Then the next
+        backward compares again.
 
         Raises:
             ReplicaMismatchError: on all ranks, naming the first parameter that differs.
         """
-        seen, self._suspect = self._suspect, None
+        seen, group = self._suspect, self._pipeline.group
         if seen is None:
             return
+        if self.name and has_store(group):
+            store = group_store(group, f"{self.name}/{seen.step}")
+            if not all_come(store, group.size()):
+                return
+        self._confirm()
+
+    def _confirm(self) -> None:
+        """Collective: are the suspects different now?"""
+        seen, self._suspect = self._suspect, None
+        self._under_way = None  # of a forward that not all ranks ran, before the step
+        assert seen is not None
         found = self._comparison.find(seen, self._agreed)
         if not found.names:
             self._agree(seen.step)
@@ -306,6 +325,23 @@ def is_foreign(hook: CommHook | None) -> bool:
     return not is_known or is_wrapper or "post_localSGD" in name
 
 
+def all_come(store: Store, num_ranks: int) -> bool:
+    """Whether all ranks come here before one gives up; the same answer on all.
+
+    Args:
+        store: for this one question.
+        num_ranks: to wait for.
+    """
+    deadline = time.monotonic() + CONFIRM_SECONDS
+    if store.add("come", 1) == num_ranks:
+        store.compare_set("verdict", "", "all")
+    while not store.check(["verdict"]):
+        if time.monotonic() > deadline:
+            store.compare_set("verdict", "", "not all")
+        time.sleep(POLL_SECONDS)
+    return store.get("verdict") == b"all"
+
+
 def digest_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One number for several tensors: 0-D, int64, on the device of the first."""
     small: dict[torch.device, list[torch.Tensor]] = {}
@@ -325,20 +361,28 @@ def digest_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """All bits of a tensor in one int64 (0-D, on its device): a sum that wraps around.
 
-    Any single change of one element changes it.
+    Each four bytes count with an odd factor that depends on their place: any change
+    of one element changes the sum, and so does any exchange of two.
     """
     flat = _plain(tensor)
     size = flat.element_size()
-    if flat.storage_offset() * size % 8:  # a part of another tensor, on this rank
+    if flat.storage_offset() * size % _WORD:  # a part of another tensor, on this rank
         flat = flat.clone()
-    count = flat.numel() * size // 8 * 8 // size
-    # Eight bytes at a time: as fast as memory is, and twenty times as fast as fewer.
-    wide = flat[:count].view(torch.int64)
-    rest = flat[count:].view(_INTEGERS[size])
-    return wide.sum() + rest.sum(dtype=torch.int64)
+    count = flat.numel() * size // _WORD * _WORD // size
+    words = flat[:count].view(torch.int32)
+    rest = flat[count:].view(_INTEGERS[size]).long()  # less than a word
+    factors = 2 * torch.arange(min(len(words), _CHUNK), device=flat.device) + 1
+    places = len(words) + torch.arange(len(rest), device=flat.device)
+    total = (rest * (2 * places + 1)).sum()
+    for start in range(0, len(words), _CHUNK):
+        chunk = words[start : start + _CHUNK].long()
+        total += (chunk * factors[: len(chunk)]).sum() + 2 * start * chunk.sum()
+    return total
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The values as they lie in memory: 1-D, contiguous, real."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.stride(0) != 1:  # one element with a stride counts as contiguous
+        flat = flat.clone(memory_format=torch.contiguous_format)
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -31,7 +31,9 @@ def drifted_apart(found: Finding) -> str:
             "look for what changed parameters on some ranks after wrapping: a "
             "checkpoint that was loaded on one rank only (load it on all, or on rank 0 "
             "before wrapping, which broadcasts), other seeds with init_sync=False, "
-            "updates by hand"
+            "updates by hand; what is to differ belongs to the parameters to ignore "
+            "(_set_params_and_buffers_to_ignore_for_model), or pass "
+            "check_replicas_every=0"
         )
     else:
         what = (

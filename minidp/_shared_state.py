@@ -30,6 +30,8 @@ class SharedState:
     # whether the one before it was to be synchronised.
     require_forward_param_sync: bool
     _reducer: Reducer
+    _key: str  # of this object, on all ranks
+    _num_resets: int
     _replica_check: ReplicaCheck | None
     _join_config: Any  # of Joinable
 
@@ -93,6 +95,7 @@ class SharedState:
         """Collective: make the groups now, while all ranks are here."""
         group_of_forwards(self.process_group)
         if self._replica_check is not None:
+            self._replica_check.name = f"replicas/{self._key}/{self._num_resets}"
             self._replica_check.start_over()
 
     def _compare_if_due(self, *, with_module_buffers: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -430,6 +431,36 @@ def test_any_change_of_one_element_is_seen(dtype):
     assert sum_of_bits(tensor) != before
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.int8, torch.bool]
+)
+@pytest.mark.parametrize("size", [7, 2**21 + 3])
+def test_any_exchange_of_two_elements_is_seen(dtype, size):
+    tensor = torch.zeros(size, dtype=dtype)
+    tensor[0] = 1
+    found = set()
+    for place in (0, 1, 2, 3, size - 3, size - 2, size - 1):
+        other = tensor.clone()
+        other[0], other[place] = tensor[place], tensor[0]
+        found.add(int(sum_of_bits(other)))
+    assert len(found) == len({0, 1, 2, 3, size - 3, size - 2, size - 1})
+
+
+def test_rows_in_another_order_are_another_replica():
+    tensors = [torch.randn(6, 4), torch.randn(6)]
+    digest = digest_of(tensors)
+    assert digest_of([tensors[0].flip(0), tensors[1]]) != digest
+    assert digest_of([tensors[0], tensors[1].flip(0)]) != digest
+
+
+def test_one_element_with_a_stride():
+    """``contiguous()`` leaves it as it is, and its bytes cannot be viewed."""
+    tensor = torch.arange(4.0)[1::4]
+    assert tensor.stride() == (4,)
+    assert sum_of_bits(tensor) == sum_of_bits(tensor.clone())
+    assert digest_of([tensor]) == digest_of([torch.ones(1)])
+
+
 def test_zeros_of_either_sign_differ():
     assert sum_of_bits(torch.zeros(1)) != sum_of_bits(-torch.zeros(1))
 
@@ -457,3 +488,50 @@ def test_a_digest_depends_on_every_element_and_on_the_order(size):
         tensor.view(-1)[-1] -= 1
     if size > 3:
         assert digest_of([tensors[2], tensors[1], tensors[0], tensors[3]]) != digest
+
+
+# -- what only some ranks do -----------------------------------------------------------
+
+
+def probing(ctx, probes):
+    """Rank 0 alone runs forwards for its log, between a backward and its step.
+
+    Without buffers: they would be broadcast, and torch hangs there, too.
+    """
+    ddp = DataParallel(nn.Linear(4, 3), process_group=ctx.group, hang_timeout=20.0)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for k in range(4):
+        optimizer.zero_grad()
+        ddp(torch.ones(3, 4) * (ctx.rank + 1)).square().sum().backward()
+        if ctx.rank == 0 and k in probes:
+            ddp(torch.ones(3, 4))
+        optimizer.step()
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+@pytest.mark.parametrize("probes", [(0,), (0, 1), (0, 1, 2, 3)], ids=str)
+def test_a_rank_may_run_more_forwards(pool, probes):
+    zero, one = pool.run(probing, 2, probes)
+    assert all(a.equal(b) for a, b in zip(zero, one, strict=True))
+
+
+@mock.patch("minidp._desync.CONFIRM_SECONDS", 0.05)
+def only_rank_0_steps(ctx):
+    """It has loaded a checkpoint, and sends its parameters after every step."""
+    ddp = DataParallel(nn.Linear(4, 3), process_group=ctx.group, hang_timeout=20.0)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    if ctx.rank == 0:
+        load(ddp)
+    for _ in range(4):
+        optimizer.zero_grad()
+        ddp(torch.ones(3, 4)).sum().backward()
+        if ctx.rank == 0:
+            optimizer.step()
+        for param in ddp.parameters():
+            dist.broadcast(param.detach(), group=ctx.group, group_src=0)
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+def test_ranks_that_do_not_step_are_not_waited_for(pool):
+    zero, one = pool.run(only_rank_0_steps, 2)
+    assert all(a.equal(b) for a, b in zip(zero, one, strict=True))
