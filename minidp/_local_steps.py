@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ._overrides import passing
 from ._reducer import Reducer
 from ._warn import warn
 from .errors import explain
@@ -85,11 +86,12 @@ class LocalSteps:
         return explain(
             self._rank,
             "An optimizer stepped inside no_sync(), with gradients that stayed local "
-            f"(steps: {self._count}), and nobody averaged gradients or parameters in "
-            "between: the replicas have trained apart.",
+            f"(steps: {self._count}), and nobody averaged parameters in between: the "
+            "replicas have trained apart, unless gradients are averaged by hand.",
             remedy="take the last forward and backward before optimizer.step(), and "
             "the step itself, out of the no_sync() block (an indentation too deep); "
-            "for local SGD average the parameters now and then. This is said once",
+            "for local SGD average the parameters now and then; if gradients are "
+            f"averaged by hand, {passing(unsynced='ignore')}. This is said once",
         )
 
 

@@ -124,7 +124,7 @@ def main(options: argparse.Namespace) -> int:
     with setting(variables(options)):
         problem = _problem(script, options)
         if problem:
-            say_once(f"minidp run: {problem}.")
+            say_once(f"minidp run: {problem.removesuffix('.')}.")
             return 2
         if options.phase == "torch":
             run_on_torch(script, options.outcome)
