@@ -4,9 +4,16 @@ Torch counts the in-place changes of every tensor. Where a gradient stayed local
 backward went through our outputs without touching a grad hook, the count is noted; who
 changed the parameter since, and was no optimizer that may, applied something that is
 not averaged. (A change by way of ``param.data`` is not counted.)
+
+Who changes parameters and puts them back (averaged weights are swapped in to evaluate,
+while gradients of half a window are kept) applied nothing: forwards inside no_sync()
+keep a corner of two parameters, to recognise that.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +22,7 @@ from ._ledger import Ledger
 from ._reducer import Reducer
 from .errors import explain
 
+_CORNER = 256  # elements, about
 _TO_GO_ON = (
     "to go on, load the same parameters on all ranks, then call reset() and zero_grad()"
     ". If the change was no update (a checkpoint was loaded, models were averaged), "
@@ -22,15 +30,58 @@ _TO_GO_ON = (
 )
 
 
-def updated_by_hand(reducer: Reducer) -> str:
-    """What was done to parameters since the last forward; empty if nothing was."""
+class Corner(NamedTuple):
+    """A few values of a parameter, as they were before a local backward."""
+
+    i: int
+    version: int
+    values: torch.Tensor
+
+
+def corners_of(params: Sequence[torch.Tensor]) -> list[Corner]:
+    """Of the first and the last parameter; copies."""
+    return [
+        Corner(i, params[i]._version, _corner_of(params[i]).clone())
+        for i in sorted({0, len(params) - 1})
+    ]
+
+
+def _corner_of(param: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        if not param.dim():
+            return param.view(1)
+        return param[(slice(round(_CORNER ** (1 / param.dim()))),) * param.dim()]
+
+
+def _were_put_back(
+    corners: Sequence[Corner], reducer: Reducer, changed: Collection[int]
+) -> bool:
+    """Whether parameters have the values that they had; sure enough: see `Corner`."""
+    versions = reducer.ledger.versions
+    return bool(corners) and all(
+        i in changed
+        and version == versions[i]
+        and _corner_of(reducer.params[i]).equal(old)
+        for i, version, old in corners
+    )
+
+
+def updated_by_hand(reducer: Reducer, corners: Sequence[Corner] = ()) -> str:
+    """What was done to parameters since the last forward; empty if nothing was.
+
+    Args:
+        reducer: of the parameters.
+        corners: that a forward inside no_sync() has kept.
+    """
     ledger, params = reducer.ledger, reducer.params
     if not ledger.versions and ledger.bypassed is None:
         return ""
     for i in [i for i in ledger.meant if _is_dropped(ledger, i, params[i])]:
         ledger.drop(i)
     changed = sorted(i for i, n in ledger.versions.items() if params[i]._version != n)
-    if changed:
+    if changed and _were_put_back(corners, reducer, changed):
+        ledger.versions.update((i, params[i]._version) for i in changed)
+    elif changed:
         origins = [ledger.origins[i] for i in changed]
         what, remedy = why_local(origins, model_ran=ledger.armed > 0)
         return explain(

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 
 from . import _guard_words as words
 from ._autograd import NO_TASK, current_task
-from ._by_hand import is_nonzero, updated_by_hand
+from ._by_hand import Corner, corners_of, is_nonzero, updated_by_hand
 from ._desync import ReplicaCheck
 from ._ledger import Ledger
 from ._local_steps import LocalSteps
@@ -76,6 +76,7 @@ class Guard:
         self.policy = policy
         self.replica_check: ReplicaCheck | None = None
         self._local_steps = LocalSteps(reducer)
+        self._corners: list[Corner] = []
         self._newcomers = Newcomers(replica)
         self._known: weakref.WeakKeyDictionary[Optimizer, Holding] = (
             weakref.WeakKeyDictionary()
@@ -132,7 +133,10 @@ class Guard:
         """
         refuse_forward(self._reducer)
         self._local_steps.look()
-        if self.policy == "ignore" or not self._reducer.ledger.sync_enabled:
+        if self.policy == "ignore":
+            return
+        if not self._reducer.ledger.sync_enabled:
+            self._corners = corners_of(self._reducer.params)
             return
         compares_all = self._reducer.expected.may_guess_wrong
         names = self._newcomers.find(module, compares_all=compares_all)
@@ -141,7 +145,8 @@ class Guard:
             self._newcomers.accept(module)
         if cast := self._cast():  # else module buffers of different sizes may travel
             self._complain(words.cast_after_wrapping(self._reducer.rank, cast))
-        self._complain(_if_alone(self, updated_by_hand(self._reducer)))
+        by_hand = updated_by_hand(self._reducer, self._corners)
+        self._complain(_if_alone(self, by_hand))
 
     def _complain(self, problem: str) -> None:
         if problem and self.policy == "raise":

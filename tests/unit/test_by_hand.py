@@ -207,3 +207,51 @@ def test_warn(lone_group):
     update(ddp)
     with pytest.warns(UserWarning, match=LOCAL):
         ddp(X)
+
+
+# ------------------------------------------------------------------ changed and put back
+
+
+def half_a_window(ddp):
+    with ddp.no_sync():
+        ddp(X).backward()
+
+
+def test_weights_that_are_swapped_for_an_evaluation(ddp):
+    """While the gradients of half an accumulation window are kept."""
+    half_a_window(ddp)
+    kept = [param.detach().clone() for param in ddp.parameters()]
+    for _ in range(2):
+        with torch.no_grad():
+            for param in ddp.parameters():
+                param.mul_(0.5)
+            ddp(X)
+            for param, old in zip(ddp.parameters(), kept, strict=True):
+                param.copy_(old)
+    ddp(X).backward()
+    assert ddp.module.a.grad == 2 * X
+    update(ddp)
+    ddp(X)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_only_one_is_put_back(ddp, name):
+    half_a_window(ddp)
+    kept = getattr(ddp.module, name).detach().clone()
+    update(ddp, drops=False)
+    with torch.no_grad():
+        getattr(ddp.module, name).copy_(kept)
+    refused(ddp, LOCAL)
+
+
+def test_put_back_to_what_it_was_before_an_update(ddp):
+    """The corner is of another forward than the local backward."""
+    half_a_window(ddp)
+    kept = [param.detach().clone() for param in ddp.parameters()]
+    ddp(X).backward()
+    update(ddp)
+    ddp.module(X).backward()
+    with torch.no_grad():
+        for param, old in zip(ddp.parameters(), kept, strict=True):
+            param.copy_(old)
+    refused(ddp, LOCAL)
