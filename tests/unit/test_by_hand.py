@@ -209,7 +209,7 @@ def test_warn(lone_group):
         ddp(X)
 
 
-# ------------------------------------------------------------------ changed and put back
+# ----------------------------------------------------------------- changed and put back
 
 
 def half_a_window(ddp):
