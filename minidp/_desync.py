@@ -50,7 +50,7 @@ _MOST_BYTES = 64 * 2**20  # to be compared element by element
 CONFIRM_SECONDS = 10.0  # for other ranks to step, too
 POLL_SECONDS = 0.005
 _WORD = 4  # bytes
-_CHUNK = 2**20  # words to be summed up at once: memory for a few of these
+_CHUNK = 2**17  # words to be summed up at once: they stay in a cache
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -434,7 +434,7 @@ def test_any_change_of_one_element_is_seen(dtype):
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.float16, torch.int8, torch.bool]
 )
-@pytest.mark.parametrize("size", [7, 2**21 + 3])
+@pytest.mark.parametrize("size", [7, 2**18 + 3])
 def test_any_exchange_of_two_elements_is_seen(dtype, size):
     tensor = torch.zeros(size, dtype=dtype)
     tensor[0] = 1
