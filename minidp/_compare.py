@@ -154,9 +154,9 @@ def compare(torchs: Outcome, ours: Outcome, advice: str = "") -> Verdict:
             "so, see 'Differences from torch' in minidp's README."
         )
     if ours.num_steps != torchs.num_steps:
-        text += (
-            f"\n  steps     differ: {torchs.num_steps} on torch, {ours.num_steps} on "
-            f"minidp. {advice}"
+        text = (
+            f"  steps     differ: {torchs.num_steps} on torch, {ours.num_steps} on "
+            f"minidp. {advice}\n{text}"
         )
     is_same = not changed and ours.num_steps == torchs.num_steps
     return Verdict(is_same, text=f"{text}\n{_speed(torchs, ours)}")
