@@ -19,6 +19,7 @@ _WHERE_RANKS_WAIT = tuple(
         str,
         (
             _folder("minidp") / "_waiting.py",
+            _folder("minidp") / "_post.py",  # asks who is missing: it has waited
             _folder("minidp") / "_recovery.py",
             _folder("torch") / "distributed" / "distributed_c10d.py",
             _folder("torch") / "distributed" / "_functional_collectives.py",

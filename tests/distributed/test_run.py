@@ -559,7 +559,9 @@ if rank == 0:  # as Lightning does
 dist.init_process_group("gloo", rank=rank, world_size=2)
 model = DDP(torch.nn.Linear(2, 2))
 model(torch.ones(1, 2)).sum().backward()
-print(rank, type(model).__module__, type(model).__name__, flush=True)
+line = f"{rank} {type(model).__module__} {type(model).__name__}\\n"
+sys.stdout.write(line)  # in one piece: the other writes, too
+sys.stdout.flush()
 if rank == 0:
     sys.exit(other.wait())
 """

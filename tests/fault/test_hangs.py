@@ -138,9 +138,9 @@ def test_who_is_absent_is_named(how: str) -> None:
 # ------------------------------------------------------------- hang_timeout="auto"
 
 
-def patient(module: nn.Module, **options: Any) -> DataParallel:
+def patient(module: nn.Module, seconds: float = LIMIT, **options: Any) -> DataParallel:
     """The default, which would take 5 minutes."""
-    config.HANG_SECONDS = LIMIT
+    config.HANG_SECONDS = seconds
     return DataParallel(module, **options)
 
 
@@ -204,7 +204,8 @@ def patiently_absent(ctx: Any, how: str) -> Any:
     # On one group, gloo would take one object's gradients for the other's.
     first, second = (
         patient(TwoLayers()),
-        patient(TwoLayers(), process_group=other_group),
+        # It still waits when the first one gives up.
+        patient(TwoLayers(), 10 * LIMIT, process_group=other_group),
     )
     x = torch.ones(1, 4)
     for ddp in (first, second):

@@ -10,6 +10,7 @@ from torch.futures import Future
 
 from minidp._cursor import Cursor, Progress, is_waiting, place_of
 from minidp._hang_report import Alarm, Sighting
+from minidp._post import Post
 from minidp._waiting import Promised, wait_for
 
 
@@ -104,6 +105,20 @@ def test_a_thread_that_waits_for_other_ranks():
     never.set_result(None)
     thread.join()
     assert not is_waiting(thread.ident)
+
+
+def test_a_thread_that_asks_who_is_missing_has_waited():
+    """Two ranks whose limits are over at the same time would call each other busy."""
+    post = Post.__new__(Post)
+    post._inquiries, post._wake, post.interval = [], lambda: None, 20.0
+    thread = threading.Thread(target=post.report, args=(1,), daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not is_waiting(thread.ident) and time.monotonic() < deadline:
+        continue
+    assert is_waiting(thread.ident)
+    post._inquiries[0].answer.set_result(None)
+    thread.join()
 
 
 def test_who_waits_is_late_because_of_somebody_else():
