@@ -19,10 +19,10 @@ import torch
 
 from ._guard_words import why_local
 from ._ledger import Ledger
+from ._local_steps import corner_of
 from ._reducer import Reducer
 from .errors import explain
 
-_CORNER = 256  # elements, about
 _TO_GO_ON = (
     "to go on, load the same parameters on all ranks, then call reset() and zero_grad()"
     ". If the change was no update (a checkpoint was loaded, models were averaged), "
@@ -38,32 +38,36 @@ class Corner(NamedTuple):
     values: torch.Tensor
 
 
-def corners_of(params: Sequence[torch.Tensor]) -> list[Corner]:
-    """Of the first and the last parameter; copies."""
+def renewed(corners: list[Corner], params: Sequence[torch.Tensor]) -> list[Corner]:
+    """Corners of the first and the last parameter; copied if these have changed."""
+    if corners and all(params[i]._version == version for i, version, _ in corners):
+        return corners
     return [
-        Corner(i, params[i]._version, _corner_of(params[i]).clone())
+        Corner(i, params[i]._version, corner_of(params[i]).clone())
         for i in sorted({0, len(params) - 1})
     ]
-
-
-def _corner_of(param: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        if not param.dim():
-            return param.view(1)
-        return param[(slice(round(_CORNER ** (1 / param.dim()))),) * param.dim()]
 
 
 def _were_put_back(
     corners: Sequence[Corner], reducer: Reducer, changed: Collection[int]
 ) -> bool:
-    """Whether parameters have the values that they had; sure enough: see `Corner`."""
-    versions = reducer.ledger.versions
-    return bool(corners) and all(
-        i in changed
-        and version == versions[i]
-        and _corner_of(reducer.params[i]).equal(old)
+    """Whether parameters have the values that they had before a local backward.
+
+    Only where a gradient in a corner is not zero: else an update would not show there.
+    """
+    versions, params = reducer.ledger.versions, reducer.params
+    have_moved = (_has_gradient_in_corner(params[i]) for i, _, _ in corners)
+    return any(have_moved) and all(
+        i in changed and version == versions[i] and corner_of(params[i]).equal(old)
         for i, version, old in corners
     )
+
+
+def _has_gradient_in_corner(param: torch.Tensor) -> bool:
+    grad = param.grad
+    if grad is None or grad.layout is not torch.strided:
+        return False
+    return is_nonzero(corner_of(grad))
 
 
 def updated_by_hand(reducer: Reducer, corners: Sequence[Corner] = ()) -> str:

@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 
 from . import _guard_words as words
 from ._autograd import NO_TASK, current_task
-from ._by_hand import Corner, corners_of, is_nonzero, updated_by_hand
+from ._by_hand import Corner, is_nonzero, renewed, updated_by_hand
 from ._desync import ReplicaCheck
 from ._ledger import Ledger
 from ._local_steps import LocalSteps
@@ -136,7 +136,7 @@ class Guard:
         if self.policy == "ignore":
             return
         if not self._reducer.ledger.sync_enabled:
-            self._corners = corners_of(self._reducer.params)
+            self._corners = renewed(self._corners, self._reducer.params)
             return
         compares_all = self._reducer.expected.may_guess_wrong
         names = self._newcomers.find(module, compares_all=compares_all)

@@ -96,14 +96,17 @@ class LocalSteps:
 
 
 def _sample_of(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A corner of some parameters: it is copied after each local step.
+    """Corners of some parameters: they are copied after each local step.
 
     Not of one alone: biases may have the same gradient on all ranks.
     """
     some = params[:: max(1, len(params) // _MOST_PARAMS)]
-    with torch.no_grad():
-        return [
-            p[(slice(round(_MOST_ELEMENTS ** (1 / p.dim()))),) * p.dim()]
-            for p in some
-            if p.dim()
-        ] or [params[0]]
+    return [corner_of(param) for param in some]
+
+
+def corner_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A few hundred elements at most; a view."""
+    tensor = tensor.detach()
+    if not tensor.dim():
+        return tensor.view(1)
+    return tensor[(slice(round(_MOST_ELEMENTS ** (1 / tensor.dim()))),) * tensor.dim()]

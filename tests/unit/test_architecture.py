@@ -118,7 +118,7 @@ IMPORTS: dict[str, set[str]] = {
     },
     "_copies": {"_arguments", "_groups"},
     "_expectation": {"_arrivals", "_autograd", "_overrides", "config", "errors"},
-    "_by_hand": {"_guard_words", "_ledger", "_reducer", "errors"},
+    "_by_hand": {"_guard_words", "_ledger", "_local_steps", "_reducer", "errors"},
     "_local_steps": {"_overrides", "_reducer", "_warn", "errors"},
     "_guard_words": {"_ledger", "_overrides", "_phase", "_reducer", "errors"},
     "_guard": {

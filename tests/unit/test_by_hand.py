@@ -255,3 +255,14 @@ def test_put_back_to_what_it_was_before_an_update(ddp):
         for param, old in zip(ddp.parameters(), kept, strict=True):
             param.copy_(old)
     refused(ddp, LOCAL)
+
+
+def test_a_corner_without_gradient_proves_nothing(lone_group):
+    """An update by hand does not show in the rows of words that did not occur."""
+    ddp = DataParallel(nn.Embedding(1000, 300), process_group=lone_group)
+    with ddp.no_sync():
+        ddp(torch.tensor([999])).sum().backward()
+    with torch.no_grad():
+        ddp.module.weight -= 0.1 * ddp.module.weight.grad
+    with pytest.raises(UnsyncedGradientsError, match=LOCAL):
+        ddp(torch.tensor([1]))
