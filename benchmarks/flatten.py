@@ -1,11 +1,34 @@
-"""Flatten and unflatten alone: the copies between gradients and a bucket's buffer.
+"""How fast are the copies between gradients and a bucket's buffer? Kernels alone.
 
     python benchmarks/flatten.py                 # everything: about 3 minutes
     python benchmarks/flatten.py --seconds 2     # while working
     python benchmarks/flatten.py --smoke         # does it run? no numbers
 
-All ways of copying take their turn in one run, on the same memory; the ceiling is a
-plain copy of as many bytes. What the columns mean is in benchmarks/README.md.
+Flatten is `view = gradient / 3` for all gradients of a bucket, unflatten is
+`gradient = view`. All ways of copying take their turn in one run, on the same memory:
+  memcpy                      the ceiling: torch's copy_ of one tensor of as many bytes
+  torch mul_out of one        the same with the factor
+  torch mul_out, copy_ loop   one call per gradient, from Python; DDP's does it in C++
+  torch foreach_copy_, mul_   DDP's batched_grad_copy: the buffer is written twice
+  torch cat, mul_             twice too, with less bookkeeping
+  minidp in Python            large gradients one by one, as in hooks, then the rest
+  native flatten, unflatten   one call with two lists of tensors
+  native slots                what a backward calls: takes the gradients that hooks kept
+
+Columns:
+  us, us per tensor     of one call: median; that / number of tensors
+  GB/s                  bytes read plus bytes written: twice the bucket, in 1e9 bytes
+  speed / memcpy        time of the ceiling over time, paired by round; 95% interval
+  #wrong                tensors with a bit that differs from torch's gradient * (1 / 3),
+                        before and after; not 0: exit status 1
+
+From 8 MiB on several buckets take turns, 256 MiB in all: no call finds its bucket in a
+cache. A smaller bucket is alone and stays in the caches, as gradients do that a
+backward has just written. Some ways exceed the ceiling: for pieces of the right size
+libc's memcpy is faster than torch's copy of one large tensor.
+
+With a GPU, and an extension that has kernels for it, buckets there are measured too,
+with CUDA events: from the call until the stream is done.
 """
 
 from __future__ import annotations
@@ -15,59 +38,40 @@ import dataclasses
 import functools
 import gc
 import math
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from rich.table import Table
-from rich.text import Text
-from support.comparison import short, with_interval
-from support.copies import (
-    CEILING,
-    DIVISOR,
-    Bucket,
-    Way,
-    call_python_kernels,
-    flatten_ways,
-    unflatten_ways,
-)
-from support.estimates import Estimate, Times, difference, ratio
-from support.nets import resnet50_shapes
-from support.report import (
-    ROOT,
-    header,
-    header_table,
-    native_line,
-    report_console,
-    write_json,
-    write_markdown,
-)
-from support.rounds import Plan, turn
-from support.verdicts import Verdict, print_verdicts
+from support.estimates import Estimate, Times, median, ratio, short
+from support.models import resnet50_shapes
+from support.report import Report, Verdict, command_line, table
+from support.rounds import MIB, Plan, turn
 
 from minidp import native
+from minidp.core import kernels
+from minidp.core.pending import is_copied_at_once, native_table
 
-FULL = Plan(seconds=8, warm_up=3, fewest=30, most=3000, check_every=0)
-SMOKE = Plan(seconds=0, warm_up=1, fewest=1, most=12, check_every=0)
-ROTATED_BYTES = 256 * 2**20  # gradients and buffers together: no cache holds them
+DIVISOR = 3  # no power of two: dividing instead of multiplying gives other bits
+SCALE = 1.0 / DIVISOR
+CEILING = "memcpy"
+ROTATED_BYTES = 256 * MIB  # gradients and buffers together: no cache holds them
 # Targets of the native kernels.
 SMALL_LIMIT = 0.1  # us per parameter of 64 elements
 LARGE_LIMIT = 0.95  # of the ceiling's speed, from LARGE_BYTES on
-LARGE_BYTES = 24 * 2**20
+LARGE_BYTES = 24 * MIB
 
 
-# -- what is measured ------------------------------------------------------------------
+# -- buckets ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One bucket."""
+    """One kind of bucket."""
 
     what: str
     shapes: Sequence[tuple[int, ...]]
@@ -76,26 +80,26 @@ class Cell:
 
     @property
     def num_bytes(self) -> int:
-        """Of the bucket."""
+        """Bytes of the bucket."""
         size = torch.empty((), dtype=self.dtype).element_size()
         return size * sum(map(math.prod, self.shapes))
 
     @property
     def num_buckets(self) -> int:
-        """How many take turns: one that fits into caches is alone and stays there."""
-        if self.num_bytes < 2**23:
+        """How many take turns: one that fits into caches stays there, alone."""
+        if self.num_bytes < 8 * MIB:
             return 1
         return max(2, -(-ROTATED_BYTES // (2 * self.num_bytes)))
 
     @property
     def title(self) -> str:
-        """For people."""
+        """Shapes, dtype and device."""
         place = " on the GPU" * (self.device == "cuda")
         return f"{self.what}, {str(self.dtype).removeprefix('torch.')}{place}"
 
 
 def cells(device: str, *, smoke: bool) -> list[Cell]:
-    """The buckets of a device; the first and the last kind in bfloat16 too."""
+    """List the buckets of a device; the first and the last kind in bfloat16 too."""
     kinds = [
         Cell("1000 x 64", [(64,)] * 1000),
         Cell("1000 x 1024", [(1024,)] * 1000),
@@ -114,22 +118,213 @@ def cells(device: str, *, smoke: bool) -> list[Cell]:
 
 
 def _first(shapes: Sequence[tuple[int, ...]], numel: int) -> list[tuple[int, ...]]:
-    """Shapes from the start, until they have so many elements."""
+    """Return shapes from the start, until they have so many elements."""
     before = np.cumsum([0, *map(math.prod, shapes)])
     return [shape for shape, n in zip(shapes, before, strict=False) if n < numel]
 
 
-def race(
-    ways: Sequence[Way], buckets: Sequence[Bucket], plan: Plan
-) -> dict[str, Times]:
-    """Seconds of each round. Each call meets another bucket than the one before."""
-    clock = buckets[0].seconds
-    count = len(ways)
-    trial = [
-        sum(
-            clock(way.call, buckets[(k + n) % len(buckets)])
-            for k, way in enumerate(ways)
+class Bucket:
+    """Gradients, each in memory of its own, and the buffer that they are copied to."""
+
+    def __init__(self, cell: Cell, library: ModuleType | None) -> None:
+        def fresh(shape: tuple[int, ...]) -> torch.Tensor:
+            return torch.randn(shape, device=cell.device).to(cell.dtype)
+
+        self.grads = [fresh(shape) for shape in cell.shapes]
+        numels = [grad.numel() for grad in self.grads]
+        self.values = fresh((sum(numels),))
+        self.other = fresh((sum(numels),))  # what the ceiling copies from or to
+        self.rows = [grad.view(-1) for grad in self.grads]
+        parts = zip(self.values.split(numels), cell.shapes, strict=True)
+        self.views = [part.view(shape) for part, shape in parts]
+        is_large = [is_copied_at_once(grad) for grad in self.grads]
+        self.plan = kernels.CopyPlan(self.values, self.views, is_large)
+        pairs = list(zip(self.views, self.grads, is_large, strict=True))
+        self.large = [(view, grad) for view, grad, large in pairs if large]
+        self.small_views = [view for view, _, large in pairs if not large]
+        self.small_grads = [grad for _, grad, large in pairs if not large]
+        if library is not None:  # what minidp's buckets have then
+            params = [torch.nn.Parameter(torch.empty_like(grad)) for grad in self.grads]
+            for param, grad in zip(params, self.grads, strict=True):
+                param.grad = grad
+            self.slots = library.Slots(params, self.views, self.values, as_view=False)
+            self.arrivals = native_table(params, None)  # its reducer is not called
+            self.arrivals.adopt([range(len(params))])
+            self.arrivals.entries[:] = self.grads
+
+
+# -- ways to copy ----------------------------------------------------------------------
+
+Ways = dict[str, Callable[[Bucket], Any]]
+
+
+def flatten_ways(library: ModuleType | None) -> Ways:
+    """List all ways to flatten; the first two copy one tensor, and are not checked."""
+    ways: Ways = {
+        CEILING: lambda b: b.values.copy_(b.other),
+        "torch mul_out of one tensor": lambda b: torch.mul(
+            b.other, SCALE, out=b.values
+        ),
+        "torch mul_out loop (DDP)": _mul_loop,
+        "torch foreach_copy_, mul_ (batched)": _foreach_and_mul,
+        "torch cat, mul_": _cat_and_mul,
+        "minidp in Python": _flatten_in_python,
+    }
+    if library is not None:
+        flatten = library.flatten
+        ways["native flatten"] = lambda b: flatten(b.views, b.grads, SCALE)
+        ways["native slots"] = lambda b: _must(
+            b.slots.flatten(b.arrivals.gather(0), DIVISOR)
         )
+    return ways
+
+
+def unflatten_ways(library: ModuleType | None) -> Ways:
+    """List all ways to unflatten; the first copies one tensor, and is not checked."""
+    ways: Ways = {
+        CEILING: lambda b: b.other.copy_(b.values),
+        "torch copy_ loop (DDP)": _copy_loop,
+        "torch foreach_copy_ (minidp in Python)": lambda b: torch._foreach_copy_(
+            b.grads, b.views
+        ),
+    }
+    if library is not None:
+        unflatten = library.unflatten
+        ways["native unflatten"] = lambda b: unflatten(b.grads, b.views)
+        ways["native slots"] = lambda b: _must(b.slots.unflatten(b.arrivals.gather(0)))
+    return ways
+
+
+def _mul_loop(bucket: Bucket) -> None:
+    for view, grad in zip(bucket.views, bucket.grads, strict=True):
+        torch.mul(grad, SCALE, out=view)
+
+
+def _copy_loop(bucket: Bucket) -> None:
+    for grad, view in zip(bucket.grads, bucket.views, strict=True):
+        grad.copy_(view)
+
+
+def _foreach_and_mul(bucket: Bucket) -> None:
+    torch._foreach_copy_(bucket.views, bucket.grads)
+    bucket.values.mul_(SCALE)
+
+
+def _cat_and_mul(bucket: Bucket) -> None:
+    torch.cat(bucket.rows, out=bucket.values)
+    bucket.values.mul_(SCALE)
+
+
+def _flatten_in_python(bucket: Bucket) -> None:
+    for view, grad in bucket.large:
+        kernels.multiply_into(view, grad, DIVISOR)
+    bucket.plan.flatten(bucket.small_views, bucket.small_grads, DIVISOR)
+
+
+def _must(did: object) -> None:
+    assert did, "the native slots refused an everyday case"
+
+
+def num_wrong(bucket: Bucket, call: Callable[[Bucket], Any], *, flattens: bool) -> int:
+    """Count the tensors that get wrong bits."""
+    filled, expected = bucket.grads, bucket.views
+    if flattens:
+        filled, expected = bucket.views, [grad * SCALE for grad in bucket.grads]
+    for tensor in filled:
+        tensor.fill_(-7)
+    call(bucket)
+    return sum(
+        not torch.equal(*(t.reshape(-1).view(torch.uint8) for t in pair))
+        for pair in zip(filled, expected, strict=True)
+    )
+
+
+# -- what is measured ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Race:
+    """One direction of one cell; times and wrong tensors by the ways' names."""
+
+    cell: Cell
+    direction: str
+    times: Mapping[str, Times]
+    wrong: Mapping[str, int | None]
+
+    @property
+    def title(self) -> str:
+        """Direction and bucket."""
+        return f"{self.direction}, {self.cell.title}"
+
+    def speed(self, name: str) -> Estimate:
+        """Estimate the speed of a way, in units of the ceiling's."""
+        return ratio(self.times[CEILING], self.times[name])
+
+    def micros_per_tensor(self, name: str) -> Estimate:
+        """Estimate the microseconds of a call per tensor."""
+        return median(self.times[name]).scaled(1e6 / len(self.cell.shapes))
+
+    def rows(self) -> Iterator[list[str]]:
+        """Yield the rows of the table."""
+        for name, times in self.times.items():
+            low, middle, high = 1e6 * np.percentile(times, [10, 50, 90])
+            wrong = self.wrong[name]
+            yield [
+                name,
+                short(middle),
+                f"{short(low)}-{short(high)}",
+                f"{self.micros_per_tensor(name).value:.3f}",
+                f"{2e-3 * self.cell.num_bytes / middle:.2f}",
+                str(self.speed(name)),
+                "-" if wrong is None else str(wrong),
+            ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the table for a file; of thousands of calls every twentieth part."""
+        columns = [
+            "way",
+            "us",
+            "p10_p90",
+            "us_per_tensor",
+            "gb_per_s",
+            "speed",
+            "wrong",
+        ]
+        rows = []
+        for row, times in zip(self.rows(), self.times.values(), strict=True):
+            parts = np.percentile(1e6 * times, range(0, 101, 5))
+            words = " ".join(f"{each:.1f}" for each in parts)
+            facts = dict(zip(columns, row, strict=True))
+            rows.append({**facts, "us_at_0_5_to_100_percent": words})
+        return {"title": self.title, "num_bytes": self.cell.num_bytes, "rows": rows}
+
+
+def measure(cell: Cell, library: ModuleType | None, plan: Plan) -> Iterator[Race]:
+    """Measure both directions of one cell."""
+    torch.manual_seed(0)
+    buckets = [Bucket(cell, library) for _ in range(cell.num_buckets)]
+    for direction, ways, unchecked in (
+        ("flatten", flatten_ways(library), 2),
+        ("unflatten", unflatten_ways(library), 1),
+    ):
+        wrong: dict[str, int | None] = dict.fromkeys(ways)
+        checked = list(ways)[unchecked:]
+        check = functools.partial(num_wrong, flattens=direction == "flatten")
+        before = {name: check(buckets[0], ways[name]) for name in checked}
+        times = race(ways, buckets, cell, plan)
+        for name in checked:
+            wrong[name] = before[name] + check(buckets[-1], ways[name])
+        yield Race(cell, direction, times, wrong)
+
+
+def race(
+    ways: Ways, buckets: Sequence[Bucket], cell: Cell, plan: Plan
+) -> dict[str, Times]:
+    """Time all ways in turn; each call gets another bucket than the one before."""
+    clock = _cuda_seconds if cell.device == "cuda" else _seconds
+    calls, count = list(ways.values()), len(ways)
+    trial = [
+        sum(clock(c, buckets[(k + n) % len(buckets)]) for k, c in enumerate(calls))
         for n in range(plan.warm_up)
     ]
     wanted = min(max(plan.seconds / min(trial), plan.fewest), plan.most)
@@ -139,138 +334,31 @@ def race(
     for number in range(num_rounds):
         for place, k in enumerate(turn(number, count)):
             bucket = buckets[(number + place) % len(buckets)]
-            times[k, number] = clock(ways[k].call, bucket)
-    return {way.name: times[k] for k, way in enumerate(ways)}
+            times[k, number] = clock(calls[k], bucket)
+    return dict(zip(ways, times, strict=True))
 
 
-def measure(cell: Cell, library: ModuleType | None, plan: Plan) -> list[Race]:
-    """Both directions of one cell."""
-    torch.manual_seed(0)
-    make = functools.partial(Bucket, cell.shapes, cell.dtype, cell.device, library)
-    buckets = [make() for _ in range(cell.num_buckets)]
-    found = []
-    for direction, make_ways in (
-        ("flatten", flatten_ways),
-        ("unflatten", unflatten_ways),
-    ):
-        ways = make_ways(library)
-        wrong = {way.name: way.num_wrong(buckets[0]) for way in ways}
-        times = race(ways, buckets, plan)
-        for way in ways:
-            wrong[way.name] = _sum(wrong[way.name], way.num_wrong(buckets[-1]))
-        found.append(Race(cell, direction, times, wrong))
-    return found
+def _seconds(call: Callable[[Bucket], object], bucket: Bucket) -> float:
+    start = time.perf_counter()
+    call(bucket)
+    return time.perf_counter() - start
 
 
-def _sum(before: int | None, after: int | None) -> int | None:
-    return None if before is None or after is None else before + after
-
-
-# -- what it means ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Race:
-    """One direction of one cell."""
-
-    cell: Cell
-    direction: str
-    times: Mapping[str, Times]
-    wrong: Mapping[str, int | None]
-
-    @property
-    def title(self) -> str:
-        """For people."""
-        return f"{self.direction}, {self.cell.title}"
-
-    def speed(self, name: str) -> Estimate:
-        """Of a way of copying, in units of the ceiling's."""
-        return ratio(self.times[CEILING], self.times[name])
-
-    def micros_per_tensor(self, name: str) -> Estimate:
-        """The median."""
-        times = self.times[name]
-        nothing = np.zeros_like(times)
-        return difference(times, nothing).scaled(1e6 / len(self.cell.shapes))
-
-    def gigabytes(self, name: str) -> float:
-        """Read and written in a second."""
-        return 2e-9 * self.cell.num_bytes / float(np.median(self.times[name]))
-
-    def table(self) -> Table:
-        """For printing."""
-        cell, num_rounds = self.cell, len(self.times[CEILING])
-        facts = (
-            f"{len(cell.shapes)} tensors, {cell.num_bytes / 2**20:.3g} MiB; "
-            f"{cell.num_buckets} in turn; {num_rounds} rounds"
-        )
-        title = Text.assemble((self.title, "bold"), "\n", (facts, "dim"))
-        table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
-        table.add_column("\nway", no_wrap=True)
-        for column in (
-            "us\nmedian",
-            "\np10-p90",
-            "us per\ntensor",
-            "\nGB/s",
-            f"speed /\n{CEILING} (95%)",
-            "\n#wrong",
-        ):
-            table.add_column(column, justify="right", no_wrap=True)
-        for name, times in self.times.items():
-            low, median, high = (short(us) for us in _percentiles(times))
-            wrong = self.wrong[name]
-            table.add_row(
-                name,
-                median,
-                f"{low}-{high}",
-                f"{self.micros_per_tensor(name).value:.3f}",
-                f"{self.gigabytes(name):.2f}",
-                with_interval(self.speed(name)),
-                "-" if wrong is None else str(wrong),
-                style="bold" if name.startswith("native") else "",
-            )
-        return table
-
-    def as_json(self) -> dict[str, Any]:
-        """For a file; of thousands of calls every twentieth part."""
-        rows = []
-        for name, times in self.times.items():
-            parts = np.percentile(1e6 * times, range(0, 101, 5))
-            rows.append(
-                {
-                    "name": name,
-                    "p10_median_p90_microseconds": _percentiles(times),
-                    "microseconds_per_tensor": vars(self.micros_per_tensor(name)),
-                    "gigabytes_per_second": self.gigabytes(name),
-                    "speed_over_ceiling": vars(self.speed(name)),
-                    "wrong": self.wrong[name],
-                    "rounds": len(times),
-                    "microseconds_at_0_5_to_100_percent": _words(parts),
-                }
-            )
-        return {
-            "title": self.title,
-            "num_tensors": len(self.cell.shapes),
-            "num_bytes": self.cell.num_bytes,
-            "buckets_in_turn": self.cell.num_buckets,
-            "rows": rows,
-        }
-
-
-def _words(micros: Times) -> str:
-    return " ".join(f"{each:.1f}" for each in micros)
-
-
-def _percentiles(times: Times) -> list[float]:
-    """10th, 50th and 90th, in microseconds."""
-    return [1e6 * float(each) for each in np.percentile(times, [10, 50, 90])]
+def _cuda_seconds(call: Callable[[Bucket], object], bucket: Bucket) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    call(bucket)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 def verdicts(found: Race) -> Iterator[Verdict]:
-    """The targets of the native kernels."""
-    kernels = [n for n in found.times if n.startswith("native")]
-    for name in kernels:
+    """Yield the targets of the native kernels."""
+    for name in found.times:
         what = f"{name}; {found.title}"
+        if not name.startswith("native"):
+            continue
         if max(found.cell.shapes) == (64,):
             micros = found.micros_per_tensor(name)
             yield Verdict(f"us per tensor, {what}", micros, SMALL_LIMIT)
@@ -283,50 +371,23 @@ def verdicts(found: Race) -> Iterator[Verdict]:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
-        epilog="benchmarks/README.md says what each number means.",
-    )
-    add = parser.add_argument
-    add(
-        "--smoke",
-        action="store_true",
-        help="tiny buckets and a few rounds, to see that everything runs and all bits "
-        "are right; leaves no files unless --out is given",
-    )
-    add(
+    """Parse the command line."""
+    parser = command_line(__doc__, seconds=8)
+    parser.add_argument(
         "--devices",
         nargs="+",
         choices=["cpu", "cuda"],
         metavar="DEVICE",
-        help="cpu, cuda (default: cuda too if there is a GPU and a native extension "
-        "that serves it)",
+        help="cpu, cuda (default: cuda too if it can be measured)",
     )
-    add(
-        "--threads",
-        type=int,
-        default=1,
-        metavar="N",
-        help="for the kernels (default: 1)",
-    )
-    add(
-        "--seconds",
-        type=float,
-        default=FULL.seconds,
-        help=f"time for each table (default: {FULL.seconds:g})",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="where table and numbers go (default: benchmarks/results)",
+    parser.add_argument(
+        "--threads", type=int, default=1, metavar="N", help="of a kernel (default: 1)"
     )
     return parser.parse_args()
 
 
 def why_no_cuda(library: ModuleType | None) -> str:
-    """Why the GPU is not measured; empty when it can be."""
+    """Say why the GPU is not measured; empty when it can be."""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     if library is None or not library.has_cuda:
@@ -334,58 +395,36 @@ def why_no_cuda(library: ModuleType | None) -> str:
     return ""
 
 
-def run(args: argparse.Namespace, folder: Path | None) -> bool:
-    """Measure, print, write; return whether all bits were right."""
-    plan = SMOKE if args.smoke else dataclasses.replace(FULL, seconds=args.seconds)
+def main() -> int:
+    """Measure and report. Return 1 if a bit was wrong."""
+    args = parse()
     torch.set_num_threads(args.threads)
-    call_python_kernels()
-    library, console = native.library(), report_console()
+    library = native.library()
     no_cuda = why_no_cuda(library)
     devices = args.devices or (["cpu"] if no_cuda else ["cpu", "cuda"])
     if no_cuda and "cuda" in devices:
         sys.exit(f"The GPU cannot be measured: {no_cuda}.")
-    lines = header(
-        native=native_line(),
+    report = Report(
+        args,
+        "Flatten and unflatten: gradients and a bucket's buffer",
         gpu=torch.cuda.get_device_name() if "cuda" in devices else "not measured",
         threads=str(args.threads),
-        divisor=f"{DIVISOR}; unflatten only copies",
-        rounds=f"{plan.warm_up} to warm up, then {plan.seconds:g} s for each table",
     )
-    console.print(header_table(lines), "")
-    if no_cuda:
-        console.print(f"The GPU is skipped: {no_cuda}.\n")
-    races: list[Race] = []
+    plan = Plan.of(args.seconds, smoke=args.smoke)
+    columns = ["way", "us\nmedian", "\np10-p90", "us per\ntensor", "GB/s"]
+    columns += [f"speed /\n{CEILING} (95%)", "#wrong"]
+    content = []
     for device in devices:
         for cell in cells(device, smoke=args.smoke):
             for found in measure(cell, library, plan):
-                console.print(found.table(), "")
-                races.append(found)
-    targets = [verdict for found in races for verdict in verdicts(found)]
-    if targets:
-        print_verdicts(console, "native kernels, one call", targets)
-    lines["load after"] = f"{os.getloadavg()[0]:.1f} busy processes, last minute"
-    console.print("load after", lines["load after"])
-    is_right = not any(n for found in races for n in found.wrong.values())
-    if not is_right:
-        console.print("Some bits are WRONG: see the last column.", style="bold red")
-    if folder is not None:
-        content = {
-            "header": lines,
-            "targets": [verdict.as_json() for verdict in targets],
-            "cells": [found.as_json() for found in races],
-        }
-        stem = f"flatten_{'_'.join(devices)}_{lines['date']}"
-        write_json(folder / f"{stem}.json", content)
-        title = "Flatten and unflatten: gradients and a bucket's buffer"
-        write_markdown(folder / f"{stem}.md", title, console)
-    return is_right
-
-
-def main() -> int:
-    """Run; 1 if a bit was wrong, whatever the targets say."""
-    args = parse()
-    folder = args.out or (None if args.smoke else ROOT / "benchmarks" / "results")
-    return 0 if run(args, folder) else 1
+                facts = f"{len(cell.shapes)} tensors, {cell.num_bytes / MIB:.3g} MiB; "
+                facts += f"{cell.num_buckets} in turn; "
+                facts += f"{len(found.times[CEILING])} rounds"
+                report.show(table(found.title, facts, columns, found.rows()))
+                report.count_wrong(found.wrong.values())
+                report.judge(verdicts(found))
+                content.append(found.as_json())
+    return report.finish(f"flatten_{'_'.join(devices)}", {"cells": content})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,51 @@
-"""What data parallelism adds to a training step: minidp beside torch's DDP, on CPU.
+"""What does data parallelism add to a step? Compare minidp with torch's DDP, on CPU.
 
     python benchmarks/overhead.py                       # everything: 9 minutes
-    python benchmarks/overhead.py --cells small --seconds 5
+    MINIDP_NATIVE=0 python benchmarks/overhead.py       # without the extension
+    python benchmarks/overhead.py --cells small,tiny --seconds 10
     python benchmarks/overhead.py --smoke               # does it run? no numbers
 
-All implementations take their steps in turn, in the same processes, on replicas of one
-model: what slows the machine down slows all of them down. Gradients are compared bit
-by bit. What each number means is in benchmarks/README.md.
+One step is model(*data).backward(). The bare model, torch's DDP in five modes and
+minidp in three take it in turn, in the same processes, on replicas that share their
+weights.
+
+Cells, each on one and on two ranks of this machine with one thread each:
+  small        1000 parameters of 64 elements: bookkeeping per parameter, nothing else
+  tiny         MLP, 2 layers of 16 KiB: what each step costs, however small the model
+  mlp          MLP, 24 layers of 4 MiB: copies and transfers
+  transformer  parameters from 512 B to 256 KiB, as people train them
+  resnet50     the parameters of ResNet-50, 98 MiB, and no arithmetic that hides copies
+  gpt2         the parameters of GPT-2 small, 475 MiB; default mode and views only
+  link         MLP with an unused last layer, two ranks on a slow link (needs root): are
+               buckets launched early although one never fills?
+
+Columns:
+  step, p10-p90        of forward and backward on the slowest rank
+  step / torch         over torch's default in the same round (link: over torch with
+                       find_unused_parameters)
+  same mode            minidp's step over torch's in the same mode
+  extra per parameter  (step - step of the bare model) / number of parameters
+  extra / torch        that, over the extra of torch's default
+  #wrong               parameters whose gradient ever differed in any bit, on any rank:
+                       minidp's from torch's in the same mode, others' from torch's
+                       default; not 0: exit status 1
+
+In one round everybody takes one step on the same data. Ratios and differences are
+formed within a round. The median over the rounds is reported, in parentheses its 95%
+interval. In twice as many rounds as there are implementations, everybody follows
+everybody else equally often. So caches are as cold as in a training, where an optimizer
+and the next batch come between two steps.
+
+Old and new in turn: run this script on two checkouts, several times each. It measures
+the minidp that PYTHONPATH names; the header names its commit. Compare step, step /
+torch and their intervals:
+
+    for n in 1 2 3; do for tree in ../old ../new; do
+      PYTHONPATH=$tree python benchmarks/overhead.py --cells small,tiny \\
+          --seconds 20 --out /tmp/$(basename $tree)-$n
+    done; done
+
+Build the extension in both trees first (python -m minidp.native build, in each).
 """
 
 from __future__ import annotations
@@ -14,50 +53,46 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import gc
-import inspect
-import json
-import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
-from rich.console import Console
-from support.bars import Words
-from support.comparison import PLAIN, Comparison
-from support.estimates import Estimate, ratio
+from support.baselines import (
+    BARE,
+    LAST_CAP,
+    TORCH,
+    bare,
+    has_batched_copy,
+    ours,
+    theirs,
+)
+from support.charts import OURS, THEIRS, Bar, Words, colour_of, draw_bars
+from support.estimates import Estimate, median, ratio, ratio_of_extras, short
 from support.links import Link, measured_rate, why_not
-from support.nets import NETS
-from support.pairs import Pair, draw_pairs
+from support.models import NETS, make
 from support.ranks import KEEP_MEMORY, run_ranks
 from support.report import (
-    ROOT,
-    header,
-    header_table,
-    native_line,
-    report_console,
-    write_json,
-    write_markdown,
+    CPU_BACKEND,
+    TIMED,
+    Report,
+    Verdict,
+    command_line,
+    native_word,
+    table,
 )
-from support.rounds import Contest, Implementation, Plan
-from support.verdicts import Verdict, print_verdicts
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from support.rounds import STEP_COLUMNS, Contest, Implementation, Measured, Plan
 
-import minidp
-import minidp.native
-
-FULL = Plan(seconds=30, warm_up=5, fewest=18, most=450, check_every=50)
-SMOKE = Plan(seconds=0, warm_up=3, fewest=1, most=9, check_every=5)
+UNUSED = "torch find unused"
+LINK = Link(2.0)
+SMOKE_CELLS = ["small", "mlp", "link"]
 # Targets. For the small model: minidp's extra time per parameter over torch's, with and
 # without the native extension, by world size. Everywhere else: the time of a step over
 # torch's in the same mode. For models of large parameters: of minidp's fastest mode to
 # torch's fastest.
-EXTRA_LIMITS = {True: {1: 0.25, 2: 0.35}, False: {1: 0.5, 2: 0.9}}
+EXTRA_LIMITS = {"native": {1: 0.25, 2: 0.35}, "python": {1: 0.5, 2: 0.9}}
 STEP_LIMIT = 1.03
 FASTEST_LIMIT = 1.0
 LARGE = ("mlp", "resnet50", "gpt2")
@@ -66,294 +101,249 @@ LARGE = ("mlp", "resnet50", "gpt2")
 # -- what is measured ------------------------------------------------------------------
 
 
-def implementations(world_size: int) -> list[Implementation]:
-    """Everything that takes part, with its reference for gradients.
-
-    Minidp must reproduce torch in the same mode. Torch's other modes are compared with
-    its default only up to two ranks: they lay out buckets differently, which from
-    three ranks on changes bits. Without a wrapper nothing is averaged.
-    """
-    view = {"gradient_as_bucket_view": True}
-    unused = {"find_unused_parameters": True}
-    last_cap = {"DDP_SET_LAST_BUCKET_CAP": "1"}  # torch reads it at its rebuild
-    theirs = functools.partial(functools.partial, DistributedDataParallel)
-    ours = functools.partial(functools.partial, minidp.DataParallel)
-    same = "torch" if world_size <= 2 else None
-    everyone = [
-        Implementation(PLAIN, _no_wrapper, "torch" if world_size == 1 else None),
-        Implementation("torch", theirs(), "torch"),
-        Implementation("torch view", theirs(**view), same),
-        Implementation("torch find unused", theirs(**unused), same),
-        Implementation("torch batched copy", theirs(batched_grad_copy=True), same),
-        Implementation("torch last bucket cap", theirs(), same, last_cap),
-        Implementation("minidp", ours(), "torch"),
-        Implementation("minidp view", ours(**view), "torch view"),
-        Implementation("minidp find unused", ours(**unused), "torch find unused"),
-    ]
-    known = inspect.signature(DistributedDataParallel).parameters
-    if "batched_grad_copy" not in known:  # not in torch 2.11
-        everyone = [each for each in everyone if each.name != "torch batched copy"]
-    return everyone
-
-
-def _no_wrapper(module: nn.Module) -> nn.Module:
-    return module
-
-
 @dataclass(frozen=True)
 class Cell:
     """One model at one world size."""
 
     net: str
     world_size: int
-    link: Link | None = None
+
+    @property
+    def link(self) -> Link | None:
+        """Between the ranks; None is the loopback device."""
+        return LINK if self.net == "link" else None
 
     @property
     def place(self) -> str:
-        """For people."""
+        """Ranks and link, for titles."""
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        return ranks + (f" on a {self.link.gbit:g} Gbit/s link" if self.link else "")
+        return ranks + (f" on a {self.link} link" if self.link else "")
 
     @property
     def base(self) -> str:
         """The implementation that all are compared with."""
-        return "torch find unused" if self.net == "unused" else "torch"
+        return UNUSED if self.net == "link" else TORCH
 
     def implementations(self) -> list[Implementation]:
-        """Who takes part: with an unused layer, only who can do without a gradient."""
-        everyone = implementations(self.world_size)
-        if self.net == "gpt2":  # half a GiB of buckets for each of them on each rank
-            names = [PLAIN, "torch", "torch view", "minidp", "minidp view"]
-            names += ["torch batched copy"] * (self.world_size == 1)
-            return [each for each in everyone if each.name in names]
-        if self.net != "unused":
-            return everyone
+        """List what is measured, each with its reference for gradients.
+
+        Torch's other modes lay out buckets differently, which changes bits from three
+        ranks on: only up to two they are compared. Nothing averages the bare model.
+        """
+        view = {"gradient_as_bucket_view": True}
+        unused = {"find_unused_parameters": True}
+        same = TORCH if self.world_size <= 2 else None
+        everyone = [
+            bare(TORCH if self.world_size == 1 else None),
+            Implementation(TORCH, theirs(), TORCH),
+            Implementation("torch view", theirs(**view), same),
+            Implementation(UNUSED, theirs(**unused), same),
+            Implementation("torch batched copy", theirs(batched_grad_copy=True), same),
+            Implementation("torch last bucket cap", theirs(), same, LAST_CAP),
+            Implementation("minidp", ours(), TORCH),
+            Implementation("minidp view", ours(**view), "torch view"),
+            Implementation("minidp find unused", ours(**unused), UNUSED),
+        ]
+        left_out = set() if has_batched_copy() else {"torch batched copy"}
+        if self.net == "gpt2":  # each has half a GiB of buckets on each rank
+            left_out |= {UNUSED, "minidp find unused", "torch last bucket cap"}
+            left_out |= {"torch batched copy"} if self.world_size > 1 else set()
+        if self.net == "link":  # the others cannot do without a gradient
+            left_out = {each.name for each in everyone}
+            left_out -= {BARE, UNUSED, "minidp find unused"}
         return [
             dataclasses.replace(each, reference=each.reference and self.base)
+            if self.net == "link"
+            else each
             for each in everyone
-            if each.name in (PLAIN, self.base, "minidp find unused")
+            if each.name not in left_out
         ]
 
-    def adapted(self, plan: Plan) -> Plan:
-        """The plan for this cell: a round of the largest model takes seconds."""
-        if self.net != "gpt2":
-            return plan
-        return dataclasses.replace(
-            plan, warm_up=min(plan.warm_up, 3), fewest=min(plan.fewest, 10)
-        )
 
-
-def measure(
-    cells: Sequence[Cell], plan: Plan, *, smoke: bool, native: str
-) -> list[Comparison]:
-    """On every rank: measure cells of one world size, one after the other."""
-    if native_line() != native:  # its sources were changed since this run started
-        raise RuntimeError(f"native extension {native}, but on a rank {native_line()}")
+def measure(cells: Sequence[Cell], plan: Plan, *, smoke: bool) -> list[Measured]:
+    """Measure cells of one world size and link, on every rank."""
     found = []
     for cell in cells:
-        torch.manual_seed(0)
-        net = NETS[cell.net].smoke() if smoke else NETS[cell.net].full()
-        note = f"; measured rate {measured_rate().gbit:.2f} Gbit/s" if cell.link else ""
-        measured = Contest(cell.implementations(), net, cell.adapted(plan)).run()
+        net = make(NETS[cell.net], smoke=smoke)
         title = f"{net.title}; {cell.place}"
-        found.append(Comparison(title, cell.base, measured, note))
-        gc.collect()
+        if cell.link is not None:
+            title += f"; measured rate {measured_rate().gbit:.2f} Gbit/s"
+        if cell.net == "gpt2":  # a round takes seconds
+            plan = dataclasses.replace(plan, warm_up=3, fewest=min(plan.fewest, 10))
+        found.append(Contest(title, cell.implementations(), net, plan).run())
     return found
 
 
 # -- what it means ---------------------------------------------------------------------
 
 
-def verdicts(cell: Cell, comparison: Comparison) -> Iterator[Verdict]:
-    """The targets of a cell."""
-    rows, title = comparison.rows, comparison.title
+def extra(measured: Measured, name: str) -> Estimate:
+    """Estimate the microseconds per parameter that a wrapper adds to a step."""
+    added = median(measured.times[name] - measured.times[BARE])
+    return added.scaled(1e6 / measured.num_params)
+
+
+def extra_ratio(measured: Measured, name: str, base: str) -> Estimate:
+    """Estimate what a wrapper adds to a step over what ``base`` adds to it."""
+    times = measured.times
+    return ratio_of_extras(times[name], times[base], times[BARE])
+
+
+def twin_of(measured: Measured, name: str) -> str | None:
+    """Return torch's implementation in the mode of minidp's."""
+    twin = name.replace("minidp", "torch")
+    return twin if twin != name and twin in measured.times else None
+
+
+def rows(cell: Cell, measured: Measured) -> Iterator[list[str]]:
+    """Yield the rows of a cell's table."""
+    for name in measured.times:
+        twin, is_bare = twin_of(measured, name), name == BARE
+        added = extra(measured, name)
+        ends = f"{short(added.low)}-{short(added.high)}"
+        more = f"{extra_ratio(measured, name, cell.base).value:.2f}"
+        yield [
+            *measured.step_cells(name),
+            f"{measured.ratio(name, cell.base).value:.3f}",
+            "-" if twin is None else str(measured.ratio(name, twin)),
+            "-" if is_bare else f"{short(added.value)} ({ends})",
+            "-" if is_bare else more,
+            measured.wrong_cell(name),
+        ]
+
+
+def verdicts(cell: Cell, measured: Measured) -> Iterator[Verdict]:
+    """Yield the targets of a cell."""
+    title = measured.title
+    limits = EXTRA_LIMITS[native_word()]
     if cell.net == "small":
-        extra, limits = rows["minidp"].extra_ratio, EXTRA_LIMITS[is_native()]
-        if extra is not None and cell.world_size in limits:
-            limit = limits[cell.world_size]
-            yield Verdict(f"extra per parameter of minidp; {title}", extra, limit)
+        if cell.world_size in limits:
+            found = extra_ratio(measured, "minidp", TORCH)
+            what = f"extra per parameter of minidp over torch's; {title}"
+            yield Verdict(what, found, limits[cell.world_size])
         return
-    for name, row in rows.items():
-        if row.same_mode is not None:
-            yield Verdict(f"step of {name}; {title}", row.same_mode, STEP_LIMIT)
+    for name in measured.times:
+        twin = twin_of(measured, name)
+        if twin is not None:
+            what = f"step of {name} over torch's in the same mode; {title}"
+            yield Verdict(what, measured.ratio(name, twin), STEP_LIMIT)
     if cell.net in LARGE:
-        ours, theirs = comparison.fastest("minidp"), comparison.fastest("torch")
-        times = comparison.measured.times
-        yield Verdict(
-            f"step of {ours} over {theirs}, the fastest modes; {title}",
-            ratio(times[ours], times[theirs]),
-            FASTEST_LIMIT,
-        )
+        mine, other = fastest(measured, "minidp"), fastest(measured, "torch")
+        found = ratio(measured.times[mine], measured.times[other])
+        what = f"step of {mine} over {other}, the fastest modes; {title}"
+        yield Verdict(what, found, FASTEST_LIMIT)
 
 
-def is_native() -> bool:
-    """Whether minidp runs with its native extension."""
-    return minidp.native.library() is not None
+def fastest(measured: Measured, who: str) -> str:
+    """Return the mode with the least median of a step."""
+    names = [name for name in measured.times if name.startswith(who)]
+    return min(names, key=lambda name: float(np.median(measured.times[name])))
 
 
-def chart(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the chart of a result file: a row per model and number of ranks."""
-    groups: dict[str, list[Pair]] = {}
-    for cell in content["cells"]:
-        rows = {row["name"]: row for row in cell["rows"]}
-        model, _, place = cell["title"].partition("; ")
-        if "torch" not in rows or "minidp" not in rows:  # on the slow link
-            continue
-        ms = 1e3 * cell["num_params"]
-        extra = {who: Estimate(**rows[who]["extra"]) for who in ("torch", "minidp")}
-        bars = {who: estimate.scaled(ms) for who, estimate in extra.items()}
-        groups.setdefault(place, []).append(Pair(model, bars))
-    header = content["header"]
-    native = "with" if header["native"] == "loaded" else "without"
+def chart(path: Path, results: Mapping[Cell, Measured], note: str) -> None:
+    """Draw what the default modes add to a step, in ms."""
+    panels: dict[str, dict[str, list[Bar]]] = {}
+    for cell, measured in results.items():
+        if cell.link is None:
+            ms = measured.num_params / 1e3
+            added = {n: extra(measured, n).scaled(ms) for n in (TORCH, "minidp")}
+            bars = [
+                Bar(name, [(each.value, colour_of(name))], (each.low, each.high))
+                for name, each in added.items()
+            ]
+            panels.setdefault(cell.net, {})[measured.title] = bars
     words = Words(
-        title="What data parallelism adds to a step (forward and backward), in ms",
-        unit="ms added to each step (logarithmic)",
-        footnote="Default mode. Median difference to the bare model in the same round, "
-        f"and its 95% interval.\nCPU, Gloo on loopback, 1 thread per rank; torch "
-        f"{header['torch']}; minidp {native} its native extension; {header['date']}.",
+        "What data parallelism adds to a step (forward and backward)",
+        "ms added to each step: median and 95% interval",
+        f"Default mode. Gloo on loopback, 1 thread per rank. {note}",
     )
-    if groups:
-        draw_pairs(path, words, groups)
+    if panels:
+        legend = {"torch": THEIRS, "minidp": OURS}
+        draw_bars(path, words, legend, list(panels.values()))
 
 
 # -- the program -----------------------------------------------------------------------
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
-        epilog="benchmarks/README.md says what each number means.",
-    )
-    add, cells = parser.add_argument, list(NETS)
-    cells[cells.index("unused")] = "link"
-    add(
-        "--smoke",
-        action="store_true",
-        help="tiny models and a few rounds, to see that everything runs and all "
-        "gradients are right; leaves no files unless --out is given",
-    )
-    add(
+    """Parse the command line."""
+    parser = command_line(__doc__, seconds=30)
+    parser.add_argument(
         "--cells",
         nargs="+",
-        choices=cells,
-        default=cells,
         metavar="CELL",
-        help=f"what to measure, of: {', '.join(cells)} (default: all); link is a model "
-        "with an unused layer on a slow network",
+        help=f"what to measure (default: all), of: {', '.join(NETS)}",
     )
-    add(
+    parser.add_argument(
         "--world-sizes",
         nargs="+",
         type=int,
-        default=[1, 2],
         metavar="N",
         help="numbers of ranks (default: 1 2); link always has 2",
     )
-    add(
-        "--seconds",
-        type=float,
-        default=FULL.seconds,
-        help=f"time for each cell (default: {FULL.seconds:g})",
-    )
-    add(
-        "--gbit",
-        type=float,
-        default=2.0,
-        help="rate of the slow network, in Gbit/s (default: 2)",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="where table, numbers and chart go (default: benchmarks/results)",
-    )
-    add(
-        "--redraw",
-        type=Path,
-        metavar="FILE",
-        help="measure nothing: draw the chart of a .json that is there",
-    )
-    return parser.parse_args()
+    args = parser.parse_args()
+    cells = [cell for given in args.cells or [] for cell in given.split(",")]
+    if unknown := set(cells) - set(NETS):
+        parser.error(f"--cells: expected some of {', '.join(NETS)}, but got {unknown}")
+    args.cells = cells or (SMOKE_CELLS if args.smoke else list(NETS))
+    args.world_sizes = args.world_sizes or ([2] if args.smoke else [1, 2])
+    return args
 
 
-def groups_of(args: argparse.Namespace, console: Console) -> Iterator[list[Cell]]:
-    """Cells by the rank processes they share: none in a full run."""
-    sizes = args.world_sizes
-    cells = [Cell(net, n) for net in args.cells if net != "link" for n in sizes]
-    if args.smoke:
-        groups = ([cell for cell in cells if cell.world_size == n] for n in sizes)
-        yield from filter(None, groups)
-    else:
-        yield from ([cell] for cell in cells)
-    if "link" in args.cells:
-        reason = why_not()
-        if reason:
-            console.print(f"The cell on a slow network is skipped: {reason}.\n")
+def cells_of(args: argparse.Namespace, report: Report) -> Iterator[Cell]:
+    """Yield the cells that can be measured here."""
+    for net in args.cells:
+        if net != "link":
+            yield from (Cell(net, size) for size in args.world_sizes)
+        elif reason := why_not():
+            report.show(f"The cell on a slow link is skipped: {reason}.")
         else:
-            yield [Cell("unused", 2, Link(args.gbit))]
-
-
-def run(args: argparse.Namespace, folder: Path) -> bool:
-    """Measure, print, write; return whether all gradients were right."""
-    plan = SMOKE if args.smoke else dataclasses.replace(FULL, seconds=args.seconds)
-    console = report_console()
-    lines = header(
-        native=native_line(),
-        backend="gloo on the loopback device, 1 thread per rank, float32",
-        ranks=" and ".join(map(str, args.world_sizes)),
-        timed="forward and backward; not zero_grad(set_to_none=True)",
-        memory=" ".join(f"{name}={value}" for name, value in KEEP_MEMORY.items()),
-        rounds=f"{plan.warm_up} to warm up, then {plan.seconds:g} s for each cell",
-    )
-    console.print(header_table(lines), "")
-    results: list[tuple[Cell, Comparison]] = []
-    for group in groups_of(args, console):
-        size, link = group[0].world_size, group[0].link
-        task = functools.partial(measure, smoke=args.smoke, native=lines["native"])
-        comparisons = run_ranks(task, size, group, plan, link=link)
-        for cell, comparison in zip(group, comparisons, strict=True):
-            console.print(comparison.table(), "")
-            results.append((cell, comparison))
-    found = [verdict for result in results for verdict in verdicts(*result)]
-    if not args.smoke:
-        print_verdicts(console, "ratio to torch in the same mode", found)
-    lines["load after"] = f"{os.getloadavg()[0]:.1f} busy processes, last minute"
-    console.print("load after", lines["load after"])
-    wrong = [n for _, c in results for n in c.measured.wrong.values() if n]
-    if wrong:
-        console.print(
-            "Some gradients are WRONG: see the last column.", style="bold red"
-        )
-
-    folder.mkdir(parents=True, exist_ok=True)
-    kind = "native" if is_native() else "python"
-    stem = f"overhead_cpu_{kind}_{lines['date']}"
-    content = {
-        "header": lines,
-        "targets": [verdict.as_json() for verdict in found],
-        "cells": [comparison.as_json() for _, comparison in results],
-    }
-    write_json(folder / f"{stem}.json", content)
-    title = "What data parallelism adds to a training step"
-    write_markdown(folder / f"{stem}.md", title, console)
-    chart(folder / f"{stem}.png", content)  # may lack matplotlib
-    return not wrong
+            yield Cell(net, 2)
 
 
 def main() -> int:
-    """Run; 1 if a gradient was wrong, whatever the targets say."""
+    """Measure and report. Return 1 if a gradient was wrong."""
     args = parse()
-    if args.redraw:
-        chart(args.redraw.with_suffix(".png"), json.loads(args.redraw.read_text()))
-        return 0
-    with tempfile.TemporaryDirectory() as scratch:
-        if not args.smoke:
-            folder = args.out or ROOT / "benchmarks" / "results"
-        else:
-            folder = args.out or Path(scratch)
-            os.environ.setdefault("MPLCONFIGDIR", scratch)  # matplotlib's font cache
-        return 0 if run(args, folder) else 1
+    plan = Plan.of(args.seconds, smoke=args.smoke)
+    report = Report(
+        args,
+        "What data parallelism adds to a training step",
+        backend=CPU_BACKEND,
+        timed=TIMED,
+        memory=" ".join(f"{name}={value}" for name, value in KEEP_MEMORY.items()),
+    )
+    results: dict[Cell, Measured] = {}
+    cells = list(cells_of(args, report))
+    # Each cell in new processes, so that none meets a fuller memory than another.
+    groups = [[cell] for cell in cells]
+    if args.smoke:
+        groups = [[cell for cell in cells if not cell.link]]
+        groups += [[cell] for cell in cells if cell.link]
+    task = functools.partial(measure, smoke=args.smoke)
+    for group in filter(None, groups):
+        found = run_ranks(task, group[0].world_size, group, plan, link=group[0].link)
+        for cell, measured in zip(group, found, strict=True):
+            results[cell] = measured
+            base = "torch" if cell.base == TORCH else "base"
+            columns = [
+                *STEP_COLUMNS,
+                f"step /\n{base}",
+                "step / torch,\nsame mode (95%)",
+                "extra per\nparameter, us (95%)",
+                f"extra /\n{base}",
+                "#wrong",
+            ]
+            facts = measured.facts + (f"; base: {cell.base}" * (base == "base"))
+            report.show(table(measured.title, facts, columns, rows(cell, measured)))
+            report.count_wrong(measured.wrong.values())
+            report.judge(verdicts(cell, measured))
+    note = f"torch {torch.__version__}; minidp {native_word()}; {report.header['date']}"
+    content = {"cells": [each.as_json() for each in results.values()]}
+    return report.finish(
+        f"overhead_cpu_{native_word()}",
+        content,
+        lambda path: chart(path, results, note),
+    )
 
 
 if __name__ == "__main__":

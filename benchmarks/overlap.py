@@ -1,19 +1,53 @@
-"""How much communication a step waits for: minidp beside torch's DDP, and the bound.
+"""How much communication does a step wait for? minidp, torch's DDP, and the bound.
 
-    python benchmarks/overlap.py                        # all cells: an hour
-    python benchmarks/overlap.py --cells "mlp:*:2"      # cells with targets: 6 minutes
-    python benchmarks/overlap.py --device cuda          # one GPU, a modelled wire
+    python benchmarks/overlap.py                        # all 24 cells: 90 minutes
+    python benchmarks/overlap.py --cells "mlp:*:2" --name mlp    # 5 minutes
+    python benchmarks/overlap.py --cells mlp:loopback:2          # without root
     python benchmarks/overlap.py --smoke                # does it run? no numbers
 
-A cell is a model, a link and a number of ranks, e.g. mlp:2:2 for the MLP on a link of
-2 Gbit/s between two ranks. All implementations take their steps in turn, in the same
-processes, on replicas of one model. What each number means is in benchmarks/README.md.
+A cell is MODEL:LINK:RANKS. Links are rates in Gbit/s (they need root), or loopback.
+
+One step is forward, backward and communication. All implementations take it in turn, in
+the same processes, on replicas of one model; ratios are paired by round (see the --help
+of overhead.py).
+
+Rows:
+  no communication     the bare model; the other ranks compute at the same time
+  no overlap           one all-reduce of all gradients, after the backward
+  torch, torch again   DDP in default mode, twice: how far equal things differ here
+  torch view, batched copy, last bucket cap
+                       gradient_as_bucket_view, batched_grad_copy,
+                       DDP_SET_LAST_BUCKET_CAP=1
+  minidp, 1 MiB        default, and bucket_cap_mb=1
+  minidp auto          bucket_cap_mb="auto", after the 52 steps in which it chooses
+
+Columns:
+  step, p10-p90        on the slowest rank
+  step / torch         median over the rounds, and its 95% interval (bootstrap)
+  exposed              step - step without communication in the same round
+  CPU                  of all threads of a rank, Gloo's among them, the mean over ranks
+  bound, step / bound  see below; medians over the rounds
+  buckets              minidp: how many, the smallest and the largest
+  #wrong               parameters whose gradient ever differed from torch's default: in
+                       any bit; from three ranks on, where other buckets add up in
+                       another order, by more than 1e-5 of the largest element
+
+The bound of a step is the least time that it could take, with its gradients ready when
+they were: what is ready at some moment or later is sent after that, at no more than the
+rate of the link, in any bucket layout. A hook on each parameter, the same for torch and
+minidp, takes these times in every timed step. Communication slows the backward down,
+which is in the times; so each row has a bound of its own. No step may be below its
+bound: the line above a table says how near the nearest came. Loopback has no rate, and
+no bound.
+
+Batches are small: there is little arithmetic to hide communication behind. Four ranks
+on two cores take turns on the cores: a step takes twice as long, and so does the time
+to hide communication in. The titles say so.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import os
 import sys
@@ -23,59 +57,41 @@ from fnmatch import fnmatchcase
 from itertools import groupby
 from pathlib import Path
 
-import torch
-from rich.console import Console
-from support.bars import Words
+import numpy as np
 from support.baselines import (
     AFTER,
     AUTO,
     BARE,
-    SETTLING,
+    LAST_CAP,
     TORCH,
+    TORCH_AGAIN,
     AfterBackward,
     against_torch,
     auto,
     bare,
-    bounded,
-    has_auto,
+    has_batched_copy,
     ours,
-    search,
-    torch_variants,
+    theirs,
 )
-from support.estimates import ratio
-from support.exposure import Exposure
-from support.links import Link, measured_rate, why_not
-from support.memory import Memory, measure_memory
-from support.models import GPU_MODELS, MODELS
-from support.nets import Net
-from support.output import check_native, results_folder, say_if_wrong
-from support.ranks import KEEP_MEMORY, run_ranks
-from support.report import (
-    header,
-    header_table,
-    native_line,
-    report_console,
-    write_json,
-    write_markdown,
+from support.charts import (
+    COMPUTE,
+    OTHER,
+    OURS,
+    THEIRS,
+    Bar,
+    Words,
+    colour_of,
+    draw_bars,
 )
-from support.rounds import Contest, Implementation, Plan, Where
-from support.stacks import draw_stacks
-from support.verdicts import Verdict, print_verdicts
-from support.wire import ModelledWire, over_wire, write_trace
+from support.links import LOOPBACK, Link, why_not
+from support.models import MODELS, make
+from support.overlap import noise, overlap_table
+from support.ranks import run_ranks
+from support.report import CPU_BACKEND, TIMED, Report, Verdict, command_line
+from support.rounds import Contest, Implementation, Measured, Plan
 
-from minidp._schedule import Network
-
-FULL = Plan(seconds=30, warm_up=4, fewest=11, most=220, check_every=30)
-SMOKE = Plan(seconds=0, warm_up=3, fewest=1, most=11, check_every=5)
+LINKS, WORLD_SIZES = (LOOPBACK, "10", "2", "1"), (2, 4)
 SMOKE_CELLS = ["mlp:loopback:2", "resnet50:2:3"]
-LOOPBACK = "loopback"
-SMALL_CAP = "minidp 1 MiB"
-BACKENDS = {
-    "cpu": "CPU, Gloo, 1 thread per rank, float32",
-    "cuda": "one GPU, NCCL with one rank, a comm hook that waits, float32",
-}
-WIRE_LINKS, WIRE_LATENCY = ("400", "100", "25"), 20e-6  # Gbit/s; seconds
-BRIEF = 12  # steps of `auto` before its memory is measured: any layout is as large
 # Targets, for `auto`: torch's steps over its own on the MLP at 2 Gbit/s; its steps over
 # the bound at two ranks on slow links.
 SPEEDUP_CELL, SPEEDUP = "mlp:2:2", 1.25
@@ -87,335 +103,189 @@ BOUND_LINKS, BOUND_LIMIT = ("1", "2"), 1.15
 
 @dataclass(frozen=True)
 class Cell:
-    """One model, one link, one number of ranks."""
+    """One model, one link (Gbit/s or loopback), one number of ranks."""
 
     model: str
-    link: str  # Gbit/s, or loopback
+    link: str
     world_size: int
 
     def __str__(self) -> str:
         return f"{self.model}:{self.link}:{self.world_size}"
 
-    @property
-    def shaped(self) -> Link | None:
-        """The link, if it has a rate."""
-        return None if self.link == LOOPBACK else Link(float(self.link))
+    @classmethod
+    def of(cls, text: str) -> Cell:
+        """Parse MODEL:LINK:RANKS.
+
+        Raises:
+            ValueError: it is no such cell.
+        """
+        model, link, world_size = text.split(":")
+        if model not in MODELS or int(world_size) < 2:
+            raise ValueError(text)
+        Link.of(link)
+        return cls(model, link, int(world_size))
 
     @property
     def place(self) -> str:
-        """For people."""
-        if self.world_size == 1:
-            return f"one GPU, a modelled wire of {self.link} Gbit/s"
+        """Ranks and link, for titles."""
         cores = os.cpu_count() or 1
         crowded = f" on {cores} cores" if self.world_size > cores else ""
-        return f"{self.world_size} ranks{crowded}, {self.shaped or LOOPBACK}"
+        return f"{self.world_size} ranks{crowded}, {Link.of(self.link) or LOOPBACK}"
 
 
-@dataclass(frozen=True)
-class Options:
-    """What every rank is told.
-
-    Args:
-        device: cpu, or cuda: then the link is modelled.
-        is_small: models at the size of a smoke test.
-        native: what each rank must have of the native extension.
-        is_brief: auto need not have its best layout, for memory: any is as large.
-    """
-
-    device: str
-    is_small: bool
-    native: str
-    is_brief: bool = False
-
-    @property
-    def where(self) -> Where:
-        """All ranks."""
-        return Where(device=self.device)
-
-    @property
-    def settling(self) -> int:
-        """Steps until `auto` has its layout."""
-        return 2 if self.is_small else SETTLING
-
-    def net(self, cell: Cell) -> Net:
-        """The model of a cell, the same on every rank."""
-        torch.manual_seed(0)
-        if self.is_small:
-            return MODELS[cell.model].smoke().to(self.device)
-        if self.device == "cuda":
-            return GPU_MODELS[cell.model]().cuda()
-        return MODELS[cell.model].full()
-
-    def best(self, world_size: int, net: Net) -> Implementation:
-        """Collective: auto, with the layout that it finds now."""
-        if self.is_brief:  # nothing may run in this process before
-            return dataclasses.replace(
-                auto(ours, world_size), settling=min(self.settling, BRIEF)
-            )
-        chosen = search(net, self.where, self.settling)
-        return against_torch(AUTO, ours(bucket_layout=chosen), world_size)
-
-    def implementations(self, cell: Cell, net: Net) -> list[Implementation]:
-        """Collective: everything that takes part, on the cell's network.
-
-        On a GPU auto, which has nothing to measure with one rank, does not take part.
-        """
-        if self.device == "cpu":
-            best = self.best(cell.world_size, net) if has_auto() else None
-            return bounded(implementations(cell.world_size, best), cell.shaped)
-        everyone = implementations(cell.world_size, None)
-        network = Network(WIRE_LATENCY, float(cell.link) * 1e9 / 8)
-        wire = ModelledWire(network)
-        after = functools.partial(AfterBackward, carry=wire.carry)
-        wraps = {BARE: bare, AFTER: after}
-        hooked = over_wire(wire)
-        return [
-            dataclasses.replace(each, wrap=wraps.get(each.name, hooked(each.wrap)))
-            for each in everyone
-        ]
-
-
-def implementations(
-    world_size: int, best: Implementation | None
-) -> list[Implementation]:
-    """Collective: everything that takes part.
-
-    Args:
-        world_size: of the cell.
-        best: auto; None: there is none.
-    """
+def implementations(world_size: int) -> list[Implementation]:
+    """List what is measured."""
     mine = functools.partial(against_torch, world_size=world_size)
+    view = theirs(gradient_as_bucket_view=True)
     everyone = [
-        Implementation(BARE, bare),
+        bare(),
         mine(AFTER, AfterBackward),
-        *(
-            mine(name, wrap, environment=environment)
-            for name, (wrap, environment) in torch_variants().items()
-        ),
+        mine(TORCH, theirs()),
+        mine(TORCH_AGAIN, theirs()),
+        mine("torch view", view),
+        mine("torch batched copy", theirs(batched_grad_copy=True)),
+        mine("torch last bucket cap", theirs(), environment=LAST_CAP),
         mine("minidp", ours()),
-        mine(SMALL_CAP, ours(bucket_cap_mb=1)),
+        mine("minidp 1 MiB", ours(bucket_cap_mb=1)),
+        auto(world_size),
     ]
-    return everyone if best is None else [*everyone, best]
+    has_copy = has_batched_copy()
+    return [each for each in everyone if has_copy or "copy" not in each.name]
 
 
-def measure(cell: Cell, plan: Plan, options: Options) -> Exposure:
-    """On every rank."""
-    check_native(options.native)
-    net = options.net(cell)
-    everyone = options.implementations(cell, net)
-    note = ""
-    if options.device == "cpu":
-        note = f"; alone: {measured_rate(2**20 if options.is_small else 2**24)}"
-    contest = Contest(everyone, net, plan, options.where, label=str(cell))
-    return Exposure(f"{net.title}; {cell.place}", contest.run(), note)
-
-
-def measure_peaks(cell: Cell, options: Options) -> dict[str, Memory]:
-    """On every rank: memory, which does not depend on the link."""
-    options, net = dataclasses.replace(options, is_brief=True), options.net(cell)
-    everyone = options.implementations(cell, net)
-    return measure_memory(everyone, net, options.where)
-
-
-def trace(cell: Cell, options: Options, folder: Path) -> None:
-    """On a GPU: write a Chrome trace of a step, of torch's and of minidp's best."""
-    net = options.net(cell)
-    everyone = options.implementations(cell, net)
-    for each in everyone:
-        if each.name in (TORCH, everyone[-1].name):
-            name = f"trace_{cell.model}_{cell.link}_{each.name.replace(' ', '_')}"
-            write_trace(folder / f"{name}.json.gz", each, net, options.where)
+def measure(cell: Cell, plan: Plan, *, smoke: bool) -> Measured:
+    """Measure a cell, on every rank."""
+    net, everyone = (
+        make(MODELS[cell.model], smoke=smoke),
+        implementations(cell.world_size),
+    )
+    title = f"{net.title}; {cell.place}"
+    return Contest(title, everyone, net, plan, link=Link.of(cell.link)).run()
 
 
 # -- what it means ---------------------------------------------------------------------
 
 
-def verdicts(cell: Cell, exposure: Exposure) -> Iterator[Verdict]:
-    """The targets of a cell."""
-    times, title = exposure.measured.times, exposure.title
-    if AUTO not in times:
-        return
+def verdicts(cell: Cell, measured: Measured) -> Iterator[Verdict]:
+    """Yield the targets of a cell."""
+    title = measured.title
     if str(cell) == SPEEDUP_CELL:
-        speedup = ratio(times[TORCH], times[AUTO])
-        what = f"torch's step over auto's; {title}"
-        yield Verdict(what, speedup, SPEEDUP, at_least=True)
-    limit = max(1.0, exposure.noise[1])
+        what, found = f"torch's step over auto's; {title}", measured.ratio(TORCH, AUTO)
+        yield Verdict(what, found, SPEEDUP, at_least=True)
     what = f"auto's step over torch's, p90 of torch over itself; {title}"
-    yield Verdict(what, ratio(times[AUTO], times[TORCH]), limit)
-    over_bound = exposure.over_bound(AUTO)
+    limit = max(1.0, noise(measured)[1])
+    yield Verdict(what, measured.ratio(AUTO, TORCH), limit)
+    over_bound = measured.over_bound(AUTO)
     if cell.world_size == 2 and cell.link in BOUND_LINKS and over_bound is not None:
         yield Verdict(f"auto's step over the bound; {title}", over_bound, BOUND_LIMIT)
 
 
-def chart(path: Path, results: Mapping[Cell, Exposure], date: str, device: str) -> None:
-    """Write the bar chart: a row per model and number of ranks, a column per link."""
+def bars(measured: Measured) -> Iterator[Bar]:
+    """Yield a bar for each implementation: what it computes, and what it waits."""
+    alone = measured.milliseconds(BARE)[1]
+    for name in measured.times:
+        low, middle, high = measured.milliseconds(name)
+        if name not in (BARE, TORCH_AGAIN):
+            bound = None
+            if name in measured.bounds:
+                bound = 1e3 * float(np.median(measured.bounds[name]))
+            exposed = (max(0.0, middle - alone), colour_of(name))
+            parts = [(min(alone, middle), COMPUTE), exposed]
+            yield Bar(name, parts, (low, high), bound)
+
+
+def chart(path: Path, results: Mapping[Cell, Measured], note: str) -> None:
+    """Draw a row for each model and number of ranks, a column for each link."""
     words = Words(
-        title="What a step computes, and what it waits for communication",
-        unit="ms for each step: median, p10-p90",
-        footnote=f"{BACKENDS[device]}. {date}, torch {torch.__version__}.\n"
-        "Bound: no layout could have ended a step earlier, its gradients coming when "
-        "they did; the median over the steps.",
+        "What a step computes, and what it waits for communication",
+        "ms for each step: median, p10-p90",
+        f"{note} Blue: the bound; no bucket layout could have ended the step earlier.",
     )
+    legend = {
+        "step without communication": COMPUTE,
+        "exposed, torch": THEIRS,
+        "exposed, minidp": OURS,
+        "exposed, after backward": OTHER,
+    }
     rows = groupby(results, key=lambda cell: (cell.model, cell.world_size))
-    draw_stacks(path, words, [[results[cell] for cell in row] for _, row in rows])
+    panels = [
+        {results[cell].title: list(bars(results[cell])) for cell in row}
+        for _, row in rows
+    ]
+    draw_bars(path, words, legend, panels)
 
 
 # -- the program -----------------------------------------------------------------------
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
-        epilog="benchmarks/README.md says what each number means.",
-    )
-    add = parser.add_argument
-    add(
-        "--smoke",
-        action="store_true",
-        help="tiny models and a few rounds, to see that everything runs and all "
-        "gradients are right; leaves no files unless --out is given",
-    )
-    add(
+    """Parse the command line."""
+    parser = command_line(__doc__, seconds=30)
+    parser.add_argument(
         "--cells",
         nargs="+",
-        metavar="MODEL:LINK:RANKS",
-        help="what to measure, with * for anything, e.g. 'mlp:*:2' or mlp:2:4; models "
-        f"are {', '.join(MODELS)} (default: all of --links and --world-sizes)",
+        metavar="CELL",
+        help="what to measure: MODEL:LINK:RANKS, or patterns with * of models "
+        f"{' '.join(MODELS)}, links {' '.join(LINKS)} and 2 or 4 ranks (default: all)",
     )
-    add(
-        "--links",
-        nargs="+",
-        metavar="L",
-        help="networks: rates in Gbit/s, and loopback (default: loopback 10 2 1; on a "
-        "GPU, where they are modelled: 400 100 25)",
-    )
-    add(
-        "--world-sizes",
-        nargs="+",
-        type=int,
-        metavar="N",
-        help="numbers of ranks (default: 2 4; on a GPU always 1)",
-    )
-    add(
-        "--seconds",
-        type=float,
-        default=FULL.seconds,
-        help=f"time for the rounds of each cell (default: {FULL.seconds:g})",
-    )
-    add(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cpu",
-        help="cuda: one GPU, real streams, and a wire that a comm hook models",
-    )
-    add(
+    parser.add_argument(
         "--name",
         default="",
-        help="goes into the names of the files, so that some cells do not overwrite "
-        "others of the same day",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="where table, numbers and chart go (default: benchmarks/results)",
+        help="goes into the names of the files, to tell them apart",
     )
     args = parser.parse_args()
-    if args.device == "cuda":
-        args.links, args.world_sizes = args.links or list(WIRE_LINKS), [1]
-    else:
-        args.links = args.links or [LOOPBACK, "10", "2", "1"]
-        args.world_sizes = args.world_sizes or [2, 4]
+    try:
+        args.cells = chosen_cells(args.cells or (SMOKE_CELLS if args.smoke else ["*"]))
+    except ValueError as error:
+        parser.error(f"--cells: expected MODEL:LINK:RANKS, but got {error}")
     return args
 
 
-def chosen_cells(args: argparse.Namespace, console: Console) -> list[Cell]:
-    """Cells in the order of the chart, without those that cannot be measured here."""
-    every = [
+def chosen_cells(patterns: list[str]) -> list[Cell]:
+    """Return the cells that match, in the order of the chart.
+
+    Raises:
+        ValueError: a pattern matches no cell.
+    """
+    known = [
         Cell(model, link, world_size)
         for model in MODELS
-        for world_size in args.world_sizes
-        for link in args.links
+        for world_size in WORLD_SIZES
+        for link in LINKS
     ]
-    if args.smoke and args.device == "cpu":
-        every = [Cell(m, link, int(n)) for m, link, n in map(_parts, SMOKE_CELLS)]
-    patterns = args.cells or ["*"]
-    cells = [c for c in every if any(fnmatchcase(str(c), p) for p in patterns)]
-    if not cells:
-        known = ", ".join(map(str, every))
-        raise SystemExit(f"No cell is called {' or '.join(patterns)}, but: {known}")
-    is_shaped = args.device == "cpu" and any(cell.shaped for cell in cells)
-    reason = why_not() if is_shaped else ""
-    if reason:
-        console.print(f"The cells on shaped links are skipped: {reason}.\n")
-        cells = [cell for cell in cells if not cell.shaped]
-    return cells
-
-
-def _parts(cell: str) -> list[str]:
-    return cell.split(":")
-
-
-def run(args: argparse.Namespace, folder: Path) -> bool:
-    """Measure, print, write; return whether all gradients were right."""
-    plan = SMOKE if args.smoke else dataclasses.replace(FULL, seconds=args.seconds)
-    console = report_console()
-    lines = header(
-        native=native_line(),
-        backend=BACKENDS[args.device],
-        timed="forward and backward; not zero_grad(set_to_none=True)",
-        memory=" ".join(f"{name}={value}" for name, value in KEEP_MEMORY.items()),
-        rounds=f"{plan.warm_up} to warm up, then {plan.seconds:g} s for each cell",
-    )
-    console.print(header_table(lines), "")
-    options = Options(args.device, args.smoke, lines["native"])
-    is_cuda = args.device == "cuda"
-    results: dict[Cell, Exposure] = {}
-    peaks: dict[tuple[str, int], dict[str, Memory]] = {}
-    for cell in chosen_cells(args, console):
-        key, size = (cell.model, cell.world_size), cell.world_size
-        if key not in peaks:
-            peaks[key] = run_ranks(measure_peaks, size, cell, options, is_cuda=is_cuda)
-            if is_cuda:
-                run_ranks(trace, size, cell, options, folder, is_cuda=True)
-        link = None if is_cuda else cell.shaped
-        exposure = run_ranks(
-            measure, size, cell, plan, options, link=link, is_cuda=is_cuda
-        )
-        results[cell] = dataclasses.replace(exposure, memory=peaks[key])
-        console.print(results[cell].table(), "")
-    found = [verdict for result in results.items() for verdict in verdicts(*result)]
-    if not args.smoke:
-        print_verdicts(console, "paired by round", found)
-    lines["load after"] = f"{os.getloadavg()[0]:.1f} busy processes, last minute"
-    console.print("load after", lines["load after"])
-    counts = [n for e in results.values() for n in e.measured.wrong.values()]
-    is_right = say_if_wrong(console, counts)
-    name = f"_{args.name}" if args.name else ""
-    stem = f"overlap_{args.device}{name}_{lines['date']}"
-    write_json(
-        folder / f"{stem}.json",
-        {
-            "header": lines,
-            "targets": [verdict.as_json() for verdict in found],
-            "cells": {str(c): exposure.as_json() for c, exposure in results.items()},
-        },
-    )
-    title = "How much communication a step waits for"
-    write_markdown(folder / f"{stem}.md", title, console)
-    chart(folder / f"{stem}.png", results, lines["date"], args.device)
-    return is_right
+    chosen: dict[Cell, None] = {}
+    for pattern in patterns:
+        matches = [cell for cell in known if fnmatchcase(str(cell), pattern)]
+        chosen.update(dict.fromkeys(matches or [Cell.of(pattern)]))
+    order = {cell: n for n, cell in enumerate(known)}
+    return sorted(chosen, key=lambda cell: order.get(cell, len(order)))
 
 
 def main() -> int:
-    """Run; 1 if a gradient was wrong, whatever the targets say; 2 without a GPU."""
+    """Measure and report. Return 1 if a gradient was wrong."""
     args = parse()
-    if args.device == "cuda" and not torch.cuda.is_available():
-        print("No GPU here: torch.cuda.is_available() is False.", file=sys.stderr)
-        return 2
-    with results_folder(args.out, smoke=args.smoke) as folder:
-        return 0 if run(args, folder) else 1
+    plan = Plan.of(args.seconds, smoke=args.smoke)
+    title = "How much communication a step waits for"
+    report = Report(args, title, backend=CPU_BACKEND, timed=TIMED)
+    cells = args.cells
+    if any(cell.link != LOOPBACK for cell in cells) and (reason := why_not()):
+        report.show(f"The cells on shaped links are skipped: {reason}.")
+        cells = [cell for cell in cells if cell.link == LOOPBACK]
+    results: dict[Cell, Measured] = {}
+    task = functools.partial(measure, smoke=args.smoke)
+    for cell in cells:
+        link = Link.of(cell.link)
+        measured = run_ranks(task, cell.world_size, cell, plan, link=link)
+        results[cell] = measured
+        report.show(overlap_table(measured))
+        report.count_wrong(measured.wrong.values())
+        report.judge(verdicts(cell, measured))
+    note = f"{CPU_BACKEND}. {report.header['date']}, torch {report.header['torch']}."
+    name = f"_{args.name}" if args.name else ""
+    content = {"cells": {str(c): each.as_json() for c, each in results.items()}}
+    return report.finish(
+        f"overlap_cpu{name}", content, lambda path: chart(path, results, note)
+    )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""A network between ranks of this machine, with every rank's link limited to a rate.
+"""Limit the rate of each rank's link on this machine: for a program, or to check it.
 
-    python benchmarks/shaped_network.py --check               # does it keep the rates?
     python benchmarks/shaped_network.py --gbit 2 --ranks 4 -- python train.py
+    python benchmarks/shaped_network.py --check               # does it keep the rates?
 
-The second starts the command once per rank, with torchrun's variables (RANK,
-WORLD_SIZE, MASTER_ADDR, ...) and with Gloo and NCCL told which device to use; if one
-rank fails, the others are ended. Each rank lives in a network namespace without a name
-that vanishes with it: nothing is left behind after Ctrl-C or `kill -9`, and nothing of
-the host's network is touched. The ranks reach each other and nothing else. Needs root
-and iproute2.
+The first starts the command once per rank, with torchrun's variables (RANK, WORLD_SIZE,
+MASTER_ADDR, ...) and with Gloo and NCCL told which device to use. If one rank fails,
+the others are ended. Each rank lives in a network namespace without a name, which
+vanishes with the rank, also after Ctrl-C or `kill -9`. The host's network is not
+touched. The ranks reach each other and nothing else. Needs root and iproute2;
+support/links.py says how the network is built.
+
+--check compares what an all-reduce of 16 MiB achieves with the rate. "Each way" is what
+a rank sends, and receives: 2 (n - 1) / n times the bytes of the message, over the time.
+At 10 Gbit/s two cores are the limit, not the link.
 """
 
 from __future__ import annotations
@@ -20,16 +24,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from support.links import Link, Rate, address, measured_rate, why_not
 from support.ranks import run_ranks
-from support.report import header, header_table, report_console
+from support.report import Report, command_line, table
 
 GBIT = (1.0, 2.0, 10.0)
 RANKS = (2, 3, 4)
@@ -60,9 +62,9 @@ def launch(link: Link, world_size: int, command: Sequence[str]) -> int:
 def _become(
     link: Link, rank: int, world_size: int, store: Path, command: Sequence[str]
 ) -> NoReturn:
-    """In a new process: join the network, and turn into the command."""
+    """In a new process: join the network, and exec the command."""
     try:
-        # The parent may be killed at any moment, and then cannot end anybody.
+        # If the parent is killed, nobody else ends this rank.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         device = link.join(rank, world_size, dist.FileStore(str(store), world_size))
         os.environ.update(
@@ -78,7 +80,7 @@ def _become(
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.execvp(command[0], command)
     except Exception as error:  # a fork must not run on in its parent's code
-        print(f"rank {rank}: {error}", file=sys.stderr)
+        print(f"[rank {rank}] {error}", file=sys.stderr)
     os._exit(127)
 
 
@@ -87,20 +89,20 @@ def _raise_exit(number: int, _frame: object) -> NoReturn:
 
 
 def _first_failure(ranks: dict[int, int]) -> int:
-    """Wait for all processes, or for the first that fails; forget those that ended."""
+    """Wait for all processes or the first failure; remove those that ended."""
     while ranks:
         process, status = os.wait()
         rank = ranks.pop(process)
         code = os.waitstatus_to_exitcode(status)
         if code != 0:
             if ranks:
-                print(f"rank {rank}: exit status {code}", file=sys.stderr)
+                print(f"[rank {rank}] exit status {code}", file=sys.stderr)
             return code if code > 0 else 128 - code
     return 0
 
 
 def _end(ranks: dict[int, int]) -> None:
-    """Ask the processes to end, and insist after a while."""
+    """Terminate the processes; kill them after 5 seconds."""
     for number, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
         for process in ranks:
             os.kill(process, number)
@@ -115,66 +117,29 @@ def _end(ranks: dict[int, int]) -> None:
 # -- the check -------------------------------------------------------------------------
 
 
-def check(rates: Sequence[float], sizes: Sequence[int], nbytes: int) -> Table:
-    """Measure every network, and describe what it gave."""
-    table = Table(title="all-reduce with Gloo", title_justify="left", box=None)
-    columns = (
-        "ranks",
-        "link, Gbit/s",
-        "each way, Gbit/s",
-        "of the link",
-        "4 bytes, ms",
-    )
-    for column in columns:
-        table.add_column(column, justify="right")
-    for world_size in sizes:
-        for gbit in rates:
+def rows(args: argparse.Namespace, nbytes: int) -> Iterator[list[str]]:
+    """Measure every network; yield the rows of the table."""
+    for world_size in args.ranks or RANKS:
+        for gbit in args.gbit or GBIT:
             link = Link(gbit)
             rate: Rate = run_ranks(measured_rate, world_size, nbytes, 5, link=link)
-            table.add_row(
-                str(world_size),
-                f"{gbit:g}",
-                f"{rate.gbit:.2f}",
-                f"{rate.gbit / gbit:.0%}",
-                f"{1e3 * rate.latency_s:.2f}",
-            )
-    return table
+            share, latency = f"{rate.gbit / gbit:.0%}", f"{1e3 * rate.latency_s:.2f}"
+            yield [str(world_size), f"{gbit:g}", f"{rate.gbit:.2f}", share, latency]
 
 
 # -- the program -----------------------------------------------------------------------
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0],
-        usage="%(prog)s [--gbit G ...] [--ranks N ...] (--check | -- COMMAND ...)",
-        epilog="benchmarks/README.md says how the network is built.",
-    )
+    """Parse the command line."""
+    usage = "%(prog)s [--gbit G ...] [--ranks N ...] (--check | -- COMMAND ...)"
+    parser = command_line(__doc__, usage=usage)
     add = parser.add_argument
-    add(
-        "--check", action="store_true", help="measure what an all-reduce gets out of it"
-    )
-    add(
-        "--smoke",
-        action="store_true",
-        help="a short check of one rate; if no such network can be made here, says why "
-        "and counts as success",
-    )
-    add(
-        "--gbit",
-        nargs="+",
-        type=float,
-        metavar="G",
-        help="rate of each rank's link, in Gbit/s (default: 2; for --check: 1 2 10)",
-    )
-    add(
-        "--ranks",
-        nargs="+",
-        type=int,
-        metavar="N",
-        help="number of ranks (default: 2; for --check: 2 3 4)",
-    )
+    add("--check", action="store_true", help="measure what an all-reduce achieves")
+    rates = "Gbit/s of each rank's link (default: 2; for --check: 1 2 10)"
+    add("--gbit", nargs="+", type=float, metavar="G", help=rates)
+    sizes = "number of ranks (default: 2; for --check: 2 3 4)"
+    add("--ranks", nargs="+", type=int, metavar="N", help=sizes)
     add("command", nargs="*", metavar="COMMAND", help="after `--`: what each rank runs")
     args = parser.parse_args()
     if bool(args.command) == (args.check or args.smoke):
@@ -182,29 +147,30 @@ def parse() -> argparse.Namespace:
     if args.command and max(len(args.gbit or []), len(args.ranks or [])) > 1:
         parser.error("a command runs on one network: expected one rate, one number")
     if min(args.ranks or [2]) < 2 or max(args.ranks or [2]) > 250:
-        parser.error(f"expected 2 to 250 ranks, but got {args.ranks}")
+        parser.error(f"--ranks: expected 2 to 250, but got {args.ranks}")
     if min(args.gbit or [1.0]) <= 0:
-        parser.error(f"expected rates above 0, but got {args.gbit}")
+        parser.error(f"--gbit: expected rates above 0, but got {args.gbit}")
     return args
 
 
 def main() -> int:
-    """Run; the command's status, or 2 where there can be no such network."""
+    """Run; return the command's status, or 2 where there can be no such network."""
     args = parse()
-    reason = why_not()
-    if reason:
+    if reason := why_not():
         print(f"No shaped network here: {reason}.", file=sys.stderr)
         return 0 if args.smoke else 2
     if args.command:
         gbit, ranks = (args.gbit or [2.0])[0], (args.ranks or [2])[0]
         return launch(Link(gbit), ranks, args.command)
-    console: Console = report_console()
+    nbytes = 16 * 2**20
     if args.smoke:
-        console.print(check(args.gbit or [1.0], args.ranks or [2, 3], 2**18))
-        return 0
-    console.print(header_table(header(message="16 MiB, median of 5")), "")
-    console.print(check(args.gbit or GBIT, args.ranks or RANKS, 16 * 2**20))
-    return 0
+        args.gbit, args.ranks, nbytes = args.gbit or [1.0], args.ranks or [2, 3], 2**18
+    title = "All-reduce with Gloo on links of a limited rate"
+    report = Report(args, title, message=f"{nbytes / 2**20:g} MiB, median of 5")
+    columns = ["ranks", "link,\nGbit/s", "each way,\nGbit/s", "of the\nlink"]
+    found = list(rows(args, nbytes))
+    report.show(table("all-reduce", "", [*columns, "4 bytes,\nms"], found))
+    return report.finish("shaped_network", {"rows": found})
 
 
 if __name__ == "__main__":

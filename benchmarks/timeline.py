@@ -1,82 +1,54 @@
-"""A recorded training as report, picture and Chrome trace: torch's layout, and auto's.
+"""How does a recorded training look? Write report, picture and trace of two layouts.
 
     python benchmarks/timeline.py                      # 2 Gbit/s, 4 minutes
     python benchmarks/timeline.py --link loopback      # without root
     python benchmarks/timeline.py --smoke              # does it run? no files
 
-Runs differ more than steps of one run. So there are several, layouts in turn, and of
-each layout the one with the median step is shown. What is in the files is in the
-project's README, under "See the overlap".
+The MLP of overlap.py is trained with torch's bucket layout and with the one that "auto"
+chooses, five times each in turn, because trainings differ more than steps of one do. Of
+each layout the training with the median step is shown: what "auto" logged, what
+`minidp report` says, the picture of its typical step, and a trace for Perfetto.
+
+Layouts are compared by overlap.py, which records nothing; this script compares nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gzip
-import json
 import logging
+import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from support.links import Link, why_not
-from support.models import MODELS
-from support.nets import Net
-from support.output import check_native, results_folder, shrink_png
+import torch.distributed as dist
+from support.baselines import SETTLING
+from support.charts import shrink_png
+from support.links import LOOPBACK, Link, why_not
+from support.models import MODELS, make
 from support.ranks import run_ranks
-from support.report import (
-    can_draw,
-    header,
-    header_table,
-    native_line,
-    report_console,
-    write_markdown,
-)
+from support.report import Report, can_draw, command_line
 from torch.optim import SGD
 
 import minidp
-from minidp._analysis import Overlap, most_exposed, overlaps_of
-from minidp._chrome_trace import chrome_trace
-from minidp._picture import draw
-from minidp._skew import common_steps
-from minidp._timeline import Timeline, from_json, to_json
-from minidp.report import report
 
-LOOPBACK = "loopback"
 LAYOUTS = {"default": None, "auto": "auto"}  # of bucket_cap_mb
-SETTLING, STEPS = 52, 24  # until auto has chosen; recorded
-RUNS = 5  # of each layout; odd, so that one is the median
-BESIDE = 2  # steps in the trace before and after the typical one
+STEPS, RUNS = 24, 5  # recorded; of each layout, odd: so one is the median
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training.
+    """One recorded training; the files are in a folder of their own."""
 
-    Args:
-        timelines: of all ranks.
-        said: what auto logged.
-    """
-
-    timelines: tuple[Timeline, ...]
-    said: list[str]
-
-    @property
-    def shown(self) -> Overlap:
-        """What the report shows: the rank that waits most, in its typical step."""
-        return most_exposed(overlaps_of(self.timelines))
-
-    def trace(self) -> str:
-        """Of the typical step, and those around it."""
-        number = self.shown.step
-        near = common_steps(self.timelines)[max(0, number - BESIDE) :][: 2 * BESIDE + 1]
-        steps = zip(*near, strict=True)
-        pairs = zip(self.timelines, steps, strict=True)
-        return chrome_trace([replace(one, steps=tuple(some)) for one, some in pairs])
+    folder: Path
+    seconds: float  # of the median step
+    said: str  # what auto logged, and the report
 
 
 class _Said(logging.Handler):
@@ -87,120 +59,89 @@ class _Said(logging.Handler):
         self.words: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
+        """Keep the message."""
         self.words.append(record.getMessage())
 
 
-def record_on_rank(cap: str | None, *, is_small: bool, native: str) -> str:
-    """On every rank: train, and bring home what all ranks recorded."""
-    check_native(native)
+def train(cap: str | None, folder: Path, *, smoke: bool) -> Run:
+    """Train and record, on every rank; rank 0 writes picture and trace."""
     said = _Said()
     logging.getLogger("minidp").addHandler(said)
     logging.getLogger("minidp").setLevel(logging.INFO)
-    torch.manual_seed(0)
-    net: Net = MODELS["mlp"].smoke() if is_small else MODELS["mlp"].full()
+    net = make(MODELS["mlp"], smoke=smoke)
     model = minidp.DataParallel(net, bucket_cap_mb=cap)
     optimizer = SGD(model.parameters(), lr=1e-6)
 
-    def train(steps: int) -> None:
+    def take(steps: int) -> list[float]:
+        times = [time.perf_counter()]
         for number in range(steps):
             data = net.data(torch.Generator().manual_seed(number))
             optimizer.zero_grad()
             model(*data).backward()
             optimizer.step()
+            times.append(time.perf_counter())
+        return [b - a for a, b in pairwise(times)]
 
-    train(3 if is_small else SETTLING)
+    take(3 if smoke else SETTLING)
     with minidp.record(model) as recording:
-        train(3 if is_small else STEPS)
-    recorded = to_json(recording.gather().timelines)
-    return json.dumps({"recorded": recorded, "said": said.words})
-
-
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    add = parser.add_argument
-    add("--smoke", action="store_true", help="a tiny model on the loopback device")
-    add("--link", default="2", metavar="L", help="Gbit/s, or loopback (default: 2)")
-    add("--ranks", type=int, default=2, metavar="N", help="number of ranks (default 2)")
-    add(
-        "--runs",
-        type=int,
-        default=RUNS,
-        metavar="N",
-        help=f"of each layout; the one with the median step is shown (default {RUNS})",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="where the files go (default: benchmarks/results)",
-    )
-    args = parser.parse_args()
-    if args.smoke:
-        args.link = LOOPBACK
-    return args
-
-
-def run(args: argparse.Namespace, folder: Path) -> None:
-    """Record, print, write."""
-    console = report_console()
-    link = None if args.link == LOOPBACK else Link(float(args.link))
-    lines = header(
-        native=native_line(), ranks=str(args.ranks), link=str(link or LOOPBACK)
-    )
-    console.print(header_table(lines), "")
-    task = functools.partial(
-        record_on_rank, is_small=args.smoke, native=lines["native"]
-    )
-    stem = f"timeline_cpu_{args.link}_{args.ranks}_{lines['date']}"
-    runs: dict[str, list[Run]] = {name: [] for name in LAYOUTS}
-    for _ in range(1 if args.smoke else args.runs):
-        for name, cap in LAYOUTS.items():
-            found = json.loads(run_ranks(task, args.ranks, cap, link=link))
-            timelines = from_json(found["recorded"])
-            runs[name].append(Run(timelines, found["said"]))
-    _print_runs(console, runs)
-    for name, each in runs.items():
-        run = median_of(each)
-        console.print(f"bucket_cap_mb: {name}", style="bold")
-        for words in run.said:
-            console.print(words, markup=False, highlight=False)
-        console.print(f"{report(run.timelines)}\n", markup=False, highlight=False)
+        seconds = take(3 if smoke else STEPS)
+    recording.gather()
+    if dist.get_rank() == 0:
+        recording.save_trace(folder / "trace.json")
         if can_draw():
-            picture = folder / f"{stem}_{name}.png"
-            draw(run.timelines, picture)
-            shrink_png(picture)
-        with gzip.open(folder / f"{stem}_{name}_trace.json.gz", "wt") as file:
-            file.write(run.trace())
-    write_markdown(folder / f"{stem}.md", "One training, recorded", console)
+            recording.save_picture(folder / "picture.png")
+    words = "\n".join([*said.words, recording.report()])
+    return Run(folder, statistics.median(seconds), words)
 
 
 def median_of(runs: Sequence[Run]) -> Run:
-    """The run whose typical step is neither long nor short."""
-    return sorted(runs, key=lambda run: run.shown.typical.seconds)[len(runs) // 2]
+    """Return the run whose median step is the median of all runs."""
+    return sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
 
 
-def _print_runs(console: Console, runs: dict[str, list[Run]]) -> None:
-    """How far runs differ."""
-    console.print("typical step of each run, and how much of it is exposed, in ms:")
-    for name, each in runs.items():
-        typical = [run.shown.typical for run in each]
-        cells = [f"{1e3 * t.seconds:.0f} ({1e3 * t.exposed_s:.0f})" for t in typical]
-        console.print(f"  {name:<8} {'  '.join(cells)}", highlight=False)
-    console.print("Of each layout the run with the median step is shown.\n")
+def keep(run: Run, folder: Path, name: str) -> None:
+    """Copy the files of a run to the results."""
+    picture = run.folder / "picture.png"
+    if picture.exists():
+        (folder / f"{name}.png").write_bytes(picture.read_bytes())
+        shrink_png(folder / f"{name}.png")
+    with gzip.open(folder / f"{name}_trace.json.gz", "wt") as file:
+        file.write((run.folder / "trace.json").read_text())
 
 
 def main() -> int:
-    """Run; 2 where there can be no such link."""
-    args = parse()
-    reason = "" if args.link == LOOPBACK else why_not()
-    if reason:
-        print(f"No link of a limited rate: {reason}.", file=sys.stderr)
+    """Record and report. Return 2 where there can be no such link."""
+    parser = command_line(__doc__)
+    add = parser.add_argument
+    add("--link", default="2", metavar="L", help=f"Gbit/s, or {LOOPBACK} (default: 2)")
+    add("--ranks", type=int, default=2, metavar="N", help="(default: 2)")
+    args = parser.parse_args()
+    if args.smoke:
+        args.link = LOOPBACK
+    if args.link != LOOPBACK and (reason := why_not()):
+        print(f"No shaped link here: {reason}. Try --link loopback.", file=sys.stderr)
         return 2
-    with results_folder(args.out, smoke=args.smoke) as folder:
-        run(args, folder)
-    return 0
+    link = Link.of(args.link)
+    ranks, place = str(args.ranks), str(link or LOOPBACK)
+    report = Report(args, "One training, recorded", ranks=ranks, link=place)
+    runs: dict[str, list[Run]] = {name: [] for name in LAYOUTS}
+    stem = f"timeline_cpu_{args.link}_{args.ranks}"
+    task = functools.partial(train, smoke=args.smoke)
+    with tempfile.TemporaryDirectory() as scratch:
+        for number in range(1 if args.smoke else RUNS):
+            for name, cap in LAYOUTS.items():
+                folder = Path(scratch) / f"{name}{number}"
+                folder.mkdir()
+                runs[name].append(run_ranks(task, args.ranks, cap, folder, link=link))
+        for name, each in runs.items():
+            steps = ", ".join(f"{1e3 * run.seconds:.0f}" for run in each)
+            report.show(f"bucket_cap_mb: {name}; ms of the median step: {steps}")
+            report.show(median_of(each).said)
+            with report.folder() as results:
+                stamp = f"{stem}_{report.header['date']}_{name}"
+                keep(median_of(each), results, stamp)
+    content = {name: [run.seconds for run in each] for name, each in runs.items()}
+    return report.finish(stem, {"seconds": content})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-// What Python sees: minidp/_ops.py and minidp/_arrivals.py say what each thing does.
+// What Python sees: minidp/core/kernels.py and minidp/core/pending.py say what each thing does.
 
 #include <pybind11/stl.h>
 #include <pybind11/stl_bind.h>
@@ -12,13 +12,16 @@
 #include "flatten.h"
 #include "grad_hook.h"
 #include "slots.h"
+#ifdef __linux__
+#include "shared_memory.h"
+#endif
 
 PYBIND11_MAKE_OPAQUE(std::vector<int32_t>)
 
 namespace {
 
 namespace py = pybind11;
-using minidp::Arrivals;
+using minidp::GradTable;
 using minidp::Gathered;
 using minidp::GradHooks;
 using minidp::Slots;
@@ -36,12 +39,12 @@ void check_whole(const py::slice& slice, size_t size) {
   }
 }
 
-// A view of the entries of an Arrivals, which Python uses like a list.
+// A view of the entries of an GradTable, which Python uses like a list.
 struct Entries {
-  std::shared_ptr<Arrivals> arrivals;
+  std::shared_ptr<GradTable> arrivals;
 };
 
-void check_index(const Arrivals& arrivals, size_t i) {
+void check_index(const GradTable& arrivals, size_t i) {
   if (i >= arrivals.size()) {
     throw py::index_error("no such parameter index");
   }
@@ -84,7 +87,7 @@ void bind_arrivals(py::module_& module) {
         }
         return self.arrivals->decode(self.codes[k], self.grads[k]);
       });
-  py::class_<Arrivals, std::shared_ptr<Arrivals>>(module, "Arrivals")
+  py::class_<GradTable, std::shared_ptr<GradTable>>(module, "GradTable")
       .def(
           py::init<
               Tensors,
@@ -99,32 +102,31 @@ void bind_arrivals(py::module_& module) {
           py::arg("callbacks"))
       .def_property_readonly(
           "entries",
-          [](std::shared_ptr<Arrivals> self) { return Entries{std::move(self)}; })
-      .def_readonly("ready", &Arrivals::ready)
-      .def_readonly("pending", &Arrivals::pending)
-      .def_readonly("bucket_of", &Arrivals::bucket_of)
-      .def_readwrite("scale", &Arrivals::scale)
+          [](std::shared_ptr<GradTable> self) { return Entries{std::move(self)}; })
+      .def_readonly("ready", &GradTable::ready)
+      .def_readonly("pending", &GradTable::pending)
+      .def_readonly("bucket_of", &GradTable::bucket_of)
+      .def_readwrite("scale", &GradTable::scale)
       .def_property(
           "is_timed",
-          [](const Arrivals& self) { return self.is_timed.load(); },
-          [](Arrivals& self, bool is_timed) { self.is_timed.store(is_timed); })
-      .def("take_stamps", &Arrivals::take_stamps)
-      .def("stamp_by", &Arrivals::stamp_by)
-      .def("copy_at_once", &Arrivals::copy_at_once)
-      .def("forget_slots", &Arrivals::forget_slots)
-      .def("note_ready", &Arrivals::note_ready)
-      .def("count_down", &Arrivals::count_down)
-      .def("adopt", &Arrivals::adopt)
-      .def("refill", &Arrivals::refill)
-      .def("take_streams", &Arrivals::take_streams)
-      .def("used", &Arrivals::used)
+          [](const GradTable& self) { return self.is_timed.load(); },
+          [](GradTable& self, bool is_timed) { self.is_timed.store(is_timed); })
+      .def("take_stamps", &GradTable::take_stamps)
+      .def("stamp_by", &GradTable::stamp_by)
+      .def("copy_at_once", &GradTable::copy_at_once)
+      .def("note_ready", &GradTable::note_ready)
+      .def("count_down", &GradTable::count_down)
+      .def("adopt", &GradTable::adopt)
+      .def("refill", &GradTable::refill)
+      .def("take_streams", &GradTable::take_streams)
+      .def("used", &GradTable::used)
       .def(
           "attach",
-          [](const std::shared_ptr<Arrivals>& self, py::object python_hook) {
+          [](const std::shared_ptr<GradTable>& self, py::object python_hook) {
             self->set_python_hook(std::move(python_hook));
             return std::make_unique<GradHooks>(self);
           })
-      .def("gather", &Arrivals::gather);
+      .def("gather", &GradTable::gather);
 }
 
 // What Python calls entries, when it is not what `gather` returned: any sequence of
@@ -148,7 +150,7 @@ std::vector<bool> present(const Gathered& entries) {
   std::vector<bool> found;
   found.reserve(entries.codes.size());
   for (const auto code : entries.codes) {
-    found.push_back(code == Arrivals::kArrived);
+    found.push_back(code == GradTable::kArrived);
   }
   return found;
 }
@@ -195,6 +197,42 @@ void bind_slots(py::module_& module) {
           py::arg("is_alone") = false);
 }
 
+#ifdef __linux__
+using minidp::SharedMemory;
+
+void bind_shared_memory(py::module_& module) {
+  using Buffer = std::pair<int64_t, at::ScalarType>;
+  py::class_<SharedMemory, std::shared_ptr<SharedMemory>>(module, "SharedMemory")
+      .def(
+          py::init([](int rank, int size, const std::vector<Buffer>& buckets) {
+            std::vector<minidp::BucketShape> shapes;
+            for (const auto& [numel, type] : buckets) {
+              shapes.push_back({numel, type});
+            }
+            return std::make_shared<SharedMemory>(rank, size, std::move(shapes));
+          }),
+          py::arg("rank"),
+          py::arg("size"),
+          py::arg("buckets"))
+      .def_property_readonly("descriptor", &SharedMemory::descriptor)
+      .def_property_readonly("token", &SharedMemory::token)
+      .def("connect", &SharedMemory::connect)
+      .def(
+          "buffer",
+          [](std::shared_ptr<SharedMemory> self, size_t bucket) {
+            const auto [numel, type] = self->shape(bucket);
+            void* data = self->data(bucket);
+            const auto keep = [self](void* /*data*/) {};
+            return at::from_blob(data, {numel}, keep, at::TensorOptions(type));
+          })
+      .def("post", &SharedMemory::post)
+      .def("advance", &SharedMemory::advance, py::call_guard<py::gil_scoped_release>())
+      .def("wait", &SharedMemory::wait, py::call_guard<py::gil_scoped_release>())
+      .def("missing", &SharedMemory::missing);
+}
+
+#endif
+
 minidp::Refs refs(const Tensors& tensors) {
   minidp::Refs found;
   found.reserve(tensors.size());
@@ -224,6 +262,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   bind_entries(module);
   bind_arrivals(module);
   bind_slots(module);
+#ifdef __linux__
+  bind_shared_memory(module);
+#endif
   module.def("flatten", [](const Tensors& views, const Tensors& grads, double scale) {
     check_pairs(views, grads);
     py::gil_scoped_release no_gil;

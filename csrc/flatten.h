@@ -1,6 +1,6 @@
 // The copies between gradients and a bucket's buffer, on CPU and, with MINIDP_CUDA, on GPUs.
 //
-// minidp/_ops.py is the specification: every function here gives the same bits, but for
+// minidp/core/kernels.py is the specification: every function here gives the same bits, but for
 // the sign and payload of a NaN.
 #pragma once
 

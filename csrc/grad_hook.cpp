@@ -42,7 +42,7 @@ void call_python(const py::object& callable, size_t index) {
 // accumulation and all post-accumulate hooks, in the order of registration among others.
 class GradHook : public torch::autograd::FunctionPostHook {
  public:
-  GradHook(std::shared_ptr<Arrivals> arrivals, size_t index)
+  GradHook(std::shared_ptr<GradTable> arrivals, size_t index)
       : arrivals_(std::move(arrivals)), index_(index) {}
 
   variable_list operator()(
@@ -72,7 +72,7 @@ class GradHook : public torch::autograd::FunctionPostHook {
   }
 
  private:
-  std::atomic<std::shared_ptr<Arrivals>> arrivals_;
+  std::atomic<std::shared_ptr<GradTable>> arrivals_;
   size_t index_;
 };
 
@@ -103,7 +103,7 @@ bool is_empty(const AnyHook& hook) {
 
 }  // namespace
 
-Arrivals::Arrivals(
+GradTable::GradTable(
     std::vector<at::Tensor> params,
     py::tuple marks,
     const py::object& unset,
@@ -129,7 +129,7 @@ Arrivals::Arrivals(
 }
 
 // The last reference may go with a node of the graph, on a thread without the GIL.
-Arrivals::~Arrivals() {
+GradTable::~GradTable() {
   if (!Py_IsInitialized()) {
     marks_.release();
     on_full_.release();
@@ -145,7 +145,7 @@ Arrivals::~Arrivals() {
   }
 }
 
-void Arrivals::stamp(size_t i) {
+void GradTable::stamp(size_t i) {
   if (stamper_) {
     call_python(stamper_, i);
     return;
@@ -154,17 +154,17 @@ void Arrivals::stamp(size_t i) {
   stamps_[i] = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
-void Arrivals::stamp_by(const py::object& stamper) {
+void GradTable::stamp_by(const py::object& stamper) {
   stamper_ = stamper.is_none() ? py::object() : stamper;
 }
 
-std::vector<int64_t> Arrivals::take_stamps() {
+std::vector<int64_t> GradTable::take_stamps() {
   std::vector<int64_t> taken(stamps_.size());
   std::swap(taken, stamps_);
   return taken;
 }
 
-void Arrivals::fired(size_t i) {
+void GradTable::fired(size_t i) {
   if (is_timed.load(std::memory_order_relaxed)) {
     stamp(i);
   }
@@ -195,7 +195,7 @@ void Arrivals::fired(size_t i) {
   }
 }
 
-void Arrivals::note_stream([[maybe_unused]] size_t i) {
+void GradTable::note_stream([[maybe_unused]] size_t i) {
 #ifdef MINIDP_CUDA
   if (params_[i].is_cuda()) {
     const auto stream = c10::cuda::getCurrentCUDAStream(params_[i].device().index());
@@ -208,31 +208,27 @@ void Arrivals::note_stream([[maybe_unused]] size_t i) {
 #endif
 }
 
-std::vector<int64_t> Arrivals::take_streams(size_t bucket) {
+std::vector<int64_t> GradTable::take_streams(size_t bucket) {
   std::vector<int64_t> taken;
   std::swap(taken, streams_.at(bucket));
   return taken;
 }
 
-void Arrivals::note_ready(size_t i) {
+void GradTable::note_ready(size_t i) {
   const std::lock_guard<std::mutex> lock(mutex_);
   ready.push_back(static_cast<int32_t>(i));
 }
 
-int32_t Arrivals::count_down(size_t i) {
+int32_t GradTable::count_down(size_t i) {
   const std::lock_guard<std::mutex> lock(mutex_);
   return --pending.at(bucket_of.at(i));
 }
 
-void Arrivals::copy_at_once(size_t i, std::shared_ptr<Slots> slots, size_t k) {
+void GradTable::copy_at_once(size_t i, std::shared_ptr<Slots> slots, size_t k) {
   targets_.at(i) = {std::move(slots), k};
 }
 
-void Arrivals::forget_slots() {
-  std::fill(targets_.begin(), targets_.end(), Target{});
-}
-
-std::vector<int64_t> Arrivals::used() const {
+std::vector<int64_t> GradTable::used() const {
   std::vector<int64_t> found;
   for (const int32_t i : ready) {
     if (codes_[i] != kArrived || grads_[i].defined()) {
@@ -242,7 +238,7 @@ std::vector<int64_t> Arrivals::used() const {
   return found;
 }
 
-py::object Arrivals::decode(uint8_t code, const at::Tensor& grad) const {
+py::object GradTable::decode(uint8_t code, const at::Tensor& grad) const {
   if (code != kArrived) {
     return marks_[code];
   }
@@ -250,12 +246,12 @@ py::object Arrivals::decode(uint8_t code, const at::Tensor& grad) const {
                         : py::none();
 }
 
-py::object Arrivals::entry(size_t i) const {
+py::object GradTable::entry(size_t i) const {
   return decode(codes_.at(i), grads_.at(i));
 }
 
 // The code of anything but a gradient.
-uint8_t Arrivals::code_of(py::handle entry) const {
+uint8_t GradTable::code_of(py::handle entry) const {
   if (entry.is_none()) {
     return kArrived;
   }
@@ -267,7 +263,7 @@ uint8_t Arrivals::code_of(py::handle entry) const {
   throw py::type_error("an entry is a gradient, None or a mark");
 }
 
-void Arrivals::set_entry(size_t i, py::handle entry) {
+void GradTable::set_entry(size_t i, py::handle entry) {
   if (THPVariable_Check(entry.ptr())) {
     codes_.at(i) = kArrived;
     grads_.at(i) = THPVariable_Unpack(entry.ptr());
@@ -277,7 +273,7 @@ void Arrivals::set_entry(size_t i, py::handle entry) {
   }
 }
 
-void Arrivals::set_entries(const py::sequence& entries) {
+void GradTable::set_entries(const py::sequence& entries) {
   const auto list = py::reinterpret_steal<py::object>(
       PySequence_Fast(entries.ptr(), "entries must be a sequence"));
   if (!list) {
@@ -303,11 +299,11 @@ void Arrivals::set_entries(const py::sequence& entries) {
   }
 }
 
-py::object Arrivals::python_hook(size_t i) const {
+py::object GradTable::python_hook(size_t i) const {
   return python_hook_()(i);
 }
 
-void Arrivals::adopt(std::vector<std::vector<size_t>> members) {
+void GradTable::adopt(std::vector<std::vector<size_t>> members) {
   for (size_t bucket = 0; bucket < members.size(); ++bucket) {
     for (const size_t i : members[bucket]) {
       bucket_of.at(i) = static_cast<int32_t>(bucket);
@@ -319,7 +315,7 @@ void Arrivals::adopt(std::vector<std::vector<size_t>> members) {
   refill();
 }
 
-void Arrivals::refill() {
+void GradTable::refill() {
   owner_.store(std::this_thread::get_id());
   ready.clear();
   pending.clear();
@@ -328,7 +324,7 @@ void Arrivals::refill() {
   }
 }
 
-Gathered Arrivals::gather(size_t bucket) const {
+Gathered GradTable::gather(size_t bucket) const {
   const auto& indices = members_.at(bucket);
   Gathered found;
   found.arrivals = shared_from_this();
@@ -357,7 +353,7 @@ void prune(torch::autograd::Node& node) {
 
 }  // namespace
 
-GradHooks::GradHooks(const std::shared_ptr<Arrivals>& arrivals) {
+GradHooks::GradHooks(const std::shared_ptr<GradTable>& arrivals) {
   for (size_t i = 0; i < arrivals->size(); ++i) {
     auto node = torch::autograd::impl::grad_accumulator(arrivals->params()[i]);
     TORCH_CHECK(node, "parameter ", i, " requires no gradient");

@@ -1,6 +1,6 @@
 // What has arrived in a backward, and the hook that writes it down without the GIL.
 //
-// The twin of `Arrivals` in minidp/_arrivals.py, which is its specification. The hook
+// The twin of `GradTable` in minidp/core/pending.py, which is its specification. The hook
 // reacts to one kind of entry, UNSET, and writes gradients or COPIED; on any other it asks
 // Python (`on_unusual`), as it does when a bucket is full (`on_full`). So what the other
 // marks mean, and every feature built on them, is Python's business.
@@ -29,35 +29,34 @@ namespace minidp {
 
 namespace py = pybind11;
 
-class Arrivals;
+class GradTable;
 
 // A bucket's entries as they were when it was full: what `Slots::flatten` reads.
 struct Gathered {
-  std::shared_ptr<const Arrivals> arrivals;
+  std::shared_ptr<const GradTable> arrivals;
   std::vector<at::Tensor> grads;  // undefined: no gradient, or a mark
   std::vector<uint8_t> codes;
 };
 
-class Arrivals : public std::enable_shared_from_this<Arrivals> {
+class GradTable : public std::enable_shared_from_this<GradTable> {
  public:
   static constexpr uint8_t kArrived = 255;  // grads[i] is the entry
 
   // marks: all values an entry can have besides a gradient or None; the hook knows
   // `unset` and `copied`. callbacks: (on_full, on_unusual).
-  Arrivals(
+  GradTable(
       std::vector<at::Tensor> params,
       py::tuple marks,
       const py::object& unset,
       const py::object& copied,
       const py::tuple& callbacks);
-  ~Arrivals();
+  ~GradTable();
 
   // The gradient of parameter i was accumulated; called without the GIL.
   void fired(size_t i);
 
-  // From now on gradient i is copied to slot k when it arrives.
+  // Until the next `adopt`, gradient i is copied to slot k when it arrives.
   void copy_at_once(size_t i, std::shared_ptr<Slots> slots, size_t k);
-  void forget_slots();
   void note_ready(size_t i);
   // The slot of parameter i is no longer pending; returns how many are in its bucket.
   int32_t count_down(size_t i);
@@ -125,12 +124,12 @@ class Arrivals : public std::enable_shared_from_this<Arrivals> {
   std::atomic<std::thread::id> owner_;  // who opened this backward
 };
 
-// The hooks of all parameters of an `Arrivals`, until `remove`. A removed hook stays on
+// The hooks of all parameters of an `GradTable`, until `remove`. A removed hook stays on
 // its node and does nothing: the engine may be walking the node's hooks right now, if the
 // garbage collector is what removes it. The next hook on the node takes it away.
 class GradHooks {
  public:
-  explicit GradHooks(const std::shared_ptr<Arrivals>& arrivals);
+  explicit GradHooks(const std::shared_ptr<GradTable>& arrivals);
   ~GradHooks();
 
   // Parameters on whose node there are other hooks: one may run behind ours.

@@ -1,8 +1,7 @@
 """``minidp.attach(model)``: synchronise a model without wrapping it.
 
-A `DataParallel` is made as ever, but nobody sees it. The model calls it by way of the
-one place that torch leaves out of copies and pickles, where ``Module.compile()`` puts
-what it compiled::
+The model calls a hidden `DataParallel`, through the attribute for the result of
+``Module.compile()``, which torch leaves out of copies and pickles::
 
     model(x) -> Detour -> DataParallel.forward: checks, module buffers, rebuild
                               |- Detour, this time straight on -> the model's forward
@@ -14,26 +13,24 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
 
-from ._comm_hook import Hook
-from ._compat import DataParallel
-from ._guard import is_averaged, retire
-from ._managed import DETOUR
-from ._untraced import untraced_itself
+from .comm import Hook
+from .core import untraced_itself
+from .guard import is_averaged
+from .replica import DETOUR
+from .torch_compat import DataParallel
 
 
 def attach(model: nn.Module, **options: Any) -> Attachment:
-    """Collective: from now on backwards of ``model`` average its gradients over ranks.
+    """Collective: let backwards of ``model`` average its gradients over ranks.
 
-    The model stays what it is: its type, its attributes, the keys of its
-    ``state_dict()`` (no ``module.`` prefix). Copies of it (``deepcopy``, averages of
-    weights, pickle, ``torch.save(model)``) are plain models that synchronise nothing.
-    Gradients have the bits that they have with `DataParallel`, and everything that is
-    watched there is watched here::
+    The model keeps its type, attributes, and ``state_dict()`` keys. Copies of it
+    (``deepcopy``, pickle, ``torch.save(model)``) are plain models that synchronise
+    nothing. Gradients have the same bits, and the same checks, as with `DataParallel`::
 
         handle = minidp.attach(model)            # on all ranks
         for x, y in batches:
@@ -41,15 +38,12 @@ def attach(model: nn.Module, **options: Any) -> Attachment:
             optimizer.step(); optimizer.zero_grad()
         handle.detach()
 
-    Before ``attach``, or by ``torch.compile(model)``: ``model.compile()`` afterwards
-    takes the place of what is attached, which the optimizer guard then reports.
+    Call ``model.compile()`` before: later it would replace the synchronisation, which
+    the optimizer guard then reports. You may drop the handle that is returned.
 
     Args:
         model: the same on all ranks, with at least one trainable parameter.
         options: those of `DataParallel`.
-
-    Returns:
-        What undoes it, and the other methods of `DataParallel`. It need not be kept.
 
     Raises:
         RuntimeError: the model is attached already, or a live `DataParallel` averages
@@ -61,10 +55,7 @@ def attach(model: nn.Module, **options: Any) -> Attachment:
 
 
 class Attachment:
-    """What `attach` gives: the synchronisation of one model, until `detach`.
-
-    As a context manager it detaches at the end of the block.
-    """
+    """Average one model's gradients, from construction to `detach` or a block's end."""
 
     def __init__(self, model: nn.Module, options: dict[str, Any]) -> None:
         if isinstance(model, nn.Module):  # else DataParallel says so, on all ranks
@@ -72,54 +63,45 @@ class Attachment:
         self._detour = Detour(model)
         self._data_parallel: _Inside | None = None
         inside = _Inside(model, **options)
-        inside.__dict__["_detour"] = self._detour
+        inside._depth = self._detour.depth
         self._detour.through = self._data_parallel = inside
         vars(model)[DETOUR] = self._detour
 
     @property
     def data_parallel(self) -> DataParallel:
-        """The object inside: for ``minidp.record``, ``join``, ``step_in_backward``.
-
-        Raises:
-            RuntimeError: detached.
-        """
+        """The hidden wrapper, for ``minidp.record`` ...; RuntimeError once detached."""
         if self._data_parallel is None:
             raise RuntimeError("This model was detached: call minidp.attach again.")
         return self._data_parallel
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards of forwards that run inside stay local; as in `DataParallel`."""
+        """Keep gradients local in backwards of forwards that run inside the block."""
         return self.data_parallel.no_sync()
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Forwards inside are the model's own, without any collective.
+    def alone(self) -> AbstractContextManager[None]:
+        """Run forwards inside the block without collectives, as ``ddp.module(x)`` does.
 
-        For one rank that evaluates while others do not: what ``ddp.module(x)`` is to a
-        wrapped model. Gradients of their backwards stay local.
+        For one rank that evaluates alone. Backwards of these forwards average nothing.
         """
-        self._detour.depth.now += 1
-        try:
-            yield
-        finally:
-            self._detour.depth.now -= 1
+        return self._detour.depth.deeper()
 
     def sync_gradients(self) -> None:
-        """Collective: average what ``.grad`` holds now; as in `DataParallel`."""
+        """Collective: average over ranks what the parameters' ``.grad`` hold now."""
         self.data_parallel.sync_gradients()
 
     def reset(self) -> None:
-        """Collective: recover from a failed backward; as in `DataParallel`."""
+        """Collective: recover from a failed, aborted or unfinished backward."""
         self.data_parallel.reset()
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let ``hook`` reduce the buckets; as in `DataParallel`."""
+        """Let ``hook`` reduce the buckets; see `DataParallel.register_comm_hook`."""
         self.data_parallel.register_comm_hook(state, hook)
 
     def detach(self) -> None:
-        """From now on gradients stay local; nothing is left on the model.
+        """Stop averaging gradients, and remove all that `attach` put on the model.
 
-        On all ranks, after the same step. Once more does nothing.
+        Call it on all ranks, after the same step. Gradients that are views of buckets
+        become copies. A second call does nothing.
         """
         inside, self._data_parallel = self._data_parallel, None
         if inside is None:
@@ -130,7 +112,7 @@ class Attachment:
             if self._detour.compiled is not None:
                 own[DETOUR] = self._detour.compiled
         inside._remove_autograd_hooks()
-        retire(inside._guard)
+        inside._guard.retire()
         if inside.gradient_as_bucket_view:
             for param in inside._reducer.params:
                 param.grad = None if param.grad is None else param.grad.clone()
@@ -143,95 +125,83 @@ class Attachment:
         self.detach()
 
 
-class _Inside(DataParallel):
-    """Runs the model's own forward, where the model would come back to us."""
-
-    @untraced_itself
-    def _run_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        depth = self.__dict__["_detour"].depth
-        depth.now += 1
-        try:
-            return super()._run_module(inputs, kwargs)
-        finally:
-            depth.now -= 1
-
-
 class _Depth(threading.local):
     now = 0  # calls of the model in this thread that go straight on
 
+    @contextmanager
+    def deeper(self) -> Iterator[None]:
+        """Let calls of the model in this block and thread skip the wrapper."""
+        self.now += 1
+        try:
+            yield
+        finally:
+            self.now -= 1
+
+
+class _Inside(DataParallel):
+    """A `DataParallel` that calls the model's forward, not the `Detour` back to it."""
+
+    _depth: _Depth
+
+    @untraced_itself
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self._depth.deeper():
+            return super()._run_ddp_forward(*inputs, **kwargs)
+
 
 class Detour:
-    """Called instead of the model's forward; a copy of it is None.
-
-    Args:
-        model: calls this. If it was compiled in place, that is what runs in the end.
-    """
+    """Call a model's wrapper; inside it or `alone`, the model. Its copies are None."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        # The model's forward if it was compiled in place.
         self.compiled: Callable[..., Any] | None = getattr(model, DETOUR, None)
         self.through: DataParallel | None = None
         self.depth = _Depth()
 
     @untraced_itself
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model, synchronised if this is not a call from inside."""
+        """Call the wrapper; if detached or inside `deeper`, the model's own forward."""
         if self.through is not None and not self.depth.now:
             return self.through(*inputs, **kwargs)
         return (self.compiled or self._model._call_impl)(*inputs, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Also for models whose ``__getstate__`` is not torch's."""
-        return type(None), ()
+        return type(None), ()  # also for models with a ``__getstate__`` of their own
 
 
 def attached_to(model: nn.Module) -> DataParallel | None:
-    """What synchronises a model that `attach` was called with; else None."""
+    """Return the hidden wrapper of an attached model; None if it is not attached."""
     detour = vars(model).get(DETOUR)
     return detour.through if isinstance(detour, Detour) else None
 
 
-@contextmanager
-def straight_on(model: nn.Module) -> Iterator[None]:
-    """Forwards inside are the model's own, whether it is attached or not."""
+def straight_on(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which calls of a model skip its wrapper, if attached."""
     detour = vars(model).get(DETOUR)
-    depth = detour.depth if isinstance(detour, Detour) else _Depth()
-    depth.now += 1
-    try:
-        yield
-    finally:
-        depth.now -= 1
+    return detour.depth.deeper() if isinstance(detour, Detour) else nullcontext()
 
 
 def _check(model: nn.Module) -> None:
-    """Refuse what would not be synchronised, or twice.
-
-    Raises:
-        TypeError, RuntimeError: see `attach`.
-    """
+    """Raise if a model is compiled, is a wrapper, or (after gc) averaged already."""
+    name = type(model).__name__
     for inner, remedy in (
         ("_orig_mod", "attach to the module that was compiled, then compile it"),
         ("_reducer", "it synchronises already; attach to its .module instead"),
     ):
-        if inner in model.__dict__ | model._modules:
+        if inner in vars(model) | model._modules:
             raise TypeError(
-                f"attach() needs the model itself, but got {type(model).__name__}. "
-                f"What to do: {remedy}."
+                f"attach() needs the model itself, not {name}. What to do: {remedy}."
             )
     if isinstance(vars(model).get(DETOUR), Detour):
         raise RuntimeError(
-            f"This {type(model).__name__} is attached already. What to do: use the "
-            "handle of the first attach(), or call its detach() before."
+            f"This {name} is attached already. What to do: use the handle of the first "
+            "attach(), or call its detach() before."
         )
-    if _shares_parameters(model):
-        gc.collect()  # of those that are in use no longer
-        if _shares_parameters(model):
+    if any(map(is_averaged, model.parameters())):
+        gc.collect()  # drop wrappers that are in use no longer
+        if any(map(is_averaged, model.parameters())):
             raise RuntimeError(
-                f"Parameters of this {type(model).__name__} are averaged already, by a "
-                "DataParallel or another attach(). What to do: delete that object, or "
-                "detach it, before."
+                f"Parameters of this {name} are averaged already, by a DataParallel or "
+                "another attach(). What to do: delete or detach that object before."
             )
-
-
-def _shares_parameters(model: nn.Module) -> bool:
-    return any(is_averaged(param) for param in model.parameters())

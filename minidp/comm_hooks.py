@@ -1,16 +1,16 @@
-"""Comm hooks: other ways to average a bucket. Short, to be copied and changed.
+"""Comm hooks: other ways to average buckets. They are short: copy and change them.
 
     ddp.register_comm_hook(None, comm_hooks.row_major(my_hook))
 
 A comm hook gets a full bucket with this rank's own gradients, *not divided*, and
-returns a future of what they become. It is called in the same order on all ranks, and
-this is the one rule to keep::
+returns a future of their averages. It is called in the same order on all ranks. One
+rule is yours to keep::
 
     Collectives of one group must start in the same order on every rank.
 
-So start them in the hook itself. In a callback (``.then``) of a collective they start
-whenever that one happens to be done: on Gloo that is another order on every rank, and
-with two buckets in flight the ranks mix them up. `one_at_a_time` makes such hooks safe.
+So start collectives in the hook itself. A callback (``.then``) runs when its collective
+is done: on Gloo in a different order on every rank, so that with two buckets in flight
+the ranks mix them up. `one_at_a_time` makes such hooks safe.
 
 Bytes that a rank sends per bucket of N elements, on n ranks (ring algorithms)::
 
@@ -19,11 +19,11 @@ Bytes that a rank sends per bucket of N elements, on n ranks (ring algorithms)::
     fp32_accumulate_hook            4 N (n-1)/n     error independent of n
     int8_error_feedback_hook        N (n-1) (1 + 4/block)     less than fp32 for n < 8
 
-The ``state`` of a hook is a process group, or None: the bucket's own group, which stays
-right when `DataParallel.reset` replaces it. Hooks that remember something have a class
-of states; make one per wrapped module.
+The ``state`` of a hook is a process group, or None for the bucket's own group, which
+`DataParallel.reset` may replace. Hooks that keep data have a class for their state;
+make one object per wrapped module.
 
-What a hook cannot make smaller (16-bit or sparse gradients) it averages as it is, like
+Gradients that a hook cannot compress (16-bit, sparse) are averaged uncompressed, as by
 `all_reduce_hook`. Complex gradients arrive as interleaved reals.
 """
 
@@ -35,85 +35,74 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from ._comm_hook import Hook, name_of
-from ._grad_bucket import GradBucket
-from ._waiting import then
+from .comm import FutureWork, GradBucket, Hook, name_of, then, wait_for
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = [
-    "Fp32State",
-    "GradBucket",
-    "Int8State",
-    "all_reduce_hook",
-    "bf16_compress_hook",
-    "bf16_compress_wrapper",
-    "fp16_compress_hook",
-    "fp16_compress_wrapper",
-    "fp32_accumulate_hook",
-    "int8_error_feedback_hook",
-    "one_at_a_time",
-    "row_major",
-]
+    Group = ProcessGroup | None  # None: the bucket's own
+
+__all__ = ["Fp32State", "GradBucket", "Int8State", "all_reduce_hook"]
+__all__ += ["bf16_compress_hook", "bf16_compress_wrapper"]
+__all__ += ["fp16_compress_hook", "fp16_compress_wrapper", "fp32_accumulate_hook"]
+__all__ += ["int8_error_feedback_hook", "one_at_a_time", "row_major"]
 
 
-def all_reduce_hook(
-    state: ProcessGroup | None, bucket: GradBucket
-) -> Future[torch.Tensor]:
-    """The mean: ``sum over ranks of (g / n)``, in the bucket's dtype.
+def all_reduce_hook(state: Group, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average in the bucket's dtype: ``sum over ranks of (g / n)``; also if sparse.
 
-    The same as no hook at all, but for the last bits when n is no power of two: without
-    a hook, gradients are multiplied by ``1 / n``. Takes sparse gradients as well.
+    Differs from no hook in the last bits, if n is no power of two: without a hook,
+    gradients are multiplied by ``1 / n``.
     """
-    group, n = _who(state, bucket)
-    buffer = bucket.buffer().div_(n)  # before the sum, which might overflow
-    work = dist.all_reduce(buffer, group=group, async_op=True)
-    return then(work.get_future(), lambda: buffer)
+    buffer = bucket.buffer()
+    return _average(buffer, state, bucket, lambda: buffer)
+
+
+def _average(
+    values: torch.Tensor, state: Group, bucket: GradBucket, finish: Any
+) -> Future[torch.Tensor]:
+    group, n = _group_and_divisor(state, bucket)
+    values.div_(n)  # before the sum, which might overflow
+    work = dist.all_reduce(values, group=group, async_op=True)
+    return then(work.get_future(), finish)
 
 
 # -- 16 bits on the wire ---------------------------------------------------------------
 
 
-def fp16_compress_hook(
-    state: ProcessGroup | None, bucket: GradBucket
-) -> Future[torch.Tensor]:
-    """The mean in float16: ``sum of (fp16(g) / n)``, added in float16.
+def fp16_compress_hook(state: Group, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average float32 and float64 in float16: ``sum of (fp16(g) / n)``.
 
-    For float32 and float64. Values above 65504 become infinite, on all ranks.
+    Values above 65504 become infinite, on all ranks.
     """
     return _compress(torch.float16, state, bucket)
 
 
-def bf16_compress_hook(
-    state: ProcessGroup | None, bucket: GradBucket
-) -> Future[torch.Tensor]:
-    """The mean in bfloat16: ``sum of (bf16(g) / n)``, added in bfloat16.
+def bf16_compress_hook(state: Group, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average float32 and float64 in bfloat16: ``sum of (bf16(g) / n)``.
 
-    For float32 and float64: their range, with 8 significant bits. Also on Gloo.
+    Keeps the range of float32, with 8 significant bits. Also works on Gloo.
     """
     return _compress(torch.bfloat16, state, bucket)
 
 
 def _compress(
-    dtype: torch.dtype, state: ProcessGroup | None, bucket: GradBucket
+    dtype: torch.dtype, state: Group, bucket: GradBucket
 ) -> Future[torch.Tensor]:
     buffer = bucket.buffer()
     if not _shrinks(buffer, dtype):
         return all_reduce_hook(state, bucket)
-    group, n = _who(state, bucket)
-    small = buffer.to(dtype).div_(n)
-    work = dist.all_reduce(small, group=group, async_op=True)
-    return then(work.get_future(), lambda: buffer.copy_(small))
+    small = buffer.to(dtype)
+    return _average(small, state, bucket, lambda: buffer.copy_(small))
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Let ``hook`` see the gradients, and send them, in float16."""
+    """Return a hook: cast buckets to float16, run ``hook``, cast its result back."""
     return _in_dtype(torch.float16, hook, "fp16_compress_wrapper")
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Let ``hook`` see the gradients, and send them, in bfloat16."""
+    """Return a hook: cast buckets to bfloat16, run ``hook``, cast its result back."""
     return _in_dtype(torch.bfloat16, hook, "bf16_compress_wrapper")
 
 
@@ -134,11 +123,10 @@ def _in_dtype(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
 
 
 class Fp32State:
-    """For `fp32_accumulate_hook`.
+    """State of `fp32_accumulate_hook`: its group, dtype, and an unfinished exchange.
 
-    Args:
-        process_group: who averages; None: the bucket's group.
-        wire_dtype: what travels, torch.bfloat16 or torch.float16.
+    Without ``process_group``, the bucket's ranks are averaged over. ``wire_dtype``, the
+    dtype that is sent, is torch.bfloat16 or torch.float16.
     """
 
     def __init__(
@@ -152,61 +140,52 @@ class Fp32State:
             )
         self.process_group = process_group
         self.wire_dtype = wire_dtype
-        self.half_done: _Exchange | None = None
-
-    def drop_aborted(self, bucket: GradBucket) -> None:
-        """Forget an exchange of a backward that was aborted."""
-        group, _ = _who(self.process_group, bucket)
-        is_old = self.half_done is not None and self.half_done.group is not group
-        if bucket.index() == 0 or is_old:
-            self.half_done = None
-
-    def go_on(self, exchange: _Exchange | None) -> None:
-        """Start the second half of the exchange before this one."""
-        if self.half_done is not None:
-            self.half_done.finish()
-        self.half_done = exchange
+        self.half_done: _Exchange | None = None  # of the bucket before this one
 
 
 def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.Tensor]:
-    """The mean, added in float32 though 16 bits travel: ``r((sum of r(g)) / n)``.
+    """Average 16-bit gradients with a float32 sum: ``r((sum of r(g)) / n)``.
 
-    Rank k collects everybody's k-th part (all-to-all), adds it up in float32, and hands
-    the rounded mean to everybody (all-gather): as many bytes as a 16-bit all-reduce,
-    whose error grows with n, but only two roundings r. With u = 2**-8 (bfloat16) or
-    2**-11 (float16), up to float32's own error and underflow,
+    Rank k collects the k-th part of all ranks (all-to-all), sums it in float32, and
+    sends the rounded mean to all ranks (all-gather): as many bytes as a 16-bit
+    all-reduce, whose error grows with n, but only two roundings r. With u = 2**-8
+    (bfloat16) or 2**-11 (float16), up to float32's own error and underflow,
     ``|error| <= (u + u*u) * mean(|g|) + u * |mean(g)|``. For float32 and float64.
 
-    The second collective cannot start in a callback (see the module), so it starts when
-    the hook is called for the next bucket, behind that one's first::
+    The all-gather cannot start in a callback (see the module). It starts when the hook
+    is called for the next bucket, after that bucket's all-to-all::
 
         hook called for    bucket 0   bucket 1        bucket 2 (last)
         starts             all-to-all all-to-all      all-to-all
                                       all-gather of 0 all-gather of 1, of 2
 
-    That call waits until the exchange that it goes on with is half done: on a network
-    slower than the backward, the backward waits here instead of at its end.
+    That call waits for the earlier all-to-all: on a network slower than the backward,
+    the backward waits here instead of at its end.
     """
     _check_state(state, Fp32State)
-    state.drop_aborted(bucket)
-    exchange = None
+    group, _ = _group_and_divisor(state.process_group, bucket)
+    previous, state.half_done = state.half_done, None
+    if previous and (bucket.index() == 0 or previous.group is not group):
+        previous = None  # an aborted backward left it
     if _shrinks(bucket.buffer(), state.wire_dtype):
-        exchange = _Exchange(state, bucket)
-        future = exchange.future
+        state.half_done = _Exchange(state, bucket)
+        future = state.half_done.future
     else:
         future = all_reduce_hook(state.process_group, bucket)
-    state.go_on(exchange)
-    if bucket.is_last():
-        state.go_on(None)
+    if previous:
+        previous.finish()
+    if bucket.is_last() and state.half_done:
+        state.half_done.finish()
+        state.half_done = None
     return future
 
 
 class _Exchange:
-    """One bucket on its way through all-to-all and all-gather."""
+    """Average one bucket: construction starts an all-to-all, `finish` an all-gather."""
 
     def __init__(self, state: Fp32State, bucket: GradBucket) -> None:
         self._buffer = bucket.buffer()
-        self.group, self._divisor = _who(state.process_group, bucket)
+        self.group, self._divisor = _group_and_divisor(state.process_group, bucket)
         devices: Any = None if self._buffer.is_cpu else [self._buffer.device]
         self.future: Future[torch.Tensor] = Future(devices=devices)
         numel, n = self._buffer.numel(), self.group.size()
@@ -219,11 +198,11 @@ class _Exchange:
         )
 
     def finish(self) -> None:
-        """Wait for the first half, start the second; it completes the future."""
-        self._work.wait()
+        """Wait for the all-to-all, average in float32, start a gather into `future`."""
+        wait_for(self._work)  # within the limit of the reducer that launches
         total = self._received.sum(0, dtype=torch.float32)
         mean = total.div_(self._divisor).to(self._sent.dtype)
-        everyones = list(self._sent)  # the memory is free again
+        everyones = list(self._sent)  # reuse memory that has been sent
         self._work = dist.all_gather(everyones, mean, group=self.group, async_op=True)
         self._work.get_future().then(self._complete)
 
@@ -240,11 +219,9 @@ class _Exchange:
 
 
 class Int8State:
-    """For `int8_error_feedback_hook`: what rounding has left behind so far.
+    """State of `int8_error_feedback_hook`: the rounding errors of the last step.
 
-    Args:
-        process_group: who averages; None: the bucket's group.
-        block: elements that share a scale.
+    ``process_group`` None is the bucket's own. ``block`` elements share a scale.
     """
 
     def __init__(
@@ -257,9 +234,9 @@ class Int8State:
         self._residuals: dict[int, tuple[object, torch.Tensor]] = {}
 
     def residual(self, bucket: GradBucket) -> torch.Tensor:
-        """The error to make up for in this bucket: float32, one row per block.
+        """Return this bucket's rounding error to update: float32, a row per block.
 
-        Zeros when the bucket holds other parameters than the last time (the rebuild).
+        Zeros if the bucket holds other parameters than before, as after a rebuild.
         """
         buffer = bucket.buffer()
         kind = (*map(id, bucket.parameters()), buffer.numel(), buffer.device)
@@ -274,26 +251,25 @@ class Int8State:
 def int8_error_feedback_hook(
     state: Int8State, bucket: GradBucket
 ) -> Future[torch.Tensor]:
-    """The mean of 8-bit gradients; what rounding loses is added to the next gradient.
+    """Average 8-bit gradients; add the rounding error to the next step's gradients.
 
     Per block: ``v = g + residual``, ``scale = max|v| / 127``, ``q = round(v / scale)``,
-    ``residual = v - scale * q``; one all-gather of q and scale; every rank decodes all
-    and adds them in float32, in rank order: ``(sum of scale * q) / n``. No sum of q is
-    ever formed, so nothing overflows, and all ranks get the same bits.
+    ``residual = v - scale * q``. One all-gather sends q and scale. Every rank sums in
+    float32, in rank order: ``(sum of scale * q) / n``. No sum of q is formed, so
+    nothing overflows, and all ranks get the same bits.
 
-    Over many steps nothing is lost: the sum of all decoded gradients differs from that
-    of the true ones by the last residual alone, half a scale at most. A block that
-    holds an infinity or NaN becomes NaN on all ranks, so that a GradScaler sees it, and
-    leaves its residual as it was.
+    Over many steps the sums of decoded and true gradients differ by the last residual
+    alone, at most half a scale. A block with an infinity or NaN becomes NaN on all
+    ranks, so that a GradScaler sees it, and keeps its residual.
 
-    All floating dtypes. After Seide et al., "1-Bit SGD", Interspeech 2014, and
+    For all floating dtypes. After Seide et al., "1-Bit SGD", Interspeech 2014, and
     Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019.
     """
     _check_state(state, Int8State)
     buffer = bucket.buffer()
     if not _shrinks(buffer, torch.int8):
         return all_reduce_hook(state.process_group, bucket)
-    group, n = _who(state.process_group, bucket)
+    group, n = _group_and_divisor(state.process_group, bucket)
     residual = state.residual(bucket)
     values = residual.clone()
     values.view(-1)[: buffer.numel()] += buffer
@@ -301,11 +277,9 @@ def int8_error_feedback_hook(
     error = values - codes * scales
     residual.copy_(torch.where(scales.isfinite(), error, residual))
 
-    # One message: scales first, as float32 must start at a multiple of 4 bytes.
+    # One message. Scales come first: float32 must start at a multiple of 4 bytes.
     head = scales.nbytes
-    message = torch.cat(
-        [scales.flatten().view(torch.uint8), codes.flatten().view(torch.uint8)]
-    )
+    message = torch.cat([t.flatten().view(torch.uint8) for t in (scales, codes)])
     messages = [torch.empty_like(message) for _ in range(group.size())]
 
     def decode() -> torch.Tensor:
@@ -320,10 +294,10 @@ def int8_error_feedback_hook(
 
 
 def _quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (int8) and scales (float32, one column; NaN where a row is not finite)."""
+    """Return int8 codes and float32 scales by row; for rows not finite, 0 and NaN."""
     scales = values.abs().amax(dim=1, keepdim=True) / 127
     scales.masked_fill_(~scales.isfinite(), torch.nan)
-    steps = values / scales.masked_fill(scales == 0, 1)  # zeros, or as good as zeros
+    steps = values / scales.masked_fill(scales == 0, 1)  # of zeros
     codes = steps.round_().nan_to_num_(0).clamp_(-127, 127).to(torch.int8)
     return codes, scales
 
@@ -332,10 +306,10 @@ def _quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def row_major(hook: Hook) -> Hook:
-    """Give ``hook`` gradients that are row-major contiguous, whatever the parameters.
+    """Return a hook that runs ``hook`` on row-major copies, and copies its result back.
 
-    For hooks that ``.view()`` gradients as matrices, as torch's ``powerSGD_hook`` does,
-    which fails on channels_last parameters.
+    For hooks that ``.view()`` gradients as matrices: torch's ``powerSGD_hook`` fails on
+    channels_last parameters. Row-major buckets are not copied.
     """
 
     def rearranged(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -356,21 +330,21 @@ def row_major(hook: Hook) -> Hook:
 
 
 def one_at_a_time(hook: Hook) -> Hook:
-    """Wait for each bucket in the hook, so that no two are in flight.
+    """Return a hook that calls ``hook`` and waits: one bucket is in flight at a time.
 
     For hooks that start collectives in callbacks: torch's ``powerSGD_hook`` on Gloo.
     """
 
     def waiting(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         future = hook(state, bucket)
-        future.wait()
+        wait_for(FutureWork(future))
         return future
 
     return _named(waiting, "one_at_a_time", hook)
 
 
-def _who(state: ProcessGroup | None, bucket: GradBucket) -> tuple[ProcessGroup, int]:
-    """The group, and the number to divide by."""
+def _group_and_divisor(state: Group, bucket: GradBucket) -> tuple[ProcessGroup, int]:
+    """Return ``state`` and its size; if None, the bucket's own group and divisor."""
     if state is None or state is bucket.process_group():
         return bucket.process_group(), bucket.divisor()
     return state, state.size()
@@ -378,14 +352,12 @@ def _who(state: ProcessGroup | None, bucket: GradBucket) -> tuple[ProcessGroup, 
 
 def _check_state(state: object, kind: type) -> None:
     if not isinstance(state, kind):
-        name = kind.__name__
-        raise TypeError(
-            f"it needs a state: register_comm_hook(comm_hooks.{name}(), ...)"
-        )
+        call = f"register_comm_hook(comm_hooks.{kind.__name__}(), ...)"
+        raise TypeError(f"it needs a state: {call}")
 
 
 def _shrinks(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a buffer takes fewer bytes in ``dtype``."""
+    """Return whether a dense floating buffer takes fewer bytes in ``dtype``."""
     return (
         buffer.layout is torch.strided
         and buffer.dtype.is_floating_point
@@ -394,7 +366,7 @@ def _shrinks(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _named(wrapped: Hook, wrapper_name: str, hook: Hook) -> Hook:
-    """Give a wrapped hook the name that errors and logs show."""
+    """Name ``wrapped`` "wrapper_name(name of hook)", for errors; return ``wrapped``."""
     name = f"{wrapper_name}({name_of(hook)})"
     wrapped.__name__ = wrapped.__qualname__ = name
     return wrapped

@@ -1,4 +1,4 @@
-"""Every exception that minidp raises while it runs, and how their text is built.
+"""Define every exception that minidp raises while it runs, and build error texts.
 
 Bad arguments raise ``TypeError`` or ``ValueError`` (or what torch raises for them);
 everything that goes wrong later is a `MiniDPError`, which is a ``RuntimeError`` because
@@ -13,7 +13,7 @@ MAX_NAMES = 10  # of parameters, where a message may grow without limit
 
 
 class MiniDPError(RuntimeError):
-    """Base of the run-time errors below."""
+    """Base class of all errors that minidp raises while it runs."""
 
 
 class ReplicaMismatchError(MiniDPError):
@@ -49,7 +49,7 @@ class DoubleStepError(MiniDPError):
 
 
 class CollectiveError(MiniDPError):
-    """A collective failed or did not finish within its group's timeout."""
+    """A collective failed, or did not finish within its time limit."""
 
 
 class CommHookError(MiniDPError):
@@ -69,7 +69,7 @@ class InternalError(AssertionError):
 
 
 def lost_hooks(rank: int, names: Sequence[str]) -> str:
-    """The text for parameters whose grad hooks are gone."""
+    """Return the error text for parameters that lost their grad hooks."""
     return explain(
         rank,
         "Parameters lost their grad hooks, so their gradients cannot be averaged.",
@@ -80,7 +80,7 @@ def lost_hooks(rank: int, names: Sequence[str]) -> str:
 
 
 def frozen_here(rank: int, names: Sequence[str]) -> str:
-    """The text for parameters that are frozen on one rank only."""
+    """Return the error text for parameters frozen on this rank but not on others."""
     return explain(
         rank,
         "Parameters are frozen on this rank, but other ranks have gradients of them.",
@@ -99,23 +99,11 @@ def explain(
     found: str = "",
     remedy: str = "",
 ) -> str:
-    """The text of an error, always in the same order.
+    """Return "[rank r] what Expected: ... Found: ... Parameters: ... What to do: ...".
 
-    Args:
-        rank: group rank of the process that speaks.
-        what: one sentence, without rank.
-        names: dotted names of all parameters concerned.
-        expected: what should have been there.
-        found: what was there instead.
-        remedy: what the reader can do next.
+    Empty parts are left out. ``what`` is a sentence; a full stop follows other parts.
     """
-    parts = [f"[rank {rank}] {what}"]
-    if expected:
-        parts.append(f"Expected: {expected}.")
-    if found:
-        parts.append(f"Found: {found}.")
-    if names:
-        parts.append(f"Parameters: {', '.join(names)}.")
-    if remedy:
-        parts.append(f"What to do: {remedy}.")
-    return " ".join(parts).replace("\n ", "\n")  # `what` may end a line
+    parts = {"Expected": expected, "Found": found, "Parameters": ", ".join(names)}
+    parts["What to do"] = remedy
+    tail = [f"{head}: {text}." for head, text in parts.items() if text]
+    return " ".join([f"[rank {rank}] {what}", *tail]).replace("\n ", "\n")

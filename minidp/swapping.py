@@ -1,33 +1,30 @@
-"""``minidp.swapped()``: torch's class becomes ours, under all its names, for a while.
+"""``minidp.swapped()``: replace torch's ``DistributedDataParallel`` for a while.
 
-What takes its place is a class of the same name, `DistributedDataParallel`, derived
-from `minidp.DataParallel` without anything of its own: registries, summaries and checks
-of class names meet the name that they know. What is swapped, and put back at the end,
-also after an error:
+The replacement has the same name, which registries and summaries know, and derives from
+`minidp.DataParallel`. These are swapped, and put back at the end, also after an error:
 
-1. the name ``DistributedDataParallel`` of ``torch.nn.parallel`` and of its module
-   ``distributed``, for whoever asks for it, now or in an import;
-2. names of modules that imported it before (or import it meanwhile), at module level;
-3. torch's class itself, for those who kept it elsewhere (a dict, a default argument):
-   to call it makes ours, to derive from it derives from ours.
+1. the name in ``torch.nn.parallel`` and in its module ``distributed``;
+2. names of other modules that imported the class before, or import it meanwhile;
+3. calls of torch's class itself, for references kept elsewhere (a dict, a default
+   argument, torch's ``replicate()``).
 
-``isinstance`` and ``issubclass`` with either class say yes to objects of ours. Torch's
-own modules go on to see torch's class: what they do with it stays as it is, and objects
-that were made before go on to work. Processes that multiprocessing starts meanwhile are
-swapped as well (those of ``subprocess`` under ``minidp run`` only).
+``isinstance`` and ``issubclass`` with either class accept objects of ours. Code of
+torch's own class keeps it, so objects that were made before continue to work. Processes
+that multiprocessing starts meanwhile are swapped as well (those of ``subprocess`` under
+``minidp run`` only).
 
-Not swapped: classes that were derived from torch's before (a warning names them), names
-that were imported inside functions that still run, and torch's ``replicate()``. Objects
-of torch's class cannot be pickled meanwhile, and ``isinstance`` by a swapped name says
-no to them. What is made inside stays what it is afterwards: objects, derived classes.
+Not swapped: classes derived from torch's before (a warning names them) or from a kept
+reference, and names imported inside functions that still run. Objects of torch's class
+cannot be pickled meanwhile, and are no instances of the swapped name. Objects and
+classes made inside stay what they are afterwards.
 """
 
 from __future__ import annotations
 
+import functools
 import multiprocessing.process
 import sys
 import threading
-from abc import ABCMeta
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -36,44 +33,43 @@ from typing import Any
 import torch.nn.parallel
 from torch.nn.parallel import distributed
 
-from ._compat import DataParallel
-from ._overrides import note_swapped
-from ._warn import warn
+from .config import note_swapped
+from .console import warn
+from .torch_compat import DataParallel
 
 TORCHS = distributed.DistributedDataParallel
 NAME = "DistributedDataParallel"
-_MODULES = (torch.nn.parallel, distributed)
-_PASSED_ON = "minidp"  # key of multiprocessing's settings, which children inherit
+_TORCHS_INIT = TORCHS.__init__
 
 
 class DistributedDataParallel(DataParallel):
-    """`minidp.DataParallel`, where torch's class is swapped; see there."""
+    """`minidp.DataParallel` under torch's name, which replaces torch's class."""
 
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:
-        """`minidp.DataParallel` counts as well, for scripts that wrap in either."""
+        # Scripts may wrap in either class.
         is_ours = cls is DistributedDataParallel and DataParallel in other.__mro__
         return True if is_ours else NotImplemented
 
 
 def swap() -> None:
-    """From now on ``DistributedDataParallel`` is `minidp.DataParallel`, for good.
+    """Replace ``DistributedDataParallel`` by `minidp.DataParallel`, for good.
 
     Call it before the modules that use the class are imported, if you can. A second
-    call does nothing, and warns.
+    call warns, and does nothing.
     """
-    if _swapping.depth:
-        warn(
-            "minidp.swap(): torch's DistributedDataParallel is swapped already (by an "
-            "earlier swap(), a swapped() around, or minidp run); nothing to do.",
-        )
+    if not _swapping.depth:
+        _swapping.begin()
         return
-    _swapping.begin()
+    warn(
+        "minidp.swap(): torch's DistributedDataParallel is swapped already (by an "
+        "earlier swap(), a swapped() around, or minidp run); nothing to do.",
+    )
 
 
 @contextmanager
 def swapped() -> Iterator[None]:
-    """Inside, ``DistributedDataParallel`` is `minidp.DataParallel`.
+    """Replace ``DistributedDataParallel`` by `minidp.DataParallel` inside the block.
 
     ::
 
@@ -81,7 +77,7 @@ def swapped() -> Iterator[None]:
             from torch.nn.parallel import DistributedDataParallel as DDP
             model = DDP(Net())           # a minidp.DataParallel
 
-    Blocks may be nested, also inside `swap`: the outermost counts.
+    Blocks may be nested, also after `swap`: the end of the outermost one puts back.
     """
     _swapping.begin()
     try:
@@ -91,130 +87,107 @@ def swapped() -> Iterator[None]:
 
 
 class _Swapping:
-    """What is swapped at present."""
+    """Count nested blocks; swap at the start of the outermost one, undo at its end."""
 
-    def __init__(self) -> None:
-        self.depth = 0
-        self.reached_children = False
-        self._lock = threading.RLock()
+    depth = 0
+    _lock = threading.RLock()
 
     def begin(self) -> None:
-        """Swap, if that is not done yet."""
+        """Enter a block: swap, unless swapped; warn of classes derived before that."""
         with self._lock:
             self.depth += 1
             if self.depth > 1:
                 return
             _warn_of_subclasses()
-            self.reached_children = False
-            _rebind(TORCHS, DistributedDataParallel)
-            for module in _MODULES:
-                _give_class(module, _Names)
-            _give_class(TORCHS, _Caught)
-            _settings()[_PASSED_ON] = _PassedOn()
+            _rebind(TORCHS, DistributedDataParallel, "torch", "minidp")
+            vars(torch.nn.parallel)[NAME] = DistributedDataParallel
+            distributed.__class__ = _Module
+            _patch(_init, _PassedOn())
             note_swapped(is_swapped=True)
 
     def end(self) -> None:
-        """Put everything back, if this was the outermost block."""
+        """Leave a block: put everything back if it is the outermost one."""
         with self._lock:
             self.depth -= 1
             if self.depth:
                 return
             note_swapped(is_swapped=False)
-            _settings().pop(_PASSED_ON, None)
-            _give_class(TORCHS, ABCMeta)
-            for module in _MODULES:
-                _give_class(module, ModuleType)
-            _rebind(DistributedDataParallel, TORCHS)
+            _patch(_TORCHS_INIT, None)
+            distributed.__class__ = ModuleType
+            _rebind(DistributedDataParallel, TORCHS, "minidp")
 
 
-class _Names(ModuleType):
-    """A module of torch while swapped; its own code sees what it always saw."""
+_swapping = _Swapping()
+
+
+class _Module(ModuleType):
+    """The type of ``torch.nn.parallel.distributed`` while swapped.
+
+    Its own code keeps torch's class: globals do not pass through properties.
+    """
 
     @property
     def DistributedDataParallel(self) -> Any:
-        """Ours for others, torch's for torch."""
-        there = self.__dict__[NAME]
-        asker = sys._getframe(1).f_globals.get("__name__")
-        if there is not TORCHS or _is_torchs(asker):
-            return there
-        return DistributedDataParallel
+        """The swapped class, or what a user has assigned to the name meanwhile."""
+        there = vars(self)[NAME]
+        return DistributedDataParallel if there is TORCHS else there
 
     @DistributedDataParallel.setter
     def DistributedDataParallel(self, value: Any) -> None:
-        """Somebody patches it; to put back what was read here is no patch."""
-        self.__dict__[NAME] = TORCHS if value is DistributedDataParallel else value
+        vars(self)[NAME] = TORCHS if value is DistributedDataParallel else value
 
 
-class _Caught(ABCMeta):
-    """The class of torch's class while swapped."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1).f_globals.get("__name__")
-        if cls is TORCHS and not _is_torchs(caller):
-            return DistributedDataParallel(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
-
-    def __new__(
-        cls, name: str, bases: tuple[type, ...], members: dict[str, Any], **more: Any
-    ) -> Any:
-        """Derive from ours."""
-        ours = (DistributedDataParallel if base is TORCHS else base for base in bases)
-        return ABCMeta(name, tuple(ours), members, **more)
+@functools.wraps(TORCHS.__init__)
+def _init(self: Any, *given: Any, **options: Any) -> None:
+    """Initialise an object of torch's class as minidp's; of a derived, as torch's."""
+    ours: Any = DistributedDataParallel
+    if type(self) is TORCHS:
+        self.__class__ = ours
+        ours.__init__(self, *given, **options)
+    else:
+        _TORCHS_INIT(self, *given, **options)
 
 
 class _PassedOn:
-    """Swaps in processes that are started by ``spawn`` or ``forkserver``."""
+    """Swap in processes that ``spawn`` or ``forkserver`` starts: they unpickle this."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        _swapping.reached_children = True
         return swap_here, ()
 
 
 def swap_here() -> _PassedOn:
-    """Swap for good, in a process that was started by a swapped one."""
+    """Swap for good, unless swapped; return an object whose unpickling does this."""
     if not _swapping.depth:
         _swapping.begin()
     return _PassedOn()
 
 
-def has_reached_children() -> bool:
-    """Whether a process was started since the swap that is swapped as well."""
-    return _swapping.reached_children
+def _patch(init: Any, passed_on: _PassedOn | None) -> None:
+    """Set torch's constructor, and what child processes unpickle (None: nothing)."""
+    TORCHS.__init__ = init  # type: ignore[method-assign]
+    settings: dict[str, Any] = vars(multiprocessing.process.current_process())[
+        "_config"
+    ]
+    settings.pop("minidp", None)
+    if passed_on is not None:
+        settings["minidp"] = passed_on
 
 
-def _give_class(thing: Any, kind: type) -> None:
-    thing.__class__ = kind
-
-
-def _settings() -> dict[str, Any]:
-    """What processes hand on to the processes they start."""
-    current: Any = multiprocessing.process.current_process()
-    settings: dict[str, Any] = current._config
-    return settings
-
-
-def _rebind(old: type, new: type) -> None:
-    """In all modules but torch's and ours, without waking up lazy ones."""
-    for module_name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType) and not _is_torchs(module_name):
+def _rebind(old: type, new: type, *skipped: str) -> None:
+    """Rebind globals from ``old`` to ``new``, but not in packages ``skipped``."""
+    for name, module in list(sys.modules.items()):
+        # The __dict__ of a lazy module does not wake it up.
+        if name.partition(".")[0] not in skipped and isinstance(module, ModuleType):
             names = module.__dict__
-            for name in [n for n, value in list(names.items()) if value is old]:
-                names[name] = new
-
-
-def _is_torchs(name: object) -> bool:
-    """Whether a module is one of torch's (or ours), by its name."""
-    return isinstance(name, str) and name.partition(".")[0] in ("torch", "minidp")
+            for key in [key for key, value in list(names.items()) if value is old]:
+                names[key] = new
 
 
 def _warn_of_subclasses() -> None:
-    early = [c for c in TORCHS.__subclasses__() if not _is_torchs(c.__module__)]
+    classes = [(c.__module__, c.__qualname__) for c in TORCHS.__subclasses__()]
+    early = [".".join(names) for names in classes if not names[0].startswith("torch.")]
     if early:
-        names = ", ".join(f"{c.__module__}.{c.__qualname__}" for c in early)
         warn(
-            f"Derived from torch's DistributedDataParallel before it was swapped, and "
-            f"so still torch's: {names}. Swap before they are defined.",
+            "Derived from torch's DistributedDataParallel before it was swapped, and "
+            f"so still torch's: {', '.join(early)}. Swap before they are defined.",
         )
-
-
-_swapping = _Swapping()

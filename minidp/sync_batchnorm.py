@@ -10,14 +10,15 @@ A training step on two ranks costs one all-gather and one all-reduce::
             y = (x - mean) / std    v          dx (formula of    v
             the same mean, std everywhere      all ranks' sums)
 
-M2 is the sum of squared distances from the mean. Ranks exchange it, and not the sum of
-squares, because the latter cancels where the mean is large. Gradients of weight and
-bias stay sums over the local batch: averaging them is the job of `DataParallel`.
+M2 is the sum of squared distances from the mean; the sum of squares would cancel where
+the mean is large. Gradients of weight and bias stay sums over the local batch:
+`DataParallel` averages them.
 """
 
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,48 +27,60 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ._collectives import all_reduce, gather_rows
-from ._groups import is_group, joined_group, side_group
-from ._untraced import untraced
-from ._waiting import wait_for
-from ._watch import Watch
+from .comm import (
+    Communicator,
+    all_reduce,
+    gather_rows,
+    is_group,
+    joined_group,
+    side_group,
+    wait_for,
+)
+from .core import untraced
 from .errors import CollectiveError, explain
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# What a rank's forward lets its backward do; in the order of how much it takes part.
+# How far a rank takes part in the backward.
 NO_BACKWARD, PARAMETERS_ONLY, INPUTS_TOO = range(3)
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
     """torch's ``nn.SyncBatchNorm``, which also works on CPU tensors.
 
-    In training mode, statistics are those of all ranks' batches together, also under
-    ``torch.no_grad()`` and ``no_sync()``: every forward is a collective of the layer's
-    ``process_group`` (None is the default group), and so is a backward that needs the
-    gradient of the input. Batches may differ in number of samples between ranks, or be
-    empty. Double backward works on CPU. On an accelerator it is torch's layer.
+    In training mode every forward is a collective of ``process_group`` (None is the
+    default group), also under ``torch.no_grad()`` and ``no_sync()``; so is a backward
+    that needs the gradient of the input. Batches may differ in size between ranks, or
+    be empty. Double backward works on CPU. On an accelerator it is torch's layer.
     """
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise; a collective in training mode, never part of a compiled graph.
+        """Return ``input`` normalised; a collective in training mode. Never compiled.
 
-        Raises:
-            ValueError: one value per channel in all ranks' batches together, or an
-                input without channels.
-            CollectiveError: the other ranks did not take part in time.
+        Updates running statistics. Raises TypeError if this process is not in the
+        group; ValueError for one value per channel on all ranks together, or an input
+        without channels; CollectiveError if other ranks do not take part in time.
         """
         if not (input.is_cpu and self.training):
             return super().forward(input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
-        group = self._group()
+        group = joined_group(self.process_group)
+        if group is not None and not is_group(group):
+            raise TypeError(
+                "process_group of a SyncBatchNorm must be a process group of which "
+                f"this process is a member, but it is {group!r}."
+            )
         if group is None or group.size() == 1:
             return _BatchNorm.forward(self, input)
         self._check_against_parameters(input)
-        batch = merge_moments(input, self._wants(input), group)
+        wants = INPUTS_TOO if input.requires_grad else PARAMETERS_ONLY
+        tensors = [t for t in (input, self.weight, self.bias) if t is not None]
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+            wants = NO_BACKWARD
+        batch = merge_moments(input, wants, group)
         if batch.count == 1:
             raise ValueError(
                 explain(
@@ -80,17 +93,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             self._track(batch)
         return _apply(_Normalize, input, self.weight, self.bias, batch, self.eps)
 
-    def _group(self) -> ProcessGroup | None:
-        group = joined_group(self.process_group)
-        if group is not None and not is_group(group):
-            raise TypeError(
-                "process_group of a SyncBatchNorm must be a process group of which "
-                f"this process is a member, but it is {group!r}."
-            )
-        return group
-
     def _check_against_parameters(self, input: torch.Tensor) -> None:
-        """What batch norm's kernel would find, before other ranks wait for us."""
+        """Raise for integer inputs or a wrong channel count, before the collective."""
         if not input.is_floating_point():
             raise NotImplementedError(
                 f"SyncBatchNorm needs floating-point inputs, but got {input.dtype}."
@@ -102,17 +106,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                     f"{tuple(input.shape)}, with {input.size(1)} channels."
                 )
 
-    def _wants(self, input: torch.Tensor) -> int:
-        tensors = (input, self.weight, self.bias)
-        if not torch.is_grad_enabled() or not any(
-            t is not None and t.requires_grad for t in tensors
-        ):
-            return NO_BACKWARD
-        return INPUTS_TOO if input.requires_grad else PARAMETERS_ONLY
-
     @torch.no_grad()
     def _track(self, batch: Batch) -> None:
-        """Update the running statistics, alike on all ranks."""
+        """Count the batch; unless empty, blend it into running mean and variance."""
         factor = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -121,14 +117,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if self.running_mean is None or self.running_var is None or not batch.count:
             return
         unbiased = batch.var * (batch.count / (batch.count - 1))
-        for running, new in (
-            (self.running_mean, batch.mean),
-            (self.running_var, unbiased),
-        ):
+        pairs = (self.running_mean, batch.mean), (self.running_var, unbiased)
+        for running, new in pairs:
             running.copy_(torch.lerp(running.double(), new, factor or 0.0))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """A copy in this process shares the group, which cannot be copied."""
+        """Return a deep copy that shares the process group, which cannot be copied."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         memo[id(self.process_group)] = self.process_group
@@ -141,19 +135,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     ) -> nn.Module:
         """Replace every ``nn.BatchNorm*`` and ``nn.SyncBatchNorm`` by this class.
 
-        The new layers take over parameters, module buffers, flags and hooks as they
-        are. Convert before an optimizer or `DataParallel` sees the module, as in torch.
-
-        Args:
-            module: changed in place, unless it is such a layer itself.
-            process_group: of the new layers; None leaves a ``nn.SyncBatchNorm`` its
-                group, and is the default group for others.
-
-        Returns:
-            The module, or the new layer if the module is such a layer itself.
-
-        Raises:
-            RuntimeError: a lazy batch norm has no parameters yet; nothing is changed.
+        The new layers share parameters, module buffers, flags and hooks with the old.
+        ``process_group`` None keeps that of a ``nn.SyncBatchNorm``. Returns the module,
+        changed in place, or the new layer if the module is a batch norm layer itself.
+        Raises RuntimeError, before any change, if a lazy batch norm has no parameters.
         """
         lazy = [
             f"{name or 'module'} ({type(layer).__name__})"
@@ -168,51 +153,28 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                 "forward pass to initialize them first. Uninitialized: "
                 f"{', '.join(lazy)}."
             )
-        return cls._convert(module, process_group, {})
-
-    @classmethod
-    def _convert(
-        cls,
-        module: nn.Module,
-        process_group: ProcessGroup | None,
-        done: dict[nn.Module, nn.Module],
-    ) -> nn.Module:
-        """``done`` keeps a layer that sits in two places one layer."""
-        if module in done:
-            return done[module]
-        done[module] = module
-        if isinstance(module, _BatchNorm):
-            done[module] = cls._take_over(module, process_group)
-        for name, child in list(module._modules.items()):
-            if child is not None:
-                module._modules[name] = cls._convert(child, process_group, done)
-        return done[module]
-
-    @classmethod
-    def _take_over(
-        cls, layer: _BatchNorm, process_group: ProcessGroup | None
-    ) -> SyncBatchNorm:
-        """The same state under our class, so that nothing is forgotten."""
-        ours = cls.__new__(cls)
-        ours.__dict__.update(layer.__dict__)
-        ours.process_group = process_group or getattr(layer, "process_group", None)
-        return ours
+        layers: dict[nn.Module, nn.Module] = {}
+        for layer in module.modules():  # a shared layer stays one layer
+            if isinstance(layer, _BatchNorm):
+                layers[layer] = ours = cls.__new__(cls)
+                ours.__dict__.update(layer.__dict__)
+                old_group = getattr(layer, "process_group", None)
+                ours.process_group = process_group or old_group
+        for parent in list(module.modules()):
+            for name, child in parent._modules.items():
+                if child in layers:
+                    parent._modules[name] = layers[child]
+        return layers.get(module, module)
 
 
 def refuse_torchs(module: nn.Module, device: torch.device) -> None:
-    """Refuse torch's own layers in a CPU module: their forward would raise.
-
-    Raises:
-        ValueError: with their names.
-    """
-    if device.type != "cpu":
-        return
+    """Raise ValueError if a CPU module has torch's SyncBatchNorm, naming the layers."""
     names = [
         name or "module"
         for name, layer in module.named_modules()
         if isinstance(layer, nn.SyncBatchNorm) and not isinstance(layer, SyncBatchNorm)
     ]
-    if names:
+    if names and device.type == "cpu":
         raise ValueError(
             "torch's SyncBatchNorm layers only work with GPU modules, but this module "
             f"is on the CPU: {', '.join(names)}. Pass "
@@ -222,23 +184,21 @@ def refuse_torchs(module: nn.Module, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """The batches of all ranks, as one."""
+    """Hold statistics over the batches of all ranks, and who joins in the backward."""
 
     mean: torch.Tensor  # 1D float64, one element per channel
     var: torch.Tensor  # 1D float64, biased
     count: int  # values per channel
-    wants: tuple[int, ...]  # by rank: what its forward lets its backward do
+    wants: tuple[int, ...]  # by rank: how far it takes part in the backward
     group: ProcessGroup
 
 
 @torch.no_grad()
 def merge_moments(x: torch.Tensor, wants: int, group: ProcessGroup) -> Batch:
-    """Collective: the mean and variance of all ranks' values, equal in every bit.
+    """Collective: return the `Batch` of all ranks, with equal bits on each.
 
-    Args:
-        x: this rank's values, channels in dimension 1.
-        wants: what this rank's forward lets its backward do.
-        group: the ranks.
+    Channels are dimension 1 of ``x``; ``wants`` is how far this rank takes part in the
+    backward. Waits on a side group of ``group``, which the backward uses, too.
     """
     num_channels = x.size(1)
     count = x.numel() // num_channels
@@ -260,7 +220,7 @@ def merge_moments(x: torch.Tensor, wants: int, group: ProcessGroup) -> Batch:
 
 
 class _Normalize(torch.autograd.Function):
-    """``(x - mean) / sqrt(var + eps) * weight + bias`` with all ranks' mean and var."""
+    """Compute ``(x - mean) / sqrt(var + eps) * weight + bias``."""
 
     @staticmethod
     def forward(
@@ -271,7 +231,7 @@ class _Normalize(torch.autograd.Function):
         batch: Batch,
         eps: float,
     ) -> torch.Tensor:
-        """Local: the statistics are there already."""
+        """Return this rank's ``x`` normalised, in its dtype; no collective."""
         mean = batch.mean.to(_wide(x))
         invstd = (batch.var + eps).rsqrt().to(_wide(x))
         ctx.save_for_backward(x, weight, mean, invstd)
@@ -285,7 +245,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        """Collective if any rank needs the gradient of its input."""
+        """Return gradients; collective if any rank needs the gradient of its input."""
         x, weight, mean, invstd = ctx.saved_tensors
         batch: Batch = ctx.batch
         is_collective = INPUTS_TOO in batch.wants
@@ -305,25 +265,18 @@ class _Normalize(torch.autograd.Function):
             mean_dy, mean_dy_centered = means.chunk(2)
             scale = invstd if weight is None else invstd * weight
             slope = -scale * mean_dy_centered * invstd.square()
-            dx = torch.addcmul(
-                torch.addcmul(_along(x, -mean_dy * scale), dy, _along(x, scale)),
-                centered,
-                _along(x, slope),
-            )
-        needs_dx, needs_dweight, needs_dbias, *_ = ctx.needs_input_grad
-        return (  # the engine casts to the dtypes of x, weight and bias
-            dx if needs_dx else None,
-            sum_dy_centered * invstd if needs_dweight else None,
-            sum_dy if needs_dbias else None,
-            None,
-            None,
-        )
+            dx = torch.addcmul(_along(x, -mean_dy * scale), dy, _along(x, scale))
+            dx = torch.addcmul(dx, centered, _along(x, slope))
+        # The engine casts to the dtypes of x, weight and bias.
+        grads = (dx, sum_dy_centered * invstd, sum_dy)
+        needed = zip(grads, ctx.needs_input_grad, strict=False)
+        return (*(grad if needs else None for grad, needs in needed), None, None)
 
 
 def _moments_of_inputs(
     x: torch.Tensor, batch: Batch, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collective: mean and invstd again, with a graph to the inputs of all ranks."""
+    """Collective: recompute mean and 1 / std, with a graph to all ranks' inputs."""
     x = x.to(_wide(x))
     count = max(batch.count, 1)
     mean = _apply(_SumOverRanks, x.sum(_all_but_channels(x)), batch.group) / count
@@ -333,17 +286,20 @@ def _moments_of_inputs(
 
 
 def _expect_everyone(batch: Batch, *, with_graph: bool) -> None:
-    """All ranks see all wants, so all raise here instead of waiting for one another."""
-    least = INPUTS_TOO if with_graph else PARAMETERS_ONLY
+    """Raise CollectiveError on all ranks if one will not run the same backward.
+
+    Its forward must need a backward; ``with_graph``, also the gradient of its input.
+    """
+    least, expected = PARAMETERS_ONLY, "every rank's forward to have a backward"
+    if with_graph:
+        least, expected = INPUTS_TOO, "every rank's input to require a gradient"
     absent = [str(rank) for rank, wants in enumerate(batch.wants) if wants < least]
     if absent:
         raise CollectiveError(
             explain(
                 batch.group.rank(),
                 "SyncBatchNorm cannot run its backward, which needs all ranks.",
-                expected="every rank's input to require a gradient"
-                if with_graph
-                else "every rank's forward to have a backward",
+                expected=expected,
                 found=f"otherwise on rank(s) {', '.join(absent)}",
                 remedy="use no_grad() and requires_grad alike on all ranks",
             )
@@ -351,11 +307,11 @@ def _expect_everyone(batch: Batch, *, with_graph: bool) -> None:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """A SUM over all ranks; so is its backward, as all ranks depend on the result."""
+    """Sum over all ranks; so does its backward, as all ranks depend on the result."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-        """Collective."""
+        """Collective: return the sum of ``values`` over all ranks."""
         ctx.group = group
         total = values.clone()
         with _watch(group, "backward"):
@@ -364,7 +320,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """Collective."""
+        """Collective: return the sum of ``grad`` over all ranks."""
         return _apply(_SumOverRanks, grad, ctx.group), None
 
 
@@ -373,12 +329,12 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
     return result
 
 
-def _watch(group: ProcessGroup, which: str) -> Watch:
-    return Watch(group).over(f"SyncBatchNorm ran its {which}")
+def _watch(group: ProcessGroup, which: str) -> AbstractContextManager[None]:
+    return Communicator(group).watching(f"SyncBatchNorm ran its {which}")
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
-    """What to calculate in."""
+    """Return the accumulation dtype: float64 for float64, else float32."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 
@@ -387,5 +343,5 @@ def _all_but_channels(x: torch.Tensor) -> list[int]:
 
 
 def _along(x: torch.Tensor, per_channel: torch.Tensor) -> torch.Tensor:
-    """A value per channel, shaped to broadcast over ``x``."""
+    """Return one value per channel, reshaped so that it broadcasts over ``x``."""
     return per_channel.view(1, -1, *[1] * (x.dim() - 2))

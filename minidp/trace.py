@@ -1,9 +1,9 @@
-"""What happened when, in one backward: events in a ring, and nothing else.
+"""Trace the events of a backward.
 
-A reducer without a recorder pays nothing. With one, each gradient takes the slower of
-the two hook paths, and each moment of a bucket's life costs one clock read. A listener
-(`_stopwatch`) is told of buckets and phases only: it times the gradients in the hooks
-themselves, which is cheaper::
+A reducer without a recorder pays a call per event of a bucket. With one, each gradient
+takes the slower of the two hook paths, and each event costs one clock read. A listener
+(`Stopwatch` of `overlap/`) gets only the events of buckets and phases; grad hooks are
+timed separately, which is cheaper::
 
     FIRST_GRADIENT --- FULL --- LAUNCHED --- DONE --- COPIED_OUT
         |                |          |          |          '- reduced values are in .grad
@@ -18,13 +18,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import torch
+from torch.profiler import record_function
+
 
 class Moment(Enum):
-    """A point in the life of a parameter's gradient or of a bucket."""
+    """An event of one parameter's gradient or of one bucket."""
 
     PARAM_READY = "param ready"  # index = parameter index
     FIRST_GRADIENT = "first gradient"  # index = bucket index, from here on
@@ -35,22 +39,22 @@ class Moment(Enum):
 
 
 class StepPhase(Enum):
-    """A point in a step, which is of no bucket."""
+    """An event of a step that belongs to no bucket."""
 
     FORWARD_BEGIN = "forward begins"
     FORWARD_END = "forward ended"
-    LOCAL_FORWARD_END = "forward ended, and its backward will average nothing"
-    LOCAL_BACKWARD_BEGIN = "a backward that averages nothing begins"
-    LOCAL_BACKWARD_END = "... and ended"
+    LOCAL_FORWARD_END = "forward ended whose backward averages nothing"
+    LOCAL_BACKWARD_BEGIN = "backward that averages nothing begins"
+    LOCAL_BACKWARD_END = "backward that averages nothing ended"
     BACKWARD_BEGIN = "backward reached the outputs"
-    BACKWARD_BYPASSED = "... which reached no gradient: torch.autograd.grad"
+    BACKWARD_BYPASSED = "backward reached no gradient: torch.autograd.grad"
     FINALIZE_BEGIN = "every gradient is computed"
-    FINALIZE_END = "everything is reduced"
+    FINALIZE_END = "every bucket is reduced"
 
 
 @dataclass(frozen=True)
 class Event:
-    """One moment: ``time_ns`` is on the recorder's clock."""
+    """One event; ``time_ns`` is on the recorder's clock."""
 
     moment: Moment
     index: int  # parameter index for PARAM_READY, else bucket index
@@ -59,31 +63,24 @@ class Event:
 
 
 class Recorder:
-    """Keeps the last ``capacity`` events; appending is thread-safe.
-
-    Args:
-        capacity: number of events kept; older ones are dropped.
-        clock: nanoseconds, monotonic.
-    """
+    """Keep the last ``capacity`` events; ``clock`` returns nanoseconds. Thread-safe."""
 
     def __init__(
-        self,
-        capacity: int = 65536,
-        clock: Callable[[], int] = time.perf_counter_ns,
+        self, capacity: int = 65536, clock: Callable[[], int] = time.perf_counter_ns
     ) -> None:
         self._events: deque[Event] = deque(maxlen=capacity)
         self._clock = clock
 
     def record(self, moment: Moment, index: int, backward: int) -> None:
-        """Note that ``moment`` happened now."""
+        """Append an event with the present time; drop the oldest if full."""
         self._events.append(Event(moment, index, backward, self._clock()))
 
     def events(self) -> tuple[Event, ...]:
-        """What is kept, oldest first."""
+        """Return the kept events, oldest first."""
         return tuple(self._events)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all events."""
         self._events.clear()
 
     def __iter__(self) -> Iterator[Event]:
@@ -94,32 +91,35 @@ class Recorder:
 
 
 class Listener(Protocol):
-    """Is told of buckets and phases, while it is there."""
+    """Receive the events of buckets (`note`) and of phases (`enter`)."""
 
     def note(self, moment: Moment, bucket: int) -> None:
-        """A moment of a bucket is now; on any thread."""
+        """Receive an event of a bucket, on any thread."""
 
     def enter(self, phase: StepPhase) -> None:
-        """A phase begins or ends now."""
+        """Receive the begin or the end of a phase of a step."""
 
 
 class Tracer:
-    """What the pipeline holds: tells who listens, if anybody does."""
+    """Pass the events of one reducer on to its recorders and listeners."""
 
     def __init__(self) -> None:
-        self.recorder: Recorder | None = None  # of everything
+        self.recorder: Recorder | None = None  # of all events
         self.bucket_recorder: Recorder | None = None  # of all but PARAM_READY
         self.listeners: list[Listener] = []
         self.backward = 0  # number of the synchronised backward
 
     @property
     def is_on(self) -> bool:
-        """Whether somebody listens."""
+        """Return whether there is a recorder or a listener."""
         recorders = (self.recorder, self.bucket_recorder)
         return bool(self.listeners) or any(one is not None for one in recorders)
 
     def note(self, moment: Moment, index: int, *_future: object) -> None:
-        """Pass a moment on (the last argument is for futures' callbacks)."""
+        """Record an event of a gradient or bucket; send a bucket's to the listeners.
+
+        Callbacks of futures add an argument, which is ignored.
+        """
         if self.recorder is not None:
             self.recorder.record(moment, index, self.backward)
         if self.bucket_recorder is not None and moment is not Moment.PARAM_READY:
@@ -129,6 +129,18 @@ class Tracer:
                 listener.note(moment, index)
 
     def enter(self, phase: StepPhase) -> None:
-        """Pass a phase on."""
+        """Send an event of the step to the listeners."""
         for listener in tuple(self.listeners):
             listener.enter(phase)
+
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
+_is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+
+def label(doing: str, bucket: int | None = None) -> AbstractContextManager[object]:
+    """Return a range ``minidp::doing bucket=3`` for torch.profiler, or a no-op."""
+    if not _is_profiling():
+        return _NOTHING
+    which = "" if bucket is None else f" bucket={bucket}"
+    return record_function(f"minidp::{doing}{which}")

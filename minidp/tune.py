@@ -1,4 +1,4 @@
-"""``minidp tune``: run a script once with ``bucket_cap_mb="auto"``, keep what it found.
+"""Run a script once with ``bucket_cap_mb="auto"``, and keep the layout that it finds.
 
     minidp tune -n 2 --out buckets.json train.py ARGS
     torchrun --nproc-per-node 2 -m minidp.tune --out buckets.json train.py ARGS
@@ -18,30 +18,34 @@ import argparse
 import functools
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ._autotune import STEPS, Tuner
-from ._children import reached_children
-from ._console import parse
-from ._ledger import Ledger
-from ._overrides import NONE, OPTIONS, add_options, numbered, setting, variables
-from ._ranks import add_num_ranks, lacks_launcher, start_ranks, why_no_ranks
-from ._script import Script, after_wrapping, say, say_once
-from ._tuning import NUM_TRIALS, Choice
-from .config import AUTO
+from .autotune import NUM_TRIALS, STEPS, AutotunePolicy, Choice
+from .config import AUTO, NONE, OPTIONS, add_options, numbered, setting, variables
+from .console import run_command, say_on_stderr
 from .data_parallel import DataParallel
-from .swapping import has_reached_children, swapped
+from .run import (
+    Script,
+    add_num_ranks,
+    add_script,
+    after_wrapping,
+    lacks_launcher,
+    reached_children,
+    say_once,
+    start_ranks,
+    why_no_ranks,
+)
+from .swapping import swapped
 
-TRIES = {"bucket_cap_mb": AUTO, "bucket_cap_mb_list": NONE, "bucket_layout": NONE}
-NEEDED = STEPS * NUM_TRIALS + 2  # steps: the last one's forward decides
+OVERRIDES = {"bucket_cap_mb": AUTO, "bucket_cap_mb_list": NONE, "bucket_layout": NONE}
+NEEDED = STEPS * NUM_TRIALS + 2  # steps: the forward of the last one decides
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of ``minidp tune``."""
+    """Add the options of ``minidp tune`` to ``parser``."""
     parser.usage = "%(prog)s [OPTIONS] [-m] SCRIPT [ARGS]"
     parser.add_argument(
         "--out",
@@ -52,33 +56,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "script FILE with .1 before its suffix, and so on",
     )
     add_num_ranks(parser)
-    add_options(parser, without=TRIES)
-    parser.add_argument(
-        "-m", dest="is_module", action="store_true", help="SCRIPT is a module's name"
-    )
-    parser.add_argument(
-        "script",
-        metavar="SCRIPT",
-        help="a Python script that trains with minidp.DataParallel or torch's "
+    add_options(parser, without=OVERRIDES)
+    add_script(
+        parser,
+        "a Python script that trains with minidp.DataParallel or torch's "
         f"DistributedDataParallel, for at least {NEEDED} steps",
-    )
-    parser.add_argument(
-        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="of the script"
     )
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the script; 0 if every model in it has found its layout."""
+    """Run the script, here or on ``-n`` new ranks; return 0 if all layouts are written.
+
+    Else return 1, the script's exit status, or 2 if it cannot be run.
+    """
     script = Script(arguments.script, arguments.arguments, arguments.is_module)
-    with swapped():  # to look for a module imports the packages around it
+    with swapped():  # finding a module imports the packages around it
         problem = script.problem()
-    if problem:
-        say_once(f"minidp tune: {problem}.")
-        return 2
-    if not arguments.out.absolute().parent.is_dir():
-        say_once(f"minidp tune: there is no folder for {arguments.out}.")
-        return 2
-    problem = why_no_ranks(arguments.num_ranks)
+    if not problem and not arguments.out.absolute().parent.is_dir():
+        problem = f"there is no folder for {arguments.out}"
+    problem = problem or why_no_ranks(arguments.num_ranks)
     if problem:
         say_once(f"minidp tune: {problem}.")
         return 2
@@ -90,62 +86,56 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _tune(script: Script, out: Path) -> int:
-    with reached_children("tune", swaps=True) as children:
+    with reached_children("tune", swaps=True):
         try:
-            with swapped(), tuned(out) as session:
+            with swapped(), tuned(out) as layouts:
                 status = script.run()
         except Exception as error:
             why = lacks_launcher(error, "tune", script)
             if not why:
                 raise
-            say(f"minidp tune: {why}")
+            say_on_stderr(f"minidp tune: {why}")
             return 1
-        session.reached_children = has_reached_children() or children.have_wrapped
-    return status or session.finish()
+    return status or layouts.finish()
 
 
 @contextmanager
-def tuned(out: Path) -> Iterator[Session]:
-    """Every `DataParallel` that is made inside tries layouts.
+def tuned(out: Path) -> Iterator[TunedLayouts]:
+    """Let each `DataParallel` made in the block search, and write, its best layout.
 
-    Args:
-        out: where rank 0 writes what the first of them finds.
+    The first model's layout goes to ``out``; `numbered` names the other files.
     """
-    session = Session(out)
-    changes = {OPTIONS[name].variable: text for name, text in TRIES.items()}
-    with setting(changes), after_wrapping(DataParallel, session.add):
-        yield session
+    layouts = TunedLayouts(out)
+    changes = {OPTIONS[name].variable: text for name, text in OVERRIDES.items()}
+    with setting(changes), after_wrapping(DataParallel, layouts.add):
+        yield layouts
 
 
-class Session:
-    """The models of one script, and the files written for them."""
+class TunedLayouts:
+    """Count the models of one script; write the layout that each one finds."""
 
     def __init__(self, out: Path) -> None:
         self._out = out
-        self._num_models = 0
-        self._written: list[Path] = []
+        self._models: list[tuple[int, Any]] = []  # world size and ledger of steps
+        self._num_written = 0
         self._is_rank_0 = True
-        self._ledgers: list[Ledger] = []
-        self._world_size = 0
-        self.reached_children = False
 
     def add(self, ddp: DataParallel) -> None:
-        """A model was wrapped."""
-        number, self._num_models = self._num_models, self._num_models + 1
-        self._is_rank_0 = ddp.process_group.rank() == 0
-        self._world_size = ddp.process_group.size()
-        self._ledgers.append(ddp._reducer.ledger)
-        order = ddp._reducer.ready_order
-        if isinstance(order, Tuner):
+        """Register a model; let its search, if any, write the layout that it finds."""
+        number, group = len(self._models), ddp.process_group
+        self._is_rank_0 = group.rank() == 0
+        self._models.append((group.size(), ddp._reducer.ledger))
+        order = ddp._reducer.rebuild_policy
+        if isinstance(order, AutotunePolicy):
             order.told = functools.partial(self._write, number)
 
     def _write(self, number: int, plain: dict[str, Any], choice: Choice) -> None:
         path = numbered(self._out, number)
-        plain = plain | {"tuned": str(choice)}
         partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)  # whoever reads it meanwhile has the old one, whole
-        self._written.append(path)
+        text = json.dumps(plain | {"tuned": str(choice)}, indent=1)
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(path)  # atomic: no reader sees half a file
+        self._num_written += 1
         option = OPTIONS["bucket_layout"]
         use = (
             f"Use it: minidp run {option.word} {self._out} SCRIPT, or the environment "
@@ -154,34 +144,29 @@ class Session:
         )
         if not choice.is_another:
             use = "With this file a run has torch's layout without looking for one."
-        say(f"minidp tune: {path}: {choice}. {use}")
+        say_on_stderr(f"minidp tune: {path}: {choice}. {use}")
 
     def finish(self) -> int:
-        """The exit status, and on rank 0 what is missing."""
-        missing = self._num_models - len(self._written)
+        """Return 1, and print why, if rank 0 misses a layout or any model; else 0."""
+        count, missing = len(self._models), len(self._models) - self._num_written
         if not self._is_rank_0:
             return 0
-        if not self._num_models:
-            where = " in this process" if self.reached_children else ""
+        if not count:
             say_once(
                 "minidp tune: the script wrapped no model in minidp.DataParallel or "
-                f"torch's DistributedDataParallel{where}, so there is nothing to write."
+                "torch's DistributedDataParallel in this process, so there is nothing "
+                "to write."
             )
-            return 1
-        if missing:
-            steps = ", ".join(str(ledger.finalized) for ledger in self._ledgers)
-            say(
-                f"minidp tune: {missing} of {self._num_models} models found no layout. "
-                f"It takes at least 2 ranks (here: {self._world_size}), {NEEDED} "
+        elif missing:
+            steps = ", ".join(str(ledger.finalized) for _, ledger in self._models)
+            say_on_stderr(
+                f"minidp tune: {missing} of {count} models found no layout. It takes "
+                f"at least 2 ranks (here: {self._models[-1][0]}), {NEEDED} "
                 f"synchronised steps (here: {steps}), and a comm hook without state, "
                 "if any."
             )
-            return 1
-        return 0
+        return int(not count or missing > 0)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="minidp tune", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add_arguments(parser)
-    sys.exit(main(parse(parser)))
+    run_command("minidp tune", __doc__, add_arguments, main)

@@ -32,35 +32,17 @@ _COSTS = pytest.StashKey[list[str]]()
 
 # No profile has a deadline: an example may start or restart rank processes, and this
 # suite never fails because a machine is slow.
-hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
-hypothesis.settings.register_profile(
-    "ci",
-    max_examples=120,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    print_blob=True,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.register_profile(
-    "brief",
-    hypothesis.settings.get_profile("ci"),
-    max_examples=60,
-)
-hypothesis.settings.register_profile(
-    "nightly",
-    max_examples=2000,
-    deadline=None,
-    derandomize=False,
-    print_blob=True,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.register_profile(
-    "debug",
-    max_examples=10,
-    deadline=None,
-    verbosity=hypothesis.Verbosity.verbose,
-)
+_SLOW_IS_FINE = [hypothesis.HealthCheck.too_slow]
+_SAME: dict[str, Any] = {"derandomize": True, "database": None, "print_blob": True}
+_SAME["suppress_health_check"] = _SLOW_IS_FINE
+for _name, _count, _options in [
+    *(("dev", 50, {}), ("debug", 10, {"verbosity": hypothesis.Verbosity.verbose})),
+    *(("ci", 120, _SAME), ("brief", 60, _SAME), ("fast", 20, _SAME)),
+    ("nightly", 2000, {"print_blob": True, "suppress_health_check": _SLOW_IS_FINE}),
+]:
+    hypothesis.settings.register_profile(
+        _name, max_examples=_count, deadline=None, **_options
+    )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
@@ -115,7 +97,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """A process of pytest-xdist hands what its pool cost to the one that prints."""
     ranks = session.config.stash.get(_POOL, None)
     if ranks is not None and hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["pool costs"] = _costs(ranks)
+        session.config.workeroutput["pool costs"] = ranks.costs()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -129,13 +111,7 @@ def pytest_terminal_summary(
 ) -> None:
     """Say what the pool cost, so that a slow job or a restart per test shows."""
     ranks = config.stash.get(_POOL, None)
-    costs = config.stash.get(_COSTS, []) if ranks is None else _costs(ranks)
+    costs = config.stash.get(_COSTS, []) if ranks is None else ranks.costs()
     for line in costs:
         if "restarted" not in line or terminalreporter.verbosity > 0:
             terminalreporter.write_line(line)
-
-
-def _costs(ranks: Pool) -> list[str]:
-    statistics = ranks.statistics()
-    restarts = [f"rank pool restarted: {why}" for why in statistics.restart_reasons]
-    return [f"rank pool: {statistics}", *restarts]

@@ -1,15 +1,15 @@
-"""The least time of a step whose gradients come when they came, on a link of this rate.
+"""The shortest possible time of a step, from when its gradients were ready.
 
-A rank cannot send a gradient before it has it, nor faster than its link carries bytes::
+A rank cannot send a gradient before it exists, nor faster than its link's rate::
 
     gradients   a    b       c  d e          ready, on this rank, in this step
     wire             =a======b===========c=====d=====e=====
                                                           ^ not earlier
 
-Bytes that become ready at some moment or later are sent after it, in whatever buckets.
-So the step lasts at least until that moment, and then until the link has carried them.
-Times and bound are of one and the same step: a rank whose gradients came late is not
-held against a step of another implementation, in which they came sooner.
+Gradients that become ready at some moment or later are sent after that moment, in any
+bucket layout. So the step ends no earlier than that moment plus the time that the link
+needs for their bytes. Each step is compared with the bound of the same step: a step
+whose gradients came early is not compared with one whose gradients came late.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from support.links import Link
 def least_seconds(
     ready_s: Sequence[float], nbytes: Sequence[int], link: Link, world_size: int
 ) -> float:
-    """Seconds, from the start of a step, that no bucket layout can beat.
+    """Compute the seconds from the start of a step that no bucket layout can beat.
 
     Args:
-        ready_s: when this rank had each gradient, since the step began.
-        nbytes: bytes of each.
-        link: of each rank.
-        world_size: ranks of a ring.
+        ready_s: when this rank had each gradient, in seconds since the step began.
+        nbytes: the bytes of each gradient.
+        link: the link of each rank.
+        world_size: the number of ranks of a ring all-reduce.
     """
-    times_sent = 2 * (world_size - 1) / world_size  # to be added up, and the sum again
+    times_sent = 2 * (world_size - 1) / world_size  # reduce-scatter, then all-gather
     order = np.argsort(ready_s)
     ready = np.asarray(ready_s)[order]
     sent_after = np.cumsum(np.asarray(nbytes)[order][::-1])[::-1] * times_sent
@@ -46,18 +46,18 @@ def least_seconds(
 
 
 class BoundWatcher:
-    """Times the gradients of every timed step of a wrapped model.
+    """Computes the bound of each timed step of a wrapped model.
 
     Args:
-        model: whose steps; any wrapper around one module.
-        link: between the ranks.
+        model: any wrapper around one module.
+        link: the link of each rank.
     """
 
     def __init__(self, model: nn.Module, link: Link) -> None:
         params = list(model.parameters())
         self._link = link
         self._nbytes = [param.nbytes for param in params]
-        self._ready_ns = [0] * len(params)
+        self._ready_ns = [0] * len(params)  # overwritten in every step
         self._bounds: list[float] = []
         for i, param in enumerate(params):
             param.register_post_accumulate_grad_hook(self._hook(i))
@@ -70,17 +70,14 @@ class BoundWatcher:
 
         return note
 
-    def begin(self) -> None:
-        """Nothing to forget: every gradient comes in every step."""
-
-    def end(self, start_ns: int) -> None:
-        """Keep the bound of the step that began at this time."""
+    def end_step(self, start_ns: int) -> None:
+        """Keep the bound of the step that began at this `time.perf_counter_ns`."""
         ready_s = [(ns - start_ns) / 1e9 for ns in self._ready_ns]
         size = dist.get_world_size()
         self._bounds.append(least_seconds(ready_s, self._nbytes, self._link, size))
 
     def result(self) -> Times:
-        """Collective: of every timed step, the latest bound among the ranks."""
+        """Collective: return each timed step's bound, the latest among the ranks."""
         bounds = torch.tensor(self._bounds, dtype=torch.float64)
         dist.all_reduce(bounds, dist.ReduceOp.MAX)
         return bounds.numpy()

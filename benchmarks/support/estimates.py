@@ -1,8 +1,8 @@
-"""Medians of paired differences and ratios, with 95% intervals.
+"""Estimate medians of paired differences and ratios, with 95% intervals.
 
-Everything is paired by round: in one round all implementations take one step, within
-milliseconds of each other. A machine that is slow for a second is slow for all of them,
-and the difference (or ratio) within the round hardly notices.
+Everything is paired by round. In one round each implementation takes one step, within
+milliseconds of the others. A slow moment of the machine slows all of them down, and
+cancels out of their ratios and differences.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median, and the 95% interval of its bootstrap over rounds."""
+    """A median and its 95% interval, bootstrapped over rounds."""
 
     value: float
     low: float
     high: float
 
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f}-{self.high:.3f})"
+
     def scaled(self, factor: float) -> Estimate:
-        """In another unit."""
+        """Convert to another unit."""
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
 
@@ -40,20 +43,26 @@ def _bootstrap(statistic: Callable[..., Times], *samples: Times) -> Estimate:
     return Estimate(float(statistic(*stacked)), float(low), float(high))
 
 
-def difference(times: Times, base: Times) -> Estimate:
-    """How many seconds a step takes longer than one of ``base``."""
-    return _bootstrap(lambda extra: np.median(extra, axis=-1), times - base)
+def median(times: Times) -> Estimate:
+    """Estimate the median."""
+    return _bootstrap(lambda each: np.median(each, axis=-1), times)
 
 
 def ratio(times: Times, base: Times) -> Estimate:
-    """How many times as long as a step of ``base`` a step takes."""
-    return _bootstrap(lambda ratios: np.median(ratios, axis=-1), times / base)
+    """Estimate how many times as long as a step of ``base`` a step takes."""
+    return median(times / base)
 
 
 def ratio_of_extras(times: Times, base: Times, plain: Times) -> Estimate:
-    """What a step adds to a plain one, divided by what ``base`` adds to it."""
+    """Estimate what a step adds to ``plain``, over what ``base`` adds to it."""
     return _bootstrap(
         lambda mine, theirs: np.median(mine, axis=-1) / np.median(theirs, axis=-1),
         times - plain,
         base - plain,
     )
+
+
+def short(value: float) -> str:
+    """Format with three significant digits, at most two after the point."""
+    size = abs(value)
+    return f"{value:.{2 if size < 10 else 1 if size < 100 else 0}f}"

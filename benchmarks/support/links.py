@@ -1,17 +1,18 @@
-"""Links with a limited rate between ranks, in network namespaces of their own.
+"""Connect the ranks of this machine by links with a limited rate.
 
-Two ranks share a cable. More are plugged into a switch (a bridge that lives beside rank
-0), each by a cable of its own::
+Two ranks share a cable. Three or more are plugged into a switch (a bridge in the
+namespace of rank 0), each by a cable of its own::
 
     rank 0 === rank 1            rank 0 ===.
                                  rank 1 ===[switch]
                                  rank 2 ===.
 
-Both ends of every cable are shaped, so that a rank sends and receives at the rate.
+`tc tbf` limits both ends of every cable, so each rank sends and receives at the rate,
+at the same time. Latency is that of the loopback device.
 
-The namespaces have no name: they belong to the rank processes and, with the devices,
-are gone when these end, however they end. Nothing of the host's network is touched.
-Needs root, `ip` and `tc` (iproute2).
+Each rank is in a network namespace without a name. Namespaces and devices vanish with
+the rank processes, also after `kill -9`. The host's network is not touched. Needs root,
+`ip` and `tc` (iproute2).
 """
 
 from __future__ import annotations
@@ -30,34 +31,40 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+LOOPBACK = "loopback"
 CLONE_NEWNET = 0x40000000
 SWITCH = "switch"
-PAYLOAD = 1460 / 1514  # of a full Ethernet frame, that is not TCP's, IP's or its own
+PAYLOAD = 1460 / 1514  # the share of a full Ethernet frame that is no header
 
 
 @dataclass(frozen=True)
 class Link:
-    """Every rank on a cable that carries ``gbit`` Gbit/s in each direction."""
+    """A cable for every rank that carries ``gbit`` Gbit/s in each direction."""
 
     gbit: float
 
     def __str__(self) -> str:
         return f"{self.gbit:g} Gbit/s"
 
+    @classmethod
+    def of(cls, name: str) -> Link | None:
+        """Parse Gbit/s, or ``loopback``: None."""
+        return None if name == LOOPBACK else cls(float(name))
+
     @property
     def shape(self) -> list[str]:
-        """The rate limit, in the words of ``tc``."""
+        """The rate limit, as arguments of ``tc``."""
         kbit, burst = round(self.gbit * 1e6), self.burst_bytes // 1024
         return ["tbf", "rate", f"{kbit}kbit", "burst", f"{burst}kb", "latency", "20ms"]
 
     @property
     def burst_bytes(self) -> int:
-        """What passes at once after a pause: the bytes of one millisecond."""
+        """Bytes that pass at once after a pause: those of one millisecond."""
         return 1024 * max(32, round(self.gbit * 1e6 / 8 * 0.001))
 
     @property
     def payload_bytes_per_s(self) -> float:
-        """Bytes of messages per second at most: the rest are headers."""
+        """Bytes of messages per second at most, headers taken off."""
         return self.gbit * 1e9 / 8 * PAYLOAD
 
     def join(self, rank: int, world_size: int, store: Store) -> str:
@@ -65,8 +72,8 @@ class Link:
 
         Args:
             rank: from 0.
-            world_size: number of ranks that join, 2 or more.
-            store: where they meet.
+            world_size: the number of ranks that join, 2 or more.
+            store: all ranks have it.
         """
         if world_size < 2:
             raise ValueError(f"a link has 2 ranks or more, but got {world_size}")
@@ -106,12 +113,12 @@ class Link:
 
 
 def address(rank: int) -> str:
-    """Of a rank on its link."""
+    """Return the IP address of a rank on its link."""
     return f"10.0.0.{rank + 1}"
 
 
 def why_not() -> str:
-    """Why such a link cannot be made here; empty when it can."""
+    """Say why no such link can be made here; empty when it can."""
     if os.geteuid() != 0:
         return "needs root"
     missing = [tool for tool in ("ip", "tc", "unshare") if not shutil.which(tool)]
@@ -135,10 +142,10 @@ def why_not() -> str:
 
 @dataclass(frozen=True)
 class Rate:
-    """What an all-reduce gets out of a network.
+    """What an all-reduce achieves on a network.
 
     Args:
-        gbit: per second that each rank sends, and receives.
+        gbit: Gbit/s that each rank sends, and receives.
         latency_s: seconds of an all-reduce of 4 bytes.
     """
 
@@ -150,14 +157,13 @@ class Rate:
 
 
 def measured_rate(nbytes: int = 16 * 2**20, repeats: int = 1) -> Rate:
-    """Collective: the rate of an all-reduce of ``nbytes``; medians of ``repeats``."""
+    """Collective: measure an all-reduce of ``nbytes``; medians of ``repeats``."""
     world_size = dist.get_world_size()
-    # Each rank sends all but its own part twice: to be added up, and the sum again.
-    travels = 2 * (world_size - 1) / world_size
+    times_sent = 2 * (world_size - 1) / world_size  # reduce-scatter, then all-gather
     message = torch.zeros(nbytes // 4)
     seconds = _all_reduce_seconds(message, repeats)
     latency = _all_reduce_seconds(message[:1], 10 * repeats)
-    return Rate(message.nbytes * travels * 8 / seconds / 1e9, latency)
+    return Rate(message.nbytes * times_sent * 8 / seconds / 1e9, latency)
 
 
 def _all_reduce_seconds(message: torch.Tensor, repeats: int) -> float:

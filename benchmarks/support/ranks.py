@@ -1,4 +1,4 @@
-"""Rank processes: one thread each, a Gloo group, and the result of rank 0."""
+"""Start rank processes: one thread each, a process group, and the result of rank 0."""
 
 from __future__ import annotations
 
@@ -18,12 +18,26 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from support.links import Link
+from support.report import native_line
 
 TIMEOUT = timedelta(seconds=120)  # of a collective without its peers
-# Freed memory stays with the process. Else it depends on who took the step before
-# whether gradients lie in memory that the system has to clear first, page by page: more
-# than what any wrapper adds.
+# Freed memory stays with the process. With glibc's defaults it depends on the previous
+# step whether gradients lie in memory that the system has to clear first, page by page.
+# That costs more than any wrapper adds.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank is told; see `run_ranks`."""
+
+    world_size: int
+    folder: Path  # common to all ranks
+    link: Link | None
+    is_cuda: bool
+    native: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
 
 
 def run_ranks(
@@ -37,37 +51,31 @@ def run_ranks(
 
     Args:
         function: at the top level of a module.
-        world_size: number of processes.
+        world_size: the number of processes.
         *arguments: sent by pickle.
-        link: how the ranks are connected; None is the loopback device.
+        link: between the ranks; None is the loopback device.
         is_cuda: each rank has a GPU of its own, and NCCL.
     """
-    # A rank is a fork of a process that has imported torch and done nothing else: it
-    # starts at once, and with the same memory whatever was measured before.
+    # Ranks are forks of a process that has imported torch and done nothing else. They
+    # start at once, with the same memory whatever was measured before.
     multiprocessing.set_forkserver_preload(["torch", "torch._dynamo"])
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read by that import
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's: fatal errors
     for name, value in KEEP_MEMORY.items():  # read by glibc when a process starts
         os.environ.setdefault(name, value)
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(world_size, Path(folder), link, is_cuda, function, arguments)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = Job(world_size, folder, link, is_cuda, native_line(), function, arguments)
         mp.start_processes(_main, (job,), nprocs=world_size, start_method="forkserver")
-        return pickle.loads((job.folder / "result").read_bytes())
-
-
-@dataclass(frozen=True)
-class Job:
-    """What a rank is told; see `run_ranks`."""
-
-    world_size: int
-    folder: Path  # common to all ranks
-    link: Link | None
-    is_cuda: bool
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
+        return pickle.loads((folder / "result").read_bytes())
 
 
 def _main(rank: int, job: Job) -> None:
+    if native_line() != job.native:  # a source file was changed since the run started
+        raise RuntimeError(
+            f"[rank {rank}] expected the native extension to be {job.native}, as the "
+            f"header says, but it is {native_line()}: start again, and change no file "
+            "in csrc/ meanwhile"
+        )
     warnings.simplefilter("ignore")  # find_unused_parameters warns when all are used
     torch.set_num_threads(1)
     # A file, because it also works where the ranks have no network in common.

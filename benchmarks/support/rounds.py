@@ -1,9 +1,9 @@
-"""Implementations measured in turn, step by step, in one run.
+"""Measure implementations in turn, step by step, in one run.
 
-In each *round* every implementation takes one step on the same data. Where it stands in
-the round, and whom it follows, changes from round to round until all combinations were
-equally frequent. From two ranks on, a barrier precedes each step, and a step lasts as
-long as on its slowest rank.
+In each *round* every implementation takes one step on the same data. Its place in the
+round, and its predecessor, change from round to round until all combinations were
+equally frequent. With two ranks or more a barrier precedes each step, and a step lasts
+as long as on its slowest rank.
 """
 
 from __future__ import annotations
@@ -16,31 +16,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from support.estimates import Times
-from support.nets import Net
-from support.progress import progress
+from support.bound import BoundWatcher
+from support.estimates import Estimate, Times, ratio, short
+from support.links import Link
+from support.models import Net
+from support.report import progress
 
+MIB = 2**20
+STEP_COLUMNS = ("implementation", "step, ms\nmedian", "\np10-p90")
 Wrap = Callable[[nn.Module], nn.Module]
 Gradients = list[torch.Tensor | None]
-
-
-class Watcher(Protocol):
-    """Looks at one implementation's timed steps."""
-
-    def begin(self) -> None:
-        """A step is about to begin."""
-
-    def end(self, start_ns: int) -> None:
-        """A step that began at this time (`time.perf_counter_ns`) is over."""
-
-    def result(self) -> Any:
-        """Collective: what came out; only rank 0's counts."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +42,13 @@ class Implementation:
     Args:
         name: for tables.
         wrap: puts the wrapper around a replica.
-        reference: name of the one whose gradients it must reproduce bit for bit, which
-            then is measured too; None: is not compared.
+        reference: the name of the implementation whose gradients this one must
+            reproduce; None: not compared.
         environment: variables that are set while it is built and warmed up.
-        is_exact: reproduces its reference's gradients bit for bit; else up to the
+        is_exact: it reproduces its reference's gradients bit for bit; else up to the
             rounding of a sum in another order.
-        settling: steps that it takes alone, untimed, before all others warm up.
-        watcher: makes what looks at its timed steps.
+        settling: untimed steps that it takes alone, before all others warm up.
+        averages: it communicates, so its steps have a bound on a link.
     """
 
     name: str
@@ -65,7 +57,7 @@ class Implementation:
     environment: Mapping[str, str] = field(default_factory=dict)
     is_exact: bool = True
     settling: int = 0
-    watcher: Callable[[nn.Module], Watcher] | None = None
+    averages: bool = True
 
 
 @dataclass(frozen=True)
@@ -75,75 +67,131 @@ class Plan:
     Args:
         seconds: of one measurement, about.
         warm_up: rounds that are not timed; DDP rebuilds its buckets in the second.
-        fewest: timed rounds at least, whatever the time they take.
+        fewest: timed rounds at least, whatever time they take.
         most: timed rounds at most.
-        check_every: timed rounds between two checks of the gradients.
+        check_every: timed rounds between two comparisons of the gradients.
     """
 
     seconds: float
-    warm_up: int
-    fewest: int
-    most: int
-    check_every: int
+    warm_up: int = 5
+    fewest: int = 12
+    most: int = 1000
+    check_every: int = 50
+
+    @classmethod
+    def of(cls, seconds: float, *, smoke: bool) -> Plan:
+        """Make the plan of a command line."""
+        return cls(0, warm_up=3, fewest=1, most=11) if smoke else cls(seconds)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What came out.
+    """The result of a `Contest`; dictionaries are by the implementations' names.
 
     Args:
+        title: what was measured.
         num_params: parameters of the model.
         num_bytes: their bytes.
-        times: per implementation the seconds of each timed round, on its slowest rank.
-        cpu: the same, seconds of all threads of a rank, in the mean over the ranks.
-        wrong: per implementation the parameters whose gradient ever differed from the
-            reference (in any bit, or by more than rounding), on any rank; None: was
-            not compared.
         checks: rounds in which gradients were compared.
-        watched: what the watchers saw, by the name of the implementation.
-        buckets: of implementations that tell: bytes of each bucket, in launch order.
+        times: seconds of each timed round, on its slowest rank.
+        cpu: seconds of all threads of a rank, the mean over the ranks, each round.
+        wrong: how many parameters ever had a gradient that differed from the
+            reference's, on any rank; None: not compared.
+        bounds: the least seconds of each round, on a link; not of all.
+        buckets: bytes of each bucket, in launch order; only minidp tells.
     """
 
+    title: str
     num_params: int
     num_bytes: int
-    times: dict[str, Times]
-    wrong: dict[str, int | None]
     checks: int
-    cpu: dict[str, Times] = field(default_factory=dict)
-    watched: dict[str, Any] = field(default_factory=dict)
-    buckets: dict[str, list[int]] = field(default_factory=dict)
+    times: dict[str, Times]
+    cpu: dict[str, Times]
+    wrong: dict[str, int | None]
+    bounds: dict[str, Times]
+    buckets: dict[str, list[int]]
 
     @property
-    def num_rounds(self) -> int:
-        """Timed rounds."""
-        return len(next(iter(self.times.values())))
+    def facts(self) -> str:
+        """Model and rounds, for the second line of a table's title."""
+        rounds = len(next(iter(self.times.values())))
+        return (
+            f"{self.num_params} parameters, {self.num_bytes / MIB:.3g} MiB; "
+            f"{rounds} timed rounds, {self.checks} checks"
+        )
+
+    def milliseconds(self, name: str) -> list[float]:
+        """Return the 10th percentile, median and 90th percentile of a step."""
+        return [1e3 * float(s) for s in np.percentile(self.times[name], [10, 50, 90])]
+
+    def ratio(self, name: str, base: str) -> Estimate:
+        """Estimate a step of one implementation over a step of another."""
+        return ratio(self.times[name], self.times[base])
+
+    def over_bound(self, name: str) -> Estimate | None:
+        """Estimate an implementation's steps over their own bounds."""
+        if name not in self.bounds:
+            return None
+        return ratio(self.times[name], self.bounds[name])
+
+    def step_cells(self, name: str) -> list[str]:
+        """Format the cells of `STEP_COLUMNS`."""
+        low, middle, high = map(short, self.milliseconds(name))
+        return [name, middle, f"{low}-{high}"]
+
+    def wrong_cell(self, name: str) -> str:
+        """Format how many gradients were wrong."""
+        wrong = self.wrong[name]
+        return "-" if wrong is None else str(wrong)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything for a file, with every single time."""
+        rows = []
+        for name, times in self.times.items():
+            row: dict[str, Any] = {
+                "name": name,
+                "p10_median_p90_milliseconds": self.milliseconds(name),
+                "cpu_milliseconds": 1e3 * float(np.median(self.cpu[name])),
+                "wrong": self.wrong[name],
+                "bucket_bytes": self.buckets.get(name),
+                "microseconds_of_each_round": _micros(times),
+            }
+            if name in self.bounds:
+                bounds = _micros(self.bounds[name])
+                row["bound_microseconds_of_each_round"] = bounds
+            rows.append(row)
+        return {"title": self.title, "facts": self.facts, "rows": rows}
+
+
+def _micros(times: Times) -> str:
+    return " ".join(f"{1e6 * seconds:.0f}" for seconds in times)
 
 
 @dataclass(frozen=True)
 class Where:
-    """Who measures: a group of ranks, each with a device of its own."""
+    """The ranks that measure: a group, each rank with a device of its own."""
 
-    group: dist.ProcessGroup | None = None  # None: everybody
+    group: dist.ProcessGroup | None = None  # None: all ranks
     device: str = "cpu"
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the group."""
+        """The number of ranks in the group."""
         return dist.get_world_size(self.group)
 
     def barrier(self) -> None:
-        """Collective: wait for all ranks, and for the device."""
+        """Collective: wait for all ranks and for the device."""
         if self.world_size > 1:
             dist.barrier(self.group)
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Wait for everything that was enqueued on the device."""
+        """Wait for all kernels that were launched on the device."""
         if self.device.startswith("cuda"):
             torch.cuda.synchronize()
 
     def reduce(self, values: torch.Tensor, how: dist.ReduceOp.RedOpType) -> None:
-        """Collective: reduce a CPU tensor over the ranks, in place."""
+        """Collective: all-reduce a CPU tensor in place."""
         there = values.to(self.device)
         dist.all_reduce(there, how, self.group)
         values.copy_(there)
@@ -152,50 +200,52 @@ class Where:
 class Contestant:
     """One implementation with its replica.
 
-    Replicas share the memory of their weights, which no step changes: that keeps the
-    models alike, and what lies in caches between two steps does not grow with the
-    number of implementations. Gradients are freed after each step, as
-    ``optimizer.zero_grad()`` does.
+    Replicas share the memory of their weights, which no step changes. So all models
+    stay alike, and what lies in caches between two steps does not grow with the number
+    of implementations. Gradients are freed after each step, as by
+    ``optimizer.zero_grad()``.
     """
 
-    def __init__(self, implementation: Implementation, net: Net, where: Where) -> None:
-        self.name = implementation.name
-        self.reference = implementation.reference
-        self.is_exact = implementation.is_exact
-        self.settling = implementation.settling
-        self._environment = implementation.environment
+    def __init__(
+        self,
+        implementation: Implementation,
+        net: Net,
+        where: Where,
+        link: Link | None = None,
+    ) -> None:
+        self.traits = implementation
         self._where = where
         replica = copy.deepcopy(net)
         for mine, shared in zip(replica.parameters(), net.parameters(), strict=True):
             mine.data = shared.data
         self.params = list(replica.parameters())
-        with _environment(self._environment):
+        with _environment(implementation.environment):
             self._model = implementation.wrap(replica)
-        # Some have something left to do when backward is over.
-        self._finish = getattr(self._model, "finish_step", None)
-        watch = implementation.watcher
-        self.watcher = None if watch is None else watch(self._model)
+        # Only `AfterBackward` has work left when the backward is over.
+        self._finish: Callable[[], None] | None = getattr(
+            self._model, "finish_step", None
+        )
+        self.watcher: BoundWatcher | None = None
+        if link is not None and implementation.averages:
+            self.watcher = BoundWatcher(self._model, link)
 
     def warm_up(self, data: Sequence[torch.Tensor]) -> None:
         """Take a step that is not timed."""
-        with _environment(self._environment):
+        with _environment(self.traits.environment):
             self._take(data)
-        self.forget()
+        self.free_gradients()
 
     def step(
         self, data: Sequence[torch.Tensor], *, is_timed: bool = False
     ) -> tuple[float, float]:
-        """Take a step; return its seconds on this rank, and those of its threads."""
-        watcher = self.watcher if is_timed else None
-        if watcher is not None:
-            watcher.begin()
+        """Take a step. Return its seconds on this rank, and those of its threads."""
         self._where.barrier()
         cpu, start = time.process_time(), time.perf_counter_ns()
         self._take(data)
         self._where.synchronize()
         seconds = (time.perf_counter_ns() - start) / 1e9, time.process_time() - cpu
-        if watcher is not None:
-            watcher.end(start)
+        if is_timed and self.watcher is not None:
+            self.watcher.end_step(start)
         return seconds
 
     def _take(self, data: Sequence[torch.Tensor]) -> None:
@@ -203,179 +253,174 @@ class Contestant:
         if self._finish is not None:
             self._finish()
 
-    @property
-    def bucket_layout(self) -> Any:
-        """See `minidp.DataParallel`; None: it does not tell."""
-        return getattr(self._model, "bucket_layout", None)
-
     def bucket_bytes(self) -> list[int] | None:
-        """Bytes of each bucket, in launch order; None: it does not tell."""
-        layout = self.bucket_layout
+        """Return the bytes of each bucket in launch order; None: not minidp."""
+        layout: Any = getattr(self._model, "bucket_layout", None)
         if layout is None:
             return None
         params = dict(self._model.module.named_parameters())
         return [sum(params[n].nbytes for n in names) for names in layout["buckets"]]
 
     def gradients(self) -> Gradients:
-        """What the step left behind."""
+        """Return the gradients of the last step."""
         return [param.grad for param in self.params]
 
-    def forget(self) -> None:
-        """Free the gradients."""
+    def free_gradients(self) -> None:
+        """Set all gradients to None."""
         for param in self.params:
             param.grad = None
 
 
 class Contest:
-    """All implementations on one model; rank 0 brings home the result.
+    """Measures all implementations on one model.
 
     Args:
-        implementations: who takes part.
+        title: of the measurement, and of its progress bar.
+        implementations: what is measured.
         net: the model, on the device.
         plan: how long.
-        where: on which ranks.
-        label: for the progress bar.
+        where: the ranks.
+        link: of each rank; given, each step is compared with its bound.
     """
 
     def __init__(
         self,
+        title: str,
         implementations: Sequence[Implementation],
         net: Net,
         plan: Plan,
+        *,
         where: Where | None = None,
-        label: str = "",
+        link: Link | None = None,
     ) -> None:
-        self._plan = plan
-        self._net = net
+        self._title, self._net, self._plan = title, net, plan
         self._where = where or Where()
         self._rank = dist.get_rank(self._where.group)
-        self._label = label
-        self._contestants = [
-            Contestant(each, net, self._where) for each in implementations
-        ]
-        self._rounds = 0
+        self._contestants = {
+            each.name: Contestant(each, net, self._where, link)
+            for each in implementations
+        }
+        self._num_params = len(list(net.parameters()))
         self._wrong: dict[str, torch.Tensor] = {
-            each.name: torch.zeros(len(each.params), dtype=torch.uint8)
-            for each in self._contestants
+            each.name: torch.zeros(self._num_params, dtype=torch.uint8)
+            for each in implementations
             if each.reference is not None
         }
-        self._checks = 0
+        self._references = {each.reference for each in implementations} - {None}
+        self._rounds = self._checks = 0
 
     def run(self) -> Measured:
-        """Collective: warm up, measure, check."""
+        """Collective: warm up, measure, compare gradients."""
         num_rounds = self._affordable(self._warm_up())
         gc.collect()
-        costs = torch.zeros(2, len(self._contestants), num_rounds, dtype=torch.float64)
-        with progress(self._rank, self._label, num_rounds) as advance:
+        everyone = list(self._contestants.values())
+        costs = torch.zeros(2, len(everyone), num_rounds, dtype=torch.float64)
+        with progress(self._rank, self._title, num_rounds) as advance:
             for number in range(num_rounds):
                 if number % self._plan.check_every == 0:
                     self._check()
                 data = self._next_data()
-                for k in turn(number, len(self._contestants)):
-                    cost = self._contestants[k].step(data, is_timed=True)
+                for k in turn(number, len(everyone)):
+                    cost = everyone[k].step(data, is_timed=True)
                     costs[:, k, number] = torch.tensor(cost, dtype=torch.float64)
-                    self._contestants[k].forget()
+                    everyone[k].free_gradients()
                 advance()
         self._check()
-        seconds, cpu = costs
+        return self._measured(*costs)
+
+    def _measured(self, seconds: torch.Tensor, cpu: torch.Tensor) -> Measured:
         self._where.reduce(seconds, dist.ReduceOp.MAX)
         self._where.reduce(cpu, dist.ReduceOp.SUM)
         cpu /= self._where.world_size
         for differs in self._wrong.values():
             self._where.reduce(differs, dist.ReduceOp.MAX)
-        params = self._contestants[0].params
-        names = [each.name for each in self._contestants]
-        wrong = self._wrong
+        names, everyone = list(self._contestants), self._contestants.items()
+        counts = {name: int(differs.sum()) for name, differs in self._wrong.items()}
+        buckets = {name: each.bucket_bytes() for name, each in everyone}
         return Measured(
-            num_params=len(params),
-            num_bytes=sum(param.nbytes for param in params),
-            times=dict(zip(names, seconds.numpy(), strict=True)),
-            wrong={n: int(wrong[n].sum()) if n in wrong else None for n in names},
+            title=self._title,
+            num_params=self._num_params,
+            num_bytes=sum(param.nbytes for param in self._net.parameters()),
             checks=self._checks,
+            times=dict(zip(names, seconds.numpy(), strict=True)),
             cpu=dict(zip(names, cpu.numpy(), strict=True)),
-            watched={
-                each.name: each.watcher.result()
-                for each in self._contestants
-                if each.watcher is not None
-            },
-            buckets={
-                each.name: sizes
-                for each in self._contestants
-                if (sizes := each.bucket_bytes()) is not None
-            },
+            wrong={name: counts.get(name) for name in names},
+            bounds={n: each.watcher.result() for n, each in everyone if each.watcher},
+            buckets={name: sizes for name, sizes in buckets.items() if sizes},
         )
 
     def _warm_up(self) -> float:
-        """Settle, take the rounds that are not timed; return the seconds of one."""
+        """Take the steps that are not timed. Return the seconds of one round."""
         durations = []
-        settling = sum(each.settling for each in self._contestants)
-        total = settling + self._plan.warm_up
-        with progress(self._rank, f"{self._label}, warming up", total) as advance:
-            for contestant in self._contestants:
-                for _ in range(contestant.settling):
-                    contestant.warm_up(self._next_data())
+        everyone = self._contestants.values()
+        total = sum(each.traits.settling for each in everyone) + self._plan.warm_up
+        with progress(self._rank, f"{self._title}, warming up", total) as advance:
+            for each in everyone:
+                for _ in range(each.traits.settling):
+                    each.warm_up(self._next_data())
                     advance()
             for _ in range(self._plan.warm_up):
                 data = self._next_data()
                 start = time.perf_counter()
-                for contestant in self._contestants:
-                    contestant.warm_up(data)
+                for each in everyone:
+                    each.warm_up(data)
                 self._where.synchronize()
                 durations.append(time.perf_counter() - start)
                 advance()
         return median(durations)
 
     def _next_data(self) -> tuple[torch.Tensor, ...]:
-        """Other data in each round, and on each rank."""
+        """Make other data in each round, and on each rank."""
         self._rounds += 1
         seed = self._rounds * self._where.world_size + self._rank
         data = self._net.data(torch.Generator().manual_seed(seed))
         return tuple(each.to(self._where.device) for each in data)
 
     def _affordable(self, round_seconds: float) -> int:
-        """Collective: how many rounds to time; a multiple of the implementations."""
+        """Collective: decide the number of timed rounds.
+
+        It is a multiple of the number of implementations; see `turn`.
+        """
         plan, step = self._plan, len(self._contestants)
         wanted = min(max(plan.seconds / round_seconds, plan.fewest), plan.most)
-        # The fastest rank's wish, if they differ.
         agreed = torch.tensor(max(1, round(wanted / step)) * step)
-        self._where.reduce(agreed, dist.ReduceOp.MAX)
+        self._where.reduce(agreed, dist.ReduceOp.MAX)  # ranks measured other seconds
         return int(agreed)
 
     def _check(self) -> None:
-        """Collective: a round that is not timed, but compared."""
+        """Collective: take a round that is not timed, and compare its gradients."""
         data = self._next_data()
-        references = {each.reference for each in self._contestants} - {None}
         expected: dict[str, Gradients] = {}
         self._checks += 1
-        # The references first: then only theirs have to be kept.
-        for each in sorted(self._contestants, key=lambda c: c.name not in references):
+        # References first: only their gradients have to be kept.
+        names = sorted(self._contestants, key=lambda name: name not in self._references)
+        for name in names:
+            each = self._contestants[name]
             each.step(data)
-            if each.name in references:
-                expected[each.name] = each.gradients()
+            if name in self._references:
+                expected[name] = each.gradients()
             else:
-                self._compare(each, each.gradients(), expected)
-                each.forget()
-        for each in self._contestants:
-            if each.name in references:
-                self._compare(each, expected[each.name], expected)
-                each.forget()
+                self._compare(each, expected)
+                each.free_gradients()
+        for name in expected:
+            self._compare(self._contestants[name], expected)
+        for name in expected:
+            self._contestants[name].free_gradients()
 
-    def _compare(
-        self, contestant: Contestant, found: Gradients, expected: dict[str, Gradients]
-    ) -> None:
-        if contestant.reference is not None:
-            same = same_bits if contestant.is_exact else same_but_for_rounding
-            pairs = zip(found, expected[contestant.reference], strict=True)
-            differs = self._wrong[contestant.name]
+    def _compare(self, each: Contestant, expected: dict[str, Gradients]) -> None:
+        if each.traits.reference is not None:
+            same = same_bits if each.traits.is_exact else same_but_for_rounding
+            pairs = zip(each.gradients(), expected[each.traits.reference], strict=True)
+            differs = self._wrong[each.traits.name]
             for i, (mine, theirs) in enumerate(pairs):
                 differs[i] |= not same(mine, theirs)
 
 
 def turn(number: int, count: int) -> list[int]:
-    """Who takes which place in round ``number``.
+    """Return the order of ``count`` implementations in round ``number``.
 
-    In ``2 * count`` rounds everyone takes every place, and follows every other one,
-    equally often (a Williams design).
+    In ``2 * count`` rounds each takes every place, and follows every other one, equally
+    often (a Williams design).
     """
     zigzag = [
         -(place // 2) if place % 2 else place // 2 for place in range(1, count + 1)
@@ -385,7 +430,7 @@ def turn(number: int, count: int) -> list[int]:
 
 
 def same_bits(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
-    """Whether two gradients are the same, NaN and the sign of zero included."""
+    """Compare two gradients' bit patterns, NaN and the sign of zero included."""
     if mine is None or theirs is None:
         return mine is theirs
     return torch.equal(mine.view(torch.int32), theirs.view(torch.int32))
@@ -394,7 +439,7 @@ def same_bits(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
 def same_but_for_rounding(
     mine: torch.Tensor | None, theirs: torch.Tensor | None
 ) -> bool:
-    """Whether two gradients differ by the order of a sum at most."""
+    """Compare two gradients up to the rounding of a sum in another order."""
     if mine is None or theirs is None:
         return mine is theirs
     allowed = 1e-5 * float(theirs.abs().max())

@@ -14,11 +14,7 @@
 namespace minidp::cuda {
 
 constexpr int kThreads = 256;  // per block
-// Loads of one thread that are under way at once: 2048 threads of an SM then have 32 KiB
-// of halves in flight, as many bytes as the memory of an H200 answers meanwhile. With so
-// many, wider loads gain nothing. Reasoned, not measured.
-constexpr int kLoads = 8;
-constexpr std::int64_t kBlockElements = kThreads * kLoads;
+constexpr std::int64_t kBlockElements = 8 * kThreads;
 
 // One tensor.
 struct Row {

@@ -39,32 +39,17 @@ MINIDP_HOST_DEVICE T scaled(T x, double scale) {
   return scale == 1.0 ? x : narrow<T>(widen(x) * static_cast<Math<T>>(scale));
 }
 
-// Neighbouring threads touch neighbouring elements. All loads of a thread are issued
-// before its first store. Source and destination may be the same tensor.
+// Neighbouring threads touch neighbouring elements. Source and destination may be the same
+// tensor.
 template <typename T>
 MINIDP_HOST_DEVICE void run_thread(const Batch& batch, std::int64_t block, int thread) {
   const Row& row = row_of(batch, block);
   const T* from = static_cast<const T*>(row.from);
   T* to = static_cast<T*>(row.to);
-  const std::int64_t first = (block - row.first_block) * kBlockElements + thread;
-  T values[kLoads];
-#ifdef __CUDA_ARCH__
-#pragma unroll
-#endif
-  for (int n = 0; n < kLoads; ++n) {
-    const std::int64_t i = first + n * kThreads;
-    if (i < row.numel) {
-      values[n] = from[i];
-    }
-  }
-#ifdef __CUDA_ARCH__
-#pragma unroll
-#endif
-  for (int n = 0; n < kLoads; ++n) {
-    const std::int64_t i = first + n * kThreads;
-    if (i < row.numel) {
-      to[i] = scaled(values[n], batch.scale);
-    }
+  const std::int64_t begin = (block - row.first_block) * kBlockElements;
+  const std::int64_t end = begin + kBlockElements < row.numel ? begin + kBlockElements : row.numel;
+  for (std::int64_t i = begin + thread; i < end; i += kThreads) {
+    to[i] = scaled(from[i], batch.scale);
   }
 }
 

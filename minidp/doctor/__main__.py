@@ -1,12 +1,7 @@
-"""``python -m minidp.doctor``, also by torchrun."""
+"""Run ``python -m minidp.doctor``, alone or under torchrun."""
 
-import argparse
-import sys
-
-from minidp._console import parse
+from minidp.console import run_command
 from minidp.doctor import add_arguments, main
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m minidp.doctor")
-    add_arguments(parser)
-    sys.exit(main(parse(parser)))
+    run_command("python -m minidp.doctor", None, add_arguments, main)

@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 class Net(nn.Module):
     """Has module buffers, an attribute, and a branch that may go unused."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(3)
         self.first = nn.Linear(6, 8)
@@ -41,7 +41,7 @@ class Net(nn.Module):
         self.side = nn.Linear(8, 2)
         self.hint = "mine"
 
-    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+    def forward(self, x, fails=False):
         if fails:
             raise ValueError("boo")
         x = torch.tanh(self.norm(self.first(x)))
@@ -49,21 +49,26 @@ class Net(nn.Module):
 
     skips_side = False
 
-    def depth(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return self(x) if n == 0 else self.depth(x, n - 1)
+
+class Recursive(Net):
+    """Calls itself; has a way of its own to be copied."""
+
+    is_inside = False
+
+    def forward(self, x):
+        if self.is_inside:
+            return super().forward(x)
+        self.is_inside = True
+        try:
+            return self(x)
+        finally:
+            self.is_inside = False
+
+    def __getstate__(self):
+        return dict(self.__dict__)
 
 
-class Recursive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.cell = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor, n: int = 3) -> torch.Tensor:
-        return self.cell(x) if n == 0 else torch.tanh(self(self.cell(x), n - 1))
-
-
-def trained(ctx: Any, net: nn.Module, call: Any, sync: Any, steps: int = 5) -> Any:
+def trained(ctx, net, call, sync, steps=5):
     """Losses, gradients, weights and module buffers of a few steps."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(ctx.rank)
@@ -76,12 +81,8 @@ def trained(ctx: Any, net: nn.Module, call: Any, sync: Any, steps: int = 5) -> A
                 call(x).square().sum().backward()
         loss = call(x).square().sum()
         loss.backward()
-        seen.append(
-            [
-                loss.detach(),
-                *[p.grad.clone() for p in net.parameters() if p.grad is not None],
-            ]
-        )
+        found = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        seen.append([loss.detach(), *found])
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
@@ -89,36 +90,30 @@ def trained(ctx: Any, net: nn.Module, call: Any, sync: Any, steps: int = 5) -> A
     return [seen, net.state_dict()]
 
 
-def three_ways(ctx: Any, kind: Any, options: dict[str, Any], skips: bool) -> Any:
+def three_ways(ctx, kind, options, skips):
     results = []
-    for wrap in (DistributedDataParallel, minidp.DataParallel):
+    for wrap in (DistributedDataParallel, minidp.DataParallel, minidp.attach):
         net = kind()
         net.skips_side = skips
+        before = dict(vars(net))
         ddp = wrap(net, process_group=ctx.group, **options)
-        results.append(trained(ctx, net, ddp, ddp.no_sync))
-    net = kind()
-    net.skips_side = skips
-    before = dict(vars(net))
-    handle = minidp.attach(net, process_group=ctx.group, **options)
-    results.append(trained(ctx, net, net, handle.no_sync))
-    handle.detach()
-    assert vars(net).keys() == before.keys()
+        call = net if wrap is minidp.attach else ddp
+        results.append(trained(ctx, net, call, ddp.no_sync))
+    ddp.detach()
+    assert vars(net).keys() - {"is_inside"} == before.keys()
     assert not hasattr(net, "module")
     assert type(net) is kind
     return same(results[0], results[1]), same(results[1], results[2])
 
 
-@pytest.mark.parametrize("mode", OPTIONS)
+@pytest.mark.parametrize("mode", [*OPTIONS, "recursive"])
 def test_bits_are_those_of_a_wrapped_model(pool, mode):
-    found = pool.run(three_ways, 2, Net, OPTIONS[mode], mode == "unused")
+    kind = Recursive if mode == "recursive" else Net
+    found = pool.run(three_ways, 2, kind, OPTIONS.get(mode, {}), mode == "unused")
     assert found == [(True, True)] * 2
 
 
-def test_a_model_that_calls_itself(pool):
-    assert pool.run(three_ways, 2, Recursive, {}, False) == [(True, True)] * 2
-
-
-def after_detach(ctx: Any) -> Any:
+def after_detach(ctx):
     net = Net()
     handle = minidp.attach(net, process_group=ctx.group, gradient_as_bucket_view=True)
     x = torch.full((4, 6), float(ctx.rank + 1)) + torch.arange(4.0)[:, None]
@@ -126,6 +121,8 @@ def after_detach(ctx: Any) -> Any:
     synced = [p.grad.clone() for p in net.parameters()]
     handle.detach()
     handle.detach()
+    with pytest.raises(RuntimeError, match="was detached"):
+        handle.sync_gradients()
     kept = same(synced, [p.grad for p in net.parameters()])
     net.zero_grad()
     net(x).square().sum().backward()
@@ -144,7 +141,7 @@ def test_detach_leaves_a_plain_model(pool):
     assert first[2] == second[2]
 
 
-def local_and_hooks(ctx: Any) -> Any:
+def local_and_hooks(ctx):
     net = Net()
     handle = minidp.attach(net, process_group=ctx.group, unsynced="raise")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -193,7 +190,7 @@ def test_guard_reset_hook_and_record(pool):
 # --------------------------------------------------------------- one rank is enough
 
 
-def gradients_of(net: nn.Module) -> Any:
+def gradients_of(net):
     net.zero_grad()
     net(torch.ones(3, 6)).sum().backward()
     return net
@@ -226,16 +223,7 @@ def test_copies_are_plain(lone_group):
     gradients_of(net)
     assert handle.data_parallel._reducer.ledger.finalized == finalized + 1
     handle.detach()
-
-
-class OwnState(Net):
-    def __getstate__(self):
-        return dict(self.__dict__)
-
-
-def test_a_class_with_its_own_getstate(lone_group):
-    net = OwnState()
-    with minidp.attach(net):
+    with minidp.attach(net := Recursive()):
         twin = copy.deepcopy(net)
     gradients_of(twin)
     assert twin._compiled_call_impl is None
@@ -274,7 +262,7 @@ def test_attach_while_wrapped(lone_group):
     ddp = minidp.DataParallel(net)
     with pytest.raises(TypeError, match=r"attach to its \.module"):
         minidp.attach(ddp)
-    with pytest.raises(RuntimeError, match="delete that object"):
+    with pytest.raises(RuntimeError, match="delete or detach that object"):
         minidp.attach(net)
     assert "_compiled_call_impl" not in vars(net)
     del ddp
@@ -293,14 +281,7 @@ def test_bad_models_leave_nothing(lone_group):
     assert set(vars(net)) == before
 
 
-def test_a_detached_handle_says_so(lone_group):
-    handle = minidp.attach(Net())
-    handle.detach()
-    with pytest.raises(RuntimeError, match="was detached"):
-        handle.sync_gradients()
-
-
-def compiled(ctx: Any) -> Any:
+def compiled(ctx):
     warnings.simplefilter("ignore")
     results = []
     for how in ("plain", "around", "before", "after"):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import random
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,11 +14,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from minidp import DataParallel, _autotune, comm_hooks
-from minidp._autotune import STEPS, Tuner
-from minidp._layout import Layout, build_layout, delayed
-from minidp._timeline import AUTO, AUTO_TRIES
-from minidp._tuning import NUM_TRIALS, Search
+from minidp import DataParallel, comm_hooks
+from minidp.autotune import tuner
+from minidp.autotune.trials import NUM_TRIALS, Search
+from minidp.autotune.tuner import STEPS, AutotunePolicy
+from minidp.layout.plan import Layout, build_layout, delayed
+from minidp.overlap.timeline import AUTO, AUTO_TRIES
 
 LAST = 1 + STEPS * NUM_TRIALS  # backwards until the layout stays
 
@@ -104,8 +103,8 @@ def beside_torch(ctx: Any, mode: str, world_tolerance: float) -> Any:
                 assert (left is None) == (right is None)
                 if left is not None:
                     worst = max(worst, float((left - right).abs().max()))
-            layouts.append(ours._reducer.pipeline.layout.assignment)
-            order = ours._reducer.ready_order
+            layouts.append(ours._reducer.queue.layout.assignment)
+            order = ours._reducer.rebuild_policy
             settled += not order.is_settled
             assert order.layout_by == (AUTO if order.is_settled else AUTO_TRIES)
     assert worst <= world_tolerance
@@ -127,10 +126,10 @@ def test_three_ranks_have_equal_layouts(pool):
     assert results[0] == results[1] == results[2]
 
 
-def chosen(ctx: Any, options: dict[str, Any], hook: str) -> Any:
+def chosen(ctx: Any, hook: str) -> Any:
     """(lines logged, layouts seen, bits equal to those of a fixed cap)."""
-    ours = made(DataParallel, ctx, bucket_cap_mb="auto", **options)
-    fixed = made(DataParallel, ctx, **options)
+    ours = made(DataParallel, ctx, bucket_cap_mb="auto")
+    fixed = made(DataParallel, ctx)
     for ddp in (ours, fixed):
         if hook == "stateless":
             ddp.register_comm_hook(ctx.group, default_hooks.fp16_compress_hook)
@@ -138,52 +137,34 @@ def chosen(ctx: Any, options: dict[str, Any], hook: str) -> Any:
             state = comm_hooks.Int8State(process_group=ctx.group)
             ddp.register_comm_hook(state, comm_hooks.int8_error_feedback_hook)
     lines: list[str] = []
-
-    class Listening(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    handler = Listening()
-    _autotune.logger.addHandler(handler)
-    level = _autotune.logger.level
-    _autotune.logger.setLevel(logging.INFO)
     layouts = []
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            tuner.logger, "info", lambda *text: lines.append(text[0] % text[1:])
+        )
         for number in range(LAST + 2):
             step(ctx, ours, number)
             step(ctx, fixed, number)
-            layouts.append(ours._reducer.pipeline.layout.assignment)
-    finally:
-        _autotune.logger.removeHandler(handler)
-        _autotune.logger.setLevel(level)
-    mine = [line for line in lines if "auto" in line]
-    return mine, layouts, fixed._reducer.pipeline.layout.assignment
+            layouts.append(ours._reducer.queue.layout.assignment)
+    return lines, layouts, fixed._reducer.queue.layout.assignment
 
 
-def test_rank_0_says_once_what_was_chosen(pool):
-    (lines, layouts, _), (others, theirs, _) = pool.run(chosen, 2, {}, "")
+def test_rank_0_tries_several_layouts_and_says_once_what_was_chosen(pool):
+    (lines, layouts, torchs), (others, theirs, _) = pool.run(chosen, 2, "")
     assert others == []
     assert len(lines) == 1
-    assert "ms" in lines[0]
     assert "exposed communication" in lines[0]
     assert layouts == theirs
-
-
-def test_several_layouts_are_tried_for_real(pool):
-    (_, layouts, torchs), _ = pool.run(chosen, 2, {"bucket_cap_mb_list": None}, "")
     assert layouts[STEPS - 1] == torchs
     assert len(set(layouts)) >= 3
 
 
 def test_a_hook_with_a_state_keeps_its_buckets(pool):
-    (lines, layouts, torchs), _ = pool.run(chosen, 2, {}, "stateful")
+    (lines, layouts, torchs), _ = pool.run(chosen, 2, "stateful")
     assert set(layouts[1:]) == {torchs}
     assert len(lines) == 1
     assert "comm hook" in lines[0]
-
-
-def test_a_hook_without_a_state_does_not_hinder(pool):
-    (lines, layouts, _), _ = pool.run(chosen, 2, {}, "stateless")
+    (lines, layouts, _), _ = pool.run(chosen, 2, "stateless")
     assert len(set(layouts)) >= 3
     assert "comm hook" not in lines[0]
 
@@ -197,12 +178,11 @@ def uneven(ctx: Any) -> Any:
             for number in range(LAST + 2 if ctx.rank == 1 else 9):
                 step(ctx, ddp, number)
     reducer = ddp._reducer
-    params = torch.cat([p.detach().flatten() for p in ddp.module.parameters()])
-    return reducer.ready_order.is_settled, reducer.pipeline.layout.assignment, params
+    return reducer.rebuild_policy.is_settled, reducer.queue.layout.assignment
 
 
 def test_uneven_inputs(pool):
-    (mine, layout, _), (theirs, other, _) = pool.run(uneven, 2)
+    (mine, layout), (theirs, other) = pool.run(uneven, 2)
     assert mine
     assert theirs
     assert layout == other
@@ -213,8 +193,8 @@ def reset_midway(ctx: Any) -> Any:
     for number in range(STEPS * 2):
         step(ctx, ddp, number)
     ddp.reset()
-    order = ddp._reducer.ready_order
-    listeners = ddp._reducer.pipeline.tracer.listeners
+    order = ddp._reducer.rebuild_policy
+    listeners = ddp._reducer.queue.tracer.listeners
     before = (order.is_settled, order.has_rebuilt, len(listeners))
     for number in range(LAST + 1):
         step(ctx, ddp, number)
@@ -238,7 +218,7 @@ def gone(ctx: Any, steps: int) -> list[str]:
         for number in range(steps):
             step(ctx, ddp, number)
         reducer = ddp._reducer
-        parts = (ddp, reducer, reducer.pipeline, reducer.ready_order, reducer.hooks)
+        parts = (ddp, reducer, reducer.queue, reducer.rebuild_policy, reducer.hooks)
         seen = [weakref.ref(part) for part in parts]
         del ddp, reducer, parts
         return [type(ref()).__name__ for ref in seen if ref() is not None]
@@ -262,8 +242,8 @@ def saved(ctx: Any) -> Any:
     )
     step(ctx, again, 0)
     step(ctx, again, 1)
-    same = again._reducer.pipeline.layout == ddp._reducer.pipeline.layout
-    return found, same, again._reducer.ready_order.is_due
+    same = again._reducer.queue.layout == ddp._reducer.queue.layout
+    return found, same, again._reducer.rebuild_policy.is_due
 
 
 def test_a_layout_is_final_when_it_has_settled(pool):
@@ -292,29 +272,15 @@ def test_a_file_gives_the_layout(pool, tmp_path):
     assert pool.run(from_file, 2, str(path)) == [plain] * 2
 
 
-def alone(ctx: Any) -> bool:
-    ddp = made(DataParallel, ctx, bucket_cap_mb="auto")
-    step(ctx, ddp, 0)
-    return isinstance(ddp._reducer.ready_order, Tuner)
-
-
-def test_one_rank_has_nothing_to_tune(pool):
-    assert pool.run(alone, 1) == [False]
-
-
-def bad_file(ctx: Any, path: str, text: str) -> str:
-    if text:
-        Path(path).write_text(text)
-    try:
-        made(DataParallel, ctx, bucket_layout=path)
-    except ValueError as error:
-        return str(error)
-    return ""
+def test_one_rank_has_nothing_to_tune(lone_group):
+    ddp = DataParallel(Net(), process_group=lone_group, bucket_cap_mb="auto")
+    assert not isinstance(ddp._reducer.rebuild_policy, AutotunePolicy)
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"format": 7}'])
-def test_a_bad_file_is_named(pool, tmp_path, text):
-    path = str(tmp_path / "buckets.json")
-    (found,) = pool.run(bad_file, 1, path, text)
-    assert "bucket_layout" in found
-    assert path in found or "format" in found
+def test_a_bad_file_is_named(lone_group, tmp_path, text):
+    path = tmp_path / "buckets.json"
+    if text:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=r"(?s)bucket_layout.*(buckets.json|format)"):
+        DataParallel(Net(), process_group=lone_group, bucket_layout=str(path))

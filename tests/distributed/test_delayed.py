@@ -36,33 +36,14 @@ def delaying(module: nn.Module, *prefixes: str, until: int = 0) -> dict[str, Any
     return {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": hooked}
 
 
-def averages(ctx: Any, module: nn.Module, step: int) -> list[torch.Tensor]:
-    """The mean of the ranks' gradients, by hand."""
-    module.zero_grad()
-    module(batch(ctx, step)).backward()
-    mine = [p.grad for p in module.parameters()]
-    for grad in mine:
-        wide = grad.double() / ctx.world_size
-        torch.distributed.all_reduce(wide, group=ctx.group)
-        grad.copy_(wide)
-    found = grads(module)
-    module.zero_grad()
-    return found  # type: ignore[return-value]
-
-
-# ----------------------------------------------------------------- where torch is right
-
-
 def as_in_torch(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
-    """The first layer is delayed; its bias is the last gradient of all but one."""
+    """Torch reduces when the hooked gradient comes: that of the first parameter."""
     module = Mixed()
-    # Torch reduces when the hooked gradient comes: that of the very first parameter.
-    first = nn.Parameter(torch.ones(3))
-    module.register_parameter("scale", first)
+    module.register_parameter("scale", nn.Parameter(torch.ones(3)))
     run = module.forward
-    module.forward = lambda x: run(x * first)
-    delayed = {**delaying(module, "layers.1", "layers.2"), **options}
-    ddp = wrap(module, **{**delayed, "param_to_hook_all_reduce": first})
+    module.forward = lambda x: run(x * module.scale)
+    # The parameters of a module come before those of its children.
+    ddp = wrap(module, **delaying(module, "layers.1", "layers.2"), **options)
     history = []
     for step in range(3):
         ddp.zero_grad()
@@ -72,33 +53,35 @@ def as_in_torch(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
     return history
 
 
-def run_both(ctx: Any, scenario: Any, *args: Any) -> tuple[Any, Any]:
-    return on_both(ctx, lambda c, wrap: scenario(c, wrap, *args))
+def run_both(ctx: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    return on_both(ctx, lambda c, wrap: as_in_torch(c, wrap, options))
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
-def test_side_by_side(pool: Any, options: dict[str, Any]) -> None:
-    for theirs, ours in pool.run(run_both, 2, as_in_torch, options):
+def test_side_by_side_where_torch_is_right(pool: Any, options: dict[str, Any]) -> None:
+    for theirs, ours in pool.run(run_both, 2, options):
+        assert not isinstance(ours, str), ours
         assert same(theirs, ours)
 
 
-# ----------------------------------------------------------------------- and elsewhere
-
-
-DTYPES = [
-    (torch.float32,) * 4,
-    (torch.bfloat16,) * 4,
-    (torch.float32, torch.float64, torch.float32, torch.bfloat16),
-]
+def averages(ctx: Any, module: nn.Module) -> list[torch.Tensor]:
+    """The mean of the ranks' gradients, by hand."""
+    module(batch(ctx)).backward()
+    for param in module.parameters():
+        wide = param.grad.double() / ctx.world_size
+        torch.distributed.all_reduce(wide, group=ctx.group)
+        param.grad.copy_(wide)
+    found = grads(module)
+    module.zero_grad()
+    return found  # type: ignore[return-value]
 
 
 def in_any_dtype(ctx: Any, dtypes: Any, late: list[str], until: int) -> Any:
     torch.manual_seed(ctx.rank)
     module = Mixed(dtypes)
-    ddp = DataParallel(
-        module, process_group=ctx.group, **delaying(module, *late, until=until)
-    )
-    expected = averages(ctx, module, 0)
+    options = delaying(module, *late, until=until)
+    ddp = DataParallel(module, process_group=ctx.group, **options)
+    expected = averages(ctx, module)
     with collective_trace() as trace:
         ddp(batch(ctx)).backward()
     found = grads(module)
@@ -107,7 +90,15 @@ def in_any_dtype(ctx: Any, dtypes: Any, late: list[str], until: int) -> Any:
     return found, grads(module), expected, [t for t in trace if t[0] == "all_reduce"]
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float32,) * 4,
+        (torch.bfloat16,) * 4,
+        (torch.float32, torch.float64, torch.float32, torch.bfloat16),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("late", [["layers.0"], ["layers.1", "layers.3"], ["layers"]])
 @pytest.mark.parametrize("until", [0, -1])
 def test_any_dtype_and_any_hooked_parameter(
@@ -115,72 +106,33 @@ def test_any_dtype_and_any_hooked_parameter(
 ) -> None:
     """All delayed, or the hooked gradient first: torch is unusable, or wrong."""
     for found, again, expected, trace in pool.run(in_any_dtype, 2, dtypes, late, until):
-        for results in (found, again):
-            for a, b in zip(results, expected, strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
-            assert same(results, found)
+        assert same(found, again)
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
         delayed = [dtypes[i] for i in range(4) if f"layers.{i}".startswith(tuple(late))]
         last = trace[-len(set(delayed)) :]
-        assert sorted(last) == sorted(
-            ("all_reduce", 12 * delayed.count(dtype), str(dtype))
-            for dtype in set(delayed)
-        )
-
-
-def accumulates(ctx: Any, options: dict[str, Any]) -> Any:
-    results = []
-    for delayed in (False, True):
-        torch.manual_seed(0)
-        module = Mixed()
-        more = delaying(module, "layers.3", "layers.0") if delayed else {}
-        ddp = DataParallel(module, process_group=ctx.group, **options, **more)
-        history = []
-        for step in range(4):
-            ddp.zero_grad(set_to_none=step % 2 == 0)
-            with ddp.no_sync():
-                ddp(batch(ctx, step)).backward()
-            uses = {"num_layers": 3 + step % 2} if options else {}
-            ddp(batch(ctx, step + 1), **uses).backward()
-            history.append(grads(module))
-        results.append(history)
-    return results
-
-
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
-def test_no_sync_and_unused(pool: Any, options: dict[str, Any]) -> None:
-    """Nothing but the buckets is different; two ranks, so the bits are the same."""
-    for usual, delayed in pool.run(accumulates, 2, options):
-        assert same(usual, delayed)
-
-
-class Embeds(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(4, 3, sparse=True)
-        self.head = nn.Linear(3, 1)
-
-    def forward(self, index: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table(index)).sum()
+        assert set(last) == {
+            ("all_reduce", 12 * delayed.count(dtype), str(dtype)) for dtype in delayed
+        }
 
 
 def sparse(ctx: Any) -> Any:
-    module = Embeds()
-    delayed = delaying(module, "table", "head.bias")
+    module = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))
+    delayed = delaying(module, "0.weight", "1.bias")
     ddp = DataParallel(module, process_group=ctx.group, **delayed)
     found = []
     for _ in range(3):
         ddp.zero_grad()
-        ddp(torch.tensor([ctx.rank, 3])).backward()
-        grad = module.table.weight.grad
-        found.append((grad.is_sparse, grad.to_dense(), module.head.weight))
+        ddp(torch.tensor([ctx.rank, 3])).sum().backward()
+        grad = module[0].weight.grad
+        found.append((grad.is_sparse, grad.to_dense(), module[1].weight.detach()))
     return found
 
 
 def test_sparse_gradients_may_be_delayed(pool: Any) -> None:
+    factors = torch.tensor([[0.5], [0.5], [0.0], [1.0]])
     for found in pool.run(sparse, 2):
         for is_sparse, grad, head in found:
             assert is_sparse
-            factors = torch.tensor([[0.5], [0.5], [0.0], [1.0]])
             torch.testing.assert_close(grad, factors * head)
 
 
@@ -193,55 +145,43 @@ def without_init_sync(ctx: Any) -> Any:
 
 
 def test_delayed_parameters_start_equal_even_without_init_sync(pool: Any) -> None:
-    first, second = pool.run(without_init_sync, 2)
-    assert [same(a, b) for a, b in zip(first, second, strict=True)] == [
-        *(False,) * 4,
-        *(True,) * 2,
-        *(False,) * 2,
-    ]
+    is_same = map(same, *pool.run(without_init_sync, 2))
+    assert [*is_same] == [False] * 4 + [True] * 2 + [False] * 2
 
 
 def of_another_module(ctx: Any) -> Any:
     """What is not in the module, or is on its ignore list."""
     module, other = Mixed(), nn.Linear(3, 3)
-    ignored = ["layers.0.weight"]
-    DataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
-    late = [
-        ("other.weight", other.weight),
-        ("layers.0.weight", module.layers[0].weight),
-    ]
+    ignored, inner = "layers.0.weight", module.layers[0].weight
+    DataParallel._set_params_and_buffers_to_ignore_for_model(module, [ignored])
     ddp = DataParallel(
         module,
         process_group=ctx.group,
         find_unused_parameters=True,
-        delay_all_reduce_named_params=late,
+        delay_all_reduce_named_params=[
+            ("other.weight", other.weight),
+            (ignored, inner),
+        ],
         param_to_hook_all_reduce=other.weight,
     )
     (ddp(batch(ctx)) + other(batch(ctx)).sum()).backward()
-    return [other.weight.grad, module.layers[0].weight.grad]
+    return [other.weight.grad, inner.grad]
 
 
 def test_parameters_of_another_module_may_be_delayed(pool: Any) -> None:
-    first, second = pool.run(of_another_module, 2)
-    assert same(first, second)
+    assert same(*pool.run(of_another_module, 2))
 
 
-def ranks_differ(ctx: Any, options: list[dict[str, Any]], late: bool) -> None:
+def ranks_differ(ctx: Any, what: str) -> None:
     module = Mixed()
-    more = delaying(module, f"layers.{ctx.rank}") if late else options[ctx.rank]
-    DataParallel(module, process_group=ctx.group, **more)
+    options: dict[str, Any] = {what: ctx.rank == 1}
+    if what == "delayed":
+        options = delaying(module, f"layers.{ctx.rank}")
+    DataParallel(module, process_group=ctx.group, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        ([], "delayed"),
-        ([{}, {"skip_all_reduce_unused_params": True}], "skip_all_reduce"),
-    ],
-    ids=str,
-)
-def test_what_ranks_send_must_be_the_same(pool: Any, options: Any, what: str) -> None:
-    errors = pool.run(ranks_differ, 2, options, not options, errors="return")
-    for error in errors:
+@pytest.mark.parametrize("what", ["delayed", "skip_all_reduce_unused_params"])
+def test_what_ranks_send_must_be_the_same(pool: Any, what: str) -> None:
+    for error in pool.run(ranks_differ, 2, what, errors="return"):
         assert error.is_a("ReplicaMismatchError")
         assert f"option {what}" in error.message

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @contextmanager
-def rpc_workers(ctx: Any, folder: str) -> Iterator[None]:
+def rpc_workers(ctx, folder):
     """Each rank of the job is a worker of RPC while this lasts."""
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"file://{folder}/rpc", rpc_timeout=20
@@ -47,12 +46,12 @@ def rpc_workers(ctx: Any, folder: str) -> Iterator[None]:
         rpc.shutdown()
 
 
-def over_rpc(ctx: Any, folder: str, scenario: Callable[..., Any], *args: Any) -> Any:
+def over_rpc(ctx, folder, scenario, *args):
     with rpc_workers(ctx, folder):
-        return on_both(ctx, lambda c, wrap: scenario(c, wrap, *args))
+        return on_both(ctx, scenario, *args)
 
 
-def run(pool: Any, scenario: Callable[..., Any], *args: Any) -> Any:
+def run(pool, scenario, *args):
     """Per rank (torch's, minidp's) result.
 
     On three ranks, always the same ones: RPC names its groups by how many there were.
@@ -64,18 +63,18 @@ def run(pool: Any, scenario: Callable[..., Any], *args: Any) -> Any:
 class Net(nn.Module):
     """Large and small parameters, one of them shared by two layers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(50, 8)
         self.layers = nn.Sequential(nn.Linear(8, 3000), nn.Tanh(), nn.Linear(3000, 8))
         self.last = nn.Linear(8, 50)
         self.last.weight = self.embed.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.last(self.layers(self.embed(x)))
 
 
-def train(ctx: Any, wrap: Any, options: dict[str, Any], hook: Any) -> Any:
+def train(ctx, wrap, options, hook):
     """Gradients of each step, and the weights that DistributedOptimizer leaves."""
     ddp = wrap(Net(), **options)
     if hook is not None:
@@ -97,16 +96,17 @@ def train(ctx: Any, wrap: Any, options: dict[str, Any], hook: Any) -> Any:
     return [*log, [p.detach().clone() for p in ddp.parameters()]]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_gradients_in_the_context_are_averages(pool: Any, name: str) -> None:
-    results = run(pool, train, OPTIONS[name], None)
+@pytest.mark.parametrize("name", [*OPTIONS, "hook"])
+def test_gradients_in_the_context_are_averages(pool, name):
+    hook = default_hooks.fp16_compress_hook if name == "hook" else None
+    results = run(pool, train, OPTIONS.get(name, {}), hook)
     for theirs, ours in results:
         assert isinstance(ours, list), ours
         assert same(theirs, ours)
         assert same(ours, results[0][1]), "ranks differ"
 
 
-def test_torch_fails_with_batched_copies(pool: Any) -> None:
+def test_torch_fails_with_batched_copies(pool):
     batched = run(pool, train, {"batched_grad_copy": True}, None)
     plain = run(pool, train, {}, None)
     for (theirs, ours), (expected, _) in zip(batched, plain, strict=True):
@@ -115,31 +115,20 @@ def test_torch_fails_with_batched_copies(pool: Any) -> None:
         torch.testing.assert_close(expected[0], ours[0])
 
 
-def test_with_a_comm_hook(pool: Any) -> None:
-    for theirs, ours in run(pool, train, {}, default_hooks.fp16_compress_hook):
-        assert isinstance(ours, list), ours
-        assert same(theirs, ours)
-
-
-def gradient(ddp: Any, context: int) -> list[float | None]:
+def gradient(ddp, context):
     found = dist_autograd.get_gradients(context)
     return [found[p].item() if p in found else None for p in ddp.parameters()]
 
 
-def several_backwards(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
+def several_backwards(ctx, wrap, options):
     ddp, x = wrap(Scalars(2), **options), x_of(ctx)
     log = []
     ddp(x).sum().backward()  # static graph: the first one counts
     with dist_autograd.context() as context:
-        dist_autograd.backward(context, [ddp(x).sum()])
-        log.append(gradient(ddp, context))
-        dist_autograd.backward(context, [ddp(10 * x).sum()])
-        log.append(gradient(ddp, context))
-        with ddp.no_sync():
-            dist_autograd.backward(context, [ddp(x).sum()])
-        log.append(gradient(ddp, context))
-        dist_autograd.backward(context, [ddp(x).sum()])
-        log.append(gradient(ddp, context))
+        for factor, is_synced in ((1, True), (10, True), (1, False), (1, True)):
+            ddp.require_backward_grad_sync = is_synced
+            dist_autograd.backward(context, [ddp(factor * x).sum()])
+            log.append(gradient(ddp, context))
     log.append([p.grad.item() for p in ddp.parameters()])
     ddp.zero_grad()
     ddp(x).sum().backward()
@@ -148,7 +137,7 @@ def several_backwards(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_several_backwards_in_a_context(pool: Any, name: str) -> None:
+def test_several_backwards_in_a_context(pool, name):
     for theirs, ours in run(pool, several_backwards, OPTIONS[name]):
         if name != "views":  # torch writes averages over what .grad holds
             assert same(theirs, ours)
@@ -156,66 +145,59 @@ def test_several_backwards_in_a_context(pool: Any, name: str) -> None:
         assert ours[4:] == [[2.0] * 2, [2.0] * 2]
 
 
-def forward_outside(ctx: Any, wrap: Any) -> Any:
-    ddp, other = wrap(Scalars(2)), wrap(Scalars(2))
-    loss = ddp(x_of(ctx)).sum()
-    with dist_autograd.context() as context:
-        dist_autograd.backward(context, [other(x_of(ctx)).sum()])
-        dist_autograd.backward(context, [loss])
-        return gradient(ddp, context)
-
-
-def test_the_forward_may_run_outside_the_context(pool: Any) -> None:
-    for theirs, ours in run(pool, forward_outside):
-        assert theirs == ours == [2.0, 2.0]
-
-
 class Two(nn.Module):
     """Two outputs of disjoint parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a, self.b = Scalars(), Scalars()
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x):
         return self.a(x).sum(), self.b(x).sum()
 
 
-def disjoint(ctx: Any, wrap: Any) -> Any:
+def disjoint(ctx, wrap):
+    """Two backwards share a reduction, of a forward outside of the context."""
     ddp = wrap(Two())
+    a, b = ddp(x_of(ctx))
     with dist_autograd.context() as context:
-        a, b = ddp(x_of(ctx))
+        dist_autograd.backward(context, [wrap(Scalars())(x_of(ctx)).sum()])
         dist_autograd.backward(context, [a])
         dist_autograd.backward(context, [b])
         return gradient(ddp, context)
 
 
-def test_two_backwards_may_share_a_reduction(pool: Any) -> None:
+def test_two_backwards_may_share_a_reduction(pool):
     for theirs, ours in run(pool, disjoint):
         assert theirs == ours == [2.0, 2.0]
 
 
-def in_two_places(ctx: Any, wrap: Any) -> str:
-    ddp = wrap(Two())
-    a, b = ddp(x_of(ctx))
-    a.backward()
-    with dist_autograd.context() as context:
-        try:
+def refused(ctx, wrap):
+    """Half of a reduction in .grad, half in a context; an optimizer in the backward."""
+    if wrap(Scalars()).__class__ is not DataParallel:
+        return []
+    failures = []
+    for steps in (False, True):
+        ddp = wrap(Two())
+        if steps:
+            ddp.step_in_backward(torch.optim.SGD(ddp.parameters(), lr=1.0))
+        a, b = ddp(x_of(ctx))
+        if not steps:
+            a.backward()
+        with dist_autograd.context() as context, pytest.raises(RuntimeError):
             dist_autograd.backward(context, [b])
-        except RuntimeError:
-            if not isinstance(ddp, DataParallel):
-                raise
-            return ddp._reducer.failure
-    return str(gradient(ddp, context))
+        failures.append(ddp._reducer.failure)
+    return failures
 
 
-def test_gradients_of_one_reduction_in_two_places(pool: Any) -> None:
-    for _, ours in run(pool, in_two_places):
-        assert "different places" in ours
-        assert "b.w.0" in ours
+def test_what_cannot_be_done_in_a_context(pool):
+    for _, (places, steps) in run(pool, refused):
+        assert "different places" in places
+        assert "b.w.0" in places
+        assert "steps in the backward" in steps
 
 
-def used_on_rank_0(ctx: Any, wrap: Any) -> Any:
+def used_on_rank_0(ctx, wrap):
     ddp = wrap(Scalars(2), find_unused_parameters=True)
     if not isinstance(ddp, DataParallel):
         return ""
@@ -232,40 +214,25 @@ def used_on_rank_0(ctx: Any, wrap: Any) -> Any:
         return failure, gradient(ddp, context)
 
 
-def test_used_on_some_ranks_only(pool: Any) -> None:
+def test_used_on_some_ranks_only(pool):
     for _, (failure, after) in run(pool, used_on_rank_0):
         assert "on some ranks only" in failure
         assert "w.1" in failure
         assert after == [2.0, None]
 
 
-def with_an_optimizer_inside(ctx: Any, wrap: Any) -> Any:
-    ddp = wrap(Scalars())
-    if not isinstance(ddp, DataParallel):
-        return ""
-    ddp.step_in_backward(torch.optim.SGD(ddp.parameters(), lr=1.0))
-    with dist_autograd.context() as context, pytest.raises(RuntimeError):
-        dist_autograd.backward(context, [ddp(x_of(ctx)).sum()])
-    return ddp._reducer.failure
-
-
-def test_step_in_backward_is_refused(pool: Any) -> None:
-    for _, ours in run(pool, with_an_optimizer_inside):
-        assert "steps in the backward" in ours
-
-
 class Referring(nn.Module):
     """Brings its output as an RRef."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.used, self.unused = Scalars(), Scalars()
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x):
         return rpc.RRef(self.used(x))
 
 
-def through_an_rref(ctx: Any, wrap: Any) -> Any:
+def through_an_rref(ctx, wrap):
     ddp = wrap(Referring(), find_unused_parameters=True)
     log = []
     for _ in range(2):
@@ -274,7 +241,7 @@ def through_an_rref(ctx: Any, wrap: Any) -> Any:
     return log
 
 
-def test_outputs_are_found_behind_an_rref(pool: Any) -> None:
+def test_outputs_are_found_behind_an_rref(pool):
     for theirs, ours in run(pool, through_an_rref):
         assert theirs == ours == [[2.0, False], [4.0, False]]
 
@@ -282,7 +249,7 @@ def test_outputs_are_found_behind_an_rref(pool: Any) -> None:
 # ------------------------------------------------- threads that share a forward, no RPC
 
 
-def two_threads(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
+def two_threads(ctx, wrap, options):
     """The second backward runs inside the first one, on a thread of its own."""
     torch.manual_seed(0)
     ddp = wrap(nn.ModuleList([nn.Linear(40, 40) for _ in range(2)]), **options)
@@ -290,7 +257,7 @@ def two_threads(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
     layers.forward = lambda x: [layer(x).square().sum() for layer in layers]
     calls = []
 
-    def meanwhile(_: Any) -> None:
+    def meanwhile(_):
         calls.append(1)
         if len(calls) % 2 == 0:  # a grad hook of the first backward has fired
             thread = threading.Thread(target=second.backward)
@@ -308,15 +275,9 @@ def two_threads(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
     return log
 
 
-def both_threads(ctx: Any, options: dict[str, Any]) -> Any:
-    return on_both(ctx, lambda c, wrap: two_threads(c, wrap, options))
-
-
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0}], ids=str)
-def test_two_threads_run_backwards_of_one_forward(
-    pool: Any, options: dict[str, Any]
-) -> None:
-    results = pool.run(both_threads, 3, options)
+def test_two_threads_run_backwards_of_one_forward(pool, options):
+    results = pool.run(on_both, 3, two_threads, options)
     for theirs, ours in results:
         assert isinstance(ours, list), ours
         assert same(theirs, ours)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import io
+from contextlib import nullcontext, redirect_stdout
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 
 import minidp
 from minidp import doctor
-from minidp.doctor import _checks_collectives as collectives
+from minidp.doctor.checks import collectives
 from tests.support.broken import NoReduce
 
 
@@ -105,23 +106,11 @@ def model_faults(ctx):
     net = Net()
     if ctx.rank == 1:
         net.register_buffer("late", torch.ones(1, device="meta"))
-    found["one rank's buffer"] = check(net, wrap=False)
+    report = doctor.check_model(net, process_group=ctx.group, quiet=True)
+    assert [f.ranks for f in report if f.status.value == "failed"] == [(1,)]
+    found["one rank's buffer"] = unwell(report)
     found["not wrapped"] = check(seeded(), wrap=False)
     return found
-
-
-def test_a_fault_of_one_rank_carries_its_number(pool):
-    for ranks in pool.run(ranks_of_a_fault, 2):
-        assert ranks == (1,)
-
-
-def ranks_of_a_fault(ctx):
-    net = Net()
-    if ctx.rank == 1:
-        net.register_buffer("late", torch.ones(1, device="meta"))
-    report = doctor.check_model(net, process_group=ctx.group, quiet=True)
-    (finding,) = [f for f in report if f.status.value == "failed"]
-    return finding.ranks
 
 
 def test_loader_faults(pool):
@@ -228,6 +217,15 @@ def step(model, optimizer, x, deeds, *, is_last):
         optimizer.zero_grad()
 
 
+def watched_steps(ctx, model, step, end=lambda: None):
+    """The report on four steps of ``step(number, input)``, and then ``end()``."""
+    with doctor.watch(model, seconds=SECONDS, quiet=True) as watched:
+        for i in range(4):
+            step(i, torch.full((8, 2), ctx.rank + i + 1.0))
+        end()
+    return watched.report
+
+
 def test_torch_ddp_that_is_gone_around(pool):
     """Torch's DDP says nothing when ``.module`` is called; minidp raises by itself."""
     for found in pool.run(gone_around, 2):
@@ -237,11 +235,12 @@ def test_torch_ddp_that_is_gone_around(pool):
 def gone_around(ctx):
     model = DistributedDataParallel(Net(), process_group=ctx.group)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with doctor.watch(model, seconds=SECONDS, quiet=True) as watched:
-        for i in range(2):
-            model.module(torch.full((4, 2), ctx.rank + i + 1.0)).sum().backward()
-            optimizer.step()
-    return unwell(watched.report)
+
+    def step(_, x):
+        model.module(x).sum().backward()
+        optimizer.step()
+
+    return unwell(watched_steps(ctx, model, step))
 
 
 def replicas_apart(ctx, wrapper, deed):
@@ -251,17 +250,21 @@ def replicas_apart(ctx, wrapper, deed):
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     if deed == "checkpoint on one rank" and ctx.rank == 1:
         model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
-    with doctor.watch(model, seconds=SECONDS, quiet=True) as watched:
-        for i in range(4):
-            quiet = model.no_sync() if deed == "steps inside no_sync" else nullcontext()
-            with quiet if i != 3 else nullcontext():
-                model(torch.full((4, 2), ctx.rank + i + 1.0)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+
+    def step(i, x):
+        is_inside = deed == "steps inside no_sync" and i != 3
+        with model.no_sync() if is_inside else nullcontext():
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def end():
         if deed == "by hand" and ctx.rank == 1:
             with torch.no_grad():
                 next(model.parameters()).mul_(1.01)
-    (found,) = [f for f in watched if f.check == "replicas"]
+
+    report = watched_steps(ctx, model, step, end)
+    (found,) = [f for f in report if f.check == "replicas"]
     return found.status.value, found.found, found.remedy
 
 
@@ -287,21 +290,22 @@ def test_only_rank_0_prints(pool):
 
 
 def who_prints(ctx):
-    import contextlib
-    import io
-
     text = io.StringIO()
-    with contextlib.redirect_stdout(text):
+    with redirect_stdout(text):
         doctor.check_model(Net(), process_group=ctx.group)
     return "minidp doctor: the model" in text.getvalue()
 
 
+def checked_and_watched(ctx, model, step):
+    torch.manual_seed(ctx.rank)
+    checked = doctor.check_model(model, torch.ones(8, 2), seconds=SECONDS, quiet=True)
+    return [unwell(checked), unwell(watched_steps(ctx, model, step))]
+
+
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize(
-    "options", [{"static_graph": True}, {"gradient_as_bucket_view": True}]
-)
-def test_modes_and_loss_scaling_are_not_blamed(pool, wrapper, options):
-    for found in pool.run(scaled_training, 2, wrapper, options):
+@pytest.mark.parametrize("mode", ["static_graph", "gradient_as_bucket_view"])
+def test_modes_and_loss_scaling_are_not_blamed(pool, wrapper, mode):
+    for found in pool.run(scaled_training, 2, wrapper, {mode: True}):
         assert found == [{}, {}]
 
 
@@ -309,88 +313,16 @@ def scaled_training(ctx, wrapper, options):
     model = WRAPPERS[wrapper](Net(), process_group=ctx.group, **options)
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cpu")
-    torch.manual_seed(ctx.rank)
-    checked = doctor.check_model(model, torch.ones(8, 2), seconds=SECONDS, quiet=True)
-    with doctor.watch(model, seconds=SECONDS, quiet=True) as watched:
-        for i in range(4):
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(torch.full((8, 2), i + ctx.rank + 1.0)).float().sum()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    return [unwell(checked), unwell(watched.report)]
 
+    def step(_, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
 
-# ------------------------------------------------------------- checks that communicate
-
-
-def test_collectives_that_are_well(pool):
-    for findings in pool.run(communicate, 2):
-        assert [finding["status"] for finding in findings] == ["ok"] * 3
-    first, second = pool.run(communicate, 2)
-    assert first == second  # times are those of the slowest rank
-
-
-def communicate(ctx):
-    device = torch.device("cpu")
-    findings = [
-        collectives.check_all_reduce(ctx.group, device, 4, check="a"),
-        collectives.check_gradients(ctx.group, device, check="g"),
-        collectives.check_clocks(ctx.group, device, clock=lambda: 5.0),
-    ]
-    return [finding.as_json() for finding in findings]
-
-
-def test_a_clock_that_is_off(pool):
-    for finding in pool.run(other_clock, 2):
-        assert finding["status"] == "warning"
-        assert finding["found"] == "rank 1 is +100.0 s off rank 0"
-
-
-def other_clock(ctx):
-    def clock():
-        return 100.0 * ctx.rank
-
-    cpu = torch.device("cpu")
-    return collectives.check_clocks(ctx.group, cpu, clock).as_json()
-
-
-def test_sums_that_are_wrong_on_one_rank_are_found_on_all(pool):
-    for finding in pool.run(broken_sums, 2):
-        assert finding["status"] == "failed"
-        # 6 rounds, in each of them one element.
-        assert finding["found"] == "400 B: 6 elements are not the sum of all ranks"
-
-
-def broken_sums(ctx):
-    def break_one(value, *args, **options):
-        all_reduce(value, *args, **options)
-        if ctx.rank == 1 and value.numel() == 100:
-            value[7] += 1
-
-    all_reduce = dist.all_reduce
-    dist.all_reduce = break_one
-    try:
-        cpu = torch.device("cpu")
-        finding = collectives.check_all_reduce(ctx.group, cpu, 400, check="a")
-    finally:
-        dist.all_reduce = all_reduce
-    return finding.as_json()
-
-
-def test_a_wrapper_that_does_not_synchronise_is_found(pool):
-    for finding in pool.run(no_synchronisation, 2):
-        assert finding["status"] == "failed"
-        assert "other gradients on rank 1 than on rank 0" in finding["found"]
-
-
-def no_synchronisation(ctx):
-    def wrap(module):
-        return NoReduce(module, process_group=ctx.group)
-
-    cpu = torch.device("cpu")
-    return collectives.check_gradients(ctx.group, cpu, wrap, check="g").as_json()
+    return checked_and_watched(ctx, model, step)
 
 
 @pytest.mark.parametrize("deed", ["steps in the backward", "ignores a parameter"])
@@ -410,12 +342,80 @@ def on_purpose(ctx, deed):
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     if deed == "steps in the backward":
         model.step_in_backward(optimizer)
-    torch.manual_seed(ctx.rank)
-    checked = doctor.check_model(model, torch.ones(8, 2), seconds=SECONDS, quiet=True)
-    with doctor.watch(model, seconds=SECONDS, quiet=True) as watched:
-        for i in range(3):
-            model(torch.full((8, 2), i + ctx.rank + 1.0)).sum().backward()
-            if deed != "steps in the backward":
-                optimizer.step()
-            optimizer.zero_grad()
-    return [unwell(checked), unwell(watched.report)]
+
+    def step(_, x):
+        model(x).sum().backward()
+        if deed != "steps in the backward":
+            optimizer.step()
+        optimizer.zero_grad()
+
+    return checked_and_watched(ctx, model, step)
+
+
+CPU = torch.device("cpu")
+
+
+class Halved(minidp.DataParallel):
+    """All ranks get the same gradients, but not the mean."""
+
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+class OtherBits(minidp.DataParallel):
+    """Gradients are nearly those of torch."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + 1e-6)
+
+
+def test_collectives_that_are_well(pool):
+    first, second = pool.run(communicate, 2)
+    assert first == second  # times are those of the slowest rank
+    assert [finding["status"] for finding in first] == ["ok"] * 3
+
+
+def communicate(ctx):
+    findings = [
+        collectives.check_all_reduce(ctx.group, CPU, 4),
+        collectives.check_gradients(ctx.group, CPU),
+        collectives.check_clocks(ctx.group, CPU, clock=lambda: 5.0),
+    ]
+    return [finding.as_json() for finding in findings]
+
+
+def test_collectives_that_are_broken(pool):
+    for found in pool.run(broken, 2):
+        assert found == [
+            ["warning", "rank 1 is +100.0 s off rank 0"],
+            # 6 rounds, in each of them one element, on one rank.
+            ["failed", "400 B: 6 elements are not the sum of all ranks"],
+            ["failed", "a probe model has other gradients on rank 1 than on rank 0"],
+            [
+                "failed",
+                "of a probe model: 0.weight, 0.bias, 2.weight and 2.bias did not get "
+                "the ranks' mean",
+            ],
+            [
+                "warning",
+                "a probe model gets the mean of all ranks, bit for bit the same on "
+                "each; torch's DDP gives other bits",
+            ],
+        ]
+
+
+def broken(ctx):
+    def break_one(value, *args, **options):
+        all_reduce(value, *args, **options)
+        if ctx.rank == 1 and value.numel() == 100:
+            value[7] += 1
+
+    clock = collectives.check_clocks(ctx.group, CPU, lambda: 100.0 * ctx.rank)
+    all_reduce, dist.all_reduce = dist.all_reduce, break_one
+    try:
+        sums = collectives.check_all_reduce(ctx.group, CPU, 400)
+    finally:
+        dist.all_reduce = all_reduce
+    wrappers = (NoReduce, Halved, OtherBits)
+    grads = [collectives.check_gradients(ctx.group, CPU, wrap) for wrap in wrappers]
+    return [[f.status.value, f.found] for f in (clock, sums, *grads)]

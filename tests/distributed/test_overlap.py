@@ -13,8 +13,9 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from minidp import DataParallel, DoubleStepError, ReducerFailedError, comm_hooks
-from minidp._phase import Phase
+from minidp import DataParallel, comm_hooks
+from minidp.core.reducer import Phase
+from minidp.errors import DoubleStepError, MiniDPError, ReducerFailedError
 from tests.support.both import same
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -75,13 +76,23 @@ def train(
     results = []
     for overlapped in (False, True):
         net = make_net(has_unused="find_unused_parameters" in options)
-        wrapper = DataParallel if overlapped else DistributedDataParallel
-        ddp: Any = wrapper(net, process_group=ctx.group, **options)
-        optimizer = OPTIMIZERS[name](list(net.parameters()))
+        ddp = wrap(ctx, net, overlapped, ignores=how.get("ignores", False), **options)
         if how.get("hook"):
             register_hook(ddp, overlapped=overlapped)
-        results.append(loop(ctx, ddp, optimizer, how, overlapped=overlapped))
+        kinds = [OPTIMIZERS[name](list(net.parameters()))]
+        if how.get("two"):
+            halves = net.first.parameters(), net.extra.parameters()
+            kinds = [OPTIMIZERS[name](list(half)) for half in halves]
+        results.append(loop(ctx, ddp, kinds, how, overlapped=overlapped))
     return results[0], results[1]
+
+
+def wrap(ctx: Any, net: nn.Module, ours: bool, *, ignores: bool, **options: Any) -> Any:
+    wrapper: Any = DataParallel if ours else DistributedDataParallel
+    if ignores:
+        names = ["extra.weight", "extra.bias"]
+        wrapper._set_params_and_buffers_to_ignore_for_model(net, names)
+    return wrapper(net, process_group=ctx.group, **options)
 
 
 def register_hook(ddp: Any, *, overlapped: bool) -> None:
@@ -93,31 +104,38 @@ def register_hook(ddp: Any, *, overlapped: bool) -> None:
 
 
 def loop(
-    ctx: Any, ddp: Any, optimizer: Any, how: dict[str, Any], *, overlapped: bool
+    ctx: Any, ddp: Any, optimizers: list[Any], how: dict[str, Any], *, overlapped: bool
 ) -> Any:
-    clip = how.get("clip")
-    if overlapped:
+    clip, last = how.get("clip"), optimizers[-1]
+    for optimizer in optimizers if overlapped else ():
         ddp.step_in_backward(optimizer, clip_grad_norm=clip)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in optimizers]
     for step in range(STEPS):
+        if step == 2 and how.get("two"):  # a group that is added later
+            last.add_param_group({"params": list(ddp.module.last.parameters())})
         for micro in range(how.get("accumulate", 0)):
             with ddp.no_sync():
                 ddp(batch(ctx, 50 + 10 * step + micro)).square().sum().backward()
         uses = {"with_extra": (step + ctx.rank) % 3 != 0} if how.get("skips") else {}
         ddp(batch(ctx, step), **uses).square().sum().backward()
-        if not overlapped:
-            if clip is not None:
-                clip_grad_norm_(ddp.module.parameters(), clip)
+        if clip is not None and not overlapped:
+            clip_grad_norm_(ddp.module.parameters(), clip)
+        for optimizer in () if overlapped else optimizers:
             optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad(set_to_none=how.get("to_none", True))
+        for scheduler in schedulers:
+            scheduler.step()
+        ddp.module.zero_grad(set_to_none=how.get("to_none", True))
         if step == 2 and how.get("reload"):
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            last.load_state_dict(copy.deepcopy(last.state_dict()))
     return (
-        [p.detach().clone() for p in ddp.module.parameters()],
-        optimizer.state_dict()["state"],
-        [group["lr"] for group in optimizer.param_groups],
+        params_of(ddp.module),
+        [optimizer.state_dict()["state"] for optimizer in optimizers],
+        [group["lr"] for each in optimizers for group in each.param_groups],
     )
+
+
+def params_of(net: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
 
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -134,6 +152,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("adam", {"static_graph": True}, {}),
     ("sgd", {"find_unused_parameters": True}, {"skips": True}),
     ("sgd", {"find_unused_parameters": True}, {"skips": True, "to_none": False}),
+    ("adam", {}, {"two": True}),
+    ("adam", {}, {"ignores": True}),
 ]
 
 
@@ -145,10 +165,9 @@ def test_parameters_are_those_of_the_plain_loop(
     results = pool.run(train, world_size, name, options, how)
     for rank, (theirs, ours) in enumerate(results):
         assert same(theirs, ours), f"rank {rank}"
-    assert same(results[0][1][0], results[1][1][0])
-
-
-# A globally unused parameter takes no step: "never" starts and ends the same.
+    # Parameters in no bucket take their own steps on each rank.
+    is_ignored = how.get("ignores", False)
+    assert same(results[0][1][0], results[1][1][0]) is not is_ignored
 
 
 def unused_stays(ctx: Any, skip: bool) -> Any:
@@ -175,72 +194,6 @@ def unused_stays(ctx: Any, skip: bool) -> Any:
 def test_globally_unused_parameters(pool: Any, skip: bool) -> None:
     """Without gradient no step; with one (here zeros) the usual one."""
     assert pool.run(unused_stays, 2, skip) == [(True, True)] * 2
-
-
-# ------------------------------------------------------------------ several optimizers
-
-
-def with_two_optimizers(ctx: Any) -> Any:
-    results = []
-    for overlapped in (False, True):
-        net = make_net()
-        wrapper = DataParallel if overlapped else DistributedDataParallel
-        ddp: Any = wrapper(net, process_group=ctx.group)
-        first = torch.optim.SGD(net.first.parameters(), 0.1, momentum=0.5)
-        others = [*net.extra.parameters()]
-        second = torch.optim.Adam(others, 0.1)
-        if overlapped:
-            ddp.step_in_backward(first)
-            ddp.step_in_backward(second)
-        for step in range(STEPS):
-            if step == 2:
-                group = {"params": list(net.last.parameters()), "lr": 0.01}
-                second.add_param_group(group)
-            ddp(batch(ctx, step)).square().sum().backward()
-            if not overlapped:
-                first.step()
-                second.step()
-            net.zero_grad()
-        results.append([p.detach().clone() for p in net.parameters()])
-    return results
-
-
-def test_two_optimizers_and_a_group_that_is_added_later(pool: Any) -> None:
-    for theirs, ours in pool.run(with_two_optimizers, 2):
-        assert same(theirs, ours)
-
-
-# ----------------------------------------------------------- what is in no bucket steps
-
-
-def with_ignored(ctx: Any) -> Any:
-    results = []
-    for overlapped in (False, True):
-        net = make_net()
-        wrapper = DataParallel if overlapped else DistributedDataParallel
-        ignored = ["extra.weight", "extra.bias"]
-        wrapper._set_params_and_buffers_to_ignore_for_model(net, ignored)
-        ddp: Any = wrapper(net, process_group=ctx.group)
-        optimizer = torch.optim.Adam(net.parameters(), 0.1)
-        if overlapped:
-            ddp.step_in_backward(optimizer)
-        for step in range(STEPS):
-            ddp(batch(ctx, step)).square().sum().backward()
-            if not overlapped:
-                optimizer.step()
-            net.zero_grad()
-        results.append([p.detach().clone() for p in net.parameters()])
-    return results
-
-
-def test_ignored_parameters_step_as_well(pool: Any) -> None:
-    first, second = pool.run(with_ignored, 2)
-    assert same(first[0], first[1])
-    assert same(second[0], second[1])
-    assert not same(first[1], second[1])
-
-
-# --------------------------------------------------------------------------- when
 
 
 def order_of_events(ctx: Any) -> list[str]:
@@ -286,9 +239,6 @@ def test_the_first_bucket_steps_before_the_last_one_is_awaited(pool: Any) -> Non
         ]
 
 
-# ------------------------------------------------------------------------ with others
-
-
 def strict_guard(ctx: Any) -> Any:
     """Nobody complains about the steps inside; and everybody about one outside."""
     nets = [make_net(), make_net()]
@@ -298,25 +248,17 @@ def strict_guard(ctx: Any) -> Any:
         ddp.step_in_backward(optimizer)
     losses = [ddp(batch(ctx, 0)).sum() for ddp in ddps]
     sum(losses).backward()
-    problem = ""
-    before = nets[0].first.weight.detach().clone()
-    try:
+    before = params_of(nets[0])
+    with pytest.raises(DoubleStepError) as caught:
         optimizers[0].step()
-    except DoubleStepError as error:
-        problem = str(error)
-    untouched = torch.equal(before, nets[0].first.weight)
-    return problem, untouched, same(list(nets[0].parameters()), [*nets[1].parameters()])
+    now = params_of(nets[0])
+    return str(caught.value), same(before, now), same(now, params_of(nets[1]))
 
 
 def test_a_step_outside_is_refused(pool: Any) -> None:
     for rank, (problem, untouched, alike) in enumerate(pool.run(strict_guard, 2)):
-        assert problem == (
-            f"[rank {rank}] This optimizer steps in the backward (step_in_backward); "
-            "another step would apply its gradients twice. "
-            "What to do: remove the call of optimizer.step(); if a GradScaler called "
-            "it, the two do not go together, and the parameters have taken a step of "
-            "scaled gradients: reload them."
-        )
+        assert problem.startswith(f"[rank {rank}] This optimizer steps in the backward")
+        assert "What to do: remove the call of optimizer.step(); if a Grad" in problem
         assert untouched
         assert alike
 
@@ -346,15 +288,12 @@ def uneven(ctx: Any) -> Any:
         for step in range(2 + 2 * ctx.rank):
             ddp.zero_grad()
             ddp(batch(ctx, step)).sum().backward()
-    return [p.detach().clone() for p in net.parameters()]
+    return params_of(net)
 
 
 def test_joined_ranks_step_along(pool: Any) -> None:
     first, second = pool.run(uneven, 2)
     assert same(first, second)
-
-
-# ------------------------------------------------------------------------- failures
 
 
 class Breaks(torch.optim.SGD):
@@ -372,40 +311,28 @@ def broken_step(ctx: Any) -> Any:
     optimizer = Breaks(net.parameters(), 0.1)
     ddp.step_in_backward(optimizer)
     optimizer.is_broken = True
-    seen = []
-    for run in (
-        lambda: ddp(batch(ctx, 0)).sum().backward(),
-        lambda: ddp(batch(ctx, 0)),
-    ):
-        try:
-            run()
-        except RuntimeError as error:
-            seen.append((type(error).__name__, str(error)))
-    seen.append(ddp._reducer.phase.now is Phase.FAILED)
-    seen.append(len(optimizer.param_groups[0]["params"]) == len(list(net.parameters())))
+    with pytest.raises(MiniDPError) as caught:
+        ddp(batch(ctx, 0)).sum().backward()
+    with pytest.raises(ReducerFailedError):
+        ddp(batch(ctx, 0))
+    assert ddp._reducer.phase.now is Phase.FAILED
+    assert len(optimizer.param_groups[0]["params"]) == len(list(net.parameters()))
     optimizer.is_broken = False
     ddp.reset()
     ddp.zero_grad()
     ddp(batch(ctx, 0)).sum().backward()
-    return seen, [p.detach().clone() for p in net.parameters()]
+    return str(caught.value), params_of(net)
 
 
 def test_a_step_that_raises_is_named_and_reset_leads_out(pool: Any) -> None:
     results = pool.run(broken_step, 2)
-    for rank, ((first, second, has_failed, is_whole), _) in enumerate(results):
-        assert first == (
-            "MiniDPError",
+    for rank, (said, _) in enumerate(results):
+        assert said.startswith(
             f"[rank {rank}] Breaks.step() raised ValueError inside the backward: out "
             "of luck What to do: call reset() on all ranks, and load parameters and "
-            "optimizer from a checkpoint: some may have stepped, some not.",
+            "optimizer from a checkpoint"
         )
-        assert second[0] == ReducerFailedError.__name__
-        assert has_failed
-        assert is_whole
     assert same(results[0][1], results[1][1])
-
-
-# -------------------------------------------------------------- torch's private entries
 
 
 def fused(ctx: Any, kind: type, kwargs: dict[str, Any], only_some: bool) -> Any:
@@ -443,32 +370,24 @@ def own_optimizers(
     ctx: Any, when: str, view: bool, hook: bool, ignores: bool
 ) -> tuple[Any, Any, bool]:
     """A plain loop on torch's DDP; the same with optimizers of the parameters' own."""
-    results = []
+    results, kwargs = [], {"lr": 0.1, "momentum": 0.9}
     for overlapped in (False, True):
         net = make_net()
-        wrapper = DataParallel if overlapped else DistributedDataParallel
-        if ignores:
-            names = ["extra.weight", "extra.bias"]
-            wrapper._set_params_and_buffers_to_ignore_for_model(net, names)
-        kwargs = {"lr": 0.1, "momentum": 0.9}
-
-        def plant(net: Any = net, kwargs: Any = kwargs) -> None:
-            _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), kwargs)
-
         if overlapped and when == "before":
-            plant()
-        ddp: Any = wrapper(net, process_group=ctx.group, gradient_as_bucket_view=view)
+            _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), kwargs)
+        more = {"ignores": ignores, "gradient_as_bucket_view": view}
+        ddp = wrap(ctx, net, overlapped, **more)
         if hook:
             register_hook(ddp, overlapped=overlapped)
         if overlapped and when == "after":
-            plant()
+            _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), kwargs)
         optimizer = torch.optim.SGD(net.parameters(), **kwargs)
         for step in range(STEPS):
             ddp(batch(ctx, step)).square().sum().backward()
             if not overlapped:
                 optimizer.step()
                 optimizer.zero_grad()
-        results.append([p.detach().clone() for p in net.parameters()])
+        results.append(params_of(net))
     return results[0], results[1], all(p.grad is None for p in net.parameters())
 
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import minidp
-from minidp._skew import aligned
+from minidp.overlap.skew import aligned
+from tests.support.both import same
 from tests.support.fresh import run_fresh
 
 STEPS = 4
@@ -36,33 +37,42 @@ def grads_of(model, rank):
     return found
 
 
-def record_beside_torch(ctx):
+def record_beside_torch(ctx, folder):
     options = {"process_group": ctx.group, "bucket_cap_mb": 0.02}
     theirs = grads_of(DistributedDataParallel(net(), **options), ctx.rank)
     model = minidp.DataParallel(net(), **options)
     with minidp.record(model) as rec:
         ours = grads_of(model, ctx.rank)
+    if ctx.rank == 0:
+        rec.save_trace(f"{folder}/own.json")
     rec.gather()
-    pairs = [
-        torch.equal(a, b)
-        for one, other in zip(theirs, ours, strict=True)
-        for a, b in zip(one, other, strict=True)
-    ]
-    numbers = [[s.number for s in t.steps] for t in rec.timelines]
-    clocks = [(t.clock.offset_ns, t.clock.error_ns) for t in rec.timelines]
-    return all(pairs), numbers, clocks, rec.report()
+    if ctx.rank == 0:
+        rec.save_trace(f"{folder}/all.json")
+    return same(theirs, ours), rec.timelines, rec.report()
 
 
-def test_recording_changes_no_bit_and_ranks_see_each_other(pool):
-    for is_equal, numbers, clocks, report in pool.run(record_beside_torch, 2):
+def test_recording_changes_no_bit_and_ranks_see_each_other(pool, tmp_path):
+    for is_equal, timelines, report in pool.run(record_beside_torch, 2, str(tmp_path)):
         assert is_equal
-        assert numbers == [list(range(STEPS))] * 2
-        assert clocks[0][0] == 0 or abs(clocks[0][0]) <= clocks[0][1]
-        for offset, error in clocks:  # one host: the truth is 0
-            assert abs(offset) <= error
+        for timeline in timelines:
+            assert [step.number for step in timeline.steps] == list(range(STEPS))
+            # One host: the truth is 0.
+            assert abs(timeline.clock.offset_ns) <= timeline.clock.error_ns
         assert report.startswith("ranks 0, 1 of 2; gloo on cpu")
         assert "When each rank comes" in report
         assert "Advice: " in report
+        zero, one = aligned(timelines).ranks
+        # No rank is done before all have launched.
+        for ours, theirs in zip(zero.steps, one.steps, strict=True):
+            assert len(ours.buckets) == len(theirs.buckets) > 1 or ours.number == 0
+            for a, b in zip(ours.buckets, theirs.buckets, strict=True):
+                assert max(a.launched_ns, b.launched_ns) <= min(a.done_ns, b.done_ns)
+    for name, pids in (("own", {1}), ("all", {1, 2})):
+        events = json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]
+        assert {event["pid"] for event in events} == pids
+        slices = [event["name"] for event in events if event["ph"] == "X"]
+        assert slices.count("forward") == STEPS * len(pids)
+        assert any("wire, " in name for name in slices)
 
 
 def gather_alone(ctx):
@@ -103,40 +113,3 @@ def gather_late(ctx):
 def test_gathering_does_not_wait_for_ever():
     seconds, _ = run_fresh(gather_late, 2)
     assert 1 <= seconds < 8
-
-
-def causes(ctx):
-    model = minidp.DataParallel(net(), process_group=ctx.group, bucket_cap_mb=0.02)
-    with minidp.record(model) as rec:
-        grads_of(model, ctx.rank)
-    return rec.gather().timelines
-
-
-def test_no_rank_is_done_before_all_have_launched(pool):
-    for timelines in pool.run(causes, 2):
-        zero, one = aligned(timelines)
-        for ours, theirs in zip(zero.steps, one.steps, strict=True):
-            assert len(ours.buckets) == len(theirs.buckets) > 1 or ours.number == 0
-            for a, b in zip(ours.buckets, theirs.buckets, strict=True):
-                assert max(a.launched_ns, b.launched_ns) <= min(a.done_ns, b.done_ns)
-
-
-def write_files(ctx, folder):
-    model = minidp.DataParallel(net(), process_group=ctx.group)
-    with minidp.record(model) as rec:
-        grads_of(model, ctx.rank)
-    if ctx.rank == 0:
-        rec.save_trace(f"{folder}/own.json")
-    rec.gather()
-    if ctx.rank == 0:
-        rec.save_trace(f"{folder}/all.json")
-
-
-def test_traces_of_one_rank_and_of_all(pool, tmp_path):
-    pool.run(write_files, 2, str(tmp_path))
-    for name, ranks in (("own", {0}), ("all", {0, 1})):
-        events = json.loads((tmp_path / f"{name}.json").read_text())["traceEvents"]
-        assert {event["pid"] for event in events} == {rank + 1 for rank in ranks}
-        slices = [event["name"] for event in events if event["ph"] == "X"]
-        assert slices.count("forward") == STEPS * len(ranks)
-        assert any("wire, " in name for name in slices)

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import os
 import socket
 import subprocess
 import sys
 import weakref
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,11 +19,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import minidp
-from minidp import _compare, _phases, run
-from minidp._compare import Outcome, compare
-from minidp._script import Script
-from minidp._timeline import from_json
+from minidp import run
+from minidp.overlap.timeline import from_json
 from minidp.report import report
+from minidp.run.children import never_take_down
+from minidp.run.compare import Outcome, OutcomeRecorder, compare
+from minidp.run.script import Script
 
 TUTORIAL = '''
 """Toy training, as in the tutorial."""
@@ -91,16 +90,30 @@ if "minidp" in str(type(ddp_model)):
 """
 
 
-def torchrun(*words: str, cwd: Path, ranks: int = 2) -> subprocess.CompletedProcess:
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nproc-per-node", str(ranks)),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
-        *words,
-    ]
+def started(*words: str, cwd: Path) -> subprocess.CompletedProcess:
+    """``python -m WORDS``"""
+    command = [sys.executable, "-m", *words]
     return subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False
     )
+
+
+def torchrun(*words: str, cwd: Path) -> subprocess.CompletedProcess:
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+    launcher = ("torch.distributed.run", "--nproc-per-node", "2", *rendezvous)
+    return started(*launcher, *words, cwd=cwd)
+
+
+@pytest.fixture
+def train(tmp_path):
+    """``train(text)`` writes the script and returns its path."""
+
+    def write(text):
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
 
 
 @pytest.fixture
@@ -127,7 +140,7 @@ def test_a_tutorial_has_torchs_weights_and_a_report(tmp_path, script):
     assert all(torch.equal(weights[name], torchs[name]) for name in torchs)
     err = ours.stderr
     assert err.count("is minidp.DataParallel in tutorial.") == 1
-    assert err.count("weights   identical, bit for bit (1 model, 9 tensors") == 1
+    assert err.count("weights   identical, bit for bit (models: 1, tensors: 9") == 1
     assert "ranks 0, 1 of 2; gloo on cpu" in err
     assert "Is communication hidden?" in err
     assert report(from_json(kept.read_text())) in err
@@ -141,22 +154,28 @@ def test_another_result_is_found(tmp_path, script):
     words = ("-m", "minidp.run", "--compare", str(script), "--epochs", "1")
     found = torchrun(*words, "--out", out, cwd=tmp_path)
     assert found.returncode == 1
-    assert "differ in 1 of 9 tensors" in found.stderr
+    assert "differ in 1 tensors" in found.stderr
     assert "by 1 at most, in 0: net2.bias" in found.stderr
 
 
 # ------------------------------------------------------------------- in this process
 
 
-def ran(capsys, *words: str) -> tuple[int, str]:
-    parser = argparse.ArgumentParser()
-    run.add_arguments(parser)
-    status = run.main(parser.parse_args(words))
-    assert torch.nn.parallel.DistributedDataParallel is DistributedDataParallel
-    assert DistributedDataParallel is not minidp.DataParallel
-    assert "wraps" not in minidp.data_parallel.DataParallel.__init__.__dict__
-    assert not hasattr(minidp.data_parallel.DataParallel.__init__, "__wrapped__")
-    return status, capsys.readouterr().err
+@pytest.fixture
+def ran(capsys):
+    """``ran(*words)``: exit status and standard error of ``minidp run WORDS``."""
+
+    def call(*words):
+        parser = argparse.ArgumentParser()
+        run.add_arguments(parser)
+        try:
+            return run.main(parser.parse_args(words)), capsys.readouterr().err
+        finally:
+            assert torch.nn.parallel.DistributedDataParallel is DistributedDataParallel
+            init = minidp.data_parallel.DataParallel.__init__
+            assert not hasattr(init, "__wrapped__")
+
+    return call
 
 
 @pytest.mark.parametrize(
@@ -168,55 +187,76 @@ def ran(capsys, *words: str) -> tuple[int, str]:
         (["-m", "email"], "there is no module email to run.\n"),
     ],
 )
-def test_scripts_that_do_not_exist(words, says, capsys):
-    status, err = ran(capsys, *words)
+def test_scripts_that_do_not_exist(words, says, ran, monkeypatch):
+    status, err = ran(*words)
     assert status == 2
     assert err.endswith(says)
-
-
-def test_only_rank_0_says_so(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    assert ran(capsys, "nope.py") == (2, "")
+    assert ran(*words) == (2, "")  # only rank 0 says so
+
+
+NEVER = "raise AssertionError"
 
 
 @pytest.mark.parametrize(
-    ("body", "options", "status", "says"),
+    ("env", "words", "says"),
     [
-        ("pass", [], 0, "ended without wrapping a model"),
-        ("pass", ["--report"], 1, "so there is nothing to report or compare."),
-        ("import sys; sys.exit(7)", [], 7, "exit status 7, before it wrapped a model"),
-        ("import sys; sys.exit('no data')", [], 1, "no data\n"),
-        ("import sys; sys.exit()", [], 0, "is minidp.DataParallel in"),
+        ({"RANK": "0"}, ["-n", "2"], "this process is one already"),
+        ({}, ["--save", "none/steps"], "steps: there is no folder"),
+        ({}, ["--save", "."], "it is a folder"),
+        ({"MINIDP_HANG_TIMEOUT": "soon"}, [], "MINIDP_HANG_TIMEOUT=soon: expected a"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, ["--compare"], "torchrun or -n start"),
     ],
 )
-def test_exit_statuses(tmp_path, capsys, body, options, status, says):
-    path = tmp_path / "train.py"
-    path.write_text(body)
-    found, err = ran(capsys, *options, str(path))
+def test_nothing_runs_that_could_not_end_well(
+    ran, train, monkeypatch, env, words, says
+):
+    path = train(NEVER)
+    monkeypatch.chdir(Path(path).parent)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    status, err = ran(*words, path)
+    assert status == 2
+    assert says in err
+
+
+def test_at_least_one_rank(ran, capsys):
+    with pytest.raises(SystemExit):
+        ran("-n", "0", "train.py")
+    assert "at least one rank, but got 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "arguments", "status", "says"),
+    [
+        ("pass", [], [], 0, "wrapped no model in"),
+        ("pass", ["--report"], [], 1, "so there is nothing to report or compare."),
+        ("import sys; sys.exit(7)", [], [], 7, "exit status 7; it wrapped no model"),
+        ("import sys; sys.exit('no data')", [], [], 1, "no data\n"),
+        ("import sys; sys.exit()", [], [], 0, "is minidp.DataParallel in"),
+        ("import sys; sys.exit(2)", [], ["--report"], 2, "stand before "),
+    ],
+)
+def test_exit_statuses(train, ran, body, options, arguments, status, says):
+    found, err = ran(*options, train(body), *arguments)
     assert found == status
     assert says in err
 
 
 @pytest.mark.parametrize(
-    ("body", "kind", "says"),
+    ("body", "kind"),
     [
-        ("raise ValueError('boo')", ValueError, ""),
-        ("{}['MASTER']", KeyError, ""),
-        ("{}['RANK of others']", KeyError, ""),
-        ("raise RuntimeError('EADDRINUSE: 1')", RuntimeError, "port of the rendezvous"),
+        ("raise ValueError('boo')", ValueError),
+        ("{}['MASTER']", KeyError),
+        ("{}['RANK of others']", KeyError),
     ],
 )
-def test_a_script_that_raises(tmp_path, capsys, monkeypatch, body, kind, says):
+def test_a_script_that_raises(train, ran, monkeypatch, body, kind):
     monkeypatch.setenv("RANK", "0")
-    path = tmp_path / "train.py"
-    path.write_text(body)
     before = (list(sys.path), sys.argv, sys.modules["__main__"])
     with pytest.raises(kind):
-        ran(capsys, str(path))
+        ran(train(body))
     assert (list(sys.path), sys.argv, sys.modules["__main__"]) == before
-    assert says in capsys.readouterr().err
-    assert torch.nn.parallel.DistributedDataParallel is DistributedDataParallel
-    assert not hasattr(minidp.data_parallel.DataParallel.__init__, "__wrapped__")
 
 
 FORKS = """
@@ -228,70 +268,42 @@ def main(rank, path):
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     DDP(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
 
-context = multiprocessing.get_context({method!r})
+context = multiprocessing.get_context("fork")
 ranks = [context.Process(target=main, args=(r, {path!r})) for r in range(2)]
-for rank in ranks if {trains} else []:
+for rank in ranks:
     rank.start()
-for rank in ranks if {trains} else []:
+for rank in ranks:
     rank.join()
     assert rank.exitcode == 0
 """
 
 
 @pytest.mark.parametrize(
-    ("trains", "options", "status", "says"),
-    [
-        (True, [], 0, ""),
-        (True, ["--report"], 1, "error: --report and --compare see the models of"),
-        (False, [], 0, "ended without wrapping a model"),
-    ],
+    ("options", "status", "says"),
+    [([], 0, "in those that it starts"), (["--report"], 1, "If it starts its ranks")],
 )
-def test_models_in_forks(tmp_path, capsys, trains, options, status, says):
-    path = tmp_path / "train.py"
-    store = str(tmp_path / "store")
-    path.write_text(FORKS.format(method="fork", path=store, trains=trains))
-    found, err = ran(capsys, *options, str(path))
+def test_models_in_forks(tmp_path, train, ran, options, status, says):
+    path = train(FORKS.format(path=str(tmp_path / "store")))
+    found, err = ran(*options, path)
     assert found == status
-    told = err.partition("\n")[2]  # after "... is minidp.DataParallel in"
-    assert says in told if says else not told
+    assert says in err
 
 
-PORT = """
-import socket, torch.distributed as dist
-with socket.socket() as taken:
-    taken.bind(("127.0.0.1", 0))
-    taken.listen()
-    url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-    dist.init_process_group("gloo", init_method=url, rank=0, world_size=1)
-"""
-
-
-def test_a_port_in_use(tmp_path, capsys):
-    path = tmp_path / "train.py"
-    path.write_text(PORT)
-    with pytest.raises(torch.distributed.DistNetworkError):
-        ran(capsys, str(path))
-    assert "the port of the rendezvous is in use" in capsys.readouterr().err
-
-
-def test_a_world_of_one(tmp_path, capsys, lone_group):
-    path = tmp_path / "train.py"
-    path.write_text(
+def test_a_world_of_one(train, ran, lone_group):
+    path = train(
         "import torch\n"
         "from torch.nn.parallel import DistributedDataParallel as DDP\n"
         "model = DDP(torch.nn.Linear(2, 2))\n"
         "model(torch.ones(1, 2)).sum().backward()\n"
     )
-    status, err = ran(capsys, "--report", str(path), "--lr", "1")
+    status, err = ran("--report", path, "--lr", "1")
     assert status == 0
     assert "a world of one rank" in err
     assert f"For two on this machine: minidp run -n 2 {path} --lr 1\n" in err
     assert "minidp run: report of Linear\nrank 0 of 1; gloo on cpu" in err
 
 
-def test_a_package_that_derives_from_the_class(
-    tmp_path, capsys, monkeypatch, lone_group
-):
+def test_a_package_that_derives_from_the_class(tmp_path, ran, monkeypatch, lone_group):
     """It is imported to find the module in it: swapped already, or it would be late."""
     folder = tmp_path / "deriving_package"
     folder.mkdir()
@@ -306,7 +318,7 @@ def test_a_package_that_derives_from_the_class(
         "Mine(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()\n"
     )
     monkeypatch.chdir(tmp_path)
-    status, err = ran(capsys, "-m", "deriving_package.train")
+    status, err = ran("-m", "deriving_package.train")
     assert status == 0
     assert "a world of one rank" in err
 
@@ -326,35 +338,12 @@ for _ in range(3):
 """
 
 
-def test_models_that_a_script_drops_are_let_go(tmp_path, capsys, lone_group):
-    path = tmp_path / "train.py"
-    path.write_text(DROPS)
-    status, err = ran(capsys, "--save", str(tmp_path / "steps"), str(path))
+def test_models_that_a_script_drops_are_let_go(tmp_path, train, ran, lone_group):
+    status, err = ran("--save", str(tmp_path / "steps"), train(DROPS))
     assert status == 0
     assert "minidp run: report of Linear (model 3 of 3)\n" in err
     for name in ("steps", "steps.2", "steps.3"):
         assert len(from_json((tmp_path / name).read_text())) == 1
-
-
-def test_a_script_that_fails_first_is_not_blamed_for_anything_else(tmp_path, capsys):
-    path = tmp_path / "train.py"
-    path.write_text("import sys; sys.exit(2)")
-    status, err = ran(capsys, str(path), "--report")
-    assert status == 2
-    assert f"{path} ended with exit status 2, before it wrapped a model in" in err
-    assert f"(Options of minidp run stand before {path}.)" in err
-    assert "nothing to do" not in err
-
-
-def test_nothing_runs_if_it_could_not_be_saved(tmp_path, capsys):
-    path = tmp_path / "train.py"
-    path.write_text("raise AssertionError")
-    status, err = ran(capsys, "--save", str(tmp_path / "none" / "steps"), str(path))
-    assert status == 2
-    assert f"steps: there is no folder {tmp_path / 'none'}" in err
-    status, err = ran(capsys, "--save", str(tmp_path), str(path))
-    assert status == 2
-    assert "it is a folder" in err
 
 
 AS_PYTHON = """
@@ -370,175 +359,110 @@ print([__name__, sys.argv[1:], os.path.basename(sys.argv[0]), sys.modules["__mai
 @pytest.mark.parametrize("is_module", [False, True])
 def test_a_script_sees_what_python_would_show_it(tmp_path, monkeypatch, is_module):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(minidp.__file__).parents[1]))
     (tmp_path / "train.py").write_text(AS_PYTHON)
     (tmp_path / "beside.py").write_text("x = 5\n")
     target = "train" if is_module else "train.py"
-    given = Script(target, ["--compare", "-m"], is_module)
-    code = f"from minidp._script import Script; Script(*{vars(given).values()!r}).run()"
-    code = code.replace("dict_values", "")
-    commands = [[*given.words], ["-c", code]]
+    given = (target, ["--compare", "-m"], is_module)
+    code = f"from minidp.run.script import Script; Script(*{given}).run()"
     outputs = [
-        subprocess.run(
-            [sys.executable, *command],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=os.environ | {"PYTHONPATH": str(Path(minidp.__file__).parents[1])},
-        ).stdout
-        for command in commands
+        subprocess.run([sys.executable, *words], capture_output=True, check=True).stdout
+        for words in (Script(*given).words, ["-c", code])
     ]
-    assert outputs[0] == outputs[1] != ""
+    assert outputs[0] == outputs[1] != b""
 
 
-def outcome(num_models: int = 1, step_s: tuple[float, ...] = (), **weights) -> Outcome:
-    return Outcome({k: torch.tensor(v) for k, v in weights.items()}, num_models, step_s)
+def outcome(*ends: float, num_models: int = 1, **weights) -> Outcome:
+    tensors = {name: torch.tensor(values) for name, values in weights.items()}
+    return Outcome(tensors, num_models, ends)
 
 
 @pytest.mark.parametrize(
     ("torchs", "ours", "is_same", "says"),
     [
-        (outcome(w=[1.0]), outcome(w=[1.0]), True, "identical, bit for bit (1 model"),
+        (outcome(w=[1.0]), outcome(w=[1.0]), True, "identical, bit for bit (models: 1"),
         (outcome(w=float("nan")), outcome(w=float("nan")), True, "identical"),
-        (outcome(w=[0.0]), outcome(w=[-0.0]), False, "differ in 1 of 1 tensors"),
+        (outcome(w=[0.0]), outcome(w=[-0.0]), False, "differ in 1 tensors"),
         (outcome(w=[0.0, 1.0]), outcome(w=[0.0, 3.5]), False, "by 2.5 at most, in w"),
         (outcome(w=[0.0]), outcome(w=[float("nan")]), False, "by inf at most"),
         (outcome(w=[0.0]), outcome(v=[0.0]), False, "only one of the runs has v, w"),
         (outcome(w=[]), outcome(w=[]), True, "no times: fewer than two"),
+        (outcome(1, 2, w=[1.0]), outcome(1, w=[1.0]), False, "2 on torch, 1 on minidp"),
         (
-            replace(outcome(w=[1.0]), num_steps=184),
-            outcome(w=[1.0]),
-            False,
-            "steps     differ: 184 on torch, 0 on minidp. Do this.",
-        ),
-        (
-            outcome(w=[1.0], step_s=(9.0,) * 5 + (0.002,)),
-            outcome(w=[1.0], step_s=(9.0,) * 5 + (0.001,)),
+            outcome(0, 9, 18, 27, 36, 45, 45.002, w=[1.0]),
+            outcome(0, 9, 18, 27, 36, 45, 45.001, w=[1.0]),
             True,
-            "torch 2.00 ms, minidp 1.00 ms, ratio 0.50 (medians over 1 step",
+            "torch 2.00 ms, minidp 1.00 ms, ratio 0.50 (medians",
         ),
     ],
 )
 def test_verdicts(torchs, ours, is_same, says):
-    verdict = compare(torchs, ours, "Do this.")
-    assert verdict.is_same is is_same
-    assert says in verdict.text
+    found, text = compare(torchs, ours, "")
+    assert found is is_same
+    assert says in text
 
 
 # ---------------------------------------------------------------------- who starts
 
 
-NEEDS = {
-    "environ": ("import os\n\nrank = int(os.environ['LOCAL_RANK'])", "LOCAL_RANK"),
-    "torch": ("import torch\n\ntorch.distributed.init_process_group('gloo')", "RANK"),
-}
-
-
-@pytest.mark.parametrize("way", NEEDS)
-def test_a_script_that_nobody_started_as_ranks(tmp_path, monkeypatch, way):
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ("import os\n\nrank = int(os.environ['LOCAL_RANK'])", "LOCAL_RANK"),
+        ("import torch\n\ntorch.distributed.init_process_group('gloo')", "RANK"),
+    ],
+)
+def test_a_script_that_nobody_started_as_ranks(
+    tmp_path, train, monkeypatch, body, name
+):
     """Torch's traceback would say less."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    body, name = NEEDS[way]
-    path = tmp_path / "train.py"
-    path.write_text(body)
-    done = started(str(path), "--lr", "1", cwd=tmp_path)
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    path = train(body)
+    done = started("minidp.run", path, "--lr", "1", cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr == (
-        "minidp run: torch.nn.parallel.DistributedDataParallel is minidp.DataParallel "
-        f"in {path}, which runs as one process (-n N: as N ranks).\n"
-        f"minidp run: {path}, line 3, needs {name}, which a launcher of ranks sets, "
-        "but this is one process without a launcher. For two ranks on this machine: "
-        f"minidp run -n 2 {path} --lr 1\n"
-    )
-
-
-def started(*words: str, cwd: Path, **changes: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "minidp.run", *words]
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, **changes},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    assert f"{path}, which runs as one process (-n N: as N ranks)" in done.stderr
+    assert f"minidp run: {path}, line 3, needs {name}, which a launcher" in done.stderr
+    assert done.stderr.endswith(f"minidp run -n 2 {path} --lr 1\n")
 
 
 def test_it_starts_the_ranks_itself(tmp_path, script):
     out = str(tmp_path / "w.pt")
     words = ("-n", "2", "--report", "--hang-timeout", "77", str(script))
-    done = started(*words, "--epochs", "1", "--out", out, cwd=tmp_path)
+    words += ("--epochs", "1", "--out", out)
+    done = started("minidp.run", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "'minidp.DataParallel'" in Path(out + ".kind").read_text()
-    assert f"minidp run: 2 ranks of {script} on this machine.\n" in done.stderr
+    assert f"minidp run: {script} on 2 ranks here" in done.stderr
     assert "report of ToyModel\nranks 0, 1 of 2; gloo on cpu" in done.stderr
 
 
-FAILS = """
-import os, sys
-if os.environ["RANK"] == "1":
-    sys.exit(7)
-"""
-
-
-def test_the_status_of_the_rank_that_failed(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(FAILS)
-    done = started("-n", "2", str(path), cwd=tmp_path)
+def test_the_status_of_the_rank_that_failed(tmp_path, train):
+    path = train("import os, sys\nif os.environ['RANK'] == '1': sys.exit(7)")
+    done = started("minidp.run", "-n", "2", path, cwd=tmp_path)
     assert done.returncode == 7
     assert "minidp run: rank 1 failed first, with exit status 7.\n" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_ranks_do_not_start_ranks(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    path = tmp_path / "train.py"
-    path.write_text("raise AssertionError")
-    status, err = ran(capsys, "-n", "2", str(path))
-    assert status == 2
-    assert "this process is one already" in err
-    with pytest.raises(SystemExit):
-        ran(capsys, "-n", "0", str(path))
-    assert "at least one rank, but got 0" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------- options
 
 
 OPTIONS = """
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 model = DDP(torch.nn.Linear(2, 2), find_unused_parameters=True)
-print(model._guard.policy, model._reducer.pipeline.watch.limit, model.static_graph)
+assert (model._guard.policy, model._reducer.communicator.limit) == ("warn", 1800)
+assert model.static_graph
 """
 
 
-def test_options_of_the_constructor(tmp_path, capsys, lone_group, monkeypatch):
-    path = tmp_path / "train.py"
-    path.write_text(OPTIONS)
+def test_options_of_the_constructor(train, ran, lone_group, monkeypatch):
     monkeypatch.setenv("MINIDP_HANG_TIMEOUT", "1800")
     monkeypatch.setenv("MINIDP_UNSYNCED", "ignore")
     monkeypatch.setenv("MINIDP_STATC_GRAPH", "1")
-    parser = argparse.ArgumentParser()
-    run.add_arguments(parser)
-    words = ["--unsynced", "warn", "--static-graph", str(path), "--unsynced", "3"]
-    assert run.main(parser.parse_args(words)) == 0
-    said = capsys.readouterr()
-    assert said.out == "warn 1800 True\n"
-    assert (
-        "nobody reads MINIDP_STATC_GRAPH; did you mean MINIDP_STATIC_GRAPH?" in said.err
-    )
+    words = ["--unsynced", "warn", "--static-graph", train(OPTIONS), "--unsynced", "3"]
+    status, err = ran(*words)
+    assert status == 0
+    assert "no variable MINIDP_STATC_GRAPH; did you mean MINIDP_STATIC_GRAPH?" in err
     assert os.environ["MINIDP_UNSYNCED"] == "ignore"
-
-
-def test_a_variable_that_makes_no_sense(tmp_path, capsys, monkeypatch):
-    path = tmp_path / "train.py"
-    path.write_text("raise AssertionError")
-    monkeypatch.setenv("MINIDP_HANG_TIMEOUT", "soon")
-    status, err = ran(capsys, str(path))
-    assert status == 2
-    assert "MINIDP_HANG_TIMEOUT=soon: expected a number, but got 'soon'" in err
 
 
 # ----------------------------------------------------- scripts that start their ranks
@@ -573,19 +497,15 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def test_ranks_that_a_script_starts_by_a_command(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(STARTS)
-    done = started(str(path), free_port(), cwd=tmp_path)
+def test_ranks_that_a_script_starts_by_a_command(tmp_path, train):
+    done = started("minidp.run", train(STARTS), free_port(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     name = "minidp.swapping DistributedDataParallel"
     assert sorted(done.stdout.splitlines()) == [f"0 {name}", f"1 {name}"]
 
 
-def test_a_rank_that_is_not_reached_is_named(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(STARTS)
-    done = started(str(path), free_port(), "-I", cwd=tmp_path)
+def test_a_rank_that_is_not_reached_is_named(tmp_path, train):
+    done = started("minidp.run", train(STARTS), free_port(), "-I", cwd=tmp_path)
     assert done.returncode == 1  # gloo would have aborted it
     assert (
         "[rank 0] The model is wrapped by torch's DistributedDataParallel on rank 1, "
@@ -601,16 +521,13 @@ sys.exit(subprocess.run([*launcher, "--nproc-per-node", "2", *sys.argv[1:]]).ret
 """
 
 
-def test_a_launcher_that_is_itself_a_script(tmp_path, script):
+def test_a_launcher_that_is_itself_a_script(tmp_path, train, script):
     """`minidp run -m accelerate.commands.launch train.py` is one."""
-    path = tmp_path / "launch.py"
-    path.write_text(LAUNCHES)
     out = str(tmp_path / "w.pt")
-    done = started(str(path), str(script), "--epochs", "1", "--out", out, cwd=tmp_path)
+    words = (train(LAUNCHES), str(script), "--epochs", "1", "--out", out)
+    done = started("minidp.run", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "'minidp.DataParallel'" in Path(out + ".kind").read_text()
-    assert "nothing to do" not in done.stderr
-    assert "wrapped no model" not in done.stderr
 
 
 # --------------------------------------------------------------- what ends in the end
@@ -646,24 +563,24 @@ def test_scripts_that_resume_from_checkpoints(tmp_path, is_elsewhere):
     folder.mkdir()
     (folder / "train.py").write_text(RESUMES)
     path = str(tmp_path / "last.pt") if is_elsewhere else "last.pt"
-    words = ["-n", "2", "--compare", "train.py", path]
+    words = ["minidp.run", "-n", "1", "--compare", "train.py", path]
     done = started(*words, cwd=folder)
     if is_elsewhere:
         assert done.returncode == 1
         assert "steps     differ: 5 on torch, 0 on minidp. If the script" in done.stderr
         assert "--before 'rm -rf CHECKPOINTS'" in done.stderr
-        words[3:3] = ["--before", f"rm -rf {path}"]
+        words[4:4] = ["--before", f"rm -rf {path}"]
         done = started(*words, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "in a copy of this folder.\n" in done.stderr
-    assert "weights   identical, bit for bit (1 model, 2 tensors" in done.stderr
+    assert "identical, bit for bit (models: 1, tensors: 2" in done.stderr
     assert (folder / path).exists()  # of the run on minidp
     assert not list(folder.glob("minidp-*"))
 
 
-def test_both_runs_in_the_same_folder(tmp_path):
-    (tmp_path / "train.py").write_text(RESUMES)
-    words = ("-n", "2", "--compare", "--no-copy")
+def test_both_runs_in_the_same_folder(tmp_path, train):
+    train(RESUMES)
+    words = ("minidp.run", "-n", "1", "--compare", "--no-copy")
     done = started(*words, "train.py", "last.pt", cwd=tmp_path)
     assert done.returncode == 1
     assert "in this folder (--no-copy)." in done.stderr
@@ -674,83 +591,37 @@ def test_both_runs_in_the_same_folder(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_nothing_is_compared_if_the_command_before_fails(tmp_path):
-    (tmp_path / "train.py").write_text("raise AssertionError")
-    done = started("--compare", "--before", "exit 3", "train.py", cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("body", "options", "says"),
+    [
+        (NEVER, ["--before", "exit 3"], "--before ended with exit status 3: exit 3\n"),
+        (
+            "raise ValueError('boo')",
+            [],
+            "script failed on torch's DDP, so there is not",
+        ),
+        ("import os; os._exit(0)", [], "on torch, the script ended its process itself"),
+        ("while True: pass", ["--limit", "8"], "no optimizer step on torch for 8 s"),
+    ],
+)
+def test_what_cannot_be_compared(tmp_path, train, body, options, says):
+    done = started("minidp.run", "--compare", *options, train(body), cwd=tmp_path)
     assert done.returncode == 1
-    assert "--before ended with exit status 3: exit 3\n" in done.stderr
+    assert says in done.stderr
+    assert ("line 1 in <module>" in done.stderr) is ("--limit" in options)
     assert "AssertionError" not in done.stderr
 
 
-def test_a_script_that_fails_on_torch(tmp_path):
-    (tmp_path / "train.py").write_text("raise ValueError('boo')")
-    done = started("--compare", "train.py", cwd=tmp_path)
+def test_a_run_on_torch_that_does_not_exit_has_a_result(tmp_path, train):
+    code = (
+        "from minidp.run import compare; compare.EXIT_SECONDS = 2; "
+        "from minidp.__main__ import main; main()"
+    )
+    hangs = train("import atexit, time; atexit.register(time.sleep, 1000)")
+    words = ("run", "--phase", "torch", "--outcome", str(tmp_path / "torch"), hangs)
+    done = subprocess.run([sys.executable, "-c", code, *words], timeout=200)
     assert done.returncode == 1
-    assert done.stderr.count("ValueError: boo") == 1
-    assert (
-        "the script failed on torch's DDP (in the copy; if it needs this folder: "
-        "--no-copy): nothing to compare."
-    ) in done.stderr
-
-
-def test_a_script_that_leaves_before_anybody_can_look(tmp_path):
-    (tmp_path / "train.py").write_text("import os; os._exit(0)")
-    done = started("--compare", "train.py", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "on torch's DDP, the script ended its process itself" in done.stderr
-
-
-class Endless:
-    """A process that makes steps for a while, and then only waits."""
-
-    def __init__(self, progress: Path, num_steps: int, status: int | None = None):
-        self.progress, self.num_steps, self.status = progress, num_steps, status
-
-    def wait(self, seconds):
-        with self.progress.open("a") as file:
-            file.write("." * (self.num_steps > 0))
-        self.num_steps -= 1
-        if self.num_steps < 0 and self.status is not None:
-            return self.status
-        raise subprocess.TimeoutExpired("train.py", seconds)
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "status", "is_written", "found", "seconds"),
-    [
-        (0, None, False, None, 12),
-        (50, None, False, None, 62),  # steps do not count
-        (0, None, True, 0, 4),  # it does not end, but the results are there
-        (5, 0, False, 0, 5),
-        (5, -9, False, 137, 5),
-        (500, 7, False, 7, 500),
-    ],
-)
-def test_no_run_may_wait_for_ever(
-    tmp_path, monkeypatch, num_steps, status, is_written, found, seconds
-):
-    outcome, progress = tmp_path / "torch.pt", tmp_path / "progress"
-    progress.touch()
-    if is_written:
-        outcome.touch()
-    times = itertools.count()
-    monkeypatch.setattr(_phases.time, "monotonic", lambda: next(times) / 2)
-    process = Endless(progress, num_steps, status)
-    assert _phases._wait(process, progress, outcome, (10.0, 2.0)) == found
-    assert next(times) / 2 == pytest.approx(seconds, abs=2)
-
-
-IGNORES = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
-
-
-@pytest.mark.parametrize("before", ["print(1, flush=True)", IGNORES])
-def test_a_run_that_does_not_end_by_itself(before, monkeypatch):
-    monkeypatch.setattr(_phases, "GRACE_SECONDS", 0.5)
-    words = [sys.executable, "-c", f"{before}; import time; time.sleep(1000)"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        _phases._end(process)
-        assert process.returncode in (-15, -9)
+    assert (tmp_path / "torch").exists()
 
 
 def test_torchs_ddp_is_never_taken_down(lone_group):
@@ -758,7 +629,7 @@ def test_torchs_ddp_is_never_taken_down(lone_group):
     net = torch.nn.Linear(2, 2)
     for _ in range(2):
         ddp = DistributedDataParallel(net)
-        _compare.never_take_down(ddp)
+        never_take_down(ddp)
         parts = [weakref.ref(part) for part in (ddp.reducer, ddp.process_group)]
         for _ in range(2):
             ddp(torch.ones(1, 2)).sum().backward()
@@ -768,13 +639,12 @@ def test_torchs_ddp_is_never_taken_down(lone_group):
     net(torch.ones(1, 2)).sum().backward()
 
 
-def test_the_first_optimizer_is_timed():
-    observer = _compare.Observer()
+def test_the_first_optimizer_is_timed(tmp_path):
+    recorder = OutcomeRecorder(tmp_path / "torch", 1000)
     one = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
     two = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
     for optimizer in (one, two, one, two, one):
         optimizer.step()
-    assert len(observer.outcome().step_s) == 2
-    assert observer.outcome().num_steps == 3
+    assert len(recorder.outcome().ends) == 3
     one.step()
-    assert len(observer.outcome().step_s) == 2
+    assert len(recorder.outcome().ends) == 3

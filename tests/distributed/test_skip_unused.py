@@ -20,7 +20,7 @@ ALONE = {
 
 
 def wrap(ctx: Any, module: nn.Module, **options: Any) -> DataParallel:
-    return DataParallel(module, process_group=ctx.group, **ALONE, **options)
+    return DataParallel(module, process_group=ctx.group, **{**ALONE, **options})
 
 
 def values(module: nn.Module) -> list[float | None]:
@@ -70,14 +70,8 @@ def trained_with_and_without(ctx: Any, options: dict[str, Any]) -> Any:
     plan = [[[0, 1], [1], [1, 3]], [[2], [2], [2]], [[0, 3], [3], [0]], [[1], [0], [1]]]
     results = []
     for skips in (False, True):
-        torch.manual_seed(0)
-        module = Scalars(4)
-        ddp = DataParallel(
-            module,
-            process_group=ctx.group,
-            **{**ALONE, **options, "skip_all_reduce_unused_params": skips},
-        )
-        history = []
+        module, history = Scalars(4), []
+        ddp = wrap(ctx, module, skip_all_reduce_unused_params=skips, **options)
         for step, uses in enumerate(plan * 2):
             if step % 3 == 0:
                 ddp.zero_grad(set_to_none=step % 2 == 0)
@@ -105,62 +99,37 @@ def stale(ctx: Any) -> Any:
     ddp = wrap(ctx, module)
     ddp(x_of(ctx)).sum().backward()
     kept = module.w[1].grad
-    with torch.no_grad():
-        kept.fill_(7.0 + ctx.rank)
+    kept.fill_(7.0 + ctx.rank)
     ddp(x_of(ctx), [0]).sum().backward()
     return module.w[1].grad is kept, values(module)
 
 
 def test_stale_gradients_stay(pool: Any) -> None:
-    (same_0, first), (same_1, second) = pool.run(stale, 2)
-    assert same_0
-    assert same_1
-    assert (first, second) == ([3.0, 7.0], [3.0, 8.0])
+    assert pool.run(stale, 2) == [(True, [3.0, 7.0]), (True, [3.0, 8.0])]
 
 
-def two_forwards(ctx: Any, order: str) -> Any:
+def two_forwards(ctx: Any, ends: slice) -> Any:
     """Backwards of two forwards that use different parameters."""
     module = Scalars(3)
     ddp = wrap(ctx, module)
     ddp(x_of(ctx), [0]).sum().backward()
     ddp.zero_grad()
-    first, second = ddp(x_of(ctx), [1]).sum(), ddp(x_of(ctx), [2]).sum()
-    if order == "sum":
-        (first + second).backward()
-    else:
-        (first if order == "first" else second).backward()
+    losses = [ddp(x_of(ctx), [i]).sum() for i in (1, 2)]
+    sum(losses[ends]).backward()
     return values(module)
 
 
 @pytest.mark.parametrize(
-    ("order", "expected"),
+    ("ends", "expected"),
     [
-        ("sum", [None, 1.5, 1.5]),
-        ("first", [None, 1.5, None]),
-        ("last", [None, None, 1.5]),
+        (slice(2), [None, 1.5, 1.5]),
+        (slice(1), [None, 1.5, None]),
+        (slice(1, 2), [None, None, 1.5]),
     ],
 )
-def test_backward_of_another_forward(pool: Any, order: str, expected: Any) -> None:
+def test_backward_of_another_forward(pool: Any, ends: slice, expected: Any) -> None:
     """What any forward since the last reduction reaches may still come."""
-    assert pool.run(two_forwards, 2, order) == [expected] * 2
-
-
-def uneven(ctx: Any) -> Any:
-    module = Scalars(3)
-    ddp = wrap(ctx, module)
-    history = []
-    with ddp.join():
-        for step in range(1 + 2 * ctx.rank):
-            ddp.zero_grad()
-            ddp(x_of(ctx), [step]).sum().backward()
-            history.append(values(module))
-    return history
-
-
-def test_joined_ranks_use_nothing(pool: Any) -> None:
-    first, second = pool.run(uneven, 2)
-    assert first == [[1.5, None, None]]
-    assert second == [[1.5, None, None], [None, 1.0, None], [None, None, 1.0]]
+    assert pool.run(two_forwards, 2, ends) == [expected] * 2
 
 
 def hook_turns(ctx: Any) -> Any:
@@ -183,44 +152,36 @@ def test_comm_hooks_hear_which_bucket_is_the_last_to_travel(pool: Any) -> None:
 
 
 def reduced_count(ctx: Any, make: Any) -> Any:
-    ddp = make(Scalars(4), **ALONE)
-    seen = []
+    ddp, seen = make(Scalars(4), **ALONE), []
     for uses in ([0, 1, 2, 3], [0, 1], [2], [1, 2, 3]):
-        ddp.zero_grad()
         ddp(x_of(ctx), uses).sum().backward()
         ddp(x_of(ctx))  # looks at the iteration before
         seen.append(ddp._get_ddp_logging_data()["num_buckets_reduced"])
         ddp(x_of(ctx)).sum().backward()
-        seen.append([p.grad.item() for p in ddp.parameters()])
     return seen
 
 
-def run_both(ctx: Any, scenario: Any) -> Any:
-    return on_both(ctx, scenario)
+def run_both(ctx: Any, scenario: Any, *args: Any) -> Any:
+    return on_both(ctx, lambda c, make: scenario(c, make, *args))
 
 
 def test_number_of_reduced_buckets_is_torchs(pool: Any) -> None:
-    for theirs, ours in pool.run(run_both, 2, reduced_count):
-        assert ours[0::2] == theirs[0::2] == [4, 2, 1, 3]
-
-
-@pytest.mark.parametrize("mode", [{}, {"static_graph": True}], ids=str)
-def test_alone_it_has_no_effect(pool: Any, mode: Any) -> None:
-    for seen in pool.run(without_find_unused, 2, mode):
-        assert seen == [[1.5, 1.5]] * 3
+    assert pool.run(run_both, 2, reduced_count) == [([4, 2, 1, 3],) * 2] * 2
 
 
 def without_find_unused(ctx: Any, mode: dict[str, Any]) -> Any:
-    module = Scalars(2)
-    ddp = DataParallel(
-        module, process_group=ctx.group, skip_all_reduce_unused_params=True, **mode
-    )
-    seen = []
+    module, seen = Scalars(2), []
+    ddp = wrap(ctx, module, find_unused_parameters=False, **mode)
     for _ in range(3):
         ddp.zero_grad()
         ddp(x_of(ctx)).sum().backward()
         seen.append(values(module))
     return seen
+
+
+@pytest.mark.parametrize("mode", [{}, {"static_graph": True}], ids=str)
+def test_alone_it_has_no_effect(pool: Any, mode: Any) -> None:
+    assert pool.run(without_find_unused, 2, mode) == [[[1.5, 1.5]] * 3] * 2
 
 
 # ------------------------------------------------------------------ batched_grad_copy
@@ -252,12 +213,8 @@ def batched(ctx: Any, make: Any, options: dict[str, Any]) -> Any:
 )
 def test_batched_grad_copy_is_torchs(pool: Any, options: Any) -> None:
     """Not the same bits as without, at three ranks."""
-    for theirs, ours in pool.run(run_batched, 3, options):
+    for theirs, ours in pool.run(run_both, 3, batched, options):
         assert same(theirs, ours)
-
-
-def run_batched(ctx: Any, options: dict[str, Any]) -> Any:
-    return on_both(ctx, lambda c, make: batched(c, make, options))
 
 
 def batched_create_graph(ctx: Any, make: Any) -> Any:

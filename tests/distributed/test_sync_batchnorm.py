@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from minidp import DataParallel, SyncBatchNorm
-from minidp._groups import side_group
+from minidp.comm.groups import side_group
 from tests.support.both import grads, same
 
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -159,17 +159,10 @@ def test_cases_equal_full_batch(pool, sizes, case):
     check(pool, sizes, (0, 3, 2, 3), **case)
 
 
-def test_bfloat16(pool):
+def test_edges_equal_full_batch(pool):
     check(pool, (6, 3), (0, 3, 4, 4), torch.bfloat16)
-
-
-def test_one_value_on_each_rank(pool):
-    check(pool, (1, 1), (0, 3))
-
-
-def test_no_value_anywhere(pool):
-    """Nothing to learn from: the running statistics stay, as in batch norm."""
-    check(pool, (0, 0), (0, 3))
+    check(pool, (1, 1), (0, 3))  # one value on each rank
+    check(pool, (0, 0), (0, 3))  # nothing to learn from: running statistics stay
 
 
 @settings(max_examples=40)
@@ -207,10 +200,10 @@ def test_large_means_do_not_cancel(pool):
 # -------------------------------------------------------------------------- errors
 
 
-def forward_of(ctx: Any, shapes: Any) -> Any:
+def forward_of(ctx: Any, shapes: Any, dtype: Any = None) -> Any:
     layer = SyncBatchNorm(3, process_group=ctx.group)
     try:
-        layer(torch.ones(shapes[ctx.rank]))
+        layer(torch.ones(shapes[ctx.rank], dtype=dtype))
     except (ValueError, RuntimeError) as error:
         state = layer.state_dict()
         return type(error).__name__, str(error), int(state["num_batches_tracked"])
@@ -220,34 +213,18 @@ def forward_of(ctx: Any, shapes: Any) -> Any:
 def test_one_value_on_all_ranks_together(pool):
     results = pool.run(forward_of, 2, [(0, 3), (1, 3)])
     for rank, (kind, text, num_batches) in enumerate(results):
-        size = f"torch.Size([{rank}, 3])"
-        assert kind == "ValueError"
-        assert text == (
-            f"[rank {rank}] Expected more than 1 value per channel when training, got "
-            f"input size {size} and only one value on all ranks together."
-        )
-        assert num_batches == 0
+        assert (kind, num_batches) == ("ValueError", 0)
+        assert text.startswith(f"[rank {rank}] Expected more than 1 value per channel")
+        assert f"torch.Size([{rank}, 3]) and only one value on all ranks" in text
 
 
-def test_number_of_channels_is_checked_before_others_wait(pool):
+def test_inputs_are_checked_before_others_wait(pool):
     for kind, text, _ in pool.run(forward_of, 2, [(2, 4), (2, 4)]):
         assert kind == "RuntimeError"
-        assert text == (
-            "SyncBatchNorm of 3 channels got an input of shape (2, 4), with 4 channels."
-        )
-
-
-def integers(ctx: Any) -> str:
-    layer = SyncBatchNorm(3, process_group=ctx.group)
-    with pytest.raises(NotImplementedError) as caught:
-        layer(torch.ones(2, 3, dtype=torch.long))
-    return str(caught.value)
-
-
-def test_integers_are_refused(pool):
-    assert pool.run(integers, 2)[0] == (
-        "SyncBatchNorm needs floating-point inputs, but got torch.int64."
-    )
+        assert "SyncBatchNorm of 3 channels got an input of shape (2, 4), with" in text
+    for kind, text, _ in pool.run(forward_of, 2, [(2, 3), (2, 3)], torch.long):
+        assert kind == "NotImplementedError"
+        assert text.endswith("needs floating-point inputs, but got torch.int64.")
 
 
 def graphs_differ(ctx: Any, create_graph: bool) -> str:
@@ -267,12 +244,9 @@ def graphs_differ(ctx: Any, create_graph: bool) -> str:
 def test_a_rank_without_backward_is_named(pool):
     first, second = pool.run(graphs_differ, 2, False)
     assert second == ""
-    assert first == (
-        "CollectiveError: [rank 0] SyncBatchNorm cannot run its backward, which needs "
-        "all ranks. Expected: every rank's forward to have a backward. Found: "
-        "otherwise on rank(s) 1. What to do: use no_grad() and requires_grad alike on "
-        "all ranks."
-    )
+    assert first.startswith("CollectiveError: [rank 0] SyncBatchNorm cannot run its ba")
+    assert "every rank's forward to have a backward. Found: otherwise on" in first
+    assert "rank(s) 1. What to do: use no_grad() and requires_grad alike" in first
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
@@ -451,54 +425,36 @@ def test_other_ranks_hear_of_torchs_layer(pool):
     assert second in first
 
 
-def after_a_failure(ctx: Any) -> Any:
-    layers = [nn.Linear(2, 2), SyncBatchNorm(2, process_group=ctx.group)]
-    ddp = DataParallel(nn.Sequential(*layers), process_group=ctx.group)
-    x = torch.randn(4, 2)
-    ddp(x).square().sum().backward()
-    before = side_group(ctx.group, "layers")
-    ddp.reset()
-    ddp.zero_grad()
-    ddp(x).square().sum().backward()
-    return side_group(ctx.group, "layers") is before, side_group(
-        ctx.group, "layers"
-    ) is ctx.group
-
-
-def test_reset_renews_the_group_of_the_layers(pool):
-    assert pool.run(after_a_failure, 2) == [(False, False)] * 2
-
-
-def groups_of_two_layers(ctx: Any) -> bool:
+def side_groups(ctx: Any) -> Any:
+    """Is it a group of its own, kept by a second layer, and renewed by reset()?"""
     layers = [SyncBatchNorm(2, process_group=ctx.group) for _ in range(2)]
-    for layer in layers:
-        layer(torch.randn(4, 2))
-    before = side_group(ctx.group, "layers")
-    layers[1](torch.randn(4, 2))
-    return side_group(ctx.group, "layers") is before
+    ddp = DataParallel(nn.Sequential(nn.Linear(2, 2), *layers), process_group=ctx.group)
+    found = []
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.randn(4, 2)).square().sum().backward()
+        found.append(side_group(ctx.group, "layers"))
+        layers[1](torch.randn(4, 2))
+        found.append(side_group(ctx.group, "layers"))
+        ddp.reset()
+    found.append(side_group(ctx.group, "layers"))
+    pairs = zip(found, [ctx.group, *found], strict=False)
+    return [mine is other for mine, other in pairs]
 
 
-def test_layers_share_a_group(pool):
-    assert pool.run(groups_of_two_layers, 3) == [True] * 3
+def test_layers_share_a_group_that_reset_renews(pool):
+    assert pool.run(side_groups, 2) == [[False, True, False, True, False]] * 2
 
 
 def halves(ctx: Any) -> Any:
     pair = (0, 1) if ctx.rank < 2 else (2, 3)
     layer = SyncBatchNorm(1, affine=False, process_group=ctx.subgroups[pair])
-    layer(torch.tensor([[float(ctx.rank)], [float(ctx.rank)]]))
-    return layer.running_mean.item()
+    default = SyncBatchNorm(1)
+    for each in (layer, default):
+        each(torch.full((2, 1), float(ctx.rank)))
+    return layer.running_mean.item(), default.running_mean.item()
 
 
 def test_a_layer_synchronises_within_its_group(pool):
     found = pool.run(halves, 4)
-    assert found == pytest.approx([0.05, 0.05, 0.25, 0.25])
-
-
-def on_the_default_group(ctx: Any) -> Any:
-    layer = SyncBatchNorm(1)
-    layer(torch.full((2, 1), float(ctx.rank)))
-    return layer.running_mean.item()
-
-
-def test_the_default_group(pool):
-    assert pool.run(on_the_default_group, 4) == pytest.approx([0.15] * 4)
+    assert found == [pytest.approx((x, 0.15)) for x in (0.05, 0.05, 0.25, 0.25)]

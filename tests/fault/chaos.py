@@ -29,6 +29,7 @@ the stopped worker to obey SIGTERM before it kills it; other runs go on meanwhil
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -39,7 +40,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -117,12 +117,15 @@ def draw(seed: int, number: int, hang_timeout: float, cold_every: int) -> Trial:
 
 @dataclass
 class Run:
-    """A trial under way."""
+    """A trial under way, and what came of it."""
 
     trial: Trial
     folder: Path
     pid: int
     began: float
+    seconds: float = 0.0
+    named_by: str = ""
+    complaints: list[str] = field(default_factory=list)
 
     @classmethod
     def start(cls, trial: Trial) -> Run:
@@ -136,10 +139,22 @@ class Run:
                 _become_torchrun(command, plan, log.fileno(), is_cold=trial.is_cold)
         return cls(trial, folder, pid, began)
 
+    def __str__(self) -> str:
+        """One line of the table."""
+        trial, plan = self.trial, self.trial.plan
+        return (
+            f"{trial.number:4}  {trial.ranks} ranks  {plan.deed:6}"
+            f" rank {plan.rank} at {plan.moment:16} #{plan.occurrence:<3}"
+            f"{'cold' if trial.is_cold else '    '} {self.seconds:5.1f} s"
+            f"  {self.named_by or '-':14} {'; '.join(self.complaints) or 'ok'}"
+        )
+
     @property
-    def age(self) -> float:
-        """Seconds since it was started."""
-        return time.monotonic() - self.began
+    def digest(self) -> str:
+        """The last one that rank 0 printed, in whichever attempt."""
+        printed = "".join(self._read(f"attempt_{n}/0/stdout.log") for n in range(3))
+        found = re.findall(r"digest after step \d+: (\w+)", printed)
+        return found[-1] if found else ""
 
     def poll(self) -> int | None:
         """Exit status, once it has ended."""
@@ -165,10 +180,6 @@ class Run:
         """What a rank wrote to stderr."""
         return self._read(f"attempt_{attempt}/{rank}/stderr.log")
 
-    def outputs(self) -> str:
-        """What rank 0 wrote to stdout, in all attempts."""
-        return "".join(self._read(f"attempt_{n}/0/stdout.log") for n in range(3))
-
     def attempts(self) -> int:
         """How often the workers were started."""
         return len(list(self.folder.glob("logs/*/attempt_*")))
@@ -186,7 +197,7 @@ def _become_torchrun(
         os.setsid()
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.environ["CHAOS"] = plan.to_json()
+        os.environ["CHAOS"] = json.dumps(asdict(plan))
         if is_cold:
             module = "torch.distributed.run"
             os.execv(sys.executable, [sys.executable, "-m", module, *command])
@@ -215,90 +226,44 @@ def _is_ours(pid: int, folder: Path) -> bool:
 # --------------------------------------------------------------------------- the judge
 
 
-@dataclass
-class Verdict:
-    """What came of a run."""
-
-    number: int
-    ranks: int
-    deed: str
-    moment: str
-    victim: int
-    occurrence: int
-    is_cold: bool
-    seconds: float
-    named_by: str = ""
-    complaints: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        """One line of the table."""
-        told = "; ".join(self.complaints) or "ok"
-        return (
-            f"{self.number:4}  {self.ranks} ranks  {self.deed:6}"
-            f" rank {self.victim} at {self.moment:16} #{self.occurrence:<3}"
-            f"{'cold' if self.is_cold else '    '} {self.seconds:5.1f} s"
-            f"  {self.named_by or '-':14} {told}"
-        )
-
-
-def judge(run: Run, status: int | None, digest: str) -> Verdict:
+def judge(run: Run, status: int | None, digest: str) -> None:
     """Hold a run that ended, or did not, against what is asked of it."""
     trial, plan = run.trial, run.trial.plan
-    verdict = Verdict(
-        *(trial.number, trial.ranks, plan.deed, plan.moment, plan.rank),
-        *(plan.occurrence, trial.is_cold, round(run.age, 1)),
-    )
-    say = verdict.complaints.append
-    if status is None:
-        run.abandon()
-        say(f"did not end within {trial.limit:.0f} s")
-    elif status != 0:
-        say(f"torchrun ended with status {status}")
-    left = run.left_behind()
-    if left:
-        say(f"left processes {left}")
-    if not (run.folder / "struck").exists():
-        say("the saboteur never struck")
-    found = digest_of(run)
-    if found != digest:
-        say(f"digest {found[:8] or 'missing'}, undisturbed {digest[:8]}")
+    left, found = run.left_behind(), run.digest
     attempts = 1 if plan.deed == "delay" else 2
-    if run.attempts() != attempts:
-        say(f"{run.attempts()} attempts instead of {attempts}")
+    wrong = {
+        f"did not end within {trial.limit:.0f} s": status is None,
+        f"torchrun ended with status {status}": status,
+        f"left processes {left}": left,
+        "the saboteur never struck": not (run.folder / "struck").exists(),
+        f"digest {found[:8] or 'missing'}, undisturbed {digest[:8]}": found != digest,
+        f"{run.attempts()} attempts instead of {attempts}": run.attempts() != attempts,
+    }
+    run.complaints = [text for text, is_so in wrong.items() if is_so]
     if plan.deed != "delay":
-        _judge_names(run, verdict)
-    return verdict
+        _judge_names(run)
 
 
-def digest_of(run: Run) -> str:
-    """The last digest that was printed."""
-    found = re.findall(r"digest after step \d+: (\w+)", run.outputs())
-    return found[-1] if found else ""
-
-
-def _judge_names(run: Run, verdict: Verdict) -> None:
-    plan, say = run.trial.plan, verdict.complaints.append
+def _judge_names(run: Run) -> None:
+    plan, say = run.trial.plan, run.complaints.append
     log = (run.folder / "torchrun.log").read_text(errors="replace")
     code = EXIT_CODES.get(plan.deed)
-    by_torchrun = f"(exitcode: {code}) local_rank: {plan.rank} " in log
     peers = [rank for rank in range(run.trial.ranks) if rank != plan.rank]
     named = {rank: named_in(run.errors(rank)) for rank in peers}
     right = [rank for rank in peers if plan.rank in named[rank]]
     by_itself = "ValueError: sabotage" in run.errors(plan.rank)
     only = "" if all(named[rank] == {plan.rank} for rank in right) else "+"
     witnesses = {
-        "torchrun": by_torchrun,
+        "torchrun": f"(exitcode: {code}) local_rank: {plan.rank} " in log,
         "itself": by_itself,
         f"peer{only}": bool(right),
     }
-    verdict.named_by = ", ".join(who for who, spoke in witnesses.items() if spoke)
-    if not verdict.named_by:
+    run.named_by = ", ".join(who for who, spoke in witnesses.items() if spoke)
+    if not run.named_by:
         say(f"nobody names rank {plan.rank}")
     if plan.deed == "raise" and not by_itself:
         say("its own log does not say what it raised")
-    wrong = {
-        peer: found for peer, found in named.items() if found and peer not in right
-    }
+    wrong = {rank: named[rank] for rank in peers if named[rank] and rank not in right}
     if plan.deed in SILENT and wrong:
         say(f"peers name only others: {wrong}")
 
@@ -316,10 +281,8 @@ def named_in(text: str) -> set[int]:
 # -------------------------------------------------------------------------- many runs
 
 
-def conduct(
-    trials: Sequence[Trial], jobs: int, digests: dict[int, str], keep: Path | None
-) -> Iterator[Verdict]:
-    """Run trials, ``jobs`` at a time; verdicts as they come."""
+def conduct(trials: Sequence[Trial], jobs: int) -> Iterator[tuple[Run, int | None]]:
+    """Run trials, ``jobs`` at a time; each with its exit status as it ends."""
     live: list[Run] = []
     waiting = list(trials)
     try:
@@ -327,15 +290,16 @@ def conduct(
             while waiting and len(live) < jobs:
                 live.append(Run.start(waiting.pop(0)))
             for run in list(live):
+                run.seconds = time.monotonic() - run.began
                 status = run.poll()
-                if status is None and run.age < run.trial.limit:
+                if status is None and run.seconds < run.trial.limit:
                     continue
                 live.remove(run)
-                verdict = judge(run, status, digests[run.trial.ranks])
-                if verdict.complaints and keep is not None:
-                    shutil.copytree(run.folder, keep / run.folder.name)
+                if status is None:
+                    run.abandon()
+                yield run, status
+                run.left_behind()
                 shutil.rmtree(run.folder)
-                yield verdict
             time.sleep(0.02)  # no event covers several children that may also be late
     finally:  # also of an interrupt
         for run in live:
@@ -344,47 +308,25 @@ def conduct(
             shutil.rmtree(run.folder)
 
 
-def undisturbed(ranks: int) -> str:
-    """The digest of a run that nothing happens to.
-
-    Raises:
-        RuntimeError: not even that works.
-    """
-    run = Run.start(Trial(-1, ranks, Plan(""), is_cold=False, hang_timeout=30.0))
-    while run.poll() is None:
-        if run.age > run.trial.limit:
-            run.abandon()
-            run.left_behind()
-            break
-        time.sleep(0.02)
-    digest, log = digest_of(run), (run.folder / "torchrun.log").read_text()
-    errors = [run.errors(rank) for rank in range(ranks)]
-    shutil.rmtree(run.folder)
-    if not digest:
-        raise RuntimeError(f"An undisturbed run fails:\n{log}\n{errors}")
-    return digest
-
-
-def summary(verdicts: Sequence[Verdict]) -> str:
-    """Counts by deed and by moment."""
-    lines = [""]
-    for title in ("deed", "moment", "ranks", "named_by"):
-        groups: dict[object, list[Verdict]] = {}
-        for verdict in verdicts:
-            groups.setdefault(getattr(verdict, title), []).append(verdict)
-        lines.append(f"{title:18} runs  failed  median s  longest s")
-        for name, members in sorted(groups.items(), key=str):
-            failed = sum(bool(verdict.complaints) for verdict in members)
-            seconds = [verdict.seconds for verdict in members]
-            middle = statistics.median(seconds)
+def summary(runs: Sequence[Run]) -> str:
+    """Counts by deed, moment, number of ranks and witness."""
+    lines = [f"\n{'':18} runs  failed  median s  longest s"]
+    for key in (
+        lambda run: run.trial.plan.deed,
+        lambda run: run.trial.plan.moment,
+        lambda run: f"{run.trial.ranks} ranks",
+        lambda run: f"named by {run.named_by or '-'}",
+    ):
+        for name, group in itertools.groupby(sorted(runs, key=key), key):
+            members = list(group)
+            failed = sum(bool(run.complaints) for run in members)
+            seconds = [run.seconds for run in members]
             lines.append(
-                f"{name or '-'!s:18} {len(members):4}  {failed:6}  {middle:8.1f}"
-                f"  {max(seconds):9.1f}"
+                f"{name:18} {len(members):4}  {failed:6}"
+                f"  {statistics.median(seconds):8.1f}  {max(seconds):9.1f}"
             )
-        lines.append("")
-    failures = Counter(bool(verdict.complaints) for verdict in verdicts)[True]
-    lines.append(f"{len(verdicts)} runs, {failures} failed")
-    return "\n".join(lines)
+    failures = sum(bool(run.complaints) for run in runs)
+    return "\n".join([*lines, f"{len(runs)} runs, {failures} failed"])
 
 
 def main() -> int:
@@ -401,7 +343,6 @@ def main() -> int:
     add("--cold-every", type=int, default=25, help="0: no cold runs (default 25)")
     add("--deeds", nargs="*", choices=list(DEEDS), help="only these")
     add("--keep", type=Path, help="folder for the logs of runs that failed")
-    add("--results", type=Path, help="file of JSON lines; sums up all that are in it")
     args = parser.parse_args()
 
     import torch._dynamo  # so that forked workers need not; optimizers import it
@@ -411,22 +352,23 @@ def main() -> int:
     drawn = [draw(args.seed, n, args.hang_timeout, args.cold_every) for n in numbers]
     trials = [t for t in drawn if not args.deeds or t.plan.deed in args.deeds]
     sizes = sorted({trial.ranks for trial in trials})
-    digests = {ranks: undisturbed(ranks) for ranks in sizes}
-    for ranks, digest in digests.items():
-        print(f"undisturbed, {ranks} ranks: {digest}", flush=True)
-    verdicts = []
-    for verdict in conduct(trials, args.jobs, digests, args.keep):
-        print(verdict, flush=True)
-        verdicts.append(verdict)
-        if args.results:
-            with args.results.open("a") as file:
-                print(json.dumps(asdict(verdict)), file=file)
-    everything = verdicts
-    if args.results and args.results.exists():
-        lines = args.results.read_text().splitlines()
-        everything = [Verdict(**json.loads(line)) for line in lines]
-    print(summary(everything))
-    return 1 if any(verdict.complaints for verdict in verdicts) else 0
+    undisturbed = [
+        Trial(-1, n, Plan(""), is_cold=False, hang_timeout=30.0) for n in sizes
+    ]
+    digests, runs = {}, []
+    for run, _ in conduct(undisturbed, args.jobs):
+        ranks = run.trial.ranks
+        digests[ranks] = run.digest
+        print(f"undisturbed, {ranks} ranks: {run.digest}", flush=True)
+        assert run.digest, [run.errors(rank) for rank in range(ranks)]
+    for run, status in conduct(trials, args.jobs):
+        judge(run, status, digests[run.trial.ranks])
+        if run.complaints and args.keep is not None:
+            shutil.copytree(run.folder, args.keep / run.folder.name)
+        print(run, flush=True)
+        runs.append(run)
+    print(summary(runs))
+    return 1 if any(run.complaints for run in runs) else 0
 
 
 if __name__ == "__main__":

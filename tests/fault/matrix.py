@@ -7,59 +7,24 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
-from tests.fault.outcomes import Outcome, Verdict, judge
-from tests.fault.patterns import BY_NAME, MODES, PATTERNS, Pattern
-from tests.fault.play import play
-from tests.support.pool import _unbalanced
-from tests.support.team import RankError, Team, make_job
+from tests.fault.patterns import BY_NAME, MODES, PATTERNS, play_by_name
+from tests.fault.play import Outcome, Pattern, Record, Verdict, judge
+from tests.support.pool import Pool
 
 SECONDS = 2.0  # timeout of the process group
 LIMIT = 25.0  # seconds after which a pattern counts as hung
-MODULE = "tests.fault.patterns"
 
-
-class Teams:
-    """Two rank processes that play pattern after pattern until one breaks something."""
-
-    def __init__(self) -> None:
-        self._team: Team | None = None
-
-    def play(self, wrapper: str, name: str) -> list[Any]:
-        """A `Record` or `RankError` for each rank."""
-        if self._team is None:
-            self._team = Team(2, group_timeout=SECONDS)
-        args = (wrapper, MODULE, name)
-        job = make_job(play, (0, 1), args, strict_warnings=False)
-        try:
-            records = self._team.run(job, LIMIT)
-        except BaseException:
-            self.close()
-            raise
-        if _unbalanced(self._team) or any(map(_is_broken, records)):
-            self.close()
-        return records
-
-    def close(self) -> None:
-        """End them."""
-        if self._team is not None:
-            self._team.kill()
-            self._team = None
-
-
-def _is_broken(record: Any) -> bool:
-    return isinstance(record, RankError) or bool(record.error or record.recovery)
-
-
-teams = Teams()
-atexit.register(teams.close)
+pool = Pool(2, SECONDS)
+atexit.register(pool.close)
 
 
 @functools.cache
 def verdict_of(name: str, wrapper: str) -> Verdict:
-    """Play a pattern."""
-    records = teams.play(wrapper, name)
+    """Play a pattern; its processes live on unless it broke something."""
+    records = pool.run(play_by_name, 2, wrapper, name, errors="return", limit=LIMIT)
+    if any(not isinstance(r, Record) or r.error or r.recovery for r in records):
+        pool.close()
     pattern = BY_NAME[name]
     return judge(records, pattern.culprits, pattern.names, SECONDS)
 
@@ -91,16 +56,14 @@ def table(*, runs_hangs: bool) -> str:
     """Both outcomes of every pattern, in Markdown; alike rows are joined."""
     lines = ["| pattern | torch DDP | minidp |", "|---|---|---|"]
     rows: dict[tuple[str, str, str], list[str]] = {}
+    num_modes = Counter(map(base_of, PATTERNS))
     for pattern in PATTERNS:
-        mode, base = mode_of(pattern), base_of(pattern)
         torchs = outcome_on_torch(pattern, runs_hangs=runs_hangs)
         ours = verdict_of(pattern.name, "minidp").outcome
-        rows.setdefault((base, torchs.value, ours.value), []).append(mode)
-    full: dict[str, set[str]] = {base: set() for base, *_ in rows}
-    for (base, *_), modes in rows.items():
-        full[base].update(modes)
+        row = (base_of(pattern), torchs.value, ours.value)
+        rows.setdefault(row, []).append(mode_of(pattern))
     for (base, theirs, ours), modes in rows.items():
-        where = "" if set(modes) == full[base] else f" ({', '.join(modes)})"
+        where = "" if len(modes) == num_modes[base] else f" ({', '.join(modes)})"
         lines.append(f"| {base}{where} | {theirs} | {ours} |")
     return "\n".join([*lines, "", score(runs_hangs=runs_hangs)])
 

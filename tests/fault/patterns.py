@@ -11,9 +11,8 @@ import contextlib
 import copy
 import io
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -22,119 +21,107 @@ from torch.distributed import rpc
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from tests.fault.outcomes import Outcome
-from tests.fault.play import Loss, Net, Play, plain
+from tests.fault.play import BOTH, Net, Outcome, Pattern, plain, play
 
 RIGHT, ERROR, LATE = Outcome.RIGHT, Outcome.ERROR, Outcome.LATE
-NAMED, SILENT, HANG, CRASH = (
-    Outcome.NAMED,
-    Outcome.SILENT,
-    Outcome.HANG,
-    Outcome.CRASH,
-)
-DEFAULT: dict[str, Any] = {}
-FIND = {"find_unused_parameters": True}
-STATIC = {"static_graph": True}
+SILENT, HANG, CRASH = Outcome.SILENT, Outcome.HANG, Outcome.CRASH
+FIND, STATIC = {"find_unused_parameters": True}, {"static_graph": True}
 VIEW = {"gradient_as_bucket_view": True}
-MODES = {"default": DEFAULT, "find_unused": FIND, "static_graph": STATIC, "views": VIEW}
-BOTH = frozenset({0, 1})
+MODES = {"default": {}, "find_unused": FIND, "static_graph": STATIC, "views": VIEW}
+ALL, FEW, ONE = " ".join(MODES), "default find_unused", "default"
 SECOND = frozenset({1})
 OF_A, OF_B = ("a.weight", "a.bias"), ("b.weight", "b.bias")
 OF_AB = OF_A + OF_B
-
-
-@dataclass(frozen=True)
-class Pattern:
-    """One row."""
-
-    name: str
-    run: Callable[[Play], None]
-    torch: Outcome  # how torch's DDP ends
-    names: tuple[str, ...] = ()  # one of these parameters is named in the error
-    culprits: frozenset[int] = BOTH
-    options: Mapping[str, Any] = field(default_factory=dict)
-    ours: Mapping[str, Any] = field(default_factory=dict)  # options torch lacks
-    is_legal: bool = False  # right, and not a word
-
-
 PATTERNS: list[Pattern] = []
 
 
-def add(name: str, run: Callable[[Play], None], ends: Outcome, **more: Any) -> None:
-    PATTERNS.append(Pattern(name, run, ends, **more))
+def pattern(name, ends, modes=ALL, *, find=None, static=None, views=None, **more):
+    """Decorate a use: a row for each mode, in which torch ends as the keyword says."""
+    others = {"find_unused": find, "static_graph": static, "views": views}
+
+    def add(run):
+        for mode in modes.split():
+            full = name if mode == "default" else f"{name}, {mode}"
+            row = {"options": MODES[mode], **more}
+            PATTERNS.append(Pattern(full, run, others.get(mode) or ends, **row))
+        return run
+
+    return add
 
 
-def in_modes(
-    name: str,
-    run: Callable[[Play], None],
-    ends: Iterable[Outcome],
-    modes: str = "default find_unused static_graph views",
-    **more: Any,
-) -> None:
-    for mode, end in zip(modes.split(), ends, strict=True):
-        suffix = "" if mode == "default" else f", {mode}"
-        add(f"{name}{suffix}", run, end, options=MODES[mode], **more)
+def between(name, ends, modes=ALL, *, after=2, **more):
+    """Decorate what happens after two right steps, and before ``after`` more."""
+
+    def add(wrong):
+        @pattern(name, ends, modes, **more)
+        def run(stage):
+            stage.begin()
+            stage.train(2)
+            wrong(stage)
+            stage.train(after)
+
+        return wrong
+
+    return add
+
+
+def step(name, ends, modes=ALL, *, loss=plain, by_hand=None, **more):
+    """Decorate one wrong step among right ones, whose gradients are those of ``loss``.
+
+    ``by_hand``: the options of `Play.by_hand`, which makes the step in the optimizer's
+    place.
+    """
+
+    def add(wrong):
+        @between(name, ends, modes, **more)
+        def run(stage):
+            stage.model.zero_grad()
+            wrong(stage)
+            if by_hand is None:
+                stage.update(loss)
+            else:
+                stage.by_hand(**by_hand)
+
+        return wrong
+
+    return add
+
+
+def twice(module, x, rank):
+    return plain(module, x, rank) * 2
 
 
 # -- a parameter is unused -------------------------------------------------------------
 
 
-def uses(*of_rank: str) -> Loss:
-    def loss(module: nn.Module, x: torch.Tensor, rank: int) -> torch.Tensor:
-        return module(x, of_rank[rank]).pow(2).sum()
-
-    return loss
+def uses(*of_rank):
+    return lambda module, x, rank: module(x, of_rank[rank]).pow(2).sum()
 
 
-def unused(*of_rank: str, is_last: bool = False) -> Callable[[Play], None]:
-    def run(stage: Play) -> None:
-        stage.begin()
-        stage.train()
-        stage.loss, before = uses(*of_rank), stage.loss
-        stage.undo.append(lambda: setattr(stage, "loss", before))
+OF_SECOND, LAST = {"names": OF_B, "culprits": SECOND}, ", in the last step"
+for name, ends, modes, loss, more in [
+    ("unused on one rank", HANG, ALL, uses("ab", "a"), OF_SECOND),
+    ("unused on all ranks", LATE, ALL, uses("a", "a"), {"names": OF_B}),
+    (f"unused on one rank{LAST}", HANG, FEW, uses("ab", "a"), OF_SECOND),
+    (f"unused on all ranks{LAST}", SILENT, ALL, uses("a", "a"), {"names": OF_B}),
+    ("other layer unused on each rank", LATE, ALL, uses("a", "b"), {"names": OF_AB}),
+]:
+    is_last = name.endswith(LAST)
+
+    @between(name, ends, modes, find=RIGHT, after=0 if is_last else 2, **more)
+    def unused(stage, loss=loss, is_last=is_last):
+        stage.loss = loss
+        stage.undo.append(lambda: setattr(stage, "loss", plain))
         stage.train()
         if not is_last:
-            stage.loss = before
-            stage.train(2)
-
-    return run
-
-
-in_modes(
-    "unused on one rank",
-    unused("ab", "a"),
-    [HANG, RIGHT, HANG, HANG],
-    names=OF_B,
-    culprits=SECOND,
-)
-in_modes("unused on all ranks", unused("a", "a"), [LATE, RIGHT, LATE, LATE], names=OF_B)
-in_modes(
-    "unused on one rank, in the last step",
-    unused("ab", "a", is_last=True),
-    [HANG, RIGHT],
-    "default find_unused",
-    names=OF_B,
-    culprits=SECOND,
-)
-in_modes(
-    "unused on all ranks, in the last step",
-    unused("a", "a", is_last=True),
-    [SILENT, RIGHT, SILENT, SILENT],
-    names=OF_B,
-)
-in_modes(
-    "other layer unused on each rank",
-    unused("a", "b"),
-    [LATE, RIGHT, LATE, LATE],
-    names=OF_AB,
-)
+            stage.loss = plain
 
 
 # -- distributed autograd: gradients live in a context of RPC --------------------------
 
 
 @contextlib.contextmanager
-def worker_of_rpc() -> Iterator[None]:
+def worker_of_rpc():
     """This process alone is a world of RPC; contexts need no other workers."""
     with tempfile.TemporaryDirectory() as folder:
         init_method = f"file://{folder}/rpc"
@@ -146,226 +133,124 @@ def worker_of_rpc() -> Iterator[None]:
             rpc.shutdown()
 
 
-def in_a_context(stage: Play) -> None:
-    stage.begin()
-    stage.train()
+@between("backward of distributed autograd", RIGHT)
+def in_a_context(stage):
     with worker_of_rpc():
         for _ in range(2):
             with dist_autograd.context() as context:
-                loss = plain(stage.model, stage.x(), stage.rank)
-                dist_autograd.backward(context, [loss])
+                dist_autograd.backward(context, [stage.forward()])
                 found = dist_autograd.get_gradients(context)
                 for param in stage.model.parameters():
                     param.grad = found[param].clone()
             stage.update()
-    stage.train(2)
-
-
-in_modes("backward of distributed autograd", in_a_context, [RIGHT] * 4)
 
 
 # -- backwards that do not belong to a forward -----------------------------------------
 
 
-def other_method(stage: Play) -> None:
-    stage.begin()
-    stage.train()
-    stage.model.zero_grad()
+@step("method other than forward", SILENT, names=OF_AB)
+def other_method(stage):
     stage.model.module.other(stage.x()).pow(2).sum().backward()
-    stage.update(plain)
-    stage.train(2)
 
 
-def other_method_besides(stage: Play) -> None:
-    stage.begin()
-    stage.train()
-    stage.model.zero_grad()
-    plain(stage.model, stage.x(), stage.rank).backward()
-    stage.model.module.other(stage.x()).pow(2).sum().backward()
-    stage.update(lambda m, x, r: plain(m, x, r) * 2)
-    stage.train(2)
+@step("... after the main backward", SILENT, loss=twice, names=OF_AB)
+def other_method_besides(stage):
+    stage.backward()
+    other_method(stage)
 
 
-def part_called(stage: Play) -> None:
-    stage.begin()
-    stage.train()
-    stage.model.zero_grad()
-    plain(stage.model, stage.x(), stage.rank).backward()
+def with_sum_of_b(module, x, rank):
+    return plain(module, x, rank) + module.b(x).sum()
+
+
+@step("a part of .module called alone", SILENT, loss=with_sum_of_b, names=OF_B)
+def part_called(stage):
+    stage.backward()
     stage.model.module.b(stage.x()).sum().backward()
-    stage.update(lambda m, x, r: plain(m, x, r) + m.b(x).sum())
-    stage.train(2)
 
 
-in_modes("method other than forward", other_method, [SILENT] * 4, names=OF_AB)
-in_modes("... after the main backward", other_method_besides, [SILENT] * 4, names=OF_AB)
-in_modes("a part of .module called alone", part_called, [SILENT] * 4, names=OF_B)
-
-
-def two_and_two(stage: Play) -> None:
-    stage.begin()
-    stage.train(2)
-    stage.model.zero_grad()
-    losses = [plain(stage.model, stage.x(), stage.rank) for _ in range(2)]
-    for loss in losses:
+@step("two forwards, then two backwards", SILENT, loss=twice, names=OF_AB)
+def two_and_two(stage):
+    for loss in [stage.forward() for _ in range(2)]:
         loss.backward()
-    stage.update(lambda m, x, r: plain(m, x, r) * 2)
-    stage.train(2)
 
 
-def two_and_two_by_hand(stage: Play) -> None:
-    stage.begin()
-    stage.train(2)
-    stage.model.zero_grad()
-    losses = [plain(stage.model, stage.x(), stage.rank) for _ in range(2)]
-    for loss in losses:
-        loss.backward()
-    by_hand(stage)
-    stage.train(2)
-
-
-def by_hand(stage: Play, *, drops_grads: bool = True) -> None:
-    """A step that no optimizer makes: drift by it alone is reported one step later."""
-    with torch.no_grad():
-        for param in stage.model.parameters():
-            if param.grad is not None:
-                param -= 0.1 * param.grad
-                if drops_grads:
-                    param.grad = None
-
-
-def retained(stage: Play) -> None:
-    stage.begin()
-    stage.train(2)
-    stage.model.zero_grad()
-    loss = plain(stage.model, stage.x(), stage.rank)
+@step("retained graph, backward twice", SILENT, loss=twice, names=OF_AB)
+def retained(stage):
+    loss = stage.forward()
     loss.backward(retain_graph=True)
     loss.backward()
-    stage.update(lambda m, x, r: plain(m, x, r) * 2)
-    stage.train(2)
 
 
-def stray(stage: Play) -> None:
+@step("stray backward before the main one", RIGHT, loss=twice)
+def stray(stage):
     """Its gradients are averaged together with those of the main one."""
-    stage.begin()
-    stage.train(2)
-    stage.model.zero_grad()
-    plain(stage.model.module, stage.x(), stage.rank).backward()
-    plain(stage.model, stage.x(), stage.rank).backward()
-    stage.update(lambda m, x, r: plain(m, x, r) * 2)
-    stage.train(2)
+    stage.backward(stage.model.module)
+    stage.backward()
 
 
-def penalty_of(param: torch.Tensor) -> torch.Tensor:
-    return param.square().sum()
-
-
-def stray_on_one_rank(stage: Play) -> None:
-    stage.begin()
-    stage.train(2)
-    stage.model.zero_grad()
-    plain(stage.model, stage.x(), stage.rank).backward()
+def penalty_on_one_rank(stage):
     if stage.rank == 1:
-        penalty_of(stage.model.module.b.weight).backward()
-    stage.update(plain)
-    stage.train(2)
+        stage.model.module.b.weight.square().sum().backward()
 
 
-def stray_before_zero_grad(stage: Play) -> None:
-    """Legal: a penalty's gradient is looked at, and dropped."""
-    stage.begin()
-    stage.train(2)
-    if stage.rank == 1:
-        penalty_of(stage.model.module.b.weight).backward()
-    stage.train(2)
+@step("stray backward on one rank, after the main one", SILENT, **OF_SECOND)
+def stray_on_one_rank(stage):
+    stage.backward()
+    penalty_on_one_rank(stage)
 
 
-in_modes("two forwards, then two backwards", two_and_two, [SILENT] * 4, names=OF_AB)
-in_modes("retained graph, backward twice", retained, [SILENT] * 4, names=OF_AB)
-in_modes("stray backward before the main one", stray, [RIGHT] * 4)
-in_modes(
-    "stray backward on one rank, after the main one",
-    stray_on_one_rank,
-    [SILENT] * 4,
-    names=OF_B,
-    culprits=SECOND,
-)
-in_modes("penalty on one rank before zero_grad", stray_before_zero_grad, [RIGHT] * 4)
+# Legal: a penalty's gradient is looked at, and dropped.
+between("penalty on one rank before zero_grad", RIGHT)(penalty_on_one_rank)
 
 
 # -- no_sync ---------------------------------------------------------------------------
 
 
-def quiet(*, forward: bool, backward: bool) -> Callable[[Play], None]:
-    def run(stage: Play) -> None:
-        stage.begin()
-        stage.train(2)
-        stage.model.zero_grad()
+for what, ends, forward, backward in [
+    ("the forward only", SILENT, True, False),
+    ("the backward only", RIGHT, False, True),
+    ("both, then step", SILENT, True, True),
+]:
+
+    @step(f"no_sync() around {what}", ends, names=OF_AB)
+    def quiet(stage, forward=forward, backward=backward):
         stage.model.require_backward_grad_sync = not forward
-        loss = plain(stage.model, stage.x(), stage.rank)
+        loss = stage.forward()
         stage.model.require_backward_grad_sync = not backward
         loss.backward()
         stage.model.require_backward_grad_sync = True
-        stage.update(plain)
-        stage.train(2)
-
-    return run
 
 
-in_modes(
-    "no_sync() around the forward only",
-    quiet(forward=True, backward=False),
-    [SILENT] * 4,
-    names=OF_AB,
-)
-in_modes(
-    "no_sync() around the backward only",
-    quiet(forward=False, backward=True),
-    [RIGHT] * 4,
-)
-in_modes(
-    "no_sync() around both, then step",
-    quiet(forward=True, backward=True),
-    [SILENT] * 4,
-    names=OF_AB,
-)
-
-
-def local_sgd(stage: Play) -> None:
-    """Legal: replicas differ on purpose until they are averaged."""
-    stage.begin()
-    stage.train()
-    with stage.model.no_sync():
-        for _ in range(2):
-            stage.model.zero_grad()
-            plain(stage.model, stage.x(), stage.rank).backward()
-            stage.optimizer.step()
+def average_parameters(stage):
     for param in stage.model.parameters():
         torch.distributed.all_reduce(param.data, group=stage.group)
         param.data.div_(2)
-    stage.train(2)
 
 
-def forward_between(stage: Play) -> None:
-    stage.begin()
-    for _ in range(3):
-        stage.model.zero_grad()
-        plain(stage.model, stage.x(), stage.rank).backward()
-        stage.model(stage.x())
-        stage.update(plain)
+@between("local SGD inside no_sync()", RIGHT, is_legal=True)
+def local_sgd(stage):
+    """Legal: replicas differ on purpose until they are averaged."""
+    with stage.model.no_sync():
+        for _ in range(2):
+            stage.model.zero_grad()
+            stage.backward()
+            stage.optimizer.step()
+    average_parameters(stage)
 
 
-def indented(*, is_averaged: bool) -> Callable[[Play], None]:
+def indented(*, is_averaged):
     """Steps inside no_sync(), then a synchronised one: averaged before, or not."""
 
-    def run(stage: Play) -> None:
+    def run(stage):
         stage.begin()
         for k in range(6):
-            stage.model.require_backward_grad_sync = k % 3 == 2
-            if k % 3 == 2 and is_averaged:
+            is_synchronised = stage.model.require_backward_grad_sync = k % 3 == 2
+            if is_synchronised and is_averaged:
                 average_parameters(stage)
             stage.model.zero_grad()
-            plain(stage.model, stage.x(), stage.rank).backward()
-            if k % 3 == 2 or not is_averaged:
+            stage.backward()
+            if is_synchronised or not is_averaged:
                 stage.update(None)
             else:
                 stage.optimizer.step()
@@ -374,313 +259,207 @@ def indented(*, is_averaged: bool) -> Callable[[Play], None]:
     return run
 
 
-def average_parameters(stage: Play) -> None:
-    for param in stage.model.parameters():
-        torch.distributed.all_reduce(param.data, group=stage.group)
-        param.data.div_(2)
+AVERAGED = "local SGD, averaged before each synchronised step"
+pattern(AVERAGED, RIGHT, static=ERROR, is_legal=True)(indented(is_averaged=True))
 
 
-def post_local_sgd(stage: Play) -> None:
+@pattern("post-local SGD with a comm hook", RIGHT, "default views", is_legal=True)
+def post_local_sgd(stage):
     """Legal: a hook that averages over few ranks (here one), then parameters."""
     stage.begin()
 
     def hook(_state, bucket):  # torch reads annotations
         if stage.is_over:
-            torch.distributed.all_reduce(
-                bucket.buffer().div_(2), group=stage.model.process_group
-            )
+            group = stage.model.process_group
+            torch.distributed.all_reduce(bucket.buffer().div_(2), group=group)
         return bring(bucket.buffer())
 
     stage.model.register_comm_hook(None, hook)
     for k in range(12):
         stage.model.zero_grad()
-        plain(stage.model, stage.x(), stage.rank).backward()
+        stage.backward()
         stage.optimizer.step()
         if k % 4 == 3:
             average_parameters(stage)
             stage.stepped()
 
 
-in_modes("local SGD inside no_sync()", local_sgd, [RIGHT] * 4, is_legal=True)
-in_modes(
-    "local SGD, averaged before each synchronised step",
-    indented(is_averaged=True),
-    [RIGHT] * 4,
-    is_legal=True,
-)
-in_modes(
-    "post-local SGD with a comm hook",
-    post_local_sgd,
-    [RIGHT, RIGHT],
-    "default views",
-    is_legal=True,
-)
-in_modes(
-    "optimizer.step() indented into no_sync()",
-    indented(is_averaged=False),
-    [SILENT] * 4,
-    names=OF_AB,
-)
-in_modes("a forward between backward and step", forward_between, [RIGHT] * 4)
+INDENTED = "optimizer.step() indented into no_sync()"
+pattern(INDENTED, SILENT, static=ERROR, names=OF_AB)(indented(is_averaged=False))
+
+
+@pattern("a forward between backward and step", RIGHT)
+def forward_between(stage):
+    stage.begin()
+    for _ in range(3):
+        stage.model.zero_grad()
+        stage.backward()
+        stage.forward()
+        stage.update()
 
 
 # -- zeroed gradients ------------------------------------------------------------------
 
 
-def all_skip_backward(stage: Play) -> None:
-    """Legal: a loss that is NaN on all ranks, say. Momentum moves the parameters."""
-    stage.begin()
-    stage.optimizer = torch.optim.SGD(stage.model.parameters(), 0.1, momentum=0.9)
-    stage.train()
-    for _ in range(2):
-        stage.model.zero_grad(set_to_none=False)
-        plain(stage.model, stage.x(), stage.rank)
-        stage.update(None)
-    stage.train(2)
+for name, accumulates in [
+    ("all ranks skip a backward, gradients zeroed", False),
+    ("all ranks drop accumulated gradients, zeroed", True),
+]:
+
+    @between(name, RIGHT, is_legal=True)
+    def zeroed(stage, accumulates=accumulates):
+        """Legal: a loss that is NaN on all ranks. Momentum moves the parameters."""
+        stage.optimizer = stage.sgd(momentum=0.9)
+        stage.train()
+        for _ in range(2):
+            if accumulates:
+                with stage.model.no_sync():
+                    stage.backward()
+            stage.model.zero_grad(set_to_none=False)
+            if not accumulates:
+                stage.forward()
+            stage.update(None)
 
 
-def drops_accumulated(stage: Play) -> None:
-    """Legal: what was accumulated is thrown away on all ranks."""
-    stage.begin()
-    stage.optimizer = torch.optim.SGD(stage.model.parameters(), 0.1, momentum=0.9)
-    stage.train()
-    for _ in range(2):
-        with stage.model.no_sync():
-            plain(stage.model, stage.x(), stage.rank).backward()
-        stage.model.zero_grad(set_to_none=False)
-        stage.update(None)
-    stage.train(2)
-
-
-def moved_weights(move: Callable[[Play], None]) -> Callable[[Play], None]:
+def moved_weights(move):
     """Legal: other weights for a forward, on each rank its own; then back."""
 
-    def run(stage: Play) -> None:
+    def run(stage):
         stage.begin()
         for _ in range(3):
-            before = [param.detach().clone() for param in stage.model.parameters()]
+            params = list(stage.model.parameters())
+            before = [param.detach().clone() for param in params]
             with torch.no_grad():
-                move(stage)
+                move(stage, params)
             stage.model.zero_grad(set_to_none=False)
-            plain(stage.model, stage.x(), stage.rank).backward()
+            stage.backward()
             with torch.no_grad():
-                for param, old in zip(stage.model.parameters(), before, strict=True):
+                for param, old in zip(params, before, strict=True):
                     param.copy_(old)
             stage.update(None)
 
     return run
 
 
-def climb(stage: Play) -> None:
-    """Sharpness-aware minimisation: to the worst case nearby, for this rank's data."""
+SAM = "sharpness-aware minimisation, gradients zeroed"
+
+
+@pattern(SAM, RIGHT, static=ERROR, is_legal=True)
+@moved_weights
+def climb(stage, params):
+    """To the worst case nearby, for this rank's data."""
     with torch.enable_grad(), stage.model.no_sync():
-        plain(stage.model, stage.x(), stage.rank).backward()
-    for param in stage.model.parameters():
+        stage.backward()
+    for param in params:
         param += 0.05 * param.grad
 
 
-def disturb(stage: Play) -> None:
+@pattern("weights disturbed on each rank for the forward", RIGHT, is_legal=True)
+@moved_weights
+def disturb(stage, params):
     generator = torch.Generator().manual_seed(stage.rank)
-    for param in stage.model.parameters():
+    for param in params:
         param += 0.1 * torch.randn(param.shape, generator=generator)
-
-
-in_modes(
-    "all ranks skip a backward, gradients zeroed",
-    all_skip_backward,
-    [RIGHT] * 4,
-    is_legal=True,
-)
-in_modes(
-    "all ranks drop accumulated gradients, zeroed",
-    drops_accumulated,
-    [RIGHT] * 4,
-    is_legal=True,
-)
-in_modes(
-    "sharpness-aware minimisation, gradients zeroed",
-    moved_weights(climb),
-    [RIGHT, RIGHT, ERROR, RIGHT],
-    is_legal=True,
-)
-in_modes(
-    "weights disturbed on each rank for the forward",
-    moved_weights(disturb),
-    [RIGHT] * 4,
-    is_legal=True,
-)
 
 
 # -- one replica changes ---------------------------------------------------------------
 
 
-def checkpoint_on_one(stage: Play) -> None:
-    stage.begin()
-    if stage.rank == 1:
-        state = stage.model.state_dict()
-        stage.model.load_state_dict({name: v + 0.5 for name, v in state.items()})
-    stage.train(3)
+def load(module):
+    module.load_state_dict({n: v + 0.5 for n, v in module.state_dict().items()})
 
 
-def frozen_part_on_one(stage: Play) -> None:
-    """A pretrained backbone, loaded after wrapping."""
-    module = Net()
-    module.a.requires_grad_(False)
-    stage.begin(module)
-    if stage.rank == 1:
-        module.a.load_state_dict({n: v + 0.5 for n, v in module.a.state_dict().items()})
-    stage.train(3)
+def add_half(model):
+    model.module.b.weight.data[0, 0] += 0.5
 
 
-def changed_by_hand(stage: Play) -> None:
-    stage.begin()
-    if stage.rank == 1:
-        stage.model.module.b.weight.data[0, 0] += 0.5
-    stage.train(3)
+for name, modes, names, is_a_frozen, change in [
+    ("checkpoint loaded on one rank, after wrapping", ALL, OF_AB, False, load),
+    # A pretrained backbone:
+    ("... of a frozen part", ONE, OF_A, True, lambda model: load(model.module.a)),
+    ("one replica changed by hand", ALL, OF_B, False, add_half),
+]:
 
-
-in_modes(
-    "checkpoint loaded on one rank, after wrapping",
-    checkpoint_on_one,
-    [SILENT] * 4,
-    names=OF_AB,
-)
-add("... of a frozen part", frozen_part_on_one, SILENT, names=OF_A)
-in_modes("one replica changed by hand", changed_by_hand, [SILENT] * 4, names=OF_B)
+    @pattern(name, SILENT, modes, names=names)
+    def changed_on_one(stage, is_a_frozen=is_a_frozen, change=change):
+        module = Net()
+        module.a.requires_grad_(not is_a_frozen)
+        stage.begin(module)
+        if stage.rank == 1:
+            change(stage.model)
+        stage.train(3)
 
 
 # -- gradients by other ways -----------------------------------------------------------
 
 
-def grad_function(stage: Play) -> None:
-    stage.begin()
-    stage.train(2)
+def grads_of(stage):
     params = list(stage.model.parameters())
-    grads = torch.autograd.grad(plain(stage.model, stage.x(), stage.rank), params)
-    for param, grad in zip(params, grads, strict=True):
+    with torch.enable_grad():
+        grads = torch.autograd.grad(stage.forward(), params)
+    return zip(params, grads, strict=True)
+
+
+@step("torch.autograd.grad into .grad", SILENT, names=OF_AB)
+def grad_function(stage):
+    for param, grad in grads_of(stage):
         param.grad = grad
-    stage.update(plain)
-    stage.train(2)
 
 
-def grad_function_by_hand(stage: Play) -> None:
-    stage.begin()
-    stage.train(2)
-    stage.model.zero_grad()
-    params = list(stage.model.parameters())
-    grads = torch.autograd.grad(plain(stage.model, stage.x(), stage.rank), params)
+@step("torch.autograd.grad, applied by hand", SILENT, by_hand={}, names=OF_AB)
+def grad_function_by_hand(stage):
     with torch.no_grad():
-        for param, grad in zip(params, grads, strict=True):
+        for param, grad in grads_of(stage):
             param -= 0.1 * grad
-    stage.train(2)
 
 
-def penalised(module: nn.Module, x: torch.Tensor, _rank: int) -> torch.Tensor:
+def penalised(module, x, _rank):
     x = x.clone().requires_grad_()
     out = module(x)
     (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     return out.pow(2).sum() + slope.pow(2).sum()
 
 
-def gradient_penalty(stage: Play) -> None:
+@between("gradient penalty by torch.autograd.grad", RIGHT)
+def gradient_penalty(stage):
     """Legal, on all ranks or on one."""
-    stage.begin()
-    stage.train()
     stage.loss = penalised
     stage.train(2)
     stage.loss = lambda m, x, rank: (plain if rank else penalised)(m, x, rank)
-    stage.train(2)
 
 
-in_modes("torch.autograd.grad into .grad", grad_function, [SILENT] * 4, names=OF_AB)
-in_modes(
-    "torch.autograd.grad, applied by hand",
-    grad_function_by_hand,
-    [SILENT] * 4,
-    names=OF_AB,
-)
-in_modes(
-    "gradient penalty by torch.autograd.grad",
-    gradient_penalty,
-    [RIGHT, RIGHT, RIGHT, RIGHT],
-)
-
-
-def step_by_hand_of(
-    wrong: Callable[[Play], None], *, drops_grads: bool = True
-) -> Callable[[Play], None]:
-    def run(stage: Play) -> None:
-        stage.begin()
-        stage.train(2)
-        stage.model.zero_grad()
-        wrong(stage)
-        by_hand(stage, drops_grads=drops_grads)
-        stage.train(2)
-
-    return run
-
-
-def call_method(stage: Play) -> None:
-    stage.model.module.other(stage.x()).pow(2).sum().backward()
-
-
-def call_quietly(stage: Play) -> None:
+def call_quietly(stage):
     with stage.model.no_sync():
-        plain(stage.model, stage.x(), stage.rank).backward()
+        stage.backward()
 
 
-add(
-    "two forwards, then two backwards, applied by hand",
-    two_and_two_by_hand,
-    SILENT,
-    names=OF_AB,
-)
-add(
-    "method other than forward, applied by hand",
-    step_by_hand_of(call_method),
-    SILENT,
-    names=OF_AB,
-)
-add(
-    "no_sync() around both, applied by hand",
-    step_by_hand_of(call_quietly, drops_grads=False),
-    SILENT,
-    names=OF_AB,
-)
-
-
-def unused_by_hand(stage: Play) -> None:
+def unused_by_hand(stage):
     stage.model(stage.x(), "a").pow(2).sum().backward()
 
 
-add(
-    "unused on all ranks, applied by hand",
-    step_by_hand_of(unused_by_hand),
-    ERROR,
-    names=OF_B,
-)
+for name, wrong, ends, names, hand in [
+    ("two forwards, then two backwards", two_and_two, SILENT, OF_AB, {}),
+    ("method other than forward", other_method, SILENT, OF_AB, {}),
+    ("no_sync() around both", call_quietly, SILENT, OF_AB, {"drops_grads": False}),
+    ("unused on all ranks", unused_by_hand, ERROR, OF_B, {}),
+]:
+    step(name + ", applied by hand", ends, ONE, by_hand=hand, names=names)(wrong)
 
 
-def fast_weights(stage: Play) -> None:
-    """Legal: the other tensors are made from the parameters."""
-    stage.begin()
-    stage.train()
+@between("functional_call with tensors made from the parameters", RIGHT)
+def fast_weights(stage):
+    """Legal."""
 
-    def loss(module: nn.Module, x: torch.Tensor, rank: int) -> torch.Tensor:
-        inner = module.module if module is stage.model else module
-        prefix = "module." if module is stage.model else ""
-        fast = {prefix + n: p * 0.5 for n, p in inner.named_parameters()}
+    def loss(module, x, _rank):
+        fast = {n: p * 0.5 for n, p in module.named_parameters()}
         return functional_call(module, fast, (x,)).pow(2).sum()
 
     stage.loss = loss
     stage.train(3)
     stage.loss = plain
-    stage.train(1)
 
 
-def foreign_weights(stage: Play, *, use_optimizer: bool) -> None:
-    stage.begin()
-    stage.train()
+def foreign_weights(stage, *, use_optimizer):
     own = dict(stage.model.named_parameters())
     others = {n: p.detach().clone().requires_grad_() for n, p in own.items()}
     optimizer = torch.optim.SGD(others.values(), lr=0.1)
@@ -695,44 +474,25 @@ def foreign_weights(stage: Play, *, use_optimizer: bool) -> None:
                     others[name] -= 0.1 * others[name].grad
                 param.copy_(others[name])
         stage.stepped()
-    stage.train(2)
 
 
-in_modes(
-    "functional_call with tensors made from the parameters",
-    fast_weights,
-    [RIGHT] * 4,
+between("functional_call with tensors of their own", SILENT, ONE, names=OF_AB)(
+    partial(foreign_weights, use_optimizer=True)
 )
-add(
-    "functional_call with tensors of their own",
-    lambda stage: foreign_weights(stage, use_optimizer=True),
-    SILENT,
-    names=OF_AB,
-)
-add(
-    "... applied by hand",
-    lambda stage: foreign_weights(stage, use_optimizer=False),
-    SILENT,
-    names=OF_AB,
+between("... applied by hand", SILENT, ONE, names=OF_AB)(
+    partial(foreign_weights, use_optimizer=False)
 )
 
 
 # -- the module changes after wrapping -------------------------------------------------
 
 
-def changes(
-    change: Callable[[Play], None],
-    back: Callable[[Play], None] | None = None,
-    *,
-    new_optimizer: bool = True,
-    is_by_hand: bool = False,
-) -> Callable[[Play], None]:
+def changes(change, back=None, *, frozen=False, new_optimizer=True, by_hand=False):
     """Train, change the module, train on; without a way back, wrap again."""
 
-    def run(stage: Play) -> None:
+    def run(stage):
         module = Net()
-        if change is unfreeze:
-            module.b.requires_grad_(False)
+        module.b.requires_grad_(not frozen)
         stage.begin(module)
         stage.train(2)
         change(stage)
@@ -741,181 +501,114 @@ def changes(
             stage.undo.append(lambda: back(stage))
         if new_optimizer:
             stage.optimizer = stage.sgd()
-        dtype = next(stage.model.parameters()).dtype
         for k in range(3):
             stage.model.zero_grad()
-            plain(stage.model, stage.x().to(dtype), stage.rank).backward()
-            if not is_by_hand:
+            stage.backward()
+            if not by_hand:
                 stage.update(None)
                 continue
-            by_hand(stage)
+            stage.by_hand()
             if k:  # only the next forward can tell
                 stage.stepped()
 
     return run
 
 
-def freeze(stage: Play) -> None:
+def freeze(stage):
     stage.model.module.b.requires_grad_(False)
 
 
-def freeze_on_one(stage: Play) -> None:
+def freeze_one(stage):
     stage.model.module.b.requires_grad_(stage.rank == 0)
 
 
-def unfreeze(stage: Play) -> None:
+def unfreeze(stage):
     stage.model.module.b.requires_grad_(True)
 
 
-def insert(stage: Play) -> None:
-    """A layer more."""
-
-    class Longer(Net):
-        def forward(self, x: torch.Tensor, use: str = "abc") -> torch.Tensor:
-            return super().forward(x, use)
-
-    stage.model.module.c = nn.Linear(3, 3)
-    stage.model.module.__class__ = Longer
-
-
-def insert_parameter(stage: Play) -> None:
-    class Scaled(Net):
-        def forward(self, x: torch.Tensor, use: str = "ab") -> torch.Tensor:
-            return super().forward(x, use) * self.scale
-
-    stage.model.module.scale = nn.Parameter(torch.ones(3))
-    stage.model.module.__class__ = Scaled
-
-
-def replace(stage: Play) -> None:
+def replace(stage):
     torch.manual_seed(1)
     stage.model.module.b = nn.Linear(3, 3)
 
 
-def replace_parameter(stage: Play) -> None:
-    stage.model.module.b.weight = nn.Parameter(torch.ones(3, 3))
+def setting(value, *path):
+    """Set an attribute of a part of the module."""
+
+    def change(stage):
+        *parts, name = path
+        setattr(stage.model.module.get_submodule(".".join(parts)), name, value())
+
+    return change
 
 
-def to_double(stage: Play) -> None:
-    stage.undo.append(stage.model.float)
-    stage.model.double()
+def parameter(*shape):
+    return nn.Parameter(torch.ones(*shape))
 
 
-def part_to_double(stage: Play) -> None:
-    layer = stage.model.module.b
-    handle = layer.register_forward_pre_hook(lambda _m, xs: (xs[0].double(),))
-    stage.undo += [handle.remove, layer.float]
-    layer.double()
+insert = setting(lambda: nn.Linear(3, 3), "c")
+insert_parameter = setting(lambda: parameter(3), "scale")
+replace_parameter = setting(lambda: parameter(3, 3), "b", "weight")
 
 
-def part_back(stage: Play) -> None:
-    stage.model.module.b.double()
-    stage.model.module.b.float()
+def part_to_double(stage):
+    stage.undo.append(stage.model.module.b.double().float)
 
 
-def to_half(stage: Play) -> None:
-    stage.undo.append(stage.model.float)
-    stage.model.half()
+def part_back(stage):
+    stage.model.module.b.double().float()
 
 
-def to_bfloat(stage: Play) -> None:
-    stage.undo.append(stage.model.float)
-    stage.model.to(torch.bfloat16)
-
-
-def and_back(stage: Play) -> None:
-    stage.model.to(torch.float64)
-    stage.model.to(torch.float32)
-
-
-def to_nothing(stage: Play) -> None:
+def nothing(stage):
     stage.model.to(torch.float32).to("cpu")
 
 
-in_modes(
-    "frozen after wrapping",
-    changes(freeze, unfreeze),
-    [LATE, RIGHT, LATE, LATE],
-    names=OF_B,
-)
-in_modes(
-    "frozen on one rank",
-    changes(freeze_on_one, unfreeze),
-    [HANG, SILENT],
-    "default find_unused",
-    names=OF_B,
-    culprits=SECOND,
-)
-in_modes("unfrozen after wrapping", changes(unfreeze), [SILENT] * 4, names=OF_B)
-in_modes(
-    "layer added after wrapping", changes(insert), [SILENT] * 4, names=("c.weight",)
-)
-add("parameter added", changes(insert_parameter), SILENT, names=("scale",))
-in_modes(
-    "layer replaced after wrapping",
-    changes(replace),
-    [LATE, SILENT, LATE, LATE],
-    names=OF_B,
-)
-add("parameter replaced", changes(replace_parameter), LATE, names=OF_B)
-add(
-    "layer replaced, optimizer of before",
-    changes(replace, new_optimizer=False),
-    LATE,
-    names=OF_B,
-)
-for what, change in {
-    "unfrozen": unfreeze,
-    "layer added": insert,
-    "layer replaced": replace,
-}.items():
-    in_modes(
-        f"{what}, applied by hand",
-        changes(change, is_by_hand=True),
-        [ERROR if change is replace else SILENT, SILENT],
-        "default find_unused",
-        names=(*OF_B, "c.weight"),
-    )
-for what, change in {
-    ".double()": to_double,
-    ".half()": to_half,
-    ".to(bfloat16)": to_bfloat,
-    ".to(float64) and back": and_back,
-}.items():
-    few = "default find_unused"
-    modes = few if change in (to_half, to_bfloat) else " ".join(MODES)
-    in_modes(
-        f"{what} after wrapping",
-        changes(change),
-        [SILENT] * len(modes.split()),
-        modes,
-        names=OF_AB,
-    )
-    add(
-        f"{what} after wrapping, optimizer of before",
-        changes(change, new_optimizer=False),
+B, BC = {"names": OF_B}, {"names": (*OF_B, "c.weight")}
+C, SCALE = {"names": ("c.weight",)}, {"names": ("scale",)}
+HAND, BEFORE, AFTER = ", applied by hand", ", optimizer of before", " after wrapping"
+BY_HAND, OLD = {"by_hand": True}, {"new_optimizer": False}
+for name, modes, ends, find, of, run in [
+    ("frozen" + AFTER, ALL, LATE, RIGHT, B, changes(freeze, unfreeze)),
+    ("frozen on one rank", FEW, HANG, SILENT, OF_SECOND, changes(freeze_one, unfreeze)),
+    ("unfrozen" + AFTER, ALL, SILENT, None, B, changes(unfreeze, frozen=True)),
+    ("layer added" + AFTER, ALL, SILENT, None, C, changes(insert)),
+    ("parameter added", ONE, SILENT, None, SCALE, changes(insert_parameter)),
+    ("layer replaced" + AFTER, ALL, LATE, SILENT, B, changes(replace)),
+    ("parameter replaced", ONE, LATE, None, B, changes(replace_parameter)),
+    ("layer replaced" + BEFORE, ONE, LATE, None, B, changes(replace, **OLD)),
+    (
+        "unfrozen" + HAND,
+        FEW,
         SILENT,
-        names=OF_AB,
-    )
-    add(
-        f"{what} after wrapping, applied by hand",
-        changes(change, is_by_hand=True),
-        SILENT,
-        names=OF_AB,
-    )
-in_modes(
-    "a layer .double() after wrapping",
-    changes(part_to_double),
-    [LATE, ERROR, LATE, LATE],
-    names=OF_B,
-)
-in_modes(
-    "a layer .double().float() after wrapping",
-    changes(part_back),
-    [LATE, SILENT, LATE, LATE],
-    names=OF_B,
-)
-add(".to() of what it is already", changes(to_nothing, to_nothing), RIGHT)
+        None,
+        BC,
+        changes(unfreeze, frozen=True, **BY_HAND),
+    ),
+    ("layer added" + HAND, FEW, SILENT, None, BC, changes(insert, **BY_HAND)),
+    ("layer replaced" + HAND, FEW, ERROR, SILENT, BC, changes(replace, **BY_HAND)),
+]:
+    pattern(name, ends, modes, find=find, **of)(run)
+for name, modes, method, *dtypes in [
+    (".double()", ALL, "double"),
+    (".half()", FEW, "half"),
+    (".to(bfloat16)", FEW, "to", torch.bfloat16),
+    (".to(float64) and back", ALL, "to", torch.float64, torch.float32),
+]:
+
+    def cast(stage, method=method, dtypes=dtypes):
+        stage.undo.append(stage.model.float)
+        for arguments in [(dtype,) for dtype in dtypes] or [()]:
+            getattr(stage.model, method)(*arguments)
+
+    pattern(name + AFTER, SILENT, modes, names=OF_AB)(changes(cast))
+    for how, options in [(BEFORE, OLD), (HAND, BY_HAND)]:
+        full = name + AFTER + how
+        pattern(full, SILENT, ONE, names=OF_AB)(changes(cast, **options))
+for name, modes, ends, find, of, run in [
+    ("a layer .double()" + AFTER, ALL, LATE, ERROR, B, changes(part_to_double)),
+    ("a layer .double().float()" + AFTER, ALL, LATE, SILENT, B, changes(part_back)),
+    (".to() of what it is already", ONE, RIGHT, None, {}, changes(nothing, nothing)),
+]:
+    pattern(name, ends, modes, find=find, **of)(run)
 
 
 # -- several backward calls ------------------------------------------------------------
@@ -924,26 +617,32 @@ add(".to() of what it is already", changes(to_nothing, to_nothing), RIGHT)
 class Heads(nn.Module):
     """A shared trunk (if any) and two outputs."""
 
-    def __init__(self, *, has_trunk: bool) -> None:
+    def __init__(self, *, has_trunk):
         super().__init__()
         self.trunk = nn.Linear(3, 3) if has_trunk else nn.Identity()
         self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x):
         x = torch.tanh(self.trunk(x))
         return self.a(x), self.b(x)
 
 
-def both_heads(module: nn.Module, x: torch.Tensor, _rank: int) -> torch.Tensor:
-    first, second = module(x)
-    return first.pow(2).sum() + second.pow(2).sum()
+def both_heads(module, x, _rank):
+    return sum(head.pow(2).sum() for head in module(x))
 
 
-def head_by_head(*, has_trunk: bool) -> Callable[[Play], None]:
-    def run(stage: Play) -> None:
+HEADS = {"names": (*OF_AB, "trunk.weight", "trunk.bias")}
+for what, has_trunk, ends, static in [
+    ("disjoint", False, RIGHT, SILENT),
+    ("overlapping", True, ERROR, LATE),
+]:
+    name = f"backward calls on {what} parameters"
+
+    @pattern(name, ends, find=LATE, static=static, **HEADS)
+    def head_by_head(stage, has_trunk=has_trunk):
         stage.loss = both_heads
         stage.begin(Heads(has_trunk=has_trunk))
-        if not stage._options.get("static_graph"):
+        if "static_graph" not in stage.options:
             stage.train(2)
         for _ in range(3):
             stage.model.zero_grad()
@@ -952,68 +651,39 @@ def head_by_head(*, has_trunk: bool) -> Callable[[Play], None]:
             second.pow(2).sum().backward()
             stage.update(both_heads)
 
-    return run
-
-
-HEADS = (*OF_AB, "trunk.weight", "trunk.bias")
-in_modes(
-    "backward calls on disjoint parameters",
-    head_by_head(has_trunk=False),
-    [RIGHT, LATE, SILENT, RIGHT],
-    names=HEADS,
-)
-in_modes(
-    "backward calls on overlapping parameters",
-    head_by_head(has_trunk=True),
-    [ERROR, LATE, LATE, ERROR],
-    names=HEADS,
-)
-
 
 class Checkpointed(nn.Module):
-    def __init__(self, calls: int, *, use_reentrant: bool) -> None:
+    def __init__(self, calls, *, use_reentrant):
         super().__init__()
         self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
         self.calls, self.use_reentrant = calls, use_reentrant
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = x.requires_grad_()
         for _ in range(self.calls):
             x = checkpoint(self.a, x, use_reentrant=self.use_reentrant)
         return self.b(x)
 
 
-def checkpointed(calls: int, *, use_reentrant: bool) -> Callable[[Play], None]:
-    def run(stage: Play) -> None:
+for name, calls, use_reentrant, ends, find, static in [
+    ("reentrant checkpoint of a shared layer", 2, True, SILENT, ERROR, RIGHT),
+    ("reentrant checkpoint", 1, True, RIGHT, ERROR, None),
+    ("checkpoint of a shared layer", 2, False, RIGHT, None, None),
+]:
+    names = OF_A if ends is SILENT else ()
+
+    @pattern(name, ends, find=find, static=static, names=names)
+    def checkpointed(stage, calls=calls, use_reentrant=use_reentrant):
         stage.begin(Checkpointed(calls, use_reentrant=use_reentrant))
         stage.undo.append(lambda: setattr(stage.model.module, "use_reentrant", False))
         stage.train(4)
-
-    return run
-
-
-in_modes(
-    "reentrant checkpoint of a shared layer",
-    checkpointed(2, use_reentrant=True),
-    [SILENT, ERROR, RIGHT, SILENT],
-    names=OF_A,
-)
-in_modes(
-    "reentrant checkpoint",
-    checkpointed(1, use_reentrant=True),
-    [RIGHT, ERROR, RIGHT, RIGHT],
-)
-in_modes(
-    "checkpoint of a shared layer",
-    checkpointed(2, use_reentrant=False),
-    [RIGHT] * 4,
-)
 
 
 # -- static graph ----------------------------------------------------------------------
 
 
-def one_more(stage: Play) -> None:
+@pattern("static graph: a parameter more", ERROR, ONE, options=STATIC, names=OF_B)
+def one_more(stage):
     stage.loss = uses("a", "a")
     stage.begin()
     stage.train(3)
@@ -1021,10 +691,17 @@ def one_more(stage: Play) -> None:
     stage.train(2)
 
 
-def quiet_at_first(stage: Play) -> None:
+@between("a layer used twice later on", RIGHT)
+def repeated(stage):
+    stage.loss = uses("abb", "abb")
+    stage.undo.append(lambda: setattr(stage, "loss", plain))
+
+
+@pattern("first backward under no_sync()", RIGHT, static=ERROR)
+def quiet_at_first(stage):
     stage.begin()
     with stage.model.no_sync():
-        plain(stage.model, stage.x(), stage.rank).backward()
+        stage.backward()
     stage.model.zero_grad()
     stage.train(4)
 
@@ -1035,36 +712,22 @@ class Box:
 
 
 class Boxed(Net):
-    def forward(self, x: torch.Tensor, use: str = "ab") -> Any:
-        return Box(super().forward(x, use))
+    def forward(self, x):
+        return Box(super().forward(x))
 
 
-def boxed(stage: Play) -> None:
+@pattern("output is a dataclass", RIGHT, static=SILENT)
+def boxed(stage):
     stage.loss = lambda m, x, _rank: m(x).value.pow(2).sum()
     stage.begin(Boxed())
     stage.train(4)
 
 
-def repeated(stage: Play) -> None:
-    """A layer is used twice from some step on."""
-    stage.begin()
-    stage.train(3)
-    stage.loss = uses("abb", "abb")
-    stage.undo.append(lambda: setattr(stage, "loss", plain))
-    stage.train(2)
-
-
-add("static graph: a parameter more", one_more, ERROR, options=STATIC, names=OF_B)
-in_modes("a layer used twice later on", repeated, [RIGHT, RIGHT, RIGHT, RIGHT])
-in_modes("first backward under no_sync()", quiet_at_first, [RIGHT, RIGHT, ERROR, RIGHT])
-in_modes("output is a dataclass", boxed, [RIGHT, RIGHT, SILENT, RIGHT])
-
-
 # -- copies, wrappers, hooks, optimizers -----------------------------------------------
 
 
-def copied(make: Callable[[Any], Any]) -> Callable[[Play], None]:
-    def run(stage: Play) -> None:
+def copied(make):
+    def run(stage):
         stage.begin()
         stage.train(3)
         stage.model = make(stage.model)
@@ -1074,39 +737,34 @@ def copied(make: Callable[[Any], Any]) -> Callable[[Play], None]:
     return run
 
 
-def by_pickle(model: Any) -> Any:
+pattern("deepcopy of a trained object", RIGHT, static=SILENT)(copied(copy.deepcopy))
+
+
+@pattern("unpickle of a trained object", RIGHT, static=SILENT)
+@copied
+def by_pickle(model):
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
 
 
-in_modes(
-    "deepcopy of a trained object", copied(copy.deepcopy), [RIGHT, RIGHT, SILENT, RIGHT]
-)
-in_modes(
-    "unpickle of a trained object", copied(by_pickle), [RIGHT, RIGHT, SILENT, RIGHT]
-)
-
-
-def wrapped_twice(stage: Play) -> None:
-    stage.begin()
-    inner = stage.model
-    stage.model = stage.wrap(inner)
-    outer, stage.model.module = stage.model, inner
+@pattern("wrapped twice", RIGHT, views=ERROR, names=OF_AB)
+def wrapped_twice(stage):
+    inner = stage.begin()
+    outer = stage.wrap(inner)
+    outer.module = inner
     stage.undo.append(lambda: setattr(stage, "model", inner))
     for _ in range(3):
         inner.module.zero_grad()
         outer(stage.x()).pow(2).sum().backward()
         stage.model = inner
-        stage.update(plain)
+        stage.update()
         stage.model = outer
 
 
-in_modes("wrapped twice", wrapped_twice, [RIGHT, RIGHT, RIGHT, ERROR], names=OF_AB)
-
-
-def wrapped_again(stage: Play) -> None:
+@pattern("two live wrappers, the new one is used", RIGHT)
+def wrapped_again(stage):
     """Legal: the old object is still there, somewhere."""
     old = stage.begin()
     stage.train()
@@ -1115,95 +773,71 @@ def wrapped_again(stage: Play) -> None:
     stage.undo.append(lambda: old)  # keeps it
 
 
-def wrapped_again_and_gone_around(stage: Play) -> None:
+@pattern("two live wrappers, .module is called", SILENT, names=OF_AB)
+def wrapped_again_and_gone_around(stage):
     wrapped_again(stage)
     stage.model.zero_grad()
-    plain(stage.model.module, stage.x(), stage.rank).backward()
-    stage.update(plain)
+    stage.backward(stage.model.module)
+    stage.update()
 
 
-def interrupted(stage: Play) -> None:
-    """Ctrl-C on all ranks, and on with the next batch (a notebook)."""
+@between("backward interrupted by Ctrl-C", ERROR, names=OF_A)
+def interrupted(stage):
+    """On all ranks, and on with the next batch (a notebook)."""
 
-    def ctrl_c(_grad: torch.Tensor) -> None:
+    def ctrl_c(_grad):
         raise KeyboardInterrupt
 
-    stage.begin()
-    stage.train(2)
     handle = stage.model.module.a.weight.register_hook(ctrl_c)
-    try:
-        plain(stage.model, stage.x(), stage.rank).backward()
-    except KeyboardInterrupt:
-        handle.remove()
-    stage.train(2)
+    with contextlib.suppress(KeyboardInterrupt):
+        stage.backward()
+    handle.remove()
 
 
-in_modes("two live wrappers, the new one is used", wrapped_again, [RIGHT] * 4)
-in_modes(
-    "two live wrappers, .module is called",
-    wrapped_again_and_gone_around,
-    [SILENT] * 4,
-    names=OF_AB,
-)
-in_modes("backward interrupted by Ctrl-C", interrupted, [ERROR] * 4, names=OF_A)
+def grad_hook(name, ends, ranks, loss=None, **more):
+    """Decorate what a hook of one parameter does on some ranks."""
+
+    def add(act):
+        @pattern(name, ends, **more)
+        def run(stage):
+            def hook(param):
+                if stage.rank in ranks and not stage.is_over:
+                    act(param)
+
+            stage.begin()
+            stage.train()
+            weight = stage.model.module.b.weight
+            weight.register_post_accumulate_grad_hook(hook)
+            for _ in range(3):
+                stage.model.zero_grad()
+                stage.backward()
+                stage.update(loss)
+
+        return act
+
+    return add
 
 
-def grad_hook(
-    act: Callable[[nn.Parameter], None], ranks: frozenset[int], loss: Loss | None
-) -> Callable[[Play], None]:
-    def run(stage: Play) -> None:
-        stage.begin()
-        weight = stage.model.module.b.weight
-
-        def hook(param: nn.Parameter) -> None:
-            if stage.rank in ranks and not stage.is_over:
-                act(param)
-
-        stage.train()
-        weight.register_post_accumulate_grad_hook(hook)
-        for _ in range(3):
-            stage.model.zero_grad()
-            plain(stage.model, stage.x(), stage.rank).backward()
-            stage.update(loss)
-
-    return run
-
-
-def drop(param: nn.Parameter) -> None:
+@grad_hook("a hook sets .grad to None on one rank", RIGHT, SECOND, **OF_SECOND)
+def drop(param):
     param.grad = None
 
 
-def swap(param: nn.Parameter) -> None:
-    assert param.grad is not None
+grad_hook("a hook sets .grad to None on all ranks", RIGHT, BOTH, names=OF_B)(drop)
+
+
+@grad_hook("a hook replaces .grad", RIGHT, SECOND, plain)
+def swap(param):
     param.grad = param.grad.clone()
 
 
-def share(param: nn.Parameter) -> None:
+@grad_hook("a hook replaces .grad by an expanded tensor", HANG, SECOND, views=RIGHT)
+def share(param):
     param.grad = torch.zeros(1).expand(3, 3)
 
 
-in_modes(
-    "a hook sets .grad to None on one rank",
-    grad_hook(drop, SECOND, None),
-    [RIGHT] * 4,
-    names=OF_B,
-    culprits=SECOND,
-)
-in_modes(
-    "a hook sets .grad to None on all ranks",
-    grad_hook(drop, BOTH, None),
-    [RIGHT] * 4,
-    names=OF_B,
-)
-in_modes("a hook replaces .grad", grad_hook(swap, SECOND, plain), [RIGHT] * 4)
-in_modes(
-    "a hook replaces .grad by an expanded tensor",
-    grad_hook(share, SECOND, None),
-    [HANG, HANG, HANG, RIGHT],
-)
-
-
-def foreign_optimizer(stage: Play) -> None:
+@pattern("optimizer built before a layer was replaced and wrapped", RIGHT, ONE)
+def foreign_optimizer(stage):
     """It holds parameters that the model has no more."""
     module = Net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -1213,175 +847,113 @@ def foreign_optimizer(stage: Play) -> None:
     stage.train(3)
 
 
-def optimizer_of_a_copy(stage: Play) -> None:
-    module = Net()
-    optimizer = torch.optim.SGD(copy.deepcopy(module).parameters(), lr=0.1)
-    stage.begin(module)
-    stage.optimizer = optimizer
+@pattern("optimizer of a copy", RIGHT, ONE)
+def optimizer_of_a_copy(stage):
+    stage.begin()
+    copied = copy.deepcopy(stage.model.module)
+    stage.optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
     stage.train(3)
-
-
-add("optimizer built before a layer was replaced and wrapped", foreign_optimizer, RIGHT)
-add("optimizer of a copy", optimizer_of_a_copy, RIGHT)
 
 
 # -- ranks that differ -----------------------------------------------------------------
 
 
-def fewer_steps(stage: Play) -> None:
-    stage.begin()
-    stage.train(2)
-    stage.train(2 - stage.rank)
+between("one rank makes fewer steps", HANG, ONE, after=0, culprits=SECOND)(
+    lambda stage: stage.train(2 - stage.rank)
+)
+# Continue on one rank: a batch that is thrown away.
+between("one rank skips a step, and goes on", HANG, ONE, culprits=SECOND)(
+    lambda stage: stage.train(1 - stage.rank)
+)
 
 
-def skips_a_step(stage: Play) -> None:
-    """Continue on one rank: a batch that is thrown away."""
-    stage.begin()
-    stage.train(2)
-    if stage.rank == 0:
-        stage.train()
-    stage.train(2)
-
-
-def skips_backward(stage: Play) -> None:
+@between("one rank has no backward", HANG, ONE, culprits=SECOND, names=OF_AB)
+def skips_backward(stage):
     """And steps all the same: weight decay, momentum."""
-    stage.begin()
-    stage.optimizer = torch.optim.SGD(stage.model.parameters(), 0.1, momentum=0.9)
+    stage.optimizer = stage.sgd(momentum=0.9)
     stage.train(2)
     stage.model.zero_grad(set_to_none=False)
-    loss = plain(stage.model, stage.x(), stage.rank)
+    loss = stage.forward()
     if stage.rank == 0:
         loss.backward()
-    stage.update(plain)
-    stage.train(2)
+    stage.update()
 
 
-def quiet_on_one(stage: Play) -> None:
-    stage.begin()
-    stage.train(2)
-    stage.model.zero_grad()
+@step("one rank is under no_sync()", HANG, ONE, culprits=SECOND, names=OF_AB)
+def quiet_on_one(stage):
     stage.model.require_backward_grad_sync = stage.rank == 0
-    plain(stage.model, stage.x(), stage.rank).backward()
+    stage.backward()
     stage.model.require_backward_grad_sync = True
-    stage.update(plain)
-    stage.train(2)
 
 
-add("one rank makes fewer steps", fewer_steps, HANG, culprits=SECOND)
-add("one rank skips a step, and goes on", skips_a_step, HANG, culprits=SECOND)
-add("one rank has no backward", skips_backward, HANG, culprits=SECOND, names=OF_AB)
-add("one rank is under no_sync()", quiet_on_one, HANG, culprits=SECOND, names=OF_AB)
+# The same parameters, in another order: nothing is wrong with that.
+between("ranks take different branches", RIGHT)(
+    lambda stage: setattr(stage, "loss", uses("ab", "ba"))
+)
 
 
-def takes_another_branch(stage: Play) -> None:
-    """The same parameters, in another order: nothing is wrong with that."""
-    stage.begin()
-    stage.train(2)
-    stage.loss = uses("ab", "ba")
-    stage.train(3)
-
-
-in_modes("ranks take different branches", takes_another_branch, [RIGHT] * 4)
-
-
-class Odd(Net):
-    """Differs on rank 1 by what one of the functions below did to it."""
-
-    def forward(self, x: torch.Tensor, use: str = "ab") -> torch.Tensor:
-        for layer in self.children():
-            if list(layer.parameters()):
-                x = torch.tanh(layer(x.to(next(layer.parameters()).dtype)))
-        return x
-
-
-def other_order(module: Odd) -> None:
+def other_order(module):
     first = module.a
     del module.a
     module.a = first
 
 
-def other_shape(module: Odd) -> None:
+def other_shape(module):
     module.a, module.b = nn.Linear(3, 5), nn.Linear(5, 3)
 
 
-def other_dtype(module: Odd) -> None:
-    module.b.double()
-
-
-def other_strides(module: Odd) -> None:
+def other_strides(module):
     module.b.weight = nn.Parameter(module.b.weight.detach().t())
 
 
-def other_names(module: Odd) -> None:
+def other_names(module):
     module.c, module.b = module.b, nn.Identity()
 
 
-def layer_more(module: Odd) -> None:
+def layer_more(module):
     module.c = nn.Linear(3, 3)
 
 
-def frozen_layer(module: Odd) -> None:
-    module.b.requires_grad_(False)
+for name, differ, ends in [
+    ("other order", other_order, SILENT),
+    ("other shape", other_shape, HANG),
+    ("other dtype", lambda module: module.b.double(), CRASH),
+    ("other strides", other_strides, HANG),
+    ("other names", other_names, SILENT),
+    ("layer more", layer_more, ERROR),
+    ("frozen layer", lambda module: module.b.requires_grad_(False), ERROR),
+    ("buffer more", lambda m: m.register_buffer("extra", torch.zeros(2)), RIGHT),
+    ("buffer shape", lambda m: m.register_buffer("mean", torch.zeros(5)), RIGHT),
+]:
 
-
-def buffer_more(module: Odd) -> None:
-    module.register_buffer("extra", torch.zeros(2))
-
-
-def buffer_shape(module: Odd) -> None:
-    module.register_buffer("mean", torch.zeros(5))
-
-
-def odd_module(differ: Callable[[Odd], None]) -> Callable[[Play], None]:
-    def run(stage: Play) -> None:
-        module = Odd()
+    @pattern(f"one rank's module differs: {name}", ends, ONE)
+    def odd_module(stage, differ=differ):
+        module = Net()
         module.register_buffer("mean", torch.zeros(2))
         if stage.rank == 1:
             differ(module)
         stage.begin(module)
         for _ in range(2):
             stage.model.zero_grad()
-            plain(stage.model, stage.x(), stage.rank).backward()
+            stage.backward()
             stage.update(None)
 
-    return run
 
-
-for differ, end in [
-    (other_order, SILENT),
-    (other_shape, HANG),
-    (other_dtype, CRASH),
-    (other_strides, HANG),
-    (other_names, SILENT),
-    (layer_more, ERROR),
-    (frozen_layer, ERROR),
-    (buffer_more, RIGHT),
-    (buffer_shape, RIGHT),
+for name, first, second, ends in [
+    ("bucket_cap_mb", {**FIND, "bucket_cap_mb": 0}, FIND, HANG),
+    ("find_unused_parameters", FIND, {}, HANG),
+    ("static_graph", STATIC, {}, CRASH),
+    ("gradient_as_bucket_view", VIEW, {}, RIGHT),
 ]:
-    what = differ.__name__.replace("_", " ")
-    add(f"one rank's module differs: {what}", odd_module(differ), end)
 
-
-def odd_options(
-    first: dict[str, Any], second: dict[str, Any]
-) -> Callable[[Play], None]:
-    def run(stage: Play) -> None:
+    @pattern(f"ranks differ in {name}", ends, ONE)
+    def odd_options(stage, first=first, second=second):
         stage.begin(**(second if stage.rank else first))
         stage.train(4)
 
-    return run
 
-
-for what, first, second, end in [
-    ("bucket_cap_mb", {**FIND, "bucket_cap_mb": 0}, FIND, HANG),
-    ("find_unused_parameters", FIND, DEFAULT, HANG),
-    ("static_graph", STATIC, DEFAULT, CRASH),
-    ("gradient_as_bucket_view", VIEW, DEFAULT, RIGHT),
-]:
-    add(f"ranks differ in {what}", odd_options(first, second), end)
-
-
-def odd_ignore_list(stage: Play) -> None:
+@pattern("ranks differ in what they ignore", ERROR, ONE)
+def odd_ignore_list(stage):
     module = Net()
     if stage.rank == 1:
         module._ddp_params_and_buffers_to_ignore = ["b.weight", "b.bias"]
@@ -1389,40 +961,31 @@ def odd_ignore_list(stage: Play) -> None:
     stage.train(2)
 
 
-add("ranks differ in what they ignore", odd_ignore_list, ERROR)
-
-
-def bad_argument(stage: Play) -> None:
+@pattern("one rank's arguments are rejected", HANG, ONE, culprits=SECOND)
+def bad_argument(stage):
     stage.begin(bucket_cap_mb="many" if stage.rank else 25)
     stage.train(2)
-
-
-add("one rank's arguments are rejected", bad_argument, HANG, culprits=SECOND)
 
 
 # -- comm hooks ------------------------------------------------------------------------
 
 
-def comm_hook(
-    act: Callable[[torch.Tensor], Any], ranks: frozenset[int]
-) -> Callable[[Play], None]:
+def comm_hook(act, ranks):
     """A hook that averages as it should, but for one step on some ranks."""
 
-    def run(stage: Play) -> None:
-        stage.begin()
-        is_wrong: list[bool] = []
+    def run(stage):
+        is_wrong = []
 
         def hook(_state, bucket):  # torch reads annotations
             averaged = bucket.buffer().div_(stage.world_size)
-            work = torch.distributed.all_reduce(
-                averaged, group=stage.model.process_group, async_op=True
-            )
-            assert work is not None
+            group = stage.model.process_group
+            work = torch.distributed.all_reduce(averaged, group=group, async_op=True)
             if is_wrong and stage.rank in ranks and not stage.is_over:
                 work.wait()
                 return act(averaged)
             return work.get_future().then(lambda done: done.value()[0])
 
+        stage.begin()
         stage.model.register_comm_hook(None, hook)
         stage.train(2)
         is_wrong.append(True)
@@ -1433,64 +996,41 @@ def comm_hook(
     return run
 
 
-def bring(value: Any) -> torch.futures.Future[Any]:
-    future: torch.futures.Future[Any] = torch.futures.Future()
+def bring(value):
+    future = torch.futures.Future()
     future.set_result(value)
     return future
 
 
-def fail(_buffer: torch.Tensor) -> Any:
+def fail(_buffer):
     raise ValueError("user code")
 
 
-def fail_later(buffer: torch.Tensor) -> Any:
-    return bring(buffer).then(fail)
-
-
-def forget(_buffer: torch.Tensor) -> Any:
-    return None
-
-
-for what, act, ends in [
-    ("raises", fail, [ERROR, HANG]),
-    ("'s future raises", fail_later, [ERROR, HANG]),
-    ("returns None", forget, [CRASH, CRASH]),
-    ("returns a tensor", lambda buffer: buffer, [ERROR, HANG]),
-    ("'s future brings None", lambda _buffer: bring(None), [ERROR, HANG]),
-    ("'s future brings a list", lambda buffer: bring([buffer]), [ERROR, HANG]),
-    (
-        "'s future is too short",
-        lambda buffer: bring(buffer[:-1].clone()),
-        [ERROR, HANG],
-    ),
-    (
-        "'s future is too long",
-        lambda buffer: bring(torch.cat([buffer, buffer])),
-        [RIGHT, RIGHT],
-    ),
-    (
-        "'s future has another dtype",
-        lambda buffer: bring(buffer.double()),
-        [RIGHT, RIGHT],
-    ),
-    (
-        "brings NaN",
-        lambda buffer: bring(torch.full_like(buffer, float("nan"))),
-        [SILENT, SILENT],
-    ),
+NAN = " brings NaN"
+for name, act, on_all, on_one in [
+    (" raises", fail, ERROR, HANG),
+    ("'s future raises", lambda buffer: bring(buffer).then(fail), ERROR, HANG),
+    (" returns None", lambda _buffer: None, CRASH, CRASH),
+    (" returns a tensor", lambda buffer: buffer, ERROR, HANG),
+    ("'s future brings None", lambda _buffer: bring(None), ERROR, HANG),
+    ("'s future brings a list", lambda buffer: bring([buffer]), ERROR, HANG),
+    ("'s future is too short", lambda b: bring(b[:-1].clone()), ERROR, HANG),
+    ("'s future is too long", lambda b: bring(torch.cat([b, b])), RIGHT, RIGHT),
+    ("'s future has another dtype", lambda b: bring(b.double()), RIGHT, RIGHT),
+    (NAN, lambda b: bring(torch.full_like(b, float("nan"))), SILENT, SILENT),
 ]:
-    for where, ranks, end in [
-        ("on all ranks", BOTH, ends[0]),
-        ("on one rank", SECOND, ends[1]),
+    for where, ranks, ends in [
+        ("all ranks", BOTH, on_all),
+        ("one rank", SECOND, on_one),
     ]:
-        is_nan = what == "brings NaN"
-        add(
-            f"comm hook {what} {where}".replace(" '", "'"),
-            comm_hook(act, ranks),
-            end,
-            names=OF_AB,
-            culprits=ranks,
-            ours={"check_finite_grads": True} if is_nan else {},
-        )
+        ours = {"check_finite_grads": True} if name == NAN else {}
+        row = {"names": OF_AB, "culprits": ranks, "ours": ours}
+        run = comm_hook(act, ranks)
+        pattern(f"comm hook{name} on {where}", ends, ONE, **row)(run)
 
-BY_NAME = {pattern.name: pattern for pattern in PATTERNS}
+BY_NAME = {row.name: row for row in PATTERNS}
+
+
+def play_by_name(ctx, wrapper, name):
+    """Play a pattern on a rank."""
+    return play(ctx, wrapper, BY_NAME[name])

@@ -20,12 +20,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import minidp
-from minidp import _pipeline, _reducer
+from minidp.core import bucket_queue, reducer
+from minidp.data_parallel import replication
 
 
 @dataclass(frozen=True)
@@ -39,54 +40,25 @@ class Plan:
     deed: str = ""
     seconds: float = 0.0  # for deeds that wait
 
-    def to_json(self) -> str:
-        """For the environment."""
-        return json.dumps(asdict(self))
 
-
-# ------------------------------------------------------------------------------ deeds
-
-
-def _kill(plan: Plan) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _stop(plan: Plan) -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _delay(plan: Plan) -> None:
-    time.sleep(plan.seconds)
-
-
-def _stick(plan: Plan) -> None:
-    threading.Event().wait()  # like a data loader that never gives the next batch
+def _die_of_segv(plan: Plan) -> None:
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def _raise(plan: Plan) -> None:
     raise ValueError("sabotage")
 
 
-def _exit(plan: Plan) -> None:
-    os._exit(7)
-
-
-def _segv(plan: Plan) -> None:
-    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
-DEEDS: dict[str, Callable[[Plan], None]] = {
-    "kill": _kill,
-    "stop": _stop,
-    "delay": _delay,
-    "stick": _stick,
+DEEDS: dict[str, Callable[[Plan], object]] = {
+    "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "delay": lambda plan: time.sleep(plan.seconds),
+    "stick": lambda _: threading.Event().wait(),  # as a data loader may
     "raise": _raise,
-    "exit": _exit,
-    "segv": _segv,
+    "exit": lambda _: os._exit(7),
+    "segv": _die_of_segv,
 }
-
-# ---------------------------------------------------------------------------- moments
 
 
 @dataclass(frozen=True)
@@ -106,31 +78,28 @@ class Moment:
     after: bool = False
 
 
-def _is_checkpoint(path: object, *_: object) -> bool:
-    return str(path).endswith(".part")
-
-
-def _is_file(descriptor: int) -> bool:
-    return not os.path.isdir(f"/proc/self/fd/{descriptor}")
-
-
 def moments(script: Any) -> dict[str, Moment]:
     """All moments; ``script`` is the imported training script."""
-    wrapper, pipeline = minidp.DataParallel, _pipeline.Pipeline
+    wrapper, queue = minidp.DataParallel, bucket_queue.BucketQueue
+    replicas = replication.Replication
     return {
         # everything is made; peers wait for this rank in the first collective
         "constructor": Moment((wrapper, "_wire"), "run", after=True),
         # the module has run, nothing is announced yet
-        "forward": Moment((wrapper, "_after_module"), "step"),
-        "first bucket": Moment((pipeline, "_launch"), "step", lambda _, n: n == 0),
+        "forward": Moment((wrapper, "_post_forward"), "step"),
+        "first bucket": Moment((queue, "_launch"), "step", lambda _, n: n == 0),
         # the first bucket travels, the second will not
-        "between buckets": Moment((pipeline, "_launch"), "step", lambda _, n: n == 1),
-        "finalize": Moment((_reducer.Reducer, "_finalize"), "step"),
-        "buffer broadcast": Moment((wrapper, "_sync_module_buffers"), "step"),
+        "between buckets": Moment((queue, "_launch"), "step", lambda _, n: n == 1),
+        "finalize": Moment((reducer.Reducer, "_finalize"), "step"),
+        "buffer broadcast": Moment((replicas, "broadcast_buffers"), "step"),
         "before the save": Moment((script, "write"), "save"),
         # what is written so far is cut to half: a process that dies in the middle
-        "in the save": Moment((os, "fsync"), "save", _is_file),
-        "before the rename": Moment((os, "replace"), "save", _is_checkpoint),
+        "in the save": Moment(
+            (os, "fsync"), "save", lambda fd: not os.path.isdir(f"/proc/self/fd/{fd}")
+        ),
+        "before the rename": Moment(
+            (os, "replace"), "save", lambda path, *_: str(path).endswith(".part")
+        ),
         "after the save": Moment((script, "write"), "save", after=True),
     }
 
@@ -170,8 +139,7 @@ def arm(plan: Plan, script: Any) -> None:
 
 def strike(plan: Plan) -> None:
     """Do it, and leave a note that it was done."""
-    note = Path(plan.folder, "struck")
-    note.write_text(str(time.time()))
+    Path(plan.folder, "struck").touch()
     DEEDS[plan.deed](plan)
 
 

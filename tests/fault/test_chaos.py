@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -56,7 +55,9 @@ def verdict_of(folder, files, deed="kill", status=0):
         path.write_text(text)
     plan = Plan(str(folder), 1, "forward", 3, deed, 1.0)
     trial = Trial(1, 2, plan, is_cold=False, hang_timeout=5.0)
-    return judge(Run(trial, folder, -1, time.monotonic()), status, DIGEST)
+    run = Run(trial, folder, -1, 0.0)
+    judge(run, status, DIGEST)
+    return run
 
 
 def test_a_good_run(tmp_path):
@@ -65,35 +66,23 @@ def test_a_good_run(tmp_path):
     assert verdict.named_by == "torchrun, peer"
 
 
+OUT, ERR = "logs/job/attempt_1/0/stdout.log", "logs/job/attempt_0/0/stderr.log"
+WRONG_RANK = {"torchrun.log": "failed (exitcode: -9) local_rank: 0 (pid: 3)"}
+
+
 @pytest.mark.parametrize(
     ("change", "options", "complaint"),
     [
         ({}, {"status": 1}, "torchrun ended with status 1"),
         ({"struck": None}, {}, "the saboteur never struck"),
-        (
-            {"logs/job/attempt_1/0/stdout.log": "digest after step 24: 99"},
-            {},
-            "digest 99, undisturbed 0123abcd",
-        ),
-        (
-            {"logs/job/attempt_1/0/stdout.log": ""},
-            {},
-            "digest missing, undisturbed 0123abcd",
-        ),
+        ({OUT: "digest after step 24: 99"}, {}, "digest 99, undisturbed 0123abcd"),
+        ({OUT: ""}, {}, "digest missing, undisturbed 0123abcd"),
         ({"logs/job/attempt_2/0/x": ""}, {}, "3 attempts instead of 2"),
         ({}, {"deed": "delay"}, "2 attempts instead of 1"),
+        ({"torchrun.log": "", ERR: "boo"}, {}, "nobody names rank 1"),
+        (WRONG_RANK, {"deed": "segv"}, None),
         (
-            {"torchrun.log": "", "logs/job/attempt_0/0/stderr.log": "boo"},
-            {},
-            "nobody names rank 1",
-        ),
-        (
-            {"torchrun.log": "failed (exitcode: -9) local_rank: 0 (pid: 3)"},
-            {"deed": "segv"},
-            None,
-        ),
-        (
-            {"logs/job/attempt_0/0/stderr.log": "Rank 0 failed to pass monitoredBarr"},
+            {ERR: "Rank 0 failed to pass monitoredBarr"},
             {"deed": "stop"},
             "nobody names rank 1",
         ),

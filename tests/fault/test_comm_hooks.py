@@ -8,67 +8,33 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from minidp import CommHookError, DataParallel, MiniDPError, comm_hooks
+from tests.fault.bad_hooks import done, fail, failed
 from tests.fault.test_faults import TwoLayers, attempt, trains
 from tests.support.fresh import run_fresh
 
 SECONDS = 3.0  # timeout of the process group
-
-
-def failed(error: Exception) -> Future[torch.Tensor]:
-    future: Future[torch.Tensor] = Future()
-    future.set_exception(error)
-    return future
-
-
-def brought(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
-
-
-def raises(_: torch.Tensor) -> Any:
-    raise ValueError("boo")
-
-
-def raises_in_callback(buffer: torch.Tensor) -> Any:
-    return brought(buffer).then(lambda _: raises(buffer))
-
-
-# What a bad hook returns, and what the error says about it.
-BAD: dict[str, tuple[Any, str]] = {
+BOO, FUTURE = ValueError("boo"), "returned a future that failed: "
+# What a bad hook returns, of the buffer, and what the error says about it.
+BAD = {
     "None": (lambda _: None, "returned no future"),
-    "a tensor": (lambda buffer: buffer, "but got Tensor (bucket"),
-    "a future of None": (lambda _: brought(None), "Found: NoneType."),
+    "a tensor": (lambda b: b, "but got Tensor (bucket"),
+    "a future of None": (lambda _: done(None), "Found: NoneType."),
     "a future of a list": (
-        lambda buffer: brought([buffer]),
+        lambda b: done([b]),
         "Found: list (take its first item in .then()).",
     ),
-    "a shorter tensor": (
-        lambda buffer: brought(buffer[1:]),
-        "does not fit the bucket",
-    ),
-    "a longer tensor": (
-        lambda buffer: brought(torch.cat([buffer, buffer])),
-        "does not fit the bucket",
-    ),
-    "a complex tensor": (
-        lambda buffer: brought(buffer.to(torch.complex64)),
-        "torch.complex64",
-    ),
-    "a sparse tensor": (
-        lambda buffer: brought(buffer.to_sparse()),
-        "torch.sparse_coo",
-    ),
-    "an exception": (raises, "raised ValueError: boo"),
-    "a future that failed": (
-        lambda _: failed(RuntimeError("boo")),
-        "returned a future that failed: ",
-    ),
-    "a callback that failed": (raises_in_callback, "returned a future that failed: "),
+    "a shorter tensor": (lambda b: done(b[1:]), "does not fit the bucket"),
+    "a longer tensor": (lambda b: done(torch.cat([b, b])), "does not fit the bucket"),
+    "a complex tensor": (lambda b: done(b.to(torch.complex64)), "torch.complex64"),
+    "a sparse tensor": (lambda b: done(b.to_sparse()), "torch.sparse_coo"),
+    "an exception": (lambda _: fail(BOO), "raised ValueError: boo"),
+    "a future that failed": (lambda _: failed(BOO), FUTURE),
+    "a callback that failed": (lambda b: done(b).then(lambda _: fail(BOO)), FUTURE),
 }
 
 
@@ -77,35 +43,43 @@ class Breakable:
 
     __qualname__ = "Breakable"
 
-    def __init__(self, hook: Any) -> None:
+    def __init__(self, hook):
         self.hook = hook
-        self.how: str | None = None
+        self.how = None
 
-    def __call__(self, state: Any, bucket: Any) -> Any:
+    def __call__(self, state, bucket):
         if self.how is not None and bucket.index() == 1:
             return BAD[self.how][0](bucket.buffer())
         return self.hook(state, bucket)
 
 
-def breaks(ctx: Any, how: str, ranks: list[int], own_state: bool) -> Any:
+def past_the_rebuild(ctx: Any, hook: Any, state: Any = None) -> DataParallel:
     torch.manual_seed(0)
     ddp = DataParallel(TwoLayers(), process_group=ctx.group, bucket_cap_mb=64 / 2**20)
-    state: Any = comm_hooks.Fp32State() if own_state else None
+    ddp.register_comm_hook(state, hook)
+    for _ in range(2):
+        ddp.zero_grad()
+        backward(ddp)
+    ddp.zero_grad()
+    return ddp
+
+
+def backward(ddp: DataParallel) -> None:
+    ddp(torch.ones(1, 4)).sum().backward()
+
+
+def breaks(ctx: Any, how: str, ranks: list[int], own_state: bool) -> Any:
+    state = comm_hooks.Fp32State() if own_state else None
     hook = Breakable(
         comm_hooks.fp32_accumulate_hook if own_state else comm_hooks.all_reduce_hook
     )
-    ddp.register_comm_hook(state, hook)
+    ddp = past_the_rebuild(ctx, hook, state)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for _ in range(2):  # past the rebuild
-        ddp.zero_grad()
-        ddp(torch.ones(1, 4)).sum().backward()
-    ddp.zero_grad()
     hook.how = how if ctx.rank in ranks else None
     begin = time.monotonic()
-    errors = [attempt(lambda: ddp(torch.ones(1, 4)).sum().backward())]
+    errors = [attempt(lambda: backward(ddp))]
     seconds = time.monotonic() - begin
-    errors.append(attempt(optimizer.step))
-    errors.append(attempt(lambda: ddp(torch.ones(1, 4))))
+    errors += [attempt(optimizer.step), attempt(lambda: ddp(torch.ones(1, 4)))]
     hook.how = None
     ddp.reset()
     for param in ddp.parameters():  # whole numbers: exact in bfloat16
@@ -113,7 +87,18 @@ def breaks(ctx: Any, how: str, ranks: list[int], own_state: bool) -> Any:
     return errors, seconds, trains(ctx, ddp)
 
 
-def check(results: list[Any], how: str, ranks: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("how", "ranks", "own_state"),
+    [
+        *((how, [0, 1], False) for how in BAD),
+        *((how, [1], False) for how in ("None", "a shorter tensor", "an exception")),
+        ("a future that failed", [1], False),
+        # Bucket 0 of `fp32_accumulate_hook` waits for a call that never comes.
+        *(("an exception", ranks, True) for ranks in ([1], [0, 1])),
+    ],
+)
+def test_bad_hook(how: str, ranks: list[int], own_state: bool) -> None:
+    results = run_fresh(breaks, 2, how, ranks, own_state, group_timeout=SECONDS)
     for rank, (errors, seconds, ok) in enumerate(results):
         assert errors[1].startswith(f"UnsyncedGradientsError: [rank {rank}] ")
         assert errors[2].startswith(f"ReducerFailedError: [rank {rank}] ")
@@ -122,57 +107,27 @@ def check(results: list[Any], how: str, ranks: list[int]) -> None:
         if rank in ranks:
             start = f"CommHookError: [rank {rank}] The comm hook Breakable "
             assert errors[0].startswith(start), errors[0]
-            assert BAD[how][1] in errors[0]
-            assert "(bucket 1)" in errors[0]
-            assert "Parameters: a." in errors[0]
+            for text in (BAD[how][1], "(bucket 1)", "Parameters: a."):
+                assert text in errors[0]
         else:  # it waited for a collective that its peer never started
             assert errors[0].startswith(
                 (f"CommHookError: [rank {rank}] ", f"CollectiveError: [rank {rank}] ")
             ), errors[0]
 
 
-@pytest.mark.parametrize(
-    "how", ["None", "a shorter tensor", "an exception", "a future that failed"]
-)
-def test_bad_hook_on_one_rank(how: str) -> None:
-    results = run_fresh(breaks, 2, how, [1], False, group_timeout=SECONDS)
-    check(results, how, [1])
-
-
-@pytest.mark.parametrize("how", BAD)
-def test_bad_hook_on_all_ranks(how: str) -> None:
-    results = run_fresh(breaks, 2, how, [0, 1], False, group_timeout=SECONDS)
-    check(results, how, [0, 1])
-
-
-@pytest.mark.parametrize("ranks", [[1], [0, 1]])
-def test_a_half_done_exchange_is_forgotten(ranks: list[int]) -> None:
-    """Bucket 0 of `fp32_accumulate_hook` waits for a call that never comes."""
-    how = "an exception"
-    results = run_fresh(breaks, 2, how, ranks, True, group_timeout=SECONDS)
-    check(results, how, ranks)
-
-
 def never_completes(ctx: Any) -> Any:
     """All ranks: bucket 0 is in flight for ever, and the backward raises."""
-    torch.manual_seed(0)
-    ddp = DataParallel(TwoLayers(), process_group=ctx.group, bucket_cap_mb=64 / 2**20)
-    stuck = [False]
+    stuck = False
 
-    def hook(state: Any, bucket: Any) -> Any:
-        if stuck[0]:
-            return Future()
-        return comm_hooks.all_reduce_hook(state, bucket)
+    def hook(state, bucket):
+        return Future() if stuck else comm_hooks.all_reduce_hook(state, bucket)
 
-    ddp.register_comm_hook(None, hook)
-    for _ in range(2):
-        ddp(torch.ones(1, 4)).sum().backward()
-    ddp.zero_grad()
-    stuck[0] = True
-    handle = ddp.module.a.weight.register_hook(raises)
-    error = attempt(lambda: ddp(torch.ones(1, 4)).sum().backward())
+    ddp = past_the_rebuild(ctx, hook)
+    stuck = True
+    handle = ddp.module.a.weight.register_hook(lambda _: fail(BOO))
+    error = attempt(lambda: backward(ddp))
     handle.remove()
-    stuck[0] = False
+    stuck = False
     old = ddp.process_group
     ddp.reset()
     return error, ddp.process_group is old, trains(ctx, ddp)
@@ -185,19 +140,12 @@ def test_reset_does_not_wait_for_a_future_that_never_completes() -> None:
         assert ok
 
 
-def test_a_comm_hook_error_is_an_error_of_minidp() -> None:
-    assert issubclass(CommHookError, MiniDPError)
-
-
 def stalled(ctx: Any, how: str) -> str:
     """Rank 1 does not come in time; rank 0 must not go on with local numbers."""
-    net = nn.Linear(2, 1, bias=False)
     options: dict[str, Any] = {"hang_timeout": None}  # the backend alone has to tell
     if how == "mixed_precision":
-        options["mixed_precision"] = _MixedPrecision(
-            torch.float32, torch.float32, torch.float32
-        )
-    ddp = DataParallel(net, **options)
+        options["mixed_precision"] = _MixedPrecision(*[torch.float32] * 3)
+    ddp = DataParallel(nn.Linear(2, 1, bias=False), **options)
     if how == "reducer":
         ddp.register_comm_hook(None, lambda _, b: ddp.reducer._run_allreduce_hook(b))
     for _ in range(2):  # the second forward rebuilds the buckets
@@ -206,11 +154,7 @@ def stalled(ctx: Any, how: str) -> str:
     if ctx.rank == 1:
         return ""
     ddp.zero_grad()
-    try:
-        ddp(torch.ones(1, 2)).sum().backward()
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return "went on"
+    return attempt(lambda: ddp(torch.ones(1, 2)).sum().backward())
 
 
 @pytest.mark.parametrize("how", ["mixed_precision", "reducer"])
@@ -218,3 +162,47 @@ def test_failed_collectives_are_not_swallowed(how: str) -> None:
     first, _ = run_fresh(stalled, 2, how, group_timeout=2.0)
     assert first.startswith("CommHookError: [rank 0] ")
     assert "returned a future that failed" in first
+    assert issubclass(CommHookError, MiniDPError)
+
+
+READY_MADE = {
+    "torch's": (None, default_hooks.allreduce_hook),
+    "torch's, wrapped": (
+        None,
+        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+    ),
+    "in the hook": (comm_hooks.Fp32State(), comm_hooks.fp32_accumulate_hook),
+}
+
+
+def raises_once(ctx: Any, name: str) -> Any:
+    """Rank 1 raises in its backward; both ranks recover, and train on."""
+    state, hook = READY_MADE[name]
+    options: dict[str, Any] = {"bucket_cap_mb": 64 / 2**20, "hang_timeout": 2}
+    ddp = DataParallel(TwoLayers(), **options)  # the default group
+    ddp.register_comm_hook(state, hook)
+    backward = lambda: ddp(torch.ones(1, 4)).sum().backward()  # noqa: E731
+    backward()
+    backward()  # after the rebuild
+    handle = None
+    if ctx.rank == 1:
+        handle = next(ddp.parameters()).register_hook(lambda _: fail(BOO))
+    begun = time.monotonic()
+    error = attempt(backward)
+    seconds = time.monotonic() - begun
+    if handle is not None:
+        handle.remove()
+    ddp.reset()
+    ddp.zero_grad()
+    backward()
+    return error, seconds, [param.grad for param in ddp.parameters()]
+
+
+@pytest.mark.parametrize("name", READY_MADE)
+def test_ready_made_hooks_fail_in_time_and_recover(name: str) -> None:
+    (error, seconds, first), (_, _, second) = run_fresh(
+        raises_once, 2, name, group_timeout=30.0
+    )
+    assert "rank 1" in error
+    assert seconds < 15  # far less than the group's own limit
+    assert all(map(torch.equal, first, second))

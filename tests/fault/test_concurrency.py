@@ -9,6 +9,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from minidp import DataParallel
-from minidp._groups import fresh_group
+from minidp.comm.groups import fresh_group
 from tests.support.both import same
 
 STEPS = int(os.environ.get("MINIDP_STRESS_STEPS", "60"))
@@ -50,24 +51,13 @@ def grads(module: nn.Module) -> list[torch.Tensor]:
 def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
     """Start together; results, or the first exception."""
     barrier = threading.Barrier(len(jobs))
-    results: list[Any] = [None] * len(jobs)
-    errors: list[BaseException] = []
 
-    def run(i: int) -> None:
-        try:
-            barrier.wait()
-            results[i] = jobs[i]()
-        except BaseException as error:
-            errors.append(error)
+    def run(job: Callable[[], Any]) -> Any:
+        barrier.wait()
+        return job()
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(jobs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        return list(threads.map(run, jobs))
 
 
 # -------------------------------------------------------------- two threads, two groups

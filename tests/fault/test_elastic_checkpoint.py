@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import pickle
@@ -48,41 +47,23 @@ def two(example, tmp_path):
     return tmp_path
 
 
-def test_round_trip(example, two):
-    assert [path.name for path in sorted(two.iterdir())] == [
-        "step-00000001.ckpt",
-        "step-00000002.ckpt",
+def test_cut_short_at_every_byte_and_each_byte_damaged(example, two):
+    assert sorted(path.name for path in two.iterdir()) == [
+        *("step-00000001.ckpt", "step-00000002.ckpt")
     ]
-    assert sorted(example.whole_ones(two)) == [1, 2]
-
-
-def test_cut_short_at_every_byte(example, two):
     newest = example.path_of(two, 2)
-    everything = newest.read_bytes()
-    assert len(everything) > 1000
-    for length in range(len(everything)):
-        newest.write_bytes(everything[:length])
-        assert list(example.whole_ones(two)) == [1], length
-    newest.write_bytes(everything)
-    assert list(example.whole_ones(two)) == [1, 2]
-
-
-def test_each_byte_damaged(example, two):
-    newest = example.path_of(two, 2)
-    everything = bytearray(newest.read_bytes())
-    for position in range(len(everything)):
-        everything[position] ^= 1 << position % 8
-        newest.write_bytes(everything)
-        assert list(example.whole_ones(two)) == [1], position
-        everything[position] ^= 1 << position % 8
-
-
-def test_longer_than_it_was_or_all_zeros(example, two):
-    newest = example.path_of(two, 2)
-    everything = newest.read_bytes()
-    for damaged in (everything + b"\0", bytes(len(everything)), everything * 2):
+    whole = newest.read_bytes()
+    assert len(whole) > 1000
+    flipped = (
+        whole[:i] + bytes([whole[i] ^ 1 << i % 8]) + whole[i + 1 :]
+        for i in range(len(whole))
+    )
+    cut = (whole[:length] for length in range(len(whole)))
+    for damaged in (*cut, *flipped, whole + b"\0", bytes(len(whole)), whole * 2):
         newest.write_bytes(damaged)
         assert list(example.whole_ones(two)) == [1]
+    newest.write_bytes(whole)
+    assert list(example.whole_ones(two)) == [1, 2]
 
 
 def test_the_newest_stay(example, tmp_path):
@@ -97,34 +78,27 @@ def test_the_newest_stay(example, tmp_path):
 # ------------------------------------------------------------------ killed in the save
 
 
-def die(*_: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def die_at(share: float) -> Any:
-    """An fsync that finds only this share of the file written."""
-
-    def fsync(descriptor: int) -> None:
-        size = os.fstat(descriptor).st_size
-        os.ftruncate(descriptor, int(size * share))
-        die()
-
-    return fsync
-
-
-STAGES: dict[str, tuple[str, Any]] = {
-    "nothing is written": ("fsync", die_at(0.0)),
-    "half is written": ("fsync", die_at(0.5)),
-    "all is written": ("fsync", die_at(1.0)),
-    "all is on the disk": ("replace", die),
-    "it has its name": ("open", die),  # os.open: of the directory, to sync it
+# The function of os in which the process dies, and how much of the file is written.
+STAGES = {
+    "nothing is written": ("fsync", 0.0),
+    "half is written": ("fsync", 0.5),
+    "all is written": ("fsync", 1.0),
+    "all is on the disk": ("replace", None),
+    "it has its name": ("open", None),  # os.open: of the directory, to sync it
 }
 
 
 def save_and_die(ctx: Any, directory: str, stage: str) -> None:
     example = load_example()
-    name, deadly = STAGES[stage]
-    setattr(os, name, deadly)
+    name, share = STAGES[stage]
+
+    def die(descriptor: Any, *_: Any) -> None:
+        if share is not None:
+            size = os.fstat(descriptor).st_size
+            os.ftruncate(descriptor, int(size * share))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(os, name, die)
     example.write(example.path_of(Path(directory), 2), state(2))
 
 
@@ -180,10 +154,6 @@ def load_evil(ctx: Any, directory: str) -> str:
 
 def test_a_checkpoint_cannot_run_code(example, tmp_path):
     example.write(example.path_of(tmp_path, 1), {"step": Evil()})
-    content = example.content_of(example.path_of(tmp_path, 1))
-    assert (
-        hashlib.sha256(content).digest()
-        == (example.path_of(tmp_path, 1).read_bytes()[: example.DIGEST_BYTES])
-    )
+    assert list(example.whole_ones(tmp_path)) == [1]
     (text,) = run_fresh(load_evil, 1, str(tmp_path))
     assert "Weights only load failed" in text

@@ -10,14 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from minidp import (
-    CollectiveError,
-    DataParallel,
-    MiniDPError,
-    ReducerFailedError,
-    UnfinishedReductionError,
-    UnsyncedGradientsError,
-)
+from minidp import DataParallel
 from tests.support.fresh import run_fresh
 
 SECONDS = 3.0  # timeout of the process group
@@ -84,7 +77,7 @@ def test_parameter_unused_on_one_rank(options: dict[str, Any]) -> None:
     assert waiting[2].startswith("ReducerFailedError: [rank 0] ")
     assert skipping[0] == ""  # another backward might still bring them
     assert skipping[1].startswith("UnsyncedGradientsError: [rank 1] ")
-    assert "Parameters: b.weight, b.bias." in skipping[1]
+    assert "rank 1: b.weight, b.bias." in skipping[1]
     assert skipping[2].startswith("UnfinishedReductionError: [rank 1] ")
     assert "rank 1: b.weight, b.bias." in skipping[2]
     assert not kept, "a group with a collective left half done cannot be kept"
@@ -213,14 +206,3 @@ def test_reset_in_a_subgroup_needs_only_its_members() -> None:
     assert first[0].startswith("CollectiveError: [rank 0] ")
     assert second[0] == ""
     assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
-
-
-def test_every_error_of_a_run_is_a_runtime_error_with_one_base() -> None:
-    for kind in (
-        CollectiveError,
-        ReducerFailedError,
-        UnfinishedReductionError,
-        UnsyncedGradientsError,
-    ):
-        assert issubclass(kind, MiniDPError)
-        assert issubclass(kind, RuntimeError)

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.futures import Future
 
-from minidp import DataParallel, comm_hooks, config
+from minidp import DataParallel, comm_hooks
+from minidp.config import options as config_options
 from tests.fault.test_faults import TwoLayers, attempt, trains
 from tests.support.fresh import run_fresh
 
@@ -41,10 +42,6 @@ def killed(ctx: Any, ddp: DataParallel) -> None:
 
 
 def stopped(ctx: Any, ddp: DataParallel) -> None:
-    stop(ctx)
-
-
-def stop(ctx: Any) -> None:
     """Until `end_the_stopped`."""
     store = dist.distributed_c10d._get_default_store()
     store.set("stopped", str(os.getpid()))
@@ -72,29 +69,20 @@ def forgets_the_backward(ctx: Any, ddp: DataParallel) -> None:
     wait_for_others(ctx)
 
 
-def raises(ctx: Any, ddp: DataParallel) -> None:
-    def fail(_: torch.Tensor) -> None:
-        raise ValueError("bad sample")
-
-    ddp.module.a.weight.register_hook(fail)
-    attempt(lambda: ddp(torch.ones(1, 4)).sum().backward())
-    attempt(lambda: ddp(torch.ones(1, 4)))
+def gives_up(ctx: Any, ddp: DataParallel) -> None:
+    ddp._reducer.communicator.peers.give_up("it has seen enough")
     wait_for_others(ctx)
 
 
-def lets_go_of_it(ctx: Any, ddp: DataParallel) -> None:
-    ddp._reducer.pipeline.watch.lookout.give_up("it has seen enough")
-    wait_for_others(ctx)
-
-
+IS_SILENT = "does not answer (killed, stopped, or cut off)"
 # What rank 1 does instead of its fourth step, and what the others say about it.
 ABSENCES: dict[str, tuple[Callable[[Any, DataParallel], None], str]] = {
-    "killed": (killed, "does not answer (killed, stopped, or cut off)"),
-    "stopped": (stopped, "does not answer (killed, stopped, or cut off)"),
+    "killed": (killed, IS_SILENT),
+    "stopped": (stopped, IS_SILENT),
     "data loader": (loads_data, "in wait_for_others (test_hangs.py:"),
     "another branch": (takes_another_branch, "without gradients of b.weight, b.bias"),
     "no backward": (forgets_the_backward, "after a forward, before its backward"),
-    "alarm": (lets_go_of_it, "gave up: it has seen enough."),
+    "alarm": (gives_up, "gave up: it has seen enough."),
 }
 
 
@@ -140,7 +128,7 @@ def test_who_is_absent_is_named(how: str) -> None:
 
 def patient(module: nn.Module, seconds: float = LIMIT, **options: Any) -> DataParallel:
     """The default, which would take 5 minutes."""
-    config.HANG_SECONDS = seconds
+    config_options.HANG_SECONDS = seconds
     return DataParallel(module, **options)
 
 
@@ -178,7 +166,7 @@ def evaluates_alone(ctx: Any, place: str) -> Any:
     if place != "before wrapping" and ctx.rank == 1:
         evaluates(counts.store, ctx)
     is_right = trains(ctx, ddp)
-    return is_right, counts.texts, ddp._reducer.pipeline.watch.has_failed
+    return is_right, counts.texts, ddp._reducer.communicator.has_failed
 
 
 @pytest.mark.parametrize(
@@ -228,8 +216,8 @@ def patiently_absent(ctx: Any, how: str) -> Any:
 
 
 WHERE_IT_IS = {
-    "killed": "does not answer (killed, stopped, or cut off)",
-    "stopped": "does not answer (killed, stopped, or cut off)",
+    "killed": IS_SILENT,
+    "stopped": IS_SILENT,
     "barrier": "Rank 1 runs, but waits for other ranks elsewhere: step 1, between two "
     "steps, in barrier (distributed_c10d.py:",
     "another object": "Rank 1 runs, but waits for other ranks elsewhere: ",
@@ -248,44 +236,32 @@ def test_a_rank_that_will_not_come_is_an_error_all_the_same(how: str) -> None:
     assert seconds < LIMIT + SLOW_MACHINE
 
 
-def test_who_is_absent_from_a_broadcast_is_named() -> None:
+def absent_early(ctx: Any, place: str) -> str:
     """Rank 0 sends module buffers, rank 2 waits for a bucket: rank 1 does nothing."""
-    results = run_fresh(absent_with_module_buffers, 3, group_timeout=60.0, timeout=15.0)
-    for rank in (0, 2):
-        assert "Missing: rank 1. Rank 1 runs, but does something else" in results[rank]
-
-
-def absent_with_module_buffers(ctx: Any) -> str:
-    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    ddp = DataParallel(module, hang_timeout=LIMIT)
-    x = torch.randn(3, 4)
-    for _ in range(2):
-        ddp(x).sum().backward()
-    error = ""
-    if ctx.rank != 1:
-        error = attempt(lambda: ddp(x).sum().backward())
+    if place == "constructor":
+        make = lambda: DataParallel(TwoLayers(), hang_timeout=LIMIT)  # noqa: E731
+    else:
+        module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        ddp, x = DataParallel(module, hang_timeout=LIMIT), torch.randn(3, 4)
+        for _ in range(2):
+            ddp(x).sum().backward()
+        make = lambda: ddp(x).sum().backward()  # noqa: E731
+    error = "" if ctx.rank == 1 else attempt(make)
     wait_for_others(ctx)
     return error
 
 
-def absent_from_the_constructor(ctx: Any) -> str:
-    error = ""
-    if ctx.rank != 1:
-        error = attempt(lambda: DataParallel(TwoLayers(), hang_timeout=LIMIT))
-    wait_for_others(ctx)
-    return error
-
-
-def test_who_is_absent_from_the_constructor_is_named() -> None:
-    results = run_fresh(
-        absent_from_the_constructor, 3, group_timeout=60.0, timeout=15.0
-    )
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("broadcast", "Rank 1 runs, but does something else"),
+        ("constructor", "Rank 1 never said that it wrapped this module."),
+    ],
+)
+def test_who_is_absent_from_another_collective_is_named(place: str, words: str) -> None:
+    results = run_fresh(absent_early, 3, place, group_timeout=60.0, timeout=15.0)
     for rank in (0, 2):
-        assert "while comparing the replicas. Missing: rank 1." in results[rank]
-        assert (
-            "Missing: rank 1. Rank 1 never said that it wrapped this module."
-            in results[rank]
-        )
+        assert f"Missing: rank 1. {words}" in results[rank]
 
 
 def store_host_stops(ctx: Any) -> str:
@@ -312,7 +288,7 @@ def a_slow_rank(ctx: Any) -> Any:
     if ctx.rank == 1:
         done = threading.Event()
         done.wait(1.5)
-    return trains(ctx, ddp), ddp._reducer.pipeline.watch.has_failed
+    return trains(ctx, ddp), ddp._reducer.communicator.has_failed
 
 
 def test_a_slow_rank_is_waited_for() -> None:
@@ -397,67 +373,59 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_the_process_ends_after_a_failure(end: str) -> None:
-    """Also while a collective is in flight that never ends: rank 1 is stopped."""
-    script = textwrap.dedent(SCRIPT).format(
-        rank1="os.kill(os.getpid(), signal.SIGSTOP)", end=ENDS[end]
-    )
-    first, second = (_start(script, rank) for rank in range(2))
-    try:
-        output, _ = first.communicate(timeout=60)
-    finally:
-        for process in (first, second):
-            process.kill()
-            process.communicate()
-    assert first.returncode == 0, output
-    assert "Missing: rank 1. Rank 1 does not answer" in output
-    assert output.rstrip().endswith("END")
-
-
-def test_a_process_that_ends_with_an_error_says_so() -> None:
-    script = textwrap.dedent(SCRIPT).format(
-        rank1="raise ValueError('no more disk')", end=""
-    )
-    first, second = (_start(script, rank) for rank in range(2))
-    try:
-        output, _ = first.communicate(timeout=60)
-        second.communicate(timeout=60)
-    finally:
-        for process in (first, second):
-            process.kill()
-            process.communicate()
-    assert (first.returncode, second.returncode) == (0, 1)
-    assert "Rank 1 gave up: its process ended: ValueError: no more disk." in output
-
-
-def _start(script: str, rank: int) -> subprocess.Popen[str]:
+def run_two(rank1: str, end: str = "") -> list[tuple[int, str]]:
+    """Exit statuses and outputs; a process that is stopped is killed then."""
+    script = textwrap.dedent(SCRIPT).format(rank1=rank1, end=end)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = store.port
+    del store
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_port()),
-        "RANK": str(rank),
+        "MASTER_PORT": str(port),
         "WORLD_SIZE": "2",
     }
+    both = [
+        start([sys.executable, "-c", script], RANK=str(r), **environment) for r in "01"
+    ]
+    try:
+        outputs = [both[0].communicate(timeout=60)[0]]
+        if "SIGSTOP" not in rank1:
+            outputs.append(both[1].communicate(timeout=60)[0])
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
+    return [
+        (process.returncode, text) for process, text in zip(both, outputs, strict=False)
+    ]
+
+
+def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, "-c", script],
-        env=environment,
-        stdout=subprocess.PIPE,
+        command,
+        env=environment or None,
+        stdin=pipe,
+        stdout=pipe,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-_ports: list[int] = []
+@pytest.mark.parametrize("end", ENDS)
+def test_the_process_ends_after_a_failure(end: str) -> None:
+    """Also while a collective is in flight that never ends: rank 1 is stopped."""
+    ((status, output),) = run_two("os.kill(os.getpid(), signal.SIGSTOP)", ENDS[end])
+    assert status == 0, output
+    assert "Missing: rank 1. Rank 1 does not answer" in output
+    assert output.rstrip().endswith("END")
 
 
-def _port() -> int:
-    """The same for two calls in a row."""
-    if not _ports:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        _ports.extend([store.port] * 2)
-        del store
-    return _ports.pop()
+def test_a_process_that_ends_with_an_error_says_so() -> None:
+    (first, output), (second, _) = run_two("raise ValueError('no more disk')")
+    assert (first, second) == (0, 1)
+    assert "Rank 1 gave up: its process ended: ValueError: no more disk." in output
 
 
 def test_threads_have_a_moment_before_the_interpreter_goes() -> None:
@@ -467,16 +435,8 @@ def test_threads_have_a_moment_before_the_interpreter_goes() -> None:
         "drop = lambda: (time.sleep(0.02), os.write(1, b'DROPPED')); "
         "atexit.register(threading.Thread(target=drop, daemon=True).start)"
     )
-    script = textwrap.dedent(SCRIPT).format(rank1="pass", end=late)
-    both = [_start(script, rank) for rank in range(2)]
-    try:
-        outputs = [process.communicate(timeout=60)[0] for process in both]
-    finally:
-        for process in both:
-            process.kill()
-            process.communicate()
-    for process, output in zip(both, outputs, strict=True):
-        assert process.returncode == 0, output
+    for status, output in run_two("pass", late):
+        assert status == 0, output
         assert output.rstrip().endswith("DROPPED")
 
 
@@ -494,7 +454,7 @@ def work(rank, path):
     dist.init_process_group("gloo", store=client, rank=rank, world_size=2)
     ddp = DataParallel(torch.nn.Linear(2, 2))
     ddp(torch.ones(1, 2)).sum().backward()
-    place = ddp._reducer.pipeline.watch.lookout._place
+    place = ddp._reducer.communicator.peers._channel
     while rank == 1 and not place.problem:
         threading.Event().wait(0.01)
 if __name__ == "__main__":
@@ -534,16 +494,8 @@ def test_ctrl_c_shows_the_users_line_not_where_we_wait(tmp_path: Any) -> None:
     for rank in (0, 1):
         script = tmp_path / f"rank{rank}.py"
         script.write_text(INTERRUPTED.replace("RANK", str(rank)))
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, str(script), str(tmp_path / "store")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    _, printed = ranks[0].communicate(timeout=60)
+        ranks.append(start([sys.executable, str(script), str(tmp_path / "store")]))
+    printed, _ = ranks[0].communicate(timeout=60)
     ranks[1].kill()
     ranks[1].communicate()
     lines = printed.splitlines()

@@ -9,6 +9,7 @@ exact, where the resident size jumps. The long version looks at that as well:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import gc
 import os
@@ -18,8 +19,10 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,28 +62,9 @@ class Net(nn.Module):
 class Variant:
     """One kind of training."""
 
-    options: tuple[tuple[str, Any], ...] = ()
-    hook: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
+    hook: Any = None
     fails: str = ""
-    num_steps: int = 3
-
-
-VARIANTS: dict[str, Variant] = {
-    "default": Variant(),
-    "small buckets": Variant((("bucket_cap_mb", 0),)),
-    "unused": Variant((("find_unused_parameters", True),)),
-    "static graph": Variant((("static_graph", True),)),
-    "views": Variant((("gradient_as_bucket_view", True),)),
-    "replicas compared": Variant((("check_replicas_every", 1),)),
-    "comm hook": Variant(hook="all_reduce_hook"),
-    "views and hook": Variant((("gradient_as_bucket_view", True),), "bf16"),
-    "failing backward": Variant(fails="backward"),
-    "failing forward": Variant(fails="forward"),
-    "failing hook": Variant(fails="hook"),
-    "failing future": Variant(fails="future"),
-    "unfinished": Variant(fails="unfinished"),
-    "refused": Variant(fails="constructor"),
-}
 
 
 def raises(*_: Any) -> Any:
@@ -93,33 +77,45 @@ def failed_future(*_: Any) -> Any:
     return future
 
 
+VARIANTS: dict[str, Variant] = {
+    "default": Variant(),
+    "small buckets": Variant({"bucket_cap_mb": 0}),
+    "unused": Variant({"find_unused_parameters": True}),
+    "static graph": Variant({"static_graph": True}),
+    "views": Variant({"gradient_as_bucket_view": True}),
+    "replicas compared": Variant({"check_replicas_every": 1}),
+    "comm hook": Variant(hook=comm_hooks.all_reduce_hook),
+    "views and hook": Variant(
+        {"gradient_as_bucket_view": True}, comm_hooks.bf16_compress_hook
+    ),
+    "failing backward": Variant(fails="backward"),
+    "failing forward": Variant(fails="forward"),
+    "failing hook": Variant(hook=raises, fails="hook"),
+    "failing future": Variant(hook=failed_future, fails="future"),
+    "unfinished": Variant(fails="unfinished"),
+    "refused": Variant(fails="constructor"),
+}
+
+
 def cycle(variant: Variant, group: Any) -> None:
     """Wrap, train and drop; what fails on purpose is caught, as users do."""
     net = Net()
     if variant.fails == "constructor":
         net.register_buffer("sparse", torch.eye(2).to_sparse())
-        try:
+        with contextlib.suppress(RuntimeError):
             DataParallel(net, process_group=group)
-        except RuntimeError:
-            return
-    ddp = DataParallel(net, process_group=group, **dict(variant.options))
-    if variant.hook:
-        hook: Any = comm_hooks.all_reduce_hook
-        ddp.register_comm_hook(
-            None, comm_hooks.bf16_compress_hook if variant.hook == "bf16" else hook
-        )
-    if variant.fails in ("hook", "future"):
-        ddp.register_comm_hook(
-            None, raises if variant.fails == "hook" else failed_future
-        )
+        return
+    ddp = DataParallel(net, process_group=group, **variant.options)
+    if variant.hook is not None:
+        ddp.register_comm_hook(None, variant.hook)
     if variant.fails == "backward":
         net.a.weight.register_hook(raises)
     if variant.fails == "forward":
         net.b.register_forward_hook(raises)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    needs_spare = "find_unused_parameters" not in dict(variant.options)
+    needs_spare = "find_unused_parameters" not in variant.options
     spare = needs_spare and variant.fails != "unfinished"
-    for _ in range(variant.num_steps):
+    for _ in range(3):
         try:
             optimizer.zero_grad()
             ddp(torch.ones(2, 32), spare=spare).sum().backward()
@@ -133,12 +129,9 @@ def cycle(variant: Variant, group: Any) -> None:
 # ---------------------------------------------------------------------- what is counted
 
 
-_MALLINFO_FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks")
-_MALLINFO_FIELDS += ("fsmblks", "uordblks", "fordblks", "keepcost")
-
-
 class _MallInfo(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLINFO_FIELDS)
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks"
+    _fields_ = tuple((n, ctypes.c_size_t) for n in [*_names.split(), "keepcost"])
 
 
 def used_bytes() -> int:
@@ -172,7 +165,7 @@ class Growth:
     used: float  # bytes
     resident: float
     handles: tuple[int, ...]  # in all cycles
-    num_cycles: int
+    is_long: bool  # enough cycles for the resident size to tell
 
 
 def measure(step: Callable[[], None], num_cycles: int) -> Growth:
@@ -198,17 +191,14 @@ def measure(step: Callable[[], None], num_cycles: int) -> Growth:
         resident.append(resident_bytes())
     grown = tuple(b - a for a, b in zip(before, handles(), strict=True))
     gc.unfreeze()
-    return Growth(
-        _slope(used) / per_period, _slope(resident) / per_period, grown, num_cycles
-    )
-
-
-def _slope(sizes: list[int]) -> float:
-    return statistics.median(
-        (sizes[j] - sizes[i]) / (j - i)
-        for i in range(len(sizes))
-        for j in range(i + 1, len(sizes))
-    )
+    slopes = [
+        statistics.median(
+            (b - a) / (j - i) for (i, a), (j, b) in combinations(enumerate(sizes), 2)
+        )
+        for sizes in (used, resident)
+    ]
+    used_slope, resident_slope = (slope / per_period for slope in slopes)
+    return Growth(used_slope, resident_slope, grown, num_cycles >= MANY_CYCLES)
 
 
 def measure_variant(ctx: Any, name: str, num_cycles: int) -> Growth:
@@ -230,19 +220,11 @@ def problem(growth: Growth, world_size: int = 1) -> str:
     """What is not flat; empty if everything is."""
     if growth.used > MAX_BYTES_PER_CYCLE[world_size]:
         return f"{growth.used:.0f} bytes per cycle"
-    is_long = growth.num_cycles >= MANY_CYCLES
-    if is_long and growth.resident > MAX_RESIDENT_PER_CYCLE:
+    if growth.is_long and growth.resident > MAX_RESIDENT_PER_CYCLE:
         return f"{growth.resident:.0f} resident bytes per cycle"
     if any(count > 0 for count in growth.handles):
         return f"files, Python's threads, threads: {growth.handles}"
     return ""
-
-
-@dataclass(frozen=True)
-class Alone:
-    """A context of one rank."""
-
-    group: Any
 
 
 # ------------------------------------------------------------------------------- tests
@@ -250,7 +232,7 @@ class Alone:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_cycles_leave_nothing(lone_group: Any, name: str) -> None:
-    growth = measure_variant(Alone(lone_group), name, CYCLES)
+    growth = measure_variant(SimpleNamespace(group=lone_group), name, CYCLES)
     assert not problem(growth), growth
 
 
@@ -277,8 +259,8 @@ def test_no_object_survives(lone_group: Any, name: str) -> None:
         def spy(self: Any, *arguments: Any, **options: Any) -> None:
             plain_init(self, *arguments, **options)
             reducer = self._reducer
-            parts = [self, self.module, reducer, reducer.countdown, reducer.pipeline]
-            parts += [reducer.hooks, *reducer.pipeline.buckets]
+            parts = [self, self.module, reducer, reducer.pending, reducer.queue]
+            parts += [reducer.hooks, *reducer.queue.buckets]
             if not VARIANTS[name].fails:  # torch itself keeps some of these alive
                 parts += self.parameters()
             seen.extend(map(weakref.ref, parts))
@@ -304,8 +286,7 @@ def test_no_hook_stays_on_a_parameter_that_lives_on(lone_group: Any, name: str) 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys.modules[__name__], "Net", lambda: net)
             cycle(VARIANTS[name], lone_group)
-        for buffers in (net.__dict__["_buffers"],):
-            buffers.pop("sparse", None)
+        net._buffers.pop("sparse", None)
         for param in net.parameters():
             param._backward_hooks = None  # of the test itself
         net.b._forward_hooks.clear()
@@ -316,53 +297,20 @@ def test_no_hook_stays_on_a_parameter_that_lives_on(lone_group: Any, name: str) 
     assert ddp._reducer.hooks.shared() == []
 
 
-def leaking(kind: str, kept: list[Any]) -> Callable[[], None]:
-    """A cycle that leaks, so that the criterion can be seen to fail."""
-    if kind == "memory":
-        return lambda: kept.append(torch.ones(10 * 256))  # 10 KiB
-    if kind == "files":
-        return lambda: kept.append(os.open("/dev/null", os.O_RDONLY))
-    return lambda: None
-
-
-@pytest.mark.parametrize("kind", ["memory", "files", "nothing"])
-def test_a_leak_is_noticed(lone_group: Any, kind: str) -> None:
-    kept: list[Any] = []
-    leak = leaking(kind, kept)
-
-    def step() -> None:
-        leak()
-        cycle(VARIANTS["default"], lone_group)
-
-    _fill_flight_recorder(lone_group)
-    found = problem(measure(step, CYCLES))
-    for item in kept:
-        if kind == "files":
-            os.close(item)
-    assert ("bytes" in found) == (kind == "memory")
-    assert ("files" in found) == (kind == "files")
-
-
 # ------------------------------------------------------------------------ by hand, long
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cycles", type=int, default=2000)
-    arguments = parser.parse_args()
+    cycles = parser.parse_args().cycles
     torch.set_num_threads(1)
     bad = 0
     with lone_default_group() as world:
         for name in VARIANTS:
-            growth = measure_variant(Alone(world), name, arguments.cycles)
-            verdict = problem(growth) or "flat"
+            growth = measure_variant(SimpleNamespace(group=world), name, cycles)
             bad += bool(problem(growth))
-            sys.stdout.write(
-                f"{name:18s} {arguments.cycles} cycles: "
-                f"{growth.used:8.1f} bytes used, {growth.resident:8.1f} resident per "
-                f"cycle, handles {growth.handles}: {verdict}\n"
-            )
-            sys.stdout.flush()
+            print(f"{name:18s} {problem(growth) or 'flat'}: {growth}", flush=True)  # noqa: T201
     sys.exit(bad)
 
 

@@ -11,12 +11,12 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.fault import matrix
-from tests.fault.outcomes import GOOD, REMEDY, Outcome, judge
-from tests.fault.patterns import PATTERNS, Pattern
-from tests.fault.play import Record
-from tests.support.team import RankError
+from tests.fault.patterns import PATTERNS
+from tests.fault.play import GOOD, REMEDY, Outcome, Pattern, Record, judge
+from tests.support.pool import RankError
 
 IS_LONG = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 PLAYED = PATTERNS if IS_LONG else matrix.of_each_base()
@@ -25,7 +25,7 @@ PLAYED = PATTERNS if IS_LONG else matrix.of_each_base()
 @pytest.fixture(scope="module", autouse=True)
 def _end_teams() -> Iterator[None]:
     yield
-    matrix.teams.close()
+    matrix.pool.close()
 
 
 @pytest.mark.parametrize("pattern", PLAYED, ids=lambda pattern: pattern.name)
@@ -54,19 +54,18 @@ def test_score() -> None:
 # -- the judge can tell ----------------------------------------------------------------
 
 
-def record(
-    *steps: float, right: bool = True, error: str = "", warned: str = ""
-) -> Record:
-    import torch
-
+def record(*steps, right=True, error="", warned="", seconds=0.0):
     states = [{"w": torch.tensor([step])} for step in steps]
     is_named = "[rank" in error
-    done = Record(states, [right] * len(steps), error, is_named=is_named)
-    done.warned = [warned]
-    return done
+    return Record(
+        *(states, [right] * len(steps), error, is_named),
+        warned=[warned],
+        seconds=seconds,
+    )
 
 
 NAMED = "E: [rank {}] w. " + REMEDY + "x"
+TELLS_0, TELLS_1 = NAMED.format(0), NAMED.format(1)
 
 
 @pytest.mark.parametrize(
@@ -75,30 +74,18 @@ NAMED = "E: [rank {}] w. " + REMEDY + "x"
         ([record(1, 2), record(1, 2)], Outcome.RIGHT),
         ([record(1, 2), record(1, 3)], Outcome.SILENT),
         ([record(1, right=False), record(1)], Outcome.SILENT),
-        (
-            [record(1, warned=NAMED.format(0)), record(2, warned=NAMED.format(1))],
-            Outcome.WARNED,
-        ),
-        (
-            [record(1, warned=NAMED.format(0)), record(2, warned="[rank 1] hm")],
-            Outcome.SILENT,
-        ),
-        ([record(1, warned=NAMED.format(0)), record(2)], Outcome.SILENT),
-        ([record(1, error=NAMED.format(0)), record(1)], Outcome.NAMED),
-        ([record(1, error=NAMED.format(1)), record(1)], Outcome.ERROR),
+        ([record(1, warned=TELLS_0), record(2, warned=TELLS_1)], Outcome.WARNED),
+        ([record(1, warned=TELLS_0), record(2, warned="[rank 1] hm")], Outcome.SILENT),
+        ([record(1, warned=TELLS_0), record(2)], Outcome.SILENT),
+        ([record(1, error=TELLS_0), record(1)], Outcome.NAMED),
+        ([record(1, error=TELLS_1), record(1)], Outcome.ERROR),
         ([record(1, error="E: [rank 0] w"), record(1)], Outcome.ERROR),
-        ([record(1, error=NAMED.format(0).replace("w", "")), record(1)], Outcome.ERROR),
-        ([record(1, error=NAMED.format(0)), record(2)], Outcome.LATE),
+        ([record(1, error=TELLS_0.replace("w", "")), record(1)], Outcome.ERROR),
+        ([record(1, error=TELLS_0), record(2)], Outcome.LATE),
+        ([record(1, error="timed out", seconds=2.1), record(1)], Outcome.HANG),
         ([record(1), RankError(1, ("Exited",), "")], Outcome.CRASH),
         ([record(1), RankError(1, ("Hang",), "")], Outcome.HANG),
     ],
 )
 def test_judge(records: list[object], outcome: Outcome) -> None:
     assert judge(records, frozenset({0, 1}), ["w"], 2.0).outcome is outcome
-
-
-def test_an_unnamed_error_at_the_timeout_is_a_hang() -> None:
-    waiting = record(1, error="RuntimeError: timed out")
-    waiting.seconds = 2.1
-    verdict = judge([waiting, record(1)], frozenset({1}), [], 2.0)
-    assert verdict.outcome is Outcome.HANG

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -37,7 +38,9 @@ def one_rank_raises(ctx: Any, where: str) -> Any:
     return text, y.detach(), layers[1].weight.grad
 
 
-def check(where: str) -> None:
+# In the forward one rank has begun to make the layers' own group, the other has not.
+@pytest.mark.parametrize("where", ["backward", "forward"])
+def test_one_rank_raises(where: str) -> None:
     (waited, *first), (raised, *second) = run_fresh(
         one_rank_raises, 2, where, group_timeout=2.0
     )
@@ -50,12 +53,3 @@ def check(where: str) -> None:
     assert torch.allclose(y.mean(0), torch.zeros(2), atol=1e-5)
     assert torch.allclose(y.var(0, correction=0), torch.ones(2), atol=1e-3)
     assert torch.equal(first[1], second[1])
-
-
-def test_backward():
-    check("backward")
-
-
-def test_first_forward():
-    """One rank has begun to make the layers' own group, the other has not."""
-    check("forward")

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,7 +28,7 @@ from torch import nn
 from torch.futures import Future
 
 from minidp import DataParallel
-from minidp._groups import fresh_group
+from minidp.comm.groups import fresh_group
 
 # hang_timeout of every word; longer on a machine that does other things meanwhile.
 HANG_SECONDS = float(os.environ.get("MINIDP_WORDS_HANG", "1.0"))
@@ -123,12 +124,18 @@ def inputs_of(rank: int, i: int) -> torch.Tensor:
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(1000 * rank + i))
 
 
+def raise_in_hook(_grad: torch.Tensor) -> None:
+    raise ValueError("a hook of the word")
+
+
+def null_in_hook(param: torch.Tensor) -> None:
+    param.grad = None
+
+
 class OnceBadHook:
     """A comm hook that averages, except when it is told otherwise."""
 
-    def __init__(self, group: Any) -> None:
-        self.group = group
-        self.next = ""
+    next = ""
 
     def __call__(self, state: Any, bucket: Any) -> Any:
         how, self.next = self.next, ""
@@ -169,7 +176,7 @@ class Player:
             hang_timeout=HANG_SECONDS,
             **dict(self.word.options),
         )
-        self.hook = OnceBadHook(self.group)
+        self.hook = OnceBadHook()
         if self.word.has_hook:
             self.ddp.register_comm_hook(None, self.hook)
         self.initial = {k: v.clone() for k, v in self.ddp.state_dict().items()}
@@ -206,54 +213,70 @@ class Player:
     def attempt(self, i: int, name: str) -> None:
         self.letter = i
         try:
-            if name in self.optimizers:
-                self.step(name)
-            else:
-                self.perform(name)
+            self.perform(name)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             self.story.errors.append((i, text))
             if not isinstance(error, DOCUMENTED) or "INTERNAL ASSERT" in text:
                 self.story.undocumented = f"letter {i} ({name}): {text}"
 
-    def step(self, name: str) -> Any:
+    def perform(self, name: str) -> None:
+        match name:
+            case "step" | "step others" | "step half":
+                self.step(self.optimizers[name])
+            case "forward" | "branch" | "quiet" | "eval":
+                self.forward(name)
+            case "backward" | "oldest" | "retain" | "part" | "grad":
+                self.backward(name)
+            case "method":
+                sum(self.ddp.module(self.next_input())).backward()
+                self.unhook()
+            case "sync":
+                self.ddp.sync_gradients()
+            case "reset":
+                self.recover()
+                self.story.steps.append([])
+            case "zero to None" | "zero to 0":
+                self.ddp.zero_grad(set_to_none=name == "zero to None")
+            case _:
+                self.change(name, self.ddp.module)
+
+    def change(self, name: str, module: Any) -> None:
+        """Of the module, or of what comes next."""
+        match name:
+            case "bad hook" | "None hook":
+                self.hook.next = name
+            case "NaN":
+                self.has_nan = True
+            case "freeze" | "unfreeze":
+                module.b.weight.requires_grad_(name == "unfreeze")
+            case "raising hook":
+                self.handles.append(module.a.bias.register_hook(raise_in_hook))
+            case "nulling hook":
+                add = module.c.weight.register_post_accumulate_grad_hook
+                self.handles.append(add(null_in_hook))
+            case "replace":
+                module.a.weight = nn.Parameter(module.a.weight.detach().clone())
+            case "cast":
+                module.double()
+            case "add" if not hasattr(module, "extra"):
+                module.extra = nn.Parameter(torch.ones(4))
+                self.optimizers["step"].add_param_group({"params": [module.extra]})
+        self.is_changed |= name in ("replace", "cast", "add")
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
         steps = self.story.steps[-1]
-        held = [p for g in self.optimizers[name].param_groups for p in g["params"]]
+        held = [p for g in optimizer.param_groups for p in g["params"]]
         if not any(p.grad is not None for p in held):
-            return self.optimizers[name].step()  # of nothing: no step
+            optimizer.step()  # of nothing: no step
+            return
         where = (self.ddp._reducer.ledger.finalized - self.before, self.letter)
         try:
-            self.optimizers[name].step()
+            optimizer.step()
         except Exception:
             steps.append((where, ""))
             raise
         steps.append((where, digest(self.ddp)))
-        return None
-
-    def perform(self, name: str) -> None:
-        if name in ("forward", "branch", "quiet", "eval"):
-            self.forward(name)
-        elif name in ("backward", "oldest", "retain", "part", "grad"):
-            self.backward(name)
-        elif name in ("freeze", "unfreeze"):
-            self.ddp.module.b.weight.requires_grad_(name == "unfreeze")
-        elif name in ("bad hook", "None hook"):
-            self.hook.next = name
-        elif name in ("zero to None", "zero to 0"):
-            self.ddp.zero_grad(set_to_none=name == "zero to None")
-        else:
-            others: dict[str, Callable[[], Any]] = {
-                "method": self.method,
-                "sync": self.ddp.sync_gradients,
-                "replace": self.replace,
-                "add": self.add,
-                "cast": self.cast,
-                "raising hook": self.raise_in_hook,
-                "nulling hook": self.null_in_hook,
-                "NaN": lambda: setattr(self, "has_nan", True),
-                "reset": self.reset,
-            }
-            others[name]()
 
     # -- letters -----------------------------------------------------------------------
 
@@ -287,42 +310,9 @@ class Player:
             sum(losses).backward(retain_graph=name == "retain")
         self.unhook()
 
-    def method(self) -> None:
-        sum(self.ddp.module(self.next_input())).backward()
-        self.unhook()
-
     def unhook(self) -> None:
         while self.handles:
             self.handles.pop().remove()
-
-    def raise_in_hook(self) -> None:
-        def raise_now(_: torch.Tensor) -> None:
-            raise ValueError("a hook of the word")
-
-        self.handles.append(self.ddp.module.a.bias.register_hook(raise_now))
-
-    def null_in_hook(self) -> None:
-        def null(param: torch.Tensor) -> None:
-            param.grad = None
-
-        param = self.ddp.module.c.weight
-        self.handles.append(param.register_post_accumulate_grad_hook(null))
-
-    def replace(self) -> None:
-        module = self.ddp.module
-        module.a.weight = nn.Parameter(module.a.weight.detach().clone())
-        self.is_changed = True
-
-    def add(self) -> None:
-        if hasattr(self.ddp.module, "extra"):
-            return
-        self.is_changed = True
-        self.ddp.module.extra = extra = nn.Parameter(torch.ones(4))
-        self.optimizers["step"].add_param_group({"params": [extra]})
-
-    def cast(self) -> None:
-        self.ddp.module.double()
-        self.is_changed = True
 
     # -- recovery ----------------------------------------------------------------------
 
@@ -334,10 +324,6 @@ class Player:
         keys = [f"{self.meetings}/{rank}" for rank in range(self.world_size)]
         self.store.wait(keys, timedelta(seconds=MEETING_SECONDS))
         self.others = [self.store.get(key).decode() for key in keys]
-
-    def reset(self) -> None:
-        self.recover()
-        self.story.steps.append([])
 
     def recover(self) -> None:
         """What README asks for after any failure."""
@@ -369,9 +355,8 @@ class Player:
             plain.zero_grad()
             for rank in range(self.world_size):
                 (sum(plain(inputs_of(rank, -i))) / self.world_size).backward()
-            for (name, p), q in zip(
-                ddp.module.named_parameters(), plain.parameters(), strict=True
-            ):
+            named = ddp.module.named_parameters()
+            for (name, p), q in zip(named, plain.parameters(), strict=True):
                 if p.grad is None or not torch.allclose(p.grad, q.grad, atol=1e-6):
                     return f"step {i}: {name}.grad is {p.grad}, expected {q.grad}"
             self.optimizers["step"].step()
@@ -421,9 +406,7 @@ def judge(word: Word, stories: Sequence[Story]) -> str:
     return ""
 
 
-def _first_difference(
-    word: Word, stretch: Sequence[Sequence[tuple[tuple[int, int], str]]]
-) -> str:
+def _first_difference(word: Word, stretch: Sequence[Any]) -> str:
     """Replicas that differ although no rank was refused a step before.
 
     Ranks that left something out may be a backward ahead of others: their gradients
@@ -444,14 +427,12 @@ def _first_difference(
 
 # ------------------------------------------------------------------------- strategies
 
+UNUSED, STATIC = ("find_unused_parameters", True), ("static_graph", True)
+VIEWS = ("gradient_as_bucket_view", True)
+EACH_ALONE, TWO_BUCKETS = ("bucket_cap_mb", 0), ("bucket_cap_mb", 40 / 2**20)
 OPTIONS: list[tuple[tuple[str, Any], ...]] = [
-    (),
-    (("bucket_cap_mb", 0),),
-    (("gradient_as_bucket_view", True), ("bucket_cap_mb", 40 / 2**20)),
-    (("find_unused_parameters", True),),
-    (("find_unused_parameters", True), ("bucket_cap_mb", 0)),
-    (("find_unused_parameters", True), ("gradient_as_bucket_view", True)),
-    (("static_graph", True), ("bucket_cap_mb", 40 / 2**20)),
+    *((), (EACH_ALONE,), (VIEWS, TWO_BUCKETS), (STATIC, TWO_BUCKETS)),
+    *((UNUSED,), (UNUSED, EACH_ALONE), (UNUSED, VIEWS)),
 ]
 RIGHT_STEP = ("zero to None", "forward", "backward", "step")
 
@@ -462,19 +443,12 @@ def words(world_size: int) -> st.SearchStrategy[Word]:
     wrong = st.builds(Op, st.sampled_from(EACH_SKIPS + ONLY_ODD), odd)
     right = st.sampled_from([*map(Op, ALL_DO), *map(Op, RIGHT_STEP), Op("forward")])
     whole_step = st.just(tuple(map(Op, RIGHT_STEP)))
-    pieces = st.lists(
-        st.one_of(whole_step, right.map(_alone), wrong.map(_alone)),
-        min_size=1,
-        max_size=9,
-    )
+    piece = st.one_of(whole_step, st.tuples(right), st.tuples(wrong))
+    pieces = st.lists(piece, min_size=1, max_size=9)
     return st.builds(
         Word,
-        ops=pieces.map(lambda parts: tuple(op for part in parts for op in part)),
+        ops=pieces.map(lambda parts: tuple(itertools.chain(*parts))),
         options=st.sampled_from(OPTIONS),
         has_hook=st.booleans(),
         has_norm=st.booleans(),
     )
-
-
-def _alone(op: Op) -> tuple[Op, ...]:
-    return (op,)

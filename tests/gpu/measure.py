@@ -19,36 +19,26 @@ BUSY_CYCLES = 20_000_000  # enough for a clock to see
 def waiting_is_an_error(cuda: Any) -> Iterator[None]:
     """Raise where torch knows that the host waits for the device."""
     before = cuda.get_sync_debug_mode()
-    _set_mode(cuda, "error")
-    try:
-        yield
-    finally:
-        _set_mode(cuda, before)
-
-
-def _set_mode(cuda: Any, mode: int | str) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "... is a prototype feature"
-        cuda.set_sync_debug_mode(mode)
+        warnings.filterwarnings("ignore", message=".*prototype feature")
+        cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            cuda.set_sync_debug_mode(before)
 
 
 class Busy:
     """Keeps a device busy for about so many seconds, however fast its clock is.
 
-    Args:
-        cuda: the module.
-        sleep: occupies the current stream for a number of cycles.
+    ``sleep(cycles)`` occupies the current stream.
     """
 
     def __init__(self, cuda: Any, sleep: Callable[[int], object]) -> None:
         self._cuda, self._sleep = cuda, sleep
         sleep(BUSY_CYCLES)  # the first one loads the kernel
-        begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        sleep(BUSY_CYCLES)
-        end.record()
-        end.synchronize()
-        self.cycles_per_second = 1e3 * BUSY_CYCLES / begin.elapsed_time(end)
+        (ms,) = milliseconds(cuda, lambda: sleep(BUSY_CYCLES), 1)
+        self.cycles_per_second = 1e3 * BUSY_CYCLES / ms
 
     def for_seconds(self, seconds: float) -> Any:
         """Begin; what comes back is an event behind it."""
@@ -70,11 +60,7 @@ def waits(busy: Busy, seconds: float, work: Callable[[], object]) -> bool:
 
 
 def launches_in(events: Iterable[Any]) -> Counter[str]:
-    """What a device did, by the name of the kernel, copy or fill.
-
-    Args:
-        events: of a `torch.profiler.profile`: ``profile.events()``.
-    """
+    """What a device did, by kernel, copy or fill, in ``profile.events()``."""
     return Counter(
         event.name
         for event in events
@@ -83,11 +69,6 @@ def launches_in(events: Iterable[Any]) -> Counter[str]:
         and not getattr(event, "is_user_annotation", False)
         and not event.name.startswith("minidp::")
     )
-
-
-def difference(more: Counter[str], less: Counter[str]) -> Counter[str]:
-    """What a wrapped backward launches beyond a bare one."""
-    return Counter({name: n - less[name] for name, n in more.items() if n > less[name]})
 
 
 def peak_bytes(cuda: Any, work: Callable[[], object]) -> int:

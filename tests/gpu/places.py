@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 
-from minidp.native._recipe import describe
+from minidp.native.recipe import describe
 from tests.support.pool import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -34,19 +34,12 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # read when CUBLAS start
 
 @dataclass(frozen=True)
 class Place:
-    """Some ranks.
-
-    Args:
-        backend: of their process group.
-        world_size: how many.
-        on_gpu: where their tensors are.
-        kernels: "python" or "native"; on the CPU what the stage says.
-    """
+    """Some ranks."""
 
     backend: str
     world_size: int
     on_gpu: bool
-    kernels: str = ""
+    kernels: str = ""  # "python" or "native"; on the CPU what the stage says
 
     @property
     def name(self) -> str:
@@ -56,21 +49,18 @@ class Place:
 
     @property
     def num_gpus(self) -> int:
-        """How many it needs."""
-        if not self.on_gpu:
-            return 0
-        return self.world_size if self.backend == "nccl" else 1
+        """How many GPUs the place needs."""
+        return (self.world_size if self.backend == "nccl" else 1) * self.on_gpu
 
     @property
     def devices(self) -> list[str]:
-        """Of each rank."""
-        if not self.on_gpu:
-            return ["cpu"] * self.world_size
-        return [f"cuda:{rank % self.num_gpus}" for rank in range(self.world_size)]
+        """The device of each rank."""
+        ranks = range(self.world_size)
+        return [f"cuda:{r % self.num_gpus}" if self.on_gpu else "cpu" for r in ranks]
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of the processes."""
+        """Variables of the processes."""
         return DETERMINISTIC | {"MINIDP_NATIVE": "1" if self.is_native else "0"}
 
     @property
@@ -79,23 +69,22 @@ class Place:
         return self.kernels == "native"
 
 
-def places_on_gpus(*backends: str) -> list[Place]:
+def places_on_gpus(*names: str) -> list[Place]:
     """``"nccl-1"`` and so on, each with both kernels."""
     return [
         Place(backend, int(world_size), on_gpu=True, kernels=kernels)
-        for backend, world_size in (name.split("-") for name in backends)
+        for backend, world_size in (name.split("-") for name in names)
         for kernels in ("python", "native")
     ]
 
 
 CPU = [Place("gloo", 1, on_gpu=False), Place("gloo", 2, on_gpu=False)]
-ONE_GPU = places_on_gpus("nccl-1", "gloo-2")
-TWO_GPUS = places_on_gpus("nccl-2")
-EVERYWHERE = [*CPU, *ONE_GPU, *TWO_GPUS]
+ON_GPUS = places_on_gpus("nccl-1", "gloo-2", "nccl-2")
+EVERYWHERE = [*CPU, *ON_GPUS]
 
 
 def at(places: Sequence[Place]) -> Any:
-    """Parametrise the fixture ``ranks``; those on a GPU get the marker."""
+    """Parametrise the fixture ``ranks``; places on a GPU get the marker."""
     params = [
         pytest.param(p, id=p.name, marks=[pytest.mark.gpu] if p.on_gpu else [])
         for p in places
@@ -118,43 +107,19 @@ class Ranks:
         return self._pool.run(function, size, *args, errors=errors, limit=JOB_SECONDS)
 
 
-class Pools:
-    """Processes at each place, started when first needed, for the whole session."""
-
-    def __init__(self) -> None:
-        self._pools: dict[Place, Pool] = {}
-
-    def at(self, place: Place) -> Pool:
-        """Those of a place on GPUs."""
-        if place not in self._pools:
-            self._pools[place] = new_pool(place)
-        return self._pools[place]
-
-    def close(self) -> None:
-        """End all of them."""
-        for pool in self._pools.values():
-            pool.close()
-
-
-def new_pool(place: Place, **environment: str) -> Pool:
-    """Not started yet; with more environment variables."""
+def new_pool(place: Place) -> Pool:
+    """Processes of a place; not started yet."""
     return Pool(
         place.world_size,
         GROUP_SECONDS,
-        env=place.environment | environment,
+        env=place.environment,
         backend=place.backend,
         devices=place.devices,
     )
 
 
 def why_not(place: Place, num_gpus: int, why_no_extension: Callable[[], str]) -> str:
-    """Why a place cannot be had here; empty if it can.
-
-    Args:
-        place: the place.
-        num_gpus: there are.
-        why_no_extension: asked only where it matters.
-    """
+    """Why a place cannot be had here; "" if it can. The extension is asked for last."""
     if place.num_gpus > num_gpus:
         return f"needs {place.num_gpus} GPUs, there are {num_gpus}"
     return why_no_extension() if place.is_native else ""
@@ -163,7 +128,7 @@ def why_not(place: Place, num_gpus: int, why_no_extension: Callable[[], str]) ->
 def why_no_extension() -> str:
     """What is missing to build one with CUDA kernels; empty if nothing is."""
     recipe = describe()
-    if not recipe.cxx_version:
+    if not recipe.parts["compiler"]:
         return "there is no C++ compiler"
     if not recipe.nvcc:
         return f"there is no nvcc for CUDA {torch.version.cuda}, which torch has"
@@ -185,8 +150,3 @@ def build_extension() -> str:
         timeout=160,
     )
     return done.stderr if done.returncode else ""
-
-
-def num_gpus() -> int:
-    """Without a CUDA context: those are for the ranks."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -33,35 +32,18 @@ PLACES += [oracle.dense((5, 6), (1, 0)), oracle.dense((4, 5), step=2)]
 PLACES += [oracle.dense((2, 3, 4, 5), (0, 2, 3, 1)), oracle.dense(())]
 
 
-def flatten_and_back(ctx: Any, to: Any, of: Any, scale: float) -> None:
-    """Raises where a bit differs from torch's, also between the tensors."""
-    kernels = native.library()
-    arena, _, offsets = oracle.arena_for(PLACES, to, 1)
-    sources, _, where = oracle.arena_for(PLACES, of, 2)
-    arena, sources = arena.to(ctx.device), sources.to(ctx.device)
-    expected, before = arena.clone(), sources.clone()
-    grads = oracle.windows(sources, PLACES, where)
-    views = oracle.windows(arena, PLACES, offsets)
-    for view, grad in zip(
-        oracle.windows(expected, PLACES, offsets), grads, strict=True
-    ):
-        oracle.reference_flatten(view, grad, scale)
-    kernels.flatten(views, grads, scale)
-    oracle.assert_same_bits(arena, expected)
-    oracle.assert_same_bits(sources, before)
-    for grad, view in zip(oracle.windows(before, PLACES, where), views, strict=True):
-        grad.copy_(view)
-    kernels.unflatten(grads, views)
-    oracle.assert_same_bits(sources, before)
+def copies(ctx: Any, dtypes: Any, scale: float) -> None:
+    pairs = [(place, place) for place in PLACES]
+    oracle.check_copies(native.library(), pairs, dtypes, scale, device=ctx.device)
 
 
 @at(NATIVE)
 @pytest.mark.parametrize("scale", oracle.SCALES)
 @pytest.mark.parametrize(
-    ("to", "of"), [*itertools.product(oracle.REALS, repeat=2), (torch.complex64,) * 2]
+    "dtypes", [*itertools.product(oracle.REALS, repeat=2), (torch.complex64,) * 2]
 )
-def test_flatten_has_torchs_bits(ranks: Any, to: Any, of: Any, scale: float) -> None:
-    ranks.run(flatten_and_back, to, of, scale)
+def test_copies_have_torchs_bits(ranks: Any, dtypes: Any, scale: float) -> None:
+    ranks.run(copies, dtypes, scale)
 
 
 def huge(ctx: Any) -> str:
@@ -85,54 +67,6 @@ def test_a_tensor_of_more_than_32_bits(ranks: Any) -> None:
     (reason,) = ranks.run(huge)
     if reason:
         pytest.skip(reason)
-
-
-# ------------------------------------------------------------------------------ speed
-
-BUCKETS = {  # (tensors, elements of each)
-    "4000 of 1 KiB": (4000, 256),
-    "400 of 64 KiB": (400, 16 * 1024),
-    "4 of 25 MiB": (4, 25 * 256 * 1024),
-}
-
-
-def speeds(ctx: Any, name: str, dtype: torch.dtype) -> dict[str, float]:
-    """GB/s of each way, read and written, by the median of its times."""
-    count, numel = BUCKETS[name]
-    buffer = torch.empty(count * numel, dtype=dtype, device=ctx.device)
-    source = torch.ones_like(buffer)
-    grads = [torch.ones(numel, dtype=dtype, device=ctx.device) for _ in range(count)]
-    views = list(buffer.split(numel))
-    kernels = native.library()
-
-    def foreach() -> None:
-        torch._foreach_copy_(views, grads)
-        buffer.mul_(1 / 3)
-
-    ways = {
-        "device copy": lambda: buffer.copy_(source),
-        "_foreach_copy_": lambda: torch._foreach_copy_(views, grads),
-        "_foreach_copy_, mul_": foreach,
-        "native": lambda: kernels.flatten(views, grads, 1.0),
-        "native, scaled": lambda: kernels.flatten(views, grads, 1 / 3),
-    }
-    found = {}
-    for way, work in ways.items():
-        measure.milliseconds(torch.cuda, work, 5)
-        times = measure.milliseconds(torch.cuda, work, 30)
-        found[way] = 2 * buffer.nbytes / (statistics.median(times) * 1e6)
-    oracle.assert_same_bits(buffer, source * (1 / 3))  # what the last way wrote
-    return found
-
-
-@at(NATIVE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", BUCKETS)
-def test_speed_is_measured(ranks: Any, results: Any, name: str, dtype: Any) -> None:
-    """Numbers for the table; how fast a device is no test can know."""
-    (found,) = ranks.run(speeds, name, dtype)
-    assert all(speed > 0 for speed in found.values())
-    results.add("Flatten, GB/s", bucket=name, dtype=str(dtype)[6:], **found)
 
 
 # --------------------------------------------------------------------------- launches
@@ -178,7 +112,7 @@ def added_launches(ctx: Any, count: int) -> tuple[dict[str, int], dict[str, int]
     bare = launches(ctx, None, count)
     assert bare.total() > count, "the profiler saw no kernels"
     theirs, ours = (
-        dict(measure.difference(launches(ctx, kind, count), bare))
+        dict(launches(ctx, kind, count) - bare)
         for kind in (DistributedDataParallel, DataParallel)
     )
     return theirs, ours
@@ -192,33 +126,31 @@ MOST = {"native": 3, "python": 9}
 @at(NCCL)
 @pytest.mark.parametrize("count", [10, 40])
 def test_launches_do_not_grow_with_parameters(
-    ranks: Any, results: Any, count: int
+    ranks: Any, record_property: Any, count: int
 ) -> None:
-    for rank, (theirs, ours) in enumerate(ranks.run(added_launches, count)):
-        row = {"torch": sum(theirs.values()), "minidp": sum(ours.values())}
-        place = ranks.place.name
-        if rank == 0:
-            results.add("Launches", place=place, parameters=2 * count, **row)
-        assert row["minidp"] <= MOST[ranks.place.kernels], ours
-        assert row["minidp"] < row["torch"], (theirs, ours)
+    for theirs, ours in ranks.run(added_launches, count):
+        record_property("launches of torch, minidp", (theirs, ours))
+        assert sum(ours.values()) <= MOST[ranks.place.kernels], ours
+        assert sum(ours.values()) < sum(theirs.values()), theirs
 
 
 # -------------------------------------------------------------------------- sanitizer
 
 
-def sanitize(*arguments: str) -> subprocess.CompletedProcess[str]:
-    tool = shutil.which("compute-sanitizer") or shutil.which(
-        "compute-sanitizer", path="/usr/local/cuda/bin"
-    )
+@at(NATIVE)
+@pytest.mark.slow
+def test_kernels_stay_within_their_tensors(ranks: Any) -> None:
+    path = f"{os.environ['PATH']}:/usr/local/cuda/bin"
+    tool = shutil.which("compute-sanitizer", path=path)
     if tool is None:
         pytest.skip("there is no compute-sanitizer")
     # Each tensor is an allocation of its own: else its neighbours hide what is wrong.
     env = {"MINIDP_NATIVE": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    return subprocess.run(
+    run = subprocess.run(
         [
             *[tool, "--tool", "memcheck", "--error-exitcode", "9"],
             *["--report-api-errors", "no"],  # torch asks what it may not, and goes on
-            *[sys.executable, "-m", "tests.gpu.sanitized", *arguments],
+            *[sys.executable, "-m", "tests.gpu.sanitized"],
         ],
         env=os.environ | env,
         cwd=ROOT,
@@ -227,20 +159,7 @@ def sanitize(*arguments: str) -> subprocess.CompletedProcess[str]:
         check=False,
         timeout=150,
     )
-
-
-@at(NATIVE)
-@pytest.mark.slow
-def test_kernels_stay_within_their_tensors(ranks: Any) -> None:
-    run = sanitize()
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert sanitized.DONE in run.stdout
-    assert "ERROR SUMMARY: 0 errors" in run.stdout + run.stderr
-
-
-@at(NATIVE)
-@pytest.mark.slow
-def test_the_sanitizer_would_see_it(ranks: Any) -> None:
-    run = sanitize("--beyond")
-    assert run.returncode == 9, run.stdout + run.stderr
-    assert "Invalid __global__ read" in run.stdout + run.stderr
+    said = run.stdout + run.stderr
+    assert run.returncode == 0, said
+    assert sanitized.DONE in said
+    assert "ERROR SUMMARY: 0 errors" in said

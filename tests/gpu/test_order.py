@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from minidp import DataParallel, comm_hooks
-from minidp._streams import BucketStreams
+from minidp.core.kernels import BucketStreams
 from tests.gpu import measure, scenarios
-from tests.gpu.places import ONE_GPU, TWO_GPUS, at, places_on_gpus
+from tests.gpu.places import ON_GPUS, at, places_on_gpus
 from tests.gpu.test_bits import MODES, UNUSED, VIEWS, check, modes
 
 SECONDS = 2.0  # of sleep on the device: more than a host needs for a small backward
@@ -84,7 +84,7 @@ def slow_branches(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
     return history, not is_judged or all(is_ahead[WARM_UP:])
 
 
-@at([*ONE_GPU, *TWO_GPUS])
+@at(ON_GPUS)
 @modes
 def test_a_copy_waits_for_a_slow_kernel_of_another_stream(
     ranks: Any, mode: dict[str, Any]
@@ -94,7 +94,7 @@ def test_a_copy_waits_for_a_slow_kernel_of_another_stream(
         assert is_ahead, "the device was done before the host: nothing was tested"
 
 
-def copied(ctx: Any, writer: str, reader: str, *, ordered: bool) -> bool:
+def copied(ctx: Any, writer: str, reader: str, is_ordered: bool) -> bool:
     """Whether a copy on one stream sees what a slow kernel of another one writes."""
     streams = {
         "default": torch.cuda.default_stream(),
@@ -110,7 +110,7 @@ def copied(ctx: Any, writer: str, reader: str, *, ordered: bool) -> bool:
     of_bucket = BucketStreams(ctx.device)
     of_bucket.written_on.add(streams[writer].cuda_stream)
     with torch.cuda.stream(streams[reader]):
-        if ordered:
+        if is_ordered:
             of_bucket.gather([source])
         copy = source.clone()
     torch.cuda.synchronize()
@@ -122,24 +122,11 @@ def copied(ctx: Any, writer: str, reader: str, *, ordered: bool) -> bool:
     ("writer", "reader"), [("side", "default"), ("default", "side"), ("side", "other")]
 )
 def test_who_flattens_waits_for_who_wrote(ranks: Any, writer: str, reader: str) -> None:
-    assert ranks.run(in_order, writer, reader) == [True]
-    assert ranks.run(out_of_order, writer, reader) == [False], "the sleep is too short"
-
-
-def in_order(ctx: Any, writer: str, reader: str) -> bool:
-    return copied(ctx, writer, reader, ordered=True)
-
-
-def out_of_order(ctx: Any, writer: str, reader: str) -> bool:
-    return copied(ctx, writer, reader, ordered=False)
+    assert ranks.run(copied, writer, reader, True) == [True]
+    assert ranks.run(copied, writer, reader, False) == [False], "the sleep is too short"
 
 
 # ------------------------------------------------------------------------------ waits
-
-
-def train_unwatched(ctx: Any, ddp: Any) -> None:
-    for step in range(WARM_UP):
-        ddp(scenarios.inputs(ctx, step)).pow(2).sum().backward()
 
 
 def backwards_without_wait(ctx: Any, options: dict[str, Any], hook: str) -> list[bool]:
@@ -152,7 +139,8 @@ def backwards_without_wait(ctx: Any, options: dict[str, Any], hook: str) -> list
     )
     if hook:
         ddp.register_comm_hook(ctx.group, getattr(comm_hooks, hook))
-    train_unwatched(ctx, ddp)
+    for step in range(WARM_UP):
+        ddp(scenarios.inputs(ctx, step)).pow(2).sum().backward()
     x, keeps_busy = scenarios.inputs(ctx, WARM_UP), busy()
 
     def step() -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel
 from tests.gpu import measure, scenarios
-from tests.gpu.places import CPU, ONE_GPU, TWO_GPUS, at
+from tests.gpu.places import EVERYWHERE, ON_GPUS, at
 from tests.gpu.test_bits import modes
 from tests.support import oracle
 
@@ -51,22 +51,14 @@ def peaks(ctx: Any, options: dict[str, Any]) -> list[int]:
     return found
 
 
-@at([*ONE_GPU, *TWO_GPUS])
+@at(ON_GPUS)
 @modes
 def test_no_more_memory_than_torchs(
-    ranks: Any, results: Any, mode: dict[str, Any]
+    ranks: Any, record_property: Any, mode: dict[str, Any]
 ) -> None:
     oracle.skip_unless_torch_takes(mode)
-    found = ranks.run(peaks, mode)
-    for rank, (theirs, ours) in enumerate(found):
-        if rank == 0:
-            results.add(
-                "Peak memory beyond the module, MiB",
-                place=ranks.place.name,
-                mode="-".join(mode) or "default",
-                torch=theirs / MIB,
-                minidp=ours / MIB,
-            )
+    for theirs, ours in ranks.run(peaks, mode):
+        record_property("peak bytes of torch, minidp", (theirs, ours))
         assert theirs > 32 * MIB, "a wrapped module has gradients"
         # On a GPU the extension copies a bucket at once: until then it keeps fresh
         # gradients, of which torch drops each as soon as its view is filled.
@@ -88,7 +80,7 @@ def left_behind(ctx: Any, options: dict[str, Any]) -> list[int]:
     return found
 
 
-@at([*ONE_GPU, *TWO_GPUS])
+@at(ON_GPUS)
 @modes
 def test_nothing_is_left_behind(ranks: Any, mode: dict[str, Any]) -> None:
     for in_use in ranks.run(left_behind, mode):
@@ -113,10 +105,7 @@ def stay_alone(ctx: Any, log: str) -> str:
     return "was never told"
 
 
-TWO_RANKS = [p for p in [*CPU, *ONE_GPU, *TWO_GPUS] if p.world_size == 2]
-
-
-@at(TWO_RANKS)
+@at([place for place in EVERYWHERE if place.world_size == 2])
 @pytest.mark.slow
 def test_the_one_that_waits_says_who_is_missing(ranks: Any, tmp_path: Path) -> None:
     """Nothing can be called back from a device: with NCCL the process ends."""

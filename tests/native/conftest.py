@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from minidp import native
-from minidp.native import _state
+from minidp.native import state
 
 # A binary built in another way (asan.sh) is tested instead of a build of csrc/.
 BINARY = os.environ.get("MINIDP_TEST_BINARY")
@@ -19,16 +19,16 @@ BINARY = os.environ.get("MINIDP_TEST_BINARY")
 def library() -> ModuleType:
     """The extension, built first if there is a compiler; else a skip says why not."""
     if BINARY:
-        return _state.load(Path(BINARY))
+        return state.load(Path(BINARY))
     # A process can load one version only: if csrc/ has changed since, not another one.
     if os.environ.get("MINIDP_NATIVE", "auto") != "0":
         loaded = native.library()
         if loaded is not None:
             return loaded
-    outcome = _state.attempt("1")
-    if outcome.module is None:
-        pytest.skip(f"no native kernels: {outcome.status.reason}")
-    return outcome.module
+    module, status = state.attempt("1")
+    if module is None:
+        pytest.skip(f"no native kernels: {status.reason}")
+    return module
 
 
 @pytest.fixture(params=["native", "python"])

@@ -7,14 +7,11 @@ CPU one thread after the other, has torch's bits. tests/gpu runs it.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
-import re
 import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -22,17 +19,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minidp.native._recipe import FLAGS, NVCC_FLAGS
+from minidp.native.recipe import FLAGS, NVCC_FLAGS
+from tests.native.test_flatten import GUARD, REALS, SCALES, assert_same_bits
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-SOURCES = Path(__file__).parents[2] / "csrc"
-CUDA_SOURCES = SOURCES / "cuda"
+CSRC = Path(__file__).parents[2] / "csrc"
 TORCH_HEADERS = Path(torch.__file__).parent / "include"
-NVCC = shutil.which("nvcc")
-GXX = shutil.which("g++")
-LOADS = 8  # of a thread, as in rows.h
+NVCC, GXX = shutil.which("nvcc"), shutil.which("g++")
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc")
+needs_gxx = pytest.mark.skipif(GXX is None, reason="no g++")
 
 
 def toolkit_headers() -> Path | None:
@@ -46,16 +40,6 @@ def toolkit_headers() -> Path | None:
 
 TOOLKIT_HEADERS = toolkit_headers()
 
-needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc")
-needs_gxx = pytest.mark.skipif(GXX is None, reason="no g++")
-needs_toolkit_headers = pytest.mark.skipif(
-    TOOLKIT_HEADERS is None, reason="no headers of a CUDA toolkit"
-)
-needs_torch_headers = pytest.mark.skipif(
-    not (TORCH_HEADERS / "c10" / "cuda" / "CUDAStream.h").is_file(),
-    reason="this torch comes without the headers of c10/cuda",
-)
-
 
 def compile_or_fail(*command: str | Path) -> str:
     done = subprocess.run(
@@ -65,20 +49,16 @@ def compile_or_fail(*command: str | Path) -> str:
     return done.stdout
 
 
-# ------------------------------------------------------------------------ compilers
-
-# Of the build, but for the GPU: there is none whose architecture could be asked.
-FLAGS_OF_BUILD = [flag for flag in NVCC_FLAGS if flag != "-arch=native"]
-
-
 @needs_nvcc
 @pytest.mark.slow
 def test_the_kernels_compile_without_a_warning(tmp_path):
     archs = compile_or_fail(NVCC, "--list-gpu-arch").split()
     oldest = min(archs, key=lambda arch: int(arch.removeprefix("compute_")))
-    assert "-arch=native" in NVCC_FLAGS
+    # There is no GPU here whose architecture could be asked.
+    flags = [flag for flag in NVCC_FLAGS if flag != "-arch=native"]
+    assert len(flags) == len(NVCC_FLAGS) - 1
     compile_or_fail(
-        *[NVCC, *FLAGS_OF_BUILD, "-c", CUDA_SOURCES / "launch.cu"],
+        *[NVCC, *flags, "-c", CSRC / "cuda" / "launch.cu"],
         *["-o", tmp_path / "launch.o", "-Werror", "all-warnings"],
         *["-Xcompiler", "-Wall,-Wextra,-Werror"],
         *["-gencode", "arch=compute_90,code=sm_90"],
@@ -86,57 +66,24 @@ def test_the_kernels_compile_without_a_warning(tmp_path):
     )
 
 
-def kernels_in(ptx: str) -> dict[str, str]:
-    """Mangled name -> body."""
-    pieces = re.split(r"\.entry (\w+)", ptx)[1:]
-    return dict(zip(pieces[::2], pieces[1::2], strict=True))
-
-
-@needs_nvcc
-@pytest.mark.slow
-def test_every_load_is_issued_before_the_first_store(tmp_path):
-    """And values stay in registers; addresses are known to be of global memory."""
-    ptx = tmp_path / "launch.ptx"
-    compile_or_fail(
-        *[NVCC, *FLAGS_OF_BUILD, "-ptx", "-arch=compute_90"],
-        *[CUDA_SOURCES / "launch.cu", "-o", ptx],
-    )
-    kernels = kernels_in(ptx.read_text())
-    assert len(kernels) == 4  # types
-    for name, body in kernels.items():
-        accesses = re.findall(r"\b(ld|st)\.global\.", body)
-        assert accesses == ["ld"] * LOADS + ["st"] * LOADS, name
-        assert ".local" not in body, name
-        assert not re.search(r"\b(ld|st)\.[vfusb]\d", body), f"generic access: {name}"
-
-
-def check_syntax(source: Path, *, headers: Sequence[Path]) -> None:
-    includes = itertools.chain.from_iterable(("-isystem", h) for h in headers)
-    compile_or_fail(
-        *[GXX, *FLAGS, "-fsyntax-only", "-Wextra", "-Werror", "-DMINIDP_CUDA"],
-        # A torch without CUDA lacks one generated header; it only sets export macros.
-        *["-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE", *includes, source],
-    )
-
-
 @needs_gxx
-@needs_toolkit_headers
-@needs_torch_headers
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cuda/copy_rows.cpp", "flatten.cpp", "grad_hook.cpp"])
 def test_what_knows_of_cuda_compiles_without_a_warning(name):
+    if not (TORCH_HEADERS / "c10" / "cuda" / "CUDAStream.h").is_file():
+        pytest.skip("this torch comes without the headers of c10/cuda")
+    if TOOLKIT_HEADERS is None:
+        pytest.skip("no headers of a CUDA toolkit")
     torch_api = TORCH_HEADERS / "torch" / "csrc" / "api" / "include"
-    python = Path(sysconfig.get_path("include"))
+    python = sysconfig.get_path("include")
     headers = [TORCH_HEADERS, torch_api, python, TOOLKIT_HEADERS]
-    check_syntax(SOURCES / name, headers=headers)
-
-
-@needs_gxx
-@pytest.mark.slow
-def test_the_header_of_the_copies_needs_no_cuda_toolkit(tmp_path):
-    source = tmp_path / "includes_copies.cpp"
-    source.write_text(f'#include "{CUDA_SOURCES / "copy_rows.h"}"\n')
-    check_syntax(source, headers=[TORCH_HEADERS])
+    compile_or_fail(
+        *[GXX, *FLAGS, "-fsyntax-only", "-Wextra", "-Werror", "-DMINIDP_CUDA"],
+        # A torch without CUDA lacks one generated header; it only sets export macros.
+        "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE",
+        *[word for path in headers for word in ("-isystem", path)],
+        CSRC / name,
+    )
 
 
 # --------------------------------------------------------------------------- blocks
@@ -164,30 +111,23 @@ def host(tmp_path_factory):
     headers = ["-isystem", TOOLKIT_HEADERS] if TOOLKIT_HEADERS else []
     compile_or_fail(
         *[GXX, "-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", *headers],
-        *["-Wall", "-Wextra", "-Werror"],
-        # g++ does not see that a value is used only where it was loaded.
-        "-Wno-maybe-uninitialized",
-        *["-I", CUDA_SOURCES, Path(__file__).with_name("host_check.cpp")],
-        *["-o", library],
+        *["-Wall", "-Wextra", "-Werror", "-I", CSRC / "cuda"],
+        *[Path(__file__).with_name("host_check.cpp"), "-o", library],
     )
     loaded = ctypes.CDLL(str(library))
     loaded.elements_per_block.restype = ctypes.c_int64
     return loaded
 
 
-def pointer(array: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
-
-
-def blocks_of(host, numels: Sequence[int]) -> tuple[Run, np.ndarray, np.ndarray]:
+def blocks_of(host, numels):
     """The run, and of each block its tensor and where in it the block begins."""
     rows = np.zeros(len(numels), ROW)
     rows["to"], rows["numel"] = range(len(numels)), numels
-    per_block = host.elements_per_block()
-    count = sum(-(-n // per_block) for n in numels)
+    count = sum(-(-n // host.elements_per_block()) for n in numels)
     tags, begins = np.zeros(count, np.int64), np.zeros(count, np.int64)
     run = Run(rows.ctypes.data, len(rows), 1.0, 0, 0, 0)
-    host.plan(ctypes.byref(run), pointer(tags), pointer(begins))
+    arrays = (ctypes.c_void_p(array.ctypes.data) for array in (tags, begins))
+    host.plan(ctypes.byref(run), *arrays)
     assert run.num_blocks == count
     return run, tags, begins
 
@@ -216,47 +156,33 @@ def test_one_huge_tensor_of_more_than_32_bits(host):
     assert tags.tolist()[:2] == [0, 1]
 
 
-def test_the_parameters_of_a_launch_fit(host):
-    assert host.rows_per_launch() * ROW.itemsize + 24 <= 4096
-    assert host.elements_per_block() == LOADS * host.threads_per_block()
-
-
 # --------------------------------------------------------------------------- copies
 
-FLOATS = {
-    "f": torch.float32,
-    "d": torch.float64,
-    "h": torch.float16,
-    "b": torch.bfloat16,
-}
-BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+LETTERS = dict(zip(REALS, "fdbh", strict=True))
 NUMELS = [*range(35), 255, 256, 257, 2047, 2048, 2049, 0, 9001, *[7] * 120]
-GUARD = 3  # elements behind each tensor, that nobody may touch
-
-types = pytest.mark.parametrize("type_", list(FLOATS))
-scales = pytest.mark.parametrize("scale", [1.0, 1 / 2, 1 / 3, 1 / 7])
+dtypes = pytest.mark.parametrize("dtype", REALS, ids=lambda d: str(d)[6:])
 
 
 @pytest.fixture(scope="module")
 def copy(host):
-    """``copy(type, to, of, scale)`` -> `Run`; lists of tensors."""
+    """``copy(to, of, scale)`` -> `Run`; lists of tensors."""
     if not hasattr(host, "copy"):
         pytest.skip("no headers of a CUDA toolkit")
     host.copy.argtypes = [ctypes.c_char, ctypes.c_void_p]
 
-    def call(type_, to, of, scale=1.0):
+    def call(to, of, scale):
         rows = np.zeros(len(to), ROW)
         rows["to"] = [tensor.data_ptr() for tensor in to]
         rows["from"] = [tensor.data_ptr() for tensor in of]
         rows["numel"] = [tensor.numel() for tensor in to]
         run = Run(rows.ctypes.data, len(rows), scale, 0, 0, 0)
-        host.copy(type_.encode(), ctypes.byref(run))
+        host.copy(LETTERS[to[0].dtype].encode(), ctypes.byref(run))
         return run
 
     return call
 
 
-def any_bits(numel: int, dtype: torch.dtype) -> torch.Tensor:
+def any_bits(numel, dtype):
     """All kinds of values: every second one ordinary, the others any bit pattern."""
     raw = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8)
     values = raw.view(dtype)
@@ -264,75 +190,41 @@ def any_bits(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return values
 
 
-def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Apart from the bits of a NaN."""
-    assert found.dtype == expected.dtype
-    assert torch.equal(found.isnan(), expected.isnan())
-    bits = BITS[found.itemsize]
-    keep = ~found.isnan()
-    assert torch.equal(found.view(bits)[keep], expected.view(bits)[keep])
-
-
-def with_guards(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Tensors of all sizes, and the memory behind each."""
-    rooms = [torch.full((n + GUARD,), 42.0, dtype=dtype) for n in NUMELS]
-    pairs = [(room[:n], room[n:]) for room, n in zip(rooms, NUMELS, strict=True)]
-    inside, behind = zip(*pairs, strict=True)
-    return list(inside), list(behind)
-
-
-@types
-@scales
-def test_a_copy_has_torchs_bits(copy, type_, scale):
-    dtype = FLOATS[type_]
+@dtypes
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_copy_has_torchs_bits(copy, host, dtype, scale):
     of = [any_bits(n, dtype) for n in NUMELS]
-    to, behind = with_guards(dtype)
-    copy(type_, to, of, scale)
+    rooms = [torch.full((n + GUARD,), 42.0, dtype=dtype) for n in NUMELS]
+    to = [room[:-GUARD] for room in rooms]
+    run = copy(to, of, scale)
+    assert run.num_launches == -(-(len(NUMELS) - NUMELS.count(0)) // 120)
+    assert run.most_rows == host.rows_per_launch() == 120
     for found, source in zip(to, of, strict=True):
         assert_same_bits(found, source if scale == 1 else source * scale)
-    assert all((room == 42).all() for room in behind)
+        if scale == 1:  # also those of a NaN
+            assert torch.equal(found.view(torch.uint8), source.view(torch.uint8))
+    assert all((room[-GUARD:] == 42).all() for room in rooms)
 
 
-@types
-def test_a_copy_without_a_scale_keeps_the_bits_of_a_nan(copy, type_):
-    dtype = FLOATS[type_]
-    (source,) = of = [any_bits(5000, dtype)]
-    to = [torch.zeros_like(source)]
-    copy(type_, to, of)
-    assert source.isnan().any()
-    bits = BITS[dtype.itemsize]
-    assert torch.equal(to[0].view(bits), source.view(bits))
-
-
-@types
-def test_every_element_is_scaled_once(copy, type_):
+@dtypes
+def test_every_element_is_scaled_once(copy, dtype):
     """In place, a second time would show."""
-    values = [torch.randn(n, dtype=torch.float64).to(FLOATS[type_]) for n in NUMELS]
+    values = [torch.randn(n, dtype=torch.float64).to(dtype) for n in NUMELS]
     expected = [value * (1 / 3) for value in values]
-    copy(type_, values, values, 1 / 3)
+    copy(values, values, 1 / 3)
     for found, wanted in zip(values, expected, strict=True):
         assert_same_bits(found, wanted)
 
 
-@types
-def test_every_value_that_is_rounded_specially(copy, type_):
+@dtypes
+def test_every_value_that_is_rounded_specially(copy, dtype):
     """Ties, and neighbours of ties."""
     exponents = torch.arange(-30, 17, dtype=torch.float64)[:, None, None]
     near = torch.tensor([0, 2.0**-8, 2.0**-9, 2.0**-11, 2.0**-12, 3 * 2.0**-12])
     off = torch.tensor([0, 2.0**-40, -(2.0**-40), 2.0**-50], dtype=torch.float64)
     values = (2**exponents * (1 + near.double()[:, None] + off)).flatten()
-    source = torch.cat([values, -values]).to(FLOATS[type_])
+    source = torch.cat([values, -values]).to(dtype)
     for scale in [1 / 2, 1 / 3, 1 / 2049]:
         to = torch.zeros_like(source)
-        copy(type_, [to], [source], scale)
+        copy([to], [source], scale)
         assert_same_bits(to, source * scale)
-
-
-def test_more_tensors_than_one_launch_takes(copy, host):
-    most = host.rows_per_launch()
-    of = [torch.full((3,), float(k)) for k in range(2 * most + 1)]
-    to = [torch.zeros(3) for _ in of]
-    run = copy("f", to, of, 0.5)
-    assert run.num_launches == 3
-    assert run.most_rows == most
-    assert [float(t.sum()) for t in to] == [1.5 * k for k in range(len(of))]

@@ -22,10 +22,8 @@ from torch._dynamo import compiled_autograd
 from torch.testing._internal.two_tensor import TwoTensor
 
 from minidp import DataParallel, native
-from minidp._arrivals import Arrivals, Callbacks, Mark
-from minidp._autograd import GradHooks
-from minidp._countdown import Countdown
-from minidp._timing import NativeTiming
+from minidp.core.grad_hooks import GradHooks, HookTiming
+from minidp.core.pending import GradState, GradTable, PendingGrads
 
 NUM_PARAMS = 5
 MEMBERS = [(2, 0), (1, 3), (4,)]  # parameters of the buckets, in slot order
@@ -37,15 +35,15 @@ def make_params(count=NUM_PARAMS):
 
 def native_arrivals(library, params, *, on_full=None, on_unusual=None):
     """Open, one bucket."""
-    made = library.Arrivals(
+    made = library.GradTable(
         params,
-        tuple(Mark),
-        Mark.UNSET,
-        Mark.COPIED,
+        tuple(GradState),
+        GradState.UNSET,
+        GradState.COPIED,
         (on_full or (lambda bucket: None), on_unusual or (lambda i: None)),
     )
     made.adopt([range(len(params))])
-    made.entries[:] = [Mark.UNSET] * len(params)
+    made.entries[:] = [GradState.UNSET] * len(params)
     return made
 
 
@@ -81,14 +79,18 @@ class World:
     def __init__(self, library):
         self.params = make_params()
         self.log = []
-        callbacks = Callbacks(self._on_full, self._on_unusual)
+        reducer = SimpleNamespace(
+            on_full=self._on_full,
+            on_unusual=self._on_unusual,
+            queue=SimpleNamespace(copy_now=lambda i, grad: grad),
+        )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(native, "library", lambda: library)
-            self.countdown = Countdown(self.params, callbacks, lambda i, grad: grad)
-            self.hooks = GradHooks(self.params, self.countdown)
-        self.arrivals = self.countdown.arrivals
-        assert isinstance(self.arrivals, Arrivals) == (library is None)
-        self.adopt(MEMBERS)
+            self.pending = PendingGrads(self.params, reducer)
+            self.hooks = GradHooks(self.params, self.pending)
+        self.arrivals = self.pending.table
+        assert isinstance(self.arrivals, GradTable) == (library is None)
+        self.arrivals.adopt(MEMBERS)
 
     def _on_full(self, bucket):
         self.log.append(("full", bucket, self.read(self.arrivals.gather(bucket))))
@@ -102,31 +104,27 @@ class World:
             for entry in entries
         ]
 
-    def adopt(self, members):
-        self.arrivals.adopt(members)
-
-    def refill(self):
-        self.arrivals.refill()
-
-    def set_pending(self, pending):
-        self.arrivals.pending.clear()
-        self.arrivals.pending.extend(pending)
-
-    def set_entry(self, i, entry):
-        self.arrivals.entries[i] = entry
-
-    def set_all(self, entries):
-        self.arrivals.entries[:] = entries
-
-    def clear(self):
-        self.arrivals.ready.clear()
-
-    def zero_grad(self):
-        for param in self.params:
-            param.grad = None
-
-    def gather(self, bucket):
-        self.log.append(("gather", self.read(self.arrivals.gather(bucket))))
+    def do(self, name, *arguments):
+        """One of the operations below."""
+        match name, arguments:
+            case "entry", (i, entry):
+                self.arrivals.entries[i] = entry
+            case "entries", (given,):
+                self.arrivals.entries[:] = given
+            case "pending", (counts,):
+                self.arrivals.pending.clear()
+                self.arrivals.pending.extend(counts)
+            case "clear", ():
+                self.arrivals.ready.clear()
+            case "zero_grad", ():
+                for param in self.params:
+                    param.grad = None
+            case "gather", (bucket,):
+                self.log.append(("gather", self.read(self.arrivals.gather(bucket))))
+            case "backward", (uses,):
+                self.backward(uses)
+            case _:
+                getattr(self.arrivals, name)(*arguments)
 
     def backward(self, uses):
         terms = [
@@ -152,41 +150,38 @@ def in_three_buckets(order):
     return [tuple(order[:2]), tuple(order[2:4]), tuple(order[4:])]
 
 
+def some(strategy, count):
+    return st.lists(strategy, min_size=count, max_size=count)
+
+
 indices = st.integers(0, NUM_PARAMS - 1)
 entries = st.one_of(
-    st.just(Mark.UNSET),
-    st.sampled_from(list(Mark)),
+    st.just(GradState.UNSET),
+    st.sampled_from(list(GradState)),
     st.none(),
     st.integers(100, 200).map(float).map(torch.tensor),
 )
-some_entries = st.lists(entries, min_size=NUM_PARAMS, max_size=NUM_PARAMS)
+uses = st.lists(st.tuples(indices, st.integers(0, 5)), min_size=1, max_size=6)
 operations = st.one_of(
-    st.tuples(st.just("set_entry"), indices, entries),
-    st.tuples(st.just("set_all"), some_entries),
-    st.tuples(st.just("set_all"), st.just([Mark.UNSET] * NUM_PARAMS)),
-    st.tuples(
-        st.just("set_pending"), st.lists(st.integers(0, 3), min_size=3, max_size=3)
-    ),
-    st.tuples(st.just("refill")),
+    st.tuples(st.just("entry"), indices, entries),
+    st.tuples(st.just("entries"), some(entries, NUM_PARAMS)),
+    st.tuples(st.just("entries"), st.just([GradState.UNSET] * NUM_PARAMS)),
+    st.tuples(st.just("pending"), some(st.integers(0, 3), 3)),
+    st.tuples(st.sampled_from(["refill", "clear", "zero_grad"])),
     st.tuples(
         st.just("adopt"), st.permutations(range(NUM_PARAMS)).map(in_three_buckets)
     ),
-    st.tuples(st.just("clear")),
-    st.tuples(st.just("zero_grad")),
     st.tuples(st.just("gather"), st.integers(0, 2)),
-    st.tuples(
-        st.just("backward"),
-        st.lists(st.tuples(indices, st.integers(0, 5)), min_size=1, max_size=6),
-    ),
+    st.tuples(st.just("backward"), uses),
 )
 
 
 @given(st.lists(operations, max_size=12))
 def test_both_arrivals_see_the_same(library, operations):
     worlds = [World(library), World(None)]
-    for name, *arguments in [("set_all", [Mark.UNSET] * NUM_PARAMS), *operations]:
+    for name, *arguments in [("entries", [GradState.UNSET] * NUM_PARAMS), *operations]:
         for world in worlds:
-            getattr(world, name)(*arguments)
+            world.do(name, *arguments)
         states = [world.state() for world in worlds]
         assert states[0] == states[1], name
     for world in worlds:
@@ -203,7 +198,7 @@ def test_entries_are_the_very_objects(library):
     with attached(arrivals):
         params[1].backward()
     assert arrivals.entries[1] is params[1].grad
-    assert all(arrivals.entries[i] is Mark.UNSET for i in (0, 3, 4))
+    assert all(arrivals.entries[i] is GradState.UNSET for i in (0, 3, 4))
 
 
 def test_gathered_stays_as_it_was(library):
@@ -211,9 +206,9 @@ def test_gathered_stays_as_it_was(library):
     arrivals.adopt([(3, 4), (1, 0), (2,)])
     arrivals.entries[1] = None
     gathered = arrivals.gather(1)
-    arrivals.entries[:] = [Mark.CLOSED] * NUM_PARAMS
+    arrivals.entries[:] = [GradState.CLOSED] * NUM_PARAMS
     assert len(gathered) == 2
-    assert list(gathered) == [None, Mark.UNSET]
+    assert list(gathered) == [None, GradState.UNSET]
 
 
 def test_the_lists_are_views(library):
@@ -227,53 +222,42 @@ def test_the_lists_are_views(library):
     assert (list(ready), list(pending), held[0]) == ([3], [7], None)
 
 
-@pytest.mark.parametrize("junk", ["unset", 0, 3.5, object(), Mark, [None], "closed"])
+@pytest.mark.parametrize(
+    "junk", ["unset", 0, 3.5, object(), GradState, [None], "closed"]
+)
 def test_entries_reject_junk(library, junk):
     arrivals = native_arrivals(library, make_params())
     with pytest.raises(TypeError, match="gradient, None or a mark"):
         arrivals.entries[1] = junk
-    assert arrivals.entries[1] is Mark.UNSET
+    assert arrivals.entries[1] is GradState.UNSET
     with pytest.raises(TypeError, match="gradient, None or a mark"):
         arrivals.entries[:] = [junk] * NUM_PARAMS
-    assert list(arrivals.entries) == [Mark.UNSET] * NUM_PARAMS
+    for count in (0, NUM_PARAMS - 1, NUM_PARAMS + 1):
+        with pytest.raises(ValueError, match="one entry per parameter"):
+            arrivals.entries[:] = [None] * count
+    assert list(arrivals.entries) == [GradState.UNSET] * NUM_PARAMS
 
 
 def test_indices_are_checked(library):
     arrivals = native_arrivals(library, make_params())
     held = arrivals.entries
     assert len(held) == NUM_PARAMS
-    for index in (NUM_PARAMS, 10**9):
-        with pytest.raises(IndexError):
-            held[index]
-        with pytest.raises(IndexError):
-            held[index] = None
-        with pytest.raises(IndexError):
-            arrivals.copy_at_once(index, None, 0)
-        with pytest.raises(IndexError):
-            arrivals.gather(0)[index]
-        with pytest.raises(IndexError):
-            arrivals.gather(index)
-        with pytest.raises(IndexError):
-            arrivals.take_streams(index)
-        with pytest.raises(IndexError):
-            arrivals.adopt([[0], [index]])
+    for index in (NUM_PARAMS, 10**9, -1):  # nobody counts from the end; a list would
+        for call in (
+            lambda i: held[i],
+            lambda i: held.__setitem__(i, None),
+            lambda i: arrivals.copy_at_once(i, None, 0),
+            lambda i: arrivals.gather(0)[i],
+            lambda i: arrivals.gather(i),
+            lambda i: arrivals.take_streams(i),
+            lambda i: arrivals.adopt([[0], [i]]),
+        ):
+            with pytest.raises((IndexError, TypeError)):
+                call(index)
     with pytest.raises(IndexError):
         held[1:3] = [None, None]
     with pytest.raises(IndexError):
         arrivals.ready[0]
-    # Nobody counts from the end; a list would.
-    with pytest.raises((IndexError, TypeError)):
-        held[-1]
-    with pytest.raises((IndexError, TypeError)):
-        arrivals.gather(-1)
-
-
-@pytest.mark.parametrize("count", [0, NUM_PARAMS - 1, NUM_PARAMS + 1])
-def test_all_entries_at_once_or_none(library, count):
-    arrivals = native_arrivals(library, make_params())
-    with pytest.raises(ValueError, match="one entry per parameter"):
-        arrivals.entries[:] = [None] * count
-    assert list(arrivals.entries) == [Mark.UNSET] * NUM_PARAMS
 
 
 def test_parameters_must_require_gradients(library):
@@ -300,7 +284,7 @@ def test_a_gradient_is_copied_by_its_own_hook(library, as_view):
     grad = torch.randn(100)
     with attached(arrivals):
         param.backward(grad)
-        assert arrivals.entries[0] is Mark.COPIED
+        assert arrivals.entries[0] is GradState.COPIED
         assert list(arrivals.used()) == [0]
         assert torch.equal(view, grad * (1 / 3))
         assert (buffer[0], buffer[-1]) == (0, 0)
@@ -309,7 +293,7 @@ def test_a_gradient_is_copied_by_its_own_hook(library, as_view):
         # What does not fit is kept, for Python to look at.
         param.grad = None
         buffer.zero_()
-        arrivals.entries[0] = Mark.UNSET
+        arrivals.entries[0] = GradState.UNSET
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # a reference cycle
             (param * (param + 1)).sum().backward(create_graph=True)
@@ -317,8 +301,8 @@ def test_a_gradient_is_copied_by_its_own_hook(library, as_view):
         assert not buffer.any()
 
         param.grad = None
-        arrivals.forget_slots()
-        arrivals.entries[0] = Mark.UNSET
+        arrivals.adopt([[0]])  # other buckets
+        arrivals.entries[0] = GradState.UNSET
         param.backward(grad)
         assert arrivals.entries[0] is param.grad
         assert not buffer.any()
@@ -344,7 +328,7 @@ def test_exceptions_arrive_whole(library, name, in_thread):
     params = make_params(1)
     arrivals = native_arrivals(library, params, **{name: explode})
     if name == "on_unusual":
-        arrivals.entries[0] = Mark.CLOSED
+        arrivals.entries[0] = GradState.CLOSED
     caught = []
 
     def run():
@@ -370,20 +354,6 @@ def test_exceptions_arrive_whole(library, name, in_thread):
             (params[0] * 2).backward()
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, StopIteration])
-def test_any_kind_of_exception(library, error):
-    params = make_params(1)
-
-    def stop(bucket):
-        raise error("now")
-
-    with (
-        attached(native_arrivals(library, params, on_full=stop)),
-        pytest.raises(error, match="now"),
-    ):
-        params[0].backward()
-
-
 def in_new_thread(work):
     failures = []
 
@@ -402,40 +372,6 @@ def in_new_thread(work):
 
 
 # ---------------------------------------------------------------------- where it sits
-
-
-def test_behind_all_hooks_of_the_user(library):
-    param = make_params(1)[0]
-    order = []
-    arrivals = native_arrivals(library, [param], on_full=lambda b: order.append("ours"))
-
-    def tensor_hook(grad):
-        order.append("tensor")
-        return grad * 10
-
-    def replace(p):
-        order.append("post")
-        p.grad = p.grad + 1
-
-    param.register_hook(tensor_hook)
-    param.register_post_accumulate_grad_hook(replace)
-    with attached(arrivals):
-        param.register_hook(lambda grad: order.append("tensor"))
-        param.register_post_accumulate_grad_hook(lambda p: order.append("post"))
-        (param * 2).backward()
-    assert order == ["tensor", "tensor", "post", "post", "ours"]
-    assert arrivals.entries[0] is param.grad
-    assert param.grad == 21
-
-
-def test_gradients_accumulate_before_the_hook(library):
-    param = make_params(1)[0]
-    param.grad = torch.tensor(5.0)
-    arrivals = native_arrivals(library, [param])
-    with attached(arrivals):
-        (param * 2 + param * 3).backward()
-    assert list(arrivals.ready) == [0]  # once per backward
-    assert arrivals.entries[0] == 10
 
 
 def test_a_backward_in_another_thread(library):
@@ -466,7 +402,7 @@ def test_callbacks_may_change_everything(library):
         arrivals.ready.append(i)
         arrivals.pending[0] -= 1
         arrivals.entries[:] = [
-            params[i].grad if k == i else Mark.UNSET for k in range(NUM_PARAMS)
+            params[i].grad if k == i else GradState.UNSET for k in range(NUM_PARAMS)
         ]
 
     full = []
@@ -475,7 +411,7 @@ def test_callbacks_may_change_everything(library):
     )
     with attached(arrivals):
         for _ in range(3):
-            arrivals.entries[:] = [Mark.CLOSED] * NUM_PARAMS
+            arrivals.entries[:] = [GradState.CLOSED] * NUM_PARAMS
             torch.stack(params).sum().backward()
             assert sorted(arrivals.ready) == list(range(NUM_PARAMS))
             assert all(
@@ -492,7 +428,7 @@ def test_a_backward_in_a_callback(library):
         (params[1] * 3).backward()
 
     arrivals = native_arrivals(library, params, on_unusual=go_deeper)
-    arrivals.entries[0] = Mark.CLOSED
+    arrivals.entries[0] = GradState.CLOSED
     with attached(arrivals):
         (params[0] * 2).backward()
     assert list(arrivals.ready) == [1]
@@ -532,21 +468,6 @@ def test_two_sets_of_hooks_on_one_node(library):
         assert hooks.shared() == []
     assert (list(first.ready), list(second.ready)) == ([0, 1], [0])
     assert hooks.shared() == []
-
-
-def test_hooks_of_the_user_on_the_node_are_seen(library):
-    params = make_params(3)
-    arrivals = native_arrivals(library, params)
-    node = torch.autograd.graph.get_gradient_edge(params[1]).node
-    with attached(arrivals) as hooks:
-        handle = node.register_hook(lambda *_: None)
-        assert hooks.shared() == [1]
-        handle.remove()
-        assert hooks.shared() == []
-        # These run before ours.
-        params[0].register_hook(lambda grad: None)
-        params[2].register_post_accumulate_grad_hook(lambda p: None)
-        assert hooks.shared() == []
 
 
 # ------------------------------------------------------------------------------ freed
@@ -601,17 +522,14 @@ def test_gradients_are_let_go(library):
     for param in held.params:
         param.grad = None
     assert len(alive(grads)) == 1  # the entry that was not copied at once
-    held.arrivals.entries[:] = [Mark.CLOSED] * 3
+    held.arrivals.entries[:] = [GradState.CLOSED] * 3
     assert alive(grads) == []
 
 
-@pytest.mark.parametrize("order", ["arrivals first", "hooks first"])
-def test_a_graph_outlives_the_hooks(library, order):
+@pytest.mark.parametrize("names", [("arrivals", "hooks"), ("hooks", "arrivals")])
+def test_a_graph_outlives_the_hooks(library, names):
     held, refs = make_watched(library)
     loss = torch.stack(held.params).sum()
-    names = (
-        ["arrivals", "hooks"] if order == "arrivals first" else ["hooks", "arrivals"]
-    )
     for name in names:
         delattr(held, name)
     del held
@@ -623,18 +541,8 @@ def test_a_graph_outlives_the_hooks(library, order):
     assert alive(refs) == []
 
 
-def test_a_node_outlives_everything(library):
-    held, refs = make_watched(library)
-    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in held.params]
-    del held
-    assert {type(thing) for thing in alive(refs)} <= {torch.nn.Parameter}
-    del nodes
-    assert alive(refs) == []
-
-
 def test_hooks_keep_the_arrivals_alive(library):
     held, _ = make_watched(library)
-    ready = []
     params, hooks = held.params, held.hooks
     ready = held.arrivals.ready
     del held
@@ -709,7 +617,7 @@ def test_compiled_autograd_calls_the_python_hook(library, compiler):
         loss.backward()
     assert sorted(seen) == [(0, 2), (1, 3), (2, 5)]
     assert list(arrivals.ready) == []
-    assert list(arrivals.entries) == [Mark.UNSET] * 3
+    assert list(arrivals.entries) == [GradState.UNSET] * 3
 
     torch.stack(params).sum().backward()  # and afterwards the compiled one again
     assert sorted(arrivals.ready) == [0, 1, 2]
@@ -720,23 +628,19 @@ def test_compiled_autograd_calls_the_python_hook(library, compiler):
 # ------------------------------------------- found by an attacker; each was a crash
 
 
-def odd_gradient(module, group, make):
-    ddp = DataParallel(module, process_group=group, gradient_as_bucket_view=True)
+@pytest.mark.parametrize(
+    ("make", "value"),
+    [
+        (lambda g: TwoTensor(g, g.clone()), 2.0),  # a wrapper subclass
+        (lambda g: torch._efficientzerotensor(g.shape), 0.0),  # lazy zeros
+    ],
+)
+def test_odd_gradients(lone_group, either_kernels, make, value):
+    module = nn.Linear(4, 4)
+    ddp = DataParallel(module, process_group=lone_group, gradient_as_bucket_view=True)
     module.weight.register_hook(make)
     ddp(torch.ones(2, 4)).sum().backward()
-    return module.weight.grad
-
-
-def test_a_wrapper_subclass_as_gradient(lone_group, either_kernels):
-    grad = odd_gradient(nn.Linear(4, 4), lone_group, lambda g: TwoTensor(g, g.clone()))
-    assert torch.equal(grad, torch.full((4, 4), 2.0))
-
-
-def test_lazy_zeros_as_gradient(lone_group, either_kernels):
-    grad = odd_gradient(
-        nn.Linear(4, 4), lone_group, lambda g: torch._efficientzerotensor(g.shape)
-    )
-    assert not grad.any()
+    assert (module.weight.grad == value).all()
 
 
 def test_a_wrapper_that_dies_inside_a_hook_of_another(lone_group, either_kernels):
@@ -744,14 +648,14 @@ def test_a_wrapper_that_dies_inside_a_hook_of_another(lone_group, either_kernels
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     old = [DataParallel(module, process_group=lone_group)]
     new = DataParallel(module, process_group=lone_group)
-    pipeline = new._reducer.pipeline
-    start = pipeline.start  # called by the first grad hook
+    queue = new._reducer.queue
+    start = queue.start  # called by the first grad hook
 
     def start_after_a_death(*args, **options):
         old.clear()
         start(*args, **options)
 
-    pipeline.start = start_after_a_death
+    queue.start = start_after_a_death
     for _ in range(3):
         new(torch.ones(1, 4)).sum().backward()
     assert old == []
@@ -761,11 +665,17 @@ def test_a_wrapper_that_dies_inside_a_hook_of_another(lone_group, either_kernels
 # ------------------------------------------------------------------------------- timing
 
 
+def timing_of(table, clock):
+    hooks = SimpleNamespace(table=table, places=(), nodes=range(NUM_PARAMS))
+    return HookTiming(hooks, clock)
+
+
 def test_hooks_read_the_clock_that_python_reads(library):
     params = make_params()
     arrivals = native_arrivals(library, params)
-    timing = NativeTiming(arrivals, time.perf_counter_ns)
+    timing = timing_of(arrivals, time.perf_counter_ns)
     with attached(arrivals):
+        params[0].square().backward()  # not switched on yet
         timing.switch(on=True)
         before = time.perf_counter_ns()
         (params[1] * params[3]).backward()
@@ -776,23 +686,10 @@ def test_hooks_read_the_clock_that_python_reads(library):
     assert timing.take() == [None] * NUM_PARAMS
 
 
-def test_hooks_are_timed_while_it_is_switched_on(library):
-    params = make_params()
-    arrivals = native_arrivals(library, params)
-    timing = NativeTiming(arrivals, time.perf_counter_ns)
-    with attached(arrivals):
-        params[0].square().backward()
-        assert timing.take() == [None] * NUM_PARAMS
-        timing.switch(on=True)
-        timing.switch(on=False)
-        params[2].square().backward()
-    assert timing.take() == [None] * NUM_PARAMS
-
-
 def test_another_clock_is_asked_by_each_hook(library):
     params = make_params()
     arrivals = native_arrivals(library, params)
-    timing = NativeTiming(arrivals, iter(["first", "second"]).__next__)
+    timing = timing_of(arrivals, iter(["first", "second"]).__next__)
     with attached(arrivals):
         timing.switch(on=True)
         params[4].square().backward()

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import minidp
-from minidp.native import _recipe
+from minidp.native import recipe as recipes
 
 ROOT = Path(minidp.__file__).parent.parent
 USER = """\
@@ -104,10 +104,10 @@ def built(checkout, tmp_path_factory):
 def expected_files():
     """Of the package, in sdist and wheel."""
     modules = (ROOT / "minidp").rglob("*.py")
-    sources = _recipe.fingerprint(ROOT / "csrc", with_cuda=True)
+    sources = recipes.source_files(ROOT / "minidp" / "csrc")
     return {
         *(path.relative_to(ROOT).as_posix() for path in modules),
-        *(f"minidp/csrc/{name}" for name, _ in sources),
+        *(path.relative_to(ROOT).as_posix() for path in sources),
         "minidp/csrc/README.md",
         "minidp/py.typed",
         "minidp/LICENSE",

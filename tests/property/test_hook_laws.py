@@ -40,9 +40,7 @@ world_sizes = st.integers(1, 4)
 quick = settings(max_examples=25)
 
 
-def gradients(
-    ctx: Any, spec: ModelSpec, options: dict[str, Any], hook: Any, state: Any = None
-) -> list[list[torch.Tensor]]:
+def gradients(ctx, spec, options, hook, state=None):
     """Of three steps, past the rebuild; ``hook=None``: local gradients."""
     net = Patchwork(spec)
     model: Any = net
@@ -61,99 +59,63 @@ def gradients(
 
 # -- composition -----------------------------------------------------------------------
 
-EQUAL: dict[str, tuple[Any, Any]] = {
-    "a wrapper is the hook (bf16)": (
-        comm_hooks.bf16_compress_wrapper(comm_hooks.all_reduce_hook),
-        comm_hooks.bf16_compress_hook,
-    ),
-    "a wrapper is the hook (fp16)": (
-        comm_hooks.fp16_compress_wrapper(comm_hooks.all_reduce_hook),
-        comm_hooks.fp16_compress_hook,
-    ),
-    "wrapping twice is wrapping once": (
-        comm_hooks.bf16_compress_wrapper(
-            comm_hooks.bf16_compress_wrapper(comm_hooks.all_reduce_hook)
-        ),
-        comm_hooks.bf16_compress_hook,
-    ),
-    "waiting changes nothing": (
-        comm_hooks.one_at_a_time(comm_hooks.all_reduce_hook),
-        comm_hooks.all_reduce_hook,
-    ),
-    "row_major of nothing is nothing": (comm_hooks.row_major(noop_hook), noop_hook),
-}
 
+def then(function):
+    """The all-reduce and after it a function, as a comm hook."""
 
-def both_hooks(ctx: Any, law: str, spec: ModelSpec, options: dict[str, Any]) -> Any:
-    return [gradients(ctx, spec, options, hook) for hook in EQUAL[law]]
-
-
-@pytest.mark.parametrize("law", EQUAL)
-def test_equal_hooks(pool: Any, law: str) -> None:
-    @quick
-    @given(models(), options, world_sizes)
-    def run(spec: ModelSpec, options: dict[str, Any], world_size: int) -> None:
-        for left, right in pool.run(both_hooks, world_size, law, spec, options):
-            assert same(left, right)
-
-    run()
-
-
-def with_no_op(ctx: Any, spec: ModelSpec, options: dict[str, Any]) -> Any:
-    return (
-        gradients(ctx, spec, options, noop_hook),
-        gradients(ctx, spec, options, None),
-    )
-
-
-def test_a_no_op_hook_leaves_local_gradients(pool: Any) -> None:
-    @quick
-    @given(models(), options, world_sizes)
-    def run(spec: ModelSpec, options: dict[str, Any], world_size: int) -> None:
-        for found, local in pool.run(with_no_op, world_size, spec, options):
-            assert same(found, local)
-
-    run()
-
-
-FUNCTIONS: dict[str, Any] = {
-    "negative": torch.neg,
-    "clipped": lambda t: t.clamp(-0.1, 0.1),
-    "sign": torch.sign,
-    "cubed": lambda t: t * t * t,
-}
-
-
-def then(function: Any, hook: Any) -> Any:
     def chained(state, bucket):
-        return hook(state, bucket).then(lambda done: function(done.value()))
+        future = comm_hooks.all_reduce_hook(state, bucket)
+        return future.then(lambda done: function(done.value()))
 
     return chained
 
 
-def with_function(ctx: Any, name: str, spec: ModelSpec, options: dict[str, Any]) -> Any:
-    """(f after the all-reduce in the hook, f of the averaged gradients)."""
-    function, plain = FUNCTIONS[name], comm_hooks.all_reduce_hook
-    inside = gradients(ctx, spec, options, then(function, plain))
-    outside = [
-        [
-            torch.view_as_complex(function(torch.view_as_real(g)))
-            if g.is_complex()
-            else function(g)
-            for g in step
-        ]
-        for step in gradients(ctx, spec, options, plain)
-    ]
-    return inside, outside
+def clipped(tensor):
+    return tensor.clamp(-0.1, 0.1)
 
 
-def test_what_comes_after_the_all_reduce_comes_out(pool: Any) -> None:
+plain = comm_hooks.all_reduce_hook
+to_bf16, to_fp16 = comm_hooks.bf16_compress_wrapper, comm_hooks.fp16_compress_wrapper
+# Two comm hooks (None: there is none), and a function of the second one's gradients.
+EQUAL: dict[str, tuple[Any, ...]] = {
+    "a wrapper is the hook (bf16)": (to_bf16(plain), comm_hooks.bf16_compress_hook),
+    "a wrapper is the hook (fp16)": (to_fp16(plain), comm_hooks.fp16_compress_hook),
+    "wrapping twice is wrapping once": (
+        *(to_bf16(to_bf16(plain)), comm_hooks.bf16_compress_hook),
+    ),
+    "waiting changes nothing": (comm_hooks.one_at_a_time(plain), plain),
+    "row_major of nothing is nothing": (comm_hooks.row_major(noop_hook), noop_hook),
+    "a no-op hook leaves local gradients": (noop_hook, None),
+    "what comes after the all-reduce comes out (clipped)": (
+        *(then(clipped), plain, clipped),
+    ),
+    "what comes after the all-reduce comes out (sign)": (
+        *(then(torch.sign), plain, torch.sign),
+    ),
+}
+
+
+def both_hooks(ctx, law, spec, options):
+    left, right, *functions = EQUAL[law]
+    found = gradients(ctx, spec, options, right)
+    for function in functions:
+        found = [[real(function, grad) for grad in step] for step in found]
+    return gradients(ctx, spec, options, left), found
+
+
+def real(function, grad):
+    """Of real numbers, as a bucket holds them."""
+    if grad.is_complex():
+        return torch.view_as_complex(function(torch.view_as_real(grad)))
+    return function(grad)
+
+
+@pytest.mark.parametrize("law", EQUAL)
+def test_equal_hooks(pool, law):
     @quick
-    @given(models(), options, world_sizes, st.sampled_from(sorted(FUNCTIONS)))
-    def run(
-        spec: ModelSpec, options: dict[str, Any], world_size: int, name: str
-    ) -> None:
-        for left, right in pool.run(with_function, world_size, name, spec, options):
+    @given(models(), options, world_sizes)
+    def run(spec, options, world_size):
+        for left, right in pool.run(both_hooks, world_size, law, spec, options):
             assert same(left, right)
 
     run()
@@ -162,13 +124,13 @@ def test_what_comes_after_the_all_reduce_comes_out(pool: Any) -> None:
 # -- order -----------------------------------------------------------------------------
 
 
-def calls(ctx: Any, spec: ModelSpec, options: dict[str, Any]) -> Any:
-    seen: list[tuple[int, bool, int, int]] = []
+def calls(ctx, spec, options):
+    seen = []
 
     def hook(state, bucket):
         numbers = bucket.index(), bucket.is_last(), bucket.buffer().numel()
         seen.append((*numbers, len(bucket.gradients())))
-        return comm_hooks.all_reduce_hook(state, bucket)
+        return plain(state, bucket)
 
     gradients(ctx, spec, options, hook)
     return seen
@@ -198,25 +160,27 @@ def test_buckets_come_in_order_and_the_last_one_says_so(pool: Any) -> None:
 # -- bounds ----------------------------------------------------------------------------
 
 
-class Given(torch.nn.Module):
+class RawArguments(torch.nn.Module):
     """Parameters whose gradient in step s on a rank is a given row."""
 
-    def __init__(self, numels: tuple[int, ...]) -> None:
+    def __init__(self, numels):
         super().__init__()
         self.parts = torch.nn.ParameterList([torch.zeros(n) for n in numels])
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows):
         pieces = rows.split([p.numel() for p in self.parts])
         return sum((p * g).sum() for p, g in zip(self.parts, pieces, strict=True))
 
 
-def decoded(
-    ctx: Any, rows: torch.Tensor, numels: tuple[int, ...], hook: Any, state: Any
-) -> torch.Tensor:
+def decoded(ctx, rows, numels, hook, **state):
     """What the hook makes of ``rows[rank, step]``, per step."""
-    ddp = DataParallel(
-        Given(numels), process_group=ctx.group, bucket_cap_mb=256 / 2**20
-    )
+    module = RawArguments(numels)
+    ddp = DataParallel(module, process_group=ctx.group, bucket_cap_mb=256 / 2**20)
+    if hook == "int8":
+        state, hook = comm_hooks.Int8State(**state), comm_hooks.int8_error_feedback_hook
+    else:
+        state = comm_hooks.Fp32State(wire_dtype=getattr(torch, hook))
+        hook = comm_hooks.fp32_accumulate_hook
     ddp.register_comm_hook(state, hook)
     steps = []
     for row in rows[ctx.rank]:
@@ -227,7 +191,7 @@ def decoded(
 
 
 @st.composite
-def streams(draw: st.DrawFn, num_steps: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+def streams(draw, num_steps):
     """Gradients [rank, step, element] of many magnitudes, zeros among them."""
     world_size = draw(world_sizes)
     numels = tuple(draw(st.lists(st.integers(1, 70), min_size=1, max_size=4)))
@@ -239,23 +203,16 @@ def streams(draw: st.DrawFn, num_steps: int) -> tuple[torch.Tensor, tuple[int, .
     return rows, numels
 
 
-def with_fp32(
-    ctx: Any, rows: torch.Tensor, numels: tuple[int, ...], name: str
-) -> torch.Tensor:
-    state = comm_hooks.Fp32State(wire_dtype=getattr(torch, name))
-    return decoded(ctx, rows, numels, comm_hooks.fp32_accumulate_hook, state)
-
-
 @pytest.mark.parametrize("name", ["bfloat16", "float16"])
-def test_fp32_accumulation_rounds_twice_at_most(pool: Any, name: str) -> None:
+def test_fp32_accumulation_rounds_twice_at_most(pool, name):
     u = torch.finfo(getattr(torch, name)).eps / 2
     tiny = torch.finfo(getattr(torch, name)).smallest_normal * u
 
     @quick
     @given(streams(3))
-    def run(stream: Any) -> None:
+    def run(stream):
         rows, numels = stream
-        results = pool.run(with_fp32, len(rows), rows, numels, name)
+        results = pool.run(decoded, len(rows), rows, numels, name)
         mean, size = rows.double().mean(0), rows.double().abs().mean(0)
         bound = (u + u * u) * size + u * mean.abs() + 1e-6 * size + 2 * tiny
         for found in results:
@@ -265,14 +222,11 @@ def test_fp32_accumulation_rounds_twice_at_most(pool: Any, name: str) -> None:
     run()
 
 
-def with_int8(
-    ctx: Any, rows: torch.Tensor, numels: tuple[int, ...], block: int
-) -> torch.Tensor:
-    state = comm_hooks.Int8State(block=block)
-    return decoded(ctx, rows, numels, comm_hooks.int8_error_feedback_hook, state)
+def with_int8(ctx, rows, numels, block):
+    return decoded(ctx, rows, numels, "int8", block=block)
 
 
-def test_int8_loses_nothing_in_the_long_run(pool: Any) -> None:
+def test_int8_loses_nothing_in_the_long_run(pool):
     """The sums of decoded and true gradients differ by one residual per rank.
 
     Two, as the rebuild after the first step gives buckets other parameters.
@@ -280,7 +234,7 @@ def test_int8_loses_nothing_in_the_long_run(pool: Any) -> None:
 
     @quick
     @given(streams(12), st.sampled_from([1, 5, 64, 256]))
-    def run(stream: Any, block: int) -> None:
+    def run(stream, block):
         rows, numels = stream
         results = pool.run(with_int8, len(rows), rows, numels, block)
         true_sum = rows.double().sum(1).mean(0)
@@ -296,17 +250,11 @@ def test_int8_loses_nothing_in_the_long_run(pool: Any) -> None:
     run()
 
 
-def not_finite(ctx: Any, value: float, where: int) -> Any:
-    """One rank has a bad gradient in step 2."""
-    rows = torch.ones(ctx.world_size, 4, 40)
-    rows[0, 2, where] = value
-    state = comm_hooks.Int8State(block=8)
-    return decoded(ctx, rows, (40,), comm_hooks.int8_error_feedback_hook, state)
-
-
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_int8_shows_what_is_not_finite_and_recovers(pool: Any, value: float) -> None:
-    for found in pool.run(not_finite, 3, value, 19):
+def test_int8_shows_what_is_not_finite_and_recovers(pool, value):
+    rows = torch.ones(3, 4, 40)
+    rows[0, 2, 19] = value  # one rank has a bad gradient in step 2
+    for found in pool.run(with_int8, 3, rows, (40,), 8):
         finite = found.isfinite()
         assert finite[[0, 1, 3]].all()
         assert finite[2].tolist() == [not 16 <= i < 24 for i in range(40)]

@@ -15,8 +15,8 @@ from minidp import DataParallel
 Wrap = Callable[..., Any]
 
 
-def on_both(ctx: Any, scenario: Callable[[Any, Wrap], Any]) -> tuple[Any, Any]:
-    """(torch's, minidp's) result of ``scenario(ctx, wrap)``, or the error's text.
+def on_both(ctx: Any, scenario: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """(torch's, minidp's) result of ``scenario(ctx, wrap, *args)``, or error's text.
 
     ``wrap(module, **options)`` wraps on the group of ``ctx``.
     """
@@ -30,7 +30,7 @@ def on_both(ctx: Any, scenario: Callable[[Any, Wrap], Any]) -> tuple[Any, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                results.append(scenario(ctx, wrap))
+                results.append(scenario(ctx, wrap, *args))
             except RuntimeError as error:
                 results.append(f"{type(error).__name__}: {error}")
     return results[0], results[1]

@@ -33,17 +33,14 @@ class FakeEvent:
         self.at_ms = 0.0
 
     def record(self, stream: FakeStream | None = None) -> None:
-        """What the stream has seen by now."""
         stream = stream or self._cuda.current_stream()
         self.seen, self.at_ms = Seen(stream.seen), self._cuda.now_ms
 
     def synchronize(self) -> None:
-        """The host has seen it, too."""
         assert self.seen is not None, "never recorded"
         self._cuda.num_waits += 1
 
     def query(self) -> bool:
-        """Whether the device has come so far."""
         return self.seen is None or self.at_ms <= self._cuda.done_ms
 
     def elapsed_time(self, other: FakeEvent) -> float:
@@ -73,13 +70,11 @@ class FakeStream:
         return self.seen[other.cuda_stream] >= number
 
     def record_event(self) -> FakeEvent:
-        """A new event, recorded here."""
         event = FakeEvent(self._cuda)
         event.record(self)
         return event
 
     def wait_event(self, event: FakeEvent) -> None:
-        """What follows here comes after it."""
         if event.seen is not None:
             self.seen |= event.seen
 
@@ -88,7 +83,6 @@ class FakeStream:
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
-        """The host waits."""
         self._cuda.num_waits += 1
 
 
@@ -100,15 +94,12 @@ class FakeCuda:
         self.now_ms = 0.0  # set by tests
         self.done_ms = 0.0  # up to here the device has executed
         self.num_waits = 0  # of the host for the device
-        self.in_use = 0  # bytes
-        self.peak = 0
         self._handles = itertools.count(7)
         self._default = FakeStream(self, 0)
         self._current = self._default
         self._sync_mode = "default"
 
     def Stream(self, device: object = None) -> FakeStream:
-        """A stream of the pool."""
         handle = next(self._handles)
         self.seen_by[handle] = Seen()
         return FakeStream(self, handle)
@@ -118,15 +109,12 @@ class FakeCuda:
         return FakeStream(self, stream_ptr) if stream_ptr else self.Stream()
 
     def Event(self, *, enable_timing: bool = False) -> FakeEvent:
-        """Not recorded yet."""
         return FakeEvent(self, enable_timing=enable_timing)
 
     def default_stream(self, device: object = None) -> FakeStream:
-        """The one with the handle 0."""
         return self._default
 
     def current_stream(self, device: object = None) -> FakeStream:
-        """Where work goes."""
         return self._current
 
     @contextlib.contextmanager
@@ -139,31 +127,10 @@ class FakeCuda:
             self._current = before
 
     def synchronize(self, device: object = None) -> None:
-        """The host waits for everything."""
         self.num_waits += 1
         self.done_ms = self.now_ms
 
-    # -- memory, and the debug mode ----------------------------------------------------
-
-    def allocate(self, num_bytes: int) -> None:
-        """More in use (negative: less)."""
-        self.in_use += num_bytes
-        self.peak = max(self.peak, self.in_use)
-
-    def memory_allocated(self, device: object = None) -> int:
-        """Bytes in use."""
-        return self.in_use
-
-    def max_memory_allocated(self, device: object = None) -> int:
-        """The most since the last reset."""
-        return self.peak
-
-    def reset_peak_memory_stats(self, device: object = None) -> None:
-        """From now on."""
-        self.peak = self.in_use
-
     def get_sync_debug_mode(self) -> int:
-        """Torch's numbers."""
         return ("default", "warn", "error").index(self._sync_mode)
 
     def set_sync_debug_mode(self, mode: int | str) -> None:
@@ -179,7 +146,6 @@ def install(monkeypatch: Any, fake: FakeCuda) -> None:
     for name in (
         *("Stream", "ExternalStream", "Event", "stream"),
         *("default_stream", "current_stream", "synchronize"),
-        *("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"),
         *("get_sync_debug_mode", "set_sync_debug_mode"),
     ):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))

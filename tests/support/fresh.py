@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.support.team import RankError, Team, make_job, settle
+from tests.support.pool import Pool, RankError
 from tests.support.worker import Context
 
 __all__ = ["Context", "RankError", "run_fresh"]
@@ -26,28 +26,20 @@ def run_fresh(
     env: Mapping[str, str] | None = None,
     errors: str = "raise",
 ) -> list[Any]:
-    """Call ``function(ctx, *args)`` once on every rank of a new team.
+    """Call ``function(ctx, *args)`` once on every rank of new processes.
 
     Args:
-        function: A function at the top level of an importable module.
-        world_size: Number of processes; ``ctx.group`` is their default group.
-        *args: Sent by value.  Tensors arrive contiguous and detached.
+        function: See `Pool.run`; ``ctx.group`` is the default group.
+        world_size: Number of processes.
+        *args: Sent by value.
         timeout: Seconds after which a rank counts as hung and is killed.
         group_timeout: Seconds after which a collective without its peers fails.
         env: Extra environment variables.  They are there before torch is imported,
             which costs new interpreters: seconds instead of a fraction of one.
-        errors: ``"raise"`` or ``"return"``, as in `tests.support.pool.Pool.run`.  A
-            rank that died is a `RankError` of kind ``Exited`` with its ``exit_code``
-            (-9 after SIGKILL), one that never answered is of kind ``Hang``.
-
-    Returns:
-        One result for each rank, in rank order.
+        errors: See `Pool.run`.
     """
-    ranks = tuple(range(world_size))
-    job = make_job(function, ranks, args, strict_warnings=False)
-    team = Team(world_size, group_timeout=group_timeout, env=env)
+    pool = Pool(world_size, group_timeout, env=env, subgroups=())
     try:
-        outcomes = team.run(job, timeout)
+        return pool.run(function, world_size, *args, errors=errors, limit=timeout)
     finally:
-        team.kill()
-    return settle(outcomes, errors)
+        pool.close()

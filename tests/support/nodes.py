@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["NAMES", "Ended", "run_on_nodes", "why_not"]
-
 NAMES = ("node0", "node1")
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 # A killed `unshare` takes along the first process of its process namespace, and that
@@ -77,15 +75,9 @@ def run_on_nodes(
 ) -> list[Ended]:
     """Run one command on each of the two nodes, at the same time.
 
-    Args:
-        commands: for node0 and node1.
-        directory: where the hosts file may be written.
-        env: the whole environment of the commands.
-        cwd: where they run.
-        timeout: seconds after which both nodes are killed.
-
-    Raises:
-        TimeoutError: with what both had printed.
+    ``directory`` is where the hosts file may be written, ``env`` the whole environment
+    of the commands. After ``timeout`` seconds both nodes are killed, and a TimeoutError
+    holds what they had printed.
     """
     hosts = directory / "hosts"
     lines = zip(("127.0.0.1", *_ADDRESSES), ("localhost", *NAMES), strict=True)
@@ -114,7 +106,11 @@ def run_on_nodes(
     ]
     networks: list[int] = []
     try:
-        _wait_until_ready(nodes)
+        for node in nodes:
+            assert node.stdout is not None
+            said = node.stdout.readline()
+            if said != "ready\n":
+                raise RuntimeError(f"A node did not start: {said}{node.stdout.read()}")
         # Held until both are done: a cable without one of its ends is no cable at all,
         # and the command on one node may be done before that on the other begins.
         networks += [os.open(f"/proc/{n.pid}/ns/net", os.O_RDONLY) for n in nodes]
@@ -126,14 +122,6 @@ def run_on_nodes(
             node.wait()
         for network in networks:
             os.close(network)
-
-
-def _wait_until_ready(nodes: Sequence[subprocess.Popen[str]]) -> None:
-    for node in nodes:
-        assert node.stdout is not None
-        said = node.stdout.readline()
-        if said != "ready\n":
-            raise RuntimeError(f"A node did not start: {said}{node.stdout.read()}")
 
 
 def _plug_in(nodes: Sequence[subprocess.Popen[str]]) -> None:

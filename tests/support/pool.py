@@ -22,39 +22,94 @@ For two disjoint groups at once run on all four ranks and take
 A job that leaves the groups unusable (a rank died or hangs, a collective timed out, or
 the ranks issued different numbers of collectives) costs the next job a restart, about
 a tenth of a second, and no test sees what an earlier one left behind.
+
+Processes come from multiprocessing's fork server, a helper that has imported torch and
+what test modules import, and has run nothing: a new rank costs a fork (milliseconds),
+not an import of torch (seconds), and inherits no threads, sockets or random state from
+the test process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
+import signal
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from multiprocessing import connection as mp_connection
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from tests.support.team import RankError, Team, make_job, settle
-from tests.support.worker import Context, Ranks
+from tests.support.worker import (
+    Context,
+    Failure,
+    Job,
+    Ranks,
+    Reply,
+    Setup,
+    pack,
+    serve,
+    unpack,
+)
 
-__all__ = ["Context", "Pool", "PoolStatistics", "RankError"]
+__all__ = ["Context", "Pool", "RankError"]
 
 _SUBGROUPS: tuple[Ranks, ...] = ((0,), (0, 1), (0, 1, 2), (1, 2), (2, 3))
+_START_LIMIT = 120.0  # seconds for all ranks to come up, on a slow and busy machine
+_PRELOADED = [
+    *("torch", "torch.distributed", "torch.nn.parallel"),
+    "torch._dynamo",  # imported by the first torch DDP of a process, for a second
+    # Test modules import these; better once here than once in each rank.
+    *("pytest", "hypothesis", "tests.support.worker"),
+]
 
 
-@dataclass(frozen=True)
-class PoolStatistics:
-    """What the pool has cost so far."""
+class RankError(Exception):
+    """What went wrong on one rank.
 
-    num_jobs: int
-    num_starts: int
-    start_seconds: float  # median
-    job_milliseconds: float  # median, from the call of `run` to its results
-    restart_reasons: tuple[str, ...]
+    Attributes:
+        rank: The rank within the job's group.
+        kinds: Class names of the exception along its MRO (``kinds[0]`` is its own);
+            ``("Exited",)`` if the process ended, ``("Hang",)`` if it never answered.
+        message: The exception's text.
+        traceback: Its traceback, or the stacks of all threads for a hang or a crash.
+        exit_code: For ``Exited`` only; negative numbers are signals.
+        others: When this error was raised: the errors of the other ranks.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        kinds: tuple[str, ...],
+        message: str,
+        traceback: str = "",
+        exit_code: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.kinds, self.message = rank, kinds, message
+        self.traceback, self.exit_code = traceback, exit_code
+        self.others: tuple[RankError, ...] = ()
+        self.at = time.monotonic()
+
+    @property
+    def kind(self) -> str:
+        """The exception's class name."""
+        return self.kinds[0]
+
+    def is_a(self, name: str) -> bool:
+        """Whether the exception's class, or one of its bases, has this name."""
+        return name in self.kinds
 
     def __str__(self) -> str:
-        return (
-            f"{self.num_jobs} jobs, median {self.job_milliseconds:.1f} ms; "
-            f"{self.num_starts} starts, median {self.start_seconds:.2f} s"
-        )
+        own = f"[rank {self.rank}] {self.kind}: {self.message}\n{self.traceback}"
+        return "\n".join([own, *map(str, self.others)])
+
+    def __repr__(self) -> str:
+        return f"RankError(rank={self.rank}, {self.kind}: {self.message!r})"
 
 
 class Pool:
@@ -66,6 +121,7 @@ class Pool:
         env: Extra environment variables of the processes, see `run_fresh`.
         backend: Of all groups.
         devices: Of each rank; the CPU by default.
+        subgroups: Groups to prepare besides the default one.
     """
 
     def __init__(
@@ -76,21 +132,22 @@ class Pool:
         env: Mapping[str, str] | None = None,
         backend: str = "gloo",
         devices: Sequence[str] = (),
+        subgroups: Sequence[Ranks] = _SUBGROUPS,
     ) -> None:
-        self._world_size = world_size
-        self._group_timeout = group_timeout
-        self._env = env
-        self._backend = backend
-        self._devices = tuple(devices)
+        self.restart_reasons: list[str] = []
+        self._world_size, self._group_timeout = world_size, group_timeout
+        self._env, self._backend, self._devices = env or {}, backend, tuple(devices)
         self._subgroups = tuple(
             ranks
-            for ranks in _SUBGROUPS
+            for ranks in subgroups
             if max(ranks) < world_size and len(ranks) < world_size
         )
-        self._team: Team | None = None
         self._start_seconds: list[float] = []
         self._job_seconds: list[float] = []
-        self._restart_reasons: list[str] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # of these ranks:
+        self._connections: list[mp_connection.Connection] = []
+        self._processes: list[Any] = []
+        self._replies: dict[int, Reply] = {}  # the latest of each rank
 
     def run(
         self,
@@ -108,8 +165,11 @@ class Pool:
             where: World size (the first so many ranks), or the ranks of a prepared
                 group.
             *args: Sent by value.  Tensors arrive contiguous and detached.
-            errors: ``"raise"``: a failed rank raises its `RankError` here.
-                ``"return"``: its place in the result holds the `RankError`.
+            errors: ``"raise"``: the root cause is raised (a dead process, else the
+                earliest `RankError`: others often only report that a peer has left).
+                ``"return"``: a failed rank's place in the result holds its `RankError`.
+                A rank that died has the kind ``Exited`` and its ``exit_code`` (-9 after
+                SIGKILL), one that never answered the kind ``Hang``.
             limit: Seconds after which a rank counts as hung.
             strict_warnings: Whether a warning on a rank is an error there.
 
@@ -120,61 +180,174 @@ class Pool:
         prepared = (*self._subgroups, tuple(range(self._world_size)))
         if ranks not in prepared:
             raise ValueError(f"no group over ranks {ranks}; prepared: {prepared}")
-        job = make_job(function, ranks, args, strict_warnings=strict_warnings)
-        team = self.start()
+        module, name = function.__module__, function.__qualname__
+        if "<" in name or module == "__main__":
+            raise ValueError(
+                f"{module}.{name} cannot be imported by a rank process; "
+                "use a function defined at the top level of an importable module"
+            )
+        self.start()
         begin = time.monotonic()
         try:
-            outcomes = team.run(job, limit)
+            outcomes = self._run(Job(module, name, ranks, args, strict_warnings), limit)
         except BaseException:  # interrupted: nobody knows what the ranks are doing
             self._discard("interrupted")
             raise
         seconds = time.monotonic() - begin
         self._job_seconds.append(seconds)
-        reason = self._what_is_broken(team, outcomes, seconds)
-        if reason:
-            self._discard(f"{job.qualname}: {reason}")
-        return settle(outcomes, errors)
+        failed = [outcome for outcome in outcomes if isinstance(outcome, RankError)]
+        if reason := self._what_is_broken(failed, seconds):
+            self._discard(f"{name}: {reason}")
+        if errors == "raise" and failed:
+            first, *others = sorted(failed, key=lambda e: (e.kind != "Exited", e.at))
+            first.others = tuple(others)
+            raise first
+        return outcomes
 
-    def start(self) -> Team:
+    def start(self) -> None:
         """Make sure that the processes run (`run` does this by itself)."""
-        if self._team is None:
-            begin = time.monotonic()
-            self._team = Team(
-                self._world_size,
-                group_timeout=self._group_timeout,
-                subgroups=self._subgroups,
-                env=self._env,
-                backend=self._backend,
-                devices=self._devices,
-            )
-            self._start_seconds.append(time.monotonic() - begin)
-        return self._team
+        if self._folder is not None:
+            return
+        begin = time.monotonic()
+        self._folder = tempfile.TemporaryDirectory(prefix="minidp-ranks-")
+        context: Any = multiprocessing.get_context(
+            "spawn" if self._env else "forkserver"
+        )
+        if not self._env:
+            context.set_forkserver_preload(_PRELOADED)
+        try:
+            with mock.patch.dict(os.environ, self._env):
+                for rank in range(self._world_size):
+                    self._start_rank(context, rank)
+            for rank, conn in enumerate(self._connections):
+                left = begin + _START_LIMIT - time.monotonic()
+                if not conn.poll(max(0.0, left)):
+                    raise self._hang(rank, rank, _START_LIMIT)
+                try:
+                    conn.recv_bytes()
+                except EOFError:
+                    raise self._exit(rank, rank) from None
+        except BaseException:
+            self.close()
+            raise
+        self._start_seconds.append(time.monotonic() - begin)
 
     def close(self) -> None:
-        """End the processes."""
-        if self._team is not None:
-            self._team.kill()
-            self._team = None
+        """End these processes (and only these), whatever they are doing."""
+        for conn in self._connections:
+            conn.close()
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._folder, self._connections, self._processes = None, [], []
+        self._replies = {}
 
-    def statistics(self) -> PoolStatistics:
-        """What the pool has cost so far."""
-        return PoolStatistics(
-            num_jobs=len(self._job_seconds),
-            num_starts=len(self._start_seconds),
-            start_seconds=statistics.median(self._start_seconds or [0.0]),
-            job_milliseconds=1e3 * statistics.median(self._job_seconds or [0.0]),
-            restart_reasons=tuple(self._restart_reasons),
+    def costs(self) -> list[str]:
+        """What the pool has cost so far, and why it was restarted, in lines."""
+        job, start = (
+            statistics.median(seconds or [0.0])
+            for seconds in (self._job_seconds, self._start_seconds)
         )
+        return [
+            f"rank pool: {len(self._job_seconds)} jobs, median {1e3 * job:.1f} ms; "
+            f"{len(self._start_seconds)} starts, median {start:.2f} s",
+            *(f"rank pool restarted: {reason}" for reason in self.restart_reasons),
+        ]
+
+    def _start_rank(self, context: Any, rank: int) -> None:
+        assert self._folder is not None
+        ours, theirs = context.Pipe()
+        setup = Setup(
+            rank=rank,
+            world_size=self._world_size,
+            store_path=str(Path(self._folder.name, "store")),
+            stacks_path=str(self._stacks_file(rank)),
+            subgroups=self._subgroups,
+            group_timeout=self._group_timeout,
+            backend=self._backend,
+            device=self._devices[rank] if self._devices else "cpu",
+        )
+        process = context.Process(target=serve, args=(theirs, setup), daemon=True)
+        process.start()
+        theirs.close()  # so that the rank's death shows as end-of-file on `ours`
+        self._connections.append(ours)
+        self._processes.append(process)
+
+    def _run(self, job: Job, limit: float) -> list[Any]:
+        """Run a job on its ranks; a result or a `RankError` for each, in order."""
+        blob = pack(job)
+        for rank in job.ranks:
+            # A dead rank is noticed below, as end-of-file.
+            with contextlib.suppress(BrokenPipeError):
+                self._connections[rank].send_bytes(blob)
+        outcomes: dict[int, Any] = {}
+        deadline = time.monotonic() + limit
+        waiting: dict[Any, int] = {self._connections[rank]: rank for rank in job.ranks}
+        while waiting:
+            left = max(0.0, deadline - time.monotonic())
+            ready = mp_connection.wait(list(waiting), left)
+            if not ready:
+                break
+            for conn in ready:
+                rank = waiting.pop(conn)
+                outcomes[rank] = self._receive(rank, job.ranks.index(rank))
+        for rank in waiting.values():
+            outcomes[rank] = self._hang(rank, job.ranks.index(rank), limit)
+        return [outcomes[rank] for rank in job.ranks]
+
+    def _receive(self, rank: int, group_rank: int) -> Any:
+        try:
+            reply: Reply = unpack(self._connections[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return self._exit(rank, group_rank)
+        self._replies[rank] = reply
+        if isinstance(reply.result, bytes):
+            return unpack(reply.result)
+        failure: Failure = reply.result
+        error = RankError(group_rank, failure.kinds, failure.message, failure.traceback)
+        error.at = reply.finished_at
+        return error
+
+    def _exit(self, rank: int, group_rank: int) -> RankError:
+        process = self._processes[rank]
+        process.join(5)
+        code = process.exitcode
+        message = f"the process ended with exit code {code}"
+        stacks = self._stacks_file(rank).read_text(errors="replace")
+        return RankError(group_rank, ("Exited",), message, stacks, exit_code=code)
+
+    def _hang(self, rank: int, group_rank: int, limit: float) -> RankError:
+        message = f"no answer within {limit:g} s; its threads are at:"
+        return RankError(group_rank, ("Hang",), message, self._dump_stacks(rank))
+
+    def _dump_stacks(self, rank: int) -> str:
+        """Ask a rank, however stuck, to write down where each of its threads is."""
+        path, process = self._stacks_file(rank), self._processes[rank]
+        if not process.is_alive() or not path.exists():
+            return "(no stacks: the process is gone or had not started)"
+        os.kill(process.pid, signal.SIGUSR1)
+        deadline, last = time.monotonic() + 2.0, -1
+        while time.monotonic() < deadline:  # until it has text that stopped growing
+            num_bytes = path.stat().st_size
+            if num_bytes and num_bytes == last:
+                break
+            last = num_bytes
+            time.sleep(0.05)
+        return path.read_text(errors="replace") or "(no stacks: no answer to SIGUSR1)"
+
+    def _stacks_file(self, rank: int) -> Path:
+        assert self._folder is not None
+        return Path(self._folder.name, f"rank{rank}.stacks")
 
     def _discard(self, reason: str) -> None:
-        self._restart_reasons.append(reason)
+        self.restart_reasons.append(reason)
         self.close()
 
-    def _what_is_broken(
-        self, team: Team, outcomes: Sequence[Any], seconds: float
-    ) -> str:
-        """Why the next job cannot use this team; empty if it can."""
-        failed = [outcome for outcome in outcomes if isinstance(outcome, RankError)]
+    def _what_is_broken(self, failed: Sequence[RankError], seconds: float) -> str:
+        """Why the next job cannot use these processes; empty if it can."""
         for error in failed:
             if error.kind in ("Exited", "Hang"):
                 return f"rank {error.rank}: {error.kind}"
@@ -184,18 +357,15 @@ class Pool:
                 return f"rank {error.rank}: a collective failed"
         if failed and seconds >= self._group_timeout:
             return "an error after the group's timeout"
-        if len(set(team.groups_made.values())) > 1 and len(team.groups_made) > 1:
-            return f"ranks made different numbers of groups: {team.groups_made}"
-        return _unbalanced(team)
-
-
-def _unbalanced(team: Team) -> str:
-    """Whether the members of a group disagree about how many collectives it issued."""
-    groups = {ranks for issued in team.issued.values() for ranks in issued}
-    for ranks in groups:
-        counts = {
-            rank: team.issued[rank][ranks] for rank in ranks if rank in team.issued
-        }
-        if len(set(counts.values())) > 1:
-            return f"group {ranks} is out of step: {counts} collectives"
-    return ""
+        made = {rank: reply.groups_made for rank, reply in self._replies.items()}
+        if len(set(made.values())) > 1:
+            return f"ranks made different numbers of groups: {made}"
+        for ranks in {
+            ranks for reply in self._replies.values() for ranks in reply.issued
+        }:
+            counts = {
+                r: self._replies[r].issued[ranks] for r in ranks if r in self._replies
+            }
+            if len(set(counts.values())) > 1:
+                return f"group {ranks} is out of step: {counts} collectives"
+        return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minidp._timeline import BucketTimes, Param, Span, Step, Timeline, Where
+from minidp.overlap.timeline import BucketTimes, Param, Span, Step, Timeline, Where
 
 MS = 1_000_000  # ns
 Times = tuple[float, float, float, float]  # full, launched, done, copied out

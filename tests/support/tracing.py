@@ -9,7 +9,8 @@ from unittest import mock
 
 import torch
 
-from minidp import _averaging, _collectives, _used_map
+from minidp import comm
+from minidp.comm import collectives, used_map
 
 Trace = list[tuple[str, int, str]]
 
@@ -19,20 +20,20 @@ def collective_trace() -> Iterator[Trace]:
     """Record (operation, numel, dtype) of every collective of minidp."""
     trace: Trace = []
     # The module under another name, so that only minidp's own calls are recorded.
-    real: Any = vars(_collectives)["dist"]
+    real: Any = vars(collectives)["dist"]
     door = mock.Mock(wraps=real)
     door.ProcessGroup = real.ProcessGroup  # for isinstance
     door._DEFAULT_FIRST_BUCKET_BYTES = real._DEFAULT_FIRST_BUCKET_BYTES
     door.all_gather = _recording(trace, "all_gather", real.all_gather, 1)
-    reduce = _recording(trace, "all_reduce", _collectives.all_reduce, 0)
-    broadcast = _recording(trace, "broadcast", _collectives.start_broadcast, 0)
+    reduce = _recording(trace, "all_reduce", collectives.all_reduce, 0)
+    broadcast = _recording(trace, "broadcast", collectives.start_broadcast, 0)
     with ExitStack() as stack:
-        patch = mock.patch.object(_collectives, "start_broadcast", broadcast)
+        patch = mock.patch.object(collectives, "start_broadcast", broadcast)
         stack.enter_context(patch)
-        stack.enter_context(mock.patch.object(_collectives, "dist", door))
-        gather = _recording(trace, "all_gather", _collectives.start_gathering, 0)
-        stack.enter_context(mock.patch.object(_used_map, "start_gathering", gather))
-        for module in (_averaging, _used_map):
+        stack.enter_context(mock.patch.object(collectives, "dist", door))
+        gather = _recording(trace, "all_gather", collectives.start_gathering, 0)
+        stack.enter_context(mock.patch.object(used_map, "start_gathering", gather))
+        for module in (comm, used_map):
             stack.enter_context(mock.patch.object(module, "all_reduce", reduce))
         yield trace
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,9 +32,7 @@ class Training:
     counts: tuple[int, ...] = (6, 6)  # forwards of each rank
     joins: bool | None = None  # join(divide_by_initial_world_size=...); None: no join
     quiet: frozenset[int] = frozenset()  # forwards inside no_sync()
-    zeroing: str = (
-        "Z"  # after each step, over and over: to None, to zero, or not at all
-    )
+    zeroing: str = "Z"  # after each step, in turn: to None (Z), to zero (z), not (-)
     spare: tuple[tuple[bool, ...], ...] = ((True,),)  # [forward %][rank %]: part used
 
     def uses_spare(self, i: int, rank: int) -> bool:
@@ -61,13 +59,14 @@ class Log:
 
     def note(self, module: nn.Module) -> None:
         """Add the present gradients."""
-        self.grads.append(
-            [p.grad if p.grad is None else _dense(p.grad) for p in module.parameters()]
-        )
+        grads = [p.grad for p in module.parameters()]
+        # Of sparse tensors it makes a new one, too.
+        self.grads.append([g if g is None else g.clone().to_dense() for g in grads])
 
-
-def _dense(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to_dense() if grad.is_sparse else grad.clone()
+    def end(self, module: nn.Module) -> None:
+        """Add what there is in the end."""
+        self.note(module)
+        self.state = {name: t.clone() for name, t in module.state_dict().items()}
 
 
 class Net(nn.Module):
@@ -79,9 +78,8 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(3, 5), nn.Linear(5, 2)
         self.norm = nn.BatchNorm1d(3) if "batch_norm" in parts else None
         self.table = nn.Embedding(6, 3, sparse=True) if "sparse" in parts else None
-        self.wave: nn.Parameter | None = None
-        if "complex" in parts:
-            self.wave = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))
+        wave = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64))
+        self.wave = wave if "complex" in parts else None
         self.conv: nn.Module | None = None
         if "channels_last" in parts:
             conv = nn.Conv2d(3, 2, (1, 2))
@@ -148,18 +146,14 @@ def train(
         warnings.simplefilter("ignore")
         try:
             ddp = _wrapped(training, wrapper, group, device)
-            with ddp.join(training.joins) if _joins(training) else nullcontext():
+            has_join = training.joins is not None
+            with ddp.join(training.joins) if has_join else nullcontext():
                 _train(training, ddp, rank, log)
         except Exception as error:
             log.error = f"{type(error).__name__}: {error}"
             return log
-    log.note(ddp.module)
-    log.state = {name: t.clone() for name, t in ddp.module.state_dict().items()}
+    log.end(ddp.module)
     return log
-
-
-def _joins(training: Training) -> bool:
-    return training.joins is not None
 
 
 def _wrapped(
@@ -185,10 +179,8 @@ def _train(training: Training, ddp: Any, rank: int, log: Log) -> None:
     device = next(ddp.parameters()).device
     num_steps = 0
     for i in range(training.counts[rank]):
-        with ExitStack() as stack:
-            if i in training.quiet:
-                stack.enter_context(ddp.no_sync())
-            use_spare = training.uses_spare(i, rank)
+        use_spare = training.uses_spare(i, rank)
+        with ddp.no_sync() if i in training.quiet else nullcontext():
             ddp(inputs_of(rank, i).to(device), use_spare=use_spare).backward()
         log.note(ddp.module)
         if i not in training.quiet:
@@ -223,18 +215,17 @@ class Plain:
         num_forwards = max(training.counts)
         for i in range(num_forwards):
             self._forward(i, [r for r, n in enumerate(training.counts) if n > i])
-        if _joins(training):
+        if training.joins is not None:
             last = max(r for r, n in enumerate(training.counts) if n == num_forwards)
             self._copy_state(last)
         for net, log in zip(self.nets, self.logs, strict=True):
-            log.note(net)
-            log.state = {name: t.clone() for name, t in net.state_dict().items()}
+            log.end(net)
         return self.logs
 
     def _forward(self, i: int, active: Sequence[int]) -> None:
         training, is_quiet = self._training, i in self._training.quiet
         if self._are_buffers_due:
-            root = max(active) if _joins(training) else 0
+            root = 0 if training.joins is None else max(active)
             self._copy_state(root, parameters=False)
         self._are_buffers_due = not is_quiet
         for rank in active:
@@ -287,15 +278,18 @@ def difference(expected: Log, found: Log, *, tolerance: float = 0.0) -> str:
         return f"{len(found.grads)} backwards, expected {len(expected.grads)}"
     for i, (theirs, ours) in enumerate(zip(expected.grads, found.grads, strict=True)):
         for k, (a, b) in enumerate(zip(theirs, ours, strict=True)):
-            if not _is_same(a, b, tolerance):
-                return f"backward {i}: grad {k} is {_short(b)}, expected {_short(a)}"
+            if not is_same(a, b, tolerance):
+                return f"backward {i}: grad {k} is {short(b)}, expected {short(a)}"
     for name, value in expected.state.items():
-        if not _is_same(value, found.state[name], tolerance):
-            return f"{name} is {_short(found.state[name])}, expected {_short(value)}"
+        if not is_same(value, found.state[name], tolerance):
+            return f"{name} is {short(found.state[name])}, expected {short(value)}"
     return ""
 
 
-def _is_same(a: torch.Tensor | None, b: torch.Tensor | None, tolerance: float) -> bool:
+def is_same(
+    a: torch.Tensor | None, b: torch.Tensor | None, tolerance: float = 0.0
+) -> bool:
+    """Whether two tensors are equal, or near, or both missing."""
     if a is None or b is None:
         return a is b
     if a.dtype is not b.dtype or a.shape != b.shape:
@@ -305,5 +299,6 @@ def _is_same(a: torch.Tensor | None, b: torch.Tensor | None, tolerance: float) -
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
-def _short(tensor: torch.Tensor | None) -> str:
+def short(tensor: torch.Tensor | None) -> str:
+    """The first values."""
     return "None" if tensor is None else str(tensor.flatten()[:3].tolist())

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from minidp import DataParallel
-from minidp._phase import Phase
+from minidp.core.reducer import Phase
 from tests.support.models import ModelSpec, Patchwork
+from tests.support.training import is_same, short
 
 
 @dataclass(frozen=True)
@@ -64,27 +64,28 @@ class Log:
 
 
 def run_session(
-    session: Session,
-    wrap: Callable[..., nn.Module],
-    group: dist.ProcessGroup,
+    session: Session, wrap: Callable[..., Any], group: dist.ProcessGroup
 ) -> Log:
     """Run a session until its end, or until any rank raises."""
-    rank = dist.get_rank(group)
+    rank, log = dist.get_rank(group), Log()
     module = Patchwork(session.model, seed=rank)
     if session.has_grads:
-        for param, same in zip(
-            module.parameters(),
-            Patchwork(session.model, seed=0).parameters(),
-            strict=True,
-        ):
+        others = Patchwork(session.model, seed=0).parameters()
+        for param, same in zip(module.parameters(), others, strict=True):
             param.grad = torch.empty_like(param).copy_(same.detach())
-    log = Log()
+    options = dict(session.options)
+    if session.delayed and wrap is DataParallel:
+        named = [(f"params.{i}", module.params[i]) for i in session.delayed]
+        options["delay_all_reduce_named_params"] = named
+        options["param_to_hook_all_reduce"] = named[0][1]
     try:
-        ddp = _wrapped(session, module, wrap, group)
+        ddp = wrap(module, process_group=group, **options)
+        if session.has_hook:
+            ddp.register_comm_hook(group, allreduce_hook)
     except RuntimeError as error:  # the same on all ranks: sessions start alike
         log.error, log.message = type(error).__name__, str(error)
         return log
-    player = _Player(session, ddp, module, rank)
+    player = _Player(session, ddp, rank)
     for letter in session.word:
         try:
             player.play(letter)
@@ -94,43 +95,16 @@ def run_session(
         dist.all_reduce(failed, group=group)
         if failed.item():
             break
-        log.steps.append(
-            Step(
-                letter,
-                _grads(module),
-                [b.clone() for b in ddp.buffers()],
-                is_unfinished=_is_unfinished(ddp),
-            )
-        )
+        grads = [p.grad if p.grad is None else p.grad.clone() for p in ddp.parameters()]
+        phase = ddp._reducer.phase.now if isinstance(ddp, DataParallel) else None
+        buffers = [b.clone() for b in ddp.buffers()]
+        log.steps.append(Step(letter, grads, buffers, phase is Phase.PENDING))
     return log
 
 
-def _wrapped(
-    session: Session,
-    module: Patchwork,
-    wrap: Callable[..., nn.Module],
-    group: dist.ProcessGroup,
-) -> nn.Module:
-    options = dict(session.options)
-    if session.delayed and wrap is DataParallel:
-        named = [(f"params.{i}", module.params[i]) for i in session.delayed]
-        options["delay_all_reduce_named_params"] = named
-        options["param_to_hook_all_reduce"] = named[0][1]
-    ddp: Any = wrap(module, process_group=group, **options)
-    if session.has_hook:
-        ddp.register_comm_hook(group, allreduce_hook)
-    result: nn.Module = ddp
-    return result
-
-
 class _Player:
-    def __init__(
-        self, session: Session, ddp: nn.Module, module: Patchwork, rank: int
-    ) -> None:
-        self._session = session
-        self._ddp = ddp
-        self._module = module
-        self._rank = rank
+    def __init__(self, session: Session, ddp: Any, rank: int) -> None:
+        self._session, self._ddp, self._rank = session, ddp, rank
         self._losses: list[list[torch.Tensor]] = []  # of each forward, its parts
         # Torch's search looks at the latest forward only, so that a backward of an
         # earlier one with other parameters breaks it.
@@ -153,7 +127,7 @@ class _Player:
         elif letter in "KM" and self._is_polluted:
             return
         elif letter == "K" and not (self._losses and self._searches):
-            self._module.params[self._session.frozen].requires_grad_(False)
+            self._ddp.module.params[self._session.frozen].requires_grad_(False)
         elif letter == "M" and not self._losses:
             self._mask = (self._mask + 1) % len(self._session.masks)
 
@@ -163,8 +137,8 @@ class _Player:
         x = torch.randn(4, 3, generator=generator)
         masks = self._session.masks[self._mask]
         used = masks[self._rank % len(masks)]
-        no_sync: Any = self._ddp.no_sync if letter == "N" else nullcontext
-        with no_sync(), torch.no_grad() if letter == "G" else nullcontext():
+        contexts = {"F": nullcontext, "N": self._ddp.no_sync, "G": torch.no_grad}
+        with contexts[letter]():
             losses = self._ddp(x, used)
         self._is_announced |= letter == "F"
         if letter != "G":
@@ -176,9 +150,7 @@ class _Player:
         self._is_polluted = self._searches and not self._is_announced
         self._is_announced = False
         if letter == "S":
-            parts = [
-                torch.stack([part for loss in self._losses for part in loss]).sum()
-            ]
+            parts = [torch.stack([p for loss in self._losses for p in loss]).sum()]
             self._losses = []
         elif letter == "R":
             parts = self._losses[0]
@@ -188,14 +160,6 @@ class _Player:
             part.backward(retain_graph=letter == "R")
 
 
-def _grads(module: nn.Module) -> list[torch.Tensor | None]:
-    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
-
-
-def _is_unfinished(ddp: nn.Module) -> bool:
-    return isinstance(ddp, DataParallel) and ddp._reducer.phase.now is Phase.PENDING
-
-
 def first_difference(session: Session, expected: Log, found: Log) -> str:
     """Where two logs differ, in words; empty when they are equal bit for bit."""
     on = {name for name, value in session.options if value is True}
@@ -203,33 +167,30 @@ def first_difference(session: Session, expected: Log, found: Log) -> str:
     can_drift = has_unused and "gradient_as_bucket_view" in on
     drifted: set[int] = set()
     before: Step | None = None
-    for number, (theirs, ours) in enumerate(
-        zip(expected.steps, found.steps, strict=False)
-    ):
+    both = zip(expected.steps, found.steps, strict=False)
+    for number, (theirs, ours) in enumerate(both):
         if can_drift:
             drifted |= _drifts(before, theirs, ours)
         before = ours
-        where = f"step {number} ({theirs.letter})"
-        pairs = zip(theirs.grads, ours.grads, strict=True)
+        pairs = list(zip(theirs.grads, ours.grads, strict=True))
         # Torch leaves some gradients of an unfinished reduction divided, some not.
-        for i, (a, b) in enumerate(() if ours.is_unfinished else pairs):
-            if i in drifted:
-                continue
-            if (a is None) != (b is None):
-                return f"{where}: grad {i} is {_short(b)}, torch has {_short(a)}"
-            if a is not None and b is not None and not torch.equal(a, b):
-                return f"{where}: grad {i} is {_short(b)}, torch has {_short(a)}"
+        named = {
+            f"grad {i}": pair
+            for i, pair in enumerate(() if ours.is_unfinished else pairs)
+            if i not in drifted
+        }
         buffers = zip(theirs.module_buffers, ours.module_buffers, strict=True)
-        for i, (c, d) in enumerate(buffers):
-            if not torch.equal(c, d):
-                return f"{where}: module buffer {i} is {_short(d)}, not {_short(c)}"
-    if len(expected.steps) != len(found.steps) or bool(expected.error) != bool(
-        found.error
-    ):
+        named |= {f"module buffer {i}": pair for i, pair in enumerate(buffers)}
+        for what, (a, b) in named.items():
+            if not is_same(a, b):
+                where = f"step {number} ({theirs.letter})"
+                return f"{where}: {what} is {short(b)}, torch has {short(a)}"
+    lengths = [len(log.steps) for log in (expected, found)]
+    if lengths[0] != lengths[1] or bool(expected.error) != bool(found.error):
+        ends = [f"({log.error}: {log.message[:300]})" for log in (expected, found)]
         return (
-            f"torch stops after {len(expected.steps)} steps ({expected.error}: "
-            f"{expected.message[:200]}), minidp after {len(found.steps)} "
-            f"({found.error}: {found.message[:300]})"
+            f"torch stops after {lengths[0]} steps {ends[0]}, "
+            f"minidp after {lengths[1]} {ends[1]}"
         )
     return ""
 
@@ -242,15 +203,13 @@ def _drifts(before: Step | None, theirs: Step, ours: Step) -> set[int]:
     """
     if before is None or ours.letter not in "BLSR":
         return set()
-    kept = set()
-    for i, (old, a, b) in enumerate(
-        zip(before.grads, theirs.grads, ours.grads, strict=True)
-    ):
-        if old is None or a is None or b is None or not torch.equal(old, b):
-            continue
-        if not torch.equal(a, b) and _is_within_ulps(a, b, 4):
-            kept.add(i)
-    return kept
+    three = enumerate(zip(before.grads, theirs.grads, ours.grads, strict=True))
+    return {
+        i
+        for i, (old, a, b) in three
+        if old is not None and a is not None and b is not None and torch.equal(old, b)
+        if not torch.equal(a, b) and _is_within_ulps(a, b, 4)
+    }
 
 
 def _is_within_ulps(a: torch.Tensor, b: torch.Tensor, ulps: int) -> bool:
@@ -259,7 +218,3 @@ def _is_within_ulps(a: torch.Tensor, b: torch.Tensor, ulps: int) -> bool:
     wide = torch.complex128 if b.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)  # atol would underflow in the narrow dtypes
     return torch.allclose(a, b, rtol=ulps * eps, atol=ulps * eps * tiny)
-
-
-def _short(tensor: torch.Tensor | None) -> str:
-    return "None" if tensor is None else str(tensor.flatten()[:3].tolist())

@@ -9,6 +9,12 @@
 A `Reply` also carries how many collectives each group has issued so far.  Ranks that
 do not agree about that number would pair up the wrong collectives in the next job;
 the pool compares the numbers and starts afresh when they differ.
+
+What travels is pickled, but for dense CPU tensors: torch's own pickling either moves
+them to shared memory (slow to set up, and gone with the process that owns it) or writes
+a whole zip archive per storage.  Here a tensor is its dtype, shape and bytes: exact to
+the last bit, NaN payloads included.  Strides, ``requires_grad`` and the identity of
+shared storages do *not* travel; build those on the rank if a test is about them.
 """
 
 from __future__ import annotations
@@ -16,13 +22,15 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import io
 import os
+import pickle
 import signal
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -30,8 +38,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from tests.support.wire import pack, unpack
 
 Ranks = tuple[int, ...]
 CPU = torch.device("cpu")
@@ -100,6 +106,36 @@ class Reply:
     groups_made: int  # process groups ever made in this process
 
 
+def _rebuild_tensor(
+    dtype: torch.dtype, shape: tuple[int, ...], raw: bytes
+) -> torch.Tensor:
+    if not raw:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(raw), dtype=dtype).reshape(shape)
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        plain = type(obj) in (torch.Tensor, torch.nn.Parameter)
+        if not plain or obj.layout != torch.strided or obj.is_quantized:
+            return NotImplemented
+        dense = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        raw = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
+        return _rebuild_tensor, (dense.dtype, tuple(dense.shape), raw)
+
+
+def pack(value: object) -> bytes:
+    """Serialise ``value`` by value."""
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return stream.getvalue()
+
+
+def unpack(blob: bytes) -> Any:
+    """The inverse of `pack`."""
+    return pickle.loads(blob)
+
+
 def serve(connection: Connection, setup: Setup) -> None:
     """Join the team, then answer jobs until the other side closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process
@@ -132,13 +168,8 @@ def _make_groups(setup: Setup) -> dict[Ranks, dist.ProcessGroup]:
     timeout = timedelta(seconds=setup.group_timeout)
     # Public and documented, but missing from the type stubs' list of exports.
     store = dist.FileStore(setup.store_path, setup.world_size)  # type: ignore[attr-defined]
-    dist.init_process_group(
-        setup.backend,
-        store=store,
-        rank=setup.rank,
-        world_size=setup.world_size,
-        timeout=timeout,
-    )
+    place: dict[str, Any] = {"rank": setup.rank, "world_size": setup.world_size}
+    dist.init_process_group(setup.backend, store=store, timeout=timeout, **place)
     groups: dict[Ranks, dist.ProcessGroup] = {}
     for ranks in setup.subgroups:  # every process makes every group, in one order
         group = dist.new_group(list(ranks), timeout=timeout)
@@ -170,13 +201,19 @@ def _answer(
     return Reply(
         result=result,
         finished_at=time.monotonic(),
-        issued=_collectives_issued(groups),
+        # Private to torch: the number its own flight recorder compares between ranks.
+        issued={
+            ranks: int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+            for ranks, group in groups.items()
+        },
         groups_made=dist.distributed_c10d._world.group_count,
     )
 
 
 def _run(job: Job, setup: Setup, groups: Mapping[Ranks, dist.ProcessGroup]) -> Any:
-    function = resolve(job.module, job.qualname)
+    function: Any = importlib.import_module(job.module)
+    for part in job.qualname.split("."):
+        function = getattr(function, part)
     context = Context(
         rank=job.ranks.index(setup.rank),
         world_size=len(job.ranks),
@@ -190,22 +227,3 @@ def _run(job: Job, setup: Setup, groups: Mapping[Ranks, dist.ProcessGroup]) -> A
         if job.strict_warnings:
             warnings.simplefilter("error")
         return function(context, *job.args)
-
-
-def resolve(module: str, qualname: str) -> Callable[..., Any]:
-    """Import a function by the name a test process sent."""
-    found: Any = importlib.import_module(module)
-    for part in qualname.split("."):
-        found = getattr(found, part)
-    function: Callable[..., Any] = found
-    return function
-
-
-def _collectives_issued(
-    groups: Mapping[Ranks, dist.ProcessGroup],
-) -> dict[Ranks, int]:
-    # Private to torch: the number its own flight recorder compares between ranks.
-    return {
-        ranks: int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-        for ranks, group in groups.items()
-    }

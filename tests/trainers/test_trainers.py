@@ -56,11 +56,11 @@ def python(*arguments):
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_weights_are_those_of_torchs_ddp(trainer, tmp_path):
     needs(TRAINERS[trainer])
-    script = str(HERE / f"by_{trainer}.py")
+    script = (HERE / "by_trainer.py", trainer)
     ways = {
-        "torch": (script, tmp_path / "torch.pt", "torch"),
-        "run": ("-m", "minidp.run", script, tmp_path / "run.pt", "torch"),
-        "own": (script, tmp_path / "own.pt", "minidp"),
+        "torch": (*script, tmp_path / "torch.pt", "torch"),
+        "run": ("-m", "minidp.run", *script, tmp_path / "run.pt", "torch"),
+        "own": (*script, tmp_path / "own.pt", "minidp"),
     }
     found = {}
     for way, arguments in ways.items():

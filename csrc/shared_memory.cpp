@@ -1,0 +1,476 @@
+// Linux only: anonymous files and futexes.
+#ifdef __linux__
+#include "shared_memory.h"
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <climits>
+#include <cstring>
+#include <mutex>
+#include <set>
+#include <stdexcept>
+#include <system_error>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace minidp {
+namespace {
+
+constexpr int64_t kPage = 4096;
+constexpr int64_t kLine = 64;
+constexpr int64_t kPieceBytes = 128 * 1024;  // a piece of two ranks stays in the L2 cache
+constexpr int kSpins = 2000;                 // some 20 to 50 microseconds
+constexpr int64_t kBlock = 1024;             // elements whose sum stays in the L1 cache
+
+int64_t round_up(int64_t n, int64_t unit) {
+  return (n + unit - 1) / unit * unit;
+}
+
+[[noreturn]] void fail(const std::string& what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+double now() {
+  timespec time{};
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// The words are shared between processes: no FUTEX_PRIVATE_FLAG.
+void sleep_on(const std::atomic<uint32_t>& word, uint32_t value, double seconds) {
+  timespec limit{};
+  limit.tv_sec = static_cast<time_t>(seconds);
+  limit.tv_nsec = static_cast<long>((seconds - static_cast<double>(limit.tv_sec)) * 1e9);
+  syscall(SYS_futex, &word, FUTEX_WAIT, value, &limit, nullptr, 0);
+}
+
+void wake_all(const std::atomic<uint32_t>& word) {
+  syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+template <typename T>
+struct Adder {
+  static void add(T* sum, const T* more, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+      sum[i] = static_cast<T>(more[i] + sum[i]);
+    }
+  }
+};
+
+float wide(c10::BFloat16 x) {
+  return std::bit_cast<float>(uint32_t{x.x} << 16);
+}
+
+// In integers, which the compiler vectorises; see flatten.cpp.
+c10::BFloat16 narrow(float x) {
+  const auto bits = std::bit_cast<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return c10::BFloat16(
+      x != x ? uint16_t{0x7fc0} : static_cast<uint16_t>(rounded), c10::BFloat16::from_bits());
+}
+
+template <>
+struct Adder<c10::BFloat16> {
+  static void add(c10::BFloat16* sum, const c10::BFloat16* more, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+      sum[i] = narrow(wide(more[i]) + wide(sum[i]));
+    }
+  }
+};
+
+template <>
+struct Adder<c10::Half> {
+  static void add(c10::Half* sum, const c10::Half* more, int64_t n) {
+    int64_t i = 0;
+#if defined(__F16C__) && defined(__AVX__)
+    for (; i + 8 <= n; i += 8) {
+      const auto a = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(more + i)));
+      const auto b = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(sum + i)));
+      _mm_storeu_si128(
+          reinterpret_cast<__m128i*>(sum + i),
+          _mm256_cvtps_ph(_mm256_add_ps(a, b), _MM_FROUND_TO_NEAREST_INT));
+    }
+#endif
+    for (; i < n; ++i) {
+      sum[i] = static_cast<c10::Half>(static_cast<float>(more[i]) + static_cast<float>(sum[i]));
+    }
+  }
+};
+
+// Chunk c of Gloo's ring begins with the values of rank c - 1; then each lower rank adds its own,
+// and rank c last.
+template <typename T>
+void sum_chunk(const std::vector<void*>& ranks, int64_t chunk, int64_t begin, int64_t end) {
+  const auto size = static_cast<int64_t>(ranks.size());
+  T sum[kBlock];
+  for (int64_t at = begin; at < end; at += kBlock) {
+    const int64_t n = std::min(kBlock, end - at);
+    for (int64_t k = 1; k <= size; ++k) {
+      const auto* values = static_cast<const T*>(ranks[(chunk - k + size) % size]) + at;
+      if (k == 1) {
+        std::memcpy(sum, values, n * sizeof(T));
+      } else {
+        Adder<T>::add(sum, values, n);
+      }
+    }
+    for (void* rank : ranks) {
+      std::memcpy(static_cast<T*>(rank) + at, sum, n * sizeof(T));
+    }
+  }
+}
+
+// How many elements of `bucket` each rank's chunk has: the arithmetic of Gloo's ring.
+int64_t chunk_size(BucketShape bucket, int64_t size) {
+  const auto item = static_cast<int64_t>(c10::elementSize(bucket.type));
+  const int64_t bytes = bucket.numel * item;
+  const int64_t largest = (1 << 20) / item * item;
+  const int64_t segments =
+      round_up(std::max((bytes + largest - 1) / largest, 2 * size), size);
+  return round_up((bytes + segments - 1) / segments, item) / item * (segments / size);
+}
+
+template <typename F>
+void with_type(c10::ScalarType type, F f) {
+  switch (type) {
+    case c10::kFloat:
+      return f(float{});
+    case c10::kDouble:
+      return f(double{});
+    case c10::kHalf:
+      return f(c10::Half{});
+    case c10::kBFloat16:
+      return f(c10::BFloat16{});
+    case c10::kByte:
+    case c10::kChar:
+      return f(uint8_t{});
+    case c10::kInt:
+      return f(uint32_t{});
+    case c10::kLong:
+      return f(uint64_t{});
+    default:
+      throw std::runtime_error(std::string("no sums in shared memory for ") + c10::toString(type));
+  }
+}
+
+}  // namespace
+
+void sum_in_ring_order(
+    const std::vector<void*>& ranks, BucketShape bucket, int64_t begin, int64_t end) {
+  const auto size = static_cast<int64_t>(ranks.size());
+  const int64_t per_chunk = chunk_size(bucket, size);
+  with_type(bucket.type, [&](auto x) {
+    while (begin < end) {
+      const int64_t chunk = begin / per_chunk;
+      const int64_t stop = std::min(end, (chunk + 1) * per_chunk);
+      sum_chunk<decltype(x)>(ranks, chunk, begin, stop);
+      begin = stop;
+    }
+  });
+}
+
+// One bucket's round, on the board of rank 0. Each counter only grows, and may wrap around.
+struct alignas(kLine) SharedMemory::Counters {
+  std::atomic<uint32_t> posted;    // ranks, of all rounds
+  std::atomic<uint32_t> claimed;   // pieces, of all rounds
+  std::atomic<uint32_t> done;      // pieces, of all rounds
+  std::atomic<uint32_t> events;    // futex: all ranks have posted, or the round is done
+  std::atomic<uint32_t> sleepers;  // ranks that sleep on `events`
+
+  void announce() {
+    // Both in the one order of all seq_cst operations: a rank that sleeps has counted itself
+    // before the kernel compared `events`, and is seen here; or the kernel saw the new value.
+    events.fetch_add(1);
+    if (sleepers.load() != 0) {
+      wake_all(events);
+    }
+  }
+};
+
+// One rank's file in memory. A forked child gets a private copy of its parent's own file, which it
+// may read and write, and nothing of the other ranks'.
+class SharedMemory::Mapping {
+ public:
+  // Takes over the descriptor; keeps it open if the file is this rank's own.
+  Mapping(int descriptor, int64_t nbytes, bool is_own)
+      : descriptor_(descriptor), nbytes_(nbytes), is_own_(is_own) {
+    void* found = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    const int error = errno;
+    if (found == MAP_FAILED || !is_own) {
+      close(descriptor);
+    }
+    if (found == MAP_FAILED) {
+      errno = error;
+      fail("mmap");
+    }
+    start = static_cast<char*>(found);
+    if (!is_own) {
+      madvise(start, nbytes, MADV_DONTFORK);
+      return;
+    }
+    static const int installed = pthread_atfork(
+        [] { mutex().lock(); },
+        [] { mutex().unlock(); },
+        [] {
+          for (const Mapping* mapping : own()) {
+            mapping->make_private();
+          }
+          mutex().unlock();
+        });
+    static_cast<void>(installed);
+    const std::lock_guard lock(mutex());
+    own().insert(this);
+  }
+
+  ~Mapping() {
+    if (is_own_) {
+      const std::lock_guard lock(mutex());
+      own().erase(this);
+      close(descriptor_);
+    }
+    munmap(start, nbytes_);
+  }
+
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  int descriptor() const {
+    return descriptor_;
+  }
+
+  std::atomic<uint64_t>& token() const {
+    return *reinterpret_cast<std::atomic<uint64_t>*>(start);
+  }
+
+  Counters* counters() const {
+    return reinterpret_cast<Counters*>(start + kLine);
+  }
+
+  char* start = nullptr;
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex found;
+    return found;
+  }
+
+  static std::set<const Mapping*>& own() {
+    static std::set<const Mapping*> found;
+    return found;
+  }
+
+  void make_private() const {
+    mmap(start, nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, descriptor_, 0);
+  }
+
+  int descriptor_;
+  int64_t nbytes_;
+  bool is_own_;
+};
+
+// A file holds: its token; per bucket the counters (used are those of rank 0's file); per bucket the
+// number of rounds that its rank has posted; the buckets.
+SharedMemory::SharedMemory(int rank, int size, std::vector<BucketShape> buckets)
+    : rank_(rank),
+      size_(size),
+      buckets_(std::move(buckets)),
+      rounds_(buckets_.size(), 0),
+      process_(getpid()),
+      mappings_(size),
+      addresses_(buckets_.size(), std::vector<void*>(size, nullptr)) {
+  const size_t head = kLine + buckets_.size() * (sizeof(Counters) + sizeof(uint32_t));
+  int64_t at = round_up(static_cast<int64_t>(head), kPage);
+  for (const auto& bucket : buckets_) {
+    with_type(bucket.type, [](auto) {});
+    const auto bytes = bucket.numel * static_cast<int64_t>(c10::elementSize(bucket.type));
+    offsets_.push_back(at);
+    at += round_up(bytes, kLine);
+    pieces_.push_back(std::max<int64_t>(1, round_up(bytes, kPieceBytes) / kPieceBytes));
+  }
+  nbytes_ = round_up(at, kPage);
+  cpu_set_t cpus;
+  const bool is_known = sched_getaffinity(0, sizeof(cpus), &cpus) == 0;
+  spins_ = is_known && CPU_COUNT(&cpus) < size ? 0 : kSpins;  // a rank that spins takes a core
+  if (getrandom(&token_, sizeof(token_), 0) != sizeof(token_)) {
+    fail("getrandom");
+  }
+  token_ >>= 1;  // fits a signed integer
+  const int file = memfd_create("minidp", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, nbytes_) != 0) {
+    const int error = errno;
+    if (file >= 0) {
+      close(file);
+    }
+    errno = error;
+    fail("memfd_create");
+  }
+  adopt(rank, std::make_unique<Mapping>(file, nbytes_, /*is_own=*/true));
+  mappings_[rank]->token().store(token_, std::memory_order_release);
+}
+
+void SharedMemory::adopt(int rank, std::unique_ptr<Mapping> mapping) {
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    addresses_[b][rank] = mapping->start + offsets_[b];
+  }
+  mappings_[rank] = std::move(mapping);
+}
+
+SharedMemory::~SharedMemory() = default;
+
+int SharedMemory::descriptor() const {
+  return mappings_[rank_]->descriptor();
+}
+
+uint64_t SharedMemory::token() const {
+  return token_;
+}
+
+void SharedMemory::connect(int peer, const std::string& path, uint64_t token) {
+  const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (file < 0) {
+    fail("open " + path);
+  }
+  struct stat facts {};
+  const bool is_as_large = fstat(file, &facts) == 0 && facts.st_size == nbytes_;
+  if (!is_as_large) {
+    close(file);
+  }
+  auto mapping =
+      is_as_large ? std::make_unique<Mapping>(file, nbytes_, /*is_own=*/false) : nullptr;
+  if (!mapping || mapping->token().load(std::memory_order_acquire) != token) {
+    throw std::runtime_error(path + " is not the memory of rank " + std::to_string(peer));
+  }
+  adopt(peer, std::move(mapping));
+}
+
+BucketShape SharedMemory::shape(size_t bucket) const {
+  return buckets_.at(bucket);
+}
+
+void* SharedMemory::data(size_t bucket) const {
+  return addresses_.at(bucket)[rank_];
+}
+
+SharedMemory::Counters& SharedMemory::counters(size_t bucket) const {
+  return mappings_[0]->counters()[bucket];
+}
+
+std::atomic<uint32_t>* SharedMemory::posted_by(int rank) const {
+  return reinterpret_cast<std::atomic<uint32_t>*>(
+      mappings_[rank]->counters() + buckets_.size());
+}
+
+bool SharedMemory::is_done(size_t bucket) const {
+  return counters(bucket).done.load(std::memory_order_acquire) == rounds_[bucket] * pieces_[bucket];
+}
+
+bool SharedMemory::all_posted(size_t bucket) const {
+  const uint32_t target = rounds_[bucket] * static_cast<uint32_t>(size_);
+  return counters(bucket).posted.load(std::memory_order_acquire) == target;
+}
+
+void SharedMemory::post(size_t bucket) {
+  if (getpid() != process_) {
+    throw std::runtime_error("a forked child cannot use its parent's shared memory");
+  }
+  auto& shared = counters(bucket);
+  const uint32_t round = ++rounds_.at(bucket);
+  posted_by(rank_)[bucket].store(round, std::memory_order_release);
+  // Releases this rank's values to every rank that sees the last post.
+  const uint32_t posted = shared.posted.fetch_add(1, std::memory_order_acq_rel) + 1;
+  if (posted == round * static_cast<uint32_t>(size_)) {
+    shared.announce();
+  }
+}
+
+bool SharedMemory::advance(size_t bucket) {
+  if (is_done(bucket)) {
+    return true;
+  }
+  if (!all_posted(bucket)) {
+    return false;
+  }
+  auto& shared = counters(bucket);
+  const BucketShape shape = buckets_[bucket];
+  const uint32_t end = rounds_[bucket] * pieces_[bucket];
+  const uint32_t begin = end - pieces_[bucket];
+  const int64_t per_piece = round_up((shape.numel + pieces_[bucket] - 1) / pieces_[bucket], kLine);
+  uint32_t next = shared.claimed.load(std::memory_order_relaxed);
+  while (next != end) {
+    if (!shared.claimed.compare_exchange_weak(next, next + 1, std::memory_order_relaxed)) {
+      continue;
+    }
+    const int64_t from = std::min<int64_t>(shape.numel, per_piece * (next - begin));
+    const int64_t to = std::min<int64_t>(shape.numel, from + per_piece);
+    sum_in_ring_order(addresses_[bucket], shape, from, to);
+    if (shared.done.fetch_add(1, std::memory_order_acq_rel) + 1 == end) {
+      shared.announce();
+      return true;
+    }
+    next = shared.claimed.load(std::memory_order_relaxed);
+  }
+  return is_done(bucket);
+}
+
+bool SharedMemory::wait(size_t bucket, double seconds) {
+  for (int spin = 0; spin < spins_; ++spin) {
+    if (advance(bucket)) {
+      return true;
+    }
+    relax();
+  }
+  auto& shared = counters(bucket);
+  const double end = now() + seconds;
+  while (true) {
+    const uint32_t seen = shared.events.load();
+    if (advance(bucket)) {
+      return true;
+    }
+    const double left = end - now();
+    if (left <= 0) {
+      return false;
+    }
+    shared.sleepers.fetch_add(1);
+    // Wakes late at worst: who is killed between a count and its wake-up call.
+    sleep_on(shared.events, seen, std::min(left, 0.1));
+    shared.sleepers.fetch_sub(1);
+  }
+}
+
+std::vector<int> SharedMemory::missing(size_t bucket) const {
+  std::vector<int> found;
+  for (int rank = 0; rank < size_; ++rank) {
+    const uint32_t posted = posted_by(rank)[bucket].load(std::memory_order_acquire);
+    // Another rank may be one round ahead.
+    if (static_cast<int32_t>(posted - rounds_[bucket]) < 0) {
+      found.push_back(rank);
+    }
+  }
+  return found;
+}
+
+}  // namespace minidp
+#endif

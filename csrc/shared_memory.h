@@ -1,0 +1,94 @@
+// Buckets in memory that all ranks of one host map, summed in place with the bits of Gloo's ring.
+//
+//   rank 0  [board | bucket 0 | bucket 1 | ...]   one anonymous file per rank,
+//   rank 1  [board | bucket 0 | bucket 1 | ...]   mapped by every rank
+//
+// A round of one bucket: every rank posts; then any rank, waiting or not, claims pieces of the
+// bucket, sums each over all ranks and writes the sum to all of them. The bucket is done when its
+// last piece is. A rank that sleeps holds nobody up: it has claimed nothing. All counters are on
+// the board of rank 0 and only grow, so that a round needs no reset and a buffer may be written
+// as soon as its round is done.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace minidp {
+
+struct BucketShape {
+  int64_t numel;
+  c10::ScalarType type;
+};
+
+// Adds elements [begin, end) of all ranks, in the order of Gloo's ring of `numel` elements, and
+// writes the sums to all ranks. Halves are added in float and rounded after each addition, as Gloo
+// does.
+void sum_in_ring_order(
+    const std::vector<void*>& ranks,
+    BucketShape bucket,
+    int64_t begin,
+    int64_t end);
+
+class SharedMemory {
+ public:
+  // Takes new anonymous memory for this rank's buckets. Throws std::runtime_error if the system
+  // has none, or for a type without sums.
+  SharedMemory(int rank, int size, std::vector<BucketShape> buckets);
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+  // For the other ranks: they open this file, and check the token.
+  int descriptor() const;
+  uint64_t token() const;
+
+  // Maps the memory of another rank. Throws std::runtime_error if it cannot be opened, or is not
+  // what that rank made.
+  void connect(int peer, const std::string& path, uint64_t token);
+
+  BucketShape shape(size_t bucket) const;
+  void* data(size_t bucket) const;
+
+  // This rank's values are in the bucket's memory: the round begins. Until it is done, no one but
+  // `advance` may touch them. Throws std::runtime_error in a forked child.
+  void post(size_t bucket);
+
+  // Sums what can be summed now; whether the round is done.
+  bool advance(size_t bucket);
+
+  // Waits at most so long, and sums meanwhile; whether the round is done.
+  bool wait(size_t bucket, double seconds);
+
+  // Ranks that have not posted this rank's round of a bucket.
+  std::vector<int> missing(size_t bucket) const;
+
+ private:
+  struct Counters;
+  class Mapping;
+
+  void adopt(int rank, std::unique_ptr<Mapping> mapping);
+  Counters& counters(size_t bucket) const;
+  std::atomic<uint32_t>* posted_by(int rank) const;
+  bool is_done(size_t bucket) const;
+  bool all_posted(size_t bucket) const;
+
+  int rank_;
+  int size_;
+  std::vector<BucketShape> buckets_;
+  std::vector<int64_t> offsets_;
+  std::vector<uint32_t> pieces_;  // per bucket
+  std::vector<uint32_t> rounds_;  // per bucket, of this rank
+  uint64_t token_ = 0;
+  int64_t nbytes_ = 0;
+  int process_;
+  int spins_ = 0;
+  std::vector<std::unique_ptr<Mapping>> mappings_;  // per rank
+  std::vector<std::vector<void*>> addresses_;       // per bucket and rank
+};
+
+}  // namespace minidp

@@ -1,1 +1,0 @@
-"""A folder for PYTHONPATH, see `sitecustomize`; nothing else may lie in it."""

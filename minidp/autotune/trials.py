@@ -1,0 +1,228 @@
+"""Choose the layouts that ``bucket_cap_mb="auto"`` tries, and the one that stays.
+
+    trial    layout                                            purpose
+    0        torch's                                           the baseline
+    1        buckets of 1/32 of all bytes                      the cost of a message
+    2        the best one by the model (`costmodel/schedule`)
+    3        the best one if gradients become ready later      2 may be too tight
+    4        torch's again                                     drift
+    5 to 7   of the two best others the less measured one      noise
+    stays    the fastest, or torch's
+
+A model is a guess: only layouts that were tried can stay, and torch's layout stays
+unless another one was clearly faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from minidp.config import MIB
+from minidp.costmodel import (
+    Backward,
+    Network,
+    best_groups,
+    capped_groups,
+    fit_network,
+    in_ready_order,
+    play,
+)
+from minidp.layout import Layout, ParamSpec, build_layout, delayed
+
+NUM_TRIALS = 8
+FINALS = 5  # from this trial on, layouts are tried again
+SMALL_SHARE = 32  # trial 1 makes about so many buckets
+LATE_SHARE = 12  # trial 3: each bucket has at most 1/12 of all bytes, or one parameter
+# A layout must take less than this share of the time with torch's, beyond noise. To
+# adopt an equal layout costs nothing; to miss a better one costs its gain in each step.
+CLEARLY = 0.98
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Hold the times of one synchronised backward, in seconds since it began."""
+
+    ready_s: tuple[float | None, ...]  # by parameter index; empty: not timed
+    computed_s: float  # when every gradient is computed
+    reduced_s: float  # when every gradient is averaged
+    messages: tuple[tuple[int, float], ...]  # bytes and seconds of each message
+
+
+@dataclass
+class Trial:
+    """Hold the samples of all backwards that used one layout; summarise their times."""
+
+    layout: Layout
+    samples: list[Sample] = field(default_factory=list)
+    predicted_s: float | None = None  # exposed seconds by the model
+
+    @property
+    def judged(self) -> Sequence[Sample]:
+        """The samples to compare: without timed gradients, or all if all were timed."""
+        return [s for s in self.samples if not s.ready_s] or self.samples
+
+    @property
+    def seconds(self) -> float:
+        """Median over `judged` of the seconds until every gradient is averaged."""
+        return median(sample.reduced_s for sample in self.judged)
+
+    @property
+    def exposed_s(self) -> float:
+        """Median over `judged` of the seconds from computed to averaged gradients."""
+        return median(sample.reduced_s - sample.computed_s for sample in self.judged)
+
+    @property
+    def noise_s(self) -> float:
+        """Standard error of `seconds`, estimated from the quartiles of its samples."""
+        times = [sample.reduced_s for sample in self.judged]
+        spread = _quantile(times, 0.75) - _quantile(times, 0.25)
+        return 0.93 * spread / math.sqrt(len(times))
+
+    def is_clearly_faster(self, other: Trial) -> bool:
+        """Return whether this layout is faster by over 2 % and by more than noise."""
+        noise = math.hypot(self.noise_s, other.noise_s)
+        return self.seconds < min(CLEARLY * other.seconds, other.seconds - noise)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Hold the trial of the layout that stays, and the trial of torch's layout."""
+
+    best: Trial
+    torchs: Trial
+
+    @property
+    def is_another(self) -> bool:
+        """Whether a layout other than torch's stays."""
+        return self.best.layout != self.torchs.layout
+
+    def __str__(self) -> str:
+        """Return the choice, with sizes and times, as one line for the log."""
+        best, torchs, guess = self.best, self.torchs, ""
+        if best.predicted_s is not None:
+            guess = f" (predicted: {_ms(best.predicted_s)})"
+        if not self.is_another:
+            return (
+                f"torch's layout stays ({_sizes(best.layout)}): none of those tried "
+                f"was clearly faster than its {_ms(torchs.seconds)} per backward, of "
+                f"which {_ms(torchs.exposed_s)}{guess} are exposed communication"
+            )
+        return (
+            f"{_sizes(best.layout)} instead of {_sizes(torchs.layout)}: backward "
+            f"{_ms(best.seconds)} instead of {_ms(torchs.seconds)}, exposed "
+            f"communication {_ms(best.exposed_s)}{guess} instead of "
+            f"{_ms(torchs.exposed_s)}"
+        )
+
+
+class Search:
+    """Propose layouts, collect samples of their backwards, and choose one layout."""
+
+    def __init__(self, specs: Sequence[ParamSpec], torchs: Layout) -> None:
+        self._specs = specs
+        self._torchs = Trial(torchs)
+        self._trials = {torchs: self._torchs}
+
+    def add(self, layout: Layout, samples: Sequence[Sample]) -> None:
+        """Add samples of backwards that used ``layout`` to its trial, or a new one."""
+        self._trials.setdefault(layout, Trial(layout)).samples.extend(samples)
+
+    def proposal(self, trial: int) -> Layout:
+        """Return the layout of a trial; from NUM_TRIALS on, the one that stays.
+
+        Of 0, 4, and if no gradient was timed, torch's; of 1 to 3 by the model; then of
+        the two fastest others the less timed one. 2 and 3 store their predicted
+        seconds, and raise ValueError if too few sizes were measured.
+        """
+        if trial in (0, 4) or not self._torchs.samples:
+            return self._torchs.layout
+        if trial >= NUM_TRIALS:
+            return self.choice().best.layout
+        if trial >= FINALS:
+            others = [one for one in self._timed() if one is not self._torchs]
+            two = sorted(others, key=lambda one: one.seconds)[:2]
+            return min(two or [self._torchs], key=lambda one: len(one.judged)).layout
+        found = self._backward(late=trial == 3)
+        if found is None:
+            return self._torchs.layout
+        backward, order = found
+        total = sum(backward.nbytes)
+        if trial == 1:
+            groups = capped_groups(backward, [max(total // SMALL_SHARE, 1)])
+        else:
+            room = total // LATE_SHARE if trial == 3 else None
+            groups = best_groups(backward, self._network(), max_bytes=room)
+        assignment = [[order[k] for k in group] for group in groups]
+        layout = build_layout(self._specs, assignment + delayed(self._specs))
+        one = self._trials.setdefault(layout, Trial(layout))
+        if trial > 1 and one.predicted_s is None:
+            one.predicted_s = self._prediction(layout)
+        return layout
+
+    def choice(self) -> Choice:
+        """Choose the fastest trial, or torch's if hardly slower; fill `predicted_s`."""
+        best = min(self._timed(), key=lambda one: one.seconds)
+        if not best.is_clearly_faster(self._torchs):
+            best = self._torchs
+        if best.predicted_s is None:
+            best.predicted_s = self._prediction(best.layout)
+        return Choice(best, self._torchs)
+
+    def _timed(self) -> list[Trial]:
+        return [one for one in self._trials.values() if one.samples]
+
+    def _prediction(self, layout: Layout) -> float | None:
+        """Return a layout's predicted exposed seconds; None if too little was timed."""
+        found = self._backward(late=False)
+        if found is None:
+            return None
+        backward, order = found
+        position = {i: k for k, i in enumerate(order)}  # without delayed parameters
+        buckets = [m for m in layout.assignment if m[0] in position]
+        groups = [[position[i] for i in members] for members in buckets]
+        try:
+            return play(backward, groups, self._network()).exposed_s
+        except ValueError:  # too few messages of too few sizes
+            return None
+
+    def _network(self) -> Network:
+        samples = [s for one in self._trials.values() for s in one.samples]
+        return fit_network(m for sample in samples for m in sample.messages)
+
+    def _backward(self, *, late: bool) -> tuple[Backward, tuple[int, ...]] | None:
+        """Return a backward of median times (``late``: 80 % quantile), and its order.
+
+        The order has parameter indices, none delayed. None if no gradients were timed.
+        """
+        samples = [s for one in self._timed() for s in one.samples if s.ready_s]
+        if not samples:
+            return None
+        share = 0.8 if late else 0.5
+        times: dict[int, float | None] = {}
+        for i, spec in enumerate(self._specs):
+            if not spec.delayed:
+                taken = [t for s in samples if (t := s.ready_s[i]) is not None]
+                times[i] = _quantile(taken, share) if taken else None
+        kinds = [((spec.dtype, spec.device), spec.sparse) for spec in self._specs]
+        nbytes = [spec.nbytes for spec in self._specs]
+        end_s = _quantile([sample.computed_s for sample in samples], share)
+        return in_ready_order(times, nbytes, kinds, end_s)
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    """Return the one of the values below which about ``share`` (0 to 1) of them lie."""
+    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
+
+
+def _sizes(layout: Layout) -> str:
+    sizes = [bucket.nbytes / MIB for bucket in layout.buckets]
+    least, most = (f"{size:.4g}" for size in (min(sizes), max(sizes)))
+    between = most if least == most else f"{least} to {most}"
+    return f"{len(sizes)} buckets of {between} MiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"

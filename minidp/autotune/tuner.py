@@ -1,0 +1,192 @@
+"""Try layouts in the first backwards, and keep the best (``bucket_cap_mb="auto"``).
+
+    backward   0          torch's first layout
+               1 .. 6     trial 0                    `trials` chooses the layouts
+               7 .. 12    trial 1
+               ...        ...
+               49 ..      the layout that stays
+
+Every rank counts the same backwards, so all ranks rebuild before the same forward.
+Rank 0 measures and decides. The others adopt its layout, as after torch's rebuild.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from minidp.comm import is_group
+from minidp.core import RebuildPolicy, layout_after
+from minidp.costmodel import messages_of
+from minidp.layout import to_plain
+from minidp.overlap import AUTO, AUTO_TRIES, Step, Stopwatch
+from minidp.trace import StepPhase
+
+from .trials import NUM_TRIALS, Choice, Sample, Search
+
+if TYPE_CHECKING:
+    from minidp.config import ReducerConfig, SavedLayout
+    from minidp.core import BucketQueue, GradHooks
+    from minidp.layout import Layout, ParamSpec
+
+logger = logging.getLogger("minidp")
+STEPS = 6  # backwards of one trial; the first has cold caches and is not counted
+TIMED_TRIALS = (0, 1)  # gradients are timed, for the model, in these trials
+TIMED_STEPS = (1, 2)  # ... and in these backwards of them
+
+
+class AutotunePolicy(RebuildPolicy):
+    """Rebuild buckets for trials of several layouts; keep the fastest layout."""
+
+    uses_grads = False
+
+    def __init__(self, saved: SavedLayout | None) -> None:
+        super().__init__(saved)
+        self.told: Callable[[dict[str, Any], Choice], None] | None = None
+        self._stopwatch: Stopwatch | None = None  # on rank 0, while trials run
+        self._reset_trials()
+
+    def measure(self, queue: BucketQueue, hooks: GradHooks) -> None:
+        """Count backwards of ``queue``; keep weak references to it and ``hooks``.
+
+        Call this once, before the first backward. Rank 0 measures with both, later.
+        """
+        # The queue refers to this object: a cycle would keep buckets until gc runs.
+        self._pipeline: BucketQueue = weakref.proxy(queue)
+        self._hooks: GradHooks = weakref.proxy(hooks)
+        queue.observers.append(self)
+
+    def _reset_trials(self) -> None:
+        self.layout_by = "" if self._starts_rebuilt else AUTO_TRIES
+        self._trial = -1  # -1: not begun
+        self._count = 0  # backwards since the last rebuild
+        self._search: Search | None = None  # on rank 0
+        self._stop_measuring()
+
+    # -- rebuilds, see `RebuildPolicy` -------------------------------------------------
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the current layout stays: trials are over, or none take place."""
+        return self._starts_rebuilt or self._trial >= NUM_TRIALS
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next forward rebuilds for another trial; equal on all ranks."""
+        if self.is_settled:
+            return False
+        if self._trial >= 0:
+            return self._count >= STEPS
+        if self._pipeline.config.follows_ready_order:
+            return self._order is not None
+        return self._count > 0
+
+    def next_layout(self, specs: Sequence[ParamSpec], config: ReducerConfig) -> Layout:
+        """Begin the next trial, and return this rank's proposal; only rank 0's is used.
+
+        Trial 0 has torch's layout; on rank 0 measuring starts. For later ones rank 0
+        decides by what it measured; the other ranks return the current layout.
+        """
+        now = self._pipeline.layout
+        self._count = 0
+        self._trial += 1
+        self.layout_by = AUTO if self.is_settled else AUTO_TRIES
+        order, self._order = self._order, None
+        if self._trial > 0:
+            return now if self._search is None else self._decide(self._search, now)
+        self.has_rebuilt = True
+        torchs = now if order is None else layout_after(order, specs, config)
+        if self._pipeline.rank == 0:
+            self._search = Search(specs, torchs)
+            self._stopwatch = Stopwatch(self._pipeline, self._hooks, keep=STEPS)
+            self._stopwatch.timed_steps = TIMED_STEPS
+            self._stopwatch.start()
+            self._stopwatch.enter(StepPhase.FORWARD_BEGIN)  # this one has begun
+        return torchs
+
+    def plain_layout(
+        self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig
+    ) -> dict[str, Any]:
+        """Return the layout as a dict; "rebuilt" is False until trials are over."""
+        plain = super().plain_layout(now, specs, config)
+        return plain | {"rebuilt": self.is_settled}
+
+    def reset(self, *, rebuilds_again: bool = False) -> None:
+        """Drop the kept order and all measurements, and start any trials again."""
+        super().reset(rebuilds_again=rebuilds_again)
+        self._reset_trials()
+
+    # -- an observer of the queue ---------------------------------------------------
+
+    def reduced(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Do nothing: only whole backwards are counted."""
+
+    def finished(self) -> None:
+        """Count a finished backward; the count is the same on all ranks."""
+        self._count += 1
+
+    # -- rank 0 ------------------------------------------------------------------------
+
+    def _stop_measuring(self) -> None:
+        if self._stopwatch is not None:
+            self._stopwatch.stop()
+            self._stopwatch = None
+
+    def _decide(self, search: Search, now: Layout) -> Layout:
+        """Add the ended trial's steps, without the first; return the next layout.
+
+        After the last trial also stop measuring, log the outcome and call `told`.
+        Return ``now`` (no `told`) if a hook may know the buckets, or the model fails.
+        """
+        assert self._stopwatch is not None
+        is_last = self._trial == NUM_TRIALS
+        steps, _ = self._stopwatch.steps()
+        search.add(now, [sample_of(step, now) for step in steps[1:]])
+        self._stopwatch.clear()
+        self._stopwatch.timed_steps = TIMED_STEPS * (self._trial in TIMED_TRIALS)
+        if is_last:
+            self._stop_measuring()
+        if self._hook_may_know_buckets():
+            if is_last:
+                logger.info(
+                    'bucket_cap_mb="auto": the layout stays as it is, because the comm '
+                    "hook has a state, which may depend on the buckets."
+                )
+            return now
+        try:
+            layout = search.proposal(self._trial)
+        except ValueError as error:  # the measurements do not fit the model
+            logger.warning('bucket_cap_mb="auto" keeps the layout: %s', error)
+            return now
+        if is_last:
+            choice = search.choice()
+            logger.info('bucket_cap_mb="auto": %s.', choice)
+            if self.told is not None:
+                plain = to_plain(layout, self._pipeline.specs, rebuilt=True)
+                self.told(plain, choice)
+        return layout
+
+    def _hook_may_know_buckets(self) -> bool:
+        """Return whether a comm hook has a state other than a process group."""
+        hook = self._pipeline.averaging.comm_hook
+        return not (hook is None or hook.state is None or is_group(hook.state))
+
+
+def sample_of(step: Step, layout: Layout) -> Sample:
+    """Convert a step to a `Sample`: seconds since its backward began, and messages."""
+    begin, end = step.backward.begin_ns, step.backward.end_ns
+    spans = []
+    for times in step.buckets:
+        bucket = layout.buckets[times.number]
+        nbytes = 0 if bucket.sparse else bucket.nbytes  # 0: unknown
+        spans.append((nbytes, times.launched_ns - begin, times.done_ns - begin))
+    return Sample(
+        tuple(None if ns is None else (ns - begin) / 1e9 for ns in step.ready_ns),
+        (end - begin) / 1e9,
+        (step.finalize_end_ns - begin) / 1e9,
+        tuple((nbytes, ns / 1e9) for nbytes, ns in messages_of(spans)),
+    )

@@ -1,0 +1,80 @@
+"""Process groups, and collectives with a time limit.
+
+Read `groups` (process groups, their stores, values of all ranks without a collective),
+`work` (waits with a time limit), `collectives` (the package's own), `communicator` (a
+group, its time limit, errors that name missing ranks), `grad_bucket` and `hook` (comm
+hooks), `used_map` (which parameters were used on any rank), `nonfinite`
+(``check_finite_grads``), `dist_autograd` (gradients in a context of RPC),
+`shared_memory` (buckets that all ranks of one host map; no reducer uses it yet).
+"""
+
+from .collectives import (
+    all_reduce,
+    barrier,
+    broadcast_coalesced,
+    broadcast_integers,
+    gather_bytes,
+    gather_integers,
+    gather_rows,
+    start_broadcast,
+)
+from .communicator import STORE_SECONDS, Communicator, InFlight, PeerMonitor, Report
+from .dist_autograd import (
+    ContextGrads,
+    NotedContexts,
+    explain_mixed_backwards,
+    explain_partly_used,
+    explain_stepping,
+    is_own_rref,
+    is_rpc_up,
+)
+from .grad_bucket import GradBucket, Turn
+from .groups import (
+    address_of,
+    backend_name,
+    default_first_bucket_bytes,
+    default_group,
+    die_with_parent,
+    exchange_device,
+    fresh_group,
+    gather_json,
+    group_name,
+    group_of_forwards,
+    group_store,
+    has_store,
+    is_builtin,
+    is_group,
+    is_initialized,
+    is_python_group,
+    joined_group,
+    keep_for_good,
+    launcher_store,
+    mark_group,
+    own_store,
+    post_json,
+    read_json,
+    renew_side_groups,
+    side_group,
+    unprefixed,
+    warn_without_store,
+)
+from .hook import CommHook, Hook, name_of
+from .nonfinite import AFTER, BEFORE, refuse_nonfinite
+from .used_map import UsedMap
+from .work import FutureWork, Work, then, wait_for
+
+__all__ = ["CommHook", "GradBucket", "Hook", "Turn", "UsedMap", "name_of"]
+__all__ += ["STORE_SECONDS", "Communicator", "FutureWork", "InFlight"]
+__all__ += ["PeerMonitor", "Report", "Work"]
+__all__ += ["all_reduce", "barrier", "broadcast_coalesced", "broadcast_integers"]
+__all__ += ["gather_bytes", "gather_integers", "gather_json", "gather_rows"]
+__all__ += ["start_broadcast", "then", "wait_for"]
+__all__ += ["ContextGrads", "NotedContexts", "is_own_rref", "is_rpc_up"]
+__all__ += ["explain_mixed_backwards", "explain_partly_used", "explain_stepping"]
+__all__ += ["backend_name", "default_first_bucket_bytes", "default_group", "group_name"]
+__all__ += ["is_builtin", "is_group", "is_initialized", "is_python_group"]
+__all__ += ["exchange_device", "fresh_group", "group_of_forwards", "joined_group"]
+__all__ += ["die_with_parent", "keep_for_good", "renew_side_groups", "side_group"]
+__all__ += ["address_of", "group_store", "has_store", "launcher_store", "mark_group"]
+__all__ += ["own_store", "post_json", "read_json", "unprefixed"]
+__all__ += ["AFTER", "BEFORE", "refuse_nonfinite", "warn_without_store"]

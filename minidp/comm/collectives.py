@@ -1,0 +1,180 @@
+"""Start collectives; the ready-made comm hooks and the doctor start their own.
+
+All ranks of the group must call each function, in the same order. Ranks are group
+ranks; the root is group rank 0 by default.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed import distributed_c10d as c10d
+
+from minidp.layout import chunks_by_bytes
+
+from .groups import is_python_group
+from .work import FutureWork, PythonWork, Work, completed, wait_for
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+MAX_IN_FLIGHT = 2  # coalesced broadcasts; more would only hold more memory
+
+
+def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
+    """Start to sum ``tensor`` over all ranks, in place; return the work to wait for.
+
+    In a group of one rank nothing runs, and the work is finished, except on CUDA (which
+    orders streams), for sparse tensors (which it coalesces), and in Python groups.
+    """
+    is_plain = tensor.is_cpu and tensor.layout is torch.strided
+    is_python = is_python_group(group)
+    if is_plain and not is_python and group.size() == 1:
+        return FutureWork(completed(None))
+    # The group's own method: dist.all_reduce has three times the overhead, and inside
+    # a coalescing manager of the caller it returns no work.
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+    options.asyncOp = True
+    work: Work = group.allreduce([tensor], options)
+    return PythonWork(work, tensor) if is_python else work
+
+
+def start_broadcast(tensor: torch.Tensor, group: ProcessGroup, root: int) -> Work:
+    """Start to overwrite ``tensor`` with the root rank's; return its work."""
+    # The group's own method: torch.distributed does not know side groups.
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    options.rootTensor = 0
+    options.asyncOp = True
+    work: Work = group.broadcast([tensor], options)
+    return PythonWork(work) if is_python_group(group) else work
+
+
+def start_gathering(
+    row: torch.Tensor, group: ProcessGroup
+) -> tuple[torch.Tensor, Work]:
+    """Start to gather every rank's ``row`` (1D, equally long); return rows and work.
+
+    The rows (2D, by rank) are valid after waiting. Without all-gather: an all-reduce.
+    """
+    rows = row.new_empty(group.size(), row.numel())
+    outputs, inputs = [list(rows.unbind())], [row]
+    if not is_python_group(group):
+        return rows, group.allgather(outputs, inputs)
+    try:
+        options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
+        work = group.allgather(outputs, inputs, options)
+    except RuntimeError:  # the Python group has no all-gather, on all ranks alike
+        rows.zero_()
+        rows[group.rank()] = row
+        return rows, all_reduce(rows, group)
+    return rows, PythonWork(work)
+
+
+def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Return every rank's ``row`` (1D, equally long) as a 2D tensor, one row each."""
+    rows, work = start_gathering(row, group)
+    wait_for(work)
+    return rows
+
+
+def barrier(group: ProcessGroup) -> None:
+    """Wait until all ranks call this; do nothing on a Python group without barrier."""
+    if not is_python_group(group):
+        wait_for(group.barrier())
+        return
+    with suppress(RuntimeError):
+        wait_for(PythonWork(group.barrier(dist.BarrierOptions())))
+
+
+def gather_integers(
+    values: Sequence[int], group: ProcessGroup, device: torch.device
+) -> list[list[int]]:
+    """Return every rank's ``values`` (64 bit, equally many on each), by rank."""
+    mine = torch.tensor(values, dtype=torch.int64, device=device)
+    rows: list[list[int]] = gather_rows(mine, group).tolist()
+    return rows
+
+
+def gather_bytes(
+    buffer: bytes, lengths: Sequence[int], group: ProcessGroup, device: torch.device
+) -> list[bytes]:
+    """Return every rank's ``buffer``, by rank; ``lengths[r]`` is rank r's length."""
+    padded = bytearray(buffer.ljust(max(lengths), b"\0"))
+    mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
+    return [
+        bytes(theirs[:length].cpu().numpy().tobytes())
+        for theirs, length in zip(gather_rows(mine, group), lengths, strict=True)
+    ]
+
+
+def broadcast_integers(
+    values: Sequence[int], group: ProcessGroup, device: torch.device
+) -> list[int]:
+    """Broadcast and return rank 0's ``values``; every rank passes equally many."""
+    message = torch.tensor(values, dtype=torch.int64, device=device)
+    wait_for(start_broadcast(message, group, 0))
+    return [int(value) for value in message.tolist()]
+
+
+def broadcast_coalesced(
+    tensors: Sequence[torch.Tensor],
+    group: ProcessGroup,
+    message_bytes: int,
+    root: int = 0,
+) -> None:
+    """Overwrite ``tensors`` (any shapes, strides, dtypes) with the root's, in place.
+
+    Tensors are sent as raw bytes, so that a message of about ``message_bytes`` carries
+    all dtypes of a device; at most two are in flight. Version counters do not change: a
+    graph may have saved a buffer. RuntimeError for sparse and quantized tensors.
+    """
+    for tensor in tensors:
+        is_sparse = tensor.layout is not torch.strided
+        if is_sparse or tensor.is_quantized:
+            what = f"layout {tensor.layout}" if is_sparse else str(tensor.dtype)
+            raise RuntimeError(
+                f"No support for {'sparse' if is_sparse else 'quantized'} tensors: a "
+                f"module buffer or parameter of {what} and shape "
+                f"{tuple(tensor.shape)} cannot be broadcast; put it on the module's "
+                "ignore list."
+            )
+    members = [t.detach() for t in tensors if t.numel() > 0]
+    # Wide elements first, per device, so that every piece of a message is aligned.
+    members.sort(key=lambda t: (str(t.device), -t.element_size()))
+    parts = [
+        [neighbours[i] for i in chunk]
+        for _, of_device in itertools.groupby(members, key=lambda t: t.device)
+        for neighbours in [list(of_device)]
+        for chunk in chunks_by_bytes([t.nbytes for t in neighbours], message_bytes)
+    ]
+    in_flight: list[tuple[list[torch.Tensor], torch.Tensor, Work]] = []
+    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(members)):
+        for part in parts:
+            if len(in_flight) == MAX_IN_FLIGHT:
+                _unpack(*in_flight.pop(0))
+            message = torch.cat([_as_bytes(t) for t in part])  # 1D uint8
+            in_flight.append((part, message, start_broadcast(message, group, root)))
+        for arrived in in_flight:
+            _unpack(*arrived)
+
+
+def _unpack(tensors: list[torch.Tensor], message: torch.Tensor, work: Work) -> None:
+    """Wait for a message's broadcast, then overwrite ``tensors`` with the values."""
+    wait_for(work)
+    pieces = message.split([t.nbytes for t in tensors])
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        tensor.copy_(piece.view(tensor.dtype).view(tensor.shape))
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # as_strided: a contiguous tensor of one element may have any stride.
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,315 @@
+"""Give collectives of one process group a time limit, and explain their failures.
+
+A `Communicator` waits in slices; between two of them its `PeerMonitor` tells whether a
+rank will never take part. At the limit, or when the backend gives up, the error names
+missing ranks. A failure leaves the group unusable: it is remembered until `reset`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from minidp.errors import CollectiveError, CommHookError, MiniDPError, explain
+
+from .groups import group_timeout, is_mixed, is_timed, keep_for_good
+from .work import Work, current_deadline, is_done_within
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+logger = logging.getLogger("minidp")
+SLICE_SECONDS = 0.5
+STORE_SECONDS = 2.0  # time limit for a store's answer
+ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are busy
+
+
+class Report(NamedTuple):
+    """Hold what a `PeerMonitor` knows about the ranks missing in a collective."""
+
+    text: str = ""  # sentences that name the missing ranks, for an error or warning
+    may_still_come: bool = False  # no rank is gone, and some rank is busy elsewhere
+
+
+class PeerMonitor:
+    """Know nothing of other ranks; the subclass in `minidp.hang` does."""
+
+    def find_lost(self, started: int) -> str:
+        """Return why collective ``started`` cannot finish; "" if no rank gave up."""
+        return ""
+
+    def report(self, started: int) -> Report:
+        """Return which ranks have not joined ``started`` (may take seconds)."""
+        return Report()
+
+    def give_up(self, why: str) -> None:
+        """Tell the other ranks ``why`` this rank joins no more collectives."""
+
+    def ask_who_skips(self, step: int, steps: int) -> Work | None:
+        """Start to ask if all ranks skip reduction ``step``; None: cannot ask.
+
+        The work is done once all ranks skip it or one runs it.
+        """
+        return None
+
+    def move_to(self, group: ProcessGroup, key: str) -> None:
+        """Use the store of ``group``, under ``key``, from now on; here a no-op."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Count a communicator's collectives, also for threads that outlive it."""
+
+    started: int = 0  # all collectives
+    launched: int = 0  # asynchronous collectives
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """Hold a collective's launch time and limit, to find out whether it is late.
+
+    Only of those that the host waits long for, or that an accelerator executes.
+    """
+
+    work: Work
+    doing: str  # what the rank was doing, for messages
+    started: int  # number of collectives started, including this one
+    since: float  # launch, on time.monotonic()
+    allowed: float  # seconds
+    warned_at: float = 0.0  # seconds of waiting
+
+    @property
+    def waited(self) -> float:
+        """Seconds since the launch."""
+        return time.monotonic() - self.since
+
+
+class Communicator:
+    """Own a process group, this rank, a time limit, and the monitor of the peers.
+
+    ``limit`` is in seconds; None: the backend's own timeout. With ``is_patient`` it
+    applies only when ranks are gone or wait for each other: ranks that are busy
+    elsewhere may take as long as the backend allows.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        limit: float | None = None,
+        *,
+        is_patient: bool = False,
+    ) -> None:
+        self.limit = limit
+        self.is_patient = is_patient
+        self.peers = PeerMonitor()
+        self.tally = Tally()
+        self.is_late = False  # a wait takes longer than one slice
+        self.operation: Operation | None = None  # the innermost one
+        # No wait of the host can limit these.
+        self._on_device: deque[InFlight] = deque()
+        self._lock = threading.Lock()  # the watchdog's thread reads `_on_device` too
+        self.reset(group)
+
+    def reset(self, group: ProcessGroup) -> None:
+        """Use ``group`` from now on; clear failure flag, counts, device collectives."""
+        self.has_failed = False
+        self.tally.started = self.tally.launched = 0
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        has_limit = self.limit is not None and self.size > 1
+        self._is_timed = has_limit and is_timed(group)
+        # With several backends nothing is known: their own limit applies.
+        is_device = has_limit and not self._is_timed and not is_mixed(group)
+        self._is_on_device = is_device and torch.cuda.is_available()
+        with self._lock:
+            self._on_device.clear()
+
+    @property
+    def started(self) -> int:
+        """Number of collectives since the last reset."""
+        return self.tally.started
+
+    @property
+    def seconds(self) -> float:
+        """The effective time limit: the smaller of `limit` and the group's timeout."""
+        allowed = group_timeout(self.group).total_seconds()
+        return allowed if self.limit is None else min(self.limit, allowed)
+
+    @property
+    def place(self) -> str:
+        """Describe what this rank is waiting for or launching now; "" if nothing."""
+        operation = self.operation  # another thread may end it meanwhile
+        return "" if operation is None else operation.place
+
+    def watching(self, doing: str, bucket: int | None = None) -> Operation:
+        """Return a context that limits waits and explains failures inside.
+
+        ``doing`` completes the sentence "A collective failed while ...".
+        """
+        return Operation(self, doing, bucket)
+
+    def blocking(self, doing: str) -> Operation:
+        """Count one collective, which starts and ends inside; return as `watching`."""
+        self.tally.started += 1
+        return Operation(self, doing, None)
+
+    def note_started(self, work: Work) -> None:
+        """Count an async collective; on a device, watch it. Call inside `watching`."""
+        self.tally.started += 1
+        self.tally.launched += 1
+        if self._is_on_device:
+            self._oldest_on_device()
+            launched = self._in_flight(work)
+            with self._lock:
+                self._on_device.append(launched)
+
+    def _in_flight(self, work: Work) -> InFlight:
+        assert self.limit is not None
+        now = time.monotonic()
+        return InFlight(work, self.place, self.started, now, self.limit)
+
+    def _oldest_on_device(self) -> InFlight | None:
+        """Drop completed collectives; return the oldest that still runs, or None."""
+        with self._lock:
+            while self._on_device and self._on_device[0].work.is_completed():
+                self._on_device.popleft()
+            return self._on_device[0] if self._on_device else None
+
+    def find_late_on_device(self) -> InFlight | None:
+        """Return the accelerator's oldest collective if it is too late, else None."""
+        oldest = self._oldest_on_device()
+        return oldest if oldest and oldest.waited > oldest.allowed else None
+
+    def extend(self, late: InFlight) -> bool:
+        """Extend the limit of ``late`` while missing ranks are busy; return whether.
+
+        Logs who is missing whenever the wait has doubled. False if a rank is gone, no
+        missing rank is busy, the limit is strict, or the backend's timeout is over.
+        """
+        waited = late.waited
+        backends = group_timeout(self.group).total_seconds()
+        if self.limit is None or not self.is_patient or waited > backends:
+            return False
+        absent = self.peers.report(late.started)
+        if not absent.may_still_come:
+            return False
+        if not late.warned_at or waited > 2 * late.warned_at:
+            late.warned_at = waited
+            logger.warning(
+                "[rank %d] Still %s, for %.0f s now. %s This goes on until the process "
+                "group's own limit (%.0f s); pass hang_timeout=%g to make it an error.",
+                self.rank,
+                late.doing,
+                waited,
+                absent.text,
+                backends,
+                self.limit,
+            )
+        late.allowed = round(waited + self.limit / ASKS_AGAIN, 1)
+        return True
+
+    def wait(self, work: Work) -> Any:
+        """Wait for a collective, at most until the time limit; return its result.
+
+        Raises TimeoutError if the limit is over or another rank gave up; `watching`
+        makes a `CollectiveError` of it. Limits only Gloo, and work that can time out.
+        """
+        is_timed = self._is_timed or getattr(work, "can_time_out", False)
+        if not is_timed or is_done_within(work, SLICE_SECONDS):
+            return work.wait()
+        self.is_late = True
+        try:
+            return self._wait_long(self._in_flight(work))
+        finally:
+            self.is_late = False
+
+    def _wait_long(self, late: InFlight) -> Any:
+        late.since -= SLICE_SECONDS
+        while not is_done_within(late.work, SLICE_SECONDS):
+            lost = self.peers.find_lost(self.started)
+            if not lost and late.waited > late.allowed and not self.extend(late):
+                lost = f"it did not finish within {late.allowed:g} s"
+            if lost:
+                keep_for_good(self.group, [late.work])
+                raise TimeoutError(lost)
+        return late.work.wait()
+
+
+class Operation:
+    """Limit the waits in a ``with`` block, and raise errors that name missing ranks."""
+
+    __slots__ = ("_bucket", "_communicator", "_doing", "_outer", "_outer_waiter")
+
+    def __init__(
+        self, communicator: Communicator, doing: str, bucket: int | None
+    ) -> None:
+        self._communicator = communicator
+        self._doing = doing
+        self._bucket = bucket
+        self._outer: Operation | None = None
+        self._outer_waiter: Any = None
+
+    @property
+    def place(self) -> str:
+        """What this rank does in the block, and for which bucket, for messages."""
+        bucket = "" if self._bucket is None else f" of bucket {self._bucket}"
+        return f"{self._doing}{bucket}"
+
+    def __enter__(self) -> None:
+        """Limit this thread's `wait_for`; become the communicator's `operation`.
+
+        Other threads report the `place` of that operation as what this rank does.
+        """
+        owner = self._communicator
+        self._outer, owner.operation = owner.operation, self
+        self._outer_waiter, current_deadline.waiter = current_deadline.waiter, owner
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        """Turn an exception into a `CollectiveError`, unless minidp raised it.
+
+        Sets `has_failed`, and tells other ranks of a `CollectiveError`. To the error of
+        a comm hook whose future failed only adds who is missing. Restores outer limits.
+        """
+        current_deadline.waiter = self._outer_waiter
+        try:
+            if isinstance(error, Exception):
+                self._explain(error)
+        finally:
+            self._communicator.operation = self._outer
+
+    def _explain(self, error: Exception) -> None:
+        owner = self._communicator
+        owner.has_failed = True  # other ranks may wait in vain
+        of_hook = isinstance(error, CommHookError) and (
+            isinstance(error.__cause__, TimeoutError)
+            or "future that failed" in str(error)
+        )
+        if isinstance(error, MiniDPError) and not of_hook:
+            return
+        absent = owner.peers.report(owner.started).text
+        if of_hook:
+            raise type(error)(f"{error} {absent}".rstrip()) from error.__cause__
+        text = str(error).rstrip(". \n")
+        what = f"A collective failed while {self.place}. {absent} ({text}.)"
+        failure = CollectiveError(
+            explain(
+                owner.rank,
+                what.replace("  ", " "),
+                expected=f"all {owner.size} ranks to take part in time",
+                remedy="look for the rank that died, raised, took another branch, "
+                "or ran out of inputs (see join()); then call reset() on all live "
+                "ranks",
+            )
+        )
+        owner.peers.give_up(f"CollectiveError: {failure}")
+        try:
+            raise failure from error
+        finally:
+            del failure  # its traceback would keep this frame and gradients alive

@@ -1,0 +1,186 @@
+"""Read and write gradients that distributed autograd (RPC) keeps in a context.
+
+``torch.distributed.autograd.backward(context_id, roots)`` calls the grad hooks of a
+parameter, but accumulates its gradient in the context, not in ``.grad``. A full bucket
+reads its gradients there and writes the averages into the same tensors. Torch tells
+only C++ hooks the context of a backward, so the forwards note their contexts here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch.autograd.graph import Node
+
+from minidp.errors import GradientError, explain
+
+from .communicator import Communicator
+
+_NUM_NEWEST = 1000  # newest contexts to search if the forward ran in no context
+_rpc: Any = getattr(torch._C, "_distributed_rpc", None)  # not on all platforms
+
+
+def is_rpc_up() -> bool:
+    """Return whether this process has called ``init_rpc()``."""
+    return _rpc is not None and bool(_rpc._is_current_rpc_agent_set())
+
+
+def is_own_rref(value: object) -> TypeGuard[Any]:
+    """Return whether ``value`` is an RPC reference to an object in this process."""
+    return is_rpc_up() and isinstance(value, _rpc.PyRRef) and value.is_owner()
+
+
+class NotedContexts:
+    """Record the RPC contexts of forwards, and find the context of a backward.
+
+    ``nodes`` are the AccumulateGrad nodes of ``params``, by parameter index.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        nodes: Sequence[Node],
+        communicator: Communicator,
+    ) -> None:
+        self._communicator = communicator
+        self._params = params
+        self._nodes = nodes
+        self._noted: list[int] = []
+
+    def note_forward(self) -> None:
+        """Record the RPC context that this thread's forward runs in, if any."""
+        if is_rpc_up():
+            with suppress(RuntimeError):  # there is no current context
+                context = int(_autograd()._current_context()._context_id())
+                self._noted = [*{*self._noted, context}]
+
+    def reset(self) -> None:
+        """Forget all recorded contexts; called when a reduction is over."""
+        self._noted.clear()
+
+    def _is_distributed(self, i: int) -> bool:
+        # A local backward executes the node; a distributed one only calls its hooks.
+        return is_rpc_up() and not torch._C._will_engine_execute_node(self._nodes[i])
+
+    def has_gradient(self, i: int) -> bool:
+        """Return whether ``i``, whose hook runs, has a ``.grad`` or an RPC backward."""
+        return self._params[i].grad is not None or self._is_distributed(i)
+
+    def of_backward(self, i: int) -> ContextGrads | None:
+        """Return the RPC context of the running backward; None if it has none.
+
+        The hook of parameter ``i`` runs now: its gradient is in the context, unless it
+        is undefined. Raises GradientError if none or several contexts are possible.
+        """
+        if not self._is_distributed(i):
+            return None
+        rank, param = self._communicator.rank, self._params[i]
+        found = alive = [one for one in self._noted if _gradients(one) is not None]
+        for among in (alive, _newest_contexts()):
+            holding = [one for one in among if param in (_gradients(one) or ())]
+            if holding:
+                found = holding
+                break
+        if len(found) == 1:
+            return ContextGrads(found[0], rank)
+        raise GradientError(
+            explain(
+                rank,
+                "A backward of distributed autograd runs in a context that cannot be "
+                "told.",
+                expected="the forward to run in the context of its backward",
+                found="no such context, or several with gradients of this module",
+                remedy="call the model inside `with dist_autograd.context() as "
+                "context_id:`, before dist_autograd.backward(context_id, ...)",
+            )
+        )
+
+
+@dataclass(frozen=True)
+class ContextGrads:
+    """Access the gradients of one distributed backward, in its RPC context."""
+
+    context: int  # the RPC context's id
+    rank: int  # group rank, for errors
+
+    def read(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return the gradients of ``params``; None where the context has none."""
+        found = _autograd().get_gradients(self.context)
+        return [found.get(param) for param in params]
+
+    def to_write(
+        self, params: Sequence[torch.Tensor], names: Sequence[str], kept: Iterable[int]
+    ) -> list[torch.Tensor | None]:
+        """Return a bucket's gradients to overwrite with averages; None if ``kept``.
+
+        Raises GradientError if the context lacks one: Python can change gradients in a
+        context, but not add them.
+        """
+        grads = self.read(params)
+        without = [k for k, grad in enumerate(grads) if grad is None]
+        missing = [names[k] for k in without if k not in kept]
+        if missing:
+            raise GradientError(explain_partly_used(self.rank, missing))
+        return [None if k in kept else grad for k, grad in enumerate(grads)]
+
+
+def explain_partly_used(rank: int, names: Sequence[str]) -> str:
+    """Return the message that only some ranks have gradients of these parameters."""
+    return explain(
+        rank,
+        "Parameters have a gradient on some ranks only, in a backward of distributed "
+        "autograd.",
+        names=names,
+        expected="a gradient in the context of every rank, or of none",
+        remedy="let every rank use them (add 0 * parameter.sum() to the loss), or "
+        "train this module with loss.backward()",
+    )
+
+
+def explain_mixed_backwards(rank: int, name: str) -> str:
+    """Return the message that gradients of one reduction are in two places."""
+    return explain(
+        rank,
+        "Two backwards of one reduction put their gradients into different places: a "
+        "context of distributed autograd, and .grad or another context.",
+        names=[name],
+        remedy="bring all gradients of a forward by one kind of backward, in one "
+        "context; call reset() on all ranks to go on",
+    )
+
+
+def explain_stepping(rank: int) -> str:
+    """Return the message that a backward which steps leaves no ``.grad`` to apply."""
+    return explain(
+        rank,
+        "An optimizer steps in the backward, but this is a backward of distributed "
+        "autograd, which leaves no gradients in .grad.",
+        remedy="use torch.distributed.optim.DistributedOptimizer after the backward, "
+        "or loss.backward()",
+    )
+
+
+def _newest_contexts() -> list[int]:
+    """Return the ids of live RPC contexts among the last 1000, newest first."""
+    autograd = _autograd()
+    next_id = autograd._new_context()._context_id()
+    autograd._release_context(next_id)
+    candidates = range(next_id - 1, next_id - 1 - _NUM_NEWEST, -1)
+    return [context for context in candidates if _gradients(context) is not None]
+
+
+def _gradients(context: int) -> dict[torch.Tensor, torch.Tensor] | None:
+    """Return the gradients in a context so far; None if the context has ended."""
+    try:
+        found: dict[torch.Tensor, torch.Tensor] = _autograd().get_gradients(context)
+    except RuntimeError:  # no such context
+        return None
+    return found
+
+
+def _autograd() -> Any:
+    return torch._C._distributed_autograd

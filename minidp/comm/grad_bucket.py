@@ -1,0 +1,110 @@
+"""Define `GradBucket`, the view of a bucket that comm hooks get; torch's interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from minidp.layout import BucketPlan, row_major_stride
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Hold the order, divisor and group of one bucket's reduction."""
+
+    index: int  # the bucket's number, which is its place in launch order
+    is_last: bool  # no bucket follows in this backward
+    divisor: int  # number of ranks to average over
+    group: ProcessGroup
+
+
+class GradBucket:
+    """Give a comm hook the gradients, parameters and group of one full bucket.
+
+    Gradients are this rank's own, *not divided* by anything, zeros if missing:
+    averaging is the hook's task. ``divisor()``, ``process_group()``, ``in_row_major()``
+    are not torch's. The buffer is flat (1-D, real), or the one sparse gradient.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        buffer: torch.Tensor,
+        params: Sequence[torch.Tensor],
+        turn: Turn,
+    ) -> None:
+        self._plan = plan
+        self._buffer = buffer
+        self._params = params
+        self._turn = turn
+
+    def index(self) -> int:
+        """Return the bucket's number, from 0; the same on every rank."""
+        return self._turn.index
+
+    def is_last(self) -> bool:
+        """Return whether this is the last bucket of the backward."""
+        return self._turn.is_last
+
+    def buffer(self) -> torch.Tensor:
+        """Return all gradients as one flat (1-D) tensor.
+
+        Complex gradients are interleaved reals (real part, imaginary part, ...). A
+        sparse bucket returns its one COO gradient.
+        """
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Replace the buffer for the hooks that are called after this one.
+
+        Only the value of the hook's future changes the parameters' gradients. The new
+        buffer has as many elements as the old one; any dtype and device.
+        """
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return a view of the buffer per parameter, with its shape and strides.
+
+        They are channels_last or complex if the parameter is; sparse: the COO gradient.
+        """
+        if self._plan.sparse:
+            return [self._buffer]
+        values = self._buffer
+        if self._plan.dtype.is_complex and not values.is_complex():
+            values = torch.view_as_complex(values.view(-1, 2))
+        start = values.storage_offset()
+        slots = self._plan.slots
+        return [values.as_strided(s.shape, s.stride, start + s.offset) for s in slots]
+
+    def in_row_major(self) -> GradBucket:
+        """Return a copy with row-major gradients; this bucket if they are so."""
+        grads, slots = self.gradients(), self._plan.slots
+        if self._plan.sparse or all(grad.is_contiguous() for grad in grads):
+            return self
+        plain = [replace(slot, stride=row_major_stride(slot.shape)) for slot in slots]
+        values = torch.cat([grad.reshape(-1) for grad in grads])
+        if values.is_complex():
+            values = torch.view_as_real(values).flatten()
+        plan = replace(self._plan, slots=tuple(plain))
+        return GradBucket(plan, values, self._params, self._turn)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters, in the order of `gradients`."""
+        return list(self._params)
+
+    def divisor(self) -> int:
+        """Return the number of ranks to average over.
+
+        In ``join(divide_by_initial_world_size=False)``: ranks that still have inputs.
+        """
+        return self._turn.divisor
+
+    def process_group(self) -> ProcessGroup:
+        """Return the process group of this bucket."""
+        return self._turn.group

@@ -1,0 +1,391 @@
+"""Find, create and end process groups; exchange values between ranks without them.
+
+    rank 0   set topic/0 --.
+    rank 1   set topic/1 --+--> store --> every rank reads all values that are there
+    rank 2   (dead)                       in time, and knows which ranks are missing
+
+A collective with a missing rank blocks until the backend's timeout and leaves the group
+unusable. Through the group's store the other ranks learn who is missing, and go on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Collection, Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch._C import _distributed_c10d as c10d_C
+from torch.distributed import distributed_c10d as c10d
+
+from .work import Work, is_done_within
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+logger = logging.getLogger("minidp")
+EXIT_SECONDS = 2.0
+SETTLE_SECONDS = 0.05  # ten times the interpreter's switch interval
+POLL_SECONDS = 0.02  # store.wait() would log each time it times out
+
+# -- which group -----------------------------------------------------------------------
+
+
+def is_initialized() -> bool:
+    """Return whether there is a default process group."""
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def default_group() -> ProcessGroup:
+    """Return the default process group; raise ValueError if there is none."""
+    if not is_initialized():
+        raise ValueError(
+            "Default process group has not been initialized: call "
+            "torch.distributed.init_process_group() first (torchrun sets the "
+            "environment variables that it reads), or pass process_group."
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def joined_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return ``group``, or for None the default one; None if there is no default."""
+    if not is_initialized():
+        return None
+    return default_group() if group is None else group
+
+
+def default_first_bucket_bytes() -> int:
+    """Return torch's size limit of the first bucket: changing it changes minidp's."""
+    return int(dist._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
+
+
+def is_group(value: object) -> bool:
+    """Return whether a value is a process group that this process belongs to."""
+    return isinstance(value, dist.ProcessGroup)
+
+
+def is_python_group(group: object) -> bool:
+    """Return whether a group is a Python subclass of ``dist.ProcessGroup``."""
+    return isinstance(group, dist.ProcessGroup) and type(group) is not dist.ProcessGroup
+
+
+def group_name(group: ProcessGroup) -> str:
+    """Return the name of a group; empty if it has none."""
+    try:
+        return str(group.group_name)
+    except (RuntimeError, ValueError):  # a Python group may not know its name
+        return str(c10d._world.pg_names.get(group, ""))
+
+
+def group_ranks(group: ProcessGroup) -> list[int]:
+    """Return the global ranks of a group, by group rank; empty if torch knows none."""
+    known = c10d._world.pg_group_ranks.get(group, {})
+    return sorted(known, key=known.__getitem__)
+
+
+# -- its backend -----------------------------------------------------------------------
+
+
+def backend_name(group: ProcessGroup) -> str:
+    """Return the name of a group's backend, e.g. "gloo"."""
+    is_known = group in c10d._world.pg_map
+    return str(dist.get_backend(group) if is_known else group.name())
+
+
+def _backends(group: ProcessGroup) -> set[str]:
+    """Return the names of a group's backends, of all devices."""
+    config = dist.get_backend_config(group)
+    return {each.rpartition(":")[2] for each in config.split(",")}
+
+
+def is_timed(group: ProcessGroup) -> bool:
+    """Return whether waits can time out: several ranks, Gloo as the only backend."""
+    if group.size() == 1 or is_python_group(group):
+        return False
+    return _backends(group) == {"gloo"}
+
+
+def is_mixed(group: ProcessGroup) -> bool:
+    """Return whether a group has several backends, or an unknown one."""
+    return is_python_group(group) or "," in dist.get_backend_config(group)
+
+
+def is_builtin(group: ProcessGroup) -> bool:
+    """Return whether a group has several ranks and only torch's own backends."""
+    if group.size() == 1 or group not in c10d._world.pg_map:
+        return False  # torch does not know the backends of a Python group
+    return _backends(group) <= {"gloo", "nccl", "mpi", "ucc", "xccl"}
+
+
+def exchange_device(group: ProcessGroup, fallback: torch.device) -> torch.device:
+    """Return the device for small messages: CPU if the backend can, or ``fallback``."""
+    of_cpu, backend = ("gloo", "mpi", "ucc", "threaded"), backend_name(group)
+    can = any(name in backend for name in of_cpu)
+    return torch.device("cpu") if can else fallback
+
+
+def group_timeout(group: ProcessGroup) -> timedelta:
+    """Return the timeout of a group's collectives; 30 minutes if it tells none."""
+    for device_type in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device_type)).options._timeout
+        except (AttributeError, RuntimeError):
+            continue  # the group has no backend for this device
+    return timedelta(minutes=30)
+
+
+# -- more groups over the same ranks ---------------------------------------------------
+
+
+def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
+    """Return a new group of the same ranks, backend and timeout; all ranks call this.
+
+    ``key`` names it: the same on all ranks, never used before in ``group``.
+    """
+    # new_group() names a group by the number of groups in this process: ranks whose
+    # numbers differ would wait for each other.
+    ranks, name = group_ranks(group), backend_name(group)
+    config = dist.get_backend_config(group) if name == "undefined" else name
+    created: ProcessGroup = c10d._new_process_group_helper(
+        len(ranks),
+        group.rank(),
+        ranks,
+        dist.Backend(config),
+        c10d._get_default_store(),
+        c10d.GroupName(f"{_prefix(group)}/{key}"),
+        timeout=group_timeout(group),
+    )[0]
+    c10d._world.pg_group_ranks[created] = {rank: i for i, rank in enumerate(ranks)}
+    return created
+
+
+_side_groups: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = (
+    WeakKeyDictionary()
+)
+# Default group -> global ranks -> key of these ranks' last failure. After a failure a
+# process may join new ranks in another default group: they know of no failure.
+_renewals: WeakKeyDictionary[ProcessGroup, dict[frozenset[int], str]] = (
+    WeakKeyDictionary()
+)
+
+
+def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
+    """Return a Gloo group over the same ranks for ``purpose``; create it if missing.
+
+    Returns ``group`` itself if its ranks share no store. On one group, a collective can
+    match a bucket of a rank whose graph differs: Gloo aborts, or adds both up. A side
+    group also saves the wait behind queued buckets.
+    """
+    if not has_store(group):
+        return group
+    made = _side_groups.setdefault(group, {})
+    if purpose not in made:
+        ranks = frozenset(group_ranks(group))
+        newest_first = reversed(_renewals.get(default_group(), {}).items())
+        key = next((key for members, key in newest_first if members >= ranks), "first")
+        store = group_store(group, f"side/{purpose}/{key}")
+        # Not new_group(), see `fresh_group`. The backend alone has all methods of a
+        # process group that are called here.
+        gloo: Any = dist.ProcessGroupGloo(
+            store, group.rank(), group.size(), group_timeout(group)
+        )
+        made[purpose] = gloo
+        _call_once_at_exit(_settle)
+    return made[purpose]
+
+
+def group_of_forwards(group: ProcessGroup) -> ProcessGroup:
+    """Return the group for collectives in forwards: for Gloo, a side group.
+
+    Else Gloo, after an extra forward on one rank, would match different buckets.
+    """
+    return side_group(group, "forwards") if is_timed(group) else group
+
+
+def renew_side_groups(group: ProcessGroup, key: str) -> None:
+    """Drop side groups of ``group``, which failed, and of groups of its ranks only.
+
+    All ranks call this. ``key`` names the next ones: equal on all ranks, never used.
+    """
+    members = frozenset(group_ranks(group))
+    renewals = _renewals.setdefault(default_group(), {})
+    renewals.pop(members, None)
+    # With the group's name, because other objects use equal keys on other groups.
+    renewals[members] = f"{group_name(group)}/{key}"
+    known = c10d._world.pg_group_ranks  # without groups that were destroyed
+    for other in list(_side_groups):
+        if other not in known or members.issuperset(known[other]):
+            _side_groups.pop(other, None)
+
+
+# -- stores ----------------------------------------------------------------------------
+
+_marks: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
+_own_stores: WeakKeyDictionary[c10d.Store, c10d.Store] = WeakKeyDictionary()
+_warned_without_store = False
+
+
+def mark_group(group: ProcessGroup, number: int) -> None:
+    """Put a number, equal on all ranks, into a group's store keys; 2nd call: no-op.
+
+    Else, after a restart by torchrun, a new group would read an old one's keys.
+    """
+    _marks.setdefault(group, f"{number:x}")
+
+
+def _prefix(group: ProcessGroup) -> str:
+    return f"minidp/{group_name(group)}/{_marks.get(group, '')}"
+
+
+def group_store(group: ProcessGroup, prefix: str) -> c10d.Store:
+    """Return the group's key-value store, which works after failed collectives."""
+    store = c10d._get_default_store()
+    return c10d.PrefixStore(f"{_prefix(group)}/{prefix}", store)
+
+
+def own_store(group: ProcessGroup, prefix: str) -> c10d.Store:
+    """Return the group's store through a second connection, for another thread."""
+    shared: Any = c10d._get_default_store()
+    if shared not in _own_stores:
+        _own_stores[shared] = shared.clone()
+    return c10d.PrefixStore(f"{_prefix(group)}/{prefix}", _own_stores[shared])
+
+
+def launcher_store(prefix: str) -> c10d.Store | None:
+    """Connect to torchrun's store, which outlives process groups; None without one."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = c10d_C.TCPStore(host, port, is_master=False)
+    return c10d.PrefixStore(f"minidp/{prefix}/{attempt}", store)
+
+
+def unprefixed(store: Any) -> Any:
+    """Return the store that a PrefixStore wraps, through all prefixes."""
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def address_of(store: object) -> tuple[str, int] | None:
+    """Return host name and port of a TCP store; None for other stores."""
+    return (store.host, store.port) if isinstance(store, c10d_C.TCPStore) else None
+
+
+def has_store(group: ProcessGroup) -> bool:
+    """Return whether all ranks of a group share torch's store.
+
+    Torch must know its name, and as many ranks as it has (not so for torchft's groups).
+    """
+    is_known = is_initialized() and bool(group_name(group))
+    if not is_known or len(group_ranks(group)) != group.size():
+        return False
+    try:
+        return own_store(group, "") is not None
+    except RuntimeError:  # the store serves one thread only
+        return False
+
+
+def warn_without_store(group: ProcessGroup) -> None:
+    """Log, once per process, what minidp cannot do for a group without a store."""
+    global _warned_without_store
+    if not _warned_without_store:
+        _warned_without_store = True
+        logger.warning(
+            "[rank %d] %s: the ranks of this process group have no store in common, "
+            "because torch.distributed does not know the group on all of them (or its "
+            "store serves one thread only). A collective that hangs ends when the "
+            "group says so, without a report of who is missing; reset() keeps the "
+            "group and cannot wait for other ranks. Groups that init_process_group() "
+            "or new_group() return have all of that.",
+            group.rank(),
+            type(group).__name__,
+        )
+
+
+def post_json(store: Any, topic: str, rank: int, value: Any) -> None:
+    """Write this rank's value (anything that JSON can hold) to ``topic/rank``."""
+    store.set(f"{topic}/{rank}", json.dumps(value))
+
+
+def read_json(store: Any, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
+    """Return the values that ``ranks`` have posted so far, by rank."""
+    keys = {rank: f"{topic}/{rank}" for rank in ranks}
+    return {r: json.loads(store.get(k)) for r, k in keys.items() if store.check([k])}
+
+
+def gather_json(
+    store: Any, topic: str, ranks: Collection[int], seconds: float
+) -> dict[int, Any]:
+    """Wait until all ``ranks`` posted, or ``seconds``; return values found, by rank."""
+    deadline = time.monotonic() + seconds
+    found: dict[int, Any] = {}
+    while True:
+        found |= read_json(store, topic, set(ranks) - found.keys())
+        if len(found) == len(ranks) or time.monotonic() > deadline:
+            return dict(sorted(found.items()))
+        time.sleep(POLL_SECONDS)
+
+
+# -- the end ---------------------------------------------------------------------------
+
+_left_behind: list[Work] = []
+
+
+def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
+    """Keep a group alive until the process ends if works in ``in_flight`` still run.
+
+    Gloo frees a group only after these works, or the group's timeout (half an hour by
+    default), also at the end of the process. Then we wait 2 s for them at most.
+    """
+    endless = [work for work in in_flight if not work.is_completed()]
+    if not endless:
+        return
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _call_once_at_exit(_wait_for_left_behind)
+    # Works hold buckets: drop those that have ended since.
+    _left_behind[:] = [work for work in _left_behind if not work.is_completed()]
+    _left_behind.extend(endless)
+
+
+def _call_once_at_exit(function: Any) -> None:
+    atexit.unregister(function)
+    atexit.register(function)
+
+
+def _settle() -> None:
+    """Sleep 0.05 s at exit, so that Gloo's threads release the last collectives.
+
+    After a collective its thread needs the GIL to drop tensors: in an interpreter that
+    is finalizing, this would abort the process (2 of 70 short runs, also torch's DDP).
+    """
+    time.sleep(SETTLE_SECONDS)
+
+
+def _wait_for_left_behind() -> None:
+    """Wait at exit, at most 2 s in all, for collectives that `keep_for_good` keeps.
+
+    They fail when other ranks end. If Python is finalizing then, the process aborts.
+    """
+    deadline = time.monotonic() + EXIT_SECONDS
+    for work in _left_behind:
+        is_done_within(work, max(0.001, deadline - time.monotonic()))
+
+
+def die_with_parent() -> None:
+    """Ask the system to kill this process when its parent ends (Linux only)."""
+    processes: Any = torch.multiprocessing
+    processes._prctl_pr_set_pdeathsig(signal.SIGKILL)

@@ -1,0 +1,241 @@
+"""Call a registered comm hook, and check its signature and its results.
+
+``hook(state, bucket) -> Future[Tensor]`` is called per full bucket, in index order, on
+an autograd thread. Its future's value replaces the buffer and is not divided further.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
+
+import torch
+from torch.futures import Future
+
+from minidp.errors import CommHookError, explain
+
+from .grad_bucket import GradBucket
+from .groups import joined_group
+from .work import FutureWork
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Hook = Callable[[Any, Any], Future[torch.Tensor]]
+_TORCHS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+_GROUP_HOOKS = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"}
+
+
+class CommHook:
+    """Hold a user's comm hook and its state; `start` calls it for one bucket.
+
+    Raises TypeError or ValueError if the signature or an annotation does not fit.
+    """
+
+    def __init__(self, state: object, hook: Hook) -> None:
+        _check_signature(hook)
+        self.state = state
+        self.hook = hook
+        self.name = name_of(hook)
+
+    def replace_group(self, old: ProcessGroup, new: ProcessGroup) -> None:
+        """Set the state to ``new`` if it is ``old``, or means ``old``.
+
+        To torch's ready-made hooks None means the default group.
+        """
+        is_default = self.state is None and old is joined_group(None)
+        if self.state is old or (is_default and _takes_group(self.hook)):
+            self.state = new
+
+    def start(
+        self, bucket: GradBucket, names: Sequence[str], rank: int
+    ) -> HookInFlight:
+        """Call the hook; return its future as work. CommHookError if it has none."""
+        call = HookInFlight(self.name, bucket, names, rank)
+        try:
+            future = self.hook(self.state, bucket)
+        except Exception as error:
+            text = _text_of(error)
+            what = f"raised {type(error).__name__}" + (f": {text}" if text else "")
+            raise call.problem(what) from error
+        if not isinstance(future, torch._C.Future):  # works give this base class
+            # From "DDP" to the type: the words that scripts and torch's tests look for.
+            raise call.problem(
+                "returned no future: DDP communication hook's callback must return a "
+                "torch.futures.Future object, but got "
+                f"{type(future).__name__}",
+                expected="a future of one tensor (future.set_result(tensor) for a "
+                "value that is there already)",
+            )
+        call.future = future
+        return call
+
+
+def _takes_group(hook: Any) -> bool:
+    """Return whether torch wrote ``hook``, or one in its wrapper, for a group state."""
+    place = getattr(hook, "__module__", None)
+    if place == _TORCHS and hook.__qualname__ in _GROUP_HOOKS:
+        return True
+    if place not in (_TORCHS, "minidp.comm_hooks"):
+        return False
+    return any(_takes_group(cell.cell_contents) for cell in hook.__closure__ or ())
+
+
+class HookInFlight(FutureWork):
+    """Wait for the future of one hook call, and check its value."""
+
+    def __init__(
+        self, hook_name: str, bucket: GradBucket, names: Sequence[str], rank: int
+    ) -> None:
+        super().__init__(Future())
+        self._hook_name = hook_name
+        self._index = bucket.index()
+        self._buffer = bucket.buffer()
+        self._alias = self._buffer.detach()  # keeps pointing to the original memory
+        self._names = names
+        self._rank = rank
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the hook, and return the tensor that replaces the buffer.
+
+        Raises CommHookError if the future failed, its value is not a tensor of as many
+        elements, or the hook moved or resized the bucket's buffer.
+        """
+        buffer = self._buffer
+        try:
+            result = self.future.wait()
+        except Exception as error:
+            _forget_frames(error)
+            text = f"returned a future that failed: {_text_of(error)}"
+            raise self.problem(text) from error
+        if not _is_intact(buffer, self._alias):
+            raise self.problem(
+                "has left the bucket's buffer with another size, dtype or memory",
+                expected="a hook that changes the values of bucket.buffer(), or brings "
+                "another tensor in its future",
+            )
+        expected = f"one tensor of {buffer.numel()} elements"
+        if not isinstance(result, torch.Tensor):
+            hint = " (take its first item in .then())" * isinstance(result, list)
+            what = "returned a future whose value is no tensor"
+            found = f"{type(result).__name__}{hint}"
+            raise self.problem(what, expected=expected, found=found)
+        if not _fits(result, buffer):
+            raise self.problem(
+                "returned a future whose tensor does not fit the bucket",
+                expected=f"{expected} (layout {buffer.layout}, a dtype that "
+                f"converts to {buffer.dtype})",
+                found=f"shape {tuple(result.shape)}, {result.layout}, {result.dtype}",
+            )
+        # Perhaps the buffer itself: then nothing is copied.
+        return result if result.shape == buffer.shape else result.reshape(buffer.shape)
+
+    def problem(
+        self, what: str, *, expected: str = "", found: str = ""
+    ) -> CommHookError:
+        """Return an error that names the hook, the bucket and its parameters."""
+        return CommHookError(
+            explain(
+                self._rank,
+                f"The comm hook {self._hook_name} {what} (bucket {self._index}).",
+                names=self._names,
+                expected=expected,
+                found=found,
+                remedy="mend the hook, or look for a rank that died; then call reset() "
+                "on all ranks, and zero_grad()",
+            )
+        )
+
+
+def _fits(result: torch.Tensor, buffer: torch.Tensor) -> bool:
+    if buffer.is_sparse:
+        return result.is_sparse and result.shape == buffer.shape
+    if result.is_meta or result.is_quantized or result.is_nested:
+        return False
+    return (
+        result.layout is torch.strided
+        and result.numel() == buffer.numel()
+        and (not result.numel() or result.untyped_storage().nbytes() > 0)  # or a crash
+        and torch.can_cast(result.dtype, buffer.dtype)
+    )
+
+
+def _is_intact(buffer: torch.Tensor, alias: torch.Tensor) -> bool:
+    """Return whether ``buffer`` still has the memory, shape and dtype of ``alias``."""
+    if buffer.layout is not torch.strided:
+        return True
+    end = buffer.storage_offset() * buffer.element_size() + buffer.nbytes
+    return (
+        buffer.data_ptr() == alias.data_ptr()
+        and buffer.shape == alias.shape
+        and buffer.dtype is alias.dtype
+        and buffer.untyped_storage().nbytes() >= end
+    )
+
+
+def _text_of(error: Exception) -> str:
+    """Return the text of an exception; its type if its ``__str__`` raises."""
+    try:
+        return str(error)
+    except Exception:
+        return f"{type(error).__name__} (its text raises)"
+
+
+def _forget_frames(error: Exception) -> None:
+    """Drop the frames of waiting for the future from an error's traceback.
+
+    They hold the future, which holds the error: a cycle through C++, never collected.
+    """
+    trace = error.__traceback__
+    ours = (__name__, torch.futures.__name__)
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") in ours:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+
+
+def name_of(hook: object) -> str:
+    """Return a hook's name for messages: a partial has its function's name."""
+    name = getattr(hook, "__qualname__", None)
+    if name is None and hasattr(hook, "func"):  # functools.partial
+        return name_of(hook.func)
+    return str(name or type(hook).__name__)
+
+
+def _check_signature(hook: object) -> None:
+    """Raise unless ``hook`` takes two arguments and its annotations fit a comm hook."""
+    if not callable(hook):
+        raise TypeError(
+            "Communication hook must be callable, as hook(state, bucket), but got "
+            f"{hook!r} ({type(hook).__name__})."
+        )
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):
+        return  # a builtin without a signature
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise TypeError(
+            "Communication hook must take two arguments, hook(state, bucket), but "
+            f"{name_of(hook)}{signature} does not: {error}."
+        ) from None
+    function = hook if hasattr(hook, "__annotations__") else type(hook).__call__
+    try:
+        hints = get_type_hints(function)
+    except Exception:  # a string may hold any code
+        return
+    kind = hints.get([*signature.parameters, ""][1], Any)
+    is_class = isinstance(kind, type) and kind is not Any
+    is_bucket = not is_class or kind.__name__ == "GradBucket"  # torch's, too
+    if not is_bucket and not issubclass(GradBucket, kind):
+        raise ValueError(
+            "Communication hook: bucket annotation should be dist.GradBucket. "
+            f"({name_of(hook)} has {kind!r}; minidp.GradBucket will do as well.)"
+        )
+    returned = hints.get("return")
+    if returned not in (None, Any) and (get_origin(returned) or returned) is not Future:
+        raise ValueError(
+            "Communication hook: return annotation should be "
+            f"torch.futures.Future[torch.Tensor]. ({name_of(hook)} has {returned!r}.)"
+        )

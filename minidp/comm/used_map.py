@@ -1,0 +1,101 @@
+"""Exchange which parameters were used on any rank (``find_unused_parameters``)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from .collectives import all_reduce, start_gathering
+from .communicator import Communicator
+from .groups import group_of_forwards
+from .work import Work, wait_for
+
+
+class UsedMap:
+    """Count on how many ranks each parameter was used; wait only if needed.
+
+    ``uses_forward_group`` is for an exchange that only some backwards launch: on the
+    group of the buckets it would match another collective.
+    """
+
+    def __init__(
+        self,
+        num_params: int,
+        device: torch.device,
+        communicator: Communicator,
+        *,
+        uses_forward_group: bool = False,
+    ) -> None:
+        self.uses_forward_group = uses_forward_group
+        self._num_params = num_params
+        self._device = device
+        self._communicator = communicator
+        self._is_open = False  # launched, and `unused_everywhere` not called yet
+        self._is_known = False  # this rank used every parameter
+        self._work: Work | None = None  # may outlast the backward
+        self._counts = self._rows(())  # the sum, or a row of each rank
+
+    def launch(self, used: Collection[int]) -> None:
+        """Start an exchange of the indices that this rank used.
+
+        Waits for an earlier one in flight. Does nothing if the last exchange was not
+        asked for its result yet.
+        """
+        if self._is_open:
+            return
+        self.settle()
+        group = self._communicator.group
+        rows = self._rows(used)
+        self._is_open, self._is_known = True, len(set(used)) == self._num_params
+        with self._communicator.watching("launching the exchange of the used-map"):
+            if self.uses_forward_group:
+                others = group_of_forwards(group)
+                self._counts, self._work = start_gathering(rows[0], others)
+            else:
+                self._counts, self._work = rows, all_reduce(rows, group)
+            self._communicator.note_started(self._work)
+
+    def _rows(self, used: Collection[int]) -> torch.Tensor:
+        flags = [0] * self._num_params
+        for i in used:
+            flags[i] = 1
+        # From pinned memory: otherwise the host waits for the device's queue.
+        is_pinned = self._device.type == "cuda"
+        rows = torch.tensor([flags], dtype=torch.int32, pin_memory=is_pinned)
+        return rows.to(self._device, non_blocking=True)
+
+    def relaunch(self, used: Collection[int]) -> None:
+        """Start a new exchange; the last one (no backward followed) is not read."""
+        self._is_open = False
+        self.launch(used)
+
+    def unused_everywhere(self) -> frozenset[int]:
+        """Return the indices that no rank used; empty if nothing was launched.
+
+        Waits only if this rank left a parameter out. Otherwise the answer is "none",
+        and the next launch completes the exchange.
+        """
+        was_open, self._is_open = self._is_open, False
+        if not was_open or self._is_known:
+            return frozenset()
+        return frozenset(torch.nonzero(self.last_counts == 0).flatten().tolist())
+
+    @property
+    def last_counts(self) -> torch.Tensor:
+        """On how many ranks each parameter was used (int32); waits for the exchange."""
+        self.settle()
+        return self._counts.sum(0, dtype=torch.int32)
+
+    def settle(self) -> None:
+        """Wait for the exchange in flight, if any."""
+        if self._work is not None:
+            doing = "waiting for the exchange of the used-map"
+            with self._communicator.watching(doing):
+                wait_for(self._work)
+            self._work = None
+
+    def drop(self) -> None:
+        """Abandon the exchange in flight without waiting; allocate new memory."""
+        self._is_open, self._work = False, None
+        self._counts = self._rows(())

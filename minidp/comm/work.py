@@ -1,0 +1,164 @@
+"""Wait for collectives and futures; every wait of the core goes through `wait_for`."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from inspect import Parameter
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import Work as TorchWork
+from torch.futures import Future
+
+
+class FutureWork:
+    """Wrap a future as work, which can also be waited for with a limit."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self.future = future
+
+    def get_future(self) -> Future[Any]:
+        """Return the future."""
+        return self.future
+
+    def is_completed(self) -> bool:
+        """Return whether the future is done or failed."""
+        return self.future.done()
+
+    def is_done_within(self, seconds: float) -> bool:
+        """Wait up to ``seconds``; return whether the future is done or failed."""
+        done = threading.Event()
+        self.future.add_done_callback(lambda _: done.set())
+        return done.wait(seconds)
+
+    def wait(self) -> Any:
+        """Wait, and return the value or raise the error of the future."""
+        return self.future.wait()
+
+
+class PythonWork:
+    """Wrap the work of a Python process group, which may lack parts of torch's class.
+
+    It has ``wait()`` (maybe with a required timeout), ``get_future()``, or both. The
+    future may bring a new tensor, which `wait` copies to ``result``, the input.
+    """
+
+    def __init__(self, work: Any, result: torch.Tensor | None = None) -> None:
+        self._work = work
+        self._result = result
+        self._future: Future[Any] | None = None
+        self._is_done = False
+
+    def get_future(self) -> Future[Any]:
+        """Return the work's future; without one, wait and return a completed future."""
+        if self._future is None and hasattr(self._work, "get_future"):
+            with suppress(RuntimeError):  # how torch's Work says that it has none
+                self._future = self._work.get_future()
+        if self._future is None:
+            self._wait_itself()
+            self._future = completed(None)
+        return self._future
+
+    def is_completed(self) -> bool:
+        """Return whether the work is known to be done."""
+        return self._is_done if self._future is None else bool(self._future.done())
+
+    def is_done_within(self, seconds: float) -> bool:
+        """Return at once whether the work is known to be done: no timed wait exists."""
+        return self.is_completed()
+
+    def wait(self) -> None:
+        """Wait; copy the future's value, a tensor or None, into ``result`` if given."""
+        own = getattr(type(self._work), "wait", None)
+        # A Python subclass that inherits torch's ``wait`` is never woken up.
+        is_endless = own is TorchWork.wait and type(self._work) is not TorchWork
+        if self._result is None and own is not None and not is_endless:
+            self._wait_itself()
+            return
+        value = self.get_future().wait()
+        self._is_done = True
+        while isinstance(value, list | tuple) and len(value) == 1:
+            value = value[0]
+        if self._result is None or value is None or value is self._result:
+            return
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                "The future of an all-reduce must bring a tensor, a list of one tensor,"
+                f" or None, but this process group's brought {type(value).__name__}."
+            )
+        with torch.no_grad():
+            self._result.copy_(value)
+
+    def _wait_itself(self) -> None:
+        try:
+            parameters = inspect.signature(self._work.wait).parameters.values()
+        except (TypeError, ValueError):  # no signature: not written in Python
+            parameters = {}.values()
+        positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        needs = any(p.kind in positional and p.default is p.empty for p in parameters)
+        # Torch's C++ passes zero for "no timeout".
+        self._work.wait(*[timedelta(0)] * needs)
+        self._is_done = True
+
+
+Work = TorchWork | FutureWork | PythonWork
+
+
+def completed(value: Any) -> Future[Any]:
+    """Return a future that has ``value`` already."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class Waiter(Protocol):
+    """Describe what `wait_for` asks to wait: a `Communicator`."""
+
+    def wait(self, work: Work) -> Any:
+        """Return the result of ``work``, or raise at the time limit."""
+
+
+class _CurrentDeadline(threading.local):
+    waiter: Waiter | None = None  # the communicator whose `watching` block we are in
+
+
+current_deadline = _CurrentDeadline()
+
+
+def wait_for(work: Work) -> Any:
+    """Wait for ``work`` and return its result.
+
+    Under the limit of the `Communicator` in whose `watching` block this thread is;
+    outside, only the backend's own timeout applies.
+    """
+    waiter = current_deadline.waiter
+    return work.wait() if waiter is None else waiter.wait(work)
+
+
+def is_done_within(work: Any, seconds: float) -> bool:
+    """Wait up to ``seconds``; return whether the work is done or failed."""
+    if hasattr(work, "is_done_within"):
+        return bool(work.is_done_within(seconds))
+    with suppress(RuntimeError):  # timed out or failed: see below
+        work.wait(timedelta(seconds=seconds))
+        return True
+    return bool(work.is_completed())
+
+
+def then(
+    future: Future[Any], finish: Callable[[], torch.Tensor]
+) -> Future[torch.Tensor]:
+    """Return a future of ``finish()``, which runs when the collective is done.
+
+    If ``future`` (the collective's) fails, so does this, without calling ``finish``.
+    """
+
+    def complete(done: Future[Any]) -> torch.Tensor:
+        done.value()
+        return finish()
+
+    return future.then(complete)

@@ -1,0 +1,181 @@
+"""Validate the options of a `DataParallel` once, and freeze them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+MIB = 2**20
+DEFAULT_CAP_MB = 25
+UNLIMITED = sys.maxsize
+AUTO: Literal["auto"] = "auto"
+HANG_SECONDS = 300.0  # a sixth of Gloo's limit, half of NCCL's
+Unsynced = Literal["raise", "warn", "ignore"]
+
+
+@dataclass(frozen=True)
+class BucketCaps:
+    """Upper limits of bucket sizes in bytes, by torch's rules.
+
+    The gradient that reaches a bucket's limit still belongs to the bucket. In the
+    tuples that methods return, the last limit holds for all further buckets.
+    """
+
+    first_bytes: int
+    rest_bytes: int
+    list_bytes: tuple[int, ...] = ()
+
+    @property
+    def has_small_first(self) -> bool:
+        """Return whether the first bucket is smaller than the others."""
+        return self.first_bytes < self.rest_bytes
+
+    def initial_limits(self, *, one_bucket: bool) -> tuple[int, ...]:
+        """Return limits until the rebuild; ``one_bucket``: unlimited without a list."""
+        if one_bucket and not self.list_bytes:
+            return (UNLIMITED,)
+        return self.rebuilt_limits()
+
+    def rebuilt_limits(self) -> tuple[int, ...]:
+        """Return bucket limits in bytes once buckets follow the ready order."""
+        if self.list_bytes:
+            return self.list_bytes
+        both = (self.first_bytes, self.rest_bytes)
+        return both if self.has_small_first else both[1:]
+
+
+def bucket_caps(
+    cap_mb: float | str | None, cap_mb_list: Sequence[float] | None, first_bytes: int
+) -> BucketCaps:
+    """Convert the constructor's bucket caps from MiB to bytes.
+
+    A list replaces ``cap_mb`` unless it is empty. None and "auto" are 25 MiB, after a
+    first bucket of ``first_bytes``. Raises TypeError or ValueError for a bad cap.
+    """
+    if cap_mb_list is not None and len(cap_mb_list) > 0:
+        if is_auto(cap_mb):
+            raise ValueError(
+                'bucket_cap_mb="auto" looks for the best layout by itself, but '
+                f"bucket_cap_mb_list gives one: {list(cap_mb_list)}. Leave one out."
+            )
+        limits = tuple(_to_bytes("bucket_cap_mb_list", mb) for mb in cap_mb_list)
+        return BucketCaps(max(limits), max(limits), limits)
+    if cap_mb is None or is_auto(cap_mb):
+        return BucketCaps(first_bytes, DEFAULT_CAP_MB * MIB)
+    cap = _to_bytes("bucket_cap_mb", cap_mb)
+    return BucketCaps(cap, cap)
+
+
+def is_auto(cap_mb: object) -> bool:
+    """Return whether ``bucket_cap_mb`` is "auto"."""
+    return isinstance(cap_mb, str) and cap_mb == AUTO
+
+
+def _to_bytes(argument: str, mb: object) -> int:
+    if not 0 <= _as_number(argument, mb, "of MiB") * MIB < math.inf:
+        raise ValueError(
+            f"{argument} must be finite and not negative (MiB), but got {mb!r}; "
+            "0 gives every parameter its own bucket."
+        )
+    return int(mb * MIB)  # type: ignore[operator]
+
+
+def _as_number(argument: str, value: object, unit: str) -> float:
+    """Return ``value`` as a float, infinity for a huge int; TypeError if no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        other = "" if argument == "bucket_cap_mb_list" else f', or "{AUTO}"'
+        raise TypeError(
+            f"{argument} must be a number {unit} (int or float){other}, but got "
+            f"{value!r} ({type(value).__name__})."
+        )
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+@dataclass(frozen=True)
+class Safety:
+    """The constructor's options for checks at run time; raise for a bad value."""
+
+    unsynced: Unsynced = "raise"  # at a step with gradients that differ between ranks
+    hang_timeout: float | Literal["auto"] | None = AUTO  # s; None: the group's limit
+    check_replicas_every: int | Literal["auto"] = AUTO  # steps; 0: never
+    check_finite_grads: bool = False
+
+    def __post_init__(self) -> None:
+        if self.unsynced not in get_args(Unsynced):
+            raise ValueError(
+                f"unsynced must be one of {', '.join(map(repr, get_args(Unsynced)))}, "
+                f"but got {self.unsynced!r}."
+            )
+        seconds = self.hang_timeout
+        if seconds is not None and seconds != AUTO:
+            number = _as_number("hang_timeout", seconds, "of seconds, or None")
+            if not 0 < number < math.inf:
+                raise ValueError(
+                    "hang_timeout must be a finite, positive number of seconds, or "
+                    f"None for the process group's own limit, but got {seconds!r}."
+                )
+        steps = 0 if self.check_replicas_every == AUTO else self.check_replicas_every
+        if isinstance(steps, bool) or not isinstance(steps, int):
+            raise TypeError(
+                'check_replicas_every must be a number of steps (int), or "auto", but '
+                f"got {steps!r} ({type(steps).__name__})."
+            )
+        if steps < 0:
+            raise ValueError(
+                f"check_replicas_every must not be negative, but got {steps!r}; 0 "
+                "means never."
+            )
+        # bool() raises here, not in a backward, if the value is neither true nor false.
+        object.__setattr__(self, "check_finite_grads", bool(self.check_finite_grads))
+
+    @property
+    def hang_limit(self) -> float | None:
+        """Seconds until a collective fails for missing ranks; None: no own limit."""
+        return HANG_SECONDS if self.hang_timeout == AUTO else self.hang_timeout
+
+
+@dataclass(frozen=True)
+class SavedLayout:
+    """The bucket layout of an earlier run, in launch order."""
+
+    buckets: tuple[tuple[str, ...], ...]  # parameter names of each bucket
+    rebuilt: bool  # True: follows the ready order already, so it is not rebuilt
+    elements: tuple[tuple[int, ...], ...] = ()  # of each parameter; (): unknown
+    source: str = ""  # " in FILE", for error messages
+
+    def __str__(self) -> str:
+        """Return sizes and a hash of the buckets: ranks compare this text."""
+        digest = hashlib.sha256(repr(self.buckets).encode()).hexdigest()[:12]
+        sizes = ", ".join(str(len(names)) for names in self.buckets)
+        state = "rebuilt" if self.rebuilt else "not rebuilt"
+        return f"buckets of {sizes} parameters ({state}, sha256 {digest}...)"
+
+
+@dataclass(frozen=True)
+class ReducerConfig:
+    """The constructor's arguments that the reducer uses, validated."""
+
+    caps: BucketCaps
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    gradient_as_bucket_view: bool = False
+    skip_all_reduce_unused_params: bool = False
+    batched_grad_copy: bool = False  # divide whole buckets, not single gradients
+    last_is_small: bool = False  # after the rebuild the last bucket, not the first
+    saved_layout: SavedLayout | None = None  # the initial layout
+    tunes: bool = False  # bucket_cap_mb="auto"
+
+    @property
+    def follows_ready_order(self) -> bool:
+        """Return whether buckets are rebuilt once in the ready order, as torch does.
+
+        The first backward then uses one bucket per dtype and device.
+        """
+        return self.static_graph or not self.find_unused_parameters

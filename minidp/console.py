@@ -1,0 +1,157 @@
+"""Print to a terminal, parse command lines, and warn at the user's line.
+
+A reader may close the pipe: ``minidp report FILE | head``. That is no error, and does
+not stop what a command does besides printing: ``minidp native build | head -1`` builds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import NoReturn, TextIO
+
+import torch
+
+NOTE = 30  # columns that a line's last column needs to be continued below itself
+INDENT = 4
+_OURS = (
+    os.path.join(os.path.dirname(__file__), ""),
+    os.path.join(os.path.dirname(torch.__file__), ""),
+    contextlib.__file__,  # between a ``with`` and a generator of ours
+)
+
+
+def say(text: str) -> None:
+    """Print a line and flush standard output; a closed pipe mutes it from then on."""
+    _write(sys.stdout, text)
+
+
+def say_on_stderr(text: str) -> None:
+    """Print a line and flush standard error; a closed pipe mutes it from then on."""
+    _write(sys.stderr, text)
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    if stream is None:  # print() would write to standard output
+        return
+    try:
+        print(text, file=stream, flush=True)
+    except BrokenPipeError:
+        _mute(stream)
+
+
+def _mute(stream: TextIO) -> None:
+    """Redirect a stream to the null device, with what it has not written yet."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def fold(text: str, stream: TextIO) -> str:
+    """Return text with lines broken at the terminal's width; unchanged for a file.
+
+    Continuation lines are aligned with the last column of their line (columns are two
+    spaces apart), or indented by 4.
+    """
+    width = width_of(stream)
+    if width is None:
+        return text
+    wrapper = textwrap.TextWrapper(
+        width, break_long_words=False, break_on_hyphens=False
+    )
+    lines = []
+    for line in text.split("\n"):
+        column = line.rfind("  ") + 2
+        fits = 1 < column <= width - NOTE
+        wrapper.subsequent_indent = " " * (column if fits else INDENT)
+        lines += [line] if len(line) <= width else wrapper.wrap(line)
+    return "\n".join(lines)
+
+
+def width_of(stream: TextIO) -> int | None:
+    """Return a terminal's width, or COLUMNS if set; None if no terminal, or unknown."""
+    told = os.environ.get("COLUMNS", "")
+    try:
+        if not stream.isatty():
+            return None
+        if told.isdecimal() and int(told):
+            return int(told)
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError):  # closed, or without a file descriptor
+        return None
+
+
+def run_command(
+    name: str,
+    description: str | None,
+    add_arguments: Callable[[argparse.ArgumentParser], None],
+    main: Callable[[argparse.Namespace], int],
+) -> NoReturn:
+    """Parse the command line, call ``main`` with the result; exit with its status."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(name, None, description, formatter_class=style)
+    add_arguments(parser)
+    sys.exit(main(parse(parser)))
+
+
+def positive_seconds(text: str) -> float:
+    """Return the seconds in ``text``, for argparse; raise unless 0 < it < infinity."""
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"a positive number of seconds, not {text}")
+    return seconds
+
+
+def parse(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """Return parsed options (of ``sys.argv`` by default), also if the pipe is closed.
+
+    Exits as argparse does, with 0 after help and 2 after wrong usage, its text flushed.
+    """
+    streams = [s for s in (sys.stdout, sys.stderr) if s is not None]
+
+    def parse_and_flush() -> argparse.Namespace:
+        try:
+            return parser.parse_args(arguments)
+        finally:
+            # At the end of the interpreter a failing flush would change the status.
+            for stream in streams:
+                stream.flush()
+
+    try:
+        return parse_and_flush()
+    except BrokenPipeError:
+        for stream in streams:
+            _mute(stream)
+        return parse_and_flush()
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning at the line of the nearest caller outside minidp and torch."""
+    frame = user_frame(sys._getframe(1))
+    names = frame.f_globals
+    warnings.warn_explicit(
+        text,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        names.get("__name__"),  # the outermost frame may have none
+        names.setdefault("__warningregistry__", {}),
+    )
+
+
+def user_frame(frame: FrameType) -> FrameType:
+    """Return the nearest frame outside minidp and torch, or the outermost one."""
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_OURS)
+        or "__name__" not in frame.f_globals  # code generated by dynamo
+    ):
+        frame = frame.f_back
+    return frame

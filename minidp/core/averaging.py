@@ -1,0 +1,60 @@
+"""Hold the divisor and the comm hook, and start the collective of each bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from minidp import comm
+
+from .bucket import Bucket
+
+
+class Averaging:
+    """Hold the comm hook and divisor of a reducer; start each bucket's collective."""
+
+    def __init__(self, communicator: comm.Communicator) -> None:
+        self._communicator = communicator
+        self.num_contributors: int | None = None  # ranks to average over; None: all
+        self.comm_hook: comm.CommHook | None = None
+        self.active_comm_hook: comm.CommHook | None = None  # `comm_hook` at `begin`
+        self.copy_divisor = 1  # of this backward's gradients; 1 with a comm hook
+        self.wait_description = ""
+
+    @property
+    def divisor(self) -> int:
+        """The number of ranks to average over: `num_contributors`, or group size."""
+        return self.num_contributors or self._communicator.size
+
+    def begin(self) -> None:
+        """Fix this backward's comm hook, `copy_divisor` (1 with a hook), wait text."""
+        hook = self.active_comm_hook = self.comm_hook
+        self.copy_divisor = self.divisor if hook is None else 1
+        self.wait_description = "waiting for the all-reduce"
+        if hook is not None:
+            self.wait_description = f"waiting for the comm hook {hook.name}, call"
+
+    @contextmanager
+    def without_comm_hook(self) -> Iterator[None]:
+        """Return a context in which no comm hook is registered; restore it after."""
+        hook, self.comm_hook = self.comm_hook, None
+        try:
+            yield
+        finally:
+            self.comm_hook = hook
+
+    def launch(self, bucket: Bucket, number: int, *, is_last: bool) -> comm.Work:
+        """Start a full bucket's comm hook, or all-reduce if none; return the work."""
+        communicator, hook = self._communicator, self.active_comm_hook
+        group, payload = communicator.group, bucket.payload
+        bucket.is_alone = False
+        with bucket.launching():
+            if hook is None:
+                is_python = comm.is_python_group(group)
+                bucket.is_alone = communicator.size == 1 and not is_python
+                bucket.work = comm.all_reduce(payload, group)
+            else:
+                turn = comm.Turn(number, is_last, self.divisor, group)
+                shown = comm.GradBucket(bucket.plan, payload, bucket.params, turn)
+                bucket.work = hook.start(shown, bucket.names, communicator.rank)
+        return bucket.work

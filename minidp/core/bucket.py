@@ -1,0 +1,396 @@
+"""Copy the gradients of one bucket into a payload, reduce it, and copy them out.
+
+::
+
+    entries --flatten--> payload --launch--> all ranks --wait--> payload
+                                                  .grad <--unflatten--'
+
+    FILLING -----------> FULL -------------> IN_FLIGHT ------------> FILLING
+
+The payload is a flat buffer, or one sparse gradient. Only this file has the rules of
+``gradient_as_bucket_view``: ``param.grad is view`` after a synchronised backward, so
+that the next one accumulates into the buffer and `DenseBucket.flatten` only divides.
+``zero_grad(set_to_none=True)`` breaks the alias; a later backward restores it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, suppress
+from enum import Enum
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from minidp.comm import Communicator, Work, wait_for
+from minidp.config import ReducerConfig
+from minidp.errors import GradientError, InternalError, explain
+from minidp.layout import BucketPlan
+
+from . import kernels
+from .pending import Entry, GradState, is_copied_at_once
+
+_REMEDY = (
+    "do not change dtype, shape or layout of a parameter or of its .grad after "
+    "wrapping; wrap the module again instead"
+)
+
+
+class BucketState(Enum):
+    """Name the states of a bucket, each followed by the next, the last by the first."""
+
+    FILLING = "filling"  # gradients are missing
+    FULL = "full"  # flattened; waits for its turn to be launched
+    IN_FLIGHT = "in flight"  # the collective is enqueued, nobody has waited for it
+
+
+_FOLLOWING = dict(pairwise([*BucketState, BucketState.FILLING]))
+
+
+class Bucket(ABC):
+    """Hold the gradients that one collective reduces.
+
+    ``plan`` has the indices of its parameters among all ``params`` and ``names``.
+    """
+
+    payload: Tensor  # what is reduced: the flat buffer, or the sparse gradient
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        params: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        communicator: Communicator,
+        config: ReducerConfig,
+    ) -> None:
+        self.plan = plan
+        self.params = tuple(params[i] for i in plan.indices)
+        self.names = tuple(names[i] for i in plan.indices)
+        self.position = {i: k for k, i in enumerate(plan.indices)}
+        self.views: list[Tensor] = []  # one per slot; none if sparse
+        self.native: Any | None = None  # the extension's copies, where it has them
+        self.copied_by_hook: list[int] = []  # slots that native hooks fill
+        self.state = BucketState.FILLING
+        self.streams = kernels.BucketStreams(plan.device)
+        self.communicator = communicator
+        self.config = config
+        self.work: Work | None = None  # the collective in flight
+        self.is_alone = False  # it changes no value, because the group has one rank
+
+    def copy_now(self, k: int, grad: Tensor, divisor: int) -> Entry:
+        """Return ``grad`` uncopied; a dense bucket may copy it and return COPIED."""
+        return grad
+
+    @abstractmethod
+    def flatten(
+        self, entries: Sequence[Entry], divisor: int, undecided: Collection[int] = ()
+    ) -> None:
+        """Bring every slot into the payload, divided; the bucket is then FULL.
+
+        ``entries``: per slot a gradient, None (contributes zeros) or COPIED.
+        ``undecided``: slots whose parameter may turn out to be unused on all ranks. If
+        ``.grad`` lies in the buffer, its values are saved for `unflatten`.
+        """
+
+    def launching(self) -> AbstractContextManager[object]:
+        """Enter IN_FLIGHT; return a context (CUDA stream) in which to start `work`."""
+        self._advance(BucketState.IN_FLIGHT)
+        return self.streams.launching()
+
+    def wait(self) -> None:
+        """Wait for `work`, copy a tensor it returns to the payload; enter FILLING."""
+        assert self.work is not None
+        result = wait_for(self.work)
+        if isinstance(result, Tensor) and result is not self.payload:
+            with torch.no_grad():
+                self.payload.copy_(result)
+        self.work = None
+        self._advance(BucketState.FILLING)
+
+    @abstractmethod
+    def unflatten(
+        self, kept: Collection[int] = (), into: Sequence[Tensor | None] | None = None
+    ) -> None:
+        """Put the reduced values into ``.grad``, except for the slots in ``kept``.
+
+        After ``set_apart(apart=True)``: into the tensor of each slot in ``into``.
+        """
+
+    def set_apart(self, *, apart: bool) -> None:  # noqa: B027 -- sparse: no views
+        """Switch between gradients in an RPC context and in ``.grad``; here no-op."""
+
+    def alias_grads_to_views(self) -> None:  # noqa: B027 -- sparse: no views
+        """Copy each ``.grad`` into this new bucket, make it a view; here no-op."""
+
+    def _advance(self, state: BucketState) -> None:
+        if _FOLLOWING[self.state] is not state:
+            raise InternalError(
+                f"[rank {self.communicator.rank}] bucket of {self.names[0]}: "
+                f"{self.state.name} -> {state.name} is not allowed."
+            )
+        self.state = state
+
+    def _misfit(
+        self, k: int, expected: str, found: str, remedy: str = _REMEDY
+    ) -> GradientError:
+        return GradientError(
+            explain(
+                self.communicator.rank,
+                "A gradient does not fit its bucket.",
+                names=[self.names[k]],
+                expected=expected,
+                found=found,
+                remedy=remedy,
+            )
+        )
+
+
+class DenseBucket(Bucket):
+    """Reduce gradients of one dtype and device through a flat buffer."""
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        params: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        communicator: Communicator,
+        config: ReducerConfig,
+    ) -> None:
+        super().__init__(plan, params, names, communicator, config)
+        self._as_view = as_view = config.gradient_as_bucket_view
+        # One memory: in the parameters' dtype, as a view per slot, and 1-D real.
+        values = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device)
+        self.views = [
+            values.as_strided(s.shape, s.stride, s.offset) for s in plan.slots
+        ]
+        self.payload, self._values = _as_real(values), values
+        self._memory = kernels.Memory(self.payload)
+        is_large = [is_copied_at_once(param) for param in self.params]
+        self._copy_plan = kernels.CopyPlan(values, self.views, is_large)
+        if (extension := kernels.extension_for([values])) is not None:
+            mine = list(self.params)
+            self.native = extension.Slots(mine, self.views, values, as_view=as_view)
+            if values.is_cpu and not config.batched_grad_copy:  # CUDA: one kernel
+                self.copied_by_hook = [k for k, large in enumerate(is_large) if large]
+        self._saved: dict[int, Tensor] = {}  # per slot, .grad to restore if unused
+        self._tracked: dict[int, Tensor] = {}  # per slot, divided gradient with history
+        self._arrived: Sequence[Entry] = ()
+        self._is_apart = False
+
+    # -- copy in -----------------------------------------------------------------------
+
+    def copy_now(self, k: int, grad: Tensor, divisor: int) -> Entry:
+        """Copy ``grad``, divided, to slot ``k``, return COPIED; or return it as it is.
+
+        As it is if it does not fit, lies in the buffer, or grad mode is on. Not divided
+        with ``batched_grad_copy``. With bucket views, ``.grad`` becomes the view now.
+        """
+        view = self.views[k]
+        fits = grad.layout is torch.strided and grad.dtype is view.dtype
+        is_here = grad is view or (self._as_view and self._memory.owns(grad))
+        if not fits or grad.shape != view.shape or is_here or torch.is_grad_enabled():
+            return grad
+        of_each = 1 if self.config.batched_grad_copy else divisor
+        kernels.multiply_into(view, grad, of_each)
+        if self._as_view:
+            self.params[k].grad = view  # frees the gradient's own memory
+        return GradState.COPIED
+
+    def flatten(
+        self, entries: Sequence[Entry], divisor: int, undecided: Collection[int] = ()
+    ) -> None:
+        """Copy in ``entries`` (None: zeros), divide, enter FULL; raise for a misfit."""
+        self.streams.gather(entries)
+        self._arrived = entries
+        of_each = 1 if self.config.batched_grad_copy else divisor
+        is_usual = not self._is_apart and not (undecided and self._as_view)
+        native = self.native if is_usual else None
+        if not (native and native.flatten(entries, of_each)):
+            self._flatten_in_python(tuple(entries), of_each, undecided)
+        if self.config.batched_grad_copy:
+            kernels.divide(self.payload, divisor)
+            self._tracked = {k: g * (1.0 / divisor) for k, g in self._tracked.items()}
+        self._advance(BucketState.FULL)
+
+    def _flatten_in_python(
+        self, entries: tuple[Entry, ...], divisor: int, undecided: Collection[int]
+    ) -> None:
+        views, grads, in_place = self._classify(entries, undecided)
+        if not self._copy_plan.may_fit(views, grads):
+            self._check_fit(views, grads)
+        if torch.is_grad_enabled() and any(g.requires_grad for g in grads + in_place):
+            # create_graph=True: scaled copies with a history stay outside the buffer.
+            for k, grad in enumerate(entries):
+                if isinstance(grad, Tensor):
+                    self._tracked[k] = grad * (1.0 / divisor)
+                    kernels.multiply_into(self.views[k], grad.detach(), divisor)
+            return
+        try:
+            self._copy_plan.flatten(views, grads, divisor)
+        except (RuntimeError, ValueError):
+            self._check_fit(views, grads)
+            raise
+        for values in [self._values] if len(in_place) == len(entries) else in_place:
+            kernels.divide(values, divisor)
+
+    def _classify(
+        self, entries: tuple[Entry, ...], undecided: Collection[int]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return views to fill, a gradient for each, and views that hold theirs.
+
+        Zeros slots without gradient; saves undecided ones whose ``.grad`` is the view.
+        """
+        everything = cast("list[Tensor]", list(entries))
+        if set(map(type, entries)) == {Tensor} and not (
+            self._as_view and self._memory.may_own_any(everything)
+        ):
+            return self.views, everything, []  # the usual case
+        views, grads, in_place = [], [], []
+        for k, (view, grad) in enumerate(zip(self.views, entries, strict=True)):
+            is_here = grad is view or (self._as_view and self._memory.owns(grad))
+            # Without a gradient, .grad may still be this view: a rank without inputs.
+            if k in undecided and (
+                is_here or (grad is None and self._memory.owns(self.params[k].grad))
+            ):
+                self._saved[k] = view.clone()
+            if is_here:
+                in_place.append(view)
+            elif grad is None:
+                view.zero_()
+            elif isinstance(grad, Tensor):
+                views.append(view)
+                grads.append(grad)
+        return views, grads, in_place
+
+    def _check_fit(self, views: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Raise GradientError if a gradient's dtype, layout, shape, device differs."""
+        for view, grad in zip(views, grads, strict=True):
+            expected, found = (
+                f"{t.dtype}, {t.layout}, shape {tuple(t.shape)}, on {t.device}"
+                for t in (view, grad)
+            )
+            if expected != found:
+                k = next(k for k, mine in enumerate(self.views) if mine is view)
+                raise self._misfit(k, expected, found)
+
+    # -- copy out ----------------------------------------------------------------------
+
+    def unflatten(
+        self, kept: Collection[int] = (), into: Sequence[Tensor | None] | None = None
+    ) -> None:
+        """Write reduced values to ``into`` if given, or ``.grad``; not ``kept`` slots.
+
+        With bucket views ``.grad`` becomes the view. ``kept`` views get back the values
+        that `flatten` saved.
+        """
+        for k in kept:
+            if k in self._saved:
+                self.views[k].copy_(self._saved[k])
+        if into is not None:
+            for grad, view in zip(into, self.views, strict=True):
+                if grad is not None:
+                    grad.detach().copy_(view)
+        elif not self._unflatten_natively(kept):
+            self._unflatten_in_python(kept)
+        self._saved.clear()
+        self._tracked.clear()
+        self._arrived = ()
+
+    def _unflatten_natively(self, kept: Collection[int]) -> bool:
+        """Write reduced values to ``.grad`` in C++ (bucket views: make it the view).
+
+        False: Python must write all; a slot is kept or tracked, or does not fit.
+        """
+        if self.native is None:
+            return False
+        if not kept and not self._tracked and self._arrived:
+            arrived, is_alone = self._arrived, self.is_alone
+            with suppress(RuntimeError):  # a gradient overlaps itself
+                return bool(self.native.unflatten(arrived, is_alone=is_alone))
+        self.native.forget_copies()
+        return False
+
+    def _unflatten_in_python(self, kept: Collection[int]) -> None:
+        grads = [param.grad for param in self.params]
+        if self._as_view and not self._tracked:
+            self._point_at_views(grads, kept)
+            return
+        if not kept and not self._tracked and set(map(type, grads)) == {Tensor}:
+            # Raises for gradients that are lazily negated, for example.
+            with suppress(RuntimeError):
+                torch._foreach_copy_(cast("list[Tensor]", grads), self.views)
+                return
+        for k in range(len(grads)):
+            if k not in kept:
+                self._unflatten_slot(k)
+
+    def _point_at_views(
+        self, grads: Sequence[Tensor | None], kept: Collection[int]
+    ) -> None:
+        for k, (view, grad) in enumerate(zip(self.views, grads, strict=True)):
+            if grad is view or k in kept:
+                continue
+            arrived = self._arrived[k]
+            if grad is not None and arrived is not None and grad is not arrived:
+                raise self._misfit(
+                    k,
+                    "the bucket's view, or the gradient that arrived",
+                    "a .grad that is not the expected DDP bucket view",
+                    "do not replace .grad in hooks; if another live wrapper of this "
+                    "module put its view there, let go of it before wrapping again, or "
+                    "pass gradient_as_bucket_view=True to one of them only",
+                )
+            self.params[k].grad = view
+
+    def _unflatten_slot(self, k: int) -> None:
+        param, view = self.params[k], self.views[k]
+        grad = param.grad
+        if grad is None or (self._as_view and k in self._tracked and grad is view):
+            grad = torch.empty_like(view)
+            param.grad = grad
+        if k in self._tracked:
+            with torch.enable_grad():
+                grad.copy_(self._tracked[k])  # gives .grad its history
+        with torch.no_grad():
+            try:
+                grad.detach().copy_(view)
+            except RuntimeError:  # a hook put an expanded tensor there
+                param.grad = torch.empty_like(view).copy_(view)
+
+    # -- views -------------------------------------------------------------------------
+
+    def set_apart(self, *, apart: bool) -> None:
+        """Switch between gradients in an RPC context (``apart``) and in ``.grad``.
+
+        ``apart`` turns bucket views off: a ``.grad`` in the buffer becomes a copy.
+        """
+        may_be_view = self.config.gradient_as_bucket_view
+        self._is_apart, self._as_view = apart, may_be_view and not apart
+        for param in self.params if apart and may_be_view else ():
+            grad = param.grad
+            if grad is not None and self._memory.owns(grad):
+                param.grad = grad.clone()
+
+    def alias_grads_to_views(self) -> None:
+        """Copy each ``.grad`` into its view and make it the view, as torch does.
+
+        Leaves out gradients with a history, and those that differ in dtype, layout,
+        device or shape from the parameter or the view (`flatten` rejects misfits).
+        """
+        for param, view in zip(self.params, self.views, strict=True):
+            grad = param.grad
+            if grad is None or grad.requires_grad:
+                continue
+            kinds = {
+                (t.dtype, t.layout, t.device, t.shape) for t in (param, grad, view)
+            }
+            if len(kinds) == 1:
+                param.grad = view.copy_(grad)
+
+
+def _as_real(values: Tensor) -> Tensor:
+    """Return ``values``; if complex, a 1-D real view: backends add no complex."""
+    return torch.view_as_real(values).flatten() if values.is_complex() else values

@@ -1,0 +1,269 @@
+"""Launch buckets strictly in index order, wait for them, and copy them out.
+
+::
+
+    full:      bucket 2   bucket 0   bucket 1
+    launched:             0          1, 2         same order on every rank
+
+======================  ======================  ======================
+mode                    division                collective
+======================  ======================  ======================
+default                 each gradient           all-reduce (SUM)
+``batched_grad_copy``   whole buffer            all-reduce (SUM)
+with a comm hook        what the hook does      what the hook does
+======================  ======================  ======================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from minidp import comm
+from minidp.config import ReducerConfig
+from minidp.layout import Layout, ParamSpec, initial_layout, resumed_layout
+from minidp.trace import Moment, Tracer, label
+
+from .averaging import Averaging
+from .bucket import Bucket, BucketState, DenseBucket
+from .pending import Entry
+from .sparse_bucket import SparseBucket
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Observer(Protocol):
+    """Describe an object that `BucketQueue.finish` calls per bucket and at the end."""
+
+    uses_grads: bool  # reads or changes ``.grad``
+
+    def reduced(self, params: Sequence[nn.Parameter]) -> None:
+        """Called per bucket, in order, when averages are in ``.grad`` of ``params``.
+
+        Also for skipped buckets and unused parameters, whose ``.grad`` is as before.
+        """
+
+    def finished(self) -> None:
+        """Called once, after the last bucket is reduced."""
+
+
+class BucketQueue:
+    """Launch, finish and rebuild one reducer's buckets; knows no phases."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        specs: Sequence[ParamSpec],
+        config: ReducerConfig,
+        communicator: comm.Communicator,
+    ) -> None:
+        self.communicator = communicator
+        self.averaging = Averaging(communicator)
+        self.tracer = Tracer()
+        self.checks_finite = False
+        self.skipped: Collection[int] = ()  # bucket numbers that no rank launches now
+        self.observers: list[Observer] = []
+        self.owed: list[torch.futures.Future[Any]] = []  # `finish` waits for these
+        shared = (len(params), specs[0].device, communicator)
+        self.used_map = comm.UsedMap(*shared)
+        # For forwards that share what they reach, and reductions without a backward.
+        self.reach_map = comm.UsedMap(*shared, uses_forward_group=True)
+        self._params = params
+        self.specs = specs
+        self.config = config
+        self.next = 0  # the bucket to launch next
+        self._context: comm.ContextGrads | None = None
+        self.buckets: list[Bucket] = []
+        self.replan(static_graph=config.static_graph)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The process group that reduces the buckets."""
+        return self.communicator.group
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in the group."""
+        return self.communicator.rank
+
+    # -- launch ------------------------------------------------------------------------
+
+    def start(
+        self,
+        absent: frozenset[int] = frozenset(),
+        context: comm.ContextGrads | None = None,
+    ) -> None:
+        """Begin a synchronised backward: fix skipped buckets, divisor and comm hook.
+
+        Skips buckets of only ``absent`` parameters, which no rank uses. ``context``:
+        the RPC context that holds the gradients; None: ``.grad`` does.
+        """
+        if (context is None) != (self._context is None):
+            for bucket in self.buckets:
+                bucket.set_apart(apart=context is not None)
+        self._context = context
+        self.next = 0
+        self.skipped = {
+            number
+            for number, bucket in enumerate(self.buckets)
+            if absent and absent.issuperset(bucket.plan.indices)
+        }
+        self.averaging.begin()
+
+    def is_filling(self, i: int) -> bool:
+        """Return whether parameter ``i`` has a bucket that is FILLING, not skipped."""
+        number = self.layout.bucket_of[i]
+        is_filling = self.buckets[number].state is BucketState.FILLING
+        return is_filling and number not in self.skipped
+
+    def copy_now(self, i: int, grad: Tensor) -> Entry:
+        """Call and return `Bucket.copy_now` for ``i``: COPIED, or ``grad`` uncopied."""
+        bucket = self.buckets[self.layout.bucket_of[i]]
+        return bucket.copy_now(bucket.position[i], grad, self.averaging.copy_divisor)
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether every bucket of this backward is launched or skipped."""
+        return self.next == len(self.buckets)
+
+    def launch_due(self) -> bool:
+        """Launch buckets in index order, while the next one is FULL or skipped.
+
+        Return True only from the call that reaches the end.
+        """
+        before = self.next
+        while self.next < len(self.buckets):
+            number = self.next
+            if number not in self.skipped:
+                if self.buckets[number].state is not BucketState.FULL:
+                    break
+                self._launch(number)
+            self.next += 1
+        return before < self.next == len(self.buckets)
+
+    def _launch(self, number: int) -> None:
+        bucket, tracer = self.buckets[number], self.tracer
+        if self.checks_finite:
+            with bucket.streams.launching():  # after the kernels that filled it
+                _check_finite(bucket, tracer.backward, comm.BEFORE)
+        # Before the launch: the collective may be over when this thread runs again.
+        tracer.note(Moment.LAUNCHED, number)
+        launching = self.communicator.watching("launching the all-reduce", number)
+        with label("launch", number), launching:
+            following = range(number + 1, len(self.buckets))
+            is_last = all(later in self.skipped for later in following)
+            work = self.averaging.launch(bucket, number, is_last=is_last)
+            self.communicator.note_started(work)
+        if tracer.is_on:
+            done = partial(tracer.note, Moment.DONE, number)
+            work.get_future().add_done_callback(done)
+
+    # -- wait --------------------------------------------------------------------------
+
+    def finish(self, untouched: Collection[int]) -> None:
+        """Wait for each bucket, write its averages, and call the observers.
+
+        The ``.grad`` of parameters in ``untouched`` are not written. In the end wait
+        for the futures in `owed`, and count the backward.
+        """
+        observers = tuple(self.observers)  # a call may remove its observer
+        for number, bucket in enumerate(self.buckets):
+            if number not in self.skipped:
+                self._finish_bucket(number, bucket, untouched)
+            for observer in observers:
+                observer.reduced(bucket.params)
+        for observer in observers:
+            observer.finished()
+        owed, self.owed = self.owed, []
+        for future in owed:
+            with self.communicator.watching("waiting for what a hook owes"):
+                comm.wait_for(comm.FutureWork(future))
+        self.tracer.backward += 1
+
+    def _finish_bucket(
+        self, number: int, bucket: Bucket, untouched: Collection[int]
+    ) -> None:
+        averaging, into = self.averaging, None
+        waiting = self.communicator.watching(averaging.wait_description, number)
+        with label("wait", number), waiting:
+            bucket.wait()
+        if self.checks_finite and averaging.active_comm_hook is not None:
+            _check_finite(bucket, self.tracer.backward, comm.AFTER)
+        with label("copy out", number):
+            kept: list[int] = []
+            if untouched:
+                kept = [k for i, k in bucket.position.items() if i in untouched]
+            if self._context is not None:
+                into = self._context.to_write(bucket.params, bucket.names, kept)
+            bucket.unflatten(kept, into)
+        self.tracer.note(Moment.COPIED_OUT, number)
+
+    # -- other buckets, another group --------------------------------------------------
+
+    def replan(self, *, static_graph: bool | None = None) -> ReducerConfig:
+        """Adopt the first layout again; return the config with ``static_graph`` set."""
+        if static_graph is not None:
+            self.config = replace(self.config, static_graph=static_graph)
+        config = self.config
+        self.used_map.uses_forward_group = config.static_graph  # in one backward only
+        if config.saved_layout is not None:
+            layout = resumed_layout(config.saved_layout, self.specs)
+        else:
+            one_bucket = config.follows_ready_order
+            limits = config.caps.initial_limits(one_bucket=one_bucket)
+            layout = initial_layout(self.specs, limits)
+        self.adopt(layout)
+        return config
+
+    def adopt(self, layout: Layout) -> None:
+        """Replace all buckets by new ones of ``layout``; move gradient views there."""
+        self.buckets = []  # frees memory before we take new memory
+        self._context = None  # new buckets are not set apart
+        self.layout = layout
+        names = [spec.name for spec in self.specs]
+        shared = (self._params, names, self.communicator, self.config)
+        self.buckets = [
+            (SparseBucket if plan.sparse else DenseBucket)(plan, *shared)
+            for plan in layout.buckets
+        ]
+        if self.config.gradient_as_bucket_view:
+            for bucket in self.buckets:
+                bucket.alias_grads_to_views()
+
+    def drain(self) -> None:
+        """Wait for collectives in flight (buckets, used-maps), but copy nothing out."""
+        for number, bucket in enumerate(self.buckets):
+            if bucket.state is BucketState.IN_FLIGHT:
+                doing = self.averaging.wait_description
+                with self.communicator.watching(doing, number):
+                    bucket.wait()
+        self.used_map.settle()
+        self.reach_map.settle()
+
+    def reset(self, group: ProcessGroup) -> None:
+        """Move to ``group`` with new buckets of the same layout.
+
+        Resets the communicator; drops collectives in flight, and `owed`, without
+        waiting. A comm hook whose state is the old group gets the new one.
+        """
+        hook = self.averaging.comm_hook
+        if hook is not None:
+            hook.replace_group(self.group, group)
+        self.communicator.reset(group)
+        self.next = 0
+        self.owed = []
+        self.skipped = ()
+        self.used_map.drop()
+        self.reach_map.drop()
+        self.adopt(self.layout)
+
+
+def _check_finite(bucket: Bucket, step: int, when: str) -> None:
+    parts = dict(zip(bucket.names, bucket.views or [bucket.payload], strict=True))
+    comm.refuse_nonfinite(bucket.payload, parts, bucket.communicator.rank, step, when)

@@ -1,0 +1,303 @@
+"""Decide which gradients a backward must bring: one class per mode of the reducer.
+
+==================  =======================  =====================================
+mode                a parameter arrives      missing gradients at the end
+==================  =======================  =====================================
+EveryParameter      once                     stay pending for another backward
+FindUnused          at most once             contribute their ``.grad``, or zeros
+StaticGraph         as often as in the       first backward: as FindUnused;
+                    first backward           later: stay pending
+==================  =======================  =====================================
+
+The reducer asks; a mode answers. It acts itself in three places: it launches its
+used-map, `StaticGraph.takes` counts arrivals, and `untouched` waits for the used-map.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from torch.autograd.graph import Node
+from torch.profiler import record_function
+
+from minidp.comm import explain_partly_used
+from minidp.config import ReducerConfig, aside
+from minidp.errors import (
+    GradientError,
+    GraphChangedError,
+    MarkedTwiceError,
+    MiniDPError,
+    explain,
+    frozen_here,
+)
+
+from .autograd import unreachable
+from .pending import GradState
+
+if TYPE_CHECKING:
+    from .reducer import Reducer
+
+
+class EveryParameter:
+    """Expect every parameter's gradient exactly once per reduction: the default."""
+
+    completes_at_end = False  # fill in missing gradients when the backward ends
+    # Ranks exchange which parameters they used. If so, the order of this backward's
+    # gradients does not rebuild the buckets.
+    shares_used_map = False
+    map_goes_first = False  # the exchange starts before the buckets (torch's order)
+    shares_reach = False  # ranks exchange what a forward's backward can reach
+    is_steady = True  # every backward so far missed the same parameters
+    kept: Collection[int] = ()  # parameters whose ``.grad`` is never written
+    cause_of_missing = "your module has parameters that were not used in producing loss"
+
+    def __init__(self, num_params: int) -> None:
+        self._num_params = num_params
+
+    @property
+    def remedy_for_missing(self) -> str:
+        """The advice of the error for missing gradients, in torch's words."""
+        return (
+            "enable unused parameter detection by passing the keyword argument "
+            f"`find_unused_parameters=True`{aside(find_unused_parameters=True)}, and "
+            "make sure that all `forward` function outputs participate in calculating "
+            "loss"
+        )
+
+    def saw_outputs(self, output: object, nodes: Sequence[Node]) -> None:
+        """Learn from a synchronising forward's outputs; here no-op."""
+
+    def entries(self, usual: GradState) -> list[GradState]:
+        """Return all parameters' entries at the start of a backward: here ``usual``."""
+        return [usual] * self._num_params
+
+    def absent(self) -> Sequence[int]:
+        """Return indices of parameters predicted to be missing; here always ()."""
+        return ()
+
+    def takes(self, i: int, reducer: Reducer) -> bool:
+        """Return True, to record the arriving gradient; raise if it is a second one."""
+        if reducer.pending.entries[i] in (GradState.UNSET, GradState.VIA_REDUCER):
+            return True
+        raise self.twice(reducer.rank, reducer.names[i])
+
+    def launch_used_map(self, reducer: Reducer) -> None:
+        """If `shares_used_map`, start to exchange which parameters this rank used."""
+        if self.shares_used_map:
+            used = reducer.pending.used() | reducer.ledger.used_locally
+            reducer.queue.used_map.launch(used)
+
+    def untouched(self, reducer: Reducer) -> Collection[int]:
+        """Return `kept`: parameters whose ``.grad`` a reduction must not write."""
+        return self.kept
+
+    def ended(self, missing: Sequence[int], untouched: Collection[int]) -> None:
+        """Learn which did not arrive, and which no rank used; here no-op."""
+
+    def shadowed(self, missing: Sequence[int], untouched: Collection[int]) -> None:
+        """Call `ended` for a reduction to which this rank contributed only zeros."""
+        self.ended(missing, untouched)
+
+    def reset(self) -> None:
+        """Forget what earlier backwards showed; here no-op."""
+
+    def twice(self, rank: int, name: str) -> MiniDPError:
+        """Return the error for a gradient of ``name`` that arrives a second time."""
+        return MarkedTwiceError(
+            explain(
+                rank,
+                "Expected to mark a variable ready only once, but a gradient arrived "
+                "a second time in one reduction.",
+                names=[name],
+                remedy="the parameter takes part in several backward calls of one "
+                "forward, or in several reentrant checkpoints: use "
+                "checkpoint(..., use_reentrant=False) or "
+                f"static_graph=True{aside(static_graph=True)}, or keep all but the "
+                "last backward local with no_sync(); call reset() on all ranks to go "
+                "on",
+            )
+        )
+
+
+class FindUnused(EveryParameter):
+    """Accept missing gradients (``find_unused_parameters=True``).
+
+    Torch walks the graph in every forward, to launch unused parameters' buckets early.
+    Here a forward searches only for parameters missing in the last backward. With
+    ``skip_all_reduce_unused_params`` every forward walks its graph, and ranks exchange
+    the result: a bucket that no rank reaches is skipped.
+    """
+
+    completes_at_end = shares_used_map = True
+
+    def __init__(self, num_params: int, *, shares_reach: bool = False) -> None:
+        super().__init__(num_params)
+        self.shares_reach = shares_reach
+        self._missing_last: Sequence[int] | None = None
+        self._absent: set[int] | None = None  # None: no forward since the last backward
+
+    def saw_outputs(self, output: object, nodes: Sequence[Node]) -> None:
+        """Search the graph for parameters that were missing in the last backward.
+
+        With `shares_reach`, for all. `absent` then has what no forward since reached.
+        """
+        among = range(self._num_params) if self.shares_reach else self._missing_last
+        with record_function("minidp::search_unused_parameters"):
+            absent = unreachable(output, nodes, among) if among else set()
+        self._absent = absent if self._absent is None else self._absent & absent
+
+    def absent(self) -> Sequence[int]:
+        """Return the sorted parameter indices that `saw_outputs` did not reach."""
+        return sorted(self._absent or ())
+
+    def takes(self, i: int, reducer: Reducer) -> bool:
+        """Return True if unset, or filled in as absent and not copied; else raise."""
+        is_filled_in = i in reducer.pending.filled and reducer.queue.is_filling(i)
+        return is_filled_in or super().takes(i, reducer)
+
+    def untouched(self, reducer: Reducer) -> Collection[int]:
+        """Return indices that no rank used, by `_unused_everywhere`; may wait."""
+        return _unused_everywhere(reducer)
+
+    def ended(self, missing: Sequence[int], untouched: Collection[int]) -> None:
+        """Keep ``missing`` for `saw_outputs`; clear `is_steady` if it has changed."""
+        is_first = self._missing_last is None
+        self.is_steady &= is_first or set(missing) == set(self._missing_last or ())
+        self._missing_last = missing
+        self._absent = None
+
+    def reset(self) -> None:
+        """Forget missing and absent parameters, as before the first backward."""
+        self._missing_last = self._absent = None
+
+
+_SAME_PARAMETERS = "use static_graph only if every iteration uses the same parameters"
+
+
+class StaticGraph(EveryParameter):
+    """Count arrivals once, then expect the same counts (``static_graph=True``)."""
+
+    map_goes_first = True
+    cause_of_missing = (
+        "your training graph has changed in this iteration, e.g., one parameter is "
+        "used in first iteration, but then got unused in the second iteration. this is "
+        "not compatible with static_graph set to True"
+    )
+
+    def __init__(self, num_params: int) -> None:
+        super().__init__(num_params)
+        self._counts = [0] * num_params
+        self._left: list[int] = []  # per parameter, arrivals still to come
+        self.reset()
+
+    @property
+    def remedy_for_missing(self) -> str:
+        """The advice of the error for missing gradients."""
+        return _SAME_PARAMETERS + aside(static_graph=False)
+
+    def reset(self) -> None:
+        """Count again in the next backward, as in the first one."""
+        self.kept = ()
+        self.completes_at_end = self.shares_used_map = True
+
+    def entries(self, usual: GradState) -> list[GradState]:
+        """Restart arrival counts; return COUNTED (later only if repeated) or usual."""
+        counted = GradState.COUNTED
+        if self.completes_at_end:
+            self._counts = [0] * self._num_params
+            return [counted] * self._num_params
+        self._left = list(self._counts)
+        return [counted if n > 1 else usual for n in self._counts]
+
+    def absent(self) -> Sequence[int]:
+        """Return parameter indices with no arrival in the first backward; () in it."""
+        return [
+            i for i, n in enumerate(self._counts) if not (n or self.completes_at_end)
+        ]
+
+    def takes(self, i: int, reducer: Reducer) -> bool:
+        """Return True at the last arrival that the first backward predicts.
+
+        In the first backward count, note a gradient in the ledger, and return False.
+        Raises if an arrival was not predicted.
+        """
+        if reducer.pending.entries[i] is not GradState.COUNTED:
+            return super().takes(i, reducer)
+        if self.completes_at_end:
+            self._counts[i] += 1
+            if reducer.contexts.has_gradient(i):
+                reducer.ledger.used_locally.add(i)
+            return False
+        self._left[i] -= 1
+        if self._left[i] == 1:
+            reducer.pending.entries[i] = GradState.VIA_REDUCER
+        return False
+
+    def untouched(self, reducer: Reducer) -> Collection[int]:
+        """Return parameters that no rank used in the first backward.
+
+        If one of them is used now, raise: its ``.grad`` would stay local.
+        """
+        if self.shares_used_map:
+            return _unused_everywhere(reducer)
+        # (A hook may have nulled its gradient the first time.)
+        used = reducer.pending.used() if self.kept else set()
+        if late := used.intersection(self.kept) - reducer.pending.filled:
+            raise self.twice(reducer.rank, reducer.names[min(late)])
+        return self.kept
+
+    def ended(self, missing: Sequence[int], untouched: Collection[int]) -> None:
+        """After the first reduction, stop counting; never write ``untouched`` grads."""
+        self.shadowed(missing, untouched)
+        self.completes_at_end = False
+
+    def shadowed(self, missing: Sequence[int], untouched: Collection[int]) -> None:
+        """Never write ``untouched`` grads, but go on counting if this rank counts."""
+        if self.completes_at_end:
+            self.shares_used_map = False
+            self.kept = frozenset(untouched)
+
+    def twice(self, rank: int, name: str) -> MiniDPError:
+        """Return the error for a gradient that the first backward does not explain."""
+        return GraphChangedError(
+            explain(
+                rank,
+                "Your training graph has changed in this iteration: a gradient arrived "
+                "more often than in the first backward of static_graph=True, or only "
+                "now.",
+                names=[name],
+                remedy=f"{_SAME_PARAMETERS} equally often{aside(static_graph=False)}; "
+                "call reset() on all ranks to go on",
+            )
+        )
+
+
+def _unused_everywhere(reducer: Reducer) -> Collection[int]:
+    """Return indices that no rank used; may wait for the used-map.
+
+    Raises GradientError if other ranks used one that is frozen here, or, in an RPC
+    context, if only some ranks used one: averages could not be written.
+    """
+    used_map, names = reducer.queue.used_map, reducer.names
+    unused = used_map.unused_everywhere()
+    if reducer.context is not None:
+        # All ranks raise, before any of them has written averages.
+        counts, size = used_map.last_counts.tolist(), reducer.communicator.size
+        if partly := [names[i] for i, n in enumerate(counts) if 0 < n < size]:
+            raise GradientError(explain_partly_used(reducer.rank, partly))
+    elsewhere = reducer.pending.filled - unused
+    frozen = [names[i] for i in elsewhere if not reducer.params[i].requires_grad]
+    if frozen:
+        raise GradientError(frozen_here(reducer.rank, sorted(frozen)))
+    return unused
+
+
+def expectation_for(num_params: int, config: ReducerConfig) -> EveryParameter:
+    """Return a new mode object for ``config``; static_graph beats find_unused."""
+    if config.static_graph:
+        return StaticGraph(num_params)
+    if config.find_unused_parameters:
+        skips = config.skip_all_reduce_unused_params
+        return FindUnused(num_params, shares_reach=skips)
+    return EveryParameter(num_params)

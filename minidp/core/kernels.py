@@ -1,0 +1,190 @@
+"""Copy gradients into a bucket's buffer; order CUDA streams around the copies.
+
+The arithmetic is torch's: a fresh gradient is *multiplied by the reciprocal* of the
+divisor, one that is its bucket view is *truly divided*. On CPU the results differ in
+the last bit if the divisor is no power of two. The native kernels give the same bits.
+
+A grad hook runs on the stream of the parameter's forward, so that several streams may
+write one bucket. The stream that flattens the bucket waits for all of them, and the
+collective is launched from it, too, maybe by another device's autograd thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minidp import native
+
+# For map(): these run once per gradient.
+_dtype_of = attrgetter("dtype")
+_layout_of = attrgetter("layout")
+
+
+def multiply_into(view: Tensor, grad: Tensor, divisor: int) -> None:
+    """Compute ``view = grad * (1 / divisor)`` for one slot, in one pass over memory."""
+    if divisor == 1 and grad.is_complex():
+        view.copy_(grad)  # the product would make NaN of inf + 1j
+    else:
+        # Also by 1: a copy_ of some MiB is one memcpy, which measured 10 % slower.
+        torch.mul(grad, 1.0 / divisor, out=view)
+
+
+def divide(values: Tensor, divisor: int) -> None:
+    """Compute ``values /= divisor`` in place, for views, buffers and sparse grads."""
+    if divisor != 1:
+        values.div_(divisor)
+
+
+class CopyPlan:
+    """Choose, at each `flatten`, how to fill one bucket in the fewest kernel calls.
+
+    ``views``: per slot, an N-D view of ``values``, the 1-D buffer, which they tile.
+    ``is_large``: per slot, whether its grad hook may have filled it already.
+    """
+
+    def __init__(
+        self, values: Tensor, views: list[Tensor], is_large: Sequence[bool]
+    ) -> None:
+        self._values = values
+        self._views = views
+        self._numels = [view.numel() for view in views]
+        self._is_row = all(view.dim() == 1 for view in views)
+        pairs = list(zip(views, is_large, strict=True))
+        # The slots that are not large (a count of elements would not tell), and their
+        # memory in as few pieces as possible.
+        self._small_ids = [id(view) for view, large in pairs if not large]
+        self._small_runs = _runs(values, [(v.numel(), large) for v, large in pairs])
+
+    def may_fit(self, views: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+        """Return whether dtypes and element counts agree; shapes are not compared."""
+        is_all = views is self._views
+        numels = self._numels if is_all else list(map(Tensor.numel, views))
+        is_same_dtype = set(map(_dtype_of, grads)) <= {self._values.dtype}
+        return is_same_dtype and list(map(Tensor.numel, grads)) == numels
+
+    def flatten(self, views: list[Tensor], grads: list[Tensor], divisor: int) -> None:
+        """Compute ``views[k] = grads[k] * (1 / divisor)`` for all slots or some."""
+        if not grads:
+            return
+        is_all = len(grads) == len(self._views)
+        if not is_all and list(map(id, views)) != self._small_ids:
+            for view, grad in zip(views, grads, strict=True):
+                multiply_into(view, grad, divisor)
+            return
+        if is_all and self._is_row:
+            torch.cat(grads, out=self._values)  # biases, norms: three times as fast
+        else:
+            torch._foreach_copy_(views, grads)
+        if divisor != 1:  # a call per run, not per parameter
+            for run in [self._values] if is_all else self._small_runs:
+                run.mul_(1.0 / divisor)
+
+
+def _runs(values: Tensor, slots: Iterable[tuple[int, bool]]) -> list[Tensor]:
+    """Return 1-D views of ``values`` without its large slots; slots: (numel, large)."""
+    runs, start = [], 0
+    for is_large, group in groupby(slots, itemgetter(1)):
+        end = start + sum(numel for numel, _ in group)
+        if not is_large and end > start:
+            runs.append(values[start:end])
+        start = end
+    return runs
+
+
+class Memory:
+    """Compare addresses to tell which gradients lie in one bucket's buffer.
+
+    Reads the buffer's address each time: a comm hook may call ``resize_``, which moves
+    the buffer. A gradient may then be allocated at the old address.
+    """
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        self._nbytes = buffer.nbytes
+
+    def owns(self, grad: object) -> bool:
+        """Return whether ``grad`` is a strided tensor that lies in the buffer."""
+        return (
+            isinstance(grad, Tensor)
+            and grad.layout is torch.strided
+            and 0 <= grad.data_ptr() - self._buffer.data_ptr() < self._nbytes
+        )
+
+    def may_own_any(self, grads: Sequence[Tensor]) -> bool:
+        """Return False only if no gradient lies in the buffer; a fast check."""
+        if set(map(_layout_of, grads)) != {torch.strided}:
+            return True  # only strided tensors have an address
+        start = self._buffer.data_ptr()
+        addresses = range(start, start + self._nbytes)
+        return any(map(addresses.__contains__, map(Tensor.data_ptr, grads)))
+
+
+# -- the native extension --------------------------------------------------------------
+
+
+def extension_for(tensors: Iterable[Tensor]) -> Any | None:
+    """Return the native extension if all are on CPU (CUDA: if asked for), or None."""
+    library = native.library()
+    if library is None:
+        return None
+    devices = {tensor.device.type for tensor in tensors}
+    if devices <= {"cpu"}:
+        return library
+    # No test has run the CUDA kernels yet: only for users who ask for them by name.
+    is_asked_for = native.status().mode == "1" and library.has_cuda
+    return library if is_asked_for and devices <= {"cpu", "cuda"} else None
+
+
+# -- CUDA streams ----------------------------------------------------------------------
+
+
+def raw_stream(device_index: int) -> int:
+    """Return the handle of this thread's current CUDA stream on a device."""
+    return int(torch._C._cuda_getCurrentRawStream(device_index))
+
+
+class BucketStreams:
+    """Order the CUDA streams that write and launch one bucket; no-op without CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self.written_on: set[int] = set()  # filled by the grad hooks
+        self._flattened_on: torch.cuda.Stream | None = None
+
+    def gather(self, grads: Iterable[object]) -> None:
+        """Make this stream wait for the hooks' streams, and record ``grads`` on it."""
+        if not self._is_cuda:
+            return
+        current = torch.cuda.current_stream(self._device)
+        others = self.written_on - {current.cuda_stream}
+        for handle in others:
+            # Torch would make a new stream for handle 0: waiting for that orders
+            # nothing.
+            if handle == 0:
+                current.wait_stream(torch.cuda.default_stream(self._device))
+            else:
+                current.wait_stream(torch.cuda.ExternalStream(handle, self._device))
+        for grad in grads if others else ():
+            if isinstance(grad, Tensor):
+                # A sparse tensor cannot record a stream itself.
+                is_sparse = grad.layout is torch.sparse_coo
+                parts = [grad._indices(), grad._values()] if is_sparse else [grad]
+                for memory in parts:
+                    # Else the allocator may reuse a gradient that we still read.
+                    memory.record_stream(current)
+        self.written_on.clear()
+        self._flattened_on = current
+
+    def launching(self) -> AbstractContextManager[object]:
+        """Return a context that selects the stream that flattened the bucket."""
+        if not self._is_cuda:
+            return nullcontext()
+        return torch.cuda.stream(self._flattened_on)

@@ -1,0 +1,183 @@
+"""Record which gradients are local, not averaged; trace local backwards.
+
+A *local* backward (under ``no_sync``, or with nothing armed) leaves the reducer's phase
+alone. The guard, the comparison of replicas and ``reset()`` read most of the ledger;
+of the core only `StaticGraph` does (``used_locally``).
+
+Let F be the grad-enabled forwards since the last synchronised backward. A backward is
+synchronised exactly if a forward of F was (torch's rule: the *forward* decides).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from minidp.trace import StepPhase, Tracer
+
+from . import autograd
+
+if TYPE_CHECKING:
+    from .reducer import PhaseMachine
+
+
+class Origin(Enum):
+    """Name where a local gradient came from, for the optimizer guard's error."""
+
+    QUIET = "a forward inside no_sync()"
+    AGAIN = "outputs of a forward whose reduction is over"
+    NESTED = "a backward inside a synchronised one: a reentrant checkpoint"
+    OUTSIDE = "a graph without outputs of ours"
+
+
+def origin_now(tasks: Mapping[int, Callable[[], object]]) -> Origin:
+    """Return the origin of the gradient whose hook runs, if no forward was local.
+
+    ``tasks``: graph tasks that reached our outputs, with weak end callbacks. OUTSIDE if
+    none of them still runs, AGAIN if the current task is one of them, else NESTED.
+    """
+    through_outputs = [task for task, end in tasks.items() if end() is not None]
+    if not through_outputs:
+        return Origin.OUTSIDE
+    return Origin.AGAIN if autograd.current_task() in through_outputs else Origin.NESTED
+
+
+class Ledger:
+    """Record forwards, backwards and local gradients, for guard, drift and reset."""
+
+    def __init__(self) -> None:
+        self.sync_enabled = True  # False inside no_sync()
+        self.forwards = 0  # number of forwards in F (see the module's docstring)
+        self.armed = 0  # number of synchronising forwards, ever
+        self.finalized = 0  # number of synchronised backwards, ever
+        self.steps = 0  # optimizer steps since the last synchronised backward
+        self.unsynced: set[int] = set()  # parameters whose .grad holds a local part
+        self.origins: dict[int, Origin] = {}  # where each one's last local part is from
+        self.used_locally: set[int] = set()  # since the last synchronised backward
+        # Versions of parameters when their .grad became local. A later change without
+        # an allowed optimizer step means that local gradients were applied by hand.
+        self.versions: dict[int, int] = {}
+        self.meant: set[int] = set()  # keys of `versions` local because of no_sync()
+        # All versions when a backward passed our outputs and reached no grad hook.
+        self.bypassed: list[int] | None = None
+        # Why replicas may differ since their last comparison.
+        self.was_local = False  # parameters changed inside no_sync()
+        self.was_excused = False  # a complaint did not become an error
+        self.was_told = False  # the first complaint was printed
+        self._versions_before: tuple[int, int] | None = None  # when no_sync() began
+
+    def note_forward(self, *, synchronising: bool) -> None:
+        """Count a forward in grad mode; a ``synchronising`` one in `armed`, too."""
+        self.forwards += 1
+        self.armed += synchronising
+
+    def note_local(
+        self, i: int, version: int = 0, origin: Origin = Origin.OUTSIDE
+    ) -> None:
+        """Record that a local backward added to the ``.grad`` of parameter ``i``.
+
+        ``version``: its version counter. ``origin``: QUIET instead, if forwards ran
+        since the last synchronised backward. If none did, inside no_sync() only
+        `used_locally` changes: meant to stay local (a penalty, equal on all ranks).
+        """
+        self.used_locally.add(i)
+        if self.sync_enabled or self.forwards:
+            self.unsynced.add(i)
+            self.origins[i] = Origin.QUIET if self.forwards else origin
+            if self.forwards and i not in self.versions:
+                self.meant.add(i)  # its forward ran inside no_sync()
+            elif not self.forwards:
+                self.meant.discard(i)
+            self.versions.setdefault(i, version)
+
+    def note_bypass(self, params: Sequence[Tensor]) -> None:
+        """Keep versions in `bypassed`, as a backward reached outputs but no grad hook.
+
+        Only the first counts; none if all are frozen (critic in a generator's turn).
+        """
+        if self.bypassed is None and any(param.requires_grad for param in params):
+            self.bypassed = [param._version for param in params]
+
+    def drop(self, i: int) -> None:
+        """Record that the local part of parameter ``i``'s gradient was discarded."""
+        self.unsynced.discard(i)
+        self.versions.pop(i, None)
+        self.meant.discard(i)
+
+    def enable_sync(self, enabled: object, params: Sequence[Tensor]) -> None:
+        """Leave (``enabled``) or enter no_sync(); no-op if that is so already.
+
+        Leaving sets `was_local` if parameters changed inside, sets noted versions to
+        the present ones, and clears `bypassed`.
+        """
+        sample = (params[0]._version, params[-1]._version)
+        if enabled and not self.sync_enabled:
+            self.versions = {i: params[i]._version for i in self.versions}
+            self.bypassed = None
+            self.was_local |= sample != self._versions_before
+        elif not enabled and self.sync_enabled:
+            self._versions_before = sample
+        self.sync_enabled = bool(enabled)
+
+    def settle(self, untouched: Collection[int]) -> None:
+        """Count a synchronised backward in `finalized`, and set `forwards` to 0.
+
+        Forgets all local gradients, except that those of ``untouched`` stay local.
+        """
+        self._clear(untouched)
+        self.finalized += 1
+
+    def reset(self) -> None:
+        """Forget local gradients and unreduced forwards: set `armed` = `finalized`."""
+        self._clear(())
+        self.armed = self.finalized
+
+    def _clear(self, still_local: Collection[int]) -> None:
+        self.unsynced.intersection_update(still_local)
+        self.used_locally.clear()
+        self.versions.clear()
+        self.meant.clear()
+        self.bypassed = None
+        self.forwards = 0
+        self.steps = 0  # before `finalized` grows: another thread reads both
+
+    def agree_on(self, finalized: int) -> None:
+        """Set `armed` and `finalized` to the count that all ranks agreed on."""
+        self.armed = self.finalized = finalized
+
+
+class LocalBackwards:
+    """Tell the tracer's listeners when local backwards begin and end."""
+
+    def __init__(self, tracer: Tracer, phase: PhaseMachine) -> None:
+        self._tracer = tracer
+        self._phase = phase
+        self._task = autograd.NO_TASK  # the graph task whose end is awaited
+
+    def forward_ended(self, output: object, *, will_reduce: bool) -> None:
+        """Tell listeners that a forward ended; a local one's outputs call `begin`."""
+        if will_reduce:
+            self._tracer.enter(StepPhase.FORWARD_END)
+        elif self._tracer.listeners:
+            self._tracer.enter(StepPhase.LOCAL_FORWARD_END)
+            autograd.probe_outputs(output, self.begin)
+
+    @autograd.untraced
+    def begin(self, _grads: object = None) -> None:
+        """Tell listeners that a local backward begins, once per task; later its end.
+
+        Called at a local forward's outputs, or by the first grad hook. No-op if
+        compiled, in a synchronised backward, or without listeners.
+        """
+        is_new = self._tracer.listeners and autograd.current_task() != self._task
+        if is_new and self._phase.is_idle and not autograd.is_compiled_backward():
+            self._task = autograd.current_task()
+            self._tracer.enter(StepPhase.LOCAL_BACKWARD_BEGIN)
+            autograd.queue_final_callback(self._end)
+
+    @autograd.untraced
+    def _end(self) -> None:
+        self._tracer.enter(StepPhase.LOCAL_BACKWARD_END)

@@ -1,0 +1,245 @@
+"""Record which gradients of a backward have arrived, and which buckets are full.
+
+`GradTable` is the storage: one entry per parameter, one counter per bucket. The usual
+grad hook writes it directly, and knows one mark: where the entry is UNSET, it records
+the gradient; at any other mark it asks the reducer (`on_unusual`). Outside of a
+synchronised backward every entry is CLOSED. So the first gradient of a backward, which
+opens it, and each gradient of a local one reach the reducer. `PendingGrads` does what
+is rare: open and close a backward, pause one that another backward will complete.
+
+Index ``i`` is a parameter, ``k`` a slot in a bucket, ``number`` a bucket.
+
+The GIL serialises hooks on several threads; the native table has a lock. The lists are
+refilled and never replaced, because hooks keep references to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .autograd import untraced
+from .kernels import extension_for
+
+if TYPE_CHECKING:
+    from .bucket import Bucket
+    from .reducer import Reducer
+
+# From this size on a hook copies its gradient while that is still in cache. Smaller
+# gradients wait for their bucket: a kernel call would cost more than the copy.
+COPY_AT_ONCE_BYTES = 64 * 1024
+
+
+def is_copied_at_once(param: Tensor) -> bool:
+    """Return whether ``param`` has 64 KiB or more, so that its hook copies at once."""
+    return param.nbytes >= COPY_AT_ONCE_BYTES
+
+
+class GradState(Enum):
+    """Name the values of ``entries[i]`` other than a gradient (a tensor or None)."""
+
+    CLOSED = "closed"  # no reduction is open: the hook asks the reducer
+    UNSET = "unset"  # not arrived: the hook will record it, the usual case
+    VIA_REDUCER = "via reducer"  # not arrived: the reducer will record and copy it
+    COPIED = "copied"  # arrived, and already in its bucket
+    COUNTED = "counted"  # static graph: the mode counts the arrivals
+
+
+Entry = GradState | Tensor | None
+
+
+def has_arrived(entry: Entry) -> bool:
+    """Return whether an entry is COPIED, a gradient, or None (arrived without one)."""
+    return not isinstance(entry, GradState) or entry is GradState.COPIED
+
+
+class GradTable:
+    """Store the entry of each parameter, ready order, bucket counts; C++ has a twin."""
+
+    def __init__(self, num_params: int) -> None:
+        self.entries: list[Entry] = [GradState.CLOSED] * num_params
+        self.ready: list[int] = []  # parameter indices, in order of arrival
+        self.pending: list[int] = []  # per bucket, how many gradients are missing
+        self.bucket_of: list[int] = [0] * num_params
+        self._members: Sequence[Sequence[int]] = ()
+
+    def adopt(self, members: Sequence[Sequence[int]]) -> None:
+        """Use buckets whose parameter indices are in ``members``; then `refill`."""
+        self._members = members
+        for bucket, indices in enumerate(members):
+            for i in indices:
+                self.bucket_of[i] = bucket
+        self.refill()
+
+    def refill(self) -> None:
+        """Clear the ready order; set each bucket's count to all its parameters."""
+        self.ready.clear()
+        self.pending[:] = map(len, self._members)
+
+    def note_ready(self, i: int) -> None:
+        """Append a parameter to the ready order."""
+        self.ready.append(i)
+
+    def count_down(self, i: int) -> int:
+        """Count parameter ``i`` as arrived; return how many its bucket still lacks."""
+        self.pending[self.bucket_of[i]] -= 1
+        return self.pending[self.bucket_of[i]]
+
+    def gather(self, bucket: int) -> Sequence[Entry]:
+        """Return the current entries of a bucket in slot order."""
+        indices = self._members[bucket]
+        found = itemgetter(*indices)(self.entries)
+        return found if len(indices) > 1 else (found,)
+
+    def used(self) -> Iterable[int]:
+        """Return the indices that arrived with a gradient, in order of arrival."""
+        return [i for i in self.ready if self.entries[i] is not None]
+
+
+def native_table(params: Sequence[Tensor], reducer: Reducer) -> Any | None:
+    """Return a native `GradTable`, all CLOSED; None if no extension fits ``params``."""
+    library = extension_for(params)
+    if library is None:
+        return None
+    # Bound methods of the reducer would keep it alive.
+    on_full = untraced(lambda bucket: reducer.on_full(bucket))
+    on_unusual = untraced(lambda i: reducer.on_unusual(i))
+    unset, copied = GradState.UNSET, GradState.COPIED
+    table = library.GradTable(
+        params, tuple(GradState), unset, copied, (on_full, on_unusual)
+    )
+    table.entries[:] = [GradState.CLOSED] * len(params)
+    return table
+
+
+class PendingGrads:
+    """Open, fill and close one `GradTable`, reused by every backward.
+
+    ``reducer`` is a weak proxy: the hooks must not keep the reducer alive.
+    """
+
+    def __init__(self, params: Sequence[Tensor], reducer: Reducer) -> None:
+        self.reducer = reducer
+        self.native = native_table(params, reducer)
+        self.table: GradTable = self.native or GradTable(len(params))
+        # Bound once: hooks read these for every gradient.
+        self.entries = self.table.entries
+        self.ready = self.table.ready
+        self.bucket_of = self.table.bucket_of
+        self.num_pending = self.table.pending
+        self.filled: set[int] = set()  # parameter indices that did not arrive
+        self.written_on: list[set[int]] = []  # per bucket, raw CUDA streams
+        self._paused: list[Entry] = []  # the entries of a paused backward
+
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """Use new buckets in table and hooks; let go of the memory of the old ones."""
+        self.table.adopt([bucket.plan.indices for bucket in buckets])
+        if self.native is not None:
+            for bucket in buckets:
+                for k in bucket.copied_by_hook:
+                    i = bucket.plan.indices[k]
+                    self.native.copy_at_once(i, bucket.native, k)
+        self.written_on[:] = [bucket.streams.written_on for bucket in buckets]
+
+    # -- a backward begins, ends, or is interrupted ------------------------------------
+
+    def open(self, entries: Iterable[Entry], divisor: int) -> None:
+        """Set all entries; reset counts and ready order; C++ hooks use ``divisor``."""
+        if self.native is not None:
+            self.native.scale = 1.0 / divisor
+        self.table.refill()
+        self.filled.clear()
+        self.entries[:] = entries
+
+    def close(self) -> None:
+        """Set all entries to CLOSED, which drops gradients, also paused ones."""
+        self._paused.clear()
+        self.entries[:] = [GradState.CLOSED] * len(self.entries)
+
+    def pause(self) -> None:
+        """Save all entries for `resume`, and make the next hook call `on_unusual`.
+
+        Gradients are copied now, because the user may change or zero them before
+        another backward goes on. Gradients of full buckets were copied before.
+        """
+        for i, entry in enumerate(self.entries):
+            is_full = not self.num_pending[self.bucket_of[i]]
+            if isinstance(entry, Tensor) and not is_full:
+                self.entries[i] = self.reducer.queue.copy_now(i, entry)
+        self._paused = list(self.entries)
+        self.entries[:] = [
+            entry if has_arrived(entry) else GradState.CLOSED for entry in self.entries
+        ]
+
+    def resume(self) -> None:
+        """Restore the entries that `pause` saved; UNSET ones become VIA_REDUCER."""
+        via_reducer = GradState.VIA_REDUCER
+        self.entries[:] = [
+            via_reducer if e is GradState.UNSET else e for e in self._paused
+        ]
+
+    # -- a gradient arrives, or does not -----------------------------------------------
+
+    def on_unusual(self, i: int) -> None:
+        """Call `Reducer.on_unusual` for a gradient whose entry is not UNSET.
+
+        No-op if the reducer is gone: a hook can outlive it in a compiled graph.
+        """
+        try:
+            on_unusual = self.reducer.on_unusual
+        except ReferenceError:
+            return
+        on_unusual(i)
+
+    def arrive(self, i: int, grad: Tensor | None, *, at_once: bool = True) -> None:
+        """Record a gradient, copied now if ``at_once``; `on_full` if the bucket's last.
+
+        If `fill_missing` was called for ``i``, only replace that entry, uncopied.
+        """
+        self.table.note_ready(i)
+        if i in self.filled:
+            self.filled.discard(i)
+            self.entries[i] = grad
+            return
+        entry: Entry = grad
+        if at_once and grad is not None:
+            entry = self.reducer.queue.copy_now(i, grad)
+        self._settle(i, entry)
+
+    def fill_missing(
+        self, i: int, grad: Tensor | None, *, travels: bool = True
+    ) -> None:
+        """Record ``i``, which does not arrive, in `filled` with its present ``.grad``.
+
+        Calls `on_full` if its bucket is full. Not ``travels`` (bucket skipped): None.
+        """
+        self.filled.add(i)
+        if travels:
+            self._settle(i, grad)
+        else:
+            self.entries[i] = None
+
+    def _settle(self, i: int, entry: Entry) -> None:
+        self.entries[i] = entry
+        if not self.table.count_down(i):
+            self.reducer.on_full(self.bucket_of[i])
+
+    # -- what has arrived --------------------------------------------------------------
+
+    def missing(self) -> list[int]:
+        """Return the indices of parameters that did not arrive; [] if all did."""
+        return [i for i, entry in enumerate(self.entries) if not has_arrived(entry)]
+
+    def used(self) -> set[int]:
+        """Return the indices of parameters that arrived with a gradient."""
+        return set(self.table.used())
+
+    def of_bucket(self, number: int) -> Sequence[Entry]:
+        """Return a bucket's entries by slot; add C++ hooks' streams to `written_on`."""
+        if self.native is not None:
+            self.written_on[number].update(self.native.take_streams(number))
+        return self.table.gather(number)

@@ -1,0 +1,385 @@
+"""Launch buckets as gradients arrive, and finish each synchronised backward.
+
+::
+
+    IDLE ---> ARMED ---> REDUCING ---> FINALIZING ---> IDLE
+                            ^  |
+                            |  v
+                          PENDING          anything ---> FAILED ---> IDLE (reset only)
+
+    arm            a synchronising forward ended                        data_parallel
+    on_unusual     first gradient of a backward: open the table         grad hook
+    on_full        flatten a bucket, launch full ones in index order    grad hook
+    end_now        the backward ended: complete it, or enter PENDING    end of task
+    _finalize      wait, copy out, close                                end of task
+
+`on_full` queues `_finalize` with the last bucket, where torch queues its own. A probe
+at the outputs of the forward, or the first hook, queues `end_now`: it finds a backward
+that ends although buckets are missing, and else does nothing. ``sync_gradients()`` and
+``join()`` reduce without a forward: IDLE ---> REDUCING.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from minidp import comm
+from minidp.config import ReducerConfig
+from minidp.errors import GradientError, InternalError, lost_hooks
+from minidp.layout import ParamSpec
+from minidp.trace import Moment, StepPhase, label
+
+from . import autograd
+from .bucket_queue import BucketQueue
+from .expected import expectation_for
+from .grad_hooks import GradHooks
+from .local_grads import Ledger, LocalBackwards, origin_now
+from .pending import GradState, PendingGrads, is_copied_at_once
+from .rebuild import RebuildPolicy, agreed_layout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+logger = logging.getLogger("minidp")
+Method = TypeVar("Method", bound=Callable[..., None])
+
+
+class Phase(Enum):
+    """Name the states of a reducer between two synchronised backwards."""
+
+    IDLE = "idle"  # gradients accumulate locally
+    ARMED = "armed"  # a synchronising forward ended: the next backward reduces
+    REDUCING = "reducing"  # the first gradient of a synchronised backward is here
+    PENDING = "pending"  # a backward ended with gradients missing; another may go on
+    FINALIZING = "finalizing"  # waiting for collectives, copying out
+    FAILED = "failed"  # something raised; only reset() leads out
+
+
+TRANSITIONS = {
+    Phase.IDLE: {Phase.ARMED, Phase.REDUCING, Phase.FAILED},
+    Phase.ARMED: {Phase.ARMED, Phase.REDUCING, Phase.FAILED},
+    Phase.REDUCING: {Phase.PENDING, Phase.FINALIZING, Phase.FAILED},
+    Phase.PENDING: {Phase.REDUCING, Phase.FAILED},
+    Phase.FINALIZING: {Phase.IDLE, Phase.FAILED},
+    Phase.FAILED: {Phase.FAILED, Phase.IDLE},
+}
+
+
+class PhaseMachine:
+    """Hold the reducer's phase, `now`; only `enter` changes it, by TRANSITIONS."""
+
+    now = Phase.IDLE
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether gradients accumulate locally."""
+        return self.now is Phase.IDLE
+
+    def enter(self, phase: Phase) -> None:
+        """Change to ``phase``, if TRANSITIONS lists that; else raise InternalError."""
+        if phase not in TRANSITIONS[self.now]:
+            raise InternalError(
+                f"Phase transition {self.now.name} -> {phase.name} is not allowed."
+            )
+        self.now = phase
+
+
+def _failing(method: Method) -> Method:
+    """Wrap a method: if it raises, call `Reducer.fail` (log if RPC is up), re-raise."""
+
+    @autograd.untraced
+    @functools.wraps(method)
+    def guarded(self: Reducer, *arguments: Any) -> None:
+        try:
+            method(self, *arguments)
+        except KeyboardInterrupt as error:
+            self.fail(error)
+            raise error.with_traceback(None) from None  # where we wait says nothing
+        except BaseException as error:
+            self.fail(error)
+            if comm.is_rpc_up():  # distributed autograd raises without the text
+                logger.error("%s", self.failure)
+            raise
+
+    return cast("Method", guarded)
+
+
+class Reducer:
+    """Reduce the gradients of one replica; knows no module and no optimizer.
+
+    Parameters are known by their index in ``params``, of which ``specs`` has names and
+    shapes. Without ``rebuild_policy``, buckets are rebuilt once, as in torch.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[torch.nn.Parameter],
+        specs: Sequence[ParamSpec],
+        config: ReducerConfig,
+        communicator: comm.Communicator,
+        rebuild_policy: RebuildPolicy | None = None,
+    ) -> None:
+        self.params = tuple(params)
+        self.names = tuple(spec.name for spec in specs)
+        self.communicator = communicator
+        self.phase = PhaseMachine()
+        self.ledger = Ledger()
+        self.failure = ""  # the text of the error that led to FAILED
+        self.queue = BucketQueue(self.params, specs, config, communicator)
+        self.local_backwards = LocalBackwards(self.queue.tracer, self.phase)
+        self.expected = expectation_for(len(params), config)
+        # Parameters keep their hooks alive: a strong reference would keep us alive too.
+        self.pending = PendingGrads(self.params, weakref.proxy(self))
+        self.pending.adopt(self.queue.buckets)
+        self.hooks = GradHooks(self.params, self.pending)
+        weakref.finalize(self, _detach, self.hooks, self.pending)
+        self.contexts = comm.NotedContexts(self.params, self.hooks.nodes, communicator)
+        # CUDA runs one autograd thread per device; users may run several backwards.
+        self._lock = threading.RLock()
+        # Graph tasks at whose end `end_now` will run. Only the task holds its callback:
+        # if the backward raises, the weak reference dies.
+        self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
+        self.context: comm.ContextGrads | None = None  # this backward's RPC context
+        self._probe = functools.partial(_expect_end, weakref.ref(self))
+        self.rebuild_policy = rebuild_policy or RebuildPolicy(config.saved_layout)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in the group."""
+        return self.communicator.rank
+
+    def arm(self, output: object) -> None:
+        """Make the backward of ``output`` reduce: enter ARMED, probe the outputs.
+
+        Notes the RPC context, and lets the mode search the graph. With `shares_reach`
+        starts to exchange which parameters the forwards reach.
+        """
+        self.phase.enter(Phase.ARMED)
+        self.contexts.note_forward()
+        self.expected.saw_outputs(output, self.hooks.nodes)
+        if self.expected.shares_reach:
+            away = {*self.expected.absent()} - self.ledger.used_locally
+            self.queue.reach_map.relaunch({*range(len(self.params))} - away)
+        autograd.probe_outputs(output, self._probe)
+
+    def rebuild_if_due(self) -> None:
+        """If a rebuild is due, broadcast rank 0's layout, and replace the buckets."""
+        if self.rebuild_policy.is_due:
+            queue = self.queue
+            mine = self.rebuild_policy.next_layout(queue.specs, queue.config)
+            self.pending.adopt(())
+            # Also if the layout is equal, as torch does: views of the new buckets are
+            # divided, fresh gradients multiplied.
+            queue.adopt(agreed_layout(mine, queue.specs, self.communicator))
+            self.pending.adopt(queue.buckets)
+
+    # -- a gradient arrives ------------------------------------------------------------
+
+    @_failing
+    def on_unusual(self, i: int) -> None:
+        """Note a local gradient, or open or resume a backward and record it there.
+
+        Local in IDLE, FINALIZING and FAILED; ARMED opens; PENDING resumes, but raises
+        GradientError in another RPC context. Recorded only if the mode `takes` it.
+        """
+        with self._lock:
+            if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
+                if self.contexts.has_gradient(i):
+                    version, origin = self.params[i]._version, origin_now(self._tasks)
+                    self.ledger.note_local(i, version, origin)
+                self.local_backwards.begin()
+                return
+            if self.phase.now is not Phase.REDUCING and not self._tasks:
+                self.expect_end()
+            if self.phase.now is Phase.ARMED:
+                self._open(i)
+            elif self.phase.now is Phase.PENDING:
+                if self.contexts.of_backward(i) != self.context:
+                    raise GradientError(
+                        comm.explain_mixed_backwards(self.rank, self.names[i])
+                    )
+                self.phase.enter(Phase.REDUCING)
+                self.pending.resume()
+            if self.expected.takes(i, self):
+                self._record(i)
+
+    def _open(self, first: int) -> None:
+        """Start a synchronised backward, in the hook of parameter ``first``.
+
+        Finds the RPC context, starts the queue, sets all entries, and fills in absent
+        gradients. Raises if a compiled or RPC backward does not go with the options.
+        """
+        if autograd.is_compiled_backward():
+            needs_end = self.expected.completes_at_end
+            autograd.accept_compiled_backward(self.rank, needs_end=needs_end)
+        self.context = self.contexts.of_backward(first)
+        if self.context and any(each.uses_grads for each in self.queue.observers):
+            raise GradientError(comm.explain_stepping(self.rank))
+        self.phase.enter(Phase.REDUCING)
+        self.queue.start(self.queue.reach_map.unused_everywhere(), context=self.context)
+        unset, via_reducer = GradState.UNSET, GradState.VIA_REDUCER
+        sees_all = self.queue.tracer.recorder is not None or self.context
+        entries = self.expected.entries(via_reducer if sees_all else unset)
+        for i in self.hooks.shared():
+            entries[i] = via_reducer if entries[i] is unset else entries[i]
+        self.pending.open(entries, self.queue.averaging.copy_divisor)
+        for i in self.expected.absent():
+            travels = self.queue.layout.bucket_of[i] not in self.queue.skipped
+            self.pending.fill_missing(i, self.params[i].grad, travels=travels)
+
+    def _record(self, i: int) -> None:
+        """Trace and record a gradient as a hook would; copy if large or VIA_REDUCER."""
+        pending, tracer = self.pending, self.queue.tracer
+        tracer.note(Moment.PARAM_READY, i)
+        number = pending.bucket_of[i]
+        if pending.num_pending[number] == len(self.queue.buckets[number].params):
+            tracer.note(Moment.FIRST_GRADIENT, number)
+        param, entry = self.params[i], pending.entries[i]
+        at_once = entry is GradState.VIA_REDUCER or is_copied_at_once(param)
+        pending.arrive(i, param.grad, at_once=at_once)
+
+    @_failing
+    def on_full(self, number: int) -> None:
+        """Flatten full bucket ``number``; launch buckets whose turn has come.
+
+        After the last one launch the used-map, and queue `_finalize` for the end of the
+        backward (compiled: call it). In an RPC context gradients are read from there.
+        """
+        self.queue.tracer.note(Moment.FULL, number)
+        bucket = self.queue.buckets[number]
+        filled = self.pending.filled
+        undecided = {bucket.position[i] for i in filled if i in bucket.position}
+        entries = self.pending.of_bucket(number)
+        if self.context is not None:
+            entries = self.context.read(bucket.params)
+            for i, grad in zip(bucket.plan.indices, entries, strict=True):
+                self.pending.entries[i] = grad
+        with label("flatten", number):
+            bucket.flatten(entries, self.queue.averaging.copy_divisor, undecided)
+        with self._lock:
+            if self.queue.launch_due():
+                self.expected.launch_used_map(self)
+                if autograd.is_compiled_backward():  # runs no final callback
+                    self._finalize()
+                else:
+                    autograd.queue_final_callback(self._finalize)
+
+    # -- a backward ends ---------------------------------------------------------------
+
+    def expect_end(self) -> None:
+        """Queue `end_now` for this task's end, if not yet; if ARMED, trace begin."""
+        task = autograd.current_task()
+        if task in self._tasks:
+            return
+        with self._lock:
+            if self.phase.now is Phase.ARMED:
+                self.queue.tracer.enter(StepPhase.BACKWARD_BEGIN)
+            end = functools.partial(self.end_now, task)
+            self._tasks[task] = weakref.ref(end)
+            autograd.queue_final_callback(end)
+
+    @_failing
+    def end_now(self, task: int = autograd.NO_TASK) -> None:
+        """Handle missing gradients if ``task`` was the last running graph task.
+
+        If none arrived, note a bypass. Else fill them in, which launches the remaining
+        buckets, or enter PENDING until another backward brings them. Does not wait.
+        """
+        with self._lock:
+            self._tasks.pop(task, None)
+            if any(end() is not None for end in self._tasks.values()):
+                return  # a task around this one, or on another thread, still runs
+            self._tasks.clear()
+            if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
+                self.ledger.note_bypass(self.params)
+                self.queue.tracer.enter(StepPhase.BACKWARD_BYPASSED)
+            if self.phase.now is not Phase.REDUCING or self.queue.is_launched:
+                return
+            if self.expected.completes_at_end:
+                self._fill_in_missing()
+            else:
+                self.phase.enter(Phase.PENDING)
+                self.pending.pause()
+
+    def _fill_in_missing(self) -> None:
+        """Fill in missing gradients: all buckets launch. Raises if hooks are lost."""
+        missing = self.pending.missing()
+        lost = [self.names[i] for i in self.hooks.lost(missing)]
+        if lost:
+            raise GradientError(lost_hooks(self.rank, lost))
+        if self.expected.map_goes_first:
+            self.expected.launch_used_map(self)
+        for i in missing:  # the last one queues `_finalize`, which autograd still runs
+            self.pending.fill_missing(i, self.params[i].grad)
+
+    @_failing
+    def _finalize(self) -> None:
+        self.queue.tracer.enter(StepPhase.FINALIZE_BEGIN)
+        with self._lock:
+            self.phase.enter(Phase.FINALIZING)
+            filled = sorted(self.pending.filled)
+            untouched = self.expected.untouched(self)  # before .grad is written
+            self.queue.finish(untouched)
+            keeps_order = not self.expected.shares_used_map  # which `ended` may change
+            if keeps_order and not self.rebuild_policy.has_rebuilt:
+                self.rebuild_policy.note([*self.pending.ready, *filled])
+            self.expected.ended(filled, untouched)
+            self.ledger.settle(untouched)
+            self.pending.close()
+            self.contexts.reset()
+            self.context = None
+            self.phase.enter(Phase.IDLE)
+        self.queue.tracer.enter(StepPhase.FINALIZE_END)
+
+    # -- failure -----------------------------------------------------------------------
+
+    def fail(self, error: BaseException) -> None:
+        """Enter FAILED, drop gradients; store ``error``'s text and tell other ranks."""
+        self.phase.enter(Phase.FAILED)
+        self.pending.close()
+        works = [b.work for b in self.queue.buckets if b.work is not None]
+        if works:  # they may never finish: keep their group alive
+            comm.keep_for_good(self.communicator.group, works)
+        # Its text only: a traceback would keep us, and gradients, alive.
+        self.failure = f"{type(error).__name__}: {error}"
+        self.tell_others(error)
+
+    def tell_others(self, error: BaseException) -> None:
+        """Send the text of ``error`` to the other ranks, so that they do not hang."""
+        self.communicator.peers.give_up(f"{type(error).__name__}: {error}")
+
+    def reset(self, group: ProcessGroup) -> None:
+        """Return to IDLE on ``group`` with new buckets; forget failure, local grads."""
+        with self._lock:
+            self.phase.enter(Phase.FAILED)
+            self.failure = ""
+            self.queue.reset(group)
+            self.pending.adopt(self.queue.buckets)
+            self._tasks.clear()
+            self.ledger.reset()
+            self.pending.close()
+            self.contexts.reset()
+            self.context = None
+            self.phase.enter(Phase.IDLE)
+
+
+def _detach(hooks: GradHooks, pending: PendingGrads) -> None:
+    """Remove the hooks of a dead reducer; a hook that still fires does nothing."""
+    hooks.remove()
+    pending.close()
+
+
+@autograd.untraced
+def _expect_end(reference: weakref.ref[Reducer], _grads: Any) -> None:
+    """Call `Reducer.expect_end` at the outputs, if the reducer still exists."""
+    reducer = reference()
+    if reducer is not None:
+        reducer.expect_end()

@@ -1,0 +1,57 @@
+"""Reduce one sparse COO gradient: an embedding with ``sparse=True``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from . import kernels
+from .bucket import Bucket, BucketState
+from .pending import Entry
+
+
+class SparseBucket(Bucket):
+    """Reduce one sparse gradient without a flat buffer."""
+
+    def flatten(
+        self, entries: Sequence[Entry], divisor: int, undecided: Collection[int] = ()
+    ) -> None:
+        """Copy the gradient (None: an empty one), divide; FULL. Raises if it is no COO.
+
+        A copy, because two embeddings that are added share the memory of their values.
+        """
+        self.streams.gather(entries)
+        grad = entries[0]
+        if not isinstance(grad, Tensor):
+            param = self.params[0].detach()
+            grad = torch.sparse_coo_tensor(
+                torch.empty((1, 0), dtype=torch.int64, device=param.device),
+                param.new_empty((0, *param.shape[1:])),
+                param.shape,
+                is_coalesced=True,
+                check_invariants=True,
+            )
+        elif grad.layout is not torch.sparse_coo:
+            expected = "a sparse COO gradient (the embedding has sparse=True)"
+            raise self._misfit(0, expected, f"a gradient of layout {grad.layout}")
+        with torch.no_grad():
+            self.payload = grad.detach().clone()
+            kernels.divide(self.payload, divisor)
+        self._advance(BucketState.FULL)
+
+    def unflatten(
+        self, kept: Collection[int] = (), into: Sequence[Tensor | None] | None = None
+    ) -> None:
+        """Write the average to ``into`` or ``.grad``, unless kept; drop the payload."""
+        param, reduced = self.params[0], self.payload
+        del self.payload
+        grad = param.grad if into is None else into[0]
+        if kept:
+            return
+        if grad is not None:
+            with torch.no_grad():
+                grad.copy_(reduced)
+        elif into is None:
+            param.grad = reduced

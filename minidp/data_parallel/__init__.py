@@ -1,0 +1,13 @@
+"""The public nn.Module: builds the parts of the other rooms, and calls them.
+
+Read `wrapper` (the constructor, forward, no_sync), `arguments` (checked in torch's
+order), `parts` (what a wrapper is made of, also a copy), `replication` (broadcasts and
+comparisons of parameters and module buffers), `join` (uneven inputs), `sync_gradients`,
+`step_in_backward`, `mixed_precision`, `reset` (ranks agree on what survived a failure).
+"""
+
+from . import arguments
+from .mixed_precision import map_tensors
+from .wrapper import DataParallel, M_co
+
+__all__ = ["DataParallel", "M_co", "arguments", "map_tensors"]

@@ -1,0 +1,256 @@
+"""Check the constructor's arguments, in torch's order."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from minidp.comm import default_first_bucket_bytes, default_group, is_group
+from minidp.config import ReducerConfig, Safety, bucket_caps, is_auto
+from minidp.console import warn
+from minidp.layout import read_plain, resumed_layout
+from minidp.replica import DETOUR, Replica, check_data, examine
+from minidp.sync_batchnorm import refuse_torchs
+
+from .mixed_precision import Precision, precision_from
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+_NOT_KEPT = ("self", "module", "dim", "process_group", "device_mesh")
+_FLAGS = (
+    "find_unused_parameters",
+    "static_graph",
+    "gradient_as_bucket_view",
+    "skip_all_reduce_unused_params",
+    "batched_grad_copy",
+)
+
+
+def keep(values: Mapping[str, Any]) -> SimpleNamespace:
+    """Return given options from ``__init__``'s locals: not module, dim, group or mesh.
+
+    If ``delay_all_reduce_named_params`` is an iterator, it becomes a list.
+    """
+    given = {name: values[name] for name in values if name not in _NOT_KEPT}
+    pairs = given["delay_all_reduce_named_params"]
+    if isinstance(pairs, Iterator):  # it can be read only once
+        given["delay_all_reduce_named_params"] = list(pairs)
+    return SimpleNamespace(**given)
+
+
+class Devices(NamedTuple):
+    """Hold where inputs are moved to, and on which device(s) the parameters are."""
+
+    device_ids: list[int] | None  # None: inputs are not moved
+    output_device: int | None
+    device: torch.device  # of the first parameter
+    is_multi_device: bool
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Hold the checked constructor arguments; `parts.build` makes a wrapper of them."""
+
+    replica: Replica
+    devices: Devices
+    config: ReducerConfig
+    forward_sync: bool  # broadcast module buffers before forwards
+    init_buffers: bool  # broadcast module buffers at construction
+    safety: Safety
+    precision: Precision | None
+
+    @property
+    def compared(self) -> dict[str, object]:
+        """Return options that must be equal on all ranks, under names for errors."""
+        config = self.config
+        return {
+            "find_unused_parameters": config.find_unused_parameters,
+            "static_graph": config.static_graph,
+            "bucket caps (bytes)": config.caps,
+            "module buffers are broadcast at construction": self.init_buffers,
+            "module buffers are broadcast before forwards": self.forward_sync,
+            "skip_all_reduce_unused_params": config.skip_all_reduce_unused_params,
+            "delayed": sorted(self.replica.delayed),
+            "mixed_precision": self.precision,
+            "bucket_layout": config.saved_layout,
+            "check_replicas_every": self.safety.check_replicas_every,
+        }
+
+
+def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
+    """Check all arguments without other ranks, in torch's order; return them typed."""
+    if getattr(getattr(module, DETOUR, None), "through", None) is not None:
+        raise RuntimeError(
+            "This module is synchronised already, by minidp.attach. What to do: call "
+            "detach() of what attach() returned before it is wrapped."
+        )
+    replica = examine(module, delayed_parameters(given))
+    devices = _check_devices(replica.parameters, given.device_ids, given.output_device)
+    forward_sync, init_buffers = _buffer_flags(given)
+    if given.check_reduction:
+        warn("The argument `check_reduction` is deprecated and ignored.", FutureWarning)
+    check_data(replica.parameters)
+    layout = given.bucket_layout
+    flags: dict[str, Any] = {name: bool(getattr(given, name)) for name in _FLAGS}
+    config = ReducerConfig(
+        caps=bucket_caps(
+            given.bucket_cap_mb, given.bucket_cap_mb_list, default_first_bucket_bytes()
+        ),
+        last_is_small=os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1",
+        saved_layout=None if layout is None else read_plain(layout),
+        tunes=is_auto(given.bucket_cap_mb),
+        **flags,
+    )
+    if config.saved_layout is not None:
+        resumed_layout(config.saved_layout, replica.specs)
+    refuse_torchs(module, devices.device)
+    return Arguments(
+        replica=replica,
+        devices=devices,
+        config=config,
+        forward_sync=forward_sync,
+        init_buffers=init_buffers,
+        safety=Safety(**{f.name: getattr(given, f.name) for f in fields(Safety)}),
+        precision=precision_from(given.mixed_precision),
+    )
+
+
+def delayed_parameters(given: SimpleNamespace) -> dict[str, nn.Parameter]:
+    """Return ``delay_all_reduce_named_params`` as a dict; {} for None.
+
+    Raise unless these are pairs (name, parameter), and ``param_to_hook_all_reduce`` is
+    given with them, and only then. It has no effect: delayed gradients travel last.
+    """
+    delayed, until = given.delay_all_reduce_named_params, given.param_to_hook_all_reduce
+    if (delayed is None) != (until is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be "
+            "set at the same time."
+        )
+    pairs = list(delayed or ())
+    for pair in pairs:
+        parts = pair if isinstance(pair, tuple | list) else (pair,)
+        kinds = (str, nn.Parameter)
+        if len(parts) != 2 or not all(map(isinstance, parts, kinds)):
+            found = ", ".join(type(part).__name__ for part in parts)
+            raise TypeError(
+                "delay_all_reduce_named_params must be pairs (name, parameter), as "
+                f"from named_parameters(), but got ({found})."
+            )
+    if until is not None and not isinstance(until, torch.Tensor):
+        raise TypeError(
+            f"param_to_hook_all_reduce must be a parameter, but got {until!r}."
+        )
+    return dict(pairs)
+
+
+def some_device(module: object) -> torch.device:
+    """Return a device for sending a failed check's error to the other ranks.
+
+    The first parameter's that is not meta; else GPU if present, or CPU.
+    """
+    params = module.parameters() if isinstance(module, nn.Module) else ()
+    default = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return next((param.device for param in params if not param.is_meta), default)
+
+
+def choose_group(
+    process_group: ProcessGroup | None, device_mesh: DeviceMesh | None
+) -> ProcessGroup:
+    """Return ``process_group``, the 1-D mesh's or the default group; raise for both."""
+    if process_group is not None and device_mesh is not None:
+        raise RuntimeError(
+            "Cannot specify both process_group and device_mesh arguments."
+        )
+    if device_mesh is not None:
+        if not (hasattr(device_mesh, "get_group") and hasattr(device_mesh, "ndim")):
+            raise TypeError(
+                "device_mesh must be a torch.distributed.device_mesh.DeviceMesh, but "
+                f"got {device_mesh!r}."
+            )
+        if device_mesh.ndim != 1:
+            raise RuntimeError(
+                f"Only 1D device mesh is supported, but got {device_mesh}."
+            )
+        return device_mesh.get_group(mesh_dim=0)
+    if process_group is None:
+        return default_group()
+    if not is_group(process_group):
+        raise TypeError(
+            "process_group must be a torch.distributed.ProcessGroup of which this "
+            f"process is a member, but got {process_group!r} "
+            f"({type(process_group).__name__})."
+        )
+    return process_group
+
+
+def expose_local_tensors(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace DTensors by local tensors outside forwards, if ``mesh`` is a slice."""
+    if mesh._get_root_mesh() != mesh:
+        ddp: Any = importlib.import_module("torch.distributed.tensor.parallel.ddp")
+        ddp._pre_dp_module_transform(module)
+
+
+def _check_devices(
+    parameters: Mapping[str, nn.Parameter], device_ids: Any, output_device: Any
+) -> Devices:
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(
+            "device_ids can only be None or contain a single element, but got "
+            f"{device_ids}."
+        )
+    devices = list(dict.fromkeys(param.device for param in parameters.values()))
+    types = {device.type for device in devices}
+    if len(types) != 1:
+        raise ValueError(
+            "DataParallel's input module must be on the same type of devices, but "
+            f"input module parameters locate in {types}."
+        )
+    is_multi = len(devices) > 1
+    if device_ids and types != {"cpu"} and not is_multi:
+        inputs = _index(device_ids[0])
+        output = inputs if output_device is None else _index(output_device)
+        return Devices([inputs], output, devices[0], is_multi)
+    if device_ids or (output_device is not None and output_device != "cpu"):
+        raise ValueError(
+            "DataParallel device_ids and output_device arguments only work with "
+            "single-device/multiple-device GPU modules or CPU modules, but got "
+            f"device_ids {device_ids}, output_device {output_device}, and module "
+            f"parameters on {sorted(map(str, devices))}. Leave both at None here."
+        )
+    return Devices(None, None, devices[0], is_multi)
+
+
+def _index(device: Any) -> int:
+    index = device if isinstance(device, int) else torch.device(device).index
+    if index is None:
+        raise ValueError(f"A device with an index was expected, but got {device!r}.")
+    return int(index)
+
+
+def _buffer_flags(given: SimpleNamespace) -> tuple[bool, bool]:
+    """Return (broadcast before forwards, broadcast at construction); warn as torch."""
+    old, new = given.broadcast_buffers, given.forward_sync_buffers
+    if old is not None and new is None:
+        warn(
+            "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` for the "
+            "broadcasts before forwards; construction then always broadcasts.",
+            FutureWarning,
+        )
+        return bool(old), bool(old)
+    if old is not None:
+        warn(
+            "Both `broadcast_buffers` and `forward_sync_buffers` were specified; "
+            "`broadcast_buffers` is deprecated and ignored.",
+            FutureWarning,
+        )
+    return new is None or bool(new), True

@@ -1,0 +1,169 @@
+"""Uneven inputs: ranks without inputs keep joining the collectives of the others.
+
+Inside ``join()`` every forward of an active rank begins with a small all-gather: each
+rank announces its next step. A rank that has *joined* (ran out of inputs) announces
+nothing, reads what the others do, and takes part in it::
+
+    active   announce | rebuild | module buffers | forward | backward: buckets, used-map
+    joined   read     | rebuild | module buffers |           zeros:    buckets, used-map
+
+The protocol around it is ``torch.distributed.algorithms.Join``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join, JoinHook
+
+from minidp.comm import gather_integers, wait_for
+
+from .sync_gradients import shadow_backward
+
+if TYPE_CHECKING:
+    from .wrapper import DataParallel
+
+
+class Step(NamedTuple):
+    """Hold one rank's announcement of a forward; all ranks do each field's maximum."""
+
+    root: int = -1  # a rank with inputs: the highest one broadcasts module buffers
+    rebuilds: int = 0  # 1: it rebuilds buckets
+    broadcasts: int = 0  # 1: it broadcasts module buffers
+    reduces: int = 0  # 1: gradients, in the backward after it
+
+
+@contextmanager
+def joining(ddp: DataParallel, **options: Any) -> Iterator[None]:
+    """Run the block in torch's ``Join``, then call `stop_joining`.
+
+    An exception marks collectives as failed. If it comes from ``Join`` after the block,
+    it becomes a CollectiveError (unless ``throw_on_early_termination`` asked for it).
+    """
+    communicator, ran_out = ddp._reducer.communicator, False
+    try:
+        with Join([ddp], **options):
+            yield
+            ran_out = True
+    except Exception:
+        communicator.has_failed = True  # other ranks may be inside a collective
+        if ran_out and not options["throw_on_early_termination"]:
+            with communicator.watching("joining ranks that still have inputs"):
+                raise
+        raise
+    finally:
+        stop_joining(ddp)
+
+
+def stop_joining(ddp: DataParallel) -> None:
+    """Let forwards call `announce` no more; average over all ranks again. Local."""
+    ddp._join_config = ddp._join_config.construct_disabled_join_config()
+    ddp._divide_by_initial_world_size = True
+    ddp._reducer.queue.averaging.num_contributors = None
+
+
+def announce(ddp: DataParallel, **does: bool) -> int:
+    """Collective: announce a forward in ``join()``; return the root of module buffers.
+
+    ``does``: `Step`'s rebuilds, broadcasts, reduces. Sets the divisor as `_agree`.
+    """
+    work = Join.notify_join_context(ddp)
+    if work is not None:
+        with ddp._reducer.communicator.blocking("announcing a forward in join()"):
+            wait_for(work)
+    return _agree(ddp, Step(root=ddp._reducer.rank, **does)).root
+
+
+def _agree(ddp: DataParallel, mine: Step) -> Step:
+    """Collective: exchange `Step`s; set the divisor if any reduces; return the maxima.
+
+    RuntimeError if only some of the ranks with inputs will reduce.
+    """
+    with ddp._reducer.communicator.blocking("announcing a forward in join()"):
+        rows = gather_integers(mine, ddp.process_group, ddp.device)
+        steps = [Step(*row) for row in rows]
+        active = [rank for rank, step in enumerate(steps) if step.root == rank]
+        reducing = [rank for rank, step in enumerate(steps) if step.reduces]
+        if reducing and reducing != active:
+            raise RuntimeError(
+                "inside join() all ranks with inputs must agree on no_sync() and "
+                f"no_grad(), but of ranks {active} only {reducing} have a synchronised "
+                "forward"
+            )
+    averaging = ddp._reducer.queue.averaging
+    if ddp._divide_by_initial_world_size:
+        averaging.num_contributors = None
+    elif reducing:  # else the backward of an earlier forward may still come
+        averaging.num_contributors = len(reducing)
+    return Step(*map(max, zip(*steps, strict=True)))
+
+
+class Shadow(JoinHook):
+    """Take part in the collectives of active ranks with zeros, when ``Join`` calls.
+
+    Meanwhile ``.grad`` holds the others' averages, for optimizers that join, too.
+    """
+
+    def __init__(
+        self,
+        ddp: DataParallel,
+        *,
+        divide_by_initial_world_size: bool = True,
+        **_others: object,  # arguments of other joinables
+    ) -> None:
+        if ddp._replication.buffer_hook is not None:
+            raise RuntimeError(
+                "join() does not go together with _register_buffer_comm_hook: ranks "
+                "that ran out of inputs could not take part in the hook's collectives."
+            )
+        ddp._divide_by_initial_world_size = divide_by_initial_world_size
+        ddp._has_begun_join = True
+        ddp._replication.postpone_comparison()
+        self._ddp = ddp
+        # This rank's parameters, their gradients, copies of these; None: not set aside.
+        self._own: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] | None = None
+
+    def main_hook(self) -> None:
+        """Collective: join in other ranks' rebuild, buffer broadcast and reduction.
+
+        Reduces zeros and sets ``.grad`` to averages; first sets own gradients aside.
+        """
+        ddp, reducer = self._ddp, self._ddp._reducer
+        agreed = _agree(ddp, Step())
+        if agreed.rebuilds:
+            reducer.rebuild_if_due()
+        if agreed.broadcasts:
+            ddp._replication.broadcast_buffers(ddp.module, agreed.root)
+        ddp.require_forward_param_sync = bool(agreed.reduces)
+        if agreed.reduces:
+            if self._own is None:
+                grads = [(p, p.grad) for p in reducer.params if p.grad is not None]
+                self._own = [(param, grad, grad.clone()) for param, grad in grads]
+            for param in reducer.params:
+                param.grad = None  # an optimizer must not apply the last average again
+            shadow_backward(reducer)
+
+    @torch.no_grad()
+    def post_hook(self, is_last_joiner: bool) -> None:  # noqa: FBT001 -- torch's
+        """Collective: restore own gradients; copy the last joiner's state; end join().
+
+        Of the highest, if several. Module buffers only if forwards broadcast them, too.
+        """
+        ddp = self._ddp
+        if self._own is not None:
+            for param in ddp._reducer.params:
+                param.grad = None
+            for param, grad, values in self._own:
+                # A view of a bucket was overwritten meanwhile.
+                param.grad = values if grad.is_sparse else grad.copy_(values)
+        mine = ddp.process_group.rank() if is_last_joiner else -1
+        rows = gather_integers([mine], ddp.process_group, ddp.device)
+        ddp._authoritative_rank = max(rank for (rank,) in rows)
+        ddp._replication.broadcast_parameters(ddp.module, ddp._authoritative_rank)
+        if ddp.forward_sync_buffers:
+            ddp._replication.broadcast_buffers(ddp.module, ddp._authoritative_rank)
+        stop_joining(ddp)

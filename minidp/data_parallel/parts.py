@@ -1,0 +1,93 @@
+"""Build the parts of a `DataParallel`: of a new one, or of a copy.
+
+A copy (deepcopy, pickle) starts without comm hook and ``step_in_backward``. Its buckets
+are in registration order, or as ``bucket_layout`` says. Ranks may copy as they like.
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.algorithms.join import Joinable
+
+from minidp.autotune import AutotunePolicy
+from minidp.comm import CommHook, Communicator, is_builtin
+from minidp.config import AUTO
+from minidp.core import Reducer
+from minidp.guard import Guard
+from minidp.hang import the_watchdog
+from minidp.replica import verify
+
+from . import arguments
+from .mixed_precision import MixedPrecision, reduce_in_low_precision
+from .replication import Replication
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .wrapper import DataParallel
+
+
+def build(
+    checked: arguments.Arguments, group: ProcessGroup, ignored: set[str], kind: str
+) -> tuple[Reducer, Guard, Replication, MixedPrecision | None]:
+    """Build and connect the parts, without any collective; start the heartbeat.
+
+    ``kind``: ``verify.WRAPPED``, "unsynced" (``check_replicas_every="auto"`` is off),
+    "copy" (that, and no heartbeat).
+    """
+    config, replica, safety = checked.config, checked.replica, checked.safety
+    key = verify.next_key(group, kind)
+    is_patient = safety.hang_timeout == AUTO
+    communicator = Communicator(group, safety.hang_limit, is_patient=is_patient)
+    tunes = config.tunes and group.size() > 1
+    policy = AutotunePolicy(config.saved_layout) if tunes else None
+    reducer = Reducer(replica.params, replica.specs, config, communicator, policy)
+    queue = reducer.queue
+    queue.checks_finite = safety.check_finite_grads
+    if policy is not None:
+        policy.measure(queue, reducer.hooks)
+    if kind != "copy":  # ranks may copy as they like: no key is equal on all
+        the_watchdog.start_heartbeat(reducer, key)
+    replication = Replication(reducer, replica.module, ignored, key)
+    every = safety.check_replicas_every
+    is_verified = kind == verify.WRAPPED and is_builtin(group)
+    if every and (is_verified or every != AUTO):
+        replication.compare_every(every)
+    guard = Guard(reducer, safety.unsynced, replica)
+    guard.replica_check = replication.check
+    precision = None
+    if checked.precision is not None:
+        precision = MixedPrecision(replica, checked.precision, group.rank())
+        hook = CommHook(checked.precision, reduce_in_low_precision)
+        queue.averaging.comm_hook = hook
+    return reducer, guard, replication, precision
+
+
+def portable_state(ddp: DataParallel) -> dict[str, Any]:
+    """Return attributes for a copy: not the parts and the group; options as a dict.
+
+    With "sync_enabled". No private classes: a pickle must not name what may move.
+    """
+    state = {k: v for k, v in ddp.__dict__.items() if k not in ddp._not_copied}
+    state["options"] = dict(vars(ddp._given))
+    state["sync_enabled"] = ddp.require_backward_grad_sync
+    return state
+
+
+def restore(ddp: DataParallel, state: dict[str, Any], group: ProcessGroup) -> None:
+    """Fill ``ddp``, an empty object, from `portable_state`; build parts on a group."""
+    state = dict(state)
+    options, sync_enabled = state.pop("options"), state.pop("sync_enabled")
+    nn.Module.__setstate__(ddp, state)
+    Joinable.__init__(ddp)
+    ddp.process_group = group
+    ddp._given = SimpleNamespace(**options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the original's constructor has warned
+        checked = arguments.check(ddp.module, ddp._given)
+    ddp._wire(checked, "copy")
+    ddp.require_backward_grad_sync = sync_enabled

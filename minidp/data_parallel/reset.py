@@ -1,0 +1,96 @@
+"""``reset()``: ranks agree through the store whether their group is still usable.
+
+Each rank publishes how many collectives it started and launched, and whether one
+failed. If counts are equal and none failed, every launched one can complete: ranks wait
+and keep the group. Otherwise they abandon collectives, group, the memory that these may
+still write to, and futures of comm hooks, and create a fresh group.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minidp import comm
+from minidp.core import BucketState, Reducer
+from minidp.errors import CollectiveError, explain
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+PATIENCE_SECONDS = 5.0  # a rank may first report who is missing
+
+
+def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
+    """Collective: return the reducer to IDLE, with its first layout; return its group.
+
+    The old one if ranks launched equally much and none failed, or without a store;
+    else a fresh one. CollectiveError if a rank does not come in time. ``key``: prefix
+    in the store, equal on all ranks, new for each reset.
+    """
+    queue, communicator = reducer.queue, reducer.communicator
+    group = queue.group
+    cause = f" after {reducer.failure}" if reducer.failure else ""
+    communicator.peers.give_up(f"it called reset(){cause}")
+    reports = _exchange(reducer, key) if comm.has_store(group) else []
+    if reports:
+        started, launched, lost, _ = zip(*reports, strict=True)
+        if any(lost) or len({*zip(started, launched, strict=True)}) > 1:
+            group = comm.fresh_group(group, key)
+        else:
+            queue.drain()
+        comm.renew_side_groups(group, key)
+    reducer.reset(group)
+    # What this rank learned in training: static graph, ready order, layout.
+    reducer.expected.reset()
+    reducer.rebuild_policy.reset()
+    queue.replan()
+    reducer.pending.adopt(queue.buckets)
+    if reports:
+        # Some ranks may have finished a backward that others did not.
+        reducer.ledger.agree_on(max(finalized for *_, finalized in reports))
+        communicator.peers.move_to(group, key)
+    return group
+
+
+def _exchange(reducer: Reducer, key: str) -> list[tuple[int, int, bool, int]]:
+    """Wait for all ranks; return (started, launched, has lost one, finalized) of each.
+
+    CollectiveError if a rank does not come in time, or the store is gone.
+    """
+    communicator = reducer.communicator
+    group, tally = communicator.group, communicator.tally
+    queue, is_lost = reducer.queue, communicator.has_failed
+    if queue.averaging.active_comm_hook is not None:
+        # A hook's future may wait for a later call, which an aborted backward skips.
+        is_lost |= any(b.state is BucketState.IN_FLIGHT for b in queue.buckets)
+    mine = (tally.started, tally.launched, is_lost, reducer.ledger.finalized)
+    # A peer may first have to run into the limit of a collective itself.
+    seconds = 2 * communicator.seconds + PATIENCE_SECONDS
+    ranks = range(group.size())
+    try:
+        store = comm.group_store(group, key)
+        comm.post_json(store, "reset", group.rank(), mine)
+        reports = comm.gather_json(store, "reset", ranks, seconds)
+        missing = [str(rank) for rank in ranks if rank not in reports]
+        if missing:
+            # A later reset() must not read it.
+            store.delete_key(f"reset/{group.rank()}")
+    except RuntimeError as error:
+        raise CollectiveError(
+            explain(
+                group.rank(),
+                f"reset() lost the process group's store: {error}",
+                remedy="the process that hosts the store is gone: restart the job",
+            )
+        ) from error
+    if missing:
+        raise CollectiveError(
+            explain(
+                group.rank(),
+                f"reset() waited {seconds:.0f} s in vain.",
+                expected=f"all {group.size()} ranks of the group to call reset()",
+                found=f"no call on rank(s) {', '.join(missing)}",
+                remedy="a dead rank cannot be reset: restart the job",
+            )
+        )
+    return list(reports.values())

@@ -1,0 +1,108 @@
+"""Optimizer steps inside the backward: each bucket's, as soon as it is reduced.
+
+    bucket 0   ...... all-reduce | copy out | step
+    bucket 1   ........... all-reduce ......... | copy out | step
+
+Meanwhile the optimizer's parameter groups hold the parameters of one bucket only. Step
+hooks run once per bucket. Parameters on the ignore list step at the end.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim.optimizer import Optimizer
+
+from minidp.guard import Guard
+
+
+class StepInBackward:
+    """Observer of the buckets: steps one optimizer on each bucket once it is reduced.
+
+    With ``clip_grad_norm`` all step after the last bucket. ``guard`` lets them pass.
+    """
+
+    uses_grads = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        guard: Guard,
+        clip_grad_norm: float | None = None,
+    ) -> None:
+        _check(optimizer)
+        if clip_grad_norm is not None and not clip_grad_norm > 0:
+            raise ValueError(f"clip_grad_norm must be positive, got {clip_grad_norm}.")
+        self.optimizer = optimizer
+        self._guard: Guard = weakref.proxy(guard)  # no cycle through the reducer
+        self._max_norm = clip_grad_norm
+        self._reduced: set[int] = set()  # ids of parameters that are in a bucket
+
+    def reduced(self, params: Sequence[nn.Parameter]) -> None:
+        """Step on the parameters of one reduced bucket; do nothing yet if clipping."""
+        if self._max_norm is None:
+            self._reduced.update(map(id, params))
+            with self._guard.allow(self.optimizer):
+                step_on(self.optimizer, params)
+
+    def finished(self) -> None:
+        """Clip and step on all parameters; without clipping, on those in no bucket."""
+        held = [p for group in self.optimizer.param_groups for p in group["params"]]
+        with self._guard.allow(self.optimizer):
+            if self._max_norm is not None:
+                clip_grad_norm_(held, self._max_norm)
+                self.optimizer.step()
+            else:
+                step_on(self.optimizer, [p for p in held if id(p) not in self._reduced])
+
+
+def step_on(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+    """Call ``optimizer.step()`` with groups that hold only ``params``; not without any.
+
+    TypeError after a step that wrote to a group: a counter, say, would count buckets.
+    """
+    wanted = set(map(id, params))
+    everything = optimizer.param_groups
+    parts = [
+        {**group, "params": [p for p in group["params"] if id(p) in wanted]}
+        for group in everything
+    ]
+    before = [dict(part) for part in parts]
+    optimizer.param_groups = [part for part in parts if part["params"]]
+    try:
+        if optimizer.param_groups:
+            optimizer.step()
+    finally:
+        optimizer.param_groups = everything
+    for part, old in zip(parts, before, strict=True):
+        changed = [k for k, v in part.items() if k not in old or v is not old[k]]
+        if changed:
+            raise TypeError(
+                f"{type(optimizer).__name__}.step() writes {', '.join(changed)} to its "
+                "parameter groups, so it cannot step bucket by bucket: pass "
+                "clip_grad_norm=float('inf') to step once, at the end."
+            )
+
+
+def _check(optimizer: Any) -> None:
+    """Raise TypeError: no Optimizer, or its step needs a closure, or communicates."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"step_in_backward needs a torch.optim.Optimizer, but got {name}."
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"{name}.step() needs a closure that runs the backward itself, so it "
+            "cannot step inside one."
+        )
+    if hasattr(optimizer, "join_hook"):
+        raise TypeError(
+            f"{name} communicates in its step, which must not happen bucket by bucket."
+        )

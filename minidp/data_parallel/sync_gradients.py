@@ -1,0 +1,87 @@
+"""Reduce gradients without a backward: ``sync_gradients()``, and zeros in `join`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from minidp.core import Phase, Reducer
+
+
+def average_now(reducer: Reducer) -> None:
+    """Collective: average every ``.grad`` over the ranks now, without the comm hook.
+
+    None counts as zeros, but stays None if it is so on all ranks. A forward that armed
+    the reducer stays armed. If this raises, the reducer is FAILED.
+    """
+    armed, forwards = reducer.phase.now is Phase.ARMED, reducer.ledger.forwards
+    grads = [param.grad for param in reducer.params]
+    used = {i for i, grad in enumerate(grads) if grad is not None}
+    with failing(reducer), reducer.queue.averaging.without_comm_hook():
+        reducer.queue.start()
+        _reduce(reducer, grads, used)
+    if armed:  # a forward still waits for its backward
+        reducer.phase.enter(Phase.ARMED)
+        reducer.ledger.forwards = forwards
+
+
+def shadow_backward(reducer: Reducer) -> None:
+    """Collective: add zeros to a backward of other ranks; set ``.grad`` to averages."""
+    queue, expected = reducer.queue, reducer.expected
+    everything = list(range(len(reducer.params)))
+    with failing(reducer):
+        used = () if expected.shares_used_map else None
+        if expected.shares_reach:
+            queue.reach_map.relaunch(())
+        queue.start(queue.reach_map.unused_everywhere())
+        unused = _reduce(reducer, [None] * len(everything), used)
+        if not expected.shares_used_map and not reducer.rebuild_policy.is_due:
+            reducer.rebuild_policy.note(everything)
+        expected.shadowed(everything, unused)
+
+
+def _reduce(
+    reducer: Reducer,
+    grads: Sequence[torch.Tensor | None],
+    used: Collection[int] | None,
+) -> Collection[int]:
+    """Average ``grads`` (None: zeros) into ``.grad``; return indices left unchanged.
+
+    ``used``: parameters that this rank used; None: no used-map is reduced.
+    """
+    queue, expected = reducer.queue, reducer.expected
+    used_map = queue.used_map if expected.shares_used_map else queue.reach_map
+    reducer.phase.enter(Phase.REDUCING)
+    with torch.no_grad():
+        if used is not None and expected.map_goes_first:
+            used_map.launch(used)
+        for number, bucket in enumerate(queue.buckets):
+            if number not in queue.skipped:
+                entries = [grads[i] for i in bucket.plan.indices]
+                undecided = [k for k, entry in enumerate(entries) if entry is None]
+                bucket.flatten(entries, queue.averaging.copy_divisor, undecided)
+        queue.launch_due()
+        if used is not None:
+            used_map.launch(used)
+        reducer.phase.enter(Phase.FINALIZING)
+        untouched = expected.kept if used is None else used_map.unused_everywhere()
+        queue.finish(untouched)
+    reducer.ledger.settle(untouched)
+    reducer.phase.enter(Phase.IDLE)
+    return untouched
+
+
+@contextmanager
+def failing(reducer: Reducer, *, only_with_group: bool = False) -> Iterator[None]:
+    """If the block raises, set the reducer to FAILED and send the error to other ranks.
+
+    ``only_with_group``: only if a collective failed, which makes the group unusable.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if reducer.communicator.has_failed or not only_with_group:
+            reducer.fail(error)
+        raise

@@ -1,0 +1,407 @@
+"""`DataParallel`: the ``nn.Module`` that averages the gradients of its ``.module``."""
+
+from __future__ import annotations
+
+import copy
+import os
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Generic, Literal
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from typing_extensions import TypeVar
+
+from minidp.comm import CommHook, Hook, default_group
+from minidp.config import AUTO, Unsynced, replacements
+from minidp.core import untraced, untraced_itself
+from minidp.guard import refuse_forward
+from minidp.replica import verify
+from minidp.trace import Recorder, StepPhase, label
+
+from . import arguments, parts
+from .join import Shadow, announce, joining, stop_joining
+from .mixed_precision import map_tensors
+from .reset import agree_and_recover
+from .step_in_backward import StepInBackward
+from .sync_gradients import average_now, failing
+
+# Covariant, with a default: functions that take a `DataParallel` take any of them.
+M_co = TypeVar("M_co", bound=nn.Module, covariant=True, default=nn.Module)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim.optimizer import Optimizer
+
+    class OfModule(Generic[M_co]):
+        """Make a class generic in the type of its ``module``, for type checkers."""
+else:
+
+    class OfModule:
+        """Allow ``X[Net]`` at run time; users may add the base class `Generic`."""
+
+        __class_getitem__ = classmethod(types.GenericAlias)
+
+
+class DataParallel(nn.Module, Joinable, OfModule[M_co]):
+    """Drop-in for ``torch.nn.parallel.DistributedDataParallel``.
+
+    Wrap the same module on every rank; gradients are then averaged over the ranks while
+    the backward runs, with the same bits as torch's DDP.
+
+    Args:
+        module: the module to replicate; available as ``.module``.
+        device_ids: None, or one accelerator: inputs are moved there.
+        output_device, dim: kept for compatibility; outputs are never moved.
+        broadcast_buffers: deprecated by torch; ``forward_sync_buffers`` replaces it.
+        init_sync: verify replicas and broadcast rank 0's state at construction.
+        process_group: ranks to reduce over; None is the default group.
+        bucket_cap_mb: bucket limit in MiB; None is 25 with a first bucket of 1 MiB.
+            "auto": try other layouts in the first backwards, and keep the fastest one
+            (last bits may then differ between runs, from three ranks on).
+        find_unused_parameters: parameters may get no gradient in some iterations.
+        check_reduction: deprecated and ignored, as in torch.
+        gradient_as_bucket_view: ``.grad`` are views of the buckets (saves memory).
+        static_graph: every iteration uses the same parameters equally often.
+        delay_all_reduce_named_params: pairs (name, parameter) whose gradients travel
+            after all others, in one message for each dtype.
+        param_to_hook_all_reduce: required with it; it has no effect.
+        mixed_precision: torch's private ``_MixedPrecision``: the module computes with
+            parameters cast to ``param_dtype``, gradients travel in ``reduce_dtype``.
+        device_mesh: a 1-D mesh, instead of ``process_group``.
+        skip_all_reduce_unused_params: with ``find_unused_parameters``: buckets that no
+            rank uses do not travel. Costs a small all-reduce in each forward.
+        bucket_cap_mb_list: MiB per bucket, the last one repeats.
+        batched_grad_copy: divide a whole bucket at once, not each of its gradients.
+        forward_sync_buffers: broadcast module buffers from rank 0 before forwards.
+        unsynced: what to do when an optimizer is about to apply gradients that differ
+            between ranks: "raise" (default), "warn" or "ignore".
+        hang_timeout: seconds until a collective fails, naming missing ranks; None: the
+            process group's own limit. "auto": 5 minutes, or the group's limit while
+            a missing rank is busy (it evaluates, or writes a checkpoint).
+        check_replicas_every: compare a checksum of parameters and module buffers every
+            so many synchronised steps; 0 is never. "auto": of parameters, in steps 0,
+            1, 100 and every 1000; rounding and comm hooks of your own are no error.
+        check_finite_grads: raise, naming the parameter, before NaN or infinity travels.
+        bucket_layout: start with these buckets: the property of this name, or a file
+            that ``minidp tune`` wrote; the same on all ranks.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: bad arguments, as in torch.
+        ReplicaMismatchError: the replicas differ, or another rank raised.
+    """
+
+    module: M_co
+    _divide_by_initial_world_size = True  # of join()
+    _authoritative_rank = 0  # the rank whose state was copied at the end of join()
+    _has_begun_join = False  # a join() has begun, once
+    _not_copied: tuple[str, ...] = (  # a copy makes its own
+        *("process_group", "device_mesh", "_given", "_join_config"),
+        *("_reducer", "_guard", "_replication", "_precision"),
+    )
+
+    def __init__(
+        self,
+        module: M_co,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        unsynced: Unsynced = "raise",
+        hang_timeout: float | Literal["auto"] | None = AUTO,
+        check_replicas_every: int | Literal["auto"] = AUTO,
+        check_finite_grads: bool = False,
+        bucket_layout: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        self._given = arguments.keep(locals())
+        self.process_group = arguments.choose_group(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+            arguments.expose_local_tensors(module, device_mesh)
+        try:
+            vars(self._given).update(replacements())
+            checked = arguments.check(module, self._given)
+        except Exception as error:
+            if init_sync:  # the other ranks wait for us: tell them why we leave
+                device = arguments.some_device(module)
+                verify.verify(error, self.process_group, device)
+            raise
+        self.module, self.dim = module, dim
+        # As in torch, a forward broadcasts buffers if the one before it was to reduce.
+        self.require_forward_param_sync = True
+        self.forward_sync_buffers = checked.forward_sync
+        self._wire(checked, verify.WRAPPED if init_sync else "unsynced")
+        self._replication.start(checked, verifies=init_sync)
+        dtype = checked.precision and checked.precision.buffer_dtype
+        for value in self._replication.buffers.values():
+            if dtype and value.is_floating_point():
+                value.data = value.data.to(dtype)
+
+    def _wire(self, checked: arguments.Arguments, kind: str) -> None:
+        """Set device and ignored names; build the parts (``kind`` as `parts.build`)."""
+        self.device_ids, _, self.device, _ = checked.devices
+        self.parameters_to_ignore = ignored = set(checked.replica.ignored)
+        built = parts.build(checked, self.process_group, ignored, kind)
+        self._reducer, self._guard, self._replication, self._precision = built
+
+    # -- forward -----------------------------------------------------------------------
+
+    @untraced_itself
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module, and let the next backward average gradients.
+
+        Collective when module buffers are broadcast, or buckets rebuilt (once).
+
+        Raises:
+            UnfinishedReductionError: the last backward left gradients missing.
+            ReducerFailedError: an earlier backward failed: call `reset`.
+            UnsyncedGradientsError: parameters were added, cast, or updated by hand.
+        """
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        with label("forward"):
+            output = self._run_ddp_forward(*inputs, **kwargs)
+        return self._post_forward(output)
+
+    @untraced
+    def _pre_forward(
+        self, *inputs: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Check, run a forward's collectives; return inputs on the module's device.
+
+        Checks and rebuilds in grad mode only. Enters FAILED if a collective fails.
+        """
+        with_grad = torch.is_grad_enabled()
+        if with_grad:
+            self._reducer.queue.tracer.enter(StepPhase.FORWARD_BEGIN)
+            self._guard.check_forward(self.module)
+        rebuilds = with_grad and self._reducer.rebuild_policy.is_due
+        broadcasts = self.will_sync_module_buffers()
+        reduces = with_grad and self.require_backward_grad_sync
+        root = 0  # the rank whose module buffers are broadcast
+        with failing(self._reducer, only_with_group=True):
+            if self._join_config.enable:
+                root = announce(
+                    self, rebuilds=rebuilds, broadcasts=broadcasts, reduces=reduces
+                )
+            if rebuilds:
+                self._reducer.rebuild_if_due()
+            if broadcasts:
+                self._replication.broadcast_buffers(self.module, root)
+            if reduces and not self._join_config.enable:
+                self._replication.compare_if_due(self.module, with_buffers=broadcasts)
+        if self.device_ids:
+            inputs, kwargs = map_tensors((inputs, kwargs), lambda t: t.to(self.device))
+        return inputs, kwargs
+
+    @untraced_itself
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self._what_runs()(*inputs, **kwargs)
+
+    def _what_runs(self) -> Any:
+        return self.module if self._precision is None else self._precision.run
+
+    @untraced
+    def _post_forward(self, output: Any) -> Any:
+        """Arm the reducer if the backward will reduce; return ``output``.
+
+        Counts a forward in grad mode. Only if it reduces, the next broadcasts buffers.
+        """
+        with_grad = torch.is_grad_enabled()
+        will_reduce = with_grad and self.require_backward_grad_sync
+        self.require_forward_param_sync = will_reduce
+        if will_reduce:
+            self._reducer.arm(output)
+        if with_grad:
+            self._reducer.ledger.note_forward(synchronising=will_reduce)
+            self._reducer.local_backwards.forward_ended(output, will_reduce=will_reduce)
+        return output
+
+    def will_sync_module_buffers(self) -> bool:
+        """Return whether the next forward broadcasts module buffers (a collective)."""
+        is_due = self.require_forward_param_sync and self.forward_sync_buffers
+        return is_due and bool(self._replication.buffers)
+
+    # -- synchronisation ---------------------------------------------------------------
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backwards of coming forwards average gradients; settable."""
+        return self._reducer.ledger.sync_enabled
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, enabled: bool) -> None:
+        self._reducer.ledger.enable_sync(enabled, self._reducer.params)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients local in backwards of forwards that run inside the block.
+
+        Gradients accumulate until a synchronised backward averages all of them.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let ``hook`` reduce the buckets, instead of an all-reduce that averages.
+
+        Args:
+            state: passed on every call. A process group is replaced if `reset` does so.
+            hook: ``hook(state, bucket: GradBucket) -> Future[Tensor]``: undivided
+                gradients in, their average out.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: no comm hook, or one is registered.
+        """
+        averaging = self._reducer.queue.averaging
+        if averaging.comm_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called "
+                f"once, and {averaging.comm_hook.name} is registered."
+            )
+        averaging.comm_hook = CommHook(state, hook)
+
+    def step_in_backward(
+        self, optimizer: Optimizer, *, clip_grad_norm: float | None = None
+    ) -> None:
+        """Let ``optimizer`` step by itself, inside synchronised backwards.
+
+        Each bucket's parameters step once it is reduced. Call ``zero_grad()``, but not
+        ``optimizer.step()``. Backwards inside ``no_sync()`` do not step. If a backward
+        fails, some buckets may have stepped: reload a checkpoint.
+
+        Args:
+            optimizer: any that keeps its state per parameter (LBFGS does not).
+            clip_grad_norm: clip the optimizer's gradients to this norm; all parameters
+                then step at the end of the backward.
+
+        Raises:
+            TypeError: the optimizer cannot step on a part of its parameters.
+            ValueError: it steps in a backward already, or holds none of the parameters.
+        """
+        step = StepInBackward(optimizer, self._guard, clip_grad_norm)
+        self._guard.expect_in_backward(optimizer)
+        self._replication.add_stepper(step)
+
+    @untraced
+    def sync_gradients(self) -> None:
+        """Collective: average over ranks what the parameters' ``.grad`` hold now.
+
+        For gradients of local backwards. Calls no comm hook. A ``.grad`` that is None
+        counts as zeros, unless None on all ranks. After a failure, call `reset` first.
+        """
+        refuse_forward(self._reducer)
+        self._replication.postpone_comparison()
+        average_now(self._reducer)
+
+    @untraced
+    def reset(self) -> None:
+        """Collective: recover from a failed, aborted or unfinished backward.
+
+        If a launched collective cannot complete, a new group replaces `process_group`.
+        Call ``zero_grad()`` next: ``.grad`` stays. CollectiveError names absent ranks.
+        """
+        key = self._replication.next_reset()
+        self.process_group = agree_and_recover(self._reducer, key)
+        self.require_forward_param_sync = True  # ranks may differ in their last forward
+        self._replication.connect()
+        stop_joining(self)
+
+    def set_recorder(self, recorder: Recorder | None) -> None:
+        """Record the events (`Moment`) of every backward; None stops recording."""
+        self._reducer.queue.tracer.recorder = recorder
+
+    # -- uneven inputs -----------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Train on numbers of inputs that differ between ranks.
+
+        A rank without inputs joins the collectives of the others until all have run
+        out; then every rank gets the state of one that trained longest.
+
+        Args:
+            divide_by_initial_world_size: average over all ranks. False: over those that
+                still have inputs (``GradBucket.divisor`` for comm hooks).
+            enable: False does nothing, for ranks that are known to be even.
+            throw_on_early_termination: raise on every rank as soon as one runs out.
+
+        Raises:
+            RuntimeError: a rank ran out, with ``throw_on_early_termination``.
+            CollectiveError: a rank raised or died; call `reset` on all ranks.
+        """
+        return joining(
+            self,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            enable=enable,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Set the divisor of a ``join()`` that begins; return the hook for ``Join``."""
+        return Shadow(self, **kwargs)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the tensors that ``Join`` sends."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The group that ``Join`` uses."""
+        return self.process_group
+
+    @property
+    def bucket_layout(self) -> dict[str, Any]:
+        """The buckets of the next backward, as plain data to put in checkpoints.
+
+        Save rank 0's, after two backwards if ``static_graph``. With gradients as views
+        that are zeroed in place, create zeros before wrapping: else last bits differ.
+        """
+        queue, order = self._reducer.queue, self._reducer.rebuild_policy
+        return order.plain_layout(queue.layout, queue.specs, queue.config)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not default_group():
+            raise RuntimeError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the "
+                "default process group. Save module.state_dict() instead."
+            )
+        return parts.portable_state(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        parts.restore(self, state, default_group())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        state = copy.deepcopy(parts.portable_state(self), memo)
+        parts.restore(twin, state, self.process_group)
+        return twin

@@ -1,0 +1,179 @@
+"""Check the results and the bandwidth of collectives, and a probe's gradients.
+
+All ranks call each ``check_*``; `timebox.Runner` runs it in a thread with a time limit,
+on a group with a short timeout.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from minidp.doctor.findings import Finding, failed, ok, warning
+from minidp.doctor.words import join, of_ranks
+from minidp.replica import sum_of_bits
+from minidp.torch_compat import DataParallel
+
+from .ranks import judge_clocks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+SIZES = (4, 64 * 2**10, 2**20, 16 * 2**20)  # bytes
+_ROUNDS = 5
+_LONG_SECONDS = 0.5  # if an all-reduce takes longer, one more round is enough
+_SLOW = 12.5e6  # bytes per second: a network of 100 Mbit/s
+_MODULUS = 1021  # sums of small whole numbers are exact in float32
+
+
+def judge_backends(*, has_gpus: bool) -> Finding:
+    """Return failed if torch lacks the needed backend: nccl with GPUs, else gloo."""
+    names = ("gloo", "nccl", "mpi", "ucc", "xccl")
+    backends = [name for name in names if getattr(dist, f"is_{name}_available")()]
+    found = f"this torch has {join(backends) or 'none'}"
+    needed = "nccl" if has_gpus else "gloo"
+    if needed not in backends:
+        return failed(found, f"install a torch that was built with {needed}")
+    return ok(f"{found}; {needed} would be used to train here")
+
+
+def check_all_reduce(
+    group: ProcessGroup, device: torch.device, num_bytes: int
+) -> Finding:
+    """Time all-reduces on all ranks; judge their sums and the slowest rank's median."""
+    world_size = group.size()
+    count = torch.arange(num_bytes // 4, device=device, dtype=torch.float32) % _MODULUS
+    expected = count * (world_size * (world_size + 1) // 2)
+
+    def measure() -> list[float]:
+        value = count * (group.rank() + 1)
+        _synchronize(device)
+        begin = time.perf_counter()
+        dist.all_reduce(value, group=group)
+        _synchronize(device)
+        return [time.perf_counter() - begin, float((value != expected).sum())]
+
+    def worst(values: list[float]) -> list[float]:
+        worst = torch.tensor(values, dtype=torch.float64).to(device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
+        return worst.tolist()
+
+    # The slowest rank decides, so that all ranks agree; the first round connects.
+    first, wrong = worst(measure())
+    rounds = [measure() for _ in range(_ROUNDS if first < _LONG_SECONDS else 1)]
+    times, errors = zip(*rounds, strict=True)
+    seconds, wrong = worst([statistics.median(times), wrong + sum(errors)])
+    return judge_all_reduce(num_bytes, world_size, seconds, int(wrong))
+
+
+def judge_all_reduce(
+    num_bytes: int, world_size: int, seconds: float, wrong: int
+) -> Finding:
+    """Return failed for ``wrong`` elements; a warning below 12.5 MB/s from 1 MiB on."""
+    size = f"{num_bytes:,} B"
+    if wrong:
+        return failed(
+            f"{size}: {wrong} elements are not the sum of all ranks",
+            "broken memory, network or backend: run NCCL with NCCL_P2P_DISABLE=1 or "
+            "NCCL_ALGO=Ring to narrow it down, and another host to rule out this one",
+        )
+    found = f"{size}: right; {1e3 * seconds:.2f} ms"
+    if num_bytes < 2**16:
+        return ok(found)
+    moved = num_bytes * 2 * (world_size - 1) / world_size  # what a ring sends
+    speed = moved / max(seconds, 1e-9)
+    found += f", {speed / 1e6:.1f} MB/s bus bandwidth"
+    if world_size > 1 and num_bytes >= 2**20 and speed < _SLOW:
+        remedy = "is this the fast network? set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+        return warning(found, remedy)
+    return ok(found)
+
+
+def check_clocks(
+    group: ProcessGroup, device: torch.device, clock: Callable[[], float] = time.time
+) -> Finding:
+    """Read all ranks' clocks after 5 barriers; judge the round of the least spread."""
+    rounds = []
+    for _ in range(_ROUNDS):
+        dist.barrier(group=group)
+        now = torch.zeros(group.size(), dtype=torch.float64, device=device)
+        now[group.rank()] = clock()
+        dist.all_reduce(now, group=group)
+        rounds.append((now - now[0]).tolist())
+    # Ranks leave a barrier at different times: use the round with the least spread.
+    return judge_clocks(min(rounds, key=lambda offsets: max(offsets) - min(offsets)))
+
+
+def check_gradients(
+    group: ProcessGroup,
+    device: torch.device,
+    wrap: Callable[..., nn.Module] = DataParallel,
+) -> Finding:
+    """Run one backward of a probe in ``wrap`` and in torch's DDP; compare gradients.
+
+    Failed if they differ between ranks or from the ranks' mean; a warning if ``wrap``
+    and torch's DDP give different bits.
+    """
+
+    def wrapped_in(wrap: Callable[..., nn.Module]) -> list[torch.Tensor]:
+        wrapped = wrap(_probe().to(device), process_group=group)
+        return _gradients(wrapped, group.rank(), device)
+
+    ours, torchs = wrapped_in(wrap), wrapped_in(DistributedDataParallel)
+    alone = [_gradients(_probe().to(device), r, device) for r in range(group.size())]
+    mean = [torch.stack(all_ranks).mean(0) for all_ranks in zip(*alone, strict=True)]
+    pairs = [*zip(ours, mean, strict=True)]
+    is_wrong = [not torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs]
+    facts = [*map(int, map(sum_of_bits, ours)), *map(int, is_wrong)]
+    mine = torch.tensor(facts, device=device)
+    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(rows, mine, group=group)
+    sums, wrong = torch.stack(rows).split(len(pairs), dim=1)
+    names = [name for name, _ in _probe().named_parameters()]
+    odd_ranks = [rank for rank, row in enumerate(sums) if not row.equal(sums[0])]
+    odd_names = [n for n, count in zip(names, wrong.sum(0), strict=True) if count]
+    remedy = (
+        "do the checks above pass? then please report this, with the versions above"
+    )
+    if odd_ranks:
+        odd = of_ranks(odd_ranks)
+        found = f"a probe model has other gradients on {odd} than on rank 0"
+        return failed(found, remedy)
+    if odd_names:
+        odd = join(odd_names)
+        return failed(f"of a probe model: {odd} did not get the ranks' mean", remedy)
+    found = "a probe model gets the mean of all ranks, bit for bit the same on each"
+    if not all(map(torch.equal, ours, torchs)):
+        return warning(f"{found}; torch's DDP gives other bits", remedy)
+    return ok(f"{found} and with torch's DDP")
+
+
+def _probe() -> nn.Module:
+    """Return a small model, on the CPU, with the same parameter values on all ranks."""
+    probe = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
+    generator = torch.Generator().manual_seed(0)
+    for param in probe.parameters():
+        param.data = torch.randn(param.shape, generator=generator) * 0.1
+    return probe
+
+
+def _gradients(
+    module: nn.Module, rank: int, device: torch.device
+) -> list[torch.Tensor]:
+    """Run one backward on the made-up batch of ``rank``; return copies of gradients."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    batch = torch.randn(8, 16, generator=generator).to(device)
+    module(batch).pow(2).mean().backward()
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

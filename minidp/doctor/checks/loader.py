@@ -1,0 +1,171 @@
+"""Check that each rank reads its own part of the data (``doctor.check_loader``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, Subset
+
+from minidp.doctor.findings import Finding, Found, failed, ok, skipped, warning
+from minidp.doctor.words import join
+
+from .ranks import digest_of, digest_of_states, judge_streams
+
+_SPLIT = (
+    "DataLoader(dataset, sampler=DistributedSampler(dataset), shuffle=False): the "
+    "sampler shuffles and splits; call sampler.set_epoch(epoch) before each epoch"
+)
+Facts = Mapping[int, Mapping[str, Any]]  # results of `read_loader` by rank
+
+
+def sampler_of(loader: Any) -> Any:
+    """Return the batch sampler or sampler that `splits`; else the sampler, or None."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    inner = getattr(batch_sampler, "sampler", None)
+    sampler = getattr(loader, "sampler", None)
+    return next(filter(splits, (batch_sampler, inner, sampler)), sampler)
+
+
+def splits(sampler: Any) -> bool:
+    """Return True if a sampler has ``num_replicas`` and ``rank``: it splits by rank."""
+    return hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
+
+
+def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
+    """Check that a sampler gives this rank its own part of the dataset.
+
+    Failed if it is made for another rank; a warning if each rank reads all; skipped for
+    iterable datasets and unknown samplers.
+    """
+    if not hasattr(loader, "dataset"):
+        found = f"a {type(loader).__name__} has no dataset to split"
+        return failed(found, "pass the DataLoader of the training data")
+    watch = "doctor.watch compares what the ranks are fed"
+    if isinstance(loader.dataset, IterableDataset):
+        found = "an IterableDataset must split itself by rank, which cannot be seen"
+        return skipped(found, watch)
+    sampler = sampler_of(loader)
+    kind = type(sampler).__name__
+    if splits(sampler):
+        made_for = f"{sampler.rank} of {sampler.num_replicas}"
+        here = f"{rank} of {world_size}"
+        if made_for != here:
+            found = f"the {kind} is made for rank {made_for}, this is rank {here}"
+            remedy = "make it after init_process_group(), without num_replicas and rank"
+            return failed(found, remedy)
+        if not getattr(sampler, "shuffle", True):
+            return ok(f"{kind} without shuffling: right for validation only")
+        return ok(f"{kind}, made for this rank; it shuffles")
+    if world_size == 1:
+        return ok(f"{kind}; one rank")
+    if isinstance(loader.dataset, Subset):
+        return ok(f"{kind} over a Subset: compared below")
+    if isinstance(sampler, RandomSampler):
+        found = f"shuffle=True ({kind}): every rank draws from all the data"
+        return warning(found, _SPLIT)
+    if isinstance(sampler, SequentialSampler):
+        found = f"no sampler ({kind}): every rank reads all the data, in the same order"
+        return warning(found, _SPLIT)
+    return skipped(f"a {kind} is unknown here: does it split by rank?", watch)
+
+
+def judge_workers(loader: Any) -> Finding:
+    """Warn if the host's loaders have over two workers per core; else return ok."""
+    workers = int(getattr(loader, "num_workers", 0))
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    processes, cores = int(local) if local.isdecimal() else 1, os.cpu_count() or 1
+    found = f"{processes} x {workers} on {cores} cores"
+    if processes * workers > 2 * cores:
+        return warning(found, f"num_workers={max(1, cores // processes)}")
+    return ok(found)
+
+
+def read_loader(loader: Any) -> dict[str, Any]:
+    """Return the facts that ranks compare: lengths, sampler, subset, random states."""
+    dataset, sampler = getattr(loader, "dataset", None), sampler_of(loader)
+    inner, indices = dataset, getattr(dataset, "indices", ())
+    while isinstance(inner, Subset):
+        inner = inner.dataset
+    transforms = ("transform", "transforms", "augment", "augmentation")
+    return {
+        "batches": _length(loader),
+        "samples": _length(dataset),
+        "splits": splits(sampler),
+        "part": getattr(sampler, "rank", None),
+        "seed": getattr(sampler, "seed", None),
+        "epoch": getattr(sampler, "epoch", None),
+        "subset": digest_of([*indices]) if isinstance(dataset, Subset) else None,
+        "transforms": [n for n in transforms if getattr(inner, n, None) is not None],
+        "streams": digest_of_states(),
+    }
+
+
+def _length(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def judge_batches(of_rank: Facts) -> Finding:
+    """Return failed if ranks' numbers of batches differ; skipped if one is unknown."""
+    counts = {rank: facts["batches"] for rank, facts in of_rank.items()}
+    if None in counts.values():
+        return skipped("the loader has no length")
+    if len(set(counts.values())) > 1:
+        rows = join(f"{count} on rank {rank}" for rank, count in counts.items())
+        remedy = (
+            "else the last step hangs: one dataset, drop_last=True, or model.join()"
+        )
+        return failed(rows, remedy)
+    return ok(f"{next(iter(counts.values()))} on each rank")
+
+
+def judge_parts(of_rank: Facts) -> Found:
+    """Return failed if ranks' samplers do not fit, a warning if they share a Subset.
+
+    [] for one rank, or if neither all samplers split nor all datasets are a Subset.
+    """
+    all_facts = [*of_rank.values()]
+    subsets = [facts["subset"] for facts in all_facts]
+    if len(all_facts) > 1 and all(facts["splits"] for facts in all_facts):
+        return _judge_splits(of_rank)
+    if len(all_facts) == 1 or None in subsets:
+        return []  # judge_sampler has reported on the sampler
+    if len({*subsets}) < len(subsets):
+        return warning("ranks have the same Subset of the data", _SPLIT)
+    return ok("each rank has a Subset of its own")
+
+
+def _judge_splits(of_rank: Facts) -> Finding:
+    parts = [facts["part"] for facts in of_rank.values()]
+    if len({*parts}) < len(parts):
+        found = f"samplers for ranks {join(parts)}: some data is read twice, some never"
+        remedy = "make the sampler after init_process_group(), without rank"
+        return failed(found, remedy)
+    for name, remedy in {
+        "seed": "give all samplers the same seed: each must shuffle alike",
+        "samples": "build the same dataset on all ranks; the sampler splits it",
+        "epoch": "call sampler.set_epoch(epoch) on all ranks alike",
+    }.items():
+        values = [facts[name] for facts in of_rank.values()]
+        if any(value != values[0] for value in values):
+            found = f"the ranks differ in {name} ({join(values)}): parts overlap"
+            return failed(found, remedy)
+    return ok("the ranks' samplers fit together")
+
+
+def judge_random_streams(of_rank: Facts) -> Finding:
+    """Return a warning if all ranks draw alike and the dataset has a transform."""
+    names = sorted({n for facts in of_rank.values() for n in facts["transforms"]})
+    who = f"the dataset has a {join(names)}" if names else ""
+    return judge_streams(of_rank, who)
+
+
+COMPARED = {
+    "batches": judge_batches,
+    "parts": judge_parts,
+    "random streams": judge_random_streams,
+}

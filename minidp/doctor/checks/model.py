@@ -1,0 +1,286 @@
+"""Check devices, replicas, batch norm, unused parameters and seeds of a model."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parallel import DistributedDataParallel
+
+from minidp.attachment import attached_to, straight_on
+from minidp.config import aside
+from minidp.core import find_tensors, reachable_nodes
+from minidp.doctor.findings import Finding, Found, failed, ok, skipped, warning
+from minidp.doctor.words import differing, in_words, join
+from minidp.replica import sum_of_bits
+
+from .ranks import digest_of_states, judge_owners, judge_streams, uuid_of
+
+SMALL_BATCH = 16  # samples per rank below which batch norm's statistics are noisy
+Facts = Mapping[int, Mapping[str, Any]]  # results of `read_model` by rank
+
+
+def synchroniser(model: nn.Module) -> nn.Module | None:
+    """Return ``model`` if it is a DDP wrapper, else what is attached to it, or None."""
+    is_wrapper = isinstance(model, DistributedDataParallel)
+    return model if is_wrapper else attached_to(model)
+
+
+def option(model: nn.Module, name: str, *, default: Any) -> Any:
+    """Return an attribute of the model's `synchroniser`; without one, of ``model``."""
+    wrapper = synchroniser(model)  # None if compiled: that forwards attributes
+    return getattr(model if wrapper is None else wrapper, name, default)
+
+
+def wrapped_module(model: nn.Module) -> nn.Module:
+    """Return the module inside a `DataParallel` or torch's DDP; else ``model``."""
+    if not isinstance(model, DistributedDataParallel):
+        return model
+    module: nn.Module = model.module
+    return module
+
+
+def judge_devices(model: nn.Module, batch: Any) -> Iterator[Finding]:
+    """Check that parameters, module buffers and batch are on one device.
+
+    Failed without any, or for lazy modules; a warning for a GPU that is not
+    LOCAL_RANK's. The batch may be elsewhere if the wrapper has ``device_ids``.
+    """
+    module = wrapped_module(model)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    if any(isinstance(child, LazyModuleMixin) for child in module.modules()):
+        remedy = "run one forward on a batch before wrapping and checking"
+        yield failed("the model has lazy modules: no shapes yet", remedy)
+        return
+    if not tensors:
+        yield failed("the model has no parameters", "is it the right one?")
+        return
+    of_device: dict[torch.device, list[str]] = defaultdict(list)
+    for name, tensor in tensors:
+        of_device[tensor.device].append(name)
+    yield judge_places(of_device)
+    if len(of_device) == 1:
+        (device,) = of_device
+        yield from judge_own_gpu(device)
+        elsewhere = {str(t.device) for t in find_tensors(batch) if t.device != device}
+        if elsewhere and not option(model, "device_ids", default=None):
+            found = f"the batch is on {join(elsewhere)}, the model on {device}"
+            remedy = f"batch.to({str(device)!r}), or wrap with device_ids=[LOCAL_RANK]"
+            yield failed(found, remedy)
+
+
+def judge_places(of_device: Mapping[torch.device, list[str]]) -> Finding:
+    """Return failed for tensors on meta, or CPU and GPU; a warning for two GPUs."""
+    places = (
+        f"{len(names)} on {device}" + f" ({join(names, 4)})" * (len(of_device) > 1)
+        for device, names in of_device.items()
+    )
+    found = f"parameters and module buffers: {'; '.join(places)}"
+    kinds = {device.type for device in of_device}
+    if "meta" in kinds:
+        remedy = (
+            "tensors on meta have no values: module.to_empty(device=...), then load"
+        )
+        return failed(found, remedy)
+    if len(kinds) > 1:
+        remedy = (
+            "model.to(device); tensors made in __init__ belong in register_buffer()"
+        )
+        return failed(found, remedy)
+    if len(of_device) > 1:
+        remedy = "meant as a model-parallel replica? then leave device_ids out"
+        return warning(found, remedy)
+    return ok(found)
+
+
+def judge_own_gpu(device: torch.device) -> Iterator[Finding]:
+    """Yield a warning if the model is on a GPU other than LOCAL_RANK's."""
+    rank, count = os.environ.get("LOCAL_RANK", ""), torch.cuda.device_count()
+    is_gpu = device.type == "cuda" and count > 1 and rank.isdecimal()
+    if is_gpu and device.index != int(rank):
+        found = f"LOCAL_RANK is {rank}, but the model is on {device}"
+        remedy = "torch.cuda.set_device(LOCAL_RANK) first, then model.to('cuda')"
+        yield warning(found, remedy)
+
+
+def judge_batch_norm(module: nn.Module, batch: Any, world_size: int) -> Finding:
+    """Return a warning if BatchNorm trains on fewer than 16 samples per rank.
+
+    SyncBatchNorm and a single rank are ok; skipped if the batch size is unknown.
+    """
+    synced = [m for m in module.modules() if isinstance(m, nn.SyncBatchNorm)]
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training]
+    num_layers = len({*norms} - {*synced})
+    if not num_layers:
+        return ok("synchronised" if synced else "none in training mode")
+    samples = next((len(t) for t in find_tensors(batch) if t.dim() > 0), None)
+    found = f"BatchNorm layers: {num_layers}; samples per rank: {samples}"
+    if world_size == 1:
+        return ok(f"{found}; one rank")
+    if samples is None:
+        return skipped(found, "pass a batch, so that its size is known")
+    if samples < SMALL_BATCH:
+        remedy = (
+            f"each normalises over {samples} samples, not {samples * world_size}, and "
+            f"with fewer than {SMALL_BATCH} statistics are noisy: model = "
+            "minidp.SyncBatchNorm.convert_sync_batchnorm(model) before wrapping"
+        )
+        return warning(found, remedy)
+    return ok(found)
+
+
+def check_unused(model: nn.Module, batch: Any) -> Finding:
+    """Run one forward; check ``find_unused_parameters`` by what its graph reaches.
+
+    Unused without the option: failed (a warning if not wrapped). Set without need: a
+    warning. Skipped without a batch; failed if the forward raises.
+    """
+    if batch is None:
+        return skipped("needs a forward", "pass a batch to check_model")
+    module = wrapped_module(model)
+    try:
+        with _as_it_was(module), straight_on(module), torch.enable_grad():
+            if isinstance(batch, dict):
+                outputs = module(**batch)
+            else:
+                is_many = isinstance(batch, tuple | list)
+                outputs = module(*batch) if is_many else module(batch)
+            reached = reachable_nodes(outputs)
+    except Exception as error:
+        remedy = "batch is what the model is called with: a tensor, a tuple or a dict"
+        return failed(f"the forward raised {in_words(error)}", remedy)
+    if not reached:
+        return skipped("no tensor with a gradient found in what forward returns")
+    params = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+    with torch.enable_grad():
+        unused = [n for n, p in params if get_gradient_edge(p).node not in reached]
+    is_set = option(model, "find_unused_parameters", default=False)
+    if unused and not is_set:
+        remedy = (
+            "the second step will raise: freeze or remove them, or wrap with "
+            f"find_unused_parameters=True{aside(find_unused_parameters=True)}"
+        )
+        found = f"{join(unused, 4)} of {len(params)} take no part in the outputs"
+        return (warning if synchroniser(model) is None else failed)(found, remedy)
+    if is_set and not unused:
+        remedy = "leave it out if no batch needs it (doctor.watch looks at many): slow"
+        found = "find_unused_parameters is set, but this batch uses every parameter"
+        return warning(found, remedy)
+    if is_set:
+        return ok(f"{join(unused, 4)} take no part: find_unused_parameters is needed")
+    return ok(f"none of {len(params)} in this batch")
+
+
+@contextmanager
+def _as_it_was(module: nn.Module) -> Iterator[None]:
+    """Restore random streams, buffers at exit; SyncBatchNorm is in eval mode inside."""
+    modules = [*module.modules()]
+    synced = [m for m in modules if isinstance(m, nn.SyncBatchNorm) and m.training]
+    buffers = [
+        (child._buffers, name, value, value.detach().clone())
+        for child in modules
+        for name, value in child._buffers.items()
+        if value is not None
+    ]
+    old_random, old_numpy = random.getstate(), np.random.get_state()
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    try:
+        for layer in synced:
+            layer.training = False
+        with torch.random.fork_rng(devices=range(num_gpus)):
+            yield
+    finally:
+        random.setstate(old_random)
+        np.random.set_state(old_numpy)
+        for layer in synced:
+            layer.training = True
+        for owner, name, value, copy in buffers:
+            owner[name] = value
+            # A copy that changes nothing would still count as a change for autograd.
+            if not value.is_meta and not torch.equal(value, copy):
+                value.data.copy_(copy)
+
+
+def read_model(model: nn.Module) -> dict[str, Any]:
+    """Return facts for ranks to compare; "unreadable": why parameters are missing."""
+    module = wrapped_module(model)
+    drops = [n for n, m in module.named_modules() if isinstance(m, _DropoutNd) and m.p]
+    facts: dict[str, Any] = {
+        "is_wrapped": synchroniser(model) is not None,
+        "dropouts": drops,
+        "streams": digest_of_states(),
+        "host": socket.gethostname(),
+        "gpu": "",
+        "unreadable": "",
+    }
+    try:
+        ignored = option(model, "parameters_to_ignore", default=())
+        params = {n: p for n, p in module.named_parameters() if n not in ignored}
+        facts["shapes"] = {
+            name: f"{tuple(p.shape)}, {p.dtype}, trainable: {p.requires_grad}"
+            for name, p in params.items()
+        }
+        facts["sums"] = {name: int(sum_of_bits(p)) for name, p in params.items()}
+        device = next((p.device for p in params.values()), torch.device("cpu"))
+        facts["gpu"] = uuid_of(device) if device.type == "cuda" else ""
+    except Exception as error:  # the check of devices reports the cause
+        facts["unreadable"] = in_words(error)
+    return facts
+
+
+def judge_replicas(of_rank: Facts) -> Finding:
+    """Return failed if parameters differ by rank or, once all are wrapped, values.
+
+    Different values before wrapping are ok: wrapping broadcasts rank 0's values.
+    """
+    first, model = min(of_rank), of_rank[min(of_rank)]
+    for rank, facts in of_rank.items():
+        if facts["unreadable"]:
+            return skipped(f"cannot be read on rank {rank}: {facts['unreadable']}")
+    for rank, facts in of_rank.items():
+        if names := differing([model["shapes"], facts["shapes"]]):
+            found = f"rank {rank} has other parameters than rank {first}: {join(names)}"
+            return failed(found, "build the same model on all ranks, in the same order")
+    odd_values = {r: differing([model["sums"], f["sums"]]) for r, f in of_rank.items()}
+    rank = next((rank for rank, names in odd_values.items() if names), first)
+    if rank == first:
+        return ok("the same values on all ranks")
+    odd = join(odd_values[rank])
+    found = f"rank {rank} has other values than rank {first} in {odd}"
+    if not all(facts["is_wrapped"] for facts in of_rank.values()):
+        return ok(f"{found}; wrapping brings rank 0's values to all (init_sync)")
+    remedy = (
+        "with init_sync=False seed all ranks alike before the model is made, or load "
+        "the same checkpoint; after wrapping, change parameters on all ranks alike"
+    )
+    return failed(found, remedy)
+
+
+def judge_random_streams(of_rank: Facts) -> Finding:
+    """Return a warning if all ranks draw alike and the model has dropout."""
+    drops = sorted({name for facts in of_rank.values() for name in facts["dropouts"]})
+    return judge_streams(of_rank, f"dropout ({join(drops, 3)}) runs" if drops else "")
+
+
+def judge_gpus(of_rank: Facts) -> Found:
+    """Return what `judge_owners` finds if a rank's model is on a GPU; else []."""
+    return judge_owners(of_rank) if any(f["gpu"] for f in of_rank.values()) else []
+
+
+COMPARED = {
+    "replicas": judge_replicas,
+    "random streams": judge_random_streams,
+    "one GPU each": judge_gpus,
+}

@@ -1,0 +1,146 @@
+"""Check the store's address and port, and the interfaces of Gloo and NCCL."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from minidp.doctor.findings import Finding, failed, ok, warning
+from minidp.doctor.words import join
+
+from .environment import Launch, is_loopback
+
+_RETRY_SECONDS = 0.2
+
+
+def check_port(launch: Launch, seconds: float) -> Finding:
+    """Check that this process reaches the store's port; retry for ``seconds``.
+
+    Rank 0, unless torchrun serves the store, checks instead that the port is free (else
+    failed) and that MASTER_ADDR is an address of this host (else a warning).
+    """
+    place, text = (launch.address, launch.port), f"{launch.address}:{launch.port}"
+    try:
+        resolved = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
+    except OSError as error:
+        found = f"MASTER_ADDR={launch.address} cannot be looked up ({error})"
+        return failed(found, "set the address as a number, or mend /etc/hosts")
+    if launch.rank == 0 and not launch.is_agents:
+        return _check_own_port(text, resolved[0][4], resolved[0][0])
+    found, deadline = f"{text} ({resolved[0][4][0]})", time.monotonic() + seconds
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection(place, max(0.1, left)).close()
+            return ok(f"{found} answers")
+        except TimeoutError:
+            remedy = "a firewall, or the wrong network: is the address that of rank 0?"
+            return failed(f"{found}: no answer within {seconds:g} s", remedy)
+        except OSError as error:
+            if left <= 0 or not isinstance(error, ConnectionRefusedError):
+                why = os.strerror(error.errno or 0).lower()
+                remedy = "is rank 0 running, with the same MASTER_ADDR and MASTER_PORT?"
+                return failed(f"{found}: {why}", remedy)
+        time.sleep(_RETRY_SECONDS)
+
+
+def _check_own_port(text: str, address: Any, family: int) -> Finding:
+    host, port, *scope = address
+    try:
+        socket.create_server(("", port)).close()
+        socket.create_server((host, 0, *scope), family=family).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            remedy = f"end who holds it (ss -ltnp 'sport = :{port}'), or take another"
+            return failed(f"port {port} is in use", remedy)
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        here = join(filter(None, read_interfaces()[0].values()))
+        return warning(
+            f"MASTER_ADDR={text} is no address of this host, which has {here}",
+            "rank 0 keeps the store: set its host's address on all ranks, unless the "
+            "network translates this one",
+        )
+    return ok(f"{text}: port {port} is free for rank 0")
+
+
+def judge_interfaces(
+    env: Mapping[str, str],
+    addresses: Mapping[str, str],
+    host_address: str,
+    *,
+    several_hosts: bool,
+    has_gpus: bool,
+) -> Iterator[Finding]:
+    """Check that Gloo's interface exists and reaches other hosts; with GPUs NCCL's.
+
+    ``addresses`` and ``host_address`` are what `read_interfaces` returns.
+    """
+    here = f"this host has {join(addresses)}"
+    wanted = env.get("GLOO_SOCKET_IFNAME", "")
+    of_host = next((n for n, a in addresses.items() if a == host_address), "")
+    lacking = [n for n in wanted.split(",") if n and n not in addresses]
+    if wanted:
+        name, why = wanted.split(",")[0], "from GLOO_SOCKET_IFNAME"
+    elif of_host:
+        name, why = of_host, "that of the host's own name"
+    else:
+        name, why = "lo", "the host's own name leads to no interface"
+    address = addresses.get(name, "")
+    found = f"Gloo uses {name}{f' ({address})' if address else ''}, {why}"
+    if lacking:
+        found = f"GLOO_SOCKET_IFNAME={wanted}: no interface {join(lacking)}"
+        yield failed(found, f"{here}; or unset it")
+    elif several_hosts and (name == "lo" or is_loopback(address)):
+        yield failed(
+            found, f"other hosts cannot reach it: set GLOO_SOCKET_IFNAME; {here}"
+        )
+    else:
+        yield ok(found)
+    if has_gpus:
+        pattern = env.get("NCCL_SOCKET_IFNAME", "")
+        chosen = nccl_interfaces(pattern, list(addresses))
+        why = f"NCCL_SOCKET_IFNAME={pattern}" if pattern else "not set"
+        found = f"NCCL may use {join(chosen) or 'no interface'} ({why})"
+        is_bad = not chosen or (several_hosts and chosen == ["lo"])
+        yield failed(found, f"{here}: set NCCL_SOCKET_IFNAME") if is_bad else ok(found)
+
+
+def nccl_interfaces(pattern: str, names: list[str]) -> list[str]:
+    """Return the ``names`` of interfaces that NCCL_SOCKET_IFNAME allows.
+
+    A pattern is prefixes with commas between; ``=`` in front: whole names; ``^``: all
+    but these. Empty: all but lo and docker, unless there is nothing else.
+    """
+    if not pattern:
+        outside = [n for n in names if not n.startswith(("lo", "docker"))]
+        return outside or names
+    wanted = pattern.removeprefix("^")
+    parts = tuple(part for part in wanted.removeprefix("=").split(",") if part)
+    is_exact, is_negative = wanted.startswith("="), pattern.startswith("^")
+    return [
+        name
+        for name in names
+        if (name in parts if is_exact else name.startswith(parts)) != is_negative
+    ]
+
+
+def read_interfaces() -> tuple[dict[str, str], str]:
+    """Return each interface's IPv4 address, and that of the host's name; "": none."""
+    addresses = dict.fromkeys((name for _, name in socket.if_nameindex()), "")
+    get_address = 0x8915  # SIOCGIFADDR
+    for name in addresses:
+        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as ask:
+            request = struct.pack("256s", name.encode()[:15])
+            reply = fcntl.ioctl(ask.fileno(), get_address, request)
+            addresses[name] = socket.inet_ntoa(reply[20:24])
+    with contextlib.suppress(OSError):
+        return addresses, socket.gethostbyname(socket.gethostname())
+    return addresses, ""

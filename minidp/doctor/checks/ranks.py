@@ -1,0 +1,192 @@
+"""Compare facts between ranks: world size, software, settings, GPUs, clocks.
+
+Facts are a dict per rank, gathered by a `Meeting`; a rank with another version of
+minidp may lack some.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import random
+import socket
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from minidp._version import __version__
+from minidp.doctor.findings import Finding, failed, named, ok, skipped, warning
+from minidp.doctor.words import differing, join, of_ranks
+
+from .variables import judge_equal_variables, relevant
+
+PACKAGE = Path(__file__).parents[2]  # minidp/
+Facts = Mapping[str, Any]  # of one rank
+# Coarse bounds, so that all ranks and runs report the same.
+_SKEWS = {0.01: "10 ms", 0.1: "0.1 s", 1.0: "1 s"}
+
+
+def read_facts(
+    env: Mapping[str, str], world_size: int, local_rank: int | None
+) -> Facts:
+    """Return this process's host, GPU's UUID, world size, versions and variables."""
+    index = index_of_gpu(local_rank)
+    return {
+        "host": socket.gethostname(),
+        "world_size": world_size,
+        "gpu": "" if index is None else uuid_of(torch.device("cuda", index)),
+        "versions": read_versions(),
+        "variables": relevant(env),
+    }
+
+
+def read_versions() -> dict[str, str]:
+    """Return versions of Python, torch, numpy, CUDA, NCCL, minidp (and its sources)."""
+    digest = hashlib.sha256()  # two checkouts of one version may differ
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
+    versions = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "minidp": f"{__version__} (sources {digest.hexdigest()[:8]})",
+    }
+    if torch.cuda.is_available():
+        versions["cuda"] = str(torch.version.cuda)
+        nccl: Any = torch.cuda.nccl
+        versions["nccl"] = ".".join(map(str, nccl.version()))
+    return versions
+
+
+def index_of_gpu(local_rank: int | None) -> int | None:
+    """Return 0 if one GPU is visible, else the local rank, or None if it has no GPU."""
+    count = torch.cuda.device_count()
+    # A process that sees one GPU has no choice; else the local rank is its number.
+    index = 0 if count == 1 else local_rank
+    return index if index is not None and index < count else None
+
+
+def uuid_of(device: torch.device) -> str:
+    """Return a GPU's UUID, the same in every process of the host."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return str(properties.uuid)
+
+
+def judge_facts(of_rank: Mapping[int, Facts], rank: int, claims: int) -> list[Finding]:
+    """Judge ranks, versions, variables, GPUs; ``claims``: how many are ``rank``."""
+    return [
+        *named("ranks", judge_ranks(of_rank.values(), rank, claims)),
+        *named("versions", judge_versions(of_rank)),
+        *named("same variables", judge_equal_variables(of_rank)),
+        *named("one GPU each", judge_owners(of_rank)),
+    ]
+
+
+def judge_ranks(facts: Collection[Facts], rank: int, claims: int) -> Iterator[Finding]:
+    """Yield failed for different WORLD_SIZEs, a warning for missing ranks, or ok.
+
+    Then failed if ``claims``, the number of processes that are ``rank``, exceeds 1.
+    """
+    sizes = {each["world_size"] for each in facts}
+    hosts = {each["host"] for each in facts}
+    found = f"{len(facts)} of {max(sizes)} came, on {len(hosts)} host(s)"
+    if len(sizes) > 1:
+        found = f"WORLD_SIZE is {join(sorted(sizes))} on different ranks"
+        yield failed(found, "start all ranks with the same WORLD_SIZE")
+    elif len(facts) < max(sizes):
+        yield warning(found, "what follows is of these only")
+    else:
+        yield ok(found)
+    if claims > 1:
+        found = f"{claims} processes say that they are rank {rank}"
+        yield failed(found, "give every process a RANK of its own")
+
+
+def judge_versions(of_rank: Mapping[int, Facts]) -> list[Finding]:
+    """Return failed per version that differs; a warning for numpy, Python's patch."""
+    remedy = "install the same everywhere: one image, or one lock file"
+    findings = []
+    versions = {rank: facts.get("versions", {}) for rank, facts in of_rank.items()}
+    for name in sorted(differing(versions.values())):
+        ranks_of: dict[str, list[int]] = defaultdict(list)
+        for rank, each in versions.items():
+            ranks_of[each.get(name, "missing")].append(rank)
+        places = (f"{v} on {of_ranks(r)}" for v, r in ranks_of.items())
+        found = f"{name} {', '.join(places)}"
+        releases = {version.rpartition(".")[0] for version in ranks_of}
+        if name == "numpy" or (name == "python" and len(releases) == 1):
+            found += ": gradients do not depend on it, but random and pickled data may"
+            findings.append(warning(found, remedy))
+        else:
+            findings.append(failed(found, remedy))
+    same = (f"{name} {v}" for name, v in next(iter(versions.values())).items())
+    return findings or [ok(join(same) or "no rank said any")]
+
+
+def judge_owners(of_rank: Mapping[int, Facts]) -> Finding:
+    """Return failed if ranks share a GPU, or only some have one; skipped if none."""
+    ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, facts in of_rank.items():
+        ranks_of[facts["host"], facts.get("gpu", "")].append(rank)
+    owners = {key: ranks for key, ranks in ranks_of.items() if key[1]}
+    if not owners:
+        return skipped("no rank sees a GPU")
+    shared = [of_ranks(ranks) for ranks in owners.values() if len(ranks) > 1]
+    if shared:
+        remedy = "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before all else"
+        return failed(f"{join(shared)} use the same GPU", remedy)
+    lacking = [rank for rank, facts in of_rank.items() if not facts.get("gpu")]
+    if lacking:
+        found = f"no GPU on {of_ranks(lacking)}, but on the others"
+        return failed(found, "start one process for each GPU")
+    return ok("every process has its own")
+
+
+def judge_clocks(offsets: Sequence[float]) -> Finding:
+    """Return a warning if clocks (seconds ahead of rank 0) differ by more than 1 s."""
+    skew = max(offsets) - min(offsets)
+    bound = next((text for limit, text in _SKEWS.items() if skew <= limit), "")
+    if bound:
+        return ok(f"within {bound}")
+    rank = max(range(len(offsets)), key=lambda rank: abs(offsets[rank]))
+    remedy = "logs of ranks cannot be compared: switch on NTP (chrony) on all hosts"
+    return warning(f"rank {rank} is {offsets[rank]:+.1f} s off rank 0", remedy)
+
+
+def digest_of_states() -> dict[str, str]:
+    """Return library -> digest of its random generator's state (CUDA's if in use)."""
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state().tolist(),
+        "random": random.getstate(),
+        "numpy": np.random.get_state(),
+    }
+    if torch.cuda.is_initialized():
+        states["torch.cuda"] = torch.cuda.get_rng_state().tolist()
+    return {name: digest_of(state) for name, state in states.items()}
+
+
+def digest_of(value: Any) -> str:
+    """Return a digest (16 hex digits) of a value's ``repr``."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def judge_streams(of_rank: Mapping[int, Mapping[str, Any]], who: str) -> Finding:
+    """Return a warning if all ranks share a generator's state, and ``who`` draws.
+
+    ``who``: what draws random numbers, as the subject of a sentence; "": nothing seen.
+    """
+    first, *others = [facts["streams"] for facts in of_rank.values()]
+    if not others:
+        return ok("one rank: nothing to compare")
+    names = (n for n in sorted(first) if all(s.get(n) == first[n] for s in others))
+    same = ", ".join(names)
+    if not same:
+        return ok("each rank draws numbers of its own")
+    if not who:
+        return ok(f"equal on all ranks ({same}); nothing seen uses it")
+    remedy = "after the model is made: torch.manual_seed(seed + rank); so random, numpy"
+    return warning(f"{who}, and all ranks draw the same numbers ({same})", remedy)

@@ -1,0 +1,163 @@
+"""Judge what the ranks' training logs show (``doctor.watch``)."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from minidp.doctor.findings import Finding, failed, ok, skipped, warning
+from minidp.doctor.words import differing, join, of_ranks
+
+Logs = Mapping[int, Mapping[str, Any]]  # the facts of each rank's `TrainingLog`
+_NOT_WRAPPED = skipped("the model is not wrapped", "watch the wrapped model")
+
+
+def judge_epochs(logs: Logs) -> Finding:
+    """Return a warning if a rank began two epochs in a row with the same number."""
+    first = logs[min(logs)]
+    if not first["sees_epochs"]:
+        return skipped("no loader whose epochs can be seen", "watch(model, loader)")
+    if not first["shuffles"]:
+        return ok("not needed: no sampler that shuffles by epoch")
+    count = len(first["epochs"])
+    if count < 2:
+        return skipped(f"{count} epoch seen, and it takes two", "watch two epochs")
+    epochs = [log["epochs"] for log in logs.values()]
+    if any(a == b for each in epochs for a, b in pairwise(each)):
+        epoch = first["epochs"][0]
+        found = f"several epochs were asked for as epoch {epoch}, in the same order"
+        remedy = "call loader.sampler.set_epoch(epoch) at the beginning of each epoch"
+        return warning(found, remedy)
+    return ok(f"called: {count} epochs, each its own order")
+
+
+def judge_same_batches(logs: Logs) -> Finding:
+    """Return failed if several ranks were fed the same first batches."""
+    fed = {rank: tuple(log["batches"]) for rank, log in logs.items()}
+    if not all(fed.values()):
+        return skipped("not every rank had a training step with tensors")
+    usual, count = Counter(fed.values()).most_common(1)[0]
+    if count == 1:
+        return ok("each rank is fed its own")
+    ranks = [rank for rank, batches in fed.items() if batches == usual]
+    remedy = "DistributedSampler(dataset); an IterableDataset must skip others' samples"
+    found = f"{of_ranks(ranks)} were fed the same {len(usual)} first batches"
+    return failed(found, remedy)
+
+
+def judge_same_gradients(logs: Logs) -> Finding:
+    """Return failed if ranks stepped with different gradients (first steps only)."""
+    if not all(log["is_wrapped"] for log in logs.values()):
+        return _NOT_WRAPPED
+    steps = [*zip(*(log["gradients"] for log in logs.values()), strict=False)]
+    if not steps:
+        return skipped("no synchronised optimizer step seen on some rank")
+    odd = sorted({name for step in steps for name in differing(step)})
+    if odd:
+        remedy = (
+            "call the wrapper and not model.module; one backward for each forward; no "
+            "step after no_sync() alone; same optimizer and clipping on all ranks"
+        )
+        return failed(f"ranks step with different gradients of {join(odd, 4)}", remedy)
+    return ok(f"the same on all ranks in {len(steps)} steps that were compared")
+
+
+def judge_same_replicas(logs: Logs) -> Finding:
+    """Return failed if ranks' parameters differed when the block began or ended.
+
+    At the end only a warning if optimizers stepped in ``no_sync()``: maybe local SGD.
+    """
+    if not all(log["is_wrapped"] and len(log["values"]) == 2 for log in logs.values()):
+        return _NOT_WRAPPED
+    at_begin, at_end = (
+        differing(log["values"][k] for log in logs.values()) for k in (0, 1)
+    )
+    if at_begin:
+        remedy = (
+            "load a checkpoint on all ranks, or on rank 0 before wrapping; after "
+            "wrapping change parameters on all ranks alike"
+        )
+        found = f"ranks began with different values of {join(at_begin, 4)}"
+        return failed(found, remedy)
+    if not at_end:
+        return ok("the same values on all ranks, before and after")
+    found = f"equal before, but then ranks hold different values of {join(at_end, 4)}"
+    steps = max(log["local_steps"] for log in logs.values())
+    if steps:
+        remedy = (
+            f"optimizers stepped inside no_sync() ({steps} times): take the step, and "
+            "the backward before it, out of that block; or, if this is local SGD, "
+            "average the parameters at the end"
+        )
+        return warning(found, remedy)
+    remedy = (
+        "look for what changes parameters on some ranks only: load_state_dict, updates "
+        "by hand, random numbers, unsynced='ignore'"
+    )
+    return failed(found, remedy)
+
+
+def judge_accumulation(logs: Logs) -> Finding:
+    """Return a warning if the median step follows several synchronised backwards."""
+    seen = [count for count in logs[min(logs)]["backwards"] if count]
+    if not seen:
+        return skipped("no synchronised backward before an optimizer step seen")
+    usual = statistics.median_low(seen)
+    if usual > 1:
+        remedy = "all forwards and backwards but the last belong inside model.no_sync()"
+        found = f"{usual} synchronised backwards for each optimizer step"
+        return warning(found, remedy)
+    return ok(f"one synchronised backward for each of {len(seen)} steps")
+
+
+def judge_find_unused(logs: Logs) -> Finding:
+    """Return a warning if ``find_unused_parameters`` is set, but nothing was unused."""
+    if not logs[min(logs)]["finds_unused"]:
+        return ok("not set")
+    steps = min(len(log["backwards"]) for log in logs.values())
+    if not steps:
+        return skipped("set; no optimizer step seen")
+    unused = sorted({name for log in logs.values() for name in log["unused"]})
+    if unused:
+        return ok(f"needed: {join(unused, 4)} got no gradient in some step")
+    found = f"set, but every parameter got a gradient on every rank in {steps} steps"
+    remedy = "leave it out: torch's DDP searches the whole graph in each forward for it"
+    return warning(found, remedy)
+
+
+def judge_saving(logs: Logs) -> Finding:
+    """Return failed if two ranks of a host gave ``torch.save`` the same path."""
+    writers = Counter(
+        (log["host"], path) for log in logs.values() for path in {*log["saved"]}
+    )
+    twice = [path for (_, path), count in writers.items() if count > 1]
+    if twice:
+        remedy = "torch.save on rank 0 only, then dist.barrier() before others read it"
+        return failed(f"several ranks wrote {join(twice, 2)}", remedy)
+    return ok("no file was written by two ranks")
+
+
+def judge_printing(logs: Logs) -> Finding:
+    """Return a warning if another rank printed no fewer lines than the first one."""
+    (first, usual), *others = [(rank, log["lines"]) for rank, log in logs.items()]
+    noisy = [rank for rank, count in others if count and count >= usual]
+    if noisy:
+        found = f"{of_ranks(noisy)}: as many lines as on rank {first} ({usual})"
+        remedy = "if dist.get_rank() == 0: print(...); average what you log over ranks"
+        return warning(found, remedy)
+    return ok("on one rank" if usual else "nothing")
+
+
+COMPARED = {
+    "set_epoch": judge_epochs,
+    "batches": judge_same_batches,
+    "gradients": judge_same_gradients,
+    "replicas": judge_same_replicas,
+    "accumulation": judge_accumulation,
+    "find_unused": judge_find_unused,
+    "saving": judge_saving,
+    "printing": judge_printing,
+}

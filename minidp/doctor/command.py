@@ -1,0 +1,344 @@
+"""Run the checks of the command ``minidp doctor`` in order, with a time limit each.
+
+alone          environment, port, variables, interfaces, backends, machine
+meet           ranks find each other through the store; who is missing is named
+compare        versions, settings, GPUs: facts by way of the store
+communicate    clocks, all-reduce, gradients, on groups with a short timeout; if a rank
+               has died or failed, the others leave out what comes after
+report         the lowest rank that came prints what all ranks found
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minidp.console import positive_seconds, say
+
+from .checks import collectives, environment, network, ranks, variables
+from .findings import Check, Finding, Report, Status, failed, merge, named, ok, skipped
+from .meeting import Meeting, absence
+from .timebox import GRACE_SECONDS, Runner
+
+_stores: Any = dist  # the type stubs do not export the stores
+CPU = torch.device("cpu")
+
+DESCRIPTION = """\
+Checks the machine and the job: environment variables, ports, network interfaces,
+backends, GPUs, shared memory; under torchrun also versions, clocks, all-reduce
+(numbers and bandwidth), and whether a probe model gets the same gradients on all
+ranks. No check hangs.
+
+  torchrun --nproc-per-node 2 -m minidp.doctor      a job
+  python -m minidp.doctor                           this process alone
+"""
+EPILOG = """\
+exit status: 0 if nothing failed (there may be warnings), 1 if something failed,
+2 for wrong arguments, 130 after Ctrl-C, which prints what was found until then.
+
+In a script: minidp.doctor.check_model(model, batch), check_loader(loader), and
+with minidp.doctor.watch(model, loader).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Set the description and epilog of ``parser``; add --json, --timeout, --wait."""
+    parser.description, parser.epilog = DESCRIPTION, EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--json", action="store_true", help="print JSON instead of the table")
+    for name, default, text in (
+        ("--timeout", 20.0, "limit of each check (default: %(default)g)"),
+        ("--wait", 30.0, "limit of waiting for all ranks (default: %(default)g)"),
+    ):
+        add(name, type=positive_seconds, default=default, metavar="SECONDS", help=text)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run all checks, print the report, return the exit status (130 after Ctrl-C).
+
+    The lowest rank that came prints for all, a rank without a store for itself. A rank
+    with status 1 waits for that: torchrun ends all ranks when one exits so. If a check
+    still hangs or a group is unusable, end this process here by ``os._exit``.
+    """
+    examination = Examination(os.environ, options.timeout, options.wait)
+    code = 0
+    try:
+        report = examination.run()
+    except KeyboardInterrupt:
+        # Ctrl-C reaches every rank, and torchrun passes it on to each once more.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        report, code = examination.interrupt(), 128 + signal.SIGINT
+    # If another rank prints, the exit status is that of the own findings.
+    code = code or (report or examination.own_report()).exit_code
+    if report is not None:
+        print_report(report, as_json=options.json)
+    if report is not None or code == 1:
+        examination.end(is_printed=report is not None)
+    if examination.runner.is_stuck:
+        os._exit(code)
+    return code
+
+
+def print_report(report: Report, *, as_json: bool = False) -> None:
+    """Print a report, as a table or JSON, in one write: other ranks may print, too."""
+    width = min(shutil.get_terminal_size().columns, 100)  # 80 without a terminal
+    say(json.dumps(report.as_json(), indent=2) if as_json else report.table(width))
+
+
+class Examination:
+    """Hold the state of one ``minidp doctor`` in this process; `run` executes it.
+
+    ``seconds`` limits each check, ``wait`` the time until all ranks have come.
+    """
+
+    def __init__(self, env: Mapping[str, str], seconds: float, wait: float) -> None:
+        self.runner = Runner(seconds)
+        self._env = env
+        self._wait = wait
+        self._launch: environment.Launch | None = None
+        self._meeting: Meeting | None = None  # once ranks have exchanged their facts
+        self._present: tuple[int, ...] = ()  # ranks that joined in time
+        self._is_over = False  # no rank communicates any more
+
+    def run(self) -> Report | None:
+        """Run all checks; return the merged report on the lowest rank that came.
+
+        None on other ranks. Without a job, or a store that answers, own findings alone.
+        """
+        runner, is_reachable = self.runner, self._alone()
+        launch = self._launch
+        if launch is not None:
+            store: list[Any] = []
+            if is_reachable:
+                wait = self._wait + runner.seconds
+                runner.run("rendezvous", lambda: self._meet(launch, store), wait)
+            if not store:
+                found = "left out: clocks, all-reduce, gradients"
+                runner.add("communication", skipped(found))
+            elif launch.world_size == 1:
+                found = "one rank: no clocks to compare, nothing travels"
+                runner.add("communication", skipped(found))
+            else:
+                self._communicate(launch, store[0])
+        return self._report()
+
+    def interrupt(self) -> Report | None:
+        """Add a finding on Ctrl-C; tell other ranks; return the report (see `run`)."""
+        found = f"Ctrl-C during: {self.runner.current}; what comes after is left out"
+        self.runner.add("interrupted", skipped(found))
+        self._leave("was interrupted (Ctrl-C)")
+        return self._report()
+
+    def end(self, *, is_printed: bool) -> None:
+        """Tell other ranks that the report is printed, or wait (limited) until it is.
+
+        For ranks about to fail: torchrun then ends the job. Nothing if ranks never met.
+        """
+        meeting, first = self._meeting, self._present[:1]
+        if meeting is not None and is_printed:
+            self.runner.attempt(lambda: meeting.post("printed", "yes"))
+        elif meeting is not None:
+            wait = partial(meeting.gather, "printed", "yes", first, is_last=True)
+            self.runner.attempt(wait, meeting.seconds)
+
+    def own_report(self) -> Report:
+        """Return a report of this rank's findings so far, without communication."""
+        launch = self._launch
+        if launch is None:
+            return merge("minidp doctor", {0: self.runner.findings}, 1)
+        of_rank = {launch.rank: self.runner.findings}
+        return merge(f"minidp doctor: rank {launch.rank}", of_rank, launch.world_size)
+
+    def _alone(self) -> bool:
+        """Run this process's own checks; return whether the store can be reached.
+
+        Set `_launch` if the environment describes a job; else return False.
+        """
+        env, runner, run = self._env, self.runner, self.runner.run
+        run("environment", lambda: environment.judge_launch(env))
+        status, is_reachable = runner.findings[-1].status, False
+        here, several = 1, False
+        if status in (Status.OK, Status.WARNING):
+            self._launch = launch = environment.read_launch(env)
+            here = launch.local_world_size or launch.world_size
+            several = launch.has_several_hosts
+            wait = self._wait  # until rank 0 listens
+            if launch.world_size > 1:
+                # It may take longer than ranks wait for each other later on.
+                run("imports", _import_ahead, wait + runner.seconds)
+            check = partial(network.check_port, launch, wait)
+            run("master port", check, wait + GRACE_SECONDS)
+            is_reachable = runner.findings[-1].status is not Status.FAILED
+        has_gpus = torch.cuda.is_available()
+        run("variables", lambda: variables.judge_variables(env))
+        judge = network.judge_interfaces
+        interfaces = partial(judge, env, several_hosts=several, has_gpus=has_gpus)
+        run("interfaces", lambda: interfaces(*network.read_interfaces()))
+        run("backends", lambda: collectives.judge_backends(has_gpus=has_gpus))
+        run("gloo", _open_gloo)
+        run("GPUs", lambda: environment.judge_gpus(env, here))
+        run("threads", lambda: environment.judge_threads(here))
+        run("shared memory", environment.judge_shared_memory)
+        if status is Status.FAILED:
+            runner.add("other ranks", skipped("left out: the environment is wrong"))
+        if status is Status.SKIPPED:
+            found = "none to compare with: clocks, versions, all-reduce, gradients"
+            runner.add("other ranks", skipped(found, environment.TORCHRUN))
+        return is_reachable
+
+    def _meet(self, launch: environment.Launch, stores: list[Any]) -> Iterator[Finding]:
+        """Connect to the store, exchange facts with all ranks; yield what they show.
+
+        Append the store to ``stores`` if all ranks came, one process each, with one
+        WORLD_SIZE. Ranks that are absent after `_wait` seconds are a failed finding.
+        """
+        store = _stores.TCPStore(
+            launch.address,
+            launch.port,
+            is_master=launch.rank == 0 and not launch.is_agents,
+            timeout=timedelta(seconds=self.runner.seconds),
+            wait_for_workers=False,
+        )
+        run = self._env.get("TORCHELASTIC_RUN_ID", "")
+        attempt = self._env.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = partial(_stores.PrefixStore, f"minidp/doctor/{run}/{attempt}")
+        # Clone the connection: it serves one call at a time, and groups block in it.
+        room = prefix(store.clone())
+        meeting = Meeting(room, launch.rank, launch.world_size, self._wait)
+        meeting.claim()
+        facts = ranks.read_facts(self._env, launch.world_size, launch.local_rank)
+        heard, absent = meeting.gather("facts", facts)
+        meeting.seconds = self.runner.seconds + 2 * GRACE_SECONDS
+        self._meeting, self._present = meeting, tuple(heard)
+        findings = ranks.judge_facts(heard, launch.rank, meeting.claim(0))
+        yield from findings
+        refused = Report("", tuple(f for f in findings if f.check == "ranks")).exit_code
+        if absent:
+            remedy = (
+                "were all processes started, with the same MASTER_ADDR, MASTER_PORT "
+                "and WORLD_SIZE? look at what those ranks printed; try --wait 120"
+            )
+            yield failed(absence(absent), remedy)
+        elif not refused:
+            stores.append(prefix(store))
+
+    def _communicate(self, launch: environment.Launch, store: Any) -> None:
+        """Check clocks, all-reduces and gradients on Gloo, then the last two on NCCL.
+
+        NCCL only if no check has failed so far and every rank has its own GPU. After
+        the first that raises, hangs or lacks a rank, the others are left out.
+        """
+        runner, meeting = self.runner, self._meeting
+        assert meeting is not None
+        timeout = timedelta(seconds=runner.seconds)
+        options: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size}
+        options |= {"store": _stores.PrefixStore("group", store), "timeout": timeout}
+
+        def open_gloo() -> Finding:
+            dist.init_process_group("gloo", **options)
+            return ok("all ranks are connected to each other")
+
+        def open_nccl() -> Finding:
+            groups.append(dist.new_group(backend="nccl", timeout=timeout))
+            return ok("made")
+
+        self._together("gloo group", open_gloo)
+        groups: list[Any] = [dist.group.WORLD]
+        self._together("clocks", partial(collectives.check_clocks, groups[0], CPU))
+        self._measure("Gloo", groups, CPU)
+        is_refused = any(f.status is Status.FAILED for f in runner.findings)
+        index = None if is_refused else ranks.index_of_gpu(launch.local_rank)
+        ask = partial(meeting.gather, "GPU", index)
+        answers = [] if self._is_over else runner.attempt(ask, meeting.seconds)
+        if answers and None not in answers[0][0].values() and dist.is_nccl_available():
+            # Without it a late collective would end the process, and leave no finding.
+            os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+            self._together("NCCL group", open_nccl)
+            self._measure("NCCL", groups, torch.device(f"cuda:{index}"))
+        if not self._is_over:
+            runner.attempt(dist.destroy_process_group)
+
+    def _measure(self, backend: str, groups: list[Any], device: torch.device) -> None:
+        """Check all-reduces of each of `SIZES`, then gradients, on ``groups[-1]``."""
+        group = groups[-1]
+        for size in collectives.SIZES:
+            check = partial(collectives.check_all_reduce, group, device, size)
+            self._together(f"all-reduce, {backend}", check)
+        check = partial(collectives.check_gradients, group, device)
+        self._together(f"gradients, {backend}", check)
+
+    def _together(self, name: str, check: Check) -> None:
+        """Run a check that communicates, unless this rank has left (then do nothing).
+
+        If it raises or hangs, or another rank has left (a failed finding), `_leave`.
+        """
+        if self._is_over:
+            return
+        seconds = self.runner.seconds + GRACE_SECONDS
+        if gone := self._who_left():
+            remedy = "look at what that rank printed; what comes after is left out"
+            self.runner.add(name, failed(gone, remedy))
+            self._leave("saw another rank leave")
+        elif not self.runner.run(name, check, seconds, self._who_left):
+            self._leave(f"left: its check '{name}' failed")
+
+    def _who_left(self) -> str:
+        """Return which ranks left and why, or that the store is gone; else empty."""
+        try:
+            return "" if self._meeting is None else absence(self._meeting.who_left())
+        except RuntimeError:
+            return "the store is gone"
+
+    def _leave(self, why: str) -> None:
+        meeting = self._meeting
+        self._is_over = self.runner.is_stuck = True
+        if meeting is not None:
+            # From here on, ranks are at most GRACE_SECONDS apart.
+            meeting.seconds = 2 * GRACE_SECONDS
+            self.runner.attempt(lambda: meeting.leave(why))
+
+    def _report(self) -> Report | None:
+        runner, meeting, own = self.runner, self._meeting, self.own_report()
+        if meeting is None:
+            return own
+        mine = [finding.as_json() for finding in runner.findings]
+        if meeting.rank != self._present[0]:
+            was_posted = runner.attempt(lambda: meeting.post("findings", mine))
+            return None if was_posted else own
+        hear = partial(meeting.gather, "findings", mine, self._present, is_last=True)
+        answers = runner.attempt(hear, meeting.seconds)
+        if not answers:
+            return own
+        heard, absent = answers[0]
+        of_rank = {r: [*map(Finding.of_json, heard[r])] for r in heard}
+        if absent:
+            found = failed(absence(absent), "look at what that rank printed")
+            of_rank[meeting.rank] += named("answers", found)
+        size = meeting.world_size
+        return merge(f"minidp doctor: {size} rank{'s' * (size != 1)}", of_rank, size)
+
+
+def _import_ahead() -> list[Finding]:
+    """Import ``torch._dynamo``, which the first DDP of a process needs; return []."""
+    importlib.import_module("torch._dynamo")
+    return []
+
+
+def _open_gloo() -> Finding:
+    """Run a Gloo all-reduce over this process alone; return ok, or raise its error."""
+    store, timeout = _stores.HashStore(), timedelta(seconds=5)
+    group: Any = _stores.ProcessGroupGloo(store, 0, 1, timeout)
+    group.allreduce([torch.ones(1)]).wait()
+    return ok("opens its interface")

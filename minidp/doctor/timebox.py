@@ -1,0 +1,111 @@
+"""Run checks in threads with a time limit, so that no check hangs or raises."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+from .findings import Check, Finding, failed, named
+from .words import in_words
+
+Result = TypeVar("Result")
+SLICE_SECONDS = 0.25
+GRACE_SECONDS = 2.0  # lets a backend report its own, more precise error first
+
+
+def run_within(
+    seconds: float,
+    function: Callable[[], Result],
+    find_reason: Callable[[], str] = str,
+) -> Result:
+    """Call a function in a daemon thread; return its result or raise its error.
+
+    TimeoutError after ``seconds``, or as soon as ``find_reason`` (called every 0.25 s)
+    returns a reason not to wait any longer. The thread stays behind then.
+    """
+    future: Future[Result] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    deadline = time.monotonic() + seconds
+    while True:
+        left = deadline - time.monotonic()
+        if wait([future], max(0.0, min(left, SLICE_SECONDS))).done:
+            return future.result()
+        if left <= 0:
+            raise TimeoutError(f"did not end within {seconds:g} s")
+        if reason := find_reason():
+            raise TimeoutError(f"was given up: {reason}")
+
+
+class Runner:
+    """Run checks one after the other, each at most ``seconds``; keep the findings."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.findings: list[Finding] = []
+        self.is_stuck = False  # a thread was left behind, or a group is unusable
+        self.current = "the first check"  # that runs, or ran last
+
+    def run(
+        self,
+        name: str,
+        check: Check,
+        seconds: float | None = None,
+        find_reason: Callable[[], str] = str,
+    ) -> bool:
+        """Run one check and add its findings; if it raises or is late, a failed one.
+
+        Return whether it ended in time without raising. Late: after ``seconds`` (None:
+        the runner's) or once ``find_reason`` returns a reason; `is_stuck` is set then.
+        """
+        self.current = name
+        seconds = self.seconds if seconds is None else seconds
+        try:
+            found = run_within(seconds, lambda: named(name, check()), find_reason)
+        except TimeoutError as error:
+            self.is_stuck = True
+            problem = failed(f"the check {error}", _why_late(name))
+        except Exception as error:
+            # A rank that left has closed its connections, which raised this error.
+            words = "; ".join(filter(None, (in_words(error), find_reason())))
+            remedy = "look at the settings above; --timeout and --wait give more time"
+            problem = failed(words, remedy)
+        else:
+            self.findings += found
+            return True
+        self.add(name, problem)
+        return False
+
+    def add(self, name: str, finding: Finding) -> None:
+        """Add a finding; it gets the check's ``name`` if it has none."""
+        self.findings += named(name, finding)
+
+    def attempt(self, action: Callable[[], Result], seconds: float = 0) -> list[Result]:
+        """Run an action; return [its result], or [] if it raises or is late.
+
+        The limit is ``seconds`` and 2 s. [] also sets `is_stuck`; no finding is added.
+        """
+        try:
+            return [run_within(seconds + GRACE_SECONDS, action)]
+        except Exception:
+            self.is_stuck = True  # the store does not answer, or a group cannot end
+            return []
+
+
+def _why_late(name: str) -> str:
+    """Return a remedy for a late check: a firewall, a busy machine, a longer limit."""
+    is_first = any(word in name for word in ("rendezvous", "group", "NCCL"))
+    firewall = " a firewall?" * is_first  # later checks use open connections
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    busy = f" this machine is busy (load {load:.0f} on {cores} cores);" * (load > cores)
+    return f"is another rank stopped or dead?{firewall}{busy} try --timeout 60"

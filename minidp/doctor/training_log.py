@@ -1,0 +1,202 @@
+"""Record what a training loop does, by hooks and patches that the end removes."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from minidp.core import NO_TASK, current_task, find_tensors, untraced
+from minidp.replica import sum_of_bits
+
+from .checks.loader import sampler_of
+from .checks.model import option, synchroniser, wrapped_module
+from .checks.ranks import digest_of
+from .words import in_words
+
+NUM_COMPARED = 3  # steps whose batches and gradients are compared between ranks
+Note = TypeVar("Note", bound=Callable[..., None])
+
+
+def _harmless(note: Note) -> Note:
+    """Wrap a recording method: its exceptions go to `mishaps`, and it returns None."""
+
+    @untraced
+    @functools.wraps(note)
+    def noting(self: TrainingLog, *arguments: Any) -> None:
+        try:
+            note(self, *arguments)
+        except Exception as error:
+            self.mishaps.add(f"{note.__name__}: {in_words(error)}")
+
+    return cast("Note", noting)
+
+
+def _after(note: Callable[[Any, Any], None], original: Callable[..., Any]) -> Any:
+    """Wrap ``original``: each call first passes ``(args, kwargs)`` to ``note``."""
+
+    @functools.wraps(original)
+    def noting(*values: Any, **options: Any) -> Any:
+        note(values, options)
+        return original(*values, **options)
+
+    return noting
+
+
+class TrainingLog:
+    """Record one rank's training inside `recording`, as JSON values in ``facts``."""
+
+    def __init__(self, model: nn.Module, loader: Any = None) -> None:
+        self.model = model
+        # Parameters that DDP ignores may differ between ranks.
+        ignored = option(model, "parameters_to_ignore", default=())
+        named = wrapped_module(model).named_parameters()
+        self._params = {name: param for name, param in named if name not in ignored}
+        self._trainable = {n: p for n, p in self._params.items() if p.requires_grad}
+        self._sampler = sampler = sampler_of(loader)
+        splits = hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", True)
+        self._arrived: set[str] = set()  # with a gradient since the last step
+        self._tasks: set[int] = set()  # synchronised backwards since the last step
+        self.mishaps: set[str] = set()  # errors while recording
+        self.facts: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "is_wrapped": synchroniser(model) is not None,
+            "finds_unused": option(model, "find_unused_parameters", default=False),
+            "sees_epochs": False,
+            "shuffles": bool(splits),
+            "epochs": [],  # the sampler's epoch at each iter()
+            "batches": [],  # a checksum of each of the first batches
+            "gradients": [],  # by parameter, checksums in the first steps
+            "backwards": [],  # synchronised backwards in each optimizer step
+            "unused": [],  # parameters without a gradient in some step
+            "local_steps": 0,  # optimizer steps inside no_sync()
+            "values": [],  # checksums of parameters at the beginning and the end
+            "lines": 0,  # printed, without the word "rank"
+            "saved": [],  # absolute paths that torch.save wrote to
+        }
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Fill ``facts`` and `mishaps` inside, by hooks on model, parameters and steps.
+
+        Also replace ``print``, ``torch.save``, the sampler's class; undo all at exit.
+        """
+        model = self.model
+        with ExitStack() as undo:
+
+            def keep(hook: Any) -> None:
+                undo.callback(hook.remove)
+
+            keep(model.register_forward_pre_hook(self._note_batch, with_kwargs=True))
+            keep(model.register_forward_hook(self._note_forward))
+            for name, param in self._trainable.items():
+                arrive = functools.partial(self._note_arrival, name)
+                keep(param.register_post_accumulate_grad_hook(arrive))
+            keep(register_optimizer_step_pre_hook(self._note_step))
+            patches = (
+                (builtins, "print", self._note_line),
+                (torch, "save", self._note_save),
+            )
+            for owner, name, note in patches:
+                original = getattr(owner, name)
+                undo.callback(setattr, owner, name, original)
+                setattr(owner, name, _after(note, original))
+            self._observe(undo)
+            self._note_values()
+            yield
+        self._note_values()
+
+    @_harmless
+    def _observe(self, undo: ExitStack) -> None:
+        """Record the epoch at each ``iter(sampler)`` by a subclass, until ``undo``."""
+        sampler = self._sampler
+        kind: Any = type(sampler)
+        epochs = self.facts["epochs"]
+
+        def begin(self: Any) -> Any:
+            epoch = getattr(self, "epoch", None)
+            epochs.append(epoch if isinstance(epoch, int) else None)
+            return kind.__iter__(self)
+
+        if sampler is not None:
+            # Not an attribute: Python looks `__iter__` up in the class.
+            sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": begin})
+            undo.callback(setattr, sampler, "__class__", kind)
+            self.facts["sees_epochs"] = True
+
+    @_harmless
+    def _note_values(self) -> None:
+        sums = {name: int(sum_of_bits(param)) for name, param in self._params.items()}
+        self.facts["values"].append(sums)
+
+    @_harmless
+    def _note_batch(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
+        batches = self.facts["batches"]
+        trains = torch.is_grad_enabled() and self.model.training
+        if trains and len(batches) < NUM_COMPARED:
+            tensors = find_tensors([args, kwargs])
+            sums = [int(sum_of_bits(t)) for t in tensors if not t.is_meta]
+            if sums:
+                batches.append(digest_of(sums))
+
+    def _synchronises(self) -> bool:
+        return bool(option(self.model, "require_backward_grad_sync", default=True))
+
+    @_harmless
+    def _note_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and self._synchronises():
+            for tensor in find_tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._note_backward)
+
+    def _note_backward(self, _grad: torch.Tensor) -> None:
+        self._tasks.add(current_task())
+
+    def _note_arrival(self, name: str, _param: torch.Tensor) -> None:
+        self._arrived.add(name)
+
+    @_harmless
+    def _note_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        ours = {n: p for n, p in self._trainable.items() if id(p) in held}
+        # A step inside the backward: other gradients are still missing.
+        if current_task() != NO_TASK or not self._arrived or not ours:
+            return
+        facts, synchronises = self.facts, self._synchronises()
+        facts["backwards"].append(len(self._tasks))
+        unused = self._trainable.keys() - self._arrived
+        facts["unused"] = sorted(unused.union(facts["unused"]))
+        facts["local_steps"] += not synchronises
+        if synchronises and len(facts["gradients"]) < NUM_COMPARED:
+            grads = {name: param.grad for name, param in ours.items()}
+            facts["gradients"].append(
+                {
+                    name: int(sum_of_bits(grad))
+                    for name, grad in grads.items()
+                    if grad is not None and grad.layout is torch.strided
+                }
+            )
+        self._arrived.clear()
+        self._tasks.clear()
+
+    @_harmless
+    def _note_line(self, values: Any, options: Any) -> None:
+        if options.get("file") in (None, sys.stdout):
+            text = " ".join(map(str, values))
+            # A line that names the rank is meant to be printed on all ranks.
+            self.facts["lines"] += bool(text.strip()) and "rank" not in text.lower()
+
+    @_harmless
+    def _note_save(self, values: Any, options: Any) -> None:
+        file = values[1] if len(values) > 1 else options.get("f")
+        if isinstance(file, str | os.PathLike):
+            self.facts["saved"].append(os.path.abspath(os.fspath(file)))

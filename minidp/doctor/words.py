@@ -1,0 +1,34 @@
+"""Put lists, ranks, errors and differences into words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def join(items: Iterable[object], limit: int = 8) -> str:
+    """Return ``a, b and c``; after ``limit`` items, ``and N more``; no items: empty."""
+    texts = [str(item) for item in items]
+    if len(texts) > limit:
+        texts = [*texts[:limit], f"{len(texts) - limit} more"]
+    return " and ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
+
+
+def of_ranks(ranks: Sequence[int]) -> str:
+    """Return the text ``rank 3`` or ``ranks 0, 1 and 2``."""
+    return f"rank{'s' * (len(ranks) != 1)} {join(ranks)}"
+
+
+def in_words(error: Exception) -> str:
+    """Return an error's type and text (one line, 300 characters, no C++ places)."""
+    text = " ".join(str(error).partition("\nException raised from")[0].split())
+    text = re.sub(r"\[(enforce fail at )?/[^\]\s]*:\d+\] ", "", text)
+    return f"{type(error).__name__}: {text[:300]}".removesuffix(": ")
+
+
+def differing(of_rank: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return names whose values differ between mappings; a missing value is None."""
+    first, *others = of_rank
+    names = dict.fromkeys(name for each in (first, *others) for name in each)
+    return [n for n in names if any(e.get(n) != first.get(n) for e in others)]

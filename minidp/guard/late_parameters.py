@@ -1,0 +1,72 @@
+"""Find parameters that joined a module after it was wrapped: nobody averages them."""
+
+from __future__ import annotations
+
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
+
+from torch import nn
+
+from minidp.replica import Replica
+
+_requires_grad, _is_leaf = attrgetter("requires_grad"), attrgetter("is_leaf")
+_values = dict[str, object].values
+
+
+class LateParameters:
+    """Find trainable parameters added, replaced, unfrozen or lent after wrapping."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._ignored = replica.ignored
+        # Also by id: names change when a module is compiled or put into another one.
+        named = replica.module.named_parameters()
+        known = [p for n, p in named if n in self._ignored]
+        known += replica.managed.values()
+        self._known = {id(param): param for param in known}  # alive: ids stay taken
+        self.accept(replica.module)
+
+    def find(self, module: nn.Module | None = None) -> dict[str, nn.Parameter]:
+        """Return trainable leaf parameters, by name, neither managed nor ignored.
+
+        {} while ``module`` (None: the accepted one) has not changed since `accept`. A
+        ``module`` without such parameters is accepted.
+        """
+        module = self._module if module is None else module
+        is_same = module is self._module and not self._has_changed()
+        if is_same and not any(map(_requires_grad, self.frozen.values())):
+            return {}
+        named = self._unknown(module)
+        # What is no leaf is calculated from managed parameters.
+        late = {n: p for n, p in named.items() if p.requires_grad and p.is_leaf}
+        if not late and all(map(_is_leaf, module.parameters())):
+            self.accept(module)  # not what a functional_call lends for a moment
+        return late
+
+    def accept(self, module: nn.Module) -> None:
+        """Set `frozen`; make `find` return {} until ``module`` or `frozen` changes."""
+        self._module = module
+        unknown = self._unknown(module).items()
+        self.frozen = {name: p for name, p in unknown if not p.requires_grad}
+        holders: list[Any] = [
+            each for m in module.modules() for each in (m._parameters, m._modules)
+        ]
+        # A scripted module holds its parameters elsewhere.
+        dicts = [each for each in holders if isinstance(each, dict)]
+        # Most modules have either no parameters or no submodules: half the work.
+        self._empty = [each for each in dicts if not each]
+        self._dicts = [each for each in dicts if each]
+        self._objects = [*chain.from_iterable(map(_values, self._dicts))]
+
+    def _unknown(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        return {
+            name: param
+            for name, param in module.named_parameters()
+            if name not in self._ignored and id(param) not in self._known
+        }
+
+    def _has_changed(self) -> bool:
+        if any(self._empty):
+            return True
+        now = [*chain.from_iterable(map(_values, self._dicts))]
+        return len(now) != len(self._objects) or not all(map(is_, now, self._objects))

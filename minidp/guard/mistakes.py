@@ -1,0 +1,304 @@
+"""Check an optimizer step or a forward for mistakes; each check writes its own text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from minidp.config import passing
+from minidp.core import NO_TASK, Origin, Phase, Reducer, current_task
+from minidp.errors import (
+    ReducerFailedError,
+    UnfinishedReductionError,
+    UnsyncedGradientsError,
+    explain,
+)
+
+if TYPE_CHECKING:
+    from .optimizer_guard import Guard
+
+_RESET = "call reset() on all ranks, then zero_grad()"
+
+
+class Step:
+    """Look for mistakes in an optimizer step that is about to run, for one guard."""
+
+    def __init__(
+        self, guard: Guard, optimizer: Optimizer, last: tuple[int, int]
+    ) -> None:
+        self._guard, self._optimizer = guard, optimizer
+        self._reducer, self._ledger = guard.reducer, guard.reducer.ledger
+        self._is_armed = self._ledger.armed > last[0]
+        self._is_reduced = self._ledger.finalized != last[1]
+
+    @cached_property
+    def held(self) -> dict[int, str]:
+        """The optimizer's managed parameters that have a gradient: names, by index."""
+        index = self._guard.index
+        found = [index[id(p)] for p in self._params() if id(p) in index]
+        return {i: self._reducer.names[i] for i in found}
+
+    def _params(self) -> Iterator[nn.Parameter]:
+        """Yield the optimizer's parameters that have a gradient."""
+        for group in self._optimizer.param_groups:
+            yield from (param for param in group["params"] if param.grad is not None)
+
+    def find_problem(self) -> str:
+        """Return an error text if the step would make replicas differ, else "".
+
+        If this rank skips an announced backward: asks whether all ranks do, waits; if
+        not, sends them the error. Drops zero gradients from the ledger.
+        """
+        cast = find_cast(self._reducer)
+        return (
+            self._find_late_parameters()
+            or (cast if cast and self.held else "")
+            or self._find_unfinished_reduction()
+            or self._find_local_gradients()
+            or self._find_left_out_backward()
+        )
+
+    def _explain(self, what: str, **parts: Any) -> str:
+        parts.setdefault("names", self.held.values())
+        return explain(self._reducer.rank, what, **parts)
+
+    def _find_late_parameters(self) -> str:
+        late = self._guard.late_parameters
+        found = late.find()
+        if late.frozen:
+            frozen = {n: p for n, p in late.frozen.items() if p.grad is not None}
+            found = frozen | found
+        if not found:
+            return ""
+        ids, others = set(map(id, self._params())), self._guard.others()
+        names = [
+            name
+            for name, param in found.items()
+            # The optimizer may hold those that were replaced, on this rank perhaps.
+            if (id(param) in ids or (param.requires_grad and self.held))
+            and not any(id(param) in other.index for other in others)
+        ]
+        return explain_late(self._reducer.rank, names) if names else ""
+
+    def _find_unfinished_reduction(self) -> str:
+        phase = self._reducer.phase.now
+        if phase is Phase.IDLE or not self.held:
+            return ""
+        if phase in (Phase.ARMED, Phase.REDUCING) and current_task() != NO_TASK:
+            what = (
+                "An optimizer steps inside the backward, before its gradients are "
+                "averaged over ranks."
+            )
+            return self._explain(what, remedy="step after backward() returned")
+        if phase in (Phase.REDUCING, Phase.PENDING):
+            what = "Gradients are not averaged over ranks."
+            return _explain_missing(self._reducer, what)
+        if phase is Phase.ARMED:
+            return ""
+        how = _how_it_failed(self._reducer)
+        what = f"{how}; gradients are not averaged over ranks."
+        return self._explain(what, remedy=_RESET)
+
+    def _find_local_gradients(self) -> str:
+        ledger, params = self._ledger, self._reducer.params
+        if not ledger.unsynced:
+            return ""
+        for i in ledger.unsynced & self.held.keys():
+            if not is_nonzero(params[i].grad):  # zero_grad(set_to_none=False)
+                ledger.drop(i)
+        others = self._guard.others()
+        local = [
+            i
+            for i in self.held
+            if i in ledger.unsynced
+            and not any(other.has_averaged(params[i]) for other in others)
+        ]
+        if not local:
+            return ""
+        origins = [ledger.origins[i] for i in local]
+        what, remedy = explain_origins(origins, model_ran=self._is_armed)
+        what = f"Gradients were never averaged over ranks: {what}."
+        return self._explain(what, names=[self.held[i] for i in local], remedy=remedy)
+
+    def _find_left_out_backward(self) -> str:
+        """Return an error text if a forward announced a backward that never came.
+
+        Else "". Gradients of zeros (momentum still moves parameters) are legal if all
+        ranks leave it out: ask them, wait, and if not, send them the error. Policy
+        "ignore" does not ask.
+        """
+        reducer = self._reducer
+        if not self._is_armed or self._is_reduced or not self.held:
+            return ""
+        what = "A forward announced a synchronised backward that never came"
+        if any(is_nonzero(reducer.params[i].grad) for i in self.held):
+            return self._explain(
+                f"{what}, so the gradients present are not those of this step.",
+                remedy="call backward() on what the forward returned (not "
+                "torch.autograd.grad), and do not cast or replace parameters after "
+                "wrapping",
+            )
+        communicator = reducer.communicator
+        if self._guard.policy == "ignore" or communicator.size == 1:
+            return ""
+        finalized, steps = self._ledger.finalized, self._ledger.steps
+        skip = communicator.peers.ask_who_skips(finalized, steps)
+        found = (
+            "Whether the others do the same cannot be found out: ranks tell each other "
+            "nothing with hang_timeout=None, or where this is a copy of a wrapper."
+        )
+        if skip is not None:
+            doing = "finding out whether all ranks leave out a backward"
+            with communicator.watching(doing):
+                found = str(communicator.wait(skip))
+        if not found:
+            return ""
+        problem = self._explain(
+            f"{what} on this rank, and an optimizer is about to step with gradients of "
+            f"zeros. {found}",
+            expected="a backward that all ranks leave out, or none",
+            remedy="decide on all ranks alike, for example by an all_reduce of the "
+            "condition; or run backward() on a loss multiplied by zero",
+        )
+        reducer.tell_others(UnsyncedGradientsError(problem))
+        return problem
+
+
+def explain_late(rank: int, names: Iterable[str]) -> str:
+    """Return the error text for parameters that joined the module after wrapping."""
+    return explain(
+        rank,
+        "Parameters joined the module after it was wrapped (added, replaced, unfrozen, "
+        "or given by functional_call), so nobody averages their gradients over ranks.",
+        names=[*names],
+        remedy="wrap the module again after such a change, with everything trainable "
+        "that will be; or wrap it with these on its ignore list, if they are meant to "
+        "differ between ranks",
+    )
+
+
+def find_cast(reducer: Reducer) -> str:
+    """Return an error text if the first or last parameter has a new dtype, else ""."""
+    params, specs = reducer.params, reducer.queue.specs
+    # A cast of a module changes all parameters: two are enough to see it.
+    cast = [i for i in (0, -1) if params[i].dtype is not specs[i].dtype]
+    if not cast:
+        return ""
+    return explain(
+        reducer.rank,
+        "Parameters were cast after wrapping; on other ranks they may not be.",
+        names=[reducer.names[i] for i in cast],
+        remedy="wrap the module again after a cast (.double(), .half(), .to())",
+    )
+
+
+def refuse_forward(reducer: Reducer) -> None:
+    """Raise if the last backward failed or did not finish (REDUCING, PENDING).
+
+    Send other ranks the error of an unfinished one: they may wait for its gradients.
+    """
+    phase = reducer.phase.now
+    if phase in (Phase.IDLE, Phase.ARMED):
+        return
+    if phase is Phase.FAILED:
+        what = f"{_how_it_failed(reducer)}; its gradients are not synchronised."
+        raise ReducerFailedError(explain(reducer.rank, what, remedy=_RESET))
+    what = (
+        "Expected to have finished reduction in the prior iteration before starting a "
+        "new one."
+    )
+    error = UnfinishedReductionError(_explain_missing(reducer, what))
+    reducer.tell_others(error)
+    try:
+        raise error
+    finally:
+        del error  # it would keep this frame alive, and with it the reducer
+
+
+def _how_it_failed(reducer: Reducer) -> str:
+    is_ctrl_c = reducer.failure.startswith(KeyboardInterrupt.__name__)
+    return f"An earlier backward {'was interrupted' if is_ctrl_c else 'failed'}"
+
+
+def _explain_missing(reducer: Reducer, what: str) -> str:
+    """Return an error text: ``what``, the missing gradients, and (torch's) advice."""
+    rank, missing = reducer.rank, reducer.pending.missing()
+    names = [reducer.names[i] for i in missing]
+    if reducer.phase.now is Phase.REDUCING:
+        return explain(
+            rank,
+            f"{what} The last backward raised, or was interrupted, before it brought "
+            "all gradients.",
+            names=names,
+            remedy=f"{_RESET}; the next batch may follow",
+        )
+    expected, indices = reducer.expected, " ".join(map(str, missing))
+    return explain(
+        rank,
+        f"{what} This error indicates that {expected.cause_of_missing}.\n"
+        f"Parameter indices which did not receive grad for rank {rank}: {indices}\n"
+        f"Parameters which did not receive grad for rank {rank}: {', '.join(names)}.\n",
+        remedy=f"{expected.remedy_for_missing}; then call reset() on all ranks, and "
+        "zero_grad(). To log the unused parameters of every backward, set the "
+        "environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL",
+    )
+
+
+_ON_ALL_RANKS = "call sync_gradients() on all ranks before the update"
+_ALONE = (
+    "the module ran without its wrapper (model.module(x), another method, a part; "
+    "after attach() model.forward(x), or inside alone())"
+)
+# Where local gradients came from, and what to do instead.
+_ORIGINS = {
+    Origin.QUIET: (
+        "every backward since the last averaged one belongs to a forward inside "
+        "no_sync()",
+        "run the last forward and backward before the update outside no_sync(), or "
+        f"{_ON_ALL_RANKS}; if replicas are meant to differ for a while (local SGD), "
+        "update inside no_sync(), too (or {ignore})",
+    ),
+    Origin.AGAIN: (
+        "a backward through outputs of the wrapper came after the one that averaged "
+        "(two forwards, then two backwards; or one graph twice)",
+        f"run one backward over the sum of the losses, or {_ON_ALL_RANKS}",
+    ),
+    Origin.NESTED: (
+        "a layer runs several times under checkpoint(..., use_reentrant=True)",
+        "pass use_reentrant=False",
+    ),
+    Origin.OUTSIDE: (
+        f"{_ALONE} instead of model(x)",
+        "call the wrapper, model(x); other methods can be called from forward()",
+    ),
+}
+_BESIDES_THE_MODEL = (
+    f"{_ALONE}, or a loss was made of its parameters alone, besides model(x)",
+    "add that loss to the one of model(x), for one backward over the sum, or "
+    f"{_ON_ALL_RANKS}; run a penalty that is equal on all ranks inside no_sync()",
+)
+
+
+def explain_origins(origins: Iterable[Origin], *, model_ran: bool) -> tuple[str, str]:
+    """Return how gradients became local, and what to do about it, as two texts.
+
+    ``model_ran``: a wrapper's forward ran: OUTSIDE may be a loss besides model(x).
+    """
+    texts = _ORIGINS | ({Origin.OUTSIDE: _BESIDES_THE_MODEL} if model_ran else {})
+    whats, remedies = zip(*(texts[o] for o in Origin if o in set(origins)), strict=True)
+    # At the time of the error: how to pass an option depends on how the script runs.
+    do = "; ".join(remedies).replace("{ignore}", passing(unsynced="ignore"))
+    return "; and ".join(whats), do
+
+
+def is_nonzero(grad: torch.Tensor | None) -> bool:
+    """Return whether a gradient holds anything but zeros: NaN yes, None no."""
+    if grad is None:
+        return False
+    values = grad._values() if grad.layout is torch.sparse_coo else grad
+    return bool(values.any())

@@ -1,0 +1,244 @@
+"""Check every optimizer step: no optimizer applies gradients that differ between ranks.
+
+A process-wide pre-hook on ``torch.optim.Optimizer.step`` asks the guard of every live
+reducer; inside ``no_sync()``, where local SGD steps, it is silent. Manual updates, and
+those of other optimizer classes, are reported by the next forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from minidp.config import Unsynced
+from minidp.console import warn
+from minidp.core import Phase, Reducer, untraced, untraced_itself
+from minidp.errors import DoubleStepError, MiniDPError, UnsyncedGradientsError, explain
+from minidp.replica import Replica, ReplicaCheck
+
+from .late_parameters import LateParameters
+from .local_updates import Corners, LocalSteps, copy_corners, find_manual_update
+from .mistakes import Step, explain_late, find_cast, refuse_forward
+
+
+class Guard:
+    """Check one reducer's forwards, and every optimizer step until `retire`."""
+
+    def __init__(self, reducer: Reducer, policy: Unsynced, replica: Replica) -> None:
+        self.reducer = reducer
+        self.policy = policy
+        self.replica_check: ReplicaCheck | None = None
+        self.index = {id(param): i for i, param in enumerate(reducer.params)}
+        self.late_parameters = LateParameters(replica)
+        self._in_backward: WeakSet[Optimizer] = WeakSet()
+        self._allowed: set[int] = set()  # ids of optimizers that step in a backward now
+        self._local_steps = LocalSteps(reducer)
+        self._corners: Corners = {}
+        # The ledger's `armed` and `finalized`, at the last step of each optimizer.
+        self._at_step: WeakKeyDictionary[Optimizer, tuple[int, int]]
+        self._at_step, self._at_any_step = WeakKeyDictionary(), (0, 0)
+        _guards[id(self)] = self
+        with _lock:
+            _install_hooks()
+
+    @untraced
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise or warn, by policy, if a step would make replicas differ; record it.
+
+        May wait for other ranks: when this one skips a backward, or replicas differed.
+        Finds nothing inside no_sync(). DoubleStepError after `expect_in_backward`.
+        """
+        if id(optimizer) in self._allowed:
+            return
+        ledger, is_ours = self.reducer.ledger, self._holds_ours(optimizer)
+        if optimizer in self._in_backward:
+            text = explain(
+                self.reducer.rank,
+                "This optimizer steps in the backward (step_in_backward); another step "
+                "would apply its gradients twice.",
+                remedy="remove the call of optimizer.step(); if a GradScaler called "
+                "it, the two do not go together, and the parameters have taken a step "
+                "of scaled gradients: reload them",
+            )
+            raise DoubleStepError(text)
+        # An optimizer that never stepped has missed nothing, unless a backward passed
+        # our hooks: then its gradients may be those of that backward.
+        never = (0, 0) if ledger.bypassed is None else self._at_any_step
+        step = Step(self, optimizer, self._at_step.get(optimizer, never))
+        if ledger.sync_enabled:
+            ledger.steps += is_ours
+            self._complain(step.find_problem())
+            if is_ours and self.replica_check is not None:
+                self.replica_check.confirm()
+        elif is_ours and ledger.unsynced:
+            ledger.was_local = True
+        if (ledger.versions or ledger.bypassed is not None) and step.held:
+            for i in step.held:  # the writes of this step are no manual update
+                ledger.versions.pop(i, None)
+            ledger.bypassed = None
+        self._at_step[optimizer] = self._at_any_step = (ledger.armed, ledger.finalized)
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Let `LocalSteps` count a step in no_sync() on local gradients."""
+        ledger = self.reducer.ledger
+        is_local = not ledger.sync_enabled and bool(ledger.unsynced)
+        if is_local and self.policy != "ignore" and self._holds_ours(optimizer):
+            self._local_steps.note_step()
+
+    def check_forward(self, module: nn.Module) -> None:
+        """Raise if the last backward failed or is unfinished; look for other mistakes.
+
+        Outside no_sync(), raise or warn, by policy: parameters added or cast, updates
+        by local gradients. Inside, copy corners of two parameters: if they are equal
+        later, an update was undone, which is no error.
+        """
+        reducer = self.reducer
+        refuse_forward(reducer)
+        self._local_steps.note_forward()
+        if self.policy == "ignore":
+            return
+        if not reducer.ledger.sync_enabled:
+            self._corners = copy_corners(self._corners, reducer.params)
+            return
+        if late := self.late_parameters.find(module):
+            self._complain(explain_late(reducer.rank, late))
+            self.late_parameters.accept(module)
+        self._complain(find_cast(reducer))  # module buffers would differ in size, too
+        if problem := find_manual_update(reducer, self._corners):
+            mine = self.index.keys()
+            if all(mine.isdisjoint(other.index) for other in self.others()):
+                self._complain(problem)
+
+    def expect_in_backward(self, optimizer: Optimizer) -> None:
+        """Make `check` raise from now on if ``optimizer`` steps outside `allow`.
+
+        ValueError if it is expected already, or holds no managed parameter.
+        """
+        name = type(optimizer).__name__
+        if any(optimizer in guard._in_backward for guard in _live_guards()):
+            raise ValueError(
+                f"This {name} steps in the backward already; use one optimizer for "
+                "each module."
+            )
+        if not self._holds_ours(optimizer):
+            raise ValueError(f"This {name} holds no parameter of the module.")
+        self._in_backward.add(optimizer)
+
+    @contextmanager
+    def allow(self, optimizer: Optimizer) -> Iterator[None]:
+        """Let ``optimizer`` step unchecked in the block; turn errors to MiniDPError."""
+        self._allowed.add(id(optimizer))
+        try:
+            yield
+        except Exception as error:
+            text = explain(
+                self.reducer.rank,
+                f"{type(optimizer).__name__}.step() raised {type(error).__name__} "
+                f"inside the backward: {error}",
+                remedy="call reset() on all ranks, and load parameters and optimizer "
+                "from a checkpoint: some may have stepped, some not",
+            )
+            raise MiniDPError(text) from error
+        finally:
+            self._allowed.discard(id(optimizer))
+
+    def retire(self) -> None:
+        """Unregister this guard: optimizer steps are not checked any more."""
+        _guards.pop(id(self), None)
+
+    def others(self) -> list[Guard]:
+        """Return the other live guards of the process."""
+        return [guard for guard in _live_guards() if guard is not self]
+
+    def has_averaged(self, param: nn.Parameter) -> bool:
+        """Return whether this reducer averaged ``param.grad``; False in no_sync()."""
+        i, ledger = self.index.get(id(param)), self.reducer.ledger
+        if i is None or not ledger.finalized or not ledger.sync_enabled:
+            return False  # inside no_sync() not every local gradient is recorded
+        return i not in ledger.unsynced
+
+    def _complain(self, problem: str) -> None:
+        if problem and self.policy == "raise":
+            error = UnsyncedGradientsError(problem)
+            if self.reducer.phase.now in (Phase.REDUCING, Phase.PENDING):
+                self.reducer.tell_others(error)  # they wait for missing gradients
+            try:
+                raise error
+            finally:
+                del error  # it would keep this frame alive, and with it the reducer
+        self.reducer.ledger.was_excused |= bool(problem)
+        if problem and self.policy == "warn":
+            warn(problem)
+
+    def _holds_ours(self, optimizer: Optimizer) -> bool:
+        for group in optimizer.param_groups:
+            if not self.index.keys().isdisjoint(map(id, group["params"])):
+                return True
+        return False
+
+
+_guards: WeakValueDictionary[int, Guard] = WeakValueDictionary()  # live ones, by id
+
+
+def _live_guards() -> list[Guard]:
+    """Return the live guards; other threads may add and drop some meanwhile."""
+    references = _guards.valuerefs()  # a copy, made in one call to C
+    return [guard for each in references if (guard := each()) is not None]
+
+
+def is_averaged(param: nn.Parameter) -> bool:
+    """Return whether some live wrapper reduces gradients of ``param``."""
+    return any(id(param) in guard.index for guard in _live_guards())
+
+
+_lock = threading.Lock()
+
+
+@functools.cache
+def _install_hooks() -> None:
+    """Register the two hooks of all optimizers' steps, once per process."""
+    register_optimizer_step_pre_hook(_before_any_step)
+    register_optimizer_step_post_hook(_after_any_step)
+
+
+@untraced
+def _after_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for guard in _live_guards():
+        guard.note_step(optimizer)
+
+
+def _check_all(optimizer: Optimizer) -> None:
+    for guard in _live_guards():
+        guard.check(optimizer)
+
+
+@untraced
+def _before_any_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        _check_all(optimizer)
+        return None
+
+    @untraced_itself
+    @functools.wraps(closure)
+    def checked(*closure_args: Any, **closure_kwargs: Any) -> Any:
+        result = closure(*closure_args, **closure_kwargs)
+        _check_all(optimizer)
+        return result
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": checked}
+    return (args[0], checked, *args[2:]), kwargs

@@ -1,0 +1,146 @@
+"""Publish one replica's status to the other ranks, and read theirs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from minidp.comm import STORE_SECONDS, Communicator, PeerMonitor, Report, own_store
+from minidp.core import Reducer
+
+from .channel import Channel
+from .rank_status import Alarm, RankStatus, status_of
+from .report import Inquiry, Skip
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+MAX_INTERVAL = 1.0  # seconds between two beats
+FIRST_PAUSE = 0.002  # seconds; mostly all ranks skip a backward at the same time
+BEATS_OF_SILENCE = 3  # intervals without a beat: the rank does not run
+
+
+class Heartbeat(PeerMonitor):
+    """Publish one replica's status, and answer its questions about the other ranks.
+
+    Its `PeerMonitor`: training threads queue alarms and questions; the watchdog's
+    thread calls `tick`: only that may be blocked by a store that does not answer.
+    """
+
+    def __init__(self, reducer: Reducer, key: str, wake: Callable[[], None]) -> None:
+        communicator = reducer.communicator
+        self.pid = os.getpid()
+        self._beat_seconds = min(MAX_INTERVAL, communicator.seconds / 10)
+        self._asked = 0.0  # when the last question came
+        self._reducer = weakref.ref(reducer)
+        self._tally = communicator.tally
+        self._wake = wake  # makes the watchdog call `tick` at once
+        self._thread = threading.get_ident()
+        self._status: RankStatus | None = None
+        self._moved = time.monotonic()
+        self._beat = 0
+        self._questions: list[Inquiry | Skip] = []
+        self.move_to(communicator.group, key)
+
+    def move_to(self, group: ProcessGroup, key: str) -> None:
+        """Use ``group`` and its store, under ``key``; drop questions about a skip."""
+        self.group, self.rank = group, group.rank()
+        self._questions = [q for q in self._questions if isinstance(q, Inquiry)]
+        store = own_store(group, f"watch/{key}")
+        self._channel = Channel(store, self.rank, group.size())
+        self._wake()
+
+    # -- called by training threads ----------------------------------------------------
+
+    def find_lost(self, started: int) -> str:
+        """Return why collective ``started`` cannot finish; "" if nobody gave up."""
+        alarms = list(self._channel.alarms.values())
+        is_lost = any(alarm.started < started for alarm in alarms)
+        return "it cannot finish any more" if is_lost else ""
+
+    def report(self, started: int) -> Report:
+        """Ask which ranks are missing in collective ``started``; wait for the answer.
+
+        If none comes in some seconds, return that the store does not answer.
+        """
+        silence = BEATS_OF_SILENCE * self._beat_seconds
+        inquiry = Inquiry(started, silence)
+        self._ask(inquiry)
+        if inquiry.is_done_within(silence + STORE_SECONDS):
+            report: Report = inquiry.wait()
+            return report
+        return Report(
+            "Nothing is known about the other ranks: the process group's store does "
+            "not answer. Its host (rank 0, or torchrun's agent) is stopped or cut off."
+        )
+
+    def give_up(self, why: str) -> None:
+        """Queue an alarm: this rank joins no further collective, because of ``why``."""
+        self._channel.outgoing.append(Alarm(self.rank, self._tally.started, why))
+        self._wake()
+
+    def ask_who_skips(self, step: int, steps: int) -> Skip:
+        """Queue a question: do all ranks leave out reduction ``step``? Do not wait."""
+        skip = Skip(step, steps)
+        self._ask(skip)
+        return skip
+
+    def _ask(self, question: Inquiry | Skip) -> None:
+        self._asked = time.monotonic()
+        self._questions.append(question)
+        self._wake()
+
+    # -- called by the watchdog --------------------------------------------------------
+
+    @property
+    def interval(self) -> float:
+        """Seconds to the next `tick`: few after a question, and then more and more."""
+        pause = max(FIRST_PAUSE, time.monotonic() - self._asked)
+        return min(pause, self._beat_seconds) if self._questions else self._beat_seconds
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """The replica's communicator; None if the replica was deleted."""
+        reducer = self._reducer()
+        return None if reducer is None else reducer.communicator
+
+    def tick(self) -> None:
+        """Publish status and alarms, read those of others, answer waiting questions."""
+        channel, reducer, questions = self._channel, self._reducer(), [*self._questions]
+        if reducer is None:
+            return
+        try:
+            if not channel.problem:
+                channel.send(self._next_status(reducer))
+                is_asked = any(isinstance(each, Inquiry) for each in questions)
+                if is_asked or reducer.communicator.is_late:
+                    channel.read_alarms()
+                if questions:
+                    channel.read_statuses({*range(channel.size)} - {self.rank})
+        except RuntimeError as error:
+            channel.lose(error)
+        for question in questions:
+            is_over = question.is_completed() or question.try_answer(channel)
+            if is_over and question in self._questions:
+                self._questions.remove(question)
+
+    def say_goodbye(self, why: str) -> None:
+        """Publish a last alarm now: the replica is gone or the process ends."""
+        self.give_up(why)
+        try:
+            if not self._channel.problem:
+                self._channel.send(None)
+        except RuntimeError as error:  # nobody is left who could read it
+            self._channel.lose(error)
+
+    def _next_status(self, reducer: Reducer) -> RankStatus:
+        now, status = time.monotonic(), status_of(reducer, self._thread)
+        if status != self._status:
+            self._status, self._moved = status, now
+        self._beat += 1
+        return replace(status, beat=self._beat, seconds=now - self._moved)

@@ -1,0 +1,167 @@
+"""Answer a rank's questions about the others from what these publish.
+
+`Inquiry`: which ranks are missing in a collective? ::
+
+    Missing: rank 1. Rank 1 runs, but does something else: idle after step 3,
+    14 s without progress, in load_batch (data.py:41).
+
+`Skip`: do all ranks leave out a backward, as this one does? Otherwise the others would
+take its next gradients for it. It waits until all have made as many optimizer steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+import torch
+
+from minidp.comm import FutureWork, Report
+
+from .channel import Channel
+from .rank_status import RankStatus
+
+_STILL_SECONDS = 3.0  # a few heartbeats
+_MAX_TOLD = 8  # ranks
+_MAX_TEXT = 1200  # characters of another rank's error
+
+
+class Sighting:
+    """Tell from statuses and alarms which ranks are missing in one collective."""
+
+    def __init__(self, channel: Channel, started: int, silent: Collection[int]) -> None:
+        self._statuses, self._alarms = channel.statuses, channel.alarms
+        self._started = started
+        self._silent = silent  # ranks whose beat stands still
+        self._others = [r for r in range(channel.size) if r != channel.rank]
+
+    def absent(self) -> list[int]:
+        """Return the ranks that gave up; if none did, those silent, unknown or late."""
+        gone = [rank for rank in self._others if self._has_given_up(rank)]
+        # If a rank gave up, others may be late for the same reason.
+        return gone or [rank for rank in self._others if self._is_absent(rank)]
+
+    def _has_given_up(self, rank: int) -> bool:
+        return rank in self._alarms and self._alarms[rank].started < self._started
+
+    def _is_absent(self, rank: int) -> bool:
+        status = self._statuses.get(rank)
+        if rank in self._silent or status is None:
+            return True
+        # A rank that waits is late because of another one.
+        return status.started < self._started and not status.wait_description
+
+    def may_still_come(self) -> bool:
+        """Return whether to wait longer: no rank is gone, and not all others wait."""
+        is_any_gone = bool(self._silent) or any(map(self._has_given_up, self._others))
+        known = [self._statuses[r] for r in self._others if r in self._statuses]
+        waiting = [
+            status for status in known if status.waits or status.wait_description
+        ]
+        return not is_any_gone and len(waiting) < len(self._others)
+
+    def to_text(self) -> str:
+        """Return sentences for an error: who is missing, and what these ranks do."""
+        told = self.absent()
+        head = f"Missing: rank {', '.join(map(str, told))}."
+        if not told:
+            told = self._others
+            head = (
+                "No rank is missing, but they do not do the same (or what they send "
+                "does not arrive)."
+            )
+        return " ".join([head, *(self._tell(rank) for rank in told[:_MAX_TOLD])])
+
+    def _tell(self, rank: int) -> str:
+        status = self._statuses.get(rank)
+        if rank in self._alarms:
+            return f"Rank {rank} gave up: {_cut(self._alarms[rank].why)}."
+        if status is None:
+            return f"Rank {rank} never said that it wrapped this module."
+        seen = _describe(status)
+        if rank in self._silent:
+            return (
+                f"Rank {rank} does not answer (killed, stopped, or cut off); last "
+                f"seen: {seen}."
+            )
+        if not self._is_absent(rank):
+            return f"Rank {rank}: {seen}."
+        does = (
+            "waits for other ranks elsewhere" if status.waits else "does something else"
+        )
+        still = "its code goes on there"
+        if status.seconds >= _STILL_SECONDS:
+            still = f"for {status.seconds:.0f} s nothing has moved there"
+        return f"Rank {rank} runs, but {does}: {seen}; {still}."
+
+
+def _describe(status: RankStatus) -> str:
+    where = f"in {status.where}" if status.where else ""
+    parts = (f"step {status.step}", status.phase, status.wait_description, where)
+    return ", ".join(filter(None, parts))
+
+
+def _cut(text: str) -> str:
+    """Return another rank's error without its advice, cut to 1200 characters."""
+    text = text.partition(" What to do:")[0].strip().rstrip(".")
+    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
+
+
+class Inquiry(FutureWork):
+    """Ask which ranks are missing in a collective; the result is a `Report`.
+
+    A rank without a new beat in ``silence`` seconds counts as silent: it does not run.
+    """
+
+    def __init__(self, started: int, silence: float) -> None:
+        super().__init__(torch.futures.Future())
+        self._started = started
+        self._deadline = time.monotonic() + silence
+        self._first: dict[int, int] = {}  # rank -> beat
+
+    def try_answer(self, channel: Channel) -> bool:
+        """Set the `Report` if alarms, beats or time decide; return if it is set."""
+        statuses, alarms, problem = channel.statuses, channel.alarms, channel.problem
+        for rank, status in statuses.items():
+            self._first.setdefault(rank, status.beat)
+        running = {r for r, s in statuses.items() if s.beat > self._first[r]}
+        is_explained = any(alarm.started < self._started for alarm in alarms.values())
+        is_complete = len(running | alarms.keys()) >= channel.size - 1
+        is_over = is_explained or is_complete or time.monotonic() > self._deadline
+        if is_over or problem:
+            is_known = not is_explained and not problem
+            silent = statuses.keys() - running if is_known else ()
+            found = Sighting(channel, self._started, silent)
+            text = found.to_text() if found.absent() or not problem else ""
+            may_come = found.may_still_come() and not problem
+            report = Report(f"{text} {problem}".strip(), may_still_come=may_come)
+            self.future.set_result(report)
+        return self.future.done()
+
+
+class Skip(FutureWork):
+    """Ask if all ranks skip reduction ``step``; the result is "", or who does not.
+
+    ``steps`` is the number of optimizer steps on this rank since its last reduction.
+    """
+
+    can_time_out = True  # whatever the group's backend is
+
+    def __init__(self, step: int, steps: int) -> None:
+        super().__init__(torch.futures.Future())
+        self._step, self._steps = step, steps
+
+    def try_answer(self, channel: Channel) -> bool:
+        """Set the result once ``channel`` decides; return whether it is set.
+
+        "": all others made as many steps. A text: one behind reduces; no store.
+        """
+        here = {r: s for r, s in channel.statuses.items() if s.step == self._step}
+        behind = [r for r, status in here.items() if status.steps < self._steps]
+        reducing = [str(rank) for rank in behind if here[rank].is_reducing]
+        if reducing:
+            who = ", ".join(reducing)
+            self.future.set_result(f"The backward of rank {who} waits for it.")
+        elif channel.problem or (len(here) == channel.size - 1 and not behind):
+            self.future.set_result(channel.problem)
+        return self.future.done()

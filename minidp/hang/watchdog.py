@@ -1,0 +1,159 @@
+"""Serve the `Heartbeat` of every replica, in one daemon thread per process.
+
+Also ends the process when a collective hangs on an accelerator: no thread could raise.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import weakref
+from multiprocessing.util import Finalize
+
+from minidp.comm import (
+    Communicator,
+    InFlight,
+    has_store,
+    is_initialized,
+    warn_without_store,
+)
+from minidp.core import Reducer
+
+from .heartbeat import Heartbeat
+
+logger = logging.getLogger("minidp")
+EXIT_SECONDS = 1.0  # to wait at exit for the final heartbeat
+
+
+class Watchdog:
+    """Serve all heartbeats of the process in one thread, while there are any."""
+
+    def __init__(self) -> None:
+        self._heartbeats: list[Heartbeat] = []
+        self._leaving: list[Heartbeat] = []  # of deleted replicas
+        self._lock = threading.Lock()
+        self._bell = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pid = 0
+        self._farewell = ""  # why the process ends
+        self._is_mute = False  # the process ends now
+        self._judged: list[Heartbeat] = []  # whose collectives may hang on a device
+
+    def start_heartbeat(self, reducer: Reducer, key: str) -> None:
+        """Publish a replica's status from now on; make its errors name missing ranks.
+
+        No-op without a time limit or other ranks; without a store, only warn.
+        """
+        communicator = reducer.communicator
+        if communicator.limit is None or communicator.group.size() == 1:
+            return
+        if not has_store(communicator.group):
+            warn_without_store(communicator.group)
+            return
+        communicator.peers = heartbeat = Heartbeat(reducer, key, self._bell.set)
+        weakref.finalize(reducer, self._dismiss, heartbeat).atexit = False
+        with self._lock:
+            if self._pid != os.getpid():  # the first one, or the child of a fork
+                self._pid = os.getpid()
+                self._heartbeats, self._leaving, self._thread = [], [], None
+                atexit.register(self._leave_with_the_process)
+                # A child of multiprocessing ends without atexit, mostly.
+                Finalize(None, self._leave_with_the_process, exitpriority=0)
+            self._heartbeats.append(heartbeat)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="minidp watchdog", daemon=True
+                )
+                self._thread.start()
+
+    def _dismiss(self, heartbeat: Heartbeat) -> None:
+        """Let the thread send a deleted replica's last alarm (no lock: a finalizer)."""
+        if heartbeat.pid == os.getpid():  # else a child has inherited the object
+            self._leaving.append(heartbeat)
+            self._bell.set()
+
+    def _run(self) -> None:
+        while heartbeats := self._drop_deleted():
+            farewell = self._farewell
+            for heartbeat in heartbeats:
+                self._serve(heartbeat)
+                if farewell and not self._is_mute:
+                    heartbeat.say_goodbye(farewell)
+            if farewell:
+                return
+            self._bell.wait(min(heartbeat.interval for heartbeat in heartbeats))
+            self._bell.clear()
+
+    def _drop_deleted(self) -> list[Heartbeat]:
+        """Send last alarms of deleted replicas; return the rest, or drop the thread."""
+        while self._leaving:
+            heartbeat = self._leaving.pop()
+            if is_initialized() and not self._is_mute:
+                heartbeat.say_goodbye("its DataParallel object is gone")
+            with self._lock:
+                self._heartbeats.remove(heartbeat)
+        with self._lock:
+            if not self._heartbeats:
+                self._thread = None
+            return list(self._heartbeats)
+
+    def _serve(self, heartbeat: Heartbeat) -> None:
+        try:
+            if is_initialized() and not self._is_mute:  # else a store may be gone
+                heartbeat.tick()
+                self._end_what_hangs(heartbeat)
+        except Exception:  # the others are served, too, and this one the next time
+            logger.exception("The watchdog failed; hang reports may be incomplete.")
+
+    def _leave_with_the_process(self) -> None:
+        """Send alarms at exit: wait for the thread up to 2 s, which then goes silent.
+
+        Half a record in a store that is a file makes all its readers wait for ever.
+        """
+        thread = self._thread
+        if thread is None or self._pid != os.getpid() or self._is_mute:
+            return
+        error = getattr(sys, "last_value", None)
+        cause = "" if error is None else f": {type(error).__name__}: {error}"
+        self._farewell = f"its process ended{cause}"
+        self._bell.set()
+        thread.join(EXIT_SECONDS)
+        self._is_mute = True
+        thread.join(EXIT_SECONDS)
+
+    def _end_what_hangs(self, heartbeat: Heartbeat) -> None:
+        """Start a thread for a collective that is late on an accelerator, if any.
+
+        It ends the process, or extends the limit if a missing rank may still come.
+        """
+        communicator = heartbeat.communicator
+        late = None if communicator is None else communicator.find_late_on_device()
+        if communicator and late and heartbeat not in self._judged:
+            self._judged.append(heartbeat)
+            # This thread finds out who is missing: another one has to wait for that.
+            args = (heartbeat, communicator, late)
+            threading.Thread(target=self._judge, args=args).start()
+
+    def _judge(
+        self, heartbeat: Heartbeat, communicator: Communicator, late: InFlight
+    ) -> None:
+        if communicator.extend(late):
+            self._judged.remove(heartbeat)
+            return
+        logger.critical(
+            "[rank %d] A collective did not finish within its limit: %s. %s This "
+            "process ends: nothing can be called back from a device.",
+            heartbeat.rank,
+            late.doing,
+            heartbeat.report(late.started).text,
+        )
+        with contextlib.suppress(Exception):
+            heartbeat.group.abort()
+        os._exit(1)
+
+
+the_watchdog = Watchdog()

@@ -1,0 +1,243 @@
+"""Assign parameters to buckets, and gradients to slots of a bucket, as integers only.
+
+There is no tensor and no process group here, so every rule can be tested alone. A model
+of five parameters, 4-byte elements, caps of 1 and 2 KiB, reduced in this order::
+
+    bucket 0  float32 | head.bias 10 | head.weight 640          |   2,600 bytes
+              offset  0              10                       650
+    bucket 1  float32 | conv.bias 16 | conv.weight 144 | bn.bias 16 |  704 bytes
+              offset  0              16               160         176
+
+Slots have no padding, a bucket holds one dtype on one device, and buckets are launched
+in index order on every rank. The rules are torch's, because at three and more ranks the
+last bits of a sum depend on a gradient's place in its bucket.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+
+from minidp.config import UNLIMITED
+from minidp.errors import InternalError
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """Describe a managed parameter: the properties that place it in a bucket."""
+
+    name: str  # dotted
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # elements
+    dtype: torch.dtype
+    device: torch.device
+    sparse: bool = False  # expects a sparse gradient
+    delayed: bool = False  # in one of the last buckets, see `delayed()`
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements of the parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradient if it is dense."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_dense(self) -> bool:
+        """Return whether the strides cover memory without holes or overlap."""
+        both = zip(self.stride, self.shape, strict=True)
+        dims = sorted((step, length) for step, length in both if length > 1)
+        ends = [1, *accumulate((length for _, length in dims), int.__mul__)]
+        return self.numel == 0 or [step for step, _ in dims] == ends[:-1]
+
+    @property
+    def view_stride(self) -> tuple[int, ...]:
+        """Strides of the gradient's slot: the parameter's if dense, else row-major."""
+        return self.stride if self.is_dense else row_major_stride(self.shape)
+
+
+def row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides (in elements) of a contiguous tensor of ``shape``."""
+    lengths = [max(length, 1) for length in reversed(shape[1:])]
+    steps = accumulate(lengths, int.__mul__, initial=1)
+    return tuple(steps)[::-1] if shape else ()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Place one parameter's gradient in the flat buffer of its bucket."""
+
+    param_index: int
+    offset: int  # elements from the start of the buffer
+    numel: int  # elements
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """List the slots of one bucket; raise unless they tile its flat buffer."""
+
+    slots: tuple[Slot, ...]
+    dtype: torch.dtype
+    device: torch.device
+    sparse: bool = False
+
+    def __post_init__(self) -> None:
+        count, end = len(self.slots), 0
+        if not count or (self.sparse and count > 1):
+            kind = "sparse bucket" if self.sparse else "bucket"
+            raise InternalError(f"A {kind} cannot hold {count} slots.")
+        for slot in self.slots:
+            if slot.offset != end:
+                raise InternalError(
+                    f"Slot of parameter {slot.param_index} starts at {slot.offset}, "
+                    f"but the slot before it ends at {end}."
+                )
+            end += slot.numel
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements of the flat buffer."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the flat buffer in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    @cached_property
+    def indices(self) -> tuple[int, ...]:
+        """Parameter indices of the bucket, in slot order."""
+        return tuple(slot.param_index for slot in self.slots)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """List all buckets in launch order; raise unless each parameter has one slot."""
+
+    buckets: tuple[BucketPlan, ...]
+    num_params: int
+
+    def __post_init__(self) -> None:
+        placed = sorted(i for bucket in self.buckets for i in bucket.indices)
+        if placed != list(range(self.num_params)):
+            raise InternalError(
+                f"{self.num_params} parameters must each have one slot, "
+                f"but the slots hold parameters {placed}."
+            )
+
+    @cached_property
+    def bucket_of(self) -> tuple[int, ...]:
+        """The bucket number of each parameter, by parameter index."""
+        owner = {i: n for n, b in enumerate(self.buckets) for i in b.indices}
+        return tuple(owner[i] for i in range(self.num_params))
+
+    @property
+    def assignment(self) -> tuple[tuple[int, ...], ...]:
+        """Per bucket, its parameter indices in slot order; the same on all ranks."""
+        return tuple(bucket.indices for bucket in self.buckets)
+
+
+def assign(
+    specs: Sequence[ParamSpec],
+    limits: Sequence[int],
+    order: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Return the parameter indices of each bucket by torch's rules, no delayed ones.
+
+    ``limits``: bytes at which the first, second, ... bucket of a (dtype, device) is
+    full; the last repeats. ``order``: the ready order; None: index order, and buckets
+    are then sorted by their smallest index. Else buckets below their limit come last,
+    by their last parameter (torch: by a hash map).
+    """
+    open_bucket: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    num_closed: Counter[tuple[torch.dtype, torch.device]] = Counter()
+    filled: Counter[tuple[torch.dtype, torch.device]] = Counter()  # bytes
+    closed: list[list[int]] = []
+    for i in range(len(specs)) if order is None else order:
+        spec = specs[i]
+        key = (spec.dtype, spec.device)
+        if spec.delayed:
+            continue
+        if spec.sparse:
+            closed.append([i])
+            continue
+        # Popped and inserted again, which keeps the dict sorted by last use.
+        open_bucket[key] = [*open_bucket.pop(key, []), i]
+        filled[key] += spec.nbytes
+        if filled[key] >= limits[min(num_closed[key], len(limits) - 1)]:
+            closed.append(open_bucket.pop(key))
+            filled[key] = 0
+            num_closed[key] += 1
+    buckets = closed + list(open_bucket.values())
+    return sorted(buckets, key=min) if order is None else buckets
+
+
+def delayed(specs: Sequence[ParamSpec]) -> list[list[int]]:
+    """Return buckets of delayed parameters: one per (dtype, device) or sparse one."""
+    together: dict[tuple[object, ...], list[int]] = {}
+    for i, spec in enumerate(specs):
+        if spec.delayed:
+            alone = i if spec.sparse else None
+            together.setdefault((spec.dtype, spec.device, alone), []).append(i)
+    return list(together.values())
+
+
+def initial_layout(specs: Sequence[ParamSpec], limits: Sequence[int]) -> Layout:
+    """Return the first layout: last bucket first, registration order in each bucket."""
+    return build_layout(specs, assign(specs, limits)[::-1] + delayed(specs))
+
+
+def rebuilt_layout(
+    specs: Sequence[ParamSpec],
+    limits: Sequence[int],
+    order: Sequence[int],
+    *,
+    from_the_end: bool = False,
+) -> Layout:
+    """Return the layout that follows the order in which gradients became ready.
+
+    With ``from_the_end`` the last bucket gets the first limit, and the order inside
+    buckets is reversed (as in torch).
+    """
+    step = -1 if from_the_end else 1
+    assignment = assign(specs, limits, order[::step])[::step]
+    return build_layout(specs, assignment + delayed(specs))
+
+
+def build_layout(
+    specs: Sequence[ParamSpec], assignment: Sequence[Sequence[int]]
+) -> Layout:
+    """Return the layout whose buckets hold the given parameter indices, in order."""
+    plans = []
+    for members in assignment:
+        slots, offset = [], 0
+        for i in members:
+            spec = specs[i]
+            slots.append(Slot(i, offset, spec.numel, spec.shape, spec.view_stride))
+            offset += spec.numel
+        head = specs[members[0]]
+        plans.append(BucketPlan(tuple(slots), head.dtype, head.device, head.sparse))
+    return Layout(tuple(plans), len(specs))
+
+
+def chunks_by_bytes(sizes: Sequence[int], limit: int = UNLIMITED) -> list[list[int]]:
+    """Return runs of positions in ``sizes``; each ends once it has ``limit`` bytes."""
+    chunks: list[list[int]] = []
+    filled = limit
+    for i, nbytes in enumerate(sizes):
+        if filled >= limit:
+            chunks.append([])
+            filled = 0
+        chunks[-1].append(i)
+        filled += nbytes
+    return chunks

@@ -1,0 +1,91 @@
+"""Keep binaries in one folder per key, written by one process at a time.
+
+::
+
+    ~/.cache/minidp/
+        lock                        held by the process that builds
+        building-k3j2x/             used by that process only; stays if it is killed
+        4f1c.../recipe.json         names the binary, its hash and its inputs
+        4f1c.../_minidp_native-91ab.so
+        4f1c....log                 commands and output of the compiler
+
+The JSON is put in place last and in one step, so a reader sees a whole entry or none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from .recipe import EXTENSION, Recipe, hash_file
+
+_PREFIX = "building-"
+_RECORD = "recipe.json"
+
+
+def folder() -> Path:
+    """Return the folder MINIDP_NATIVE_CACHE, else ``minidp`` in the user's cache."""
+    if chosen := os.environ.get("MINIDP_NATIVE_CACHE"):
+        return Path(chosen).expanduser().absolute()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "minidp"
+
+
+def nearest(recipe: Recipe) -> tuple[Path | None, list[str]]:
+    """Return the binary whose inputs differ least, and the reasons not to load it.
+
+    No reasons: it fits and is intact. (None, []) if nothing was built.
+    """
+    found = []
+    for record in sorted(folder().glob(f"*/{_RECORD}")):
+        # What cannot be read is no record, or not one of this version of minidp.
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            facts = json.loads(record.read_text())
+            # Not only under the recipe's key: its compiler may be gone.
+            changes = recipe.changes_since(dict(facts["parts"]))
+            found.append((changes, record.with_name(facts["binary"]), facts["digest"]))
+    if not found:
+        return None, []
+    changes, binary, digest = min(found, key=lambda each: len(each[0]))
+    # To map a truncated file kills the process.
+    if not changes and (not binary.exists() or hash_file(binary) != digest):
+        changes = [f"{binary} is not the file that was built, it is damaged"]
+    return binary, changes
+
+
+@contextmanager
+def workspace() -> Iterator[Path]:
+    """Under the lock, yield an empty folder for a build; delete it, and older ones."""
+    for leftover in folder().glob(f"{_PREFIX}*"):
+        # Its builder is dead: a living one would hold the lock.
+        shutil.rmtree(leftover, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder()))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def publish(recipe: Recipe, built: Path) -> Path:
+    """Move a binary into the cache; write its record; delete the recipe's older ones.
+
+    Return the new path. Call only under the lock.
+    """
+    home = folder() / recipe.key
+    home.mkdir(exist_ok=True)
+    digest = hash_file(built)
+    # A new name for a new binary: a process may have mapped the old file.
+    binary = home / f"{EXTENSION}-{digest[:12]}.so"
+    os.replace(built, binary)
+    record = {"binary": binary.name, "digest": digest, "parts": recipe.parts}
+    draft = built.with_name(_RECORD)
+    draft.write_text(json.dumps(record, indent=2))
+    os.replace(draft, home / _RECORD)
+    for other in set(home.glob("*.so")) - {binary}:
+        other.unlink()
+    return binary

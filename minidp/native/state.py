@@ -1,0 +1,157 @@
+"""Decide once per process whether to use the binary, and keep the reason."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from minidp.errors import NativeError
+
+from . import cache
+from .compile import Say, build_into_cache
+from .recipe import EXTENSION, describe
+
+_LOG = logging.getLogger(__name__)
+BUILD = "python -m minidp.native build"
+
+
+@dataclass(frozen=True)
+class Status:
+    """Whether this process uses the native kernels, and why."""
+
+    mode: str  # value of MINIDP_NATIVE: "auto", "0" or "1"
+    is_loaded: bool
+    path: Path | None  # the binary that was loaded, or that failed to load
+    reason: str  # why the kernels are loaded or not, and what to do next
+    cache: Path | None = None  # the folder that was searched for a binary
+    key: str = ""  # name of the folder in it for a binary that fits this process
+    torch: str = ""  # version, CUDA version and commit
+    flags: str = ""  # of compilers, optional ones included; the log has the commands
+
+    def __str__(self) -> str:
+        """Return one line per field, with ``-`` for an empty one."""
+        facts = {
+            "native kernels": "loaded" if self.is_loaded else "not loaded",
+            "reason": self.reason,
+            "MINIDP_NATIVE": self.mode,
+            "binary": self.path,
+            "cache": self.cache,
+            "key": self.key,
+            "torch": self.torch,
+            "flags": self.flags,
+        }
+        return "\n".join(
+            f"{name + ':':16}{fact or '-'}" for name, fact in facts.items()
+        )
+
+
+_lock = threading.Lock()
+_decided: tuple[ModuleType | None, Status] | None = None  # by the first `_decide`
+
+
+def library() -> ModuleType | None:
+    """Return the extension, which the first call loads, or None to run without it.
+
+    With MINIDP_NATIVE=1 build it if needed; NativeError if it cannot be built or
+    loaded. ValueError if MINIDP_NATIVE is none of auto, 0 and 1.
+    """
+    module, found = _decided or _decide()
+    if module is None and found.mode == "1":
+        raise NativeError(
+            f"MINIDP_NATIVE=1 requires the native kernels. {found.reason}"
+        )
+    return module
+
+
+def status() -> Status:
+    """Load the extension as `library` does; return whether it is loaded, and why.
+
+    Raise nothing but ValueError, for a MINIDP_NATIVE that is none of auto, 0 and 1.
+    """
+    return _decide()[1]
+
+
+def build(*, force: bool = False, verbose: bool = False, say: Say = _LOG.info) -> Path:
+    """Build the native kernels unless the cache has them; return the binary's path.
+
+    They are not loaded. ``force``: build also if the cache has an intact binary;
+    ``verbose``: pass commands and compiler output, too, to ``say``, which gets all
+    lines of progress. NativeError: no compiler, header or source, or a command failed.
+    """
+    return build_into_cache(describe(), say, force=force, verbose=verbose)
+
+
+def _decide() -> tuple[ModuleType | None, Status]:
+    """Call `attempt` the first time only, and log its reason; return its result."""
+    global _decided  # one process, one extension
+    with _lock:
+        if _decided is None:
+            _decided = attempt(read_mode())
+            found = _decided[1]
+            _LOG.log(logging.DEBUG if found.is_loaded else logging.INFO, found.reason)
+        return _decided
+
+
+def read_mode() -> str:
+    """Return MINIDP_NATIVE, "auto" if not set; ValueError unless auto, 0 or 1."""
+    mode = os.environ.get("MINIDP_NATIVE") or "auto"
+    if mode not in ("auto", "0", "1"):
+        raise ValueError(f"MINIDP_NATIVE must be one of auto, 0, 1, but is {mode!r}.")
+    return mode
+
+
+def attempt(mode: str) -> tuple[ModuleType | None, Status]:
+    """Try to load the extension; an error becomes the reason in the status.
+
+    In mode "1" first build a missing or stale binary; in mode "0" do not look for one.
+    """
+    if mode == "0":
+        reason = "MINIDP_NATIVE=0 says not to load them."
+        return None, Status(mode, is_loaded=False, path=None, reason=reason)
+    module = path = None
+    found: dict[str, str] = {}
+    try:
+        recipe = describe()
+        found = {"key": recipe.key} | {n: recipe.parts[n] for n in ("torch", "flags")}
+        binary, misfits = cache.nearest(recipe)
+        if mode == "1" and (binary is None or misfits):
+            # A build takes a minute: silence would look like a hang.
+            binary = build_into_cache(recipe, _LOG.warning)
+        elif binary is None:
+            sources = "" if recipe.sources(".cpp") else f" {recipe.folder} is empty."
+            raise NativeError(f"They are not built.{sources} What to do: {BUILD}")
+        elif misfits:
+            _LOG.warning("The native extension is stale and not used: %s.", misfits[0])
+            why = "; ".join(misfits)
+            raise NativeError(f"The binary is stale: {why}. What to do: {BUILD}")
+        path = binary
+        module = load(path)
+        reason = "A binary of these sources, this torch and this CPU was found."
+    except NativeError as error:
+        reason = str(error)
+    except Exception as error:  # `library` raises it if the extension is required
+        reason = f"Looking for them failed: {type(error).__name__}: {error}"
+    is_loaded = module is not None
+    return module, Status(mode, is_loaded, path, reason, cache.folder(), **found)
+
+
+def load(path: Path) -> ModuleType:
+    """Load the binary as the extension module; NativeError if that fails."""
+    loader = importlib.machinery.ExtensionFileLoader(EXTENSION, str(path))
+    spec = importlib.util.spec_from_file_location(EXTENSION, path, loader=loader)
+    assert spec is not None  # a loader was given
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except Exception as error:  # a module's initialisation can raise anything
+        raise NativeError(
+            f"{path} did not load: {type(error).__name__}: {error}. "
+            f"What to do: {BUILD} --force"
+        ) from error
+    return module

@@ -1,0 +1,193 @@
+"""Say in a sentence what to change about a run, with the gain that is predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from minidp.config import aside
+
+from .forecast import Analysis
+from .skew import BACKWARD, FORWARD
+from .timeline import AUTO, AUTO_TRIES, Timeline
+
+WORTH = 0.03  # share of a step: smaller gains are not advised
+COMPRESSIBLE, COMPRESSION = "float32", "fp16_compress_hook"
+LATENCY_BYTES = 64 * 1024  # compression does not make smaller buckets faster
+
+
+class Change(NamedTuple):
+    """Hold a change that may shorten the step: its predicted gain, name and advice."""
+
+    gain_s: float  # predicted seconds per step
+    name: str  # for a sentence that calls the gain uncertain
+    advice: str  # the sentence if the gain is at least half of p90 - p10 of the steps
+
+
+def advise(found: Analysis) -> str:
+    """Return advice as text: the first of these that is worth 3 % of a step.
+
+    To balance a late rank, look for varying load, set a bucket cap, send fewer bytes,
+    do more per step. Else why not: one rank, no reduced bucket, "auto" still trying,
+    little exposed, or steps that differ by more than twice the gain.
+    """
+    where, one = found.run.ranks[0].where, found.shown.typical
+    if where.world_size == 1:
+        return "There is one rank: nothing is sent, nothing to gain."
+    if not one.buckets:
+        return "No gradient was reduced: record synchronised backwards."
+    if where.layout_by == AUTO_TRIES:
+        return (
+            'bucket_cap_mb="auto" is still trying layouts: record after it has chosen '
+            'one, which the logger "minidp" reports at level INFO.'
+        )
+    worth = WORTH * one.seconds
+    few = f"Only {_ms(one.exposed_s)} are exposed, too little to gain anything."
+    if one.exposed_s < worth:
+        return few
+    late, change = _straggler(found), _best_change(found)
+    if late.gain_s >= max(worth, _cap_gain(found)):
+        return late.advice
+    # Of a bucket, waiting comes before its bytes, and what is hidden comes first.
+    waiting_s = sum(max(0.0, each.late_s - each.hidden_s) for each in one.buckets)
+    if waiting_s >= max(worth, 0.5 * one.exposed_s):
+        return (
+            f"For {_ms(waiting_s)} of what is exposed, ranks wait for each other, and "
+            "it is not always the same rank that is late: look for other load on the "
+            "machines, or inputs of unequal length."
+        )
+    least, most = found.shown.spread_s
+    if change.gain_s < worth:
+        return few
+    if change.gain_s >= (most - least) / 2:
+        return change.advice
+    return (
+        f"No change is certain to help: with {change.name}, "
+        f"{_predicted(one.seconds, change.gain_s)}, but steps differ by more "
+        f"(p10 {_ms(least)}, p90 {_ms(most)})."
+    )
+
+
+def _cap_gain(found: Analysis) -> float:
+    """Return the seconds that the best cap gains; 0: no forecast, or "auto" chose."""
+    has_measured = found.run.ranks[0].where.layout_by == AUTO
+    forecast = found.forecast
+    return 0.0 if has_measured or forecast is None else forecast.best_cap()[1]
+
+
+def _best_change(found: Analysis) -> Change:
+    """Return the change to the best bucket cap, fp16 compression, or more per step.
+
+    The cap if it gains 3 % of a step, and half of what compression gains; compression
+    if it gains 3 %; else more per step, whatever it gains.
+    """
+    timelines, forecast = found.run.ranks, found.forecast
+    step_s = found.shown.typical.seconds
+    cap_s = _cap_gain(found)
+    half_s = forecast.gain_of_half() if forecast and _is_compressible(found) else 0.0
+    if forecast is not None and cap_s >= max(WORTH * step_s, 0.5 * half_s):
+        number = f"{forecast.best_cap()[0]:g}"
+        cap, gain = f"bucket_cap_mb={number}", _predicted(step_s, cap_s)
+        advice = f'Use {cap} (or "auto"){aside(bucket_cap_mb=number)}: {gain}.'
+        if forecast.is_one_size:
+            advice = (
+                f'Try bucket_cap_mb="auto"{aside(bucket_cap_mb="auto")}, or {cap}: '
+                f"{gain}, if small buckets are as fast, by the byte, as these, which "
+                "are all of one size."
+            )
+        return Change(cap_s, f'{cap} (or "auto", which measures)', advice)
+    if half_s >= WORTH * step_s:
+        hosts = {timeline.where.host for timeline in timelines}
+        share = len(timelines) == timelines[0].where.world_size and len(hosts) == 1
+        doubt = " (and these ranks share a machine: measure it)" if share else ""
+        advice = (
+            "The link is the limit, not the layout: model.register_comm_hook(None, "
+            f"minidp.comm_hooks.{COMPRESSION}) sends half the bytes; "
+            f"{_predicted(step_s, half_s)}, less what the casts take{doubt}."
+        )
+        return Change(half_s, f"half the bytes ({COMPRESSION})", advice)
+    return _accumulation(found)
+
+
+def _is_compressible(found: Analysis) -> bool:
+    first = found.run.ranks[0]
+    is_wide = all(param.kind.startswith(COMPRESSIBLE) for param in first.params)
+    largest = max(bucket.nbytes for bucket in found.shown.typical.buckets)
+    # A comm hook may compress already.
+    return is_wide and not first.where.comm_hook and largest > LATENCY_BYTES
+
+
+def _accumulation(found: Analysis) -> Change:
+    one, why = found.shown.typical, "no bucket size would change that"
+    if found.forecast is None:
+        why = "the clocks of the hosts do not tell waiting from transfer"
+        if not any(bucket.dense_bytes for bucket in one.buckets):
+            why = "the bytes of a sparse gradient are unknown"
+    name = "no_sync() for every other backward"
+    how = "with no_sync() for all but the last of several backwards: of two"
+    if one.step.local_forwards:  # the script accumulates already
+        name = "twice as many backwards under no_sync()"
+        how = "with more backwards under no_sync(): of two such steps in one"
+    half_s = one.exposed_s / 2
+    advice = (
+        f"{_ms(one.exposed_s)} are exposed, and {why}: do more per step, with larger "
+        f"batches, or {how}, predicted {_ms(one.seconds - half_s)} for each instead of "
+        f"{_ms(one.seconds)}."
+    )
+    return Change(half_s, name, advice)
+
+
+def _straggler(found: Analysis) -> Change:
+    """Return the gain and the advice of balancing the load of one late rank.
+
+    That is the latest rank at the last bucket; the advice says where most of its
+    lateness arises. Gain 0 unless it is late in three of four steps by more than the
+    clocks' error and half of its median lateness.
+    """
+    skew, one = found.skew, found.shown.typical
+    if skew is None:
+        return Change(0.0, "", "")
+    rank = skew.latest(max(skew.late))
+    late = skew.late[max(skew.late)][rank]
+    if late.often_s <= max(skew.error_s, 0.5 * late.typical_s):
+        return Change(0.0, "", "")
+    place, growth_s = skew.grows_at(rank)
+    if place == FORWARD:
+        why = f"begins its forward {_ms(growth_s)} late: look at its data and logging"
+    elif place == BACKWARD:
+        is_local = one.local_forward_s or one.local_backward_s
+        work = "local forwards and backwards" if is_local else "forward"
+        why = f"takes {_ms(growth_s)} longer for its {work}: balance the load"
+    else:
+        members = [b.members for b in one.buckets if b.number == place]
+        names = "".join(f" ({layers_of(found.run.ranks[0], each)})" for each in members)
+        why = f"falls {_ms(growth_s)} behind at bucket {place}{names}: balance the load"
+    gain_s = min(late.typical_s, one.exposed_s)
+    return Change(
+        gain_s,
+        "a balanced load",
+        f"Rank {rank} is {_ms(late.typical_s)} late at the last bucket, above all "
+        f"because it {why}; {_predicted(one.seconds, gain_s)}.",
+    )
+
+
+def layers_of(timeline: Timeline, members: Sequence[int]) -> str:
+    """Return "a to b": the modules of the lowest and the highest index in ``members``.
+
+    Equal names once; the parameter's name if its module is the root or only a number.
+    """
+    names = []
+    for param in (timeline.params[i].name for i in (min(members), max(members))):
+        module = param.rpartition(".")[0]
+        is_telling = module and not module.isdecimal()
+        names.append(module if is_telling else param)
+    return " to ".join(dict.fromkeys(names))
+
+
+def _predicted(step_s: float, gain_s: float) -> str:
+    return f"predicted {_ms(step_s - gain_s)} instead of {_ms(step_s)} per step"
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"

@@ -1,0 +1,307 @@
+"""Measure how much communication the backward hides, and pick the step to report.
+
+One bucket, in one step::
+
+    full    launched        last rank launched         done
+     |--- waited ---|-------- late --------|---- wire ----|
+                    |                      '- all ranks launched: bytes move
+                    '- the bucket before is done
+
+    backward or optimizer  ===============================|
+                            hidden .......................|. exposed
+
+*Hidden* is the part of late + wire in which this rank computes its backward or runs an
+optimizer step. *Exposed* is the rest: hidden + exposed = late + wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import NamedTuple
+
+from .skew import Run
+from .timeline import BucketTimes, Span, Step, Timeline
+
+Spread = tuple[float, float]  # p10, p90 over steps
+
+
+@dataclass(frozen=True)
+class BucketOverlap:
+    """Hold the seconds of each stage of one bucket, in one step of one rank."""
+
+    number: int  # in launch order
+    members: tuple[int, ...]  # parameter indices
+    nbytes: int
+    dense_bytes: int  # the same; 0 if the bucket's gradient is sparse
+    first_s: float | None  # from the backward's begin to the first gradient; None: ?
+    full_s: float  # from the backward's begin to the last gradient
+    waited_s: float  # from full until launched and the bucket before is done
+    queued_s: float  # part of `waited_s`: launched, but the bucket before was not done
+    late_s: float  # waiting for slower ranks; 0 if only this rank was recorded
+    wire_s: float  # bytes move
+    hidden_s: float  # part of late and wire while this rank computes
+    exposed_s: float  # the other part of late and wire
+    turn_ns: int  # launched, and the bucket before is done: here late begins
+    start_ns: int  # bytes begin to move
+    times: BucketTimes
+
+
+@dataclass(frozen=True)
+class StepOverlap:
+    """Hold a step's seconds by phase; `hidden_s` and `late_s` are parts of others."""
+
+    seconds: float  # from the first forward to the next step's first forward
+    local_forward_s: float  # under no_sync()
+    local_backward_s: float  # of backwards without averaging
+    forward_s: float
+    backward_s: float
+    hidden_s: float
+    exposed_s: float
+    late_s: float  # part of hidden and exposed: waiting for slower ranks
+    finish_s: float  # copying the averages out
+    optimizer_s: float
+    other_s: float
+    buckets: tuple[BucketOverlap, ...]
+    step: Step
+    timeline: Timeline
+
+
+def overlap_of(
+    timeline: Timeline, step: Step, last_launch: Mapping[int, int] | None = None
+) -> StepOverlap:
+    """Split one step of one rank into phases, and each of its buckets into stages.
+
+    ``last_launch``: by bucket number, when (ns) the last rank launched it. A bucket
+    that it lacks has no late stage: all its time counts as wire.
+    """
+    buckets, free = [], step.backward.begin_ns
+    for bucket in step.buckets:
+        # Gloo may run two collectives at once: the second may be done first.
+        turn = min(max(bucket.launched_ns, free), bucket.done_ns)
+        start = (last_launch or {}).get(bucket.number, turn)
+        start = min(max(start, turn), bucket.done_ns)
+        buckets.append(_bucket(timeline, step, bucket, (turn, start)))
+        free = max(free, bucket.done_ns)
+    end, finished = step.backward.end_ns, step.finalize_end_ns
+    exposed = sum(bucket.exposed_s for bucket in buckets)
+    inside = covered(step.optimizers, end, finished) / 1e9
+    local = step.local_backwards
+    parts = {
+        "local_forward_s": sum(span.seconds for span in step.local_forwards),
+        "local_backward_s": covered(local, step.begin_ns, step.end_ns) / 1e9,
+        "forward_s": sum(span.seconds for span in step.forwards),
+        "backward_s": step.backward.seconds,
+        "exposed_s": exposed,
+        "finish_s": max(0.0, (finished - end) / 1e9 - exposed - inside),
+        "optimizer_s": sum(span.seconds for span in step.optimizers),
+    }
+    seconds = (step.end_ns - step.begin_ns) / 1e9
+    return StepOverlap(
+        seconds=seconds,
+        hidden_s=sum(bucket.hidden_s for bucket in buckets),
+        late_s=sum(bucket.late_s for bucket in buckets),
+        other_s=max(0.0, seconds - sum(parts.values())),
+        buckets=tuple(buckets),
+        step=step,
+        timeline=timeline,
+        **parts,
+    )
+
+
+def _bucket(
+    timeline: Timeline, step: Step, bucket: BucketTimes, turn_start: tuple[int, int]
+) -> BucketOverlap:
+    turn, start = turn_start
+    members = timeline.layouts[step.layout][bucket.number]
+    params = [timeline.params[i] for i in members]
+    nbytes = sum(param.nbytes for param in params)
+    is_sparse = any(param.kind.startswith("sparse") for param in params)
+    first, begin = step.first_gradient_ns(members), step.backward.begin_ns
+    hidden = covered((step.backward, *step.optimizers), turn, bucket.done_ns)
+    return BucketOverlap(
+        number=bucket.number,
+        members=members,
+        nbytes=nbytes,
+        dense_bytes=0 if is_sparse else nbytes,
+        first_s=None if first is None else (first - begin) / 1e9,
+        full_s=(bucket.full_ns - begin) / 1e9,
+        waited_s=(turn - bucket.full_ns) / 1e9,
+        queued_s=max(0, turn - bucket.launched_ns) / 1e9,
+        late_s=(start - turn) / 1e9,
+        wire_s=(bucket.done_ns - start) / 1e9,
+        hidden_s=hidden / 1e9,
+        exposed_s=(bucket.done_ns - turn - hidden) / 1e9,
+        turn_ns=turn,
+        start_ns=start,
+        times=bucket,
+    )
+
+
+def pieces(spans: Sequence[Span], begin: int, end: int) -> list[tuple[int, int, bool]]:
+    """Split an interval into pieces (begin ns, end ns, True if inside of a span)."""
+    found, at = [], begin
+    for span in sorted(spans, key=lambda span: span.begin_ns):
+        first, last = max(at, span.begin_ns), min(end, span.end_ns)
+        if first < last:
+            found += [(at, first, False), (first, last, True)]
+            at = last
+    found.append((at, end, False))
+    return [piece for piece in found if piece[0] < piece[1]]
+
+
+def covered(spans: Sequence[Span], begin: int, end: int) -> int:
+    """Return the nanoseconds of an interval that lie inside of any span."""
+    return sum(b - a for a, b, inside in pieces(spans, begin, end) if inside)
+
+
+class Slice(NamedTuple):
+    """A named interval of a step, for pictures and traces."""
+
+    row: str | int  # "forward", "backward", "optimizer", or the number of a bucket
+    name: str
+    begin_ns: int
+    end_ns: int
+
+
+def slices(found: StepOverlap) -> Iterator[Slice]:
+    """Yield one rank's step as slices: its phases, then each bucket's stages."""
+    step = found.step
+    for row, name, spans in (
+        ("forward", "local forward", step.local_forwards),
+        ("backward", "local backward", step.local_backwards),
+        ("forward", "forward", step.forwards),
+        ("backward", "backward", (step.backward,)),
+        ("optimizer", "optimizer step", step.optimizers),
+    ):
+        for span in spans:
+            yield Slice(row, name, span.begin_ns, span.end_ns)
+    yield Slice("backward", "finalize", step.backward.end_ns, step.finalize_end_ns)
+    for bucket in found.buckets:
+        yield from _slices_of_bucket(step, bucket)
+
+
+def _slices_of_bucket(step: Step, bucket: BucketOverlap) -> Iterator[Slice]:
+    times, busy = bucket.times, (step.backward, *step.optimizers)
+    first = step.first_gradient_ns(bucket.members) or times.full_ns
+    found = [
+        ("filling", first, times.full_ns),
+        ("waited", times.full_ns, bucket.turn_ns),
+        ("late (slower ranks)", bucket.turn_ns, bucket.start_ns),
+        *(
+            ("wire, hidden" if hides else "wire, exposed", begin, end)
+            for begin, end, hides in pieces(busy, bucket.start_ns, times.done_ns)
+        ),
+        ("done, not copied out", times.done_ns, times.copied_out_ns),
+    ]
+    for name, begin, end in found:
+        if begin < end:
+            yield Slice(bucket.number, name, begin, end)
+
+
+# -------------------------------------------------------------------- the typical step
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Hold one rank's typical step, and the spread of step and exposed seconds.
+
+    The steps are those that all ranks recorded with the last one's layout;
+    `typical_step` picks the same one of them for all ranks.
+    """
+
+    rank: int
+    num_steps: int
+    typical: StepOverlap
+    spread_s: Spread  # of the steps' seconds
+    exposed_spread_s: Spread
+    usually_exposed_s: float  # median over steps
+
+
+def overlaps_of(run: Run) -> tuple[Overlap, ...]:
+    """Return the `Overlap` of each rank; () if no step was recorded by all ranks."""
+    if not run.common:
+        return ()
+    found = [
+        [overlap_of(rank, step, run.launches[step.number]) for step in steps]
+        for rank, steps in zip(run.ranks, zip(*run.common, strict=True), strict=True)
+    ]
+    lengths = [[one.seconds for one in steps] for steps in found]
+    exposed = [[one.exposed_s for one in steps] for steps in found]
+    number = typical_step(lengths, exposed)
+    return tuple(
+        Overlap(
+            rank=timeline.where.rank,
+            num_steps=len(steps),
+            typical=_with_first_gradients(steps[number], steps),
+            spread_s=spread(lengths[n]),
+            exposed_spread_s=spread(exposed[n]),
+            usually_exposed_s=median(exposed[n]),
+        )
+        for n, (timeline, steps) in enumerate(zip(run.ranks, found, strict=True))
+    )
+
+
+def most_exposed(overlaps: Sequence[Overlap]) -> Overlap:
+    """Return the overlap of the rank with the largest median of exposed seconds."""
+    return max(overlaps, key=lambda one: one.usually_exposed_s)
+
+
+def _with_first_gradients(
+    typical: StepOverlap, steps: Sequence[StepOverlap]
+) -> StepOverlap:
+    """Return ``typical`` with every bucket's `BucketOverlap.first_s` set anew.
+
+    It is `full_s` times the median of first / full over the ``steps`` that timed
+    gradients, as steps differ in length; None if none timed them.
+    """
+    shares: dict[int, list[float]] = {bucket.number: [] for bucket in typical.buckets}
+    for bucket in (each for one in steps for each in one.buckets):
+        if bucket.first_s is not None and bucket.full_s > 0:
+            share = min(1.0, bucket.first_s / bucket.full_s)
+            shares.setdefault(bucket.number, []).append(share)
+    firsts = [
+        each.full_s * median(shares[each.number]) if shares[each.number] else None
+        for each in typical.buckets
+    ]
+    pairs = zip(typical.buckets, firsts, strict=True)
+    buckets = tuple(replace(each, first_s=first) for each, first in pairs)
+    return replace(typical, buckets=buckets)
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Return p10 and p90, two of the values: a tenth at most is below, and above."""
+    ordered, left_out = sorted(values), (len(values) - 1) // 10
+    return ordered[left_out], ordered[-1 - left_out]
+
+
+def typical_step(
+    lengths: Sequence[Sequence[float]], exposed: Sequence[Sequence[float]]
+) -> int:
+    """Return the index of the step to report, the same on all ranks.
+
+    Arguments: seconds by rank and step. On the reported rank (`most_exposed`), length
+    and exposed time lie within the reported p10 and p90. Of such steps, prefer one in
+    which no other rank is exposed longer; then the one nearest to all ranks' medians.
+    """
+    shown = max(range(len(exposed)), key=lambda rank: median(exposed[rank]))
+    spreads = [(values, spread(values)) for values in (lengths[shown], exposed[shown])]
+    middles = [(values, median(values)) for values in (*lengths, *exposed)]
+
+    def oddness(number: int) -> tuple[bool, bool, float]:
+        is_outside = any(
+            not low <= values[number] <= high for values, (low, high) in spreads
+        )
+        waits_less = exposed[shown][number] < max(each[number] for each in exposed)
+        distance = sum(abs(values[number] - middle) for values, middle in middles)
+        return is_outside, waits_less, distance
+
+    return min(range(len(lengths[0])), key=oddness)
+
+
+def to_show(buckets: Sequence[BucketOverlap], most: int) -> set[int]:
+    """Return numbers of at most ``most`` buckets: first, last, and the most exposed."""
+    ends = {bucket.number for bucket in (*buckets[:1], *buckets[-1:])}
+    middle = sorted(buckets[1:-1], key=lambda bucket: -bucket.exposed_s)
+    return ends | {bucket.number for bucket in middle[: most - len(ends)]}

@@ -1,0 +1,175 @@
+"""Predict what another layout or fewer bytes would gain.
+
+Every prediction is a difference within the model of `costmodel/schedule`, subtracted
+from the measured step: what the model leaves out stays in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from minidp.config import MIB
+from minidp.costmodel import (
+    Backward,
+    Network,
+    capped_groups,
+    fit_network,
+    in_ready_order,
+    lower_bound,
+    messages_of,
+    play,
+)
+
+from .analysis import Overlap, most_exposed, overlap_of, overlaps_of
+from .skew import Run, Skew, skew_of
+from .timeline import Timeline
+
+CAPS_MB = (0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100)  # candidates
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Hold a model of one rank's typical step, to predict what changes gain."""
+
+    backward: Backward  # the typical one
+    groups: Sequence[Sequence[int]]  # recorded layout: positions in ready order
+    network: Network  # fitted to the recorded collectives
+    is_one_size: bool  # of all collectives, so that latency is unknown
+    step_s: float  # measured seconds of the typical step
+    exposed_s: float  # measured seconds of exposed communication in that step
+
+    @property
+    def bound_s(self) -> float:
+        """Return the predicted seconds of a step that no bucket layout can undercut."""
+        least = lower_bound(self.backward, self.network) - self.backward.end_s
+        return self.step_s - max(0.0, self.exposed_s - least)
+
+    def gain(self, backward: Backward, groups: Sequence[Sequence[int]]) -> float:
+        """Return seconds per step that a layout saves (< 0: loses); <= `exposed_s`."""
+        now = play(self.backward, self.groups, self.network).exposed_s
+        then = play(backward, groups, self.network).exposed_s
+        return min(now - then, self.exposed_s)
+
+    def best_cap(self) -> tuple[float, float]:
+        """Return one of `CAPS_MB` as bucket cap, and its gain in seconds per step.
+
+        The largest cap within 1 % of a step of the best gain, as each bucket costs time
+        that the model does not know; of caps that give one bucket, the smallest.
+        """
+        now = self.backward
+        groups = {cap: capped_groups(now, [int(cap * MIB)]) for cap in CAPS_MB}
+        gains = {cap: self.gain(now, groups[cap]) for cap in CAPS_MB}
+        least = max(gains.values()) - 0.01 * self.step_s
+        cap = max(cap for cap, gain in gains.items() if gain >= least)
+        whole = sum(now.nbytes)
+        enough = min((c for c in CAPS_MB if c * MIB >= whole), default=cap)
+        return min(cap, enough), gains[cap]
+
+    def gain_of_half(self) -> float:
+        """Return seconds saved per step by half the bytes in the same layout."""
+        half = tuple(nbytes // 2 for nbytes in self.backward.nbytes)
+        return self.gain(replace(self.backward, nbytes=half), self.groups)
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """Hold all numbers of a run that its report and advice use."""
+
+    run: Run
+    overlaps: tuple[Overlap, ...]  # by rank
+    shown: Overlap  # the one that `most_exposed` picks
+    skew: Skew | None  # None: one rank, no common clock, or no bucket
+    forecast: Forecast | None  # of the rank of `shown`; None: no message was timed
+
+
+def analyse(run: Run) -> Analysis | None:
+    """Return the `Analysis` of a run; None if no step was recorded by all its ranks."""
+    overlaps = overlaps_of(run)
+    if not overlaps:
+        return None
+    shown = most_exposed(overlaps)
+    return Analysis(run, overlaps, shown, skew_of(run), forecast_of(run, shown))
+
+
+def forecast_of(run: Run, overlap: Overlap) -> Forecast | None:
+    """Return the forecast for one rank; None for 1 rank, or if no message was timed."""
+    samples = samples_of(run)
+    network = network_of(run, samples)
+    if network is None:
+        return None
+    typical = overlap.typical
+    backward, order = backward_of(typical.timeline)
+    position = {i: k for k, i in enumerate(order)}
+    groups = [[position.pop(i) for i in bucket.members] for bucket in typical.buckets]
+    groups += [[k] for k in sorted(position.values())]  # buckets that were not reduced
+    is_one_size = len({nbytes for nbytes, _ in samples}) == 1
+    return Forecast(
+        backward, groups, network, is_one_size, typical.seconds, typical.exposed_s
+    )
+
+
+def backward_of(timeline: Timeline) -> tuple[Backward, tuple[int, ...]]:
+    """Return a backward of median times, and the parameter indices in its ready order.
+
+    Gradients: see `_ready_times`. Its end: of the steps with the last step's layout.
+    """
+    last = timeline.steps[-1].layout
+    end_s = median(s.backward.seconds for s in timeline.steps if s.layout == last)
+    params = timeline.params
+    kinds = [(param.kind, param.kind.startswith("sparse")) for param in params]
+    nbytes = [param.nbytes for param in params]
+    return in_ready_order(_ready_times(timeline), nbytes, kinds, end_s)
+
+
+def _ready_times(timeline: Timeline) -> dict[int, float | None]:
+    """Return by parameter the median seconds from a backward's begin to its gradient.
+
+    If its hook was never timed, until its bucket was full; None if it never was.
+    """
+    hooks: list[list[float]] = [[] for _ in timeline.params]
+    buckets: list[list[float]] = [[] for _ in timeline.params]
+    for step in timeline.steps:
+        begin = step.backward.begin_ns
+        for i, ready in enumerate(step.ready_ns):
+            if ready is not None:
+                hooks[i].append((ready - begin) / 1e9)
+        for bucket in step.buckets:
+            for i in timeline.layouts[step.layout][bucket.number]:
+                buckets[i].append((bucket.full_ns - begin) / 1e9)
+    return {
+        i: median(both[0] or both[1]) if any(both) else None
+        for i, both in enumerate(zip(hooks, buckets, strict=True))
+    }
+
+
+def network_of(run: Run, samples: Sequence[tuple[int, float]]) -> Network | None:
+    """Fit latency and bandwidth to ``samples``; None without any, or for one rank.
+
+    Buckets of several sizes tell latency from bandwidth, so all recorded layouts count.
+    With one size only, latency counts as 0. If recordings of ranks are missing, only
+    the faster half of the times per size counts: the rest waited for missing ranks.
+    """
+    world_size = run.ranks[0].where.world_size
+    by_size: dict[int, list[float]] = {}
+    for nbytes, seconds in samples:
+        by_size.setdefault(nbytes, []).append(seconds)
+    if not by_size or world_size == 1:
+        return None
+    if len(run.ranks) < world_size:
+        by_size = {n: sorted(s)[: (len(s) + 1) // 2] for n, s in by_size.items()}
+    if len(by_size) == 1:
+        ((nbytes, times),) = by_size.items()
+        return Network(0.0, nbytes / median(times))
+    return fit_network((nbytes, s) for nbytes, times in by_size.items() for s in times)
+
+
+def samples_of(run: Run) -> list[tuple[int, float]]:
+    """Return (bytes, seconds on the wire) of all dense messages on the first rank."""
+    first, found = run.ranks[0], []
+    for step in first.steps:
+        buckets = overlap_of(first, step, run.launches.get(step.number)).buckets
+        spans = [(b.dense_bytes, b.start_ns, b.times.done_ns) for b in buckets]
+        found += [(nbytes, ns / 1e9) for nbytes, ns in messages_of(spans)]
+    return found

@@ -1,0 +1,216 @@
+"""Put the ranks of a run on one clock; measure which rank is late, and where.
+
+No rank leaves a barrier before every rank has entered it::
+
+    rank 0   enter |-------------| leave
+    rank 1             enter |---------------| leave      on another clock
+
+so rank 1's clock is ahead of rank 0's by at least *enter 1 - leave 0*, and at most
+*leave 1 - enter 0*. Several barriers narrow the interval. An all-reduce is a barrier,
+too: recordings that were never gathered also bound the offset, but less tightly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+
+import numpy as np
+
+from .timeline import ClockOffset, Step, Timeline
+
+Round = tuple[int, int]  # ns on one rank's clock: enters a barrier, leaves it
+Place = int  # FORWARD, BACKWARD, or the number of a bucket
+
+APART_SECONDS = 0.1  # more than the clocks of a host and of its devices differ
+FORWARD, BACKWARD = -2, -1
+
+
+def compare_clocks(zero: Sequence[Round], other: Sequence[Round]) -> ClockOffset:
+    """Return how far ``other``'s clock is ahead of ``zero``'s, from common barriers."""
+    pairs = list(zip(zero, other, strict=True))
+    least = max(theirs[0] - ours[1] for ours, theirs in pairs)
+    most = min(theirs[1] - ours[0] for ours, theirs in pairs)
+    # Clocks that drift can make least > most: the error is half of that gap.
+    return ClockOffset((least + most) // 2, (abs(most - least) + 1) // 2)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Hold one run's recordings, on the first rank's clock where an offset is known."""
+
+    ranks: tuple[Timeline, ...]  # by rank
+    clocks: tuple[ClockOffset | None, ...]  # what was subtracted; None: unknown
+
+    @property
+    def error_s(self) -> float | None:
+        """Return the largest error of `clocks` in seconds; None if one is unknown."""
+        errors = [-1 if clock is None else clock.error_ns for clock in self.clocks]
+        return None if -1 in errors else max(errors) / 1e9
+
+    @cached_property
+    def common(self) -> list[tuple[Step, ...]]:
+        """Steps that all ranks recorded with the last one's layout, tuples by rank."""
+        return common_steps(self.ranks)
+
+    @cached_property
+    def launches(self) -> Mapping[int, Mapping[int, int]]:
+        """Step number -> bucket -> last launch (ns), of steps that all recorded."""
+        found: dict[int, dict[int, int]] = {}
+        for steps in _of_all(self.ranks):
+            last = found[steps[0].number] = {}
+            for bucket in (each for step in steps for each in step.buckets):
+                before = last.get(bucket.number, bucket.launched_ns)
+                last[bucket.number] = max(before, bucket.launched_ns)
+        return found
+
+
+def _of_all(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
+    by_number = [{step.number: step for step in t.steps} for t in timelines]
+    numbers = sorted(set.intersection(*(set(steps) for steps in by_number)))
+    return [tuple(steps[number] for steps in by_number) for number in numbers]
+
+
+def common_steps(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
+    """Return the steps that all timelines hold, one tuple per step number.
+
+    Only steps with the layout of the last of them; tuples are in the ranks' order.
+    """
+    together = _of_all(timelines)
+    layouts = [timelines[0].layouts[steps[0].layout] for steps in together]
+    pairs = zip(together, layouts, strict=True)
+    return [steps for steps, layout in pairs if layout == layouts[-1]]
+
+
+def aligned(timelines: Sequence[Timeline]) -> Run:
+    """Return recordings sorted by rank and moved to the first one's clock.
+
+    Where its offset is unknown (other host, no collective in common), a rank keeps its
+    own clock. Raises ValueError if ranks repeat, world sizes or parameters differ, or
+    all-reduces that two ranks share lie apart in time: these are not of one run.
+    """
+    ordered = sorted(timelines, key=lambda timeline: timeline.where.rank)
+    first, ranks = ordered[0], [timeline.where.rank for timeline in ordered]
+    if len(set(ranks)) < len(ranks):
+        raise ValueError(
+            f"recordings must be of different ranks, but are of {ranks}; after "
+            "rec.gather() one file has all ranks"
+        )
+    for other in ordered:
+        names = f"ranks {first.where.rank} and {other.where.rank} differ"
+        if other.where.world_size != first.where.world_size:
+            raise ValueError(
+                f"recordings must be of one run, but world sizes of {names}"
+            )
+        if other.params != first.params:
+            raise ValueError(f"recordings must be of one model, but params of {names}")
+    clocks = tuple(_clock(first, other) for other in ordered)
+    pairs = zip(ordered, clocks, strict=True)
+    run = Run(tuple(t.moved(-c.offset_ns) if c else t for t, c in pairs), clocks)
+    for other, clock in zip(run.ranks, clocks, strict=True):
+        # Of one run, no all-reduce ends on a rank before it begins on another.
+        gaps = [max(a[0], b[0]) - min(a[1], b[1]) for a, b in _rounds(first, other)]
+        apart_s = median(gaps) / 1e9 if gaps else 0.0
+        if clock is not None and apart_s > clock.error_ns / 1e9 + APART_SECONDS:
+            raise ValueError(
+                f"recordings must be of one run, but what ranks {first.where.rank} and "
+                f"{other.where.rank} reduced together is {apart_s:.1f} s apart"
+            )
+    return run
+
+
+def _clock(first: Timeline, other: Timeline) -> ClockOffset | None:
+    """Return how far ``other``'s clock is ahead of ``first``'s; None if unknown.
+
+    0 on one host; else by the offsets to rank 0 that both store; else by all-reduces.
+    """
+    if other.where.host == first.where.host:
+        return ClockOffset(0, 0)
+    if first.clock is not None and other.clock is not None:
+        # Both were compared with rank 0, whose recording may be missing.
+        offset_ns = other.clock.offset_ns - first.clock.offset_ns
+        is_rank_0 = first.where.rank == 0  # compared with itself
+        error_ns = other.clock.error_ns + (0 if is_rank_0 else first.clock.error_ns)
+        return ClockOffset(offset_ns, error_ns)
+    rounds = _rounds(first, other)
+    return compare_clocks(*zip(*rounds, strict=True)) if rounds else None
+
+
+def _rounds(first: Timeline, other: Timeline) -> list[tuple[Round, Round]]:
+    """Return launch and end (ns) on both ranks of each bucket of their common steps."""
+    return [
+        ((ours.launched_ns, ours.done_ns), (theirs.launched_ns, theirs.done_ns))
+        for one, two in common_steps((first, other))
+        for ours in one.buckets
+        for theirs in two.buckets
+        if ours.number == theirs.number
+    ]
+
+
+# ------------------------------------------------------------------------ who is late
+
+
+@dataclass(frozen=True)
+class Late:
+    """Hold how late one rank is at one place: seconds after the others' median."""
+
+    typical_s: float  # median over steps; negative: earlier than the others
+    often_s: float  # lower quartile: in three of four steps the rank is later than this
+
+
+@dataclass(frozen=True)
+class Skew:
+    """Hold how late each rank begins its forward and backward, and launches buckets."""
+
+    late: Mapping[Place, Mapping[int, Late]]  # by place, in order of time, and by rank
+    error_s: float  # the largest error of a clock offset
+
+    def latest(self, place: Place) -> int:
+        """Return the rank with the largest median lateness at a place."""
+        by_rank = self.late[place]
+        return max(by_rank, key=lambda rank: by_rank[rank].typical_s)
+
+    def grows_at(self, rank: int) -> tuple[Place, float]:
+        """Return where a rank's median lateness grows most, and by what seconds."""
+        growth, before = {}, 0.0
+        for place, by_rank in self.late.items():
+            growth[place] = by_rank[rank].typical_s - before
+            before = by_rank[rank].typical_s
+        return max(growth.items(), key=lambda item: item[1])
+
+
+def skew_of(run: Run) -> Skew | None:
+    """Return how late ranks are; None for one rank, an unknown clock, or no buckets."""
+    if len(run.ranks) < 2 or run.error_s is None:
+        return None
+    found: dict[Place, list[list[int]]] = {}  # per place and step, ns by rank
+    for steps in run.common:
+        arrivals = [_arrivals(step) for step in steps]
+        for place in arrivals[0]:
+            if all(place in arrived for arrived in arrivals):
+                times = [arrived[place] for arrived in arrivals]
+                found.setdefault(place, []).append(times)
+    if max(found, default=BACKWARD) < 0:
+        return None  # no bucket
+    numbers = [timeline.where.rank for timeline in run.ranks]
+    return Skew(
+        {place: _late(found[place], numbers) for place in sorted(found)}, run.error_s
+    )
+
+
+def _arrivals(step: Step) -> dict[Place, int]:
+    begins = {FORWARD: step.begin_ns, BACKWARD: step.backward.begin_ns}
+    return begins | {bucket.number: bucket.launched_ns for bucket in step.buckets}
+
+
+def _late(rows: Sequence[Sequence[int]], numbers: Sequence[int]) -> dict[int, Late]:
+    """Return each rank's lateness at one place; ``rows``: ns by rank, one per step."""
+    times = np.array(rows) - np.array(rows)[:, :1]
+    late = {}
+    for column, number in enumerate(numbers):
+        others = np.median(np.delete(times, column, axis=1), axis=1)
+        behind = (times[:, column] - others) / 1e9
+        late[number] = Late(float(np.median(behind)), float(np.quantile(behind, 0.25)))
+    return late

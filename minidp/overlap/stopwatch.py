@@ -1,0 +1,386 @@
+"""Record the steps of one reducer.
+
+    note     a moment of a bucket                      any thread
+    enter    a phase of the step begins or ends        data_parallel, core
+    take     the times of grad hooks, in some steps    core
+    hooks    before and after optimizer steps          torch
+
+While steps run, only a few clock marks per bucket are kept; `Stopwatch.steps` converts
+them. The auto search uses a plain `Stopwatch`, `minidp.record` a `ModelStopwatch`.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+from collections import deque
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from minidp._version import __version__
+from minidp.core import untraced
+from minidp.trace import Moment, StepPhase
+
+from .timeline import BucketTimes, ClockOffset, Param, Span, Step, Timeline, Where
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.utils.hooks import RemovableHandle
+
+    from minidp.core import BucketQueue, GradHooks, Reducer
+    from minidp.layout import Layout
+
+KEEP_STEPS = 200
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_ORDER = (Moment.FULL, Moment.LAUNCHED, Moment.DONE, Moment.COPIED_OUT)
+Mark = Any  # one read of a clock: nanoseconds, or a CUDA event
+Pairs = list[list[Mark]]  # begin and end; the end is None until it happens
+
+
+class Clock:
+    """Read the CPU's clock: a mark is the nanoseconds of `time.perf_counter_ns`."""
+
+    params_every = 4  # grad hooks are timed in one of 4 steps: 0.3 us per parameter
+    read: Any = staticmethod(time.perf_counter_ns)  # the extension knows this function
+
+    def settle(self) -> None:
+        """Do nothing: nanoseconds need not be waited for; see `CudaClock.settle`."""
+
+    def resolve(self, mark: Mark, anchor: Mark) -> int:
+        """Return ``mark``, which is nanoseconds already; ignore ``anchor``."""
+        return int(mark)
+
+
+class CudaClock(Clock):
+    """Read the clock of one CUDA device by events on the current stream.
+
+    The current stream is the right one: in a grad hook the stream wrote the gradient;
+    in the callback of a future the stream is ordered after the collective. Construction
+    and `settle` wait for the device, `read` does not. Not yet run on a GPU.
+    """
+
+    params_every = 8  # an event per parameter costs more than a clock read
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._origin = self.read()
+        self._origin.synchronize()
+        self._origin_ns = time.perf_counter_ns()
+
+    def read(self) -> Mark:
+        """Record an event on the current stream and return it."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def settle(self) -> None:
+        """Wait until the device has finished all work, so that events have times."""
+        torch.cuda.synchronize(self._device)
+
+    def resolve(self, mark: Mark, anchor: Mark) -> int:
+        """Return a mark as ns of the CPU's clock; a near ``anchor`` limits rounding."""
+        until_anchor: float = self._origin.elapsed_time(anchor)
+        from_anchor: float = anchor.elapsed_time(mark)
+        return self._origin_ns + round(until_anchor * 1e6) + round(from_anchor * 1e6)
+
+
+@dataclass
+class StepMarks:
+    """Hold the clock marks that a `Stopwatch` collects during one step."""
+
+    number: int
+    begin: Mark
+    end: Mark | None = None
+    forwards: Pairs = field(default_factory=list)
+    local_forwards: Pairs = field(default_factory=list)
+    local_backwards: Pairs = field(default_factory=list)
+    optimizers: Pairs = field(default_factory=list)
+    # In order: of the backward, of finalize, its end.
+    phases: dict[StepPhase, Mark] = field(default_factory=dict)
+    moments: dict[tuple[Moment, int], Mark] = field(default_factory=dict)
+    stamps: Sequence[Mark | None] = ()  # of the grad hooks, by parameter index
+    layout: Layout | None = None  # set when all buckets are reduced and copied out
+
+
+class Stopwatch:
+    """Record the last ``keep`` steps of a reducer; in `timed_steps` also grad hooks."""
+
+    def __init__(
+        self,
+        queue: BucketQueue,
+        hooks: GradHooks,
+        *,
+        keep: int = KEEP_STEPS,
+        clock: Clock | None = None,
+    ) -> None:
+        self._queue, self._hooks = queue, hooks
+        first, *others = {spec.device for spec in queue.specs}
+        is_one_gpu = first.type == "cuda" and not others
+        self._clock = clock or (CudaClock(first) if is_one_gpu else Clock())
+        every = self._clock.params_every
+        self.timed_steps: Container[int] = range(0, sys.maxsize, every)
+        self._marks: StepMarks | None = None  # of the step that runs now
+        self._finished: deque[StepMarks] = deque(maxlen=keep)
+        self._num_begun = 0
+        self._is_timing = False
+
+    def start(self) -> None:
+        """Start recording: listen to the tracer, and prepare a timer of grad hooks."""
+        self._timing = self._hooks.timed_by(self._clock.read)
+        self._queue.tracer.listeners.append(self)
+
+    def stop(self) -> ProcessGroup:
+        """End recording; keep the running step if reduced. Return the process group."""
+        self._queue.tracer.listeners.remove(self)
+        self._time_hooks(on=False)
+        del self._timing
+        self._close(None)
+        return self._queue.group
+
+    def clear(self) -> None:
+        """Drop finished steps; the running one becomes step 0, its hooks not timed."""
+        self._finished.clear()
+        self._num_begun = int(self._marks is not None)
+        self._time_hooks(on=False)
+
+    def _time_hooks(self, *, on: bool) -> None:
+        if on is not self._is_timing:
+            self._is_timing = on
+            self._timing.switch(on=on)
+
+    # -- events, see `trace.Listener` --------------------------------------------------
+
+    def note(self, moment: Moment, bucket: int) -> None:
+        """Store when a bucket first reached ``moment``; ignore it outside backwards."""
+        marks = self._marks
+        if marks is not None and StepPhase.BACKWARD_BEGIN in marks.phases:
+            marks.moments.setdefault((moment, bucket), self._clock.read())
+
+    def enter(self, phase: StepPhase) -> None:
+        """Store when a phase began or ended; ignore it before the first forward.
+
+        A forward after a backward ends that step, kept if reduced, and begins another.
+        """
+        now, marks = self._clock.read(), self._marks
+        if phase is StepPhase.FORWARD_BEGIN:
+            # A backward that was begun and not finished has failed.
+            if marks is None or StepPhase.BACKWARD_BEGIN in marks.phases:
+                self._close(now)
+                marks = self._open(now)
+            marks.forwards.append([now, None])
+        elif marks is not None:  # else recording began in the middle of a step
+            self._enter(phase, now, marks)
+
+    def _enter(self, phase: StepPhase, now: Mark, marks: StepMarks) -> None:
+        match phase:
+            case StepPhase.FORWARD_END:
+                marks.forwards[-1][1] = now
+            case StepPhase.LOCAL_FORWARD_END:
+                marks.local_forwards.append([marks.forwards.pop()[0], now])
+            case StepPhase.LOCAL_BACKWARD_BEGIN:
+                marks.local_backwards.append([now, None])
+            case StepPhase.LOCAL_BACKWARD_END:  # of nested backwards, the last begun
+                open_ones = [pair for pair in marks.local_backwards if pair[1] is None]
+                for pair in open_ones[-1:]:
+                    pair[1] = now
+            case _ if marks.layout is not None:
+                pass  # a backward without a forward is not synchronised
+            case StepPhase.BACKWARD_BYPASSED:
+                begin = marks.phases.pop(StepPhase.BACKWARD_BEGIN, now)
+                marks.local_backwards.append([begin, now])
+                marks.moments.clear()
+            case StepPhase.BACKWARD_BEGIN | StepPhase.FINALIZE_BEGIN:
+                marks.phases[phase] = now
+            case StepPhase.FINALIZE_END:
+                marks.phases[phase] = now
+                marks.layout = self._queue.layout
+                marks.stamps = self._timing.take() if self._is_timing else ()
+
+    def _open(self, now: Mark) -> StepMarks:
+        self._marks = StepMarks(self._queue.tracer.backward, now)
+        self._time_hooks(on=self._num_begun in self.timed_steps)
+        self._num_begun += 1
+        return self._marks
+
+    def _close(self, now: Mark | None) -> None:
+        if self._marks is not None and self._marks.layout is not None:
+            self._marks.end = now
+            self._finished.append(self._marks)
+        self._marks = None
+
+    # -- result ------------------------------------------------------------------------
+
+    def steps(self) -> tuple[list[Step], list[tuple[tuple[int, ...], ...]]]:
+        """Wait for the device; return complete kept steps, and `Timeline.layouts`."""
+        self._clock.settle()
+        layouts: dict[tuple[tuple[int, ...], ...], int] = {}
+        steps = []
+        for marks in list(self._finished):
+            assert marks.layout is not None
+            layout = layouts.setdefault(marks.layout.assignment, len(layouts))
+            steps.append(_read(self._clock, marks, layout))
+        return [step for step in steps if step is not None], list(layouts)
+
+
+def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
+    """Convert marks to a `Step`; None unless a forward, backward and finalize ended.
+
+    Leaves out buckets without FULL or LAUNCHED, and gradients outside the backward.
+    """
+
+    def ns(mark: Mark) -> int:
+        return clock.resolve(mark, marks.begin)
+
+    def spans(pairs: Pairs) -> tuple[Span, ...]:
+        """Convert pairs of marks to spans; leave out pairs without an end."""
+        return tuple(Span(ns(a), ns(b)) for a, b in pairs if b is not None)
+
+    forwards = spans(marks.forwards)
+    if not forwards or len(marks.phases) < 3:
+        return None
+    begin, end, finalized = map(ns, marks.phases.values())
+    optimizers, locals_ = spans(marks.optimizers), spans(marks.local_backwards)
+    last = max([finalized, *(span.end_ns for span in (*optimizers, *locals_))])
+    stamps = [None if stamp is None else ns(stamp) for stamp in marks.stamps]
+    numbers = sorted(n for moment, n in marks.moments if moment is Moment.COPIED_OUT)
+    times = [[marks.moments.get((m, n)) for m in _ORDER] for n in numbers]
+    return Step(
+        number=marks.number,
+        layout=layout,
+        forwards=forwards,
+        backward=Span(begin, end),
+        finalize_end_ns=finalized,
+        end_ns=last if marks.end is None else ns(marks.end),
+        buckets=tuple(
+            _bucket(n, [None if mark is None else ns(mark) for mark in row])
+            for n, row in zip(numbers, times, strict=True)
+            if row[0] is not None and row[1] is not None
+        ),
+        optimizers=optimizers,
+        # A hook may have run in another backward than this one.
+        ready_ns=tuple(t if t and begin <= t <= end else None for t in stamps),
+        local_forwards=spans(marks.local_forwards),
+        local_backwards=locals_,
+    )
+
+
+def _bucket(number: int, times: Sequence[Any]) -> BucketTimes:
+    """Return a bucket's times, each at least the one before it; ``times``: by `_ORDER`.
+
+    Marks of several streams differ by a tick. DONE, which a callback may mark late or
+    not at all, is at most COPIED_OUT.
+    """
+    full, launched, done, copied = times
+    done = copied if done is None else min(done, copied)
+    return BucketTimes(number, *accumulate((full, launched, done, copied), max))
+
+
+class ModelStopwatch(Stopwatch):
+    """Record a reducer's steps, and those of its optimizers, for a `Timeline`."""
+
+    def __init__(
+        self, reducer: Reducer, *, keep: int = KEEP_STEPS, clock: Clock | None = None
+    ) -> None:
+        super().__init__(reducer.queue, reducer.hooks, keep=keep, clock=clock)
+        self._reducer: Reducer | None = reducer
+        self._managed = set(map(id, reducer.params))
+        specs = reducer.queue.specs
+        kinds = [f"{'sparse ' * s.sparse}{s.dtype} on {s.device}" for s in specs]
+        self._params = tuple(
+            Param(spec.name, spec.nbytes, kind.replace("torch.", ""))
+            for spec, kind in zip(specs, kinds, strict=True)
+        )
+        self._where = where_of(reducer)
+        self._handles: list[RemovableHandle] = []
+
+    def start(self) -> None:
+        """Start recording; also listen to the steps of all optimizers.
+
+        Raises RuntimeError if a `ModelStopwatch` records the reducer, or after `stop`.
+        """
+        if self._reducer is None:
+            raise RuntimeError(
+                "This recording is over and no longer holds its model: call "
+                "minidp.record(model) again for another one."
+            )
+        listeners = self._queue.tracer.listeners
+        if any(isinstance(other, ModelStopwatch) for other in listeners):
+            raise RuntimeError(
+                "This model is being recorded already: use the Recording of the "
+                "minidp.record() block around, or leave that block first."
+            )
+        super().start()
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+
+    def stop(self) -> ProcessGroup:
+        """Stop recording, unhook optimizers, drop the reducer; return its group."""
+        group = super().stop()
+        for handle in self._handles:
+            handle.remove()
+        assert self._reducer is not None
+        self._where = where_of(self._reducer)  # reset() may have changed the group
+        self._handles.clear()
+        self._reducer = None
+        del self._queue, self._hooks
+        return group
+
+    @untraced
+    def _before_optimizer(self, optimizer: Optimizer, *_arguments: Any) -> None:
+        if self._marks is not None and self._holds_managed(optimizer):
+            self._marks.optimizers.append([self._clock.read(), None])
+
+    @untraced
+    def _after_optimizer(self, optimizer: Optimizer, *_arguments: Any) -> None:
+        marks = self._marks
+        if marks is not None and marks.optimizers and self._holds_managed(optimizer):
+            marks.optimizers[-1][1] = self._clock.read()
+
+    def _holds_managed(self, optimizer: Optimizer) -> bool:
+        groups = optimizer.param_groups
+        return any(id(p) in self._managed for group in groups for p in group["params"])
+
+    def timeline(self, clock: ClockOffset | None = None) -> Timeline:
+        """Return a `Timeline` of the kept steps; wait for the device.
+
+        Times are on this rank's own clock: ``clock`` is stored, and not applied.
+        """
+        steps, layouts = self.steps()
+        num_dropped = self._num_begun - (self._marks is not None) - len(steps)
+        return Timeline(
+            self._where, self._params, tuple(layouts), tuple(steps), num_dropped, clock
+        )
+
+
+def where_of(reducer: Reducer) -> Where:
+    """Return a reducer's `Where` now; ``host`` is the boot id, or without it a name."""
+    group, device = reducer.queue.group, reducer.queue.specs[0].device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    hook = reducer.queue.averaging.comm_hook
+    # Equal in all containers of a host, which share its clock.
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    versions = {"minidp": __version__, "torch": str(torch.__version__)}
+    versions["python"] = platform.python_version()
+    return Where(
+        rank=group.rank(),
+        world_size=group.size(),
+        backend=str(group.name()),
+        device=f"{device} {name}".strip(),
+        host=boot or platform.node(),
+        versions=versions,
+        comm_hook="" if hook is None else hook.name,
+        layout_by=reducer.rebuild_policy.layout_by,
+    )

@@ -1,0 +1,298 @@
+"""Write the report of recorded steps: is communication hidden, and if not, why?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minidp.config import MIB
+
+from .advice import WORTH, advise, layers_of
+from .analysis import BucketOverlap, Spread, to_show
+from .forecast import Analysis, analyse
+from .skew import BACKWARD, FORWARD, Run, Skew, aligned
+from .timeline import AUTO, AUTO_TRIES, Timeline
+
+MAX_ROWS = 40  # buckets in a table
+MAX_COLUMNS = 8  # ranks in a table
+SHOWN = 0.05e-3  # s; less is printed as 0.0 ms
+FEW = 10  # steps; with fewer, the report asks for a longer recording
+_CHOICE = {
+    AUTO: '; bucket_cap_mb="auto" chose the buckets',
+    AUTO_TRIES: '; bucket_cap_mb="auto" is still trying buckets',
+}
+
+
+def report(timelines: Sequence[Timeline]) -> str:
+    """Return the report on the ranks of a run; if they share no step, what to record.
+
+    Raises ValueError if the recordings are not those of different ranks of one run.
+    """
+    run = aligned(timelines)
+    found = analyse(run)
+    if found is None:
+        return _nothing(run)
+    few = "Record a few dozen steps; these few say: "
+    parts = [
+        _header(found),
+        f"{_verdict(found)}\n"
+        f"Advice: {few * (found.shown.num_steps < FEW)}{advise(found)}",
+        _split(found),
+    ]
+    if found.shown.typical.buckets:
+        parts.append(_buckets(found))
+    if found.forecast is not None:
+        parts.append(_network(found))
+    if found.skew is not None:
+        parts.append(_skew(found.skew, found))
+    return "\n\n".join(parts)
+
+
+def _nothing(run: Run) -> str:
+    if any(timeline.steps for timeline in run.ranks):
+        counts = ", ".join(f"rank {t.where.rank} {len(t.steps)}" for t in run.ranks)
+        return (
+            "The ranks recorded no step in common: record the same steps on all. "
+            f"(Complete steps: {counts}.)"
+        )
+    num_dropped = max(timeline.num_dropped for timeline in run.ranks)
+    dropped = f" ({num_dropped} were not completed)" if num_dropped else ""
+    return (
+        f"No complete step was recorded{dropped}. A step is a forward of the "
+        "DataParallel, its backward outside no_sync(), and what follows until the next "
+        "forward or the end of the with block. What to do: train a few dozen steps "
+        "inside it."
+    )
+
+
+def _header(found: Analysis) -> str:
+    ranks, one = found.run.ranks, found.shown
+    where = ranks[0].where
+    numbers = [str(timeline.where.rank) for timeline in ranks]
+    if len(numbers) > MAX_ROWS:
+        numbers[2:] = [f"... {numbers[-1]} ({len(numbers)})"]
+    versions = ", ".join(f"{name} {text}" for name, text in where.versions.items())
+    hook = f"; comm hook {where.comm_hook}" if where.comm_hook else ""
+    most, missing = "", where.world_size - len(ranks)
+    if len(ranks) > 1:
+        most = ", which waits most"
+        most += f" of these; not here: {missing} more" if missing else ""
+    return (
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(numbers)} of {where.world_size}; "
+        f"{where.backend} on {where.device}; {versions}{hook}"
+        f"{_CHOICE.get(where.layout_by, '')}\n"
+        f"the typical one (step {one.typical.step.number}) of {one.num_steps} "
+        f"step{'s' * (one.num_steps > 1)} with the same buckets, on rank "
+        f"{one.rank}{most}"
+    )
+
+
+# --------------------------------------------------------------------- what it means
+
+
+def _verdict(found: Analysis) -> str:
+    one, first = found.shown.typical, found.run.ranks[0]
+    total = one.hidden_s + one.exposed_s
+    if not total or first.where.world_size == 1:
+        return "Is communication hidden? There is none."
+    share = one.exposed_s / one.seconds
+    answer = (
+        f"Is communication hidden? {one.hidden_s / total:.0%} of the gradients' "
+        f"{_ms(total)} ms per step; {_ms(one.exposed_s)} ms are exposed "
+        f"({_spread(found.shown.exposed_spread_s)}), {share:.0%} of the step."
+    )
+    if share < WORTH:
+        return answer
+    worst = max(one.buckets, key=lambda bucket: bucket.exposed_s)
+    name = f"{worst.number} ({layers_of(first, worst.members)})"
+    count = sum(bucket.exposed_s >= SHOWN for bucket in one.buckets)
+    why = (
+        f"{count} of {len(one.buckets)} buckets are still to come when the backward "
+        f"ends. Bucket {name} takes longest, {_ms(worst.exposed_s)} ms"
+    )
+    if worst.exposed_s >= 0.5 * one.exposed_s:
+        why = f"{_ms(worst.exposed_s)} ms of them are bucket {name}"
+    error_s = 0.0 if found.skew is None else found.skew.error_s
+    return f"{answer}\nWhy? {why}: {_cause(worst, one.backward_s, error_s)}."
+
+
+def _cause(bucket: BucketOverlap, backward_s: float, clock_error_s: float) -> str:
+    """Return a clause: when a bucket is full, and where its time goes until it is done.
+
+    Late and wire are one part if the clocks' error exceeds half of their sum.
+    """
+    left_s = max(0.0, backward_s - bucket.full_s)
+    both_s = bucket.late_s + bucket.wire_s
+    spans = [
+        (bucket.waited_s - bucket.queued_s, "until it is launched"),
+        (bucket.queued_s, "behind the buckets before it"),
+        (bucket.late_s, "until the slowest rank launches it"),
+        (bucket.wire_s, "on the wire"),
+    ]
+    if clock_error_s > both_s / 2:
+        why = "which the clocks of the hosts are too inaccurate to tell apart"
+        spans[2:] = [(both_s, f"waiting for slower ranks or on the wire, {why}")]
+    then = [f"{_ms(seconds)} ms {what}" for seconds, what in spans if seconds >= SHOWN]
+    return (
+        f"its last gradient comes {_ms(left_s)} ms before the backward ends; then "
+        f"{', '.join(then)}"
+    )
+
+
+def _split(found: Analysis) -> str:
+    one = found.shown.typical
+    late = f"of hidden and exposed, {_ms(one.late_s)} ms are waiting for slower ranks"
+    local = f"{len(one.step.local_forwards)} under no_sync()"
+    forward = "with its collectives, if any (module buffers, SyncBatchNorm)"
+    rows = [
+        ("local forwards", one.local_forward_s, local),
+        ("local backwards", one.local_backward_s, "nothing is averaged in them"),
+        ("forward", one.forward_s, forward),
+        ("backward", one.backward_s, f"hides {_ms(one.hidden_s)} ms of communication"),
+        ("exposed communication", one.exposed_s, late * bool(one.late_s)),
+        ("copying averages out", one.finish_s, ""),
+        ("optimizer", one.optimizer_s, ""),
+        ("everything else", one.other_s, "data, loss, zero_grad and the like"),
+    ]
+    lines = [f"One step: {_ms(one.seconds)} ms ({_spread(found.shown.spread_s)})"]
+    for name, seconds, note in rows:
+        if seconds or not name.startswith("local"):
+            share = seconds / one.seconds if one.seconds else 0.0
+            line = f"  {name:<21} {_ms(seconds):>8} ms {share:>4.0%}   {note}"
+            lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+# --------------------------------------------------------------------- tables
+
+
+def _buckets(found: Analysis) -> str:
+    buckets, first = found.shown.typical.buckets, found.run.ranks[0]
+    times = ["first", "full", "waited", "late", "wire", "hidden", "exposed"]
+    rows = [["bucket", "params", "MiB", *times, "layers"]]
+    numbers = to_show(buckets, MAX_ROWS)
+    others = [bucket for bucket in buckets if bucket.number not in numbers]
+    for bucket in buckets:
+        if bucket.number in numbers:
+            seconds = [getattr(bucket, f"{name}_s") for name in times]
+            cells = ["-" if each is None else _ms(each) for each in seconds]
+            rows.append([str(bucket.number), *_sizes([bucket]), *cells])
+            rows[-1].append(layers_of(first, bucket.members))
+    if others:  # so that columns add up
+        sums = [_ms(sum(getattr(b, f"{n}_s") for b in others)) for n in times[3:]]
+        note = f"the sums of {len(others)} buckets"
+        rows.append(["others", *_sizes(others), "-", "-", "-", *sums, note])
+    if len(found.run.ranks) == 1:  # lateness is unknown
+        rows = [[*row[:6], *row[7:]] for row in rows]
+    return "\n".join([*_table(rows), *_legend(found)])
+
+
+def _sizes(buckets: Sequence[BucketOverlap]) -> list[str]:
+    count = sum(len(bucket.members) for bucket in buckets)
+    return [str(count), f"{sum(bucket.nbytes for bucket in buckets) / MIB:.2f}"]
+
+
+def _legend(found: Analysis) -> list[str]:
+    where, num_ranks = found.run.ranks[0].where, len(found.run.ranks)
+    notes = []
+    if any(bucket.wire_s < SHOWN for bucket in found.shown.typical.buckets):
+        notes.append("0.0: at the same time as the bucket before, which counts it")
+    if num_ranks == 1:
+        notes.append("includes waiting for slower ranks; rec.gather() tells it apart")
+    elif num_ranks < where.world_size:
+        notes.append("includes waiting for the ranks that are not here")
+    if where.comm_hook:
+        notes.append(f"includes the work of {where.comm_hook} itself")
+    more = f" ({'; '.join(notes)})" if notes else ""
+    late = ["  late     until the slowest rank has launched it"]
+    return [
+        "All in ms.",
+        "  first    its first gradient arrives, after the backward began",
+        "  full     its last gradient arrives",
+        "  waited   until it is flattened, and the buckets before it are done",
+        *(late if num_ranks > 1 else []),
+        f"  wire     bytes move{more}",
+        "  hidden   of these, while the backward computes; exposed: after it",
+    ]
+
+
+def _network(found: Analysis) -> str:
+    where, forecast = found.run.ranks[0].where, found.forecast
+    assert forecast is not None
+    dense = [bucket for bucket in found.shown.typical.buckets if bucket.dense_bytes]
+    wire_s = sum(bucket.wire_s for bucket in dense)
+    # Of a ring: bytes that each rank sends.
+    on_bus = 2 * (where.world_size - 1) / where.world_size
+    nbytes = sum(bucket.dense_bytes for bucket in dense) * on_bus
+    fitted = forecast.network
+    takes, unknown = f"{fitted.latency_s * 1e3:.2g} ms + ", ""
+    if forecast.is_one_size:
+        takes, unknown = "", "; all have one size, so this includes the latency"
+    hook = "; computed from the gradients' bytes: the comm hook may send others"
+    return (
+        f"Bus bandwidth: {_bandwidth(nbytes / wire_s if wire_s else 0.0)} achieved; a "
+        f"bucket takes {takes}its bytes at {_bandwidth(fitted.bytes_per_s * on_bus)}"
+        f"{unknown}{hook * bool(where.comm_hook)}\n"
+        f"No bucket layout is predicted below {_ms(forecast.bound_s)} ms per step, "
+        "where each byte is sent as soon as it is computed; this one takes "
+        f"{forecast.step_s / forecast.bound_s:.2f} times as long"
+    )
+
+
+def _bandwidth(bytes_per_s: float) -> str:
+    gigabytes = bytes_per_s / 1e9
+    return f"{_digits(gigabytes)} GB/s ({_digits(8 * gigabytes)} Gbit/s)"
+
+
+def _digits(number: float) -> str:
+    """Return a number as text: three digits, large ones without exponent (3600)."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
+
+
+def _skew(skew: Skew, found: Analysis) -> str:
+    first = found.run.ranks[0]
+    shown = [timeline.where.rank for timeline in found.run.ranks][:MAX_COLUMNS]
+    rows = [["", "last is", "ms behind", *(f"rank {rank}" for rank in shown), "layers"]]
+    names = {FORWARD: "forward begins", BACKWARD: "backward begins"}
+    members = {bucket.number: bucket.members for bucket in found.shown.typical.buckets}
+    behind = {p: late[skew.latest(p)].typical_s for p, late in skew.late.items()}
+    # Leave out the buckets at which ranks are least behind, but show the last one.
+    buckets = sorted(range(max(behind)), key=lambda place: behind.get(place, 0.0))
+    left_out = buckets[: max(0, len(buckets) + 1 - MAX_ROWS)]
+    for place, late in skew.late.items():
+        if place not in left_out:
+            rank = skew.latest(place)
+            layers = layers_of(first, members[place]) if place in members else ""
+            cells = [_ms(late[r].typical_s) for r in (rank, *shown)]
+            name = names.get(place, f"bucket {place}")
+            rows.append([name, f"rank {rank}", *cells, layers])
+    lines = [
+        "When each rank comes, in ms behind the median of the others (medians over "
+        "steps):",
+        *_table(rows),
+    ]
+    if left_out:
+        lines.append(
+            f"({len(left_out)} buckets are left out: no rank is more than "
+            f"{_ms(max(behind[place] for place in left_out))} ms behind there.)"
+        )
+    if len(found.run.ranks) > len(shown):
+        more = len(found.run.ranks) - len(shown)
+        lines.append(f"(Not shown: {more} more; the medians count them.)")
+    if skew.error_s:
+        lines.append(f"The clocks of hosts are known to +-{_ms(skew.error_s)} ms.")
+    return "\n".join(lines)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line of text per row: cells right-aligned, the last one left-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths[-1] = 0
+    return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
+
+
+def _spread(spread_s: Spread) -> str:
+    return f"p10 {_ms(spread_s[0])}, p90 {_ms(spread_s[1])}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{round(seconds * 1e3, 1) + 0.0:.1f}"  # no -0.0

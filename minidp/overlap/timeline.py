@@ -1,0 +1,186 @@
+"""Hold recorded steps as frozen data; write them to JSON and read them back.
+
+One step, in the order of its times on a rank's clock::
+
+    forwards         backward                   finalize_end_ns            end_ns
+    |----| |----|    |--------------|-----------------|    |---------|        |
+                      ready_ns       '- every gradient      optimizers
+                      buckets           is computed
+
+Local forwards and backwards, which average nothing (``no_sync()``), lie before the
+backward or after it. Times are nanoseconds on the monotonic clock of the rank's host.
+Ranks of one host share a clock; `Timeline.clock` holds the offset to rank 0's clock.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from typing import Any, get_args, get_origin, get_type_hints
+
+KIND = "minidp timeline"
+VERSION = 4
+AUTO, AUTO_TRIES = "auto", "auto, still trying"  # values of `Where.layout_by`
+_NUMBERS = {"number", "layout"}  # integers of a step that are no times
+
+
+@dataclass(frozen=True)
+class Span:
+    """An interval on a rank's clock."""
+
+    begin_ns: int
+    end_ns: int
+
+    @property
+    def seconds(self) -> float:
+        """Return the length in seconds."""
+        return (self.end_ns - self.begin_ns) / 1e9
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """Hold when one bucket reached each stage in one step, in this order."""
+
+    number: int  # in launch order
+    full_ns: int  # its last gradient arrived
+    launched_ns: int  # its collective was enqueued
+    done_ns: int  # its collective was complete
+    copied_out_ns: int  # the averages were in ``.grad``
+
+
+@dataclass(frozen=True)
+class Step:
+    """Hold the times of a synchronised backward, its forwards and optimizer steps."""
+
+    number: int  # number of the synchronised backward, from 0
+    layout: int  # index in `Timeline.layouts`
+    forwards: tuple[Span, ...]  # before a synchronised backward, at least one
+    backward: Span  # ends when every gradient is computed
+    finalize_end_ns: int  # when every bucket is reduced and copied out
+    end_ns: int  # the next step's first forward; for the last step: its last event
+    buckets: tuple[BucketTimes, ...]  # that were reduced, in launch order
+    optimizers: tuple[Span, ...] = ()  # also optimizer steps inside the backward
+    ready_ns: tuple[int | None, ...] = ()  # per parameter index; (): not timed
+    local_forwards: tuple[Span, ...] = ()  # under ``no_sync()``
+    local_backwards: tuple[Span, ...] = ()  # without averaging; may be nested
+
+    @property
+    def begin_ns(self) -> int:
+        """Return when the first forward begins, local forwards included."""
+        return min(span.begin_ns for span in (*self.forwards, *self.local_forwards))
+
+    def first_gradient_ns(self, members: Sequence[int]) -> int | None:
+        """Return when (ns) the first of these gradients came; None: none was timed."""
+        found = [t for i in members if self.ready_ns and (t := self.ready_ns[i])]
+        return min(found, default=None)
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter whose gradient is averaged."""
+
+    name: str  # dotted, as in ``named_parameters()``
+    nbytes: int  # size of its dense gradient
+    kind: str  # dtype and device: what a bucket has in common; "sparse ..."
+
+
+@dataclass(frozen=True)
+class ClockOffset:
+    """How far this rank's clock is ahead of rank 0's clock; negative: behind."""
+
+    offset_ns: int
+    error_ns: int  # the true offset is at most this far from `offset_ns`
+
+
+@dataclass(frozen=True)
+class Where:
+    """Hold where and with what a recording was made."""
+
+    rank: int
+    world_size: int
+    backend: str
+    device: str
+    host: str  # equal for ranks that share a clock
+    versions: Mapping[str, str] = field(default_factory=dict)
+    comm_hook: str = ""  # its name; it may send other bytes than the gradients
+    layout_by: str = ""  # `AUTO`, `AUTO_TRIES`; empty: the bucket caps
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Hold the recorded steps of one rank, its parameters, and its bucket layouts."""
+
+    where: Where
+    params: tuple[Param, ...]  # by parameter index
+    layouts: tuple[tuple[tuple[int, ...], ...], ...]  # parameter indices per bucket
+    steps: tuple[Step, ...]  # oldest first
+    num_dropped: int = 0  # steps that failed, were incomplete, or too old to be kept
+    clock: ClockOffset | None = None  # None: not compared with rank 0's clock
+
+    def moved(self, ns: int) -> Timeline:
+        """Return a timeline with all times of its steps ``ns`` later."""
+        return replace(self, steps=_moved(self.steps, ns)) if ns else self
+
+
+def _moved(value: Any, ns: int) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_moved(each, ns) for each in value)
+    if isinstance(value, int):
+        return value + ns
+    if value is None:
+        return None
+    times = {name: each for name, each in vars(value).items() if name not in _NUMBERS}
+    return replace(value, **{name: _moved(each, ns) for name, each in times.items()})
+
+
+# -------------------------------------------------------------------------------- JSON
+
+
+def to_json(timelines: Sequence[Timeline]) -> str:
+    """Return recordings of one or more ranks as JSON text, for `from_json`."""
+    ranks = [asdict(timeline) for timeline in timelines]
+    return json.dumps({"kind": KIND, "version": VERSION, "ranks": ranks})
+
+
+def from_json(text: str, source: str = "the file") -> tuple[Timeline, ...]:
+    """Return the timelines in a recording's JSON; ValueError names bad ``source``."""
+    try:
+        value = json.loads(text)
+        problem = _problem(value)
+        if not problem:
+            return tuple(_built(Timeline, rank) for rank in value["ranks"])
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        problem = f"is damaged: {type(error).__name__}: {error}"
+    raise ValueError(
+        f"{source} {problem}. Pass a file that Recording.save() of this version of "
+        "minidp wrote."
+    )
+
+
+def _problem(value: Any) -> str:
+    """Return why parsed JSON has a wrong kind or version, or no rank; "" if it fits."""
+    if isinstance(value, dict) and "traceEvents" in value:
+        return "is a trace, not a recording"
+    if not isinstance(value, dict) or value.get("kind") != KIND:
+        return f'is not a recording: expected an object with "kind": "{KIND}"'
+    if value.get("version") != VERSION:
+        found = value.get("version")
+        return f"must be of version {VERSION}, but is of version {found!r}"
+    return "" if value["ranks"] else "is damaged: it holds no rank"
+
+
+_hints: Any = functools.cache(get_type_hints)
+
+
+def _built(kind: Any, value: Any) -> Any:
+    """Convert parsed JSON to ``kind``: dataclasses and tuples deeply, others as is."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = _hints(kind)
+        return kind(**{name: _built(hints[name], each) for name, each in value.items()})
+    if get_origin(kind) is tuple:
+        return tuple(_built(get_args(kind)[0], each) for each in value)
+    if value is not None and ClockOffset in get_args(kind):
+        return ClockOffset(**value)
+    return value

@@ -1,0 +1,58 @@
+"""Sum up the bits of tensors: equal tensors have equal sums, NaN included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+SMALL_BYTES = 64 * 1024  # tensors of less are joined before they are summed up
+_WORD = 4  # bytes
+_CHUNK = 2**17  # words to be summed up at once: they stay in a cache
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return one checksum of several tensors' bits (0-D, int64); their order counts."""
+    small: dict[torch.device, list[torch.Tensor]] = {}
+    sums = []
+    for tensor in tensors:
+        if tensor.nbytes < SMALL_BYTES:
+            small.setdefault(tensor.device, []).append(_plain(tensor).view(torch.uint8))
+        else:
+            sums.append(sum_of_bits(tensor))
+    sums += [sum_of_bits(torch.cat(pieces)) for pieces in small.values()]
+    found = torch.stack([each.to(sums[0].device) for each in sums])
+    # Odd factors: no change of one number is lost, and their order counts.
+    factors = torch.arange(1, 2 * len(sums), 2, device=found.device)
+    return (found * factors).sum()
+
+
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's bits: int64 that wraps around, 0-D, on its device.
+
+    Any change of one element changes it, and so does any exchange of two, if elements
+    have at most 4 bytes. The two words of larger ones can cancel out, which is rare.
+    """
+    flat = _plain(tensor)
+    size = flat.element_size()
+    if flat.storage_offset() * size % _WORD:  # a part of another tensor, on this rank
+        flat = flat.clone()
+    count = flat.numel() * size // _WORD * _WORD // size
+    words = flat[:count].view(torch.int32)
+    rest = flat[count:].view(_INTEGERS[size]).long()  # less than a word
+    factors = 2 * torch.arange(min(len(words), _CHUNK), device=flat.device) + 1
+    places = len(words) + torch.arange(len(rest), device=flat.device)
+    total = (rest * (2 * places + 1)).sum()
+    for start in range(0, len(words), _CHUNK):
+        chunk = words[start : start + _CHUNK].long()
+        total += (chunk * factors[: len(chunk)]).sum() + 2 * start * chunk.sum()
+    return total
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values in memory order: 1-D, contiguous, complex as reals."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    if flat.stride(0) != 1:  # one element with a stride counts as contiguous
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

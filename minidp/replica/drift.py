@@ -1,0 +1,351 @@
+"""Compare the replicas every so many steps (``check_replicas_every``).
+
+    forward    each rank sums up the bits of its parameters (and broadcast buffers)
+    backward   at its end, ranks compare one number each: the group is idle then
+    step       if they differed: once more, before optimizer.step()
+
+The second look is for weights that are moved with local gradients, or disturbed by
+random numbers of each rank, and moved back before the step.
+
+"auto" must be silent wherever torch's users want replicas to differ. It considers the
+reasons (`LOCAL_UPDATES`, `ON_PURPOSE`) and the size of the difference: other hardware
+rounds differently.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from minidp.comm import (
+    exchange_device,
+    gather_integers,
+    group_store,
+    has_store,
+    start_broadcast,
+    wait_for,
+)
+from minidp.config import AUTO
+from minidp.console import warn
+from minidp.core import BucketQueue
+from minidp.errors import MAX_NAMES, ReplicaMismatchError, explain
+
+from .digest import digest_of, sum_of_bits
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+    from minidp.comm import CommHook
+    from minidp.core import Ledger
+
+# What "auto" compares: a checkpoint that one rank has loaded shows in the first step.
+AUTO_STEPS = frozenset({0, 1, 100})  # each costs a step of a tiny model
+AUTO_EVERY = 1000
+PATIENCE = 10  # steps in which replicas differ, and no optimizer steps
+CONFIRM_SECONDS = 10.0  # for other ranks to step, too
+POLL_SECONDS = 0.005
+ROUNDING = 1e-3  # of the largest element; or a few times what the dtype can tell
+MOST_BYTES = 64 * 2**20  # to be compared element by element
+
+# Bits that ranks exchange: why replicas may differ legally.
+LOCAL_UPDATES = 1  # parameters changed inside no_sync()
+# A foreign comm hook; or unsynced="warn" or "ignore" made no error of a mistake.
+ON_PURPOSE = 2
+
+
+class _Snapshot(NamedTuple):
+    """Hold the digest of one replica before a forward, and the tensors it is of."""
+
+    step: int  # number of synchronised backwards finished
+    tensors: Mapping[str, torch.Tensor]  # parameters, by name, to be compared once more
+    buffer_sums: Mapping[str, int]  # of module buffers: the forward changes them
+    digest: torch.Tensor
+
+
+class ReplicaCheck:
+    """Compare the replicas every so many steps; an `Observer` of the queue."""
+
+    uses_grads = False
+    awaits_step = True  # optimizers step after backwards, not inside them
+
+    def __init__(
+        self,
+        queue: BucketQueue,
+        names: Sequence[str],
+        every: int | Literal["auto"],
+        ledger: Ledger,
+    ) -> None:
+        self._queue: BucketQueue = weakref.proxy(queue)  # a cycle would keep buckets
+        self.names = names
+        self._every, self._is_auto = every, every == AUTO
+        self._ledger = ledger
+        self._has_warned = False
+        self.name = ""  # in the store: new, and equal on all ranks; "": no store
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop a check that is under way, and forget when replicas agreed last."""
+        self._agreed = -1  # the last step at whose beginning all replicas were equal
+        self._under_way: _Snapshot | None = None
+        self._suspect: _Snapshot | None = None  # differed, and nobody has stepped since
+        self._waited = 0  # steps, for an optimizer
+        self._was_hooked = False  # by a foreign comm hook, since the last agreement
+
+    def is_due(self, step: int) -> bool:
+        """Return whether to call `begin` now: by schedule, or after a difference."""
+        every = AUTO_EVERY if isinstance(self._every, str) else self._every
+        is_early = self._is_auto and step in AUTO_STEPS
+        return self._suspect is not None or is_early or step % every == 0
+
+    def begin(
+        self,
+        step: int,
+        params: Sequence[torch.Tensor],
+        frozen: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Store this replica's digest before forward ``step``; `finished` compares it.
+
+        Replaces that of an earlier forward without backward. "auto" leaves out module
+        buffers, and frozen parameters once replicas have agreed.
+        """
+        if self._is_auto:
+            buffers = {}
+            # Once replicas agreed, one rank may keep averaged weights in frozen ones.
+            frozen = {} if self._agreed >= 0 else frozen
+        tensors = {**dict(zip(self.names, params, strict=True)), **frozen}
+        buffer_sums = {name: int(sum_of_bits(each)) for name, each in buffers.items()}
+        digest = digest_of([*tensors.values(), *buffers.values()])
+        self._under_way = _Snapshot(step, tensors, buffer_sums, digest)
+
+    def postpone(self) -> None:
+        """Drop the digest of `begin`: gradients will be averaged without a backward."""
+        self._under_way = None
+
+    # -- at the end of a backward ------------------------------------------------------
+
+    def reduced(self, params: Sequence[torch.nn.Parameter]) -> None:
+        """Do nothing for a single bucket."""
+
+    def finished(self) -> None:
+        """Collective if `begin` was called: compare digests; raise if steps differ.
+
+        If digests differ, "auto" excuses it for a reason (warns once of local updates).
+        Else a step calls `confirm`, or this call looks again (buffers, a long wait).
+        """
+        was_hooked = self._was_hooked
+        self._was_hooked |= is_foreign(self._queue.averaging.comm_hook)
+        snapshot, self._under_way = self._under_way, None
+        if snapshot is None:
+            return
+        ledger = self._ledger
+        reasons = LOCAL_UPDATES * ledger.was_local
+        reasons |= ON_PURPOSE * (was_hooked or ledger.was_excused)
+        rows = self._gather([snapshot.step, reasons, int(snapshot.digest)])
+        steps, all_reasons, digests = zip(*rows, strict=True)
+        if len(set(steps)) > 1:
+            text = explain(
+                self._queue.rank,
+                "The ranks are at different steps.",
+                expected="equally many synchronised backwards on all ranks",
+                found=", ".join(f"{n} on rank {rank}" for rank, n in enumerate(steps)),
+                remedy="look for a rank that skipped or repeated a step; load the last "
+                "checkpoint on all ranks, or wrap the module again",
+            )
+            raise ReplicaMismatchError(text)
+        if len(set(digests)) == 1:
+            self._agree(snapshot.step)
+            ledger.was_local = ledger.was_excused = False
+        elif self._is_auto and any(all_reasons):
+            self._suspect = None
+            # Local updates alone may be a mistake as well.
+            if {*all_reasons} <= {0, LOCAL_UPDATES} and not self._has_warned:
+                self._warn(self._find_difference(snapshot), is_rounding=False)
+                ledger.was_told = True
+        else:  # the next step compares again; or this one, after a long wait
+            self._suspect = snapshot
+            self._waited += 1
+            limit = PATIENCE if self._is_auto else 1
+            if self._waited > limit or snapshot.buffer_sums or not self.awaits_step:
+                self._confirm(snapshot)
+
+    def _agree(self, step: int) -> None:
+        self._agreed = step
+        self._suspect, self._waited = None, 0
+        # What the last reduction brought is still to be applied.
+        self._was_hooked = is_foreign(self._queue.averaging.comm_hook)
+
+    # -- before a step -----------------------------------------------------------------
+
+    def confirm(self) -> None:
+        """Compare again before an optimizer step, if `finished` found a difference.
+
+        Raises or warns as `_confirm`. Waits up to 10 s until all ranks want to step; if
+        some do not come, returns: the next backward compares again.
+        """
+        if self._suspect is None:
+            return
+        group = self._queue.group
+        if self.name and has_store(group):
+            store = group_store(group, f"{self.name}/{self._suspect.step}")
+            if not all_come(store, group.size()):
+                return
+        self._confirm(self._suspect)
+
+    def _confirm(self, snapshot: _Snapshot) -> None:
+        """Collective: raise if the replicas still differ; "auto" warns of rounding."""
+        # A digest under way may be of a forward that not all ranks ran.
+        self._suspect = self._under_way = None
+        found = self._find_difference(snapshot)
+        if not found.names:
+            self._agree(snapshot.step)
+        elif self._is_auto and self._is_rounding(snapshot, found.names):
+            self._warn(found, is_rounding=True)
+        else:
+            raise ReplicaMismatchError(found.error())
+
+    def _warn(self, found: Difference, *, is_rounding: bool) -> None:
+        if found.names and not self._has_warned:
+            self._has_warned = True
+            warn(found.warning(is_rounding=is_rounding))
+
+    def _gather(self, row: Sequence[int]) -> list[list[int]]:
+        """Collective: exchange one row of integers per rank; return them, by rank."""
+        group, device = self._queue.group, self._queue.specs[0].device
+        with self._queue.communicator.blocking("comparing the replicas"):
+            return gather_integers(row, group, exchange_device(group, device))
+
+    def _find_difference(self, snapshot: _Snapshot) -> Difference:
+        """Collective: return which parameters differ now, or buffers at `begin`."""
+        own = [sum_of_bits(tensor).cpu() for tensor in snapshot.tensors.values()]
+        names = [*snapshot.tensors, *snapshot.buffer_sums]
+        sums = [*torch.stack(own).tolist(), *snapshot.buffer_sums.values()]
+        columns = zip(names, zip(*self._gather(sums), strict=True), strict=True)
+        odd_ones = {name: sums for name, sums in columns if len(set(sums)) > 1}
+        return Difference(self._queue.rank, snapshot.step, self._agreed, odd_ones)
+
+    def _is_rounding(self, snapshot: _Snapshot, names: Sequence[str]) -> bool:
+        """Collective: return if rounding explains 64 MiB of ``names`` on all ranks."""
+        worst, left = 0.0, MOST_BYTES
+        for tensor in (snapshot.tensors[name] for name in names):
+            if left > 0:
+                worst = max(worst, self._distance(tensor.detach()))
+                left -= tensor.nbytes
+        return all(is_small for (is_small,) in self._gather([worst <= 1]))
+
+    def _distance(self, tensor: torch.Tensor) -> float:
+        """Collective: return this rank's largest difference from rank 0, scaled.
+
+        Up to 1 may be rounding: 1e-3 (or 16 eps) of rank 0's largest element.
+        """
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        group = self._queue.group
+        root = values.contiguous().clone().to(exchange_device(group, values.device))
+        with self._queue.communicator.blocking("finding out how much replicas differ"):
+            wait_for(start_broadcast(root, group, 0))
+        root, mine = root.double(), values.to(root.device).double()
+        off = (root - mine).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+        off[(root == mine) | (root.isnan() & mine.isnan())] = 0.0
+        if not off.any():
+            return 0.0
+        eps = torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
+        scale = root[root.isfinite()].abs().max() if root.isfinite().any() else 0.0
+        return float(off.max() / (max(ROUNDING, 16 * eps) * scale))
+
+
+class Difference:
+    """Hold what differs between replicas, and on which ranks; write messages of it."""
+
+    def __init__(
+        self, rank: int, step: int, agreed: int, sums: Mapping[str, Sequence[int]]
+    ) -> None:
+        self._rank, self._step = rank, step
+        self._agreed = agreed  # the last step without a difference; -1: none
+        self.names = [*sums]  # of all tensors that differ
+        first = next(iter(sums.values()), ())
+        usual = max(first, key=first.count, default=0)
+        odd = [str(rank) for rank, value in enumerate(first) if value != usual]
+        rest = [str(rank) for rank, value in enumerate(first) if value == usual]
+        self._odd, self._rest = ", ".join(odd), ", ".join(rest)
+        self._more = f" (and {len(sums) - 1} more)" if len(sums) > 1 else ""
+
+    def error(self) -> str:
+        """Return an error text: which parameters differ, on which ranks, since when."""
+        since = "" if self._agreed < 0 else f" They agreed at step {self._agreed}."
+        return explain(
+            self._rank,
+            f"The replicas differ: at the beginning of step {self._step}, "
+            f"{self.names[0]} is not the same on all ranks{self._more}.{since}",
+            names=self.names[:MAX_NAMES],
+            expected=f"the bits of rank {self._rest}",
+            found=f"other ones on rank {self._odd}",
+            remedy="look for what changes parameters on some ranks only: a checkpoint "
+            "that was loaded on one rank (load it on all, or on rank 0 before "
+            "wrapping, which broadcasts), other seeds with init_sync=False, updates "
+            "by hand, random numbers, unsynced='ignore'; what is to differ belongs to "
+            "the parameters to ignore (_set_params_and_buffers_to_ignore_for_model), "
+            "or pass check_replicas_every=0; load the last checkpoint on all ranks and "
+            "call reset(), or wrap the module again",
+        )
+
+    def warning(self, *, is_rounding: bool) -> str:
+        """Return a warning: rounding, or updates in no_sync(), made replicas differ."""
+        if is_rounding:
+            agreed = f"after step {self._agreed}, when they agreed, "
+            what = (
+                f"The replicas differ a little: {agreed if self._agreed >= 0 else ''}"
+                f"{self.names[0]} has other last bits on rank {self._odd}{self._more} "
+                f"(step {self._step}). Other hardware, or kernels that are not "
+                "deterministic, explain as much."
+            )
+            remedy = (
+                "nothing, if that is so; else look at what changes parameters on some "
+                "ranks only. check_replicas_every=100 makes any difference an error"
+            )
+        else:
+            what = (
+                "Parameters were updated inside no_sync(), where gradients stay local, "
+                f"and at the synchronised backward of step {self._step} the replicas "
+                "differ: nobody has averaged them in between."
+            )
+            remedy = (
+                "if the update was to use averaged gradients, take optimizer.step() "
+                "and zero_grad() out of the no_sync() block (an indentation too deep); "
+                "for local SGD average the parameters before the next forward outside "
+                "no_sync(); then load the last checkpoint on all ranks"
+            )
+        names = self.names[:MAX_NAMES]
+        remedy = f"{remedy}. This is said once"
+        return explain(self._rank, what, names=names, remedy=remedy)
+
+
+def is_foreign(hook: CommHook | None) -> bool:
+    """Return whether ``hook`` may give ranks different averages; False for None.
+
+    No: plain hooks of minidp and torch. Yes: others, wrappers, torch's post-local SGD
+    and no-op hooks.
+    """
+    if hook is None:
+        return False
+    place = getattr(hook.hook, "__module__", None) or ""
+    name = getattr(hook.hook, "__qualname__", "")
+    is_known = place.startswith(("minidp.", "torch.distributed.algorithms."))
+    is_wrapper = not name.isidentifier()  # a function in a function, or with arguments
+    is_local = "post_localSGD" in name or name == "noop_hook"
+    return not is_known or is_wrapper or is_local
+
+
+def all_come(store: Store, num_ranks: int) -> bool:
+    """Wait up to 10 s; return, alike on all ranks, whether all have called this."""
+    deadline = time.monotonic() + CONFIRM_SECONDS
+    if store.add("come", 1) == num_ranks:
+        store.compare_set("verdict", "", "all")
+    while not store.check(["verdict"]):
+        if time.monotonic() > deadline:
+            store.compare_set("verdict", "", "not all")
+        time.sleep(POLL_SECONDS)
+    return store.get("verdict") == b"all"

@@ -1,0 +1,145 @@
+"""Find the tensors of a module that take part in synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from minidp.console import warn
+from minidp.layout import ParamSpec
+
+IGNORE_ATTRIBUTE = "_ddp_params_and_buffers_to_ignore"  # torch's name, set by users
+DETOUR = "_compiled_call_impl"  # torch's name: what a module calls, if not its forward
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Hold the parameters of a module by their role in synchronisation."""
+
+    module: nn.Module
+    parameters: Mapping[str, nn.Parameter]  # frozen ones included
+    managed: Mapping[str, nn.Parameter]  # trainable, in parameter-index order
+    sparse: frozenset[str]  # names of managed parameters with sparse gradients
+    ignored: frozenset[str]
+    delayed: frozenset[str]  # names of managed parameters that travel last
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The managed parameters, in parameter-index order."""
+        return list(self.managed.values())
+
+    @property
+    def specs(self) -> list[ParamSpec]:
+        """What the layout needs of each managed parameter: name, shape, dtype, ..."""
+        return [
+            ParamSpec(
+                name,
+                tuple(param.shape),
+                tuple(param.stride()),
+                param.dtype,
+                param.device,
+                name in self.sparse,
+                name in self.delayed,
+            )
+            for name, param in self.managed.items()
+        ]
+
+
+def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
+    """Sort a module's parameters into a `Replica`; ignored ones take no part.
+
+    ``delayed`` ones do, even if they are ignored; they travel last. Warn of unknown
+    names on the ignore list; RuntimeError if nothing is left to reduce.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"module must be a torch.nn.Module, but got {type(module).__name__}."
+        )
+    ignored = _ignore_list(module) - delayed.keys()
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    if ignored - known:
+        warn(
+            "The module's ignore list names parameters or buffers that it does not "
+            f"have: {', '.join(sorted(ignored - known))}.",
+        )
+    parameters = {n: p for n, p in module.named_parameters() if n not in ignored}
+    managed: dict[str, nn.Parameter] = {}
+    sparse = set()
+    seen: set[int] = set()
+    owned = [  # as torch goes through them: shared ones may be listed by any name
+        (f"{prefix}.{short}".removeprefix("."), owner, param)
+        for prefix, owner in module.named_modules()
+        for short, param in owner.named_parameters(recurse=False)
+    ]
+    for name, owner, param in owned:
+        if name in ignored or id(param) in seen or not param.requires_grad:
+            continue
+        seen.add(id(param))
+        managed[name] = param
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag) and owner.sparse:
+            sparse.add(name)
+    for name, param in delayed.items():  # of another module
+        if id(param) in seen or not param.requires_grad:
+            continue
+        if name in known:
+            raise ValueError(
+                f"delay_all_reduce_named_params gives the name {name} to a parameter "
+                "of another module, but this module has one of that name."
+            )
+        managed[name] = parameters[name] = param
+    if not managed:
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any "
+            "parameter that requires a gradient. (Every parameter of this module is "
+            "frozen or on the ignore list.)"
+        )
+    ids = {id(param) for param in delayed.values()}
+    late = frozenset(name for name, param in managed.items() if id(param) in ids)
+    return Replica(module, parameters, managed, frozenset(sparse), ignored, late)
+
+
+def _ignore_list(module: nn.Module) -> frozenset[str]:
+    """Return the module's ignore list, no leading dots; TypeError if not all str."""
+    listed = frozenset(getattr(module, IGNORE_ATTRIBUTE, ()))
+    strange = {type(name).__name__ for name in listed if not isinstance(name, str)}
+    if strange:
+        raise TypeError(
+            "The module's ignore list must hold names of parameters and buffers (str), "
+            f"but holds {', '.join(sorted(strange))}."
+        )
+    return frozenset(name.removeprefix(".") for name in listed)
+
+
+def check_data(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise if parameters are uninitialized, on the meta device, or DTensors."""
+    lazy = [n for n, p in parameters.items() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with "
+            "`DataParallel`. Run a dummy forward pass to correctly initialize the "
+            f"modules. Uninitialized: {', '.join(lazy)}."
+        )
+    meta = [name for name, param in parameters.items() if param.is_meta]
+    if meta:
+        raise RuntimeError(
+            "Parameters on the meta device have no data to synchronise: "
+            f"{', '.join(meta)}. Materialise them first, for example with "
+            "module.to_empty(device=...) and an initialisation."
+        )
+    dtensors = [n for n, p in parameters.items() if type(p.data).__name__ == "DTensor"]
+    if dtensors:
+        raise TypeError(
+            "DTensor parameters can only be averaged as local tensors: instead of a "
+            "process group pass device_mesh, a slice (mesh['dp']) of the mesh they are "
+            f"distributed over. DTensors: {', '.join(dtensors)}."
+        )
+
+
+def module_buffers(module: nn.Module, ignored: frozenset[str]) -> dict[str, Any]:
+    """Return the module buffers not ignored, by name; also non-persistent ones."""
+    return {n: b for n, b in module.named_buffers() if n not in ignored}

@@ -1,0 +1,181 @@
+"""Verify that all ranks have the same tensors; broadcast one rank's values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from minidp.comm import (
+    broadcast_coalesced,
+    exchange_device,
+    gather_bytes,
+    gather_integers,
+    group_name,
+    mark_group,
+)
+from minidp.errors import ReplicaMismatchError, explain
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .parameters import Replica
+
+GREETING = -1  # torch's DDP sends its number of parameters where this is expected
+# Kind of a wrapper until `start_equal` gives it a name that no other had. Torchrun
+# keeps the store when it restarts processes: the attempt tells old keys from new ones.
+WRAPPED = f"wrapped in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+MESSAGE_BYTES = 250 * 2**20  # one coalesced broadcast
+_REJECTED = "rejected"
+_objects: Counter[tuple[str, str]] = Counter()  # (group name, kind) -> objects so far
+
+
+def next_key(group: ProcessGroup, kind: str) -> str:
+    """Return ``kind/N`` for the N-th object of this kind that uses ``group``.
+
+    Equal on all ranks if they make such objects in the same order.
+    """
+    _objects[group_name(group), kind] += 1
+    return f"{kind}/{_objects[group_name(group), kind]}"
+
+
+def start_equal(
+    replica: Replica,
+    module_buffers: Mapping[str, torch.Tensor],
+    group: ProcessGroup,
+    *,
+    options: Mapping[str, object],
+    device: torch.device,
+    sends_buffers: bool,
+) -> str:
+    """Collective: verify that replicas are alike, then copy rank 0's values.
+
+    Return a name for the wrapper, equal on all ranks. Raises as `verify`; it compares
+    ``options``, too. ``sends_buffers``: copy module buffers as well as parameters.
+    """
+    mine = {}
+    for name, param in replica.parameters.items():
+        kind = "trainable" if param.requires_grad else "frozen"
+        kind += ", sparse" if name in replica.sparse else ""
+        mine[f"parameter {name}"] = f"{_describe(param)}, {kind}"
+    for name, value in module_buffers.items():
+        mine[f"module buffer {name}"] = _describe(value)
+    mine |= {f"option {name}": str(value) for name, value in options.items()}
+    number = verify(mine, group, device)
+    buffers = module_buffers.values() if sends_buffers else ()
+    broadcast_state([*replica.parameters.values(), *buffers], group)
+    return f"verified/{number}"
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    is_dense = tensor.layout is torch.strided
+    layout = f"stride {tuple(tensor.stride())}" if is_dense else str(tensor.layout)
+    return (
+        f"shape {tuple(tensor.shape)}, {layout}, {tensor.dtype}, "
+        f"on {tensor.device.type}"
+    )
+
+
+def take_delayed(replica: Replica, group: ProcessGroup) -> None:
+    """Collective: give delayed parameters (the ones sent last) rank 0's values."""
+    broadcast_state([replica.managed[name] for name in replica.delayed], group)
+
+
+def broadcast_state(
+    tensors: Sequence[torch.Tensor], group: ProcessGroup, root: int = 0
+) -> None:
+    """Collective: overwrite parameters or module buffers with rank ``root``'s."""
+    broadcast_coalesced(tensors, group, MESSAGE_BYTES, root)
+
+
+def verify(
+    mine: Mapping[str, str] | Exception, group: ProcessGroup, device: torch.device
+) -> int:
+    """Collective: compare descriptions; raise on every rank when any two differ.
+
+    Return how many comparisons this group has seen: equal on all ranks, new each time.
+    ``mine``: this replica's texts, by name; or the error with which this rank rejected
+    its arguments: the others raise with its text, and the caller here raises it.
+    """
+    rejected = isinstance(mine, Exception)
+    # Torch's constructor begins alike: else gloo would abort at the first mismatch.
+    greetings = gather_integers([GREETING], group, device)
+    torchs = [rank for rank, (value,) in enumerate(greetings) if value != GREETING]
+    if torchs and rejected:
+        return 0
+    if torchs:
+        raise ReplicaMismatchError(_explain_other_class(group.rank(), torchs))
+    text = {_REJECTED: f"{type(mine).__name__}: {mine}"} if rejected else mine
+    buffer = json.dumps(text).encode()
+    digest = int.from_bytes(hashlib.sha256(buffer).digest()[:8], "big", signed=True)
+    device = exchange_device(group, device)
+    place = (group_name(group), "verified")
+    head = [digest, len(buffer), _objects[place] + 1, secrets.randbits(62)]
+    heads = gather_integers(head, group, device)
+    _objects[place] = max(number for _, _, number, _ in heads)
+    mark_group(group, heads[0][3])
+    if rejected or any(each[:2] != heads[0][:2] for each in heads):
+        lengths = [length for _, length, *_ in heads]
+        texts = gather_bytes(buffer, lengths, group, device)
+        if not rejected:
+            replicas = [json.loads(each) for each in texts]
+            raise ReplicaMismatchError(_explain_difference(replicas, group.rank()))
+    return _objects[place]
+
+
+def _explain_other_class(own_rank: int, torchs: Sequence[int]) -> str:
+    return explain(
+        own_rank,
+        "The model is wrapped by torch's DistributedDataParallel on rank "
+        f"{', '.join(map(str, torchs))}, but by minidp.DataParallel here.",
+        expected="the same class on all ranks",
+        remedy="start all ranks in the same way. `minidp run` and swap() do not reach "
+        "a process that is started with python -I, -E or -S, or with an environment of "
+        "its own (PYTHONPATH): start that one with `python -m minidp.run SCRIPT`, too",
+    )
+
+
+def _explain_difference(replicas: Sequence[dict[str, str]], rank: int) -> str:
+    for other, replica in enumerate(replicas):
+        if _REJECTED in replica:
+            return explain(
+                rank,
+                f"rank {other} rejected its arguments: {replica[_REJECTED]}",
+                remedy=f"look at the traceback of rank {other}",
+            )
+    root = replicas[0]
+    # Not by `!=`: the order counts.
+    other = next(
+        r for r, each in enumerate(replicas) if [*each.items()] != [*root.items()]
+    )
+    found = replicas[other]
+    if root.keys() != found.keys():
+        what = (
+            f"Rank {other} lacks [{', '.join(n for n in root if n not in found)}] of "
+            f"rank 0, and has besides [{', '.join(n for n in found if n not in root)}]."
+        )
+    elif [*root] != [*found]:
+        here, there = next(
+            pair for pair in zip(root, found, strict=True) if pair[0] != pair[1]
+        )
+        what = (
+            f"Expected {here}, as on rank 0; rank {other} has {there} in its place "
+            "(another registration order)."
+        )
+    else:
+        name = next(name for name in root if root[name] != found[name])
+        what = (
+            f"Expected {name}: {root[name]} (rank 0); found on rank {other}: "
+            f"{found[name]}."
+        )
+    return explain(
+        rank,
+        f"DataParallel expects the same model and options on all ranks. {what}",
+        remedy="build the module identically on every rank, then wrap it",
+    )

@@ -1,0 +1,1 @@
+"""A PYTHONPATH folder, only for `sitecustomize`, which Python imports first."""

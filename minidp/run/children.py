@@ -1,0 +1,86 @@
+"""Swap torch's class also in the processes that a script starts.
+
+Launchers start the other ranks as ``python train.py`` (Lightning, ``accelerate
+launch``). Such a process inherits two environment variables: PYTHONPATH leads to
+minidp's ``sitecustomize`` (`at_start`), and `RUN` tells `join` what to do. Not reached:
+``python -I``, ``-E`` and ``-S``, and processes with a new environment; the constructor
+reports such a rank (`replica/verify`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from minidp.comm import die_with_parent
+from minidp.config import RUN, setting
+from minidp.swapping import TORCHS, swap_here
+
+from .script import after_wrapping
+
+START = Path(__file__).with_name("at_start")
+
+
+@contextmanager
+def reached_children(
+    command: str = "run", *, swaps: bool, is_compared: bool = False
+) -> Iterator[None]:
+    """Set the environment so that processes started inside call `join`.
+
+    ``swaps``: they swap torch's class, else keep it; ``is_compared``: they are seeded
+    as runs of a comparison are. Error messages name ``command`` in remedies.
+    """
+    orders = {"command": command, "swaps": swaps, "is_compared": is_compared}
+    paths = filter(None, [str(START), os.environ.get("PYTHONPATH")])
+    with setting({"PYTHONPATH": os.pathsep.join(paths), RUN: json.dumps(orders)}):
+        yield
+
+
+_joined = ExitStack()  # never closed: until the process ends
+
+
+def join() -> None:
+    """Swap torch's class, or keep it and die with the parent, as `RUN` says.
+
+    Seed, too, for a comparison. `sitecustomize` calls it.
+    """
+    orders = json.loads(os.environ[RUN])
+    if orders["swaps"]:
+        swap_here()
+    else:
+        die_with_parent()
+        _joined.enter_context(after_wrapping(TORCHS, never_take_down))
+    if orders["is_compared"]:
+        seed(int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))))
+
+
+def seed(rank: int) -> None:
+    """Seed torch, random and numpy with ``rank``: both runs draw the same numbers."""
+    torch.manual_seed(rank)
+    random.seed(rank)
+    numpy.random.seed(rank)
+
+
+def never_take_down(ddp: Any) -> None:
+    """Leak the reducer, logger and process group of a torch DDP model, on purpose.
+
+    Their destructors may deadlock with a thread, if a script drops its model after the
+    group. The reducer's hooks go with the model. Without a reducer: nothing.
+    """
+    reducer = getattr(ddp, "reducer", None)
+    if reducer is None:
+        return
+    for part in (reducer, ddp.logger, ddp.process_group):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
+    # Remove the reducer's hooks with the wrapper: its module may be wrapped again.
+    weakref.finalize(ddp, reducer._remove_autograd_hooks).atexit = False

@@ -1,0 +1,310 @@
+"""Define ``minidp run``: its options, and what it does in which order."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import weakref
+from argparse import Namespace
+from contextlib import nullcontext
+from pathlib import Path
+
+from minidp.comm import gather_json, launcher_store, post_json
+from minidp.config import add_options, misspelt, read_environment, setting, variables
+from minidp.console import fold, positive_seconds, say_on_stderr
+from minidp.data_parallel import DataParallel
+from minidp.overlap import Timeline, from_json, report, to_json
+from minidp.recording import Recording, record
+from minidp.swapping import swapped
+
+from .children import reached_children
+from .compare import OutcomeRecorder, begin_phase, run_both, run_on_torch
+from .ranks import (
+    add_num_ranks,
+    from_environment,
+    how_to_start,
+    lacks_launcher,
+    say_once,
+    start_ranks,
+    why_no_ranks,
+)
+from .script import Script, after_wrapping
+
+EXCHANGE_SECONDS = 60.0  # how long rank 0 waits for the recordings of other ranks
+DESCRIPTION = """\
+Runs an unmodified DDP script on minidp.
+
+    minidp run -n 2 train.py ARGS                 two ranks on this machine
+    torchrun ... -m minidp.run train.py ARGS      ranks that torchrun starts
+    minidp run train.py ARGS                      one process, as python train.py
+
+Also -m package.module for train.py. In the script, in all it imports, and in processes
+that it starts, torch.nn.parallel.DistributedDataParallel is minidp.DataParallel, by
+whichever name (minidp.swapped says which). The exit status is the script's; 2 if it
+cannot be run at all, 1 if there is nothing to report or compare, or a difference.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``minidp run`` to ``parser``."""
+    parser.usage = "%(prog)s [OPTIONS] [-m] SCRIPT [ARGS]"
+    add_num_ranks(parser)
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="at exit, say what of the communication was hidden (minidp report)",
+    )
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="--report, and keep what was recorded, for minidp report FILE (of several "
+        "models the first; of the others FILE with .2, .3 and so on)",
+    )
+    add_script(parser, "a script that trains")
+    group = parser.add_argument_group("comparison with torch's DDP")
+    group.add_argument(
+        "--compare",
+        action="store_true",
+        help="run the script on torch's DDP first, then on minidp, with the same seeds "
+        "for scripts that set none; say whether final weights are equal, and how long "
+        "steps took; exit status 1 if weights or numbers of steps differ",
+    )
+    group.add_argument(
+        "--copy",
+        action=argparse.BooleanOptionalAction,
+        help="whether the run on torch has a copy of the working directory, so that "
+        "the other one finds no checkpoint of it (default: unless it is large)",
+    )
+    group.add_argument(
+        "--before",
+        metavar="COMMAND",
+        help="run by the shell before each of the two runs, once per machine: 'rm -rf "
+        "out' for checkpoints elsewhere that the script would resume from",
+    )
+    group.add_argument(
+        "--limit",
+        type=positive_seconds,
+        default=1800.0,
+        metavar="SECONDS",
+        help="end a run that makes no step for so long (default: %(default)g)",
+    )
+    # What the comparison starts:
+    group.add_argument("--phase", choices=("torch", "minidp"), help=argparse.SUPPRESS)
+    group.add_argument("--outcome", type=Path, help=argparse.SUPPRESS)
+    add_options(parser)
+
+
+def add_script(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``-m``, SCRIPT (help: ``what``) and ARGS, after other positional ones."""
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="SCRIPT is a module's name"
+    )
+    parser.add_argument("script", metavar="SCRIPT", help=what)
+    parser.add_argument(
+        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="of the script"
+    )
+
+
+def main(options: Namespace) -> int:
+    """Run or compare the script, here or on ``-n`` ranks; return its exit status.
+
+    2 if it cannot be run; 1 for nothing to report or compare, or for a difference.
+    """
+    script = Script(options.script, options.arguments, options.is_module)
+    # Absolute: the script may change its working directory.
+    options.save = options.save and options.save.absolute()
+    with setting(variables(options)):
+        problem = _problem(script, options)
+        if problem:
+            say_once(f"minidp run: {problem.removesuffix('.')}.")
+            return 2
+        if options.phase == "torch":
+            return run_on_torch(script, options)
+        if options.phase:
+            return _run_on_minidp(script, options)
+        for warning in misspelt():
+            say_once(f"minidp run: {warning}")
+        if options.num_ranks is not None:
+            names = "report save compare copy before limit"
+            flags = _words(options, *names.split())
+            return start_ranks(options.num_ranks, "run", flags, script)
+        if options.compare:
+            return run_both(script, options, _words(options, "report", "save"))
+        return _run_on_minidp(script, options)
+
+
+def _problem(script: Script, options: Namespace) -> str:
+    """Return why script or options cannot be used; "" if nothing is wrong."""
+    # Finding a module imports the packages around it, which may import the class.
+    with nullcontext() if options.phase == "torch" else swapped():
+        problem = script.problem()
+    if problem:
+        return problem
+    path = options.save
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        return f"--save {path}: {why}"
+    try:
+        read_environment()
+    except ValueError as error:
+        return str(error)
+    is_alone = from_environment("WORLD_SIZE", 1) == 1
+    if options.compare and not is_alone and launcher_store("compare") is None:
+        return "--compare needs ranks that torchrun or -n start"
+    return why_no_ranks(options.num_ranks)
+
+
+def _words(options: Namespace, *names: str) -> list[str]:
+    """Return the flags that repeat the named options, if set, on a command line."""
+    words = []
+    for name in names:
+        value = getattr(options, name)
+        if value is True or (value is False and name == "copy"):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif value not in (None, False):
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def _run_on_minidp(script: Script, options: Namespace) -> int:
+    """Run the script with torch's class swapped; print reports; return the status.
+
+    Errors of the script are raised on, but for a missing launcher (printed; status 1).
+    """
+    outcomes = begin_phase(options) if options.phase else None
+    models = WrappedModels(script, options, outcomes)
+    alone = (
+        "" if "RANK" in os.environ else ", which runs as one process (-n N: as N ranks)"
+    )
+    say_once(
+        "minidp run: torch.nn.parallel.DistributedDataParallel is minidp.DataParallel "
+        f"in {script.target}{alone}."
+    )
+    with reached_children(swaps=True, is_compared=outcomes is not None):
+        try:
+            with swapped(), after_wrapping(DataParallel, models.add):
+                status = script.run()
+        except Exception as error:
+            why = lacks_launcher(error, "run", script)
+            if not why:
+                raise
+            say_on_stderr(f"minidp run: {why}")
+            return 1
+        finally:
+            models.stop()
+        status = models.finish(status)
+    if outcomes is not None and not status:
+        outcomes.save()
+    return status
+
+
+class WrappedModels:
+    """Record the models that this process wraps; `finish` prints the report.
+
+    ``outcomes`` keeps the models if the run is part of a comparison.
+    """
+
+    def __init__(
+        self, script: Script, options: Namespace, outcomes: OutcomeRecorder | None
+    ) -> None:
+        self._script, self._outcomes = script, outcomes
+        self._saves: Path | None = options.save
+        self._reports = options.report or options.save is not None
+        self._names: list[str] = []  # of the models' classes
+        self._largest = 0  # size of the largest process group of a model
+        self._recordings: list[Recording] = []
+        self._active: list[tuple[weakref.ref[DataParallel], Recording]] = []
+        self._pid = os.getpid()
+
+    def add(self, ddp: DataParallel) -> None:
+        """Register a model, start its recording for --report; do nothing in a fork."""
+        if os.getpid() != self._pid:
+            return
+        module = getattr(ddp.module, "_orig_mod", ddp.module)  # if it is compiled
+        self._names.append(type(module).__name__)
+        self._largest = max(self._largest, ddp.process_group.size())
+        if self._outcomes is not None:
+            self._outcomes.wrapped(ddp)
+        if self._reports:
+            # A recording holds the buckets of its model: end those of dropped models.
+            # Not when a model is destroyed: torch may be iterating optimizer hooks.
+            self.stop(only_dropped=True)
+            recording = record(ddp)
+            recording.__enter__()
+            self._recordings.append(recording)
+            self._active.append((weakref.ref(ddp), recording))
+
+    def stop(self, *, only_dropped: bool = False) -> None:
+        """Stop all active recordings, or those of models that the script dropped."""
+        for model, recording in list(self._active):
+            if not only_dropped or model() is None:
+                self._active.remove((model, recording))
+                recording.__exit__(None, None, None)
+
+    def finish(self, status: int) -> int:
+        """Print the report, or that no model was wrapped; return the exit status.
+
+        That is ``status``, but 1 if it is 0 and there is nothing to report or compare.
+        """
+        if self._largest == 1:
+            say_once(
+                "minidp run: this was a world of one rank, so nothing was averaged. "
+                f"For two on this machine: {how_to_start('run', self._script)}"
+            )
+        if self._names:
+            if self._reports:
+                self._report()
+            return status
+        target = self._script.target
+        text = f"{target} wrapped no model in DistributedDataParallel in this process"
+        if status:
+            text = f"{target} ended with exit status {status}; it{text[len(target) :]}"
+            if {"--report", "--save", "--compare"} & set(self._script.arguments):
+                text += f". (Options of minidp run stand before {target})"
+        elif self._reports or self._outcomes is not None:
+            status = 1
+            text += (
+                ", so there is nothing to report or compare. If it starts its ranks "
+                "itself: let torchrun or -n start them"
+            )
+        else:
+            text += "; in those that it starts, torch's class is minidp's, too"
+        say_once(f"minidp run: {text}.")
+        return status
+
+    def _report(self) -> None:
+        """Send recordings to rank 0, which prints reports and writes --save's files."""
+        mine = [recording.timelines[0] for recording in self._recordings]
+        for number, timelines in enumerate(_gathered(mine)):
+            title = f"report of {self._names[number]}"
+            if len(mine) > 1:
+                title += f" (model {number + 1} of {len(mine)})"
+            words = fold(report(timelines), sys.stderr)
+            say_on_stderr(f"minidp run: {title}\n{words}")
+            if self._saves is not None:
+                name = self._saves.name + (f".{number + 1}" if number else "")
+                path = self._saves.with_name(name)
+                path.write_text(to_json(timelines))
+                say_on_stderr(f"minidp run: wrote {path}")
+
+
+def _gathered(mine: list[Timeline]) -> list[list[Timeline]]:
+    """Return all ranks' timelines per model on rank 0; elsewhere [] after sending."""
+    rank, size = from_environment("RANK", 0), from_environment("WORLD_SIZE", 1)
+    store = launcher_store("report") if size > 1 else None
+    if rank:
+        if store is not None:
+            post_json(store, "timelines", rank, [to_json([each]) for each in mine])
+        return []
+    everyone = [[each] for each in mine]
+    if store is not None:
+        others = range(1, size)
+        found = gather_json(store, "timelines", others, EXCHANGE_SECONDS)
+        for other in set(others) - found.keys():
+            say_on_stderr(f"minidp run: rank {other} sent no recording.")
+        for texts in found.values():
+            for timelines, text in zip(everyone, texts, strict=False):
+                timelines.extend(from_json(text))
+    return everyone

@@ -1,0 +1,344 @@
+"""Run a script on torch's DDP, then on minidp, and compare: ``minidp run --compare``.
+
+Each run is a process of its own (`begin_phase`). The run on torch is in a copy of the
+folder, so that the run on minidp does not find its checkpoints. A command of the user
+(``--before``) may delete checkpoints elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from minidp.comm import die_with_parent, gather_json, launcher_store, post_json
+from minidp.config import RUN
+from minidp.console import say_on_stderr
+from minidp.swapping import TORCHS
+
+from .children import never_take_down, reached_children, seed
+from .folder import copy, too_large
+from .ranks import from_environment, say_once
+from .script import Script, after_wrapping
+
+WARM_UP = 5  # steps that rebuild buckets and allocate memory
+EXIT_SECONDS = 60.0  # for a run on torch to exit after its outcome is written
+HOST_SECONDS = 1800.0  # for the first rank of a host to copy, or to run a command
+
+
+class _CannotCompareError(Exception):
+    """A run cannot start, or left no outcome to compare; the text says why.
+
+    If the script fails, its exit status is returned instead.
+    """
+
+
+def run_both(script: Script, options: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Run the script on torch's DDP and on minidp; return 0 if results are equal.
+
+    Else 1 (they differ, or cannot be compared), the exit status of the run that failed,
+    or 130 after Ctrl-C. ``flags``: options of ``minidp run`` for the run on minidp.
+    """
+    # When a rank fails, torchrun sends SIGTERM to the others: clean up first.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory(prefix="minidp-compare-") as made:
+        try:
+            return _Comparison(options, Path(made)).run(script, flags)
+        except _CannotCompareError as why:
+            say_on_stderr(f"minidp run: {why}")
+            return 1
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+
+
+class _Comparison:
+    """Run the script twice on this rank; ``made`` is a folder for copy and outcomes."""
+
+    def __init__(self, options: argparse.Namespace, made: Path) -> None:
+        self._options, self._made = options, made
+        self._store = launcher_store("compare")
+
+    def run(self, script: Script, flags: Sequence[str]) -> int:
+        """Run on torch, then on minidp; print the verdict; return as `run_both`."""
+        here = Path.cwd()
+        folder, why_not = self._once_per_host("copy", lambda: self._copy(here))
+        where = f"in this folder ({why_not})" if why_not else "in a copy of this folder"
+        say_once(f"minidp run: first on torch's DistributedDataParallel, {where}.")
+        environment = {n: value for n, value in os.environ.items() if n != RUN}
+        if self._store is not None:
+            # At the same port the second run would find keys that the first leaves.
+            port = self._once(
+                "port", is_first=not from_environment("RANK", 0), do=_free_port
+            )
+            environment["MASTER_PORT"] = str(port)
+            environment["TORCHELASTIC_USE_AGENT_STORE"] = str(False)
+        script = script.seen_from(here)
+        torchs = self._run("torch", script.words, folder, environment)
+        if isinstance(torchs, int):
+            say_once(
+                "minidp run: the script failed on torch's DDP, so there is nothing to "
+                "compare. Pass --no-copy if it needs this folder."
+            )
+            return torchs
+        ours = self._run("minidp", [*flags, *script.words], str(here), os.environ)
+        return ours if isinstance(ours, int) else _print(torchs, ours, why_not)
+
+    def _run(
+        self, library: str, words: Sequence[str], cwd: str, env: Mapping[str, str]
+    ) -> Outcome | int:
+        """Run --before, then the script; return its outcome or nonzero exit status.
+
+        _CannotCompareError: --before failed, a step was too slow, no outcome is left.
+        """
+        before, limit = self._options.before, self._options.limit
+        if before is not None:
+            status = self._once_per_host(
+                f"before {library}",
+                lambda: subprocess.call(before, shell=True, cwd=cwd),
+            )
+            if status:
+                raise _CannotCompareError(
+                    f"the command of --before ended with exit status {status}: {before}"
+                )
+        outcome = self._made / library
+        _stacks(outcome).touch()
+        phase = ("--phase", library, "--outcome", str(outcome), "--limit", str(limit))
+        command = [sys.executable, "-m", "minidp.run", *phase, *words]
+        status = subprocess.call(command, cwd=cwd, env=env)
+        # Torch may hang when it exits.
+        if outcome.exists() and (not status or library == "torch"):
+            return Outcome(**torch.load(outcome, weights_only=True))
+        if stacks := _stacks(outcome).read_text():
+            raise _CannotCompareError(
+                f"rank {from_environment('RANK', 0)} made no optimizer step on "
+                f"{library} for {limit:g} s, and was ended. To wait longer: --limit "
+                f"SECONDS. It was here:\n{stacks}"
+            )
+        if not status:
+            raise _CannotCompareError(
+                f"on {library}, the script ended its process itself (os._exit), so its "
+                "weights could not be read."
+            )
+        return status if status > 0 else 128 - status
+
+    def _copy(self, here: Path) -> tuple[str, str]:
+        """Copy ``here``; return copy and "", or ``here`` and why it is not copied."""
+        why_not, target = "", self._made / "copy"
+        if self._options.copy is None and (why_not := too_large(here)):
+            why_not += "; --copy copies it"
+        elif self._options.copy is False:
+            why_not = "--no-copy"
+        try:
+            if not why_not:
+                copy(here, target)
+        except OSError as error:
+            shutil.rmtree(target, ignore_errors=True)
+            why_not = f"it cannot be copied: {error}"
+        return str(here if why_not else target), why_not
+
+    def _once_per_host(self, topic: str, do: Callable[[], Any]) -> Any:
+        """Call ``do`` on a host's first rank; return its result on all of its ranks."""
+        topic = f"{topic} on host {from_environment('GROUP_RANK', 0)}"
+        return self._once(topic, is_first=not from_environment("LOCAL_RANK", 0), do=do)
+
+    def _once(self, topic: str, *, is_first: bool, do: Callable[[], Any]) -> Any:
+        """Call ``do`` on the first rank; post its result to the others; return it."""
+        if self._store is None:
+            return do()
+        if is_first:
+            post_json(self._store, topic, 0, do())
+        found = gather_json(self._store, topic, [0], HOST_SECONDS)
+        if not found:
+            raise _CannotCompareError(f"the first rank did not come ({topic})")
+        return found[0]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _stacks(outcome: Path) -> Path:
+    return outcome.with_suffix(".stacks")  # where a run hung
+
+
+def begin_phase(options: argparse.Namespace) -> OutcomeRecorder:
+    """Let this process die with its parent; seed it; start and return its recorder."""
+    die_with_parent()
+    seed(from_environment("RANK", 0))
+    return OutcomeRecorder(options.outcome, options.limit)
+
+
+def run_on_torch(script: Script, options: argparse.Namespace) -> int:
+    """Run the script on torch's DDP; return its status; if 0, write the outcome."""
+    recorder = begin_phase(options)
+
+    def wrapped(ddp: Any) -> None:
+        never_take_down(ddp)
+        recorder.wrapped(ddp)
+
+    with reached_children(swaps=False, is_compared=True):
+        with after_wrapping(TORCHS, wrapped):
+            status = script.run()
+        if not status:
+            recorder.save(EXIT_SECONDS)
+    return status
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one run of the script, on one rank: weights and step times."""
+
+    weights: Mapping[str, torch.Tensor]  # parameters and module buffers, by model
+    num_models: int
+    ends: Sequence[float]  # seconds, of the first optimizer's steps
+
+
+class OutcomeRecorder:
+    """Keep the models that a script wraps, and time its first optimizer's steps.
+
+    A process that makes no step for ``limit`` seconds ends; its stacks are in a file
+    beside ``path``, which gets the outcome.
+    """
+
+    def __init__(self, path: Path, limit: float) -> None:
+        self._path, self._limit = path, limit
+        self._stacks = os.open(_stacks(path), os.O_CREAT | os.O_WRONLY)
+        self._modules: list[nn.Module] = []
+        self._first: Optimizer | None = None  # the one whose steps are timed
+        self._ends: list[float] = []
+        self._handle = register_optimizer_step_post_hook(self._stepped)
+        self._watch(limit)
+
+    def _watch(self, seconds: float) -> None:
+        """Write stacks and end this process after some seconds, unless called again."""
+        self._watched_at = time.perf_counter()
+        faulthandler.dump_traceback_later(seconds, file=self._stacks, exit=True)
+
+    def wrapped(self, ddp: Any) -> None:
+        """Keep a model's module alive for `save`; begin to count ``limit`` anew."""
+        self._modules.append(ddp.module)
+        self._watch(self._limit)
+
+    def _stepped(self, optimizer: Optimizer, *_arguments: Any) -> None:
+        now = time.perf_counter()
+        self._first = self._first or optimizer
+        if optimizer is self._first:
+            self._ends.append(now)
+        # Not in every step: it takes 0.1 ms.
+        if now > self._watched_at + min(1.0, self._limit / 10):
+            self._watch(self._limit)
+
+    def outcome(self) -> Outcome:
+        """Stop timing; return CPU copies of parameters and buffers, and step times."""
+        self._handle.remove()
+        weights = {
+            f"{number}: {name}": tensor.detach().cpu().clone()
+            for number, module in enumerate(self._modules)
+            for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        }
+        return Outcome(weights, len(self._modules), tuple(self._ends))
+
+    def save(self, exit_s: float | None = None) -> None:
+        """Write the outcome; end this process if it outlives ``exit_s`` (or limit)."""
+        self._watch(exit_s or self._limit)
+        partial = self._path.with_suffix(".partial")
+        torch.save(asdict(self.outcome()), partial)
+        partial.replace(self._path)
+
+
+def _print(torchs: Outcome, ours: Outcome, why_not_copied: str) -> int:
+    """Print the verdict on rank 0 and on ranks that differ; return 1 if they differ.
+
+    1 also if the run on minidp wrapped no model.
+    """
+    if not ours.num_models:
+        return 1  # the run on minidp has said so
+    is_same, text = compare(torchs, ours, why_not_copied)
+    rank = from_environment("RANK", 0)
+    if not rank or not is_same:
+        say_on_stderr(f"minidp run: torch's DDP and minidp on rank {rank}\n{text}")
+    return int(not is_same)
+
+
+def compare(torchs: Outcome, ours: Outcome, why_not_copied: str) -> tuple[bool, str]:
+    """Return whether weights and step counts are equal, and a text for the verdict."""
+    weights = _compare_weights(torchs, ours)
+    steps = [len(outcome.ends) for outcome in (torchs, ours)]
+    text = f"  weights   {weights}\n  step      {_speed(torchs, ours)}"
+    if steps[0] != steps[1]:
+        where = "elsewhere than in its working directory"
+        if why_not_copied:
+            where = f"(both runs were in this folder: {why_not_copied})"
+        text = (
+            f"  steps     differ: {steps[0]} on torch, {steps[1]} on minidp. If the "
+            f"script resumes from a checkpoint {where}, let both runs start without "
+            f"it: minidp run --compare --before 'rm -rf CHECKPOINTS' ...\n{text}"
+        )
+    return weights.startswith("identical") and steps[0] == steps[1], text
+
+
+def _compare_weights(torchs: Outcome, ours: Outcome) -> str:
+    odd = ", ".join(sorted(torchs.weights.keys() ^ ours.weights.keys()))
+    if odd:
+        return (
+            f"differ: {torchs.num_models} models on torch, {ours.num_models} on "
+            f"minidp; only one of the runs has {textwrap.shorten(odd, 200)}"
+        )
+    gaps = {n: _gap(torchs.weights[n], ours.weights[n]) for n in ours.weights}
+    num_values = sum(tensor.numel() for tensor in ours.weights.values())
+    what = f"models: {ours.num_models}, tensors: {len(gaps)}, values: {num_values:,}"
+    wrong = {name: gap for name, gap in gaps.items() if gap is not None}
+    if not wrong:
+        return f"identical, bit for bit ({what})"
+    worst = max(wrong, key=wrong.__getitem__)
+    return (
+        f"differ in {len(wrong)} tensors ({what}): by {wrong[worst]:.3g} at most, in "
+        f"{worst}. Does the script repeat itself on torch (seeds, threads)? If so, see "
+        "'Differences from torch' in minidp's README."
+    )
+
+
+def _gap(a: torch.Tensor, b: torch.Tensor) -> float | None:
+    """Return the largest absolute difference; None if all bits are equal.
+
+    Identical NaNs are equal. Infinity for other NaNs, and for unequal shapes.
+    """
+    if a.shape != b.shape:
+        return float("inf")
+    raw = (x.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for x in (a, b))
+    if a.dtype == b.dtype and torch.equal(*raw):
+        return None
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    gap = (a.to(wide) - b.to(wide)).abs()
+    return float(gap.nan_to_num(nan=float("inf")).max())
+
+
+def _speed(torchs: Outcome, ours: Outcome) -> str:
+    if min(len(torchs.ends), len(ours.ends)) < 2:
+        return "no times: fewer than two optimizer steps"
+    times = ([b - a for a, b in pairwise(each.ends)] for each in (torchs, ours))
+    before, now = (statistics.median(each[WARM_UP:] or each) for each in times)
+    return (
+        f"torch {before * 1e3:.2f} ms, minidp {now * 1e3:.2f} ms, ratio "
+        f"{now / before:.2f} (medians; on a busy machine they say little)"
+    )

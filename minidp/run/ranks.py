@@ -1,0 +1,128 @@
+"""Start the ranks of a script; tell which rank this process is."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import traceback
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from minidp.console import say_on_stderr
+
+from .script import Script
+
+# Variables that a launcher sets for each rank.
+_VARIABLES = re.compile(r"\b(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT)\b")
+_OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+
+
+def from_environment(name: str, default: int) -> int:
+    """Return an environment variable as a number; ``default`` if unset or no number."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdigit() else default
+
+
+def say_once(text: str) -> None:
+    """Print a line to standard error on rank 0 (by the launcher's RANK)."""
+    if not from_environment("RANK", 0):
+        say_on_stderr(text)
+
+
+def add_num_ranks(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``-n`` (number of ranks to start) to ``parser``."""
+    parser.add_argument(
+        "-n",
+        dest="num_ranks",
+        type=_at_least_one,
+        metavar="N",
+        help="start the script N times on this machine, as N ranks (as torchrun does; "
+        "use that for several machines)",
+    )
+
+
+def _at_least_one(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"at least one rank, but got {text}")
+    return int(text)
+
+
+def why_no_ranks(number: int | None) -> str:
+    """Return why ``-n`` cannot start ranks: this process is one; "" if it can."""
+    if number is None or "RANK" not in os.environ:
+        return ""
+    return (
+        f"-n {number} starts ranks, but this process is one already, of torchrun or "
+        "another launcher (RANK is set): leave one of the two out"
+    )
+
+
+def start_ranks(number: int, command: str, flags: Sequence[str], script: Script) -> int:
+    """Run ``minidp COMMAND FLAGS`` on several ranks of this machine, as torchrun does.
+
+    Return 0, or the exit status of the first rank that failed. Set OMP_NUM_THREADS=1
+    for several ranks, if it is not set.
+    """
+    threads = ""
+    if number > 1 and "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        threads = "; each with OMP_NUM_THREADS=1, as it is not set"
+    say_on_stderr(f"minidp {command}: {script.target} on {number} ranks here{threads}.")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=number,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",  # any free port
+        local_addr="localhost",
+        max_restarts=0,
+    )
+    words = ["-u", "-m", f"minidp.{command}", *flags, *script.words]
+    try:
+        elastic_launch(config, sys.executable)(*words)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        status = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        say_on_stderr(
+            f"minidp {command}: rank {rank} failed first, with exit status {status}."
+        )
+        return status
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
+
+
+def how_to_start(command: str, script: Script) -> str:
+    """Return a ``minidp`` command line, for remedies: the script with two ranks."""
+    return f"minidp {command} -n 2 {' '.join(script.words)}"
+
+
+def lacks_launcher(error: BaseException, command: str, script: Script) -> str:
+    """Return a message if a missing launcher caused the error; "" for other errors."""
+    variable = _VARIABLES.search(str(error))
+    is_lookup = isinstance(error, KeyError) or "environment variable" in str(error)
+    if (
+        "RANK" in os.environ
+        or not variable
+        or not is_lookup
+        or variable[0] in os.environ
+    ):
+        return ""
+    place = script.target
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith(("<frozen ", *_OURS)):
+            place = f"{frame.filename}, line {frame.lineno},"
+    return (
+        f"{place} needs {variable[0]}, which a launcher of ranks sets, but this is one "
+        "process without a launcher. For two ranks on this machine: "
+        f"{how_to_start(command, script)}"
+    )

@@ -1,0 +1,101 @@
+"""Run a user's script in this process, as ``python script`` would."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from minidp.console import say_on_stderr
+
+
+@dataclass(frozen=True)
+class Script:
+    """The script to run and its arguments, as they follow ``python``; `run` runs it."""
+
+    target: str  # a file (or folder, or zip with __main__.py), or a module's name
+    arguments: Sequence[str] = ()
+    is_module: bool = False  # ``python -m target``
+
+    @property
+    def words(self) -> list[str]:
+        """Return the words that follow ``python`` on a command line."""
+        return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
+
+    def seen_from(self, folder: Path) -> Script:
+        """Return the script, its path relative to ``folder`` if inside, or absolute."""
+        target = os.path.abspath(self.target)
+        if Path(target).is_relative_to(folder):
+            target = os.path.relpath(target, folder)
+        return self if self.is_module else replace(self, target=target)
+
+    def problem(self) -> str:
+        """Return why the script cannot be found, "" if it can; import its packages."""
+        if not self.is_module:
+            found = Path(self.target).exists()
+            return "" if found else f"there is no script {self.target}"
+        with self._as_started():
+            try:
+                spec = importlib.util.find_spec(self.target)
+                if spec is not None and spec.submodule_search_locations is not None:
+                    spec = importlib.util.find_spec(f"{self.target}.__main__")
+            except ModuleNotFoundError as error:
+                if not f"{self.target}.".startswith(f"{error.name}."):
+                    raise  # a package around it imports what is not installed
+                spec = None
+        return "" if spec else f"there is no module {self.target} to run"
+
+    def run(self) -> int:
+        """Run the script; return the status that Python would; raise its exceptions."""
+        with self._as_started():
+            try:
+                if self.is_module:
+                    runpy.run_module(self.target, run_name="__main__", alter_sys=True)
+                else:
+                    runpy.run_path(self.target, run_name="__main__")
+            except SystemExit as end:
+                if end.code is None or isinstance(end.code, int):
+                    return end.code or 0
+                say_on_stderr(str(end.code))
+                return 1
+        return 0
+
+    @contextmanager
+    def _as_started(self) -> Iterator[None]:
+        """Set ``sys.argv`` and ``sys.path`` inside as Python would for the script."""
+        argv, path = sys.argv, list(sys.path)
+        sys.argv = [self.target, *self.arguments]
+        if not getattr(sys.flags, "safe_path", False):
+            folder = Path(self.target).resolve().parent
+            sys.path[0] = os.getcwd() if self.is_module else str(folder)
+        try:
+            yield
+        finally:
+            sys.argv, sys.path[:] = argv, path
+
+
+@contextmanager
+def after_wrapping(kind: type, told: Callable[[Any], None]) -> Iterator[None]:
+    """Call ``told(model)`` after each ``kind.__init__`` inside, by replacing it.
+
+    A class that derives from ``kind`` runs the rest of its ``__init__`` after ``told``.
+    """
+    plain: Any = kind.__dict__["__init__"]
+
+    @functools.wraps(plain)
+    def init(self: Any, *given: Any, **options: Any) -> None:
+        plain(self, *given, **options)
+        told(self)
+
+    kind.__init__ = init  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        kind.__init__ = plain  # type: ignore[misc]

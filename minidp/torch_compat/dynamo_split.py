@@ -1,0 +1,58 @@
+"""Let torch.compile split graphs where our buckets end, so that buckets leave early.
+
+Dynamo splits graphs during the forward of a DDP object, which a private attribute of
+torch's class names, and reads its ``bucket_bytes_cap``.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.nn.parallel import DistributedDataParallel
+
+from minidp.console import warn
+from minidp.core import untraced, untraced_itself
+
+# Size of dynamo's first graph; it fails if others are to be smaller.
+_FIRST_GRAPH_BYTES = 1024 * 1024
+
+
+@untraced_itself
+def run_splitting(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
+    """Run ``ddp``'s module, as the active DDP whose bucket cap dynamo splits graphs by.
+
+    Return its output. Dynamo sees at least 1 MiB. Warn if ``optimize_ddp`` is off.
+    """
+    is_compiling = callable(get_eval_frame_callback())
+    _tell_if_graphs_stay_whole(ddp.module, is_compiling=is_compiling)
+    active = ddp
+    if ddp.bucket_bytes_cap < _FIRST_GRAPH_BYTES:
+        active = SimpleNamespace(bucket_bytes_cap=_FIRST_GRAPH_BYTES)
+    before = DistributedDataParallel._active_ddp_module
+    DistributedDataParallel._active_ddp_module = active
+    try:
+        return _call(ddp._what_runs(), inputs, kwargs)
+    finally:
+        DistributedDataParallel._active_ddp_module = before
+
+
+def _call(run: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``run``. Dynamo can start in this frame; it skips frames of torch.nn."""
+    return run(*inputs, **kwargs)
+
+
+@untraced
+def _tell_if_graphs_stay_whole(module: Any, *, is_compiling: bool) -> None:
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is None or dynamo.config.optimize_ddp in (True, "ddp_optimizer"):
+        return
+    if is_compiling or isinstance(module, dynamo.OptimizedModule):
+        warn(
+            "torch._dynamo.config.optimize_ddp="
+            f"{dynamo.config.optimize_ddp!r}: the module is compiled as one graph, so "
+            "communication does not overlap with its backward. Gradients are right. "
+            "Set it to True to get a graph per bucket.",
+        )

@@ -1,0 +1,217 @@
+"""``_get_ddp_logging_data()``: the facts that torch's DDP logs, under its keys.
+
+Times are those of the last iteration that was sampled and that another synchronised
+forward has followed. A backward ends with its last full bucket.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from minidp.comm import backend_name
+from minidp.trace import Moment, Recorder
+
+if TYPE_CHECKING:
+    from .names import DataParallel
+
+ALWAYS = 10  # first iterations, sampled at any rate
+CPP_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+}
+# Environment variables that are logged, in lower case and without TORCH_, by backend.
+VARIABLES = {
+    "": ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT"),
+    "gloo": ("GLOO_SOCKET_IFNAME",),
+    "nccl": (
+        "NCCL_SOCKET_IFNAME",
+        "TORCH_NCCL_BLOCKING_WAIT",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "NCCL_DEBUG",
+        "NCCL_NTHREADS",
+        "NCCL_IB_TIMEOUT",
+    ),
+}
+
+
+class LoggingData:
+    """Collect what ``_get_ddp_logging_data()`` returns for one `DataParallel`."""
+
+    def __init__(self, ddp: DataParallel) -> None:
+        self._ddp: Any = weakref.proxy(ddp)
+        self.error = ""
+        self.comm_hook = ""  # a name to log instead of the hook's own
+        self._facts = _facts_of(ddp)
+        self._runtime: dict[str, Any] = {"iteration": 0}
+        self._rate = 100
+        self._iteration = 0  # synchronised forwards so far
+        self._recorder = Recorder(capacity=1 << 16)
+        self._begin = self._end = 0  # of the last forward, ns
+        self._sums: Counter[str] = Counter()  # of the times in all samples
+        self._num_samples = 0
+
+    @contextmanager
+    def noting_errors(self) -> Iterator[None]:
+        """Store, as `error`, the text of an exception raised inside; raise it again."""
+        try:
+            yield
+        except Exception as error:
+            self.error = f"{type(error)}: {error}"  # no traceback: it would keep us
+            raise
+
+    def set_rate(self, rate: int) -> None:
+        """Take times in the first ten and each ``rate``-th iteration; raise if < 1."""
+        if rate < 1:
+            raise ValueError(
+                "DDP runtime logging sample rate should be equal or greater than 1, "
+                f"but got {rate}."
+            )
+        self._rate = rate
+
+    def forward_begins(self) -> None:
+        """Store data of the last iteration, and record the next one, if sampled."""
+        if self._iteration and self._is_sampled(self._iteration):
+            self._runtime = {**self._buckets(), **self._times()}
+        self._recorder.clear()
+        is_sampled = self._is_sampled(self._iteration + 1)
+        tracer = self._ddp._reducer.queue.tracer
+        tracer.bucket_recorder = self._recorder if is_sampled else None
+        self._begin, self._end = time.perf_counter_ns(), 0
+
+    def forward_ends(self) -> None:
+        """Count a synchronised forward that returned, and store when it did."""
+        self._iteration += 1
+        self._end = time.perf_counter_ns()
+
+    def _is_sampled(self, iteration: int) -> bool:
+        return iteration <= ALWAYS or iteration % self._rate == 0
+
+    def ready_times(self) -> list[int]:
+        """Return nanoseconds from the end of the last forward to each gradient.
+
+        One per parameter; zeros unless `DataParallel.set_recorder` was called.
+        """
+        reducer = self._ddp._reducer
+        times = {
+            event.index: event.time_ns - self._end
+            for event in reducer.queue.tracer.recorder or ()
+            if event.moment is Moment.PARAM_READY
+        }
+        return [times.get(i, 0) for i in range(len(reducer.params))]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all logging data under torch's keys: facts, times and states."""
+        ddp, reducer = self._ddp, self._ddp._reducer
+        data = {**self._facts, **self._runtime}
+        hook = reducer.queue.averaging.comm_hook
+        if ddp.static_graph:
+            data["static_graph"] = 1
+        if hook is not None:
+            data["comm_hook"] = self.comm_hook or hook.name
+        if ddp._has_begun_join:
+            data["join_uneven_inputs"] = 1
+        if error := self.error or reducer.failure:
+            data |= {"has_error": 1, "error": error}
+        if ddp.find_unused_parameters and self._iteration:
+            data["can_set_static_graph"] = int(reducer.expected.is_steady)
+        return data
+
+    def _buckets(self) -> dict[str, Any]:
+        """Return buckets and unused parameters of the iteration that ended."""
+        reducer = self._ddp._reducer
+        queue, has_rebuilt = reducer.queue, reducer.rebuild_policy.has_rebuilt
+        counts = queue.used_map.last_counts.tolist()
+        unused = [
+            p.nbytes for p, n in zip(reducer.params, counts, strict=True) if not n
+        ]
+        data = {
+            "iteration": self._iteration,
+            "num_buckets_reduced": len(queue.buckets) - len(queue.skipped),
+            "unused_parameter_size": sum(unused) * reducer.expected.shares_used_map,
+            "has_rebuilt_buckets": int(has_rebuilt),
+            "prev_iteration_grad_ready_order_indices": _listed(reducer.pending.ready),
+        }
+        if has_rebuilt:
+            plans = queue.layout.buckets
+            data["rebuilt_bucket_sizes"] = _listed(plan.nbytes for plan in plans)
+            data["rebuilt_per_bucket_param_indices"] = ", ".join(
+                " ".join(map(str, plan.indices)) for plan in plans
+            )
+        return data
+
+    def _times(self) -> dict[str, int]:
+        """Return durations in ns (zeros if unknown), averages, and begins and ends."""
+        times: dict[Moment, list[int]] = {}
+        for event in self._recorder:
+            times.setdefault(event.moment, []).append(event.time_ns)
+        names = (
+            "forward_compute_time",
+            "backward_compute_time",
+            "backward_comm_time",
+            "backward_compute_comm_overlap_time",
+        )
+        if not times.keys() >= {Moment.FULL, Moment.LAUNCHED, Moment.DONE}:
+            return dict.fromkeys(names, 0)
+        computed, done = max(times[Moment.FULL]), max(times[Moment.DONE])
+        launched = min(times[Moment.LAUNCHED])
+        begins = self._begin, self._end, launched, launched
+        ends = self._end, computed, done, max(launched, min(computed, done))
+        self._num_samples += 1
+        data: dict[str, int] = {}
+        for name, begin, end in zip(names, begins, ends, strict=True):
+            self._sums[name] += end - begin
+            data[name] = end - begin
+            data[f"avg_{name}"] = self._sums[name] // self._num_samples
+            data |= {f"{name}_start": begin, f"{name}_end": end}
+        not_logged = (f"{names[0]}_end", f"{names[3]}_start", f"{names[3]}_end")
+        return {key: data[key] for key in data if key not in not_logged}  # by torch
+
+
+def _facts_of(ddp: DataParallel) -> dict[str, Any]:
+    """Return the logging data known at construction: options, sizes, environment."""
+    reducer, group = ddp._reducer, ddp.process_group
+    backend = backend_name(group)
+    dtypes = sorted({CPP_NAMES.get(p.dtype, str(p.dtype)) for p in reducer.params})
+    has_sync_bn = any(isinstance(m, nn.SyncBatchNorm) for m in ddp.module.modules())
+    facts: dict[str, Any] = {
+        "backend_name": backend,
+        "world_size": group.size(),
+        "rank": group.rank(),
+        "module_name": type(ddp.module).__name__,
+        "device_ids": _listed(ddp.device_ids or ()),
+        "output_device": -1 if ddp.output_device is None else ddp.output_device,
+        "num_parameter_tensors": len(reducer.params),
+        "total_parameter_size_bytes": sum(p.nbytes for p in reducer.params),
+        "dtypes": _listed(dtypes),
+        "bucket_cap_bytes": ddp.bucket_bytes_cap,
+        "bucket_sizes": _listed(p.nbytes for p in reducer.queue.layout.buckets),
+        "broadcast_buffers": int(ddp.forward_sync_buffers),
+        "find_unused_parameters": int(ddp.find_unused_parameters),
+        "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
+        "is_multi_device_module": int(ddp.is_multi_device_module),
+        "has_sync_bn": int(has_sync_bn),
+        "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
+    }
+    for kind, names in VARIABLES.items():
+        for name in names if kind in backend else ():
+            facts[name.removeprefix("TORCH_").lower()] = os.environ.get(name, "N/A")
+    if "gloo" in backend:
+        facts |= {"gloo_device_transport": "N/A", "gloo_num_threads": 2}
+    return facts
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))

@@ -1,0 +1,352 @@
+"""`minidp.DataParallel`: `data_parallel.DataParallel`, plus torch's private names."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel, scatter_gather
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+from minidp import comm_hooks, data_parallel
+from minidp.console import warn
+from minidp.core import EveryParameter, Reducer, expectation_for, untraced
+from minidp.data_parallel import M_co, arguments, map_tensors
+from minidp.guard import refuse_forward
+from minidp.replica import parameters, verify
+
+from .dynamo_split import run_splitting
+from .logging_data import LoggingData
+from .reducer import ReducerNames
+
+logger = logging.getLogger("minidp")
+_Builtin: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]
+BUILTIN_HOOKS = {
+    _Builtin.ALLREDUCE: comm_hooks.all_reduce_hook,
+    _Builtin.FP16_COMPRESS: comm_hooks.fp16_compress_hook,
+}
+
+
+class _PlantedOptimizers:
+    """Step the ``_in_backward_optimizers`` of reduced parameters; drop ``.grad``."""
+
+    uses_grads = True
+
+    def __init__(self, ddp: data_parallel.DataParallel) -> None:
+        self._guard = weakref.proxy(ddp._guard)  # no cycle through the reducer
+        self._stepped: list[nn.Parameter] = []
+
+    def reduced(self, params: Sequence[nn.Parameter]) -> None:
+        """Step the optimizers that the parameters of a reduced bucket carry."""
+        for param in params:
+            for optimizer in getattr(param, "_in_backward_optimizers", ()):
+                with self._guard.allow(optimizer):
+                    optimizer.step()
+                self._stepped.append(param)
+
+    def finished(self) -> None:
+        """Set ``.grad`` of the parameters that have stepped to None."""
+        for param in self._stepped:
+            param.grad = None
+        self._stepped.clear()
+
+
+class _LogsUnused:
+    """Log parameters that no rank used, for TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL."""
+
+    uses_grads = False
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._queue, self._names = reducer.queue, reducer.names
+
+    def reduced(self, params: Sequence[nn.Parameter]) -> None:
+        """Do nothing: usage is known at the end of the backward."""
+
+    def finished(self) -> None:
+        """Log the names of parameters that no rank used in this backward, if any."""
+        counts = self._queue.used_map.last_counts.tolist()
+        unused = [name for name, n in zip(self._names, counts, strict=True) if not n]
+        if unused:
+            names = ", ".join(unused)
+            logger.info("[rank %d] unused parameters: %s", self._queue.rank, names)
+
+
+class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
+    __doc__ = data_parallel.DataParallel.__doc__
+    __module__ = "minidp"
+    _not_copied = (
+        *data_parallel.DataParallel._not_copied,
+        "logger",
+        "_late_buffer_hook",
+    )
+    # Nothing of the kind exists here.
+    use_side_stream_for_tensor_copies = False
+    _use_python_reducer = False
+    _ddp_sink_clone = False
+
+    def _wire(self, checked: arguments.Arguments, kind: str) -> None:
+        config, devices = checked.config, checked.devices
+        self.output_device = devices.output_device
+        self.device_type = devices.device.type
+        self.is_multi_device_module = devices.is_multi_device
+        self.find_unused_parameters = config.find_unused_parameters
+        self.gradient_as_bucket_view = config.gradient_as_bucket_view
+        self.static_graph = config.static_graph
+        self.batched_grad_copy = config.batched_grad_copy
+        self.skip_all_reduce_unused_params = config.skip_all_reduce_unused_params
+        self.bucket_bytes_cap = config.caps.rest_bytes
+        self.bucket_bytes_cap_list = list(config.caps.list_bytes)
+        self.bucket_bytes_cap_default = config.caps.has_small_first
+        self.broadcast_bucket_size = verify.MESSAGE_BYTES
+        self.mixed_precision = self._given.mixed_precision
+        super()._wire(checked, kind)
+        self.logger = LoggingData(self)
+        level = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
+        if level.upper() in ("INFO", "DETAIL") and self.find_unused_parameters:
+            self._reducer.queue.observers.append(_LogsUnused(self._reducer))
+        self._late_buffer_hook: Callable[[dict[str, torch.Tensor]], None] | None = None
+        self._lazy_init_ran = False
+        self._accum_grad_hooks: list[Any] = []
+
+    # -- forward -----------------------------------------------------------------------
+
+    @untraced
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if not self._lazy_init_ran:
+            self._lazy_init_ran = True
+            self._adopt_planted_optimizers()
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.logger.forward_begins()
+        with self.logger.noting_errors():
+            return super()._pre_forward(*inputs, **kwargs)
+
+    _run_ddp_forward = run_splitting
+
+    @untraced
+    def _post_forward(self, output: Any) -> Any:
+        if self._late_buffer_hook is not None and self.will_sync_module_buffers():
+            self._replication.collect(self.module)
+            self._late_buffer_hook(self.named_module_buffers)
+        super()._post_forward(output)
+        if self.require_forward_param_sync:  # this forward is synchronised
+            self.logger.forward_ends()
+        return output
+
+    # -- hooks and optimizers ----------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:  # noqa: D102
+        with self.logger.noting_errors():
+            super().register_comm_hook(state, hook)
+
+    def _register_builtin_comm_hook(self, kind: Any) -> None:
+        """Register minidp's equal of a built-in comm hook; warn of an unknown one."""
+        if kind not in BUILTIN_HOOKS:
+            warn(f"Unknown builtin comm hook {kind!r}: ignored.")
+            return
+        self.register_comm_hook(None, BUILTIN_HOOKS[kind])
+        self.logger.comm_hook = str(kind)
+
+    def _register_fused_optim(
+        self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any
+    ) -> None:
+        """Register `all_reduce_hook`; step ``optim(params, ...)`` in backwards."""
+        params = self._reducer.params if optim_params is None else optim_params
+        self.register_comm_hook(None, comm_hooks.all_reduce_hook)
+        self.step_in_backward(optim(list(params), *args, **kwargs))
+
+    def _adopt_planted_optimizers(self) -> None:
+        """If ``_apply_optimizer_in_backward`` was used, make it step on averages."""
+        params = [p for p in self._module_parameters if p.requires_grad]
+        if not any(hasattr(p, "_in_backward_optimizers") for p in params):
+            return
+        planted = importlib.import_module(
+            "torch.distributed.optim.apply_optimizer_in_backward"
+        )
+        for param in params:
+            for handle in planted.param_to_optim_hook_handle_map.get(param, []):
+                handle.remove()
+        self._replication.add_stepper(_PlantedOptimizers(self))
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[..., Any],
+        comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Call ``hook(state, {name: module buffer})`` instead of the broadcast.
+
+        After forwards (default) or before. The end of the next synchronised backward
+        waits for the futures that it returns, if any.
+        """
+        if not callable(hook):
+            raise AssertionError(f"A buffer comm hook must be callable, got {hook!r}.")
+        queue = self._reducer.queue
+
+        def run(buffers: dict[str, torch.Tensor]) -> None:
+            futures = hook(state, buffers)
+            if futures is not None:
+                queue.owed.extend(futures)
+
+        is_late = comm_hook_location is _BufferCommHookLocation.POST_FORWARD
+        self._late_buffer_hook = run if is_late else None
+        self._replication.buffer_hook = (lambda _: None) if is_late else run
+
+    def _default_broadcast_coalesced(
+        self, bufs: Any = None, bucket_size: Any = None, authoritative_rank: int = 0
+    ) -> None:
+        """Collective: broadcast ``bufs``, or module buffers for None, from one rank."""
+        tensors = list(self.modules_buffers if bufs is None else bufs)
+        verify.broadcast_state(tensors, self.process_group, authoritative_rank)
+
+    # -- helpers from the days of one process for several GPUs -------------------------
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+        """Return ``inputs`` and ``kwargs`` split over devices, as two tuples."""
+        return scatter_gather.scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> Any:
+        """Return inputs moved to one device (by index), in tuples as torch does."""
+        device = torch.device(self.device_type, device_id)
+        moved = map_tensors((inputs, kwargs), lambda tensor: tensor.to(device))
+        return moved[:1], moved[1:]
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Return outputs of several devices joined on ``output_device``."""
+        return scatter_gather.gather(outputs, output_device, dim=self.dim)
+
+    # -- changes after wrapping --------------------------------------------------------
+
+    def _set_static_graph(self) -> None:
+        """Plan buckets for ``static_graph``; warn if set, raise after a forward."""
+        if self.static_graph:
+            warn("The graph has been set to be static already.")
+            return
+        if self._reducer.ledger.armed:
+            with self.logger.noting_errors():
+                raise RuntimeError(
+                    "set_static_graph() should be called before training loop starts "
+                    "and after DistributedDataParallel is constructed."
+                )
+        self._given.static_graph = self.static_graph = True
+        reducer = self._reducer
+        config = reducer.queue.replan(static_graph=True)
+        reducer.expected = expectation_for(len(reducer.params), config)
+        reducer.pending.adopt(reducer.queue.buckets)
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Reset the reducer, without communication, on another group.
+
+        On the old one if this rank is not in it. Rebuilds again; compares no replicas.
+        """
+        if isinstance(new_process_group, dist.ProcessGroup):
+            self.process_group = new_process_group
+        self._reducer.reset(self.process_group)
+        self._reducer.rebuild_policy.reset(rebuilds_again=True)
+        self._replication.stop_comparing()  # new ranks have made fewer steps
+
+    def _remove_autograd_hooks(self) -> None:
+        """Remove grad hooks: gradients stay local. Stop the checks that report that."""
+        reducer = self._reducer
+        reducer.hooks.remove()
+        reducer.expected = EveryParameter(len(reducer.params))  # searches no graphs
+        self._guard.policy = "ignore"
+        self._guard.retire()
+        self._replication.stop_comparing()
+
+    def _check_reducer_finalized(self) -> None:
+        refuse_forward(self._reducer)
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:  # noqa: FBT001 -- torch's
+        """Do nothing: minidp never clones outputs."""
+
+    # -- what there is -----------------------------------------------------------------
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return facts and times under torch's keys (see `logging_data`)."""
+        return self.logger.to_dict()
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        self.logger.set_rate(sample_rate)
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        """Return what `run_splitting` shows dynamo as the running wrapper, or None."""
+        return DistributedDataParallel._active_ddp_module
+
+    named_module_buffers = property(attrgetter("_replication.buffers"))
+    _bucket_config = property(attrgetter("_reducer.queue.config.caps"))
+    _has_rebuilt_buckets = property(attrgetter("_reducer.rebuild_policy.has_rebuilt"))
+    reducer = property(ReducerNames)  # made at each access
+
+    modules_buffers = property(lambda self: list(self.named_module_buffers.values()))
+    broadcast_buffers = property(  # deprecated
+        attrgetter("forward_sync_buffers"),
+        lambda self, enabled: setattr(self, "forward_sync_buffers", enabled),
+    )
+
+    @property
+    def _module_parameters(self) -> list[nn.Parameter]:
+        named, ignored = self.module.named_parameters(), self.parameters_to_ignore
+        return [param for name, param in named if name not in ignored]
+
+    @property
+    def _delay_all_reduce_params(self) -> list[nn.Parameter]:
+        return list(arguments.delayed_parameters(self._given).values())
+
+    @property
+    def _comm_hooks(self) -> list[tuple[Any, Any]]:
+        hook = self._reducer.queue.averaging.comm_hook
+        return [] if hook is None else [(hook.hook, hook.state)]
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        delayed = arguments.delayed_parameters(self._given)
+        replica = parameters.examine(self.module, delayed)
+        return replica.params, [name in replica.sparse for name in replica.managed]
+
+    def _build_debug_param_to_name_mapping(
+        self, parameters: Sequence[nn.Parameter]
+    ) -> dict[int, str]:
+        names = {id(p): n for n, p in self.module.named_parameters()}
+        known = {id(p) for p in self._build_params_for_reducer()[0]}
+        if len(parameters) > len(known):
+            raise ValueError(
+                f"Expected param to name mapping of {len(known)} parameters, but got "
+                f"{len(parameters)}."
+            )
+        found = {id(p) for p in parameters}
+        if found != known:
+            odd = ", ".join(names.get(i, "?") for i in found ^ known)
+            raise ValueError(f"Param with name {odd} is missing, or not reduced here.")
+        return {i: names[id(p)] for i, p in enumerate(parameters)}
+
+    @staticmethod
+    def _get_data_parallel_params(
+        module: nn.Module,
+        named_params: bool = False,  # noqa: FBT001, FBT002 -- torch's
+    ) -> Iterator[Any]:
+        """Yield parameters without ``_ddp_ignored``; ``named_params``: with names."""
+        for name, param in module.named_parameters():
+            if not hasattr(param, "_ddp_ignored"):
+                yield (name, param) if named_params else param
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """Store the names as the module's ignore list; mark them ``_ddp_ignored``."""
+        listed = {name.removeprefix(".") for name in params_and_buffers_to_ignore}
+        setattr(module, parameters.IGNORE_ATTRIBUTE, params_and_buffers_to_ignore)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in listed:
+                vars(tensor)["_ddp_ignored"] = True
+
+
+DistributedDataParallel.register(DataParallel)

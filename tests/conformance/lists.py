@@ -1,0 +1,136 @@
+"""The two lists that the runner judges by, both plain text beside this file.
+
+    baseline.txt     NAME RANKS SECONDS       what torch itself passes
+    exceptions.txt   NAME | ROW | REASON      what minidp does not, on purpose
+
+ROW is the beginning of a row of "Differences from torch" in the README of
+minidp/torch_compat.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_HERE = Path(__file__).parent
+BASELINE, EXCEPTIONS = _HERE / "baseline.txt", _HERE / "exceptions.txt"
+README = _HERE.parent.parent / "minidp" / "torch_compat" / "README.md"
+_SLOW_SECONDS = 20.0
+_MAX_REASON = 160  # characters
+_HEAD = """\
+# What torch {version} passes, of the tests in torch's wheel that wrap a module in DDP.
+# Made by: python tests/conformance/run.py --implementation torch --record
+# name, ranks, seconds
+"""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A test that torch itself passes."""
+
+    name: str
+    num_ranks: int
+    seconds: float
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it runs on request only."""
+        return self.seconds > _SLOW_SECONDS
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a test went."""
+
+    name: str
+    verdict: str  # "ok", "FAILED" or "skipped"
+    seconds: float
+    num_ranks: int
+    reason: str = ""  # the error's first line, or why it was skipped
+    details: str = ""  # traceback, and the end of what the ranks printed
+    wraps_module: bool = False  # whether it reached the implementation at all
+
+
+def read_baseline() -> dict[str, Known]:
+    """By name, in the order of the file."""
+    rows = (line.split() for line in _lines(BASELINE))
+    return {name: Known(name, int(num), float(sec)) for name, num, sec in rows}
+
+
+def baseline_version() -> str:
+    """The torch that passed those tests."""
+    return BASELINE.read_text().split()[3]
+
+
+def write_baseline(outcomes: Iterable[Outcome]) -> None:
+    """Keep what passed and has to do with the wrapper at all."""
+    rows = sorted(
+        f"{outcome.name} {outcome.num_ranks} {outcome.seconds:.1f}\n"
+        for outcome in outcomes
+        if outcome.verdict == "ok" and outcome.wraps_module
+    )
+    BASELINE.write_text(_HEAD.format(version=torch.__version__) + "".join(rows))
+
+
+def read_exceptions() -> dict[str, str]:
+    """Tests that minidp fails on purpose, each with its row of the README's table."""
+    table = README.read_text().split("\n## Differences from torch\n")[1]
+    table = table.split("\n## ")[0]
+    listed = {}
+    for line in _lines(EXCEPTIONS):
+        name, row, _ = (part.strip() for part in line.split("|", 2))
+        if f"\n| {row}" not in table:
+            raise ValueError(f"{name} points to {row!r}, which is no row of {README}")
+        listed[name] = row
+    return listed
+
+
+def _lines(path: Path) -> Iterator[str]:
+    for line in path.read_text().splitlines():
+        if line.strip() and not line.startswith("#"):
+            yield line
+
+
+class Judge:
+    """Compares outcomes with the list of exceptions, and counts.
+
+    A listed test that passes is an error, too: its row is stale, and would hide the day
+    on which it fails again.
+    """
+
+    def __init__(self, exceptions: Mapping[str, str]) -> None:
+        self._exceptions = exceptions
+        self._counts: Counter[str] = Counter()
+
+    def line(self, outcome: Outcome) -> str:
+        """Take note of an outcome; returns what to print."""
+        row = self._exceptions.get(outcome.name)
+        verdict, reason = outcome.verdict, outcome.reason
+        if row and verdict == "ok":
+            verdict, reason = "STALE", "passes, but exceptions.txt lists it"
+        elif row:
+            verdict, reason = "differs", row
+        self._counts[verdict] += 1
+        if len(reason) > _MAX_REASON:
+            reason = reason[: _MAX_REASON - 3] + "..."
+        text = f"{verdict:8}{outcome.name}  {outcome.seconds:.1f} s  {reason}"
+        return text.rstrip()
+
+    def summary(self, num_baseline: int) -> str:
+        """The last line of a run."""
+        passed = self._counts["ok"] + self._counts["STALE"]
+        text = f"passed {passed} of {self._counts.total()}"
+        text += f" (torch itself: {num_baseline})"
+        for verdict in ("differs", "STALE", "FAILED", "skipped"):
+            if self._counts[verdict]:
+                text += f", {self._counts[verdict]} {verdict}"
+        return text
+
+    @property
+    def is_satisfied(self) -> bool:
+        """Something ran, and nothing failed, was skipped or passed unexpectedly."""
+        return bool(self._counts) and self._counts.keys() <= {"ok", "differs"}

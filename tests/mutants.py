@@ -1,0 +1,282 @@
+"""Break the gradients on purpose, one way at a time, and see that the fast tests fail.
+
+    python -m tests.mutants              all mutants: a survivor makes the status 1
+    python -m tests.mutants --list       their names
+    python -m tests.mutants "sum becomes maximum"   only this one
+
+Each mutant replaces one text in a copy of the checkout and runs the tests of the
+fast tier on the copy until one fails. The text is looked for in all files of `minidp/`
+and `csrc/`, so that code may move. A mutant whose text is not found exactly once is out
+of date, and that is an error, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.stages import FAST, NATIVE_FAST, NOT_SLOW, ROOT, pytest, tests
+
+ALONE = ("--numprocesses", "0")
+COPIED = ("minidp", "csrc", "tests", "benchmarks", "examples")
+COPIED_FILES = ("pyproject.toml", "README.md")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One way to break gradients."""
+
+    name: str
+    old: str
+    new: str
+    native: bool = False  # in C++
+
+
+MUTANTS = [
+    Mutant(
+        "all-reduce does not happen",
+        "group.allreduce([tensor], options)",
+        "_NothingToDo()",
+    ),
+    Mutant(
+        "sum becomes maximum",
+        "dist.ReduceOp(dist.ReduceOp.SUM)",
+        "dist.ReduceOp(dist.ReduceOp.MAX)",
+    ),
+    Mutant(
+        "sum instead of average",
+        "self.copy_divisor = self.divisor if hook is None else 1",
+        "self.copy_divisor = 1",
+    ),
+    Mutant(
+        "batched copies are not divided",
+        "kernels.divide(self.payload, divisor)\n            self._tracked",
+        "self._tracked",
+    ),
+    Mutant(
+        "average over the initial world size in join()",
+        "return self.num_contributors or ",
+        "return ",
+    ),
+    Mutant(
+        "division by a product with the reciprocal where torch divides",
+        "values.div_(divisor)",
+        "values.mul_(1.0 / divisor)",
+    ),
+    Mutant(
+        "gradients in place are not divided",
+        "            kernels.divide(values, divisor)",
+        "            kernels.divide(values, 1)",
+    ),
+    Mutant(
+        "one slot keeps what was in the buffer",
+        "                view.zero_()\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "a kept gradient loses its saved bits",
+        "self.views[k].copy_(self._saved[k])",
+        "pass",
+    ),
+    Mutant(
+        "buckets launch as they fill, in any order",
+        "state is not BucketState.FULL:\n                    break\n",
+        "state is not BucketState.FULL:\n                    continue\n",
+    ),
+    Mutant(
+        "averages are not copied out",
+        "bucket.unflatten(kept, ",
+        "bucket.unflatten(range(len(bucket.params)), ",
+    ),
+    Mutant(
+        "gradients are copied out before the all-reduce is over",
+        "            bucket.wait()\n        if self.checks_finite",
+        "            bucket.state\n        if self.checks_finite",
+    ),
+    Mutant(
+        "ranks keep their own layout after a rebuild",
+        "adopt(agreed_layout(mine, queue.specs, self.communicator))",
+        "adopt(mine)",
+    ),
+    Mutant(
+        "a rebuild does not happen",
+        "            self._order = order\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "no_sync is ignored",
+        "        self.require_backward_grad_sync = False\n        try:\n",
+        "        try:\n",
+    ),
+    Mutant(
+        "unused parameters: a rank forgets what others used",
+        "return frozenset(torch.nonzero(self.last_counts == 0).flatten().tolist())",
+        "return frozenset(torch.nonzero(self._rows([0]) == 0).flatten().tolist())",
+    ),
+    Mutant(
+        "a gradient that nobody used becomes zeros",
+        "kept = [k for i, k in bucket.position.items() if i in untouched]",
+        "kept = []",
+    ),
+    Mutant(
+        "the hook takes the last bucket for full one gradient early",
+        "if not left:\n            reducer.on_full(bucket)",
+        "if left <= 1:\n            reducer.on_full(bucket)",
+    ),
+    Mutant(
+        "a comm hook's result is divided",
+        "self.divisor if hook is None else 1\n",
+        "self.divisor\n",
+    ),
+    Mutant(
+        "one rank keeps its own initial parameters",
+        "options.rootRank = root",
+        "options.rootRank = group.rank()",
+    ),
+    Mutant(
+        "sparse gradients are not divided",
+        "kernels.divide(self.payload, divisor)\n        self._advance",
+        "self._advance",
+    ),
+    Mutant(
+        "complex gradients lose their imaginary part",
+        "torch.view_as_real(values).flatten() if values.is_complex()",
+        "values.real.clone() if values.is_complex()",
+    ),
+    Mutant(
+        "module buffers are not broadcast",
+        "broadcast_state(list(self.buffers.values()), group, root)",
+        "broadcast_state([], group, root)",
+    ),
+    Mutant(
+        "C++: halves are scaled in their own precision",
+        "return static_cast<T>(static_cast<Wide<T>>(x) * scale);",
+        "return x * static_cast<T>(scale);",
+        native=True,
+    ),
+    Mutant(
+        "C++: gradients in place are multiplied by the reciprocal",
+        "values_.div_(divisor);",
+        "values_.mul_(1.0 / static_cast<double>(divisor));",
+        native=True,
+    ),
+    Mutant(
+        "C++: the hook takes a bucket for full one gradient early",
+        "  if (left == 0) {\n    call_python(on_full_",
+        "  if (left <= 1) {\n    call_python(on_full_",
+        native=True,
+    ),
+    Mutant(
+        "C++: what is copied at once is not divided",
+        "target.slots->copy_now(target.k, grad, scale)",
+        "target.slots->copy_now(target.k, grad, 1.0)",
+        native=True,
+    ),
+    Mutant(
+        "C++: averages are not copied out",
+        "minidp::unflatten(grads, views_of(slots));",
+        "static_cast<void>(grads.size() + slots.size());",
+        native=True,
+    ),
+]
+
+
+def place_of(mutant: Mutant) -> Path | None:
+    """Find the file with the text of a mutant; None if the code has changed."""
+    files = [*ROOT.glob("minidp/**/*.py"), *ROOT.glob("csrc/*.cpp")]
+    found = [path for path in files for _ in range(path.read_text().count(mutant.old))]
+    return found[0] if len(found) == 1 else None
+
+
+def copy_checkout(folder: Path) -> None:
+    """Copy what the tests need."""
+    ignored = shutil.ignore_patterns("__pycache__", "results", "build")
+    for name in COPIED:
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+    for name in COPIED_FILES:
+        shutil.copy(ROOT / name, folder)
+
+
+def first_failure(mutant: Mutant, place: Path, folder: Path) -> str:
+    """Run the tests on a copy with the mutant; return a failed test, or nothing."""
+    path = folder / place.relative_to(ROOT)
+    whole = path.read_text()
+    path.write_text(whole.replace(mutant.old, mutant.new))
+    chosen = NATIVE_FAST if mutant.native else FAST
+    try:
+        # Most die early in this file, for which one process is enough.
+        failed = run_tests(mutant, folder, (*ALONE, *tests("distributed", "matrix")))
+        if not failed:
+            failed = run_tests(mutant, folder, chosen)
+            # On a busy machine a test may fail for another reason, but not twice.
+            failed = failed and run_tests(mutant, folder, (*ALONE, name_of(failed)))
+    finally:
+        path.write_text(whole)
+    if failed and run_tests(mutant, folder, (*ALONE, name_of(failed))):
+        raise RuntimeError(
+            f"It fails without the mutant {mutant.name!r}, too: {failed}"
+        )
+    return failed
+
+
+def name_of(line: str) -> str:
+    """Return the test that pytest's summary names."""
+    return line.removeprefix("FAILED ").partition(" - ")[0]
+
+
+def run_tests(mutant: Mutant, folder: Path, chosen: Sequence[str]) -> str:
+    """Run some tests until one fails; return its name, or nothing."""
+    words = (*chosen, *NOT_SLOW, "-x", "-q", "-p", "no:cacheprovider")
+    command = pytest(*words, native=mutant.native, profile="fast")
+    env = {**os.environ, **command.env, "PYTHONPATH": str(folder)}
+    if mutant.native:
+        env["MINIDP_NATIVE_CACHE"] = str(folder / "cache")
+        # Ranks that had to build first would run out of time.
+        build = (sys.executable, "-m", "minidp.native", "build")
+        subprocess.run(build, cwd=folder, env=env, check=True, capture_output=True)
+    done = subprocess.run(
+        command.words, cwd=folder, env=env, capture_output=True, text=True
+    )
+    if done.returncode == 0:
+        return ""
+    lines = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    if not lines:
+        raise RuntimeError(f"{mutant.name}: no test ran\n{done.stdout}\n{done.stderr}")
+    return lines[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try mutants and print which test kills each."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutants", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all")
+    parser.add_argument("--list", action="store_true", help="print the names")
+    options = parser.parse_args(arguments)
+    chosen = [m for m in MUTANTS if not options.names or m.name in options.names]
+    bad = 0
+    with tempfile.TemporaryDirectory(prefix="minidp-mutants-") as name:
+        folder = Path(name)
+        copy_checkout(folder)
+        for number, mutant in enumerate(chosen, 1):
+            place = place_of(mutant)
+            result = "OUT OF DATE: its text is not in the code exactly once"
+            if place and options.list:
+                result = str(place.relative_to(ROOT))
+            elif place:
+                result = first_failure(mutant, place, folder) or "SURVIVES"
+            bad += result == "SURVIVES" or place is None
+            print(f"{number} of {len(chosen)}  {mutant.name}\n    {result}", flush=True)
+    print(f"{len(chosen)} mutants, {bad} of them survive or are out of date")
+    return 1 if bad or not chosen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""Sums in shared memory: Gloo's bits, and waits that end."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minidp.comm.communicator import Communicator
+from minidp.comm.shared_memory import SharedBuckets, share
+from tests.support.fresh import run_fresh
+
+TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+TYPES += [torch.int32, torch.int64, torch.uint8, torch.int8]
+MEBI = 2**20
+
+
+def values(shape: tuple[int, torch.dtype], seed: int) -> torch.Tensor:
+    numel, dtype = shape
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        return (torch.randn(numel, generator=generator) * 100).to(dtype)
+    return torch.randint(-100, 100, (numel,), generator=generator).to(dtype)
+
+
+def differences(ctx: Any, shapes: list[tuple[int, torch.dtype]]) -> list[int]:
+    """Reduce each bucket both ways, twice; return the buckets whose bits differ."""
+    buckets = share(shapes, Communicator(ctx.group))
+    assert isinstance(buckets, SharedBuckets), buckets
+    wrong = []
+    for round_number in range(2):
+        for k, shape in enumerate(shapes):
+            expected = values(shape, 10 * ctx.rank + round_number)
+            buffer = buckets.buffer(k)
+            buffer.copy_(expected)
+            work = buckets.all_reduce(k)
+            dist.all_reduce(expected, group=ctx.group)
+            work.wait()
+            if not torch.equal(buffer.view(torch.uint8), expected.view(torch.uint8)):
+                wrong.append(k)
+    return wrong
+
+
+shapes = st.tuples(
+    st.one_of(
+        st.integers(1, 300),
+        st.integers(1, MEBI // 2),
+        # Gloo's segments are of one MiB: some elements around their bounds.
+        st.builds(
+            lambda n, d: n * MEBI // 8 + d, st.integers(1, 8), st.integers(-3, 3)
+        ),
+    ),
+    st.sampled_from(TYPES),
+)
+
+
+@given(size=st.integers(2, 4), shapes=st.lists(shapes, min_size=1, max_size=4))
+def test_gloos_bits(pool, size, shapes):
+    assert pool.run(differences, size, shapes) == [[]] * size
+
+
+def late_rank(ctx: Any) -> Any:
+    """Rank 1 posts after a while; rank 0 sleeps, and must be woken."""
+    buckets = share([(1000, torch.float32)], Communicator(ctx.group))
+    assert isinstance(buckets, SharedBuckets)
+    buckets.buffer(0).fill_(ctx.rank + 1.0)
+    if ctx.rank == 1:
+        time.sleep(0.2)
+    work = buckets.all_reduce(0)
+    future = work.get_future()
+    early = work.is_completed()
+    begun = time.process_time()
+    work.wait()
+    return (
+        early,
+        future.done(),
+        time.process_time() - begun,
+        buckets.buffer(0)[7].item(),
+    )
+
+
+def test_a_waiting_rank_sleeps(pool):
+    (early, done, seconds, value), (_, _, _, other) = pool.run(late_rank, 2)
+    assert (early, done, value, other) == (False, True, 3.0, 3.0)
+    assert seconds < 0.1  # of CPU time
+
+
+def killed_rank(ctx: Any) -> Any:
+    buckets = share([(10, torch.float32)], Communicator(ctx.group))
+    assert isinstance(buckets, SharedBuckets)
+    if ctx.rank == 1:
+        os._exit(0)
+    buckets.all_reduce(0).wait()
+
+
+def test_a_rank_that_ends_is_named():
+    found = run_fresh(killed_rank, 3, errors="return")
+    assert "the process of rank 1 ended" in str(found[0])
+    assert "the process of rank 1 ended" in str(found[2])
+
+
+def train_in_child(ctx: Any) -> Any:
+    """A forked child reads and writes its parent's buffer; the ranks see nothing."""
+    buckets = share([(10, torch.float32)], Communicator(ctx.group))
+    assert isinstance(buckets, SharedBuckets)
+    buffer = buckets.buffer(0)
+    buffer.fill_(ctx.rank + 1.0)
+    child = os.fork()
+    if child == 0:
+        code = int(buffer[0].item())
+        buffer.fill_(100.0)
+        try:
+            buckets.all_reduce(0)
+        except RuntimeError:
+            code += 10
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    buckets.all_reduce(0).wait()
+    return os.waitstatus_to_exitcode(status), buffer.tolist()
+
+
+def test_a_forked_child_has_a_copy():
+    assert run_fresh(train_in_child, 2) == [(11, [3.0] * 10), (12, [3.0] * 10)]
+
+
+def reasons(ctx: Any, modes: list[str]) -> Any:
+    os.environ["MINIDP_SHARED_MEMORY"] = modes[ctx.rank]
+    try:
+        return share([(10, torch.float32)], Communicator(ctx.group))
+    except RuntimeError as error:
+        return f"error: {error}"
+
+
+@pytest.mark.parametrize("mode", ["auto", "1"])
+def test_all_ranks_hear_why_not(mode):
+    found = run_fresh(reasons, 2, [mode, "0"])
+    assert all("rank 1: MINIDP_SHARED_MEMORY=0" in text for text in found)
+    assert found[0].startswith("error") == (mode == "1")

@@ -1,0 +1,110 @@
+"""Run every script of a folder with --smoke, several at a time.
+
+    python -m tests.support.smoke examples      two ranks each, started by torchrun
+    python -m tests.support.smoke benchmarks    one process each
+    python -m tests.support.smoke examples gpt.py
+
+The scripts are found by listing the folder, so that a new one cannot be forgotten.
+Examples run in forks of this process, which has imported torch: a new interpreter needs
+seconds of CPU time for that, and torchrun needs one per rank. The benchmarks and
+`examples/train_digits.py` are started as a user would start them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, NoReturn
+
+import torch._dynamo  # optimizers import it, for seconds
+import torch.distributed.run
+
+AT_A_TIME = 3
+COLD = {"train_digits.py"}
+TORCHRUN = ["--standalone", "--nproc-per-node", "2"]
+FORKED = ["--run-path", "--start-method", "fork"]
+
+
+@dataclass
+class Run:
+    """A script that runs."""
+
+    script: Path
+    output: IO[bytes]
+    began: float
+
+
+def main(folder: str, *names: str) -> int:
+    """Print what each script prints, in one piece; stop at the first failure."""
+    start = torchrun if folder == "examples" else python
+    scripts = [Path(folder, name) for name in names] or sorted(
+        Path(folder).glob("*.py")
+    )
+    waiting, running, done = list(scripts), dict[int, Run](), 0
+    while waiting or running:
+        while waiting and len(running) < AT_A_TIME:
+            output = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the run)
+            run = Run(waiting.pop(0), output, time.monotonic())
+            sys.stdout.flush()
+            pid = os.fork()
+            if pid == 0:
+                become(start, run)
+            running[pid] = run
+        pid, status = os.wait()
+        run = running.pop(pid)
+        done += 1
+        report(run, f"{done} of {len(scripts)}", status)
+        if status != 0:
+            return 1  # the other scripts end with this process: see tests/stages.py
+    return 0 if scripts else 1
+
+
+def become(start: Callable[[Path], object], run: Run) -> NoReturn:
+    """Run the script in this process and leave it without Python's own shutdown."""
+    os.dup2(run.output.fileno(), 1)
+    os.dup2(run.output.fileno(), 2)
+    status = 1
+    try:
+        start(run.script)
+        status = 0
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else bool(leaving.code)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def torchrun(script: Path) -> None:
+    """Start two ranks."""
+    if script.name in COLD:
+        words = [sys.executable, "-m", "torch.distributed.run", *TORCHRUN]
+        os.execv(sys.executable, [*words, str(script), "--smoke"])
+    torch.distributed.run.main([*TORCHRUN, *FORKED, str(script), "--smoke"])
+
+
+def python(script: Path) -> None:
+    """Start a new interpreter."""
+    os.execv(sys.executable, [sys.executable, str(script), "--smoke"])
+
+
+def report(run: Run, number: str, status: int) -> None:
+    """Print how a script ended and all that it printed."""
+    seconds = time.monotonic() - run.began
+    code = os.waitstatus_to_exitcode(status)
+    result = f"FAILED, exit status {code}" if code else "ok"
+    print(f"--- {number}: {run.script} --smoke: {result} after {seconds:.0f} s")
+    run.output.seek(0)
+    print(run.output.read().decode(errors="replace"), flush=True)
+
+
+if __name__ == "__main__":
+    assert torch._dynamo is not None
+    sys.exit(main(*sys.argv[1:]))

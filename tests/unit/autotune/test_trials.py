@@ -1,0 +1,165 @@
+"""Which layout is tried, and which one stays, given what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from minidp.autotune.trials import NUM_TRIALS, Sample, Search, Trial, _sizes
+from minidp.layout.plan import ParamSpec, build_layout, initial_layout
+
+MS = 1e-3
+KIB = 2**10
+
+
+def spec(i, **changes):
+    made = ParamSpec(f"p{i}", (256,), (1,), torch.float32, torch.device("cpu"))
+    return dataclasses.replace(made, **changes)
+
+
+SPECS = [spec(i) for i in range(8)]  # 1 KiB each; the last one is ready first
+TORCHS = initial_layout(SPECS, [8 * KIB])
+
+
+def backward(
+    seconds, *, ready=True, latency=2 * MS, bandwidth=1e6, sizes=(KIB, 8 * KIB)
+):
+    """Gradients come 1 ms apart, from the last parameter on; the end is at 8 ms."""
+    times = tuple((8 - i) * MS for i in range(8)) if ready else ()
+    messages = tuple((n, latency + n / bandwidth) for n in sizes)
+    return Sample(times, 8 * MS, seconds, messages)
+
+
+def search_with(torchs_seconds, specs=SPECS, torchs=TORCHS):
+    search = Search(specs, torchs)
+    timed = [backward(torchs_seconds + 1.0) for _ in range(2)]
+    plain = [backward(torchs_seconds, ready=False) for _ in range(3)]
+    search.add(torchs, timed + plain)
+    return search
+
+
+def sizes(layout):
+    return [len(bucket.indices) for bucket in layout.buckets]
+
+
+def test_trials_without_measurements_of_others():
+    search = search_with(20 * MS)
+    assert search.proposal(0) == TORCHS
+    small = search.proposal(1)
+    assert [i for members in small.assignment for i in members] == list(range(8))[::-1]
+    assert sizes(small) == [1] * 8
+    planned = search.proposal(2)
+    assert 1 < len(planned.buckets) <= 8
+    # One bucket of 8 KiB would be exposed for 10.2 ms, 8 buckets for 17.2 ms.
+    assert search._trials[planned].predicted_s < 10 * MS
+    late = search.proposal(3)
+    assert max(sizes(late)) == 1  # 1/12 of 8 KiB is less than one parameter
+    assert search.proposal(4) == TORCHS
+
+
+def play(search, seconds_of):
+    """All trials, each with the time that a layout takes; the one that stays."""
+    for trial in range(1, NUM_TRIALS):
+        layout = search.proposal(trial)
+        search.add(
+            layout, [backward(seconds_of(layout), ready=False) for _ in range(5)]
+        )
+    return search.proposal(NUM_TRIALS)
+
+
+def test_the_fastest_stays():
+    search = search_with(20 * MS)
+    kept = play(
+        search, lambda layout: 20 * MS if layout == TORCHS else len(layout.buckets) * MS
+    )
+    assert kept != TORCHS
+    assert len(kept.buckets) < 8
+    text = str(search.choice())
+    assert "instead of 20.0 ms" in text
+    assert "predicted" in text
+
+
+def test_the_two_best_meet_again_equally_often():
+    """What one trial says may be chance: here, that the layout of trial 1 is fast."""
+    search = search_with(20 * MS)
+    small, planned, tried = search.proposal(1), search.proposal(2), []
+    slow, now = 15 * MS, {small: 5 * MS, planned: 6 * MS}
+    for trial in range(1, NUM_TRIALS):
+        layout = search.proposal(trial)
+        tried.append(layout)
+        seconds = now.get(layout, slow)
+        search.add(layout, [backward(seconds, ready=False) for _ in range(5)])
+        now[small] = 9 * MS  # as it is, most of the time
+    finals = tried[4:]
+    assert set(finals) == {small, planned}
+    assert search.proposal(NUM_TRIALS) == planned
+
+
+def test_torchs_stays_unless_another_is_clearly_faster():
+    search = search_with(20 * MS)
+    factor = {True: 1.0, False: 0.99}
+    kept = play(search, lambda layout: 20 * MS * factor[layout == TORCHS])
+    assert kept == TORCHS
+    assert "torch's layout stays" in str(search.choice())
+
+
+def test_timed_backwards_do_not_count():
+    """They are slower, and only some layouts have them."""
+    trial = Trial(TORCHS, [backward(9.0), backward(2.0, ready=False)])
+    assert trial.seconds == 2.0
+
+
+@pytest.mark.parametrize(("spread", "is_clear"), [(0.0, True), (6 * MS, False)])
+def test_noise_is_not_speed(spread, is_clear):
+    def trial(center):
+        offsets = (-spread, -spread / 2, 0, spread / 2, spread)
+        return Trial(TORCHS, [backward(center + o, ready=False) for o in offsets])
+
+    assert trial(19 * MS).is_clearly_faster(trial(20 * MS)) == is_clear
+
+
+@pytest.mark.parametrize("samples", [[backward(1.0, ready=False)], []])
+def test_without_ready_times_torchs_stays(samples):
+    search = Search(SPECS, TORCHS)
+    search.add(TORCHS, samples)
+    assert all(search.proposal(trial) == TORCHS for trial in range(5))
+    if samples:
+        assert play(search, lambda _: 1.0) == TORCHS
+    assert search.proposal(NUM_TRIALS) == TORCHS
+
+
+def test_a_gradient_that_never_comes_travels_last():
+    search = Search(SPECS, TORCHS)
+    times = (*(backward(1.0).ready_s[:7]), None)
+    sample = dataclasses.replace(backward(20 * MS), ready_s=times)
+    search.add(TORCHS, [sample] * 3)
+    assert search.proposal(1).assignment[-1] == (7,)
+
+
+def test_kinds_share_no_bucket_and_delayed_ones_come_last():
+    specs = [
+        *SPECS[:4],
+        spec(4, dtype=torch.float64),
+        spec(5, sparse=True),
+        spec(6, sparse=True),
+        spec(7, delayed=True),
+    ]
+    torchs = build_layout(specs, [[0, 1, 2, 3], [4], [5], [6], [7]])
+    search = search_with(20 * MS, specs, torchs)
+    for trial in (1, 2, 3):
+        layout = search.proposal(trial)
+        assert layout.assignment[-1] == (7,)
+        for members in layout.assignment:
+            kinds = {(specs[i].dtype, specs[i].sparse) for i in members}
+            assert len(kinds) == 1
+            assert not specs[members[0]].sparse or len(members) == 1
+
+
+@pytest.mark.parametrize(
+    ("cap", "words"), [(1, "2 buckets of 1 to 2 MiB"), (8, "1 buckets of 3 MiB")]
+)
+def test_sizes_of_buckets_are_told(cap, words):
+    specs = [spec(0, shape=(2**18,)), spec(1, shape=(2**19,))]
+    assert _sizes(initial_layout(specs, [cap * 2**20])) == words

@@ -1,0 +1,253 @@
+"""Waits end in time; failures get rank, place and remedy. No other rank is needed."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.futures import Future
+
+from minidp import CollectiveError, CommHookError, GradientError
+from minidp.comm import communicator as module
+from minidp.comm.communicator import Communicator, PeerMonitor, Report
+from minidp.comm.work import (
+    FutureWork,
+    current_deadline,
+    is_done_within,
+    then,
+    wait_for,
+)
+
+GROUP = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
+
+
+class Monitor(PeerMonitor):
+    """Knows what the test says."""
+
+    def __init__(self, lost="", hopeful=0):
+        self.lost, self.told = lost, []
+        self.hopeful, self.asked = hopeful, 0  # how often it may still come
+
+    def find_lost(self, started):
+        return self.lost
+
+    def report(self, started):
+        self.asked += 1
+        return Report("Missing: rank 2.", may_still_come=self.asked <= self.hopeful)
+
+    def give_up(self, why):
+        self.told.append(why)
+
+
+@pytest.fixture
+def make(monkeypatch):
+    kept = []
+    monkeypatch.setattr(module, "is_timed", lambda group: True)
+    monkeypatch.setattr(module, "keep_for_good", lambda _, works: kept.extend(works))
+    monkeypatch.setattr(module, "SLICE_SECONDS", 0.01)
+
+    def make(limit=5.0, *, is_patient=False, groups_limit=1000.0, **known):
+        of_group = datetime.timedelta(seconds=groups_limit)
+        monkeypatch.setattr(module, "group_timeout", lambda group: of_group)
+        communicator = Communicator(GROUP, limit, is_patient=is_patient)
+        communicator.peers = Monitor(**known)
+        communicator.kept = kept
+        return communicator
+
+    return make
+
+
+def done_after(seconds, value=None, error=None):
+    future = Future()
+    finish, result = future.set_result, value
+    if error is not None:
+        finish, result = future.set_exception, error
+    if seconds:
+        timer = threading.Timer(seconds, finish, [result])
+        timer.daemon = True
+        timer.start()
+    else:
+        finish(result)
+    return FutureWork(future)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.1])
+@pytest.mark.parametrize("limit", [5.0, None])
+def test_what_comes_in_time_is_returned(make, seconds, limit):
+    communicator = make(limit)
+    with communicator.watching("waiting"):
+        assert wait_for(done_after(seconds, 7)) == 7
+    assert not communicator.has_failed
+    assert not communicator.is_late
+    assert current_deadline.waiter is None
+
+
+@pytest.mark.parametrize("seconds", [0, 0.1])
+def test_what_fails_is_raised(make, seconds):
+    communicator = make()
+    with pytest.raises(CollectiveError) as caught, communicator.watching("waiting", 3):
+        wait_for(done_after(seconds, error=ValueError("boo")))
+    assert str(caught.value).startswith(
+        "[rank 1] A collective failed while waiting of bucket 3. Missing: rank 2. (boo"
+    )
+    assert "Expected: all 3 ranks to take part in time." in str(caught.value)
+    assert communicator.has_failed
+    assert communicator.peers.told == [f"CollectiveError: {caught.value}"]
+
+
+@pytest.mark.parametrize(
+    ("known", "asked", "text"),
+    [
+        ({}, 1, "it did not finish within 0.05 s"),
+        ({"is_patient": True}, 2, "within 0.05 s"),  # waits for us: not busy
+        ({"is_patient": True, "hopeful": 3}, 5, "did not finish within"),  # busy, died
+        ({"is_patient": True, "hopeful": 1000, "groups_limit": 0.3}, 0, "within 0.3 s"),
+        ({"hopeful": 1000}, 1, "within 0.05 s"),  # a limit that was given is strict
+        ({"limit": 1000.0, "lost": "it raised"}, 1, "it raised"),
+    ],
+)
+def test_what_never_comes_is_given_up(make, known, asked, text):
+    communicator, work = make(**{"limit": 0.05} | known), FutureWork(Future())
+    with pytest.raises(CollectiveError, match=text), communicator.watching("waiting"):
+        wait_for(work)
+    assert communicator.kept == [work]
+    assert not asked or communicator.peers.asked == asked  # the last, for the error
+
+
+def test_a_busy_rank_is_waited_for(make, caplog):
+    communicator = make(0.05, is_patient=True, hopeful=1000)
+    with caplog.at_level("WARNING", "minidp"), communicator.watching("waiting"):
+        assert wait_for(done_after(0.4, 7)) == 7
+    texts = [record.getMessage() for record in caplog.records]
+    assert 1 <= len(texts) < 5  # each after twice the time: not every time it is asked
+    assert communicator.peers.asked > len(texts)
+    assert texts[0].startswith("[rank 1] Still waiting, for 0 s now. Missing: rank 2. ")
+    assert "own limit (1000 s); pass hang_timeout=0.05" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (GradientError("boo"), "^boo$"),
+        (CommHookError("does not fit"), "^does not fit$"),
+        (CommHookError("a future that failed: x"), "failed: x Missing: rank 2"),
+    ],
+)
+def test_errors_of_ours_keep_their_text(make, error, text):
+    communicator = make()
+    with pytest.raises(type(error), match=text), communicator.watching("launching"):
+        raise error
+    assert communicator.has_failed
+
+
+def test_collectives_are_counted(make):
+    communicator = make()
+    with communicator.blocking("broadcasting"):
+        pass
+    communicator.note_started(done_after(0))
+    assert (communicator.started, communicator.tally.launched) == (2, 1)
+    communicator.reset(GROUP)
+    assert (communicator.started, communicator.tally.launched) == (0, 0)
+
+
+def test_futures_with_a_limit_and_failures():
+    assert is_done_within(done_after(0), 0.0)
+    assert not is_done_within(FutureWork(Future()), 0.01)
+    failed = done_after(0, error=ValueError("boo"))
+    assert is_done_within(failed, 0.0)
+    with pytest.raises(RuntimeError, match="boo"):
+        then(failed.future, lambda: None).wait()
+
+
+# ------------------------------------------------------------------------ accelerators
+
+SCRIPT = """
+import datetime
+import time
+import torch
+from minidp.comm import communicator as _module
+from minidp.hang.watchdog import Watchdog
+
+_module.is_timed = _module.is_mixed = lambda group: False
+_module.group_timeout = lambda group: datetime.timedelta(seconds=1000)
+torch.cuda.is_available = lambda: True
+
+class Group:
+    rank = lambda self: 1
+    size = lambda self: 2
+    def abort(self): print("aborted", flush=True)
+
+class Work:
+    is_completed = lambda self: False
+
+class Monitor:
+    asked = 0
+    def report(self, started):
+        self.asked += 1
+        print("asked", flush=True)
+        text = f"Missing: rank 0 of {started}."
+        return _module.Report(text, may_still_come=self.asked <= 3)
+
+class Post:
+    communicator = _module.Communicator(Group(), 0.2, is_patient=True)
+    rank, group = 1, communicator.group
+    report = lambda self, started: self.communicator.peers.report(started)
+
+dog, post = Watchdog(), Post()
+post.communicator.peers = Monitor()
+with post.communicator.watching("launching the all-reduce", 4):
+    post.communicator.note_started(Work())
+dog._end_what_hangs(post)
+print("not yet", flush=True)
+deadline = time.monotonic() + 30
+while time.monotonic() < deadline:
+    dog._end_what_hangs(post)
+    time.sleep(0.01)
+print("still there", flush=True)
+"""
+
+
+def test_what_hangs_on_an_accelerator_ends_the_process():
+    """With stand-ins for a device. The missing rank is busy three times, then not."""
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 1
+    words = ["not yet", *["asked"] * 5, "aborted"]  # the fifth is for the last word
+    assert run.stdout.split() == " ".join(words).split()
+    assert "Still launching the all-reduce of bucket 4, for 0 s now." in run.stderr
+    assert (
+        "[rank 1] A collective did not finish within its limit: launching the "
+        "all-reduce of bucket 4. Missing: rank 0 of 1." in run.stderr
+    )
+
+
+def test_two_threads_may_look_at_what_an_accelerator_does(monkeypatch):
+    """The watchdog's, and one that launches: none drops what is still under way."""
+    monkeypatch.setattr(module, "is_timed", lambda _: False)
+    monkeypatch.setattr(module, "is_mixed", lambda _: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    communicator = Communicator(GROUP, 0.0)
+    others = []
+
+    def is_completed():
+        if not others:  # another thread comes between the question and the answer
+            others.append(threading.Thread(target=communicator.find_late_on_device))
+            others[0].start()
+            others[0].join(0.2)  # in vain, if it has to wait for us
+        return True
+
+    done = SimpleNamespace(is_completed=lambda: False)
+    hangs = SimpleNamespace(is_completed=lambda: False)
+    communicator.note_started(done)
+    communicator.note_started(hangs)
+    done.is_completed = is_completed
+    late = communicator.find_late_on_device()
+    others[0].join()
+    assert late is not None
+    assert late.work is hangs

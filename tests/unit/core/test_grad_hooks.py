@@ -1,0 +1,250 @@
+"""Where the grad hooks sit, how they go away, and what a graph search sees."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+
+from minidp import CommHookError, DataParallel, ReducerFailedError, native
+from minidp.core.autograd import queue_final_callback
+from minidp.core.grad_hooks import GradHooks
+from minidp.core.pending import COPY_AT_ONCE_BYTES, GradState, PendingGrads
+
+
+def reducer_of(called):
+    queue = SimpleNamespace(copy_now=lambda _i, grad: grad)
+    return SimpleNamespace(on_full=called, on_unusual=called, queue=queue)
+
+
+both = pytest.mark.parametrize("wrap", [DistributedDataParallel, DataParallel])
+
+
+# --------------------------------------------------------- position among user hooks
+
+
+class Weight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.w * x
+
+
+def run_with_hooks(wrap, group):
+    """What each user hook saw, each one scaling the gradient, and the final value."""
+    module = Weight()
+    param, seen = module.w, []
+    node = get_gradient_edge(param).node
+
+    def scaling(tag, factor):
+        def hook(*_):
+            seen.append((tag, param.grad.item()))
+            param.grad.mul_(factor)
+
+        return hook
+
+    param.register_post_accumulate_grad_hook(scaling("accumulated, before", 2))
+    node.register_hook(scaling("node, before", 3))
+    ddp = wrap(module, process_group=group)
+    param.register_post_accumulate_grad_hook(scaling("accumulated, after", 5))
+    node.register_hook(scaling("node, after", 7))
+    param.register_hook(lambda grad: seen.append(("tensor", grad.item())))
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.ones(1)).sum().backward()
+        seen.append(("final", param.grad.item()))
+    return seen
+
+
+def test_difference_a_node_hook_behind_ours_is_too_late(lone_group):
+    """Python hooks of a node share one slot; torch's hook is C++ and has its own."""
+    theirs = run_with_hooks(DistributedDataParallel, lone_group)
+    ours = run_with_hooks(DataParallel, lone_group)
+    assert theirs[-1] == ("final", 210.0)
+    if native.library() is not None:
+        assert ours == theirs  # so has ours, natively
+        return
+    assert ours[-1] == ("final", 30.0)
+    assert theirs[:-1] != ours[:-1]  # already in the first of two steps
+    assert [tag for tag, _ in theirs] == [tag for tag, _ in ours]
+
+
+def queued(wrap, group, position):
+    """Gradients that an engine callback of the user sees."""
+    seen = []
+    module = Weight()
+
+    class Early(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            queue_final_callback(lambda: seen.append(module.w.grad.item()))
+            return grad
+
+    ddp = wrap(module, process_group=group)
+
+    def late(*_):
+        module.w.grad.fill_(5.0)  # after the copy: the reduction overwrites it
+        queue_final_callback(lambda: seen.append(module.w.grad.item()))
+
+    handle = get_gradient_edge(module.w).node.register_hook(late)
+    loss = ddp(torch.ones(1)).sum()
+    (Early.apply(loss) if position == "early" else loss).backward()
+    handle.remove()
+    return seen
+
+
+@both
+def test_final_callback_is_queued_where_torch_queues_its_own(lone_group, wrap):
+    assert queued(wrap, lone_group, "late") == [1.0]
+    assert queued(wrap, lone_group, "early") == [5.0, 1.0]
+
+
+# ----------------------------------------------------------------- coming and going
+
+
+@pytest.fixture
+def params():
+    return [nn.Parameter(torch.ones(1)) for _ in range(2)]
+
+
+@pytest.fixture
+def pending(params):
+    return PendingGrads(params, reducer_of(lambda _: None))
+
+
+def test_hooks_can_be_removed_twice(params, pending):
+    hooks = GradHooks(params, pending)
+    assert hooks.nodes == [get_gradient_edge(param).node for param in params]
+    hooks.remove()
+    hooks.remove()
+    assert hooks.nodes == []
+    pending.adopt([])
+    (params[0] * params[1]).backward()
+    assert list(pending.ready) == []
+
+
+def test_nodes_that_users_share_are_told(params, pending):
+    hooks = GradHooks(params, pending)
+    assert hooks.shared() == []
+    handle = hooks.nodes[1].register_hook(lambda *_: None)
+    assert hooks.shared() == [1]
+    handle.remove()
+    assert hooks.shared() == []
+
+
+def test_hooks_need_no_grad_mode(params, pending):
+    with torch.no_grad():
+        hooks = GradHooks(params, pending)
+    assert hooks.nodes[0] is get_gradient_edge(params[0]).node
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("no_gc")
+def test_dropping_the_object_takes_the_hooks_off(lone_group, options):
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    ddp = DataParallel(module, process_group=lone_group, **options)
+    for _ in range(3):
+        ddp(torch.randn(3, 2)).sum().backward()
+    hooks = ddp._reducer.hooks
+    nodes, ready = list(hooks.nodes), ddp._reducer.pending.ready
+    assert len(nodes) == 4
+    parts = [weakref.ref(part) for part in (ddp, ddp._reducer, ddp._guard)]
+    del ddp
+    assert [part() for part in parts] == [None] * 3
+    assert gc.isenabled() is False
+    assert hooks.nodes == []
+    ready.clear()
+    module(torch.randn(3, 2)).sum().backward()
+    assert list(ready) == []
+    assert nodes[0] is get_gradient_edge(module[0].weight).node  # the same, bare
+    module.zero_grad()
+    module(torch.randn(3, 2)).sum().backward()
+    assert module[0].weight.grad is not None
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_failed_object_is_not_kept_by_its_error(lone_group):
+    module = nn.Linear(2, 2)
+    ddp = DataParallel(module, process_group=lone_group)
+    ddp.register_comm_hook(None, lambda state, bucket: None)
+    with contextlib.suppress(CommHookError):
+        ddp(torch.ones(1, 2)).sum().backward()
+    with contextlib.suppress(ReducerFailedError):
+        ddp(torch.ones(1, 2))
+    assert "CommHookError" in ddp._reducer.failure
+    parts = (ddp, ddp._reducer, module, module.weight)
+    references = [weakref.ref(part) for part in parts]
+    del ddp, module, parts
+    assert [reference() for reference in references] == [None] * 4
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_an_output_that_lives_on_does_not_keep_the_object(lone_group):
+    ddp = DataParallel(Weight(), process_group=lone_group, find_unused_parameters=True)
+    module = ddp.module
+    loss = ddp(torch.ones(1)).sum()
+    part = weakref.ref(ddp._reducer)
+    del ddp
+    assert part() is None
+    loss.backward()
+    assert module.w.grad.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("option", ["gradient_as_bucket_view", "static_graph"])
+def test_nothing_is_planted_on_parameters(lone_group, option):
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    planted = [*module.parameters(), *module.buffers(), *module.modules()]
+    before = [(dir(thing), sorted(vars(thing))) for thing in planted]
+    ddp = DataParallel(module, process_group=lone_group, **{option: True})
+    for _ in range(3):
+        ddp(torch.randn(3, 2)).sum().backward()
+    assert [(dir(thing), sorted(vars(thing))) for thing in planted] == before
+    for param in module.parameters():
+        assert param._backward_hooks is None
+        assert param._post_accumulate_grad_hooks is None
+    for child in module.modules():
+        assert not child._forward_hooks
+        assert not child._forward_pre_hooks
+
+
+def test_small_hook_and_countdown_agree():
+    """The hot path spells out what `PendingGrads.arrive` does; it must not drift."""
+    states = []
+    for numel in (1, COPY_AT_ONCE_BYTES // 4):  # small hook, large hook
+        full = []
+        params = [nn.Parameter(torch.ones(numel)) for _ in range(2)]
+        pending = PendingGrads(params, reducer_of(full.append))
+        plan = SimpleNamespace(indices=(1, 0))
+        streams = SimpleNamespace(written_on=set())
+        pending.adopt([SimpleNamespace(plan=plan, streams=streams, copied_by_hook=())])
+        hooks = GradHooks(params, pending)
+        pending.open([GradState.UNSET] * 2, 1)
+        for i in (1, 0, 0):  # the second time is unusual
+            params[i].sum().backward()
+            states.append([list(pending.ready), list(pending.num_pending), list(full)])
+            assert pending.entries[i] is params[i].grad
+        hooks.remove()
+    assert states[:3] == [[[1], [1], []], [[1, 0], [0], [0]], [[1, 0], [0], [0, 0]]]
+    assert states[3:] == states[:3]

@@ -1,0 +1,68 @@
+"""Which gradients are local: the rule table of design section 1.
+
+A word is a life: F/N a synchronising/local forward, b0/b1 a local backward onto
+parameter 0/1, S a finished synchronised backward, ( and ) enter and leave no_sync.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from minidp.core.local_grads import Ledger
+
+
+def play(word):
+    ledger = Ledger()
+    for letter in word.split():
+        if letter in "FN":
+            ledger.note_forward(synchronising=letter == "F")
+        elif letter in "()":
+            ledger.sync_enabled = letter == ")"
+        elif letter == "S":
+            ledger.settle(())
+        else:
+            ledger.note_local(int(letter[1]))
+    return ledger
+
+
+@pytest.mark.parametrize(
+    ("word", "unsynced"),
+    [
+        ("", set()),
+        ("F S", set()),
+        ("F S b0", {0}),  # a second backward of the same forward
+        ("b0", {0}),  # a backward of .module
+        ("( N b0 b1 )", {0, 1}),  # accumulation: the next sync averages it
+        ("( N b0 b1 ) F S", set()),
+        ("( b0 )", set()),  # a penalty on purpose: no forward waits
+        ("F S ( b0 )", set()),  # ... also after the main backward
+        ("F S ( b0 ) b1", {1}),
+        ("( N b0 ) F S b1 ( N b0 )", {0, 1}),
+        ("F ( b0 )", {0}),  # F is not empty: this may be its backward
+    ],
+)
+def test_local_gradients(word, unsynced):
+    assert play(word).unsynced == unsynced
+
+
+def test_settle_keeps_what_no_rank_touched():
+    ledger = play("( b0 ) b1 b2")
+    assert ledger.used_locally == {0, 1, 2}  # also what is local on purpose
+    ledger.settle({1, 5})
+    assert ledger.unsynced == {1}
+    assert ledger.used_locally == set()
+
+
+def test_counts():
+    ledger = play("( N N ) F")
+    assert (ledger.forwards, ledger.armed, ledger.finalized) == (3, 1, 0)
+    ledger.settle(())
+    assert (ledger.forwards, ledger.armed, ledger.finalized) == (0, 1, 1)
+
+
+def test_reset_announces_nothing():
+    ledger = play("F S F b0 ( N")
+    ledger.reset()
+    assert (ledger.unsynced, ledger.used_locally, ledger.forwards) == (set(), set(), 0)
+    assert ledger.armed == ledger.finalized == 1
+    assert ledger.sync_enabled is False  # reset() inside no_sync() stays inside

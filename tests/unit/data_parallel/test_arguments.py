@@ -1,0 +1,366 @@
+"""The constructor's arguments: torch's checks, in torch's order, plus a few of ours."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import warnings
+from collections import OrderedDict, namedtuple
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from minidp import DataParallel
+from minidp.data_parallel import arguments, map_tensors
+from minidp.replica.parameters import examine
+from tests.support.oracle import skip_unless_torch_takes
+
+
+class Scale(nn.Module):
+    def __init__(self, *, device="cpu", frozen=False, ignored=()):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2, device=device), requires_grad=not frozen)
+        self._ddp_params_and_buffers_to_ignore = list(ignored)
+
+    def forward(self, x):
+        return self.w * x
+
+
+ONE = torch.ones(1)
+
+
+def frozen():
+    return Scale(frozen=True)
+
+
+def all_ignored():
+    return Scale(ignored=["w", ".w"])
+
+
+def lazy():
+    return nn.LazyLinear(2)
+
+
+def meta():
+    return Scale(device="meta")
+
+
+def two_device_types():
+    return nn.Sequential(Scale(), Scale(device="meta"))
+
+
+class Tied(nn.Module):
+    """Shared, sparse, frozen parameters; registration order is not definition order."""
+
+    def __init__(self):
+        super().__init__()
+        self.late = nn.Linear(2, 2)
+        self.early = nn.Linear(2, 2)
+        self.early.weight = self.late.weight
+        self.scale = nn.Parameter(torch.ones(1))
+        self.fixed = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.table = nn.Embedding(3, 2, sparse=True)
+        self.bag = nn.EmbeddingBag(3, 2, sparse=True)
+        self.same = self.table
+
+
+def delaying(pairs, until=None):
+    """The two arguments that delay all-reduces, in the usual case or a wrong one."""
+    return {
+        "delay_all_reduce_named_params": pairs,
+        "param_to_hook_all_reduce": torch.ones(1) if until is None else until,
+    }
+
+
+def error_of(wrap, build, options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            wrap(build(), **options)
+        except Exception as error:
+            return error
+    return None
+
+
+# What torch refuses as well, in the same class: module, options, class, our text.
+REFUSED_BY_BOTH = [
+    (Scale, {"delay_all_reduce_named_params": []}, ValueError, "at the same time."),
+    (Scale, {"param_to_hook_all_reduce": ONE}, ValueError, "at the same time."),
+    # The module comes first.
+    (frozen, {"device_ids": [0, 1]}, RuntimeError, "a module doesn't have any param"),
+    (all_ignored, {}, RuntimeError, "is frozen or on the ignore list"),
+    (Scale, {"device_ids": [0, 1]}, ValueError, "a single element, but got [0, 1]."),
+    (Scale, {"device_ids": [0]}, ValueError, "parameters on ['cpu']. Leave both at"),
+    (Scale, {"output_device": 1}, ValueError, "got device_ids None, output_device 1"),
+    (lazy, {}, RuntimeError, "Uninitialized: weight, bias."),
+    (meta, {}, RuntimeError, "have no data to synchronise: w. Materialise"),
+    (two_device_types, {}, ValueError, "module parameters locate in {"),
+]
+
+
+@pytest.mark.parametrize(
+    "case", REFUSED_BY_BOTH, ids=lambda c: f"{c[0].__name__} {c[1]}"
+)
+def test_torch_refuses_it_too(lone_group, case):
+    build, options, kind, text = case
+    ours = error_of(DataParallel, build, options)
+    assert type(ours) is kind
+    assert isinstance(error_of(DistributedDataParallel, build, options), kind)
+    assert text in str(ours)
+
+
+# What ours raises; what torch does instead, where None is silence; our text.
+PAIRS = "delay_all_reduce_named_params must be pairs (name, parameter), as from "
+STRICTER_THAN_TORCH = [
+    ({"bucket_cap_mb": -1}, ValueError, None, "bucket_cap_mb must be finite"),
+    ({"output_device": 0}, ValueError, None, "output_device 0"),
+    ({"process_group": "w"}, TypeError, TypeError, "is a member, but got 'w' (str)."),
+    ({"bucket_cap_mb_list": [-1]}, ValueError, TypeError, "bucket_cap_mb_list must be"),
+    ({"bucket_cap_mb": "25"}, TypeError, ValueError, "bucket_cap_mb must be a number"),
+    ({"mixed_precision": "bf16"}, TypeError, AttributeError, "a reduce_dtype and a"),
+    ({"mixed_precision": torch.half}, TypeError, AttributeError, "got torch.float16."),
+    (
+        {"mixed_precision": _MixedPrecision(param_dtype=torch.int32)},
+        TypeError,
+        RuntimeError,
+        "each a floating torch.dtype or None",
+    ),
+    (delaying(7), TypeError, TypeError, "not iterable"),
+    (
+        delaying(["w"]),
+        TypeError,
+        ValueError,
+        PAIRS + "named_parameters(), but got (str",
+    ),
+    (delaying([("w", torch.ones(2))]), TypeError, ValueError, "but got (str, Tensor)."),
+    (delaying([], until="w"), TypeError, None, "must be a parameter, but got 'w'."),
+]
+
+
+@pytest.mark.parametrize("case", STRICTER_THAN_TORCH, ids=lambda case: str(case[0]))
+def test_difference_stricter_than_torch(lone_group, case):
+    options, ours, theirs, text = case
+    skip_unless_torch_takes(options)
+    error = error_of(DataParallel, Scale, options)
+    assert type(error) is ours
+    assert text in str(error)
+    found = error_of(DistributedDataParallel, Scale, options)
+    assert isinstance(found, theirs or type(None))
+
+
+ACCEPTED_BY_BOTH = [
+    {"device_ids": [], "output_device": None, "dim": 3},
+    {"bucket_cap_mb": 0, "init_sync": False, "mixed_precision": None},
+    {"bucket_cap_mb": 0.5, "check_reduction": True},
+    {"bucket_cap_mb_list": [], "broadcast_buffers": False},
+    {"bucket_cap_mb_list": [1, 2.5]},
+    {"batched_grad_copy": True},
+    {"skip_all_reduce_unused_params": True},
+]
+
+
+@pytest.mark.parametrize("options", ACCEPTED_BY_BOTH, ids=str)
+def test_torch_accepts_it_too(lone_group, options):
+    skip_unless_torch_takes(options)
+    assert error_of(DistributedDataParallel, Scale, options) is None
+    assert error_of(DataParallel, Scale, options) is None
+
+
+def test_signature_is_torchs_with_more_options():
+    skip_unless_torch_takes(["batched_grad_copy", "forward_sync_buffers"])
+    theirs = list(inspect.signature(DistributedDataParallel).parameters.values())
+    parameters = list(inspect.signature(DataParallel).parameters.values())
+    ours, extra = parameters[: len(theirs)], parameters[len(theirs) :]
+    assert [(p.name, p.default, p.kind) for p in ours] == [
+        (p.name, p.default, p.kind) for p in theirs
+    ]
+    assert {p.name: p.default for p in extra} == {
+        "unsynced": "raise",
+        "hang_timeout": "auto",
+        "check_replicas_every": "auto",
+        "check_finite_grads": False,
+        "bucket_layout": None,
+    }
+    assert {p.kind for p in extra} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_what_only_ours_checks(lone_group):
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Module, but got list\."):
+        DataParallel([nn.Linear(1, 1)])
+    with pytest.raises(ValueError, match=r"unsynced must be one of .*got 'never'"):
+        DataParallel(Scale(), unsynced="never")
+    with pytest.raises(ValueError, match="gives the name w to a parameter of another"):
+        DataParallel(Scale(), **delaying([("w", nn.Parameter(torch.ones(2)))]))
+
+
+def test_delayed_parameters_may_come_from_an_iterator(lone_group):
+    module = nn.Sequential(Scale(), Scale())
+    options = delaying(module[0].named_parameters(prefix="0"), until=module[1].w)
+    ddp = DataParallel(module, **options)
+    for each in (ddp, copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        (found,) = each._delay_all_reduce_params
+        assert found is each.module[0].w
+        assert each._reducer.queue.layout.assignment == ((1,), (0,))
+
+
+# --------------------------------------------------------------------- choice of group
+
+
+def test_no_default_group(monkeypatch):
+    for module in (torch.distributed, torch.distributed.distributed_c10d):
+        monkeypatch.setattr(module, "is_initialized", lambda: False)
+    for wrap in (DistributedDataParallel, DataParallel):
+        with pytest.raises(ValueError, match="Default process group has not been init"):
+            wrap(Scale())
+
+
+@pytest.fixture
+def mesh(lone_group):
+    return init_device_mesh("cpu", (1,))
+
+
+def test_a_mesh_and_a_group_are_checked_before_the_module(mesh, lone_group):
+    ddp = DataParallel(Scale(), device_mesh=mesh)
+    assert ddp.process_group is mesh.get_group(0)
+    assert ddp.device_mesh is mesh
+    both = {"process_group": lone_group, "device_mesh": mesh}
+    for options in (both, {"device_mesh": init_device_mesh("cpu", (1, 1))}):
+        errors = [
+            error_of(wrap, lambda: Scale(frozen=True), options)
+            for wrap in (DistributedDataParallel, DataParallel)
+        ]
+        assert [type(error) for error in errors] == [RuntimeError] * 2
+        assert str(errors[0])[:30] == str(errors[1])[:30]
+
+
+def test_difference_group_comes_before_the_delayed_arguments(lone_group, mesh):
+    """We must know the group first: the other ranks are told why this one leaves."""
+    options = {
+        "process_group": lone_group,
+        "device_mesh": mesh,
+        "param_to_hook_all_reduce": torch.ones(1),
+    }
+    assert type(error_of(DistributedDataParallel, Scale, options)) is ValueError
+    assert type(error_of(DataParallel, Scale, options)) is RuntimeError
+
+
+# -------------------------------------------------------------------------- buffers
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "at_construction", "text"),
+    [
+        (None, None, True, ""),
+        (True, None, True, "`broadcast_buffers` is deprecated. Use `forward_sync_buff"),
+        (False, None, False, "`broadcast_buffers` is deprecated. Use `forward_sync_bu"),
+        (None, True, True, ""),
+        (None, False, True, ""),
+        (True, False, True, "Both `broadcast_buffers` and `forward_sync_buffers` were"),
+        (False, True, True, "Both `broadcast_buffers` and `forward_sync_buffers` were"),
+    ],
+)
+def test_buffer_flags_are_torchs(lone_group, old, new, at_construction, text):
+    skip_unless_torch_takes(["forward_sync_buffers"])
+    options = {"broadcast_buffers": old, "forward_sync_buffers": new}
+    flags = []
+    for wrap in (DistributedDataParallel, DataParallel):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ddp = wrap(nn.BatchNorm1d(2), **options)
+        assert [w.category for w in caught] == [FutureWarning] * bool(text)
+        flags.append((ddp.forward_sync_buffers, ddp.broadcast_buffers))
+    assert flags[0] == flags[1]
+    assert all(str(w.message).startswith(text) for w in caught)  # ours
+    assert all(w.filename == __file__ for w in caught)
+    with pytest.warns(FutureWarning, match="`check_reduction` is depre") as caught:
+        DataParallel(Scale(), check_reduction=True)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = arguments._buffer_flags(SimpleNamespace(**options))
+    assert found == (flags[0][0], at_construction)
+
+
+def test_broadcast_buffers_is_an_alias(lone_group):
+    ddp = DataParallel(nn.BatchNorm1d(2), forward_sync_buffers=False)
+    assert ddp.broadcast_buffers is False
+    ddp.broadcast_buffers = True
+    assert ddp.forward_sync_buffers is True
+    assert ddp.will_sync_module_buffers() is True
+
+
+# ----------------------------------------------------------- which parameters take part
+
+
+def test_managed_parameters_are_torchs(lone_group):
+    module = Tied()
+    theirs, sparse = DistributedDataParallel(module)._build_params_for_reducer()
+    ours = examine(module, {})
+    assert [id(p) for p in ours.managed.values()] == [id(p) for p in theirs]
+    assert [name in ours.sparse for name in ours.managed] == sparse
+    assert list(ours.managed) == [
+        *("scale", "late.weight", "late.bias", "early.bias"),
+        *("table.weight", "bag.weight"),
+    ]
+    assert ours.sparse == {"table.weight", "bag.weight"}
+    assert "fixed" in ours.parameters
+    spec = {s.name: s for s in ours.specs}["table.weight"]
+    assert (spec.shape, spec.stride) == ((3, 2), (2, 1))
+    assert (spec.dtype, spec.device.type, spec.sparse) == (torch.float32, "cpu", True)
+
+
+@pytest.mark.parametrize("listed", ["scale", ".scale"])
+def test_root_parameters_may_be_ignored_by_either_name(listed):
+    module = Tied()
+    module._ddp_params_and_buffers_to_ignore = [listed, "late.bias"]
+    replica = examine(module, {})
+    assert replica.ignored == {"scale", "late.bias"}
+    for names in (replica.parameters, replica.managed):
+        assert not names.keys() & {"scale", "late.bias"}
+
+
+def test_unknown_names_on_the_ignore_list_are_told(lone_group):
+    module = Tied()
+    module._ddp_params_and_buffers_to_ignore = ["lat.bias", "scale", "gone"]
+    text = r"ignore list names .* it does not have: gone, lat\.bias\.$"
+    with pytest.warns(UserWarning, match=text) as caught:
+        DataParallel(module)
+    assert caught[0].filename == __file__
+
+
+def test_torchs_function_makes_the_list(lone_group):
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    names = ["0.weight", "1.running_mean"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+    ddp = DataParallel(module)
+    assert ddp.parameters_to_ignore == set(names)
+    assert "1.running_mean" not in ddp.named_module_buffers
+    assert ddp._reducer.names == ("0.bias", "1.weight", "1.bias")
+
+
+# ----------------------------------------------------------------------------- inputs
+
+Pair = namedtuple("Pair", "first second")
+
+
+def to_meta(value):
+    return map_tensors(value, lambda tensor: tensor.to("meta"))
+
+
+def test_inputs_are_moved_through_containers():
+    x = torch.ones(1)
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2)])
+    value = {"a": [x, 3], "b": Pair(x, "x"), "c": (x, packed), "d": OrderedDict(e=x)}
+    moved = to_meta(value)
+    assert [type(moved[key]) for key in "abcd"] == [list, Pair, tuple, OrderedDict]
+    tensors = moved["a"][0], moved["b"].first, *moved["c"], moved["d"]["e"]
+    assert all(tensor.data.device.type == "meta" for tensor in tensors)
+    assert (moved["a"][1], moved["b"].second) == (3, "x")
+    for other in (None, 3, {1, 2}, object(), "text"):
+        assert to_meta(other) is other

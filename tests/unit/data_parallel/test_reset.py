@@ -1,0 +1,302 @@
+"""reset(): whatever broke, the same object trains correctly afterwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minidp import (
+    CollectiveError,
+    DataParallel,
+    MarkedTwiceError,
+    ReducerFailedError,
+    UnfinishedReductionError,
+)
+from minidp.core.bucket import BucketState
+from tests.support.fresh import run_fresh
+
+TWO_BUCKETS = {"bucket_cap_mb_list": [0]}
+
+
+class Two(nn.Module):
+    """In a backward of "ab", b gets its gradient first."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(1))
+        self.b = nn.Parameter(torch.ones(1))
+
+    def forward(self, x, use="ab"):
+        return sum(getattr(self, name) * x for name in use)
+
+
+def grads(ddp):
+    return [None if p.grad is None else p.grad.item() for p in ddp.parameters()]
+
+
+def train(ctx, ddp, steps=3):
+    """Gradients of some whole steps; their mean over two ranks is 1.5."""
+    seen = []
+    for _ in range(steps):
+        ddp.zero_grad()
+        ddp(torch.tensor([ctx.rank + 1.0])).backward()
+        seen.append(grads(ddp))
+    return seen
+
+
+HEALTHY = [[1.5, 1.5]] * 3
+
+
+def error_of(call, *args):
+    try:
+        call(*args)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def fail_once(param, text="user code"):
+    """The next gradient of ``param`` raises."""
+
+    def fail(_):
+        handle.remove()
+        raise KeyError(text)
+
+    handle = param.register_hook(fail)
+
+
+# --------------------------------------------------------- all ranks fail alike
+
+
+def after_user_error(ctx, options, warm_up):
+    ddp = DataParallel(Two(), process_group=ctx.group, **options)
+    train(ctx, ddp, warm_up)
+    ddp.zero_grad()
+    fail_once(ddp.module.a)
+    x = torch.tensor([ctx.rank + 1.0])
+    errors = [error_of(lambda: ddp(x).backward()), error_of(ddp, x), error_of(ddp, x)]
+    queue = ddp._reducer.queue
+    old = queue.buckets
+    launched = sum(bucket.state is BucketState.IN_FLIGHT for bucket in old)
+    ddp.reset()
+    assert all(bucket.state is BucketState.FILLING for bucket in old)  # all awaited
+    return errors, launched, train(ctx, ddp), ddp.process_group is ctx.group
+
+
+@pytest.mark.parametrize("warm_up", [0, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        TWO_BUCKETS,
+        {"gradient_as_bucket_view": True},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+    ],
+    ids=str,
+)
+def test_user_code_raises_in_the_backward(pool, options, warm_up):
+    for rank, result in enumerate(pool.run(after_user_error, 2, options, warm_up)):
+        (raised, *forwards), launched, trained, kept = result
+        assert raised == ("KeyError", "'user code'")
+        if options is TWO_BUCKETS and not warm_up:
+            assert launched == 1  # and awaited
+        for kind, text in forwards:
+            assert kind == "UnfinishedReductionError"
+            assert text.startswith(f"[rank {rank}] Expected to have finished reduction")
+            assert "The last backward raised, or was interrupted, before it" in text
+            assert "call reset() on all ranks, then zero_grad()" in text
+            assert "unused" not in text  # which is not the reason
+        assert trained == HEALTHY
+        assert kept  # nothing is lost: no new group
+
+
+def after_marked_twice(ctx):
+    ddp = DataParallel(Two(), process_group=ctx.group)
+    loss = ddp(torch.tensor([ctx.rank + 1.0]), "a")
+    loss.backward(retain_graph=True)
+    errors = [error_of(loss.backward), error_of(ddp, torch.ones(1))]
+    errors.append(error_of(ddp.sync_gradients))
+    ddp.reset()
+    return errors, train(ctx, ddp), ddp.process_group is ctx.group
+
+
+def test_the_reducer_raises(pool):
+    for rank, (errors, trained, kept) in enumerate(pool.run(after_marked_twice, 2)):
+        (twice, _), *failed = errors
+        assert twice == MarkedTwiceError.__name__
+        for kind, text in failed:
+            assert kind == ReducerFailedError.__name__
+            assert text.startswith(f"[rank {rank}] An earlier backward failed; its")
+            assert "call reset() on all ranks, then zero_grad()" in text
+        assert trained == HEALTHY
+        assert kept
+
+
+def after_unfinished(ctx, options):
+    ddp = DataParallel(Two(), process_group=ctx.group, **options)
+    x = torch.tensor([ctx.rank + 1.0])
+    ddp(x, "a").backward()
+    errors = [error_of(ddp, x) for _ in range(2)]
+    with torch.no_grad():
+        still_evaluates = ddp(x).item()
+    with ddp.no_sync():
+        errors.append(error_of(ddp, x))
+    errors.append(error_of(ddp.sync_gradients))
+    ddp.reset()
+    return errors, still_evaluates, grads(ddp), train(ctx, ddp)
+
+
+@pytest.mark.parametrize("options", [{}, TWO_BUCKETS], ids=str)
+def test_unfinished_reduction(pool, options):
+    for rank, result in enumerate(pool.run(after_unfinished, 2, options)):
+        errors, still_evaluates, left, trained = result
+        assert len(set(errors)) == 1
+        kind, text = errors[0]
+        assert kind == UnfinishedReductionError.__name__
+        assert text.startswith(f"[rank {rank}] Expected to have finished reduction")
+        assert f"which did not receive grad for rank {rank}: 1\n" in text
+        assert f"which did not receive grad for rank {rank}: b.\n" in text
+        assert "`find_unused_parameters=True`" in text
+        assert "call reset() on all ranks" in text
+        assert still_evaluates == 2 * (rank + 1)
+        assert left == [rank + 1, None]  # as it was
+        assert trained == HEALTHY
+
+
+def after_nothing(ctx):
+    ddp = DataParallel(Two(), process_group=ctx.group)
+    ddp.reset()
+    seen = train(ctx, ddp)
+    ddp(torch.ones(1))  # armed
+    ddp.reset()
+    ddp.reset()
+    return seen + train(ctx, ddp), ddp.process_group is ctx.group
+
+
+def test_reset_without_a_failure(pool):
+    assert pool.run(after_nothing, 2) == [(HEALTHY * 2, True)] * 2
+
+
+def views_after_reset(ctx):
+    options = {"gradient_as_bucket_view": True}
+    ddp = DataParallel(Two(), process_group=ctx.group, **options)
+    train(ctx, ddp)
+    ddp.reset()
+    buffers = [bucket.payload for bucket in ddp._reducer.queue.buckets]
+    starts = [b.data_ptr() for b in buffers], [b.data_ptr() + b.nbytes for b in buffers]
+    pointers = [p.grad.data_ptr() for p in ddp.parameters()]
+    inside = [any(map(lambda a, b: a <= p < b, *starts)) for p in pointers]
+    return grads(ddp), inside
+
+
+def test_gradients_that_are_views_survive(pool):
+    assert pool.run(views_after_reset, 2) == [([1.5, 1.5], [True, True])] * 2
+
+
+def two_objects(ctx):
+    one, other = (DataParallel(Two(), process_group=ctx.group) for _ in range(2))
+    x = torch.ones(1)
+    one(x, "a").backward()
+    other(x, "b").backward()
+    one.reset()
+    other.reset()
+    return train(ctx, one), train(ctx, other)
+
+
+def test_objects_on_one_group_are_reset_apart(pool):
+    assert pool.run(two_objects, (1, 2)) == [(HEALTHY, HEALTHY)] * 2
+
+
+# ---------------------------------------------------------- ranks fail differently
+
+
+def one_rank_unfinished(ctx, options):
+    ddp = DataParallel(Two(), process_group=ctx.group, **options)
+    train(ctx, ddp, 2)
+    ddp.zero_grad()
+    x = torch.tensor([ctx.rank + 1.0])
+    use = "ab" if ctx.rank == 0 else "b"
+    backward = error_of(lambda: ddp(x, use).backward())
+    forward = error_of(ddp, x)
+    ddp.reset()
+    fresh = ddp.process_group
+    ranks = dist.get_process_group_ranks(fresh)
+    return backward, forward, fresh is not ctx.group, ranks, train(ctx, ddp)
+
+
+@pytest.mark.parametrize("options", [{}, TWO_BUCKETS], ids=str)
+def test_unfinished_on_one_rank_only(options):
+    first, second = run_fresh(one_rank_unfinished, 2, options, group_timeout=3.0)
+    (kind, text), (failed, _), *_ = first
+    assert kind == CollectiveError.__name__
+    assert text.startswith("[rank 0] A collective failed while waiting for the all-")
+    assert text.endswith("then call reset() on all live ranks.")
+    assert failed == ReducerFailedError.__name__
+    backward, (unfinished, names), *_ = second
+    assert backward == ("", "")
+    assert unfinished == UnfinishedReductionError.__name__
+    assert "Parameters which did not receive grad for rank 1: a.\n" in names
+    for _, _, is_fresh, ranks, trained in (first, second):
+        assert is_fresh
+        assert ranks == [0, 1]
+        assert trained == HEALTHY
+
+
+def one_rank_raises(ctx):
+    ddp = DataParallel(Two(), process_group=ctx.group)
+    if ctx.rank == 1:
+        fail_once(ddp.module.a)
+    error, _ = error_of(lambda: ddp(torch.ones(1)).backward())
+    ddp.reset()
+    once = train(ctx, ddp)
+    ddp(torch.ones(1), "a").backward()
+    ddp.reset()  # a second time, now on the fresh group
+    return error, once, train(ctx, ddp)
+
+
+def test_user_code_raises_on_one_rank_only():
+    first, second = run_fresh(one_rank_raises, 2, group_timeout=3.0)
+    assert first == (CollectiveError.__name__, HEALTHY, HEALTHY)
+    assert second == ("KeyError", HEALTHY, HEALTHY)
+
+
+def one_rank_never_calls_forward(ctx):
+    module = Two()
+    module.register_buffer("mark", torch.zeros(1))
+    ddp = DataParallel(module, process_group=ctx.group)
+    train(ctx, ddp, 2)
+    error, text = "", ""
+    if ctx.rank == 1:  # waits for rank 0's module buffers
+        error, text = error_of(ddp, torch.ones(1))
+    ddp.reset()
+    return error, text, ddp.process_group is not ctx.group, train(ctx, ddp)
+
+
+def test_a_forward_that_waits_in_vain():
+    """No bucket is lost, all counts are equal: but the group is broken."""
+    first, second = run_fresh(one_rank_never_calls_forward, 2, group_timeout=3.0)
+    assert first == ("", "", True, HEALTHY)
+    assert second[0] == CollectiveError.__name__
+    assert second[1].startswith(
+        "[rank 1] A collective failed while broadcasting module buffers. "
+    )
+    assert second[2:] == (True, HEALTHY)
+
+
+def one_rank_stays_away(ctx):
+    ddp = DataParallel(Two(), process_group=ctx.group)
+    if ctx.rank != 1:
+        ddp.reset()
+
+
+def test_a_rank_that_never_comes_is_named():
+    results = run_fresh(one_rank_stays_away, 3, group_timeout=1.0, errors="return")
+    assert results[1] is None
+    for rank in (0, 2):
+        assert results[rank].kind == CollectiveError.__name__
+        text = results[rank].message
+        assert text.startswith(f"[rank {rank}] reset() waited 7 s in vain.")
+        assert "no call on rank(s) 1. What to do: a dead rank cannot be reset" in text

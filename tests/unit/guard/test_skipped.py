@@ -1,0 +1,134 @@
+"""All ranks leave out a backward, or one alone does: who is told, and how."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from minidp import DataParallel, UnsyncedGradientsError
+from tests.support.fresh import run_fresh
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(1))
+        self.b = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return self.a * x + self.b * x
+
+
+X = torch.tensor([2.0])
+
+
+def setting(ctx, **options):
+    ddp = DataParallel(Two(), process_group=ctx.group, hang_timeout=20.0, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    ddp(X).backward()
+    optimizer.step()
+    return ddp, optimizer
+
+
+def values(ddp):
+    return [param.item() for param in ddp.parameters()]
+
+
+def all_skip(ctx, times, slow_rank, options):
+    """A loss that is NaN on all ranks, say: no backward, but a step with zeros."""
+    ddp, optimizer = setting(ctx, **dict(options))
+    history = []
+    for k in range(times):
+        optimizer.zero_grad(set_to_none=False)
+        ddp(X)
+        if ctx.rank == slow_rank and not k:
+            threading.Event().wait(0.7)
+        optimizer.step()  # momentum moves parameters
+        history.append(values(ddp))
+    optimizer.zero_grad(set_to_none=False)
+    ddp(X).backward()
+    optimizer.step()
+    return [*history, values(ddp)]
+
+
+@pytest.mark.parametrize(
+    ("times", "slow_rank", "options"),
+    [(1, None, ()), (3, 1, ()), (2, None, (("gradient_as_bucket_view", True),))],
+    ids=str,
+)
+def test_all_ranks_skip_a_backward(pool, times, slow_rank, options):
+    first, second = pool.run(all_skip, 2, times, slow_rank, options)
+    assert first == second
+    assert first[0] != first[1]  # it did move
+
+
+def one_skips(ctx):
+    ddp, optimizer = setting(ctx)
+    optimizer.zero_grad(set_to_none=False)
+    loss = ddp(X)
+    before = values(ddp)
+    try:
+        if ctx.rank == 0:
+            loss.backward()
+        optimizer.step()
+    except RuntimeError as error:
+        assert values(ddp) == before
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_one_rank_skips_a_backward():
+    (_, theirs), (kind, text) = run_fresh(one_skips, 2, group_timeout=60.0)
+    assert kind == UnsyncedGradientsError.__name__
+    assert text == (
+        "[rank 1] A forward announced a synchronised backward that never came on this "
+        "rank, and an optimizer is about to step with gradients of zeros. The backward "
+        "of rank 0 waits for it. Expected: a backward that all ranks leave out, or "
+        "none. Parameters: a, b. What to do: decide on all ranks alike, for example by "
+        "an all_reduce of the condition; or run backward() on a loss multiplied by "
+        "zero."
+    )
+    assert "Rank 1 gave up: UnsyncedGradientsError: [rank 1] A forward" in theirs
+
+
+def a_forward_more_on_one_rank(ctx):
+    """Rank 0 looks at a loss; then all make the optimizer's state, with zeros."""
+    ddp = DataParallel(Two(), process_group=ctx.group, hang_timeout=20.0)
+    optimizer = torch.optim.Adam(ddp.parameters(), weight_decay=0.1)
+    if ctx.rank == 0:
+        ddp(X)
+    for param in ddp.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    first = values(ddp)
+    optimizer.zero_grad()
+    ddp(X).backward()
+    optimizer.step()
+    return first, values(ddp)
+
+
+def test_who_has_nothing_to_skip_is_not_asked(pool):
+    first, second = pool.run(a_forward_more_on_one_rank, 2)
+    assert first == second
+
+
+def nobody_tells(ctx):
+    ddp = DataParallel(Two(), process_group=ctx.group, hang_timeout=None)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp(X).backward()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    ddp(X)
+    try:
+        optimizer.step()
+    except UnsyncedGradientsError as error:
+        return str(error)
+    return ""
+
+
+def test_without_news_of_the_others_it_is_an_error(pool):
+    for text in pool.run(nobody_tells, 2):
+        assert "with hang_timeout=None" in text

@@ -1,0 +1,77 @@
+"""What ranks exchange through the store; no thread and no process here."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from minidp.hang.channel import Channel, connect, is_closed
+from minidp.hang.rank_status import Alarm, RankStatus
+
+
+@pytest.fixture
+def channels():
+    store = dist.HashStore()
+    return [Channel(store, rank, 3) for rank in range(3)]
+
+
+def send(channel, *alarms, started=None):
+    channel.outgoing += [Alarm(channel.rank, *alarm) for alarm in alarms]
+    channel.send(None if started is None else RankStatus(0, "in a backward", started))
+
+
+def alarms_on(channel):
+    channel.read_alarms()
+    return {other: alarm.why for other, alarm in channel.alarms.items()}
+
+
+def test_the_first_alarm_of_a_rank_reaches_the_others(channels):
+    send(channels[1], (4, "the cause"), (4, "its process ended"), started=4)
+    assert [alarms_on(channel) for channel in channels] == [
+        {1: "the cause"},
+        {},
+        {1: "the cause"},
+    ]
+
+
+def test_an_alarm_does_not_hold_when_the_rank_has_continued(channels):
+    send(channels[1], (4, "an error that was caught"))
+    assert alarms_on(channels[0]) == {1: "an error that was caught"}
+    send(channels[1], started=5)
+    assert alarms_on(channels[0]) == {}
+    send(channels[1], (5, "the end"))
+    assert alarms_on(channels[0]) == {1: "the end"}
+
+
+def test_statuses_travel_as_they_are(channels):
+    there = RankStatus(3, "text", 7, "waiting", "f (x.py:3)", waits=True, seconds=1.5)
+    channels[2].send(there)
+    channels[0].read_statuses([1, 2])
+    assert channels[0].statuses == {2: there}
+
+
+def test_a_connection_is_closed_when_the_host_of_the_store_ends():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
+    channel = Channel(dist.PrefixStore("a", dist.PrefixStore("b", client)), 0, 2)
+    channel.send(None)
+    del server
+    channel._connection.settimeout(10)  # until the system has closed it
+    with pytest.raises(RuntimeError, match="closed") as caught:
+        channel.send(None)
+    channel.lose(caught.value)
+    assert "that hosted it (rank 0, or torchrun's agent)" in channel.problem
+
+
+def test_a_host_that_does_not_listen_is_not_gone(monkeypatch):
+    """The store itself has to find out."""
+
+    def refuse(*_):
+        raise ConnectionRefusedError
+
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    assert not is_closed(connect(server))
+    assert not is_closed(connect(dist.HashStore()))

@@ -1,0 +1,476 @@
+"""``minidp.record``: what is written down of real steps, in a group of one rank."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import time
+import weakref
+from contextlib import nullcontext, suppress
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+import minidp
+from minidp import DataParallel, Moment, Recorder, comm_hooks
+from minidp.core import autograd
+from minidp.overlap import ModelStopwatch, from_json
+from minidp.overlap.analysis import overlap_of
+from minidp.overlap.stopwatch import Clock
+
+
+class Chain(nn.Module):
+    """Gradients arrive in the order c, b, a."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(2))
+        self.b = nn.Parameter(torch.ones(2))
+        self.c = nn.Parameter(torch.ones(2))
+
+    def forward(self, x, *, skip_b=False):
+        middle = (x * self.a).exp()
+        return (middle if skip_b else (middle * self.b).exp()) * self.c
+
+
+@pytest.fixture
+def wrap(lone_group):
+    def make(**options):
+        return DataParallel(Chain(), process_group=lone_group, **options)
+
+    return make
+
+
+def step(model, optimizer=None, **kwargs):
+    model(torch.ones(2), **kwargs).sum().backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def test_phases_of_a_step_are_in_order(wrap):
+    model = wrap()
+    optimizer = sgd(model)
+    with minidp.record(model) as rec:
+        for _ in range(3):
+            step(model, optimizer)
+    (timeline,) = rec.timelines
+    assert [s.number for s in timeline.steps] == [0, 1, 2]
+    assert timeline.num_dropped == 0
+    assert [p.name for p in timeline.params] == ["a", "b", "c"]
+    for one in timeline.steps:
+        (forward,), (update,), (bucket,) = one.forwards, one.optimizers, one.buckets
+        times = [
+            forward.begin_ns, forward.end_ns, one.backward.begin_ns, bucket.full_ns,
+            bucket.launched_ns, bucket.done_ns, bucket.copied_out_ns,
+            one.finalize_end_ns, update.begin_ns, update.end_ns, one.end_ns,
+        ]  # fmt: skip
+        assert times == sorted(times)
+        assert one.backward.end_ns >= bucket.launched_ns
+    ends = [one.end_ns for one in timeline.steps[:-1]]
+    assert ends == [one.begin_ns for one in timeline.steps[1:]]  # without gaps
+
+
+def hooks_of(model):
+    """What runs, of hooks in Python; of native ones whether they read the clock."""
+    hooks = model._reducer.hooks
+    if hooks.table is not None:
+        return hooks.table.is_timed
+    return [handle.hooks_dict_ref()[handle.id] for handle in hooks._handles]
+
+
+def test_recording_changes_neither_gradients_nor_events_and_leaves_no_hook(wrap):
+    grads, events = [], []
+    for is_on in (True, False):
+        model, recorder = wrap(), Recorder()
+        before = hooks_of(model)
+        model.set_recorder(recorder)
+        with minidp.record(model) if is_on else nullcontext():
+            step(model)
+            assert (hooks_of(model) != before) is is_on
+        model.set_recorder(None)
+        assert hooks_of(model) == before
+        assert not model._reducer.queue.tracer.listeners
+        grads.append([param.grad for param in model.parameters()])
+        events.append([(e.moment, e.index) for e in recorder])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert events[0] == events[1]
+
+
+def test_parameter_times_are_as_true_as_those_of_the_slow_path(wrap):
+    model, recorder = wrap(), Recorder()
+    model.set_recorder(recorder)
+    with minidp.record(model) as rec:
+        step(model)
+    slow = [e for e in recorder if e.moment is Moment.PARAM_READY]
+    fast = rec.timelines[0].steps[0].ready_ns
+    assert [event.index for event in slow] == [2, 1, 0]
+    times = [t for event in slow for t in (fast[event.index], event.time_ns)]
+    assert times[0] > 0
+    assert times == sorted(times)  # each hook reads the clock, then the reducer does
+
+
+def test_parameters_are_timed_without_the_slow_path(wrap):
+    model = wrap()
+    with minidp.record(model) as rec:
+        for _ in range(5):
+            step(model)
+    taken = [bool(one.ready_ns) for one in rec.timelines[0].steps]
+    assert taken == [True, False, False, False, True]
+    for one in rec.timelines[0].steps[::4]:
+        c, b, a = (one.ready_ns[i] for i in (2, 1, 0))
+        assert one.backward.begin_ns <= c <= b <= a <= one.buckets[0].full_ns
+        assert one.first_gradient_ns((0, 1, 2)) == c
+
+
+def test_only_the_last_steps_are_kept(wrap):
+    model = wrap()
+    with minidp.record(model, keep=2) as rec:
+        for _ in range(5):
+            step(model)
+    assert [s.number for s in rec.timelines[0].steps] == [3, 4]
+    assert rec.timelines[0].num_dropped == 3
+
+
+def test_layouts_belong_to_steps(wrap):
+    model = wrap(bucket_cap_mb_list=[8 / 2**20, 1])
+    with minidp.record(model) as rec:
+        for _ in range(3):
+            step(model)
+    (timeline,) = rec.timelines
+    found = [timeline.layouts[one.layout] for one in timeline.steps]
+    assert found[0] != found[1]  # the first follows the order of registration
+    assert found[1:] == [((2,), (1, 0))] * 2
+
+
+def counts_of(one):
+    return len(one.forwards), len(one.local_forwards), len(one.local_backwards)
+
+
+def under_no_sync(model):
+    with model.no_sync():
+        step(model)
+
+
+def with_the_flag_off(model):
+    model.require_backward_grad_sync = False
+    step(model)
+    model.require_backward_grad_sync = True
+
+
+def forward_under_no_sync_only(model):
+    forward_only(model).backward()
+
+
+def around_the_wrapper(model):
+    model.module(torch.ones(2)).sum().backward()
+
+
+def penalty(model):
+    x = torch.ones(2, requires_grad=True)
+    torch.autograd.grad(model(x).sum(), x)
+
+
+def into_inputs_of_a_local_forward(model):
+    with model.no_sync():
+        penalty(model)
+
+
+def with_the_synchronised_one(model):
+    (forward_only(model) + model(torch.ones(2)).sum()).backward()
+
+
+def forward_only(model):
+    with model.no_sync():
+        return model(torch.ones(2)).sum()
+
+
+@pytest.mark.parametrize(
+    ("work", "counts"),
+    [
+        (under_no_sync, (1, 1, 1)),
+        (with_the_flag_off, (1, 1, 1)),
+        (forward_under_no_sync_only, (1, 1, 1)),
+        (into_inputs_of_a_local_forward, (1, 1, 1)),
+        (forward_only, (1, 1, 0)),
+        (with_the_synchronised_one, (1, 1, 0)),
+        (penalty, (2, 0, 1)),
+    ],
+)
+def test_local_work_is_told_apart(wrap, work, counts):
+    model = wrap()
+    with minidp.record(model) as rec:
+        work(model)
+        step(model)
+    one = rec.timelines[0].steps[0]
+    assert counts_of(one) == counts
+    assert all(t is None or t >= one.backward.begin_ns for t in one.ready_ns)
+    assert one.backward.begin_ns >= one.forwards[-1].end_ns
+    earliest = min(span.begin_ns for span in (*one.forwards, *one.local_forwards))
+    for span in one.local_backwards:
+        assert earliest < span.begin_ns <= span.end_ns <= one.forwards[-1].begin_ns
+
+
+def test_a_backward_around_the_wrapper_is_local_wherever_it_comes(wrap):
+    """Before the first forward nobody knows a step to which it would belong."""
+    model = wrap(unsynced="ignore")
+    with minidp.record(model) as rec:
+        around_the_wrapper(model)
+        for _ in range(2):
+            step(model)
+            around_the_wrapper(model)
+    first, second = rec.timelines[0].steps
+    assert [counts_of(one) for one in (first, second)] == [(1, 0, 1)] * 2
+    assert first.finalize_end_ns <= first.local_backwards[0].begin_ns
+    assert first.local_backwards[0].end_ns <= first.end_ns
+    assert second.local_backwards[0].end_ns <= second.end_ns
+
+
+def test_a_local_backward_lasts_from_its_outputs_to_its_end(wrap):
+    model, times = wrap(), []
+
+    def note(_grad):
+        times.append(time.perf_counter_ns())
+
+    with minidp.record(model) as rec:
+        with model.no_sync():
+            output = model(torch.ones(2))
+            output.register_hook(note)
+            for param in model.parameters():
+                param.register_hook(note)
+            before = time.perf_counter_ns()
+            output.sum().backward()
+            after = time.perf_counter_ns()
+        step(model)
+    (span,) = rec.timelines[0].steps[0].local_backwards
+    of_params = sorted(times)[1:4]
+    assert before < span.begin_ns <= of_params[0]
+    assert of_params[-1] <= span.end_ns < after
+
+
+def test_a_local_backward_that_raises_is_left_out_and_the_next_one_is_not(wrap):
+    model = wrap()
+    with minidp.record(model) as rec:
+        with model.no_sync():
+            handle = model.module.a.register_hook(fail)
+            with pytest.raises(OSError, match="no"):
+                step(model)
+            handle.remove()
+            step(model)
+        model.zero_grad()
+        step(model)
+    (one,) = rec.timelines[0].steps
+    assert counts_of(one) == (1, 2, 1)
+    assert one.local_backwards[0].begin_ns >= one.local_forwards[1].end_ns
+
+
+class Checkpointed(Chain):
+    """A backward in the backward."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+def test_backwards_within_a_local_one_count_once(lone_group):
+    model = DataParallel(Checkpointed(), process_group=lone_group)
+    x = torch.ones(2, requires_grad=True)
+    with minidp.record(model) as rec:
+        for is_synchronised in (False, True):
+            with nullcontext() if is_synchronised else model.no_sync():
+                model(x).sum().backward()
+    (one,) = rec.timelines[0].steps
+    outer, inner = one.local_backwards
+    assert outer.begin_ns < inner.begin_ns <= inner.end_ns <= outer.end_ns
+    assert overlap_of(rec.timelines[0], one).local_backward_s == outer.seconds
+
+
+def test_what_nobody_records_is_not_probed(wrap, monkeypatch):
+    probed = []
+    monkeypatch.setattr(autograd, "probe_outputs", lambda *_: probed.append(1))
+    model = wrap()
+    under_no_sync(model)
+    assert not probed
+    with minidp.record(model):
+        under_no_sync(model)
+    assert probed
+
+
+def test_optimizer_steps_in_the_backward(wrap):
+    model = wrap()
+    model.step_in_backward(sgd(model))
+    with minidp.record(model) as rec:
+        step(model)
+    (one,) = rec.timelines[0].steps
+    (update,) = one.optimizers
+    assert one.backward.end_ns <= update.begin_ns <= update.end_ns
+    assert update.end_ns <= one.finalize_end_ns
+
+
+def test_unused_parameters_and_other_optimizers_have_no_time(wrap, lone_group):
+    model, stranger = wrap(find_unused_parameters=True), nn.Parameter(torch.ones(1))
+    model.register_comm_hook(lone_group, comm_hooks.all_reduce_hook)
+    stranger.grad = torch.ones(1)
+    with minidp.record(model) as rec:
+        step(model, skip_b=True)
+        torch.optim.SGD([stranger], lr=0.1).step()
+    (one,) = rec.timelines[0].steps
+    assert [t is None for t in one.ready_ns] == [False, True, False]
+    assert one.optimizers == ()
+    assert len(one.buckets) == 1
+
+
+def test_an_attached_model_is_recorded(lone_group):
+    net = Chain()
+    handle = minidp.attach(net, process_group=lone_group)
+    with minidp.record(net) as rec:
+        with handle.no_sync():
+            step(net)
+        with handle.alone():
+            step(net)
+        step(net)
+    assert counts_of(rec.timelines[0].steps[0]) == (1, 1, 2)
+
+
+def fail(_grad):
+    raise OSError("no")
+
+
+def test_a_recording_does_not_keep_the_model_alive(wrap):
+    model = wrap()
+    with minidp.record(model) as rec:
+        step(model)
+    there = weakref.ref(model)
+    del model
+    gc.collect()
+    assert there() is None
+    assert "One step" in rec.report()
+
+
+def test_errors_drop_a_step_and_keep_the_others(wrap):
+    model = wrap()
+    with suppress(KeyError), minidp.record(model) as rec:
+        step(model)
+        handle = model.module.b.register_hook(fail)
+        with pytest.raises(OSError, match="no"):
+            step(model)
+        handle.remove()
+        model.reset()
+        model.zero_grad()
+        step(model)
+        raise KeyError
+    (timeline,) = rec.timelines
+    assert len(timeline.steps) == 2
+    assert timeline.num_dropped == 1
+    with minidp.record(model):
+        pass
+
+
+def test_what_is_reduced_on_demand_is_no_step(wrap):
+    model = wrap(unsynced="ignore")
+    with minidp.record(model) as rec:
+        step(model)
+        before = time.perf_counter_ns()
+        around_the_wrapper(model)
+        model.sync_gradients()
+    (one,) = rec.timelines[0].steps
+    assert one.buckets[0].copied_out_ns < before
+
+
+class Around(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def test_what_is_no_data_parallel_is_refused(wrap):
+    for model, says in (
+        (nn.Linear(1, 1), r"got torch.nn.modules.linear.Linear. .*wrap the"),
+        (5, r"got builtins.int"),
+        (Around(wrap()), r"pass its \.module"),
+    ):
+        with pytest.raises(TypeError, match=says):
+            minidp.record(model)
+    with pytest.raises(ValueError, match="at least 1 step, but is 0"):
+        minidp.record(wrap(), keep=0)
+
+
+def test_a_model_is_recorded_once_at_a_time(wrap):
+    model = wrap()
+    with (
+        minidp.record(model) as rec,
+        pytest.raises(RuntimeError, match="recorded already"),
+        minidp.record(model),
+    ):
+        pass
+    with pytest.raises(RuntimeError, match="recording is over"), rec:
+        pass
+
+
+class Events(Clock):
+    """A clock that, as CUDA's, is read later: marks are objects until then."""
+
+    params_every = 1
+
+    def __init__(self):
+        self.ticks = itertools.count(100)
+        self.is_settled = False
+
+    def read(self):
+        return [next(self.ticks)]
+
+    def settle(self):
+        self.is_settled = True
+
+    def resolve(self, mark, anchor):
+        assert self.is_settled
+        return anchor[0] + (mark[0] - anchor[0])
+
+
+def test_marks_are_looked_at_when_everything_is_over(wrap):
+    model, clock = wrap(), Events()
+    watch = ModelStopwatch(model._reducer, clock=clock)
+    watch.start()
+    for _ in range(2):
+        step(model)
+    assert not clock.is_settled
+    watch.stop()
+    first, second = watch.timeline().steps
+    assert first.begin_ns == 100
+    assert first.ready_ns[2] < first.ready_ns[1] < first.ready_ns[0]
+    assert first.end_ns == second.begin_ns
+
+
+def test_a_saved_recording_is_the_recording(wrap, tmp_path):
+    model = wrap()
+    with minidp.record(model) as rec:
+        pass
+    assert rec.report().startswith("No complete step was recorded. A step is a forward")
+    with minidp.record(model) as rec:
+        step(model, sgd(model))
+    rec.save(tmp_path / "steps.json")
+    assert from_json((tmp_path / "steps.json").read_text()) == rec.timelines
+    rec.save_trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert min(e["ts"] for e in events if e["ph"] == "X") == 0
+
+
+def test_labels_in_a_trace_of_torch(wrap):
+    model = wrap()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step(model)
+    names = {event.name for event in profiler.events()}
+    assert {
+        "minidp::forward",
+        "minidp::flatten bucket=0",
+        "minidp::launch bucket=0",
+        "minidp::wait bucket=0",
+        "minidp::copy out bucket=0",
+    } <= names

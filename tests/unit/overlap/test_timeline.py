@@ -1,0 +1,71 @@
+"""Recorded steps as data, and the file they are kept in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from minidp.overlap.timeline import ClockOffset, from_json, to_json
+from tests.support.timelines import step, timeline
+
+BUCKETS = [(20, 20, 25, 35), (30, 30, 40, 41)]
+LOCAL = {"local_forwards": [(1, 2)], "local_backwards": [(3, 4), (5, 6)]}
+STEPS = [step(3, BUCKETS, ready=(28, None), **LOCAL), step(4, BUCKETS, at=60)]
+GOOD = timeline(STEPS)
+
+
+def test_a_step_begins_with_its_first_forward_local_or_not():
+    spans = {"forward": (6, 8), "local_forwards": [(2, 3), (4, 5)]}
+    assert step(0, BUCKETS, **spans).begin_ns == 2_000_000
+    assert step(0, BUCKETS, forward=(1, 8)).begin_ns == 1_000_000
+
+
+def test_first_gradient_is_the_earliest_that_was_taken():
+    assert STEPS[0].first_gradient_ns((0, 1)) == 28_000_000
+    assert STEPS[0].first_gradient_ns((1,)) is None
+    assert STEPS[1].first_gradient_ns((0, 1)) is None
+
+
+def test_all_times_of_a_step_move():
+    moved = [step(3, BUCKETS, ready=(28, None), at=5, **LOCAL)]
+    moved.append(step(4, BUCKETS, at=65))
+    assert GOOD.moved(5_000_000) == timeline(moved)
+
+
+def test_what_was_written_is_read():
+    other = replace(GOOD, where=replace(GOOD.where, rank=1), clock=ClockOffset(-5, 2))
+    assert from_json(to_json([GOOD, other])) == (GOOD, other)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (("kind",), "novel", 'f.json is not a recording: .* "kind": "minidp timeline"'),
+        (("version",), 99, "f.json must be of version 4, but is of version 99"),
+        (("ranks",), {}, "f.json is damaged: it holds no rank"),
+        (("ranks", 0), 5, "f.json is damaged"),
+        (("ranks", 0, "where", "host"), None, "damaged: .*'host'"),
+        (("ranks", 0, "layouts", 0, 1), 3, "damaged"),
+        (("ranks", 0, "steps", 0, "backward"), None, "damaged: .*'backward'"),
+    ],
+)
+def test_bad_files_are_named(path, value, says):
+    """One thing is changed, or taken out."""
+    place = data = json.loads(to_json([GOOD]))
+    *way, last = path
+    for key in way:
+        place = place[key]
+    place[last] = value
+    if value is None:
+        del place[last]
+    with pytest.raises(ValueError, match=says) as caught:
+        from_json(json.dumps(data), "f.json")
+    assert "Recording.save()" in str(caught.value)  # what to do
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3"])
+def test_other_text_is_refused(text):
+    with pytest.raises(ValueError, match=r"f.json is (damaged|not a recording)"):
+        from_json(text, "f.json")

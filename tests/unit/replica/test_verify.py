@@ -1,0 +1,296 @@
+"""Replicas that differ are refused on every rank; equal ones start equal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from minidp import DataParallel
+
+
+class Module(nn.Module):
+    """Tensors by name: parameters or module buffers."""
+
+    def __init__(self, ignore=(), **tensors):
+        super().__init__()
+        for name, value in tensors.items():
+            if isinstance(value, nn.Parameter):
+                self.register_parameter(name, value)
+            else:
+                self.register_buffer(name, value)
+        if ignore:
+            self._ddp_params_and_buffers_to_ignore = list(ignore)
+
+
+def param(*shape, dtype=torch.float32, frozen=False):
+    return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=not frozen)
+
+
+def one(**options):
+    return Module(a=param(2)), options
+
+
+def two(**more):
+    return Module(a=param(2), b=param(2), **more), {}
+
+
+def with_buffer(size=1, **more):
+    return Module(a=param(2), stat=torch.zeros(size, **more)), {}
+
+
+# Name -> what ranks 0 and 1 build: a module, and options; what the error says.
+LACKS_B = "Rank 1 lacks [parameter b] of rank 0, and has besides []."
+CASES = {
+    "count": (lambda: two(), lambda: one(), LACKS_B),
+    "extra": (
+        lambda: one(),
+        lambda: two(),
+        "Rank 1 lacks [] of rank 0, and has besides [parameter b].",
+    ),
+    "renamed": (
+        lambda: one(),
+        lambda: (Module(b=param(2)), {}),
+        "Rank 1 lacks [parameter a] of rank 0, and has besides [parameter b].",
+    ),
+    "shape": (
+        lambda: (Module(a=param(2, 3)), {}),
+        lambda: (Module(a=param(3, 3)), {}),
+        "Expected parameter a: shape (2, 3), stride (3, 1), torch.float32, on cpu, "
+        "trainable (rank 0); found on rank 1: shape (3, 3), stride (3, 1), ",
+    ),
+    "stride": (
+        lambda: (Module(a=param(2, 3)), {}),
+        lambda: (Module(a=nn.Parameter(torch.zeros(3, 2).t())), {}),
+        "(rank 0); found on rank 1: shape (2, 3), stride (1, 2), ",
+    ),
+    "dtype": (
+        lambda: one(),
+        lambda: (Module(a=param(2, dtype=torch.float64)), {}),
+        "(rank 0); found on rank 1: shape (2,), stride (1,), torch.float64, on cpu, ",
+    ),
+    "order": (
+        lambda: two(),
+        lambda: (Module(b=param(2), a=param(2)), {}),
+        "Expected parameter a, as on rank 0; rank 1 has parameter b in its place "
+        "(another registration order).",
+    ),
+    "buffer shape": (
+        lambda: with_buffer(),
+        lambda: with_buffer(2),
+        "Expected module buffer stat: shape (1,), stride (1,), torch.float32, on cpu "
+        "(rank 0); found on rank 1: shape (2,), stride (1,), torch.float32, on cpu.",
+    ),
+    "buffer dtype": (
+        lambda: with_buffer(),
+        lambda: with_buffer(dtype=torch.int64),
+        "found on rank 1: shape (1,), stride (1,), torch.int64, on cpu.",
+    ),
+    "no buffer": (lambda: with_buffer(), lambda: one(), "lacks [module buffer stat]"),
+    "frozen": (
+        lambda: two(),
+        lambda: (Module(a=param(2), b=param(2, frozen=True)), {}),
+        "Expected parameter b: shape (2,), stride (1,), torch.float32, on cpu, "
+        "trainable (rank 0); found on rank 1: shape (2,), stride (1,), torch.float32, "
+        "on cpu, frozen.",
+    ),
+    "sparse": (
+        lambda: (nn.Embedding(2, 2), {}),
+        lambda: (nn.Embedding(2, 2, sparse=True), {}),
+        "on cpu, trainable, sparse.",
+    ),
+    "ignored": (lambda: two(), lambda: two(ignore=["b"]), LACKS_B),
+    "find_unused_parameters": (
+        lambda: one(),
+        lambda: one(find_unused_parameters=True),
+        "Expected option find_unused_parameters: False (rank 0); found on rank 1: "
+        "True.",
+    ),
+    "static_graph": (
+        lambda: one(),
+        lambda: one(static_graph=True),
+        "Expected option static_graph: False (rank 0); found on rank 1: True.",
+    ),
+    "caps": (
+        lambda: one(bucket_cap_mb=1),
+        lambda: one(bucket_cap_mb=2),
+        "Expected option bucket caps (bytes): BucketCaps(first_bytes=1048576, ",
+    ),
+    "buffers": (
+        lambda: one(forward_sync_buffers=False),
+        lambda: one(),
+        "Expected option module buffers are broadcast before forwards: False (rank 0)",
+    ),
+    "initial buffers": (
+        lambda: one(broadcast_buffers=False),
+        lambda: one(),
+        "Expected option module buffers are broadcast at construction: False (rank 0)",
+    ),
+}
+
+
+def wrap(ctx, build):
+    """(error class, text, sum over ranks): the group must work afterwards."""
+    module, options = build
+    try:
+        DataParallel(module, process_group=ctx.group, **options)
+    except Exception as error:
+        kind, text = type(error).__name__, str(error)
+    else:
+        kind, text = "", ""
+    value = torch.tensor([1])
+    dist.all_reduce(value, group=ctx.group)
+    return kind, text, value.item()
+
+
+def wrap_case(ctx, case, odd):
+    return wrap(ctx, CASES[case][ctx.rank == odd]())
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks", "odd"),
+    [*((case, 2, 1) for case in CASES), ("frozen", 3, 2), ("frozen", (2, 3), 1)],
+)
+def test_mismatch_is_named_on_every_rank(pool, case, ranks, odd):
+    """Ranks count within their group."""
+    results = pool.run(wrap_case, ranks, case, odd)
+    words = CASES[case][2].replace("rank 1", f"rank {odd}")
+    for rank, (kind, text, total) in enumerate(results):
+        assert kind == "ReplicaMismatchError"
+        assert text.startswith(
+            f"[rank {rank}] DataParallel expects the same model and options on all "
+        )
+        assert words in text
+        assert "build the module identically on every rank" in text
+        assert total == len(results)
+
+
+# ------------------------------------------------------ a rank rejects its arguments
+
+
+REJECTED = (
+    "bucket_cap_mb must be finite and not negative (MiB), but got -1; 0 gives every "
+    "parameter its own bucket."
+)
+
+
+def reject_on_one(ctx, who, options):
+    return wrap(ctx, one(bucket_cap_mb=-1 if ctx.rank == who else 1, **options))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_rejects_its_arguments_tells_the_others(pool, who):
+    results = pool.run(reject_on_one, 2, who, {})
+    assert results[who] == ("ValueError", REJECTED, 2)
+    kind, text, total = results[1 - who]
+    assert (kind, total) == ("ReplicaMismatchError", 2)
+    assert f"rank {who} rejected its arguments: ValueError: {REJECTED}" in text
+
+
+def test_without_init_sync_nobody_is_told(pool):
+    first, second = pool.run(reject_on_one, 2, 0, {"init_sync": False})
+    assert first[0] == "ValueError"
+    assert second == ("", "", 2)
+
+
+def reject_everywhere(ctx):
+    return wrap(ctx, (Module(a=param(2, frozen=True)), {}))
+
+
+def test_all_ranks_reject_alike(pool):
+    for kind, text, total in pool.run(reject_everywhere, 2):
+        assert (kind, total) == ("RuntimeError", 2)
+        assert text.startswith("DistributedDataParallel is not needed when a module")
+
+
+# ------------------------------------------------------- ranks that are not on minidp
+
+
+def wrap_in_either(ctx, torchs, options):
+    module, _ = with_buffer(3)
+    if ctx.rank not in torchs:
+        return wrap(ctx, (module, options))
+    with pytest.raises(RuntimeError, match="DDP expects same model across all ranks"):
+        DistributedDataParallel(module, process_group=ctx.group)
+    dist.all_reduce(torch.zeros(1, dtype=torch.int64), group=ctx.group)
+    return None
+
+
+@pytest.mark.parametrize("torchs", [[0], [1], [0, 2]])
+def test_a_rank_on_torch_is_named_and_nobody_is_aborted(pool, torchs):
+    results = pool.run(wrap_in_either, 3, torchs, {})
+    for rank in sorted({0, 1, 2} - set(torchs)):
+        kind, text, _ = results[rank]
+        assert kind == "ReplicaMismatchError"
+        assert text.startswith(f"[rank {rank}] The model is wrapped by torch's Dist")
+        assert f"on rank {', '.join(map(str, torchs))}, but by minidp" in text
+
+
+def test_a_rank_that_rejects_its_arguments_says_that_also_to_torch(pool):
+    results = pool.run(wrap_in_either, 2, [1], {"bucket_cap_mb": -1})
+    assert results[0][:2] == ("ValueError", REJECTED)
+
+
+# --------------------------------------------------------------------- equal replicas
+
+
+def start(ctx, options):
+    torch.manual_seed(ctx.rank)
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    module[0].bias.requires_grad_(False)
+    module.register_buffer("steps", torch.tensor(ctx.rank), persistent=False)
+    with torch.no_grad():
+        module[1].running_mean.fill_(ctx.rank)
+        module[1].bias.normal_()
+    module._ddp_params_and_buffers_to_ignore = ["1.bias"]
+    DataParallel(module, process_group=ctx.group, **options)
+    return dict(module.named_parameters()), dict(module.named_buffers())
+
+
+def test_state_is_rank_0s(pool):
+    results = pool.run(start, 3, {})
+    for params, buffers in results[1:]:
+        for name in ("0.weight", "0.bias", "1.weight"):  # frozen ones too
+            assert torch.equal(params[name], results[0][0][name])
+        for name in buffers:  # non-persistent ones too
+            assert torch.equal(buffers[name], results[0][1][name]), name
+        assert not torch.equal(params["1.bias"], results[0][0]["1.bias"])
+
+
+def test_init_sync_can_be_left_out(pool):
+    first, second = pool.run(start, 2, {"init_sync": False})
+    assert not torch.equal(first[0]["0.weight"], second[0]["0.weight"])
+    assert [r[1]["steps"].item() for r in (first, second)] == [0, 1]
+
+
+def odd_tensors(ctx):
+    """All dtypes, strides and sizes at once, by raw bytes."""
+    torch.manual_seed(ctx.rank)
+    module = Module(
+        a=nn.Parameter(torch.randn(3, 2).t()),
+        b=nn.Parameter(torch.randn(2, 6)[:, ::2]),
+        c=nn.Parameter(torch.randn(3, dtype=torch.complex64)),
+        d=nn.Parameter(torch.randn(0, 2)),
+        e=nn.Parameter(torch.randn((), dtype=torch.float64)),
+        f=nn.Parameter(torch.randn(3).bfloat16()),
+        g=torch.randint(100, (5,), dtype=torch.int8),
+        h=torch.rand(3) > 0.5,
+        i=nn.Parameter(torch.randn(5, 4)[:, :1]),
+        j=torch.tensor([float("nan"), -0.0, float(ctx.rank)]),
+    )
+    strides = [t.stride() for t in module.state_dict().values()]
+    DataParallel(module, process_group=ctx.group)
+    after = [t.stride() for t in module.state_dict().values()]
+    return dict(module.state_dict()), strides == after
+
+
+def test_tensors_of_any_kind_are_broadcast(pool):
+    (first, first_kept), (second, second_kept) = pool.run(odd_tensors, 2)
+    assert first_kept
+    assert second_kept
+    for name, value in first.items():
+        sent = [t.reshape(-1) for t in (value, second[name])]
+        sent = [t.view(torch.uint8) if t.numel() else t for t in sent]
+        assert torch.equal(*sent), name

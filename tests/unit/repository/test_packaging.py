@@ -1,0 +1,140 @@
+"""What is installed, what a type checker sees of it, and what it says of itself.
+
+The slow part, with fresh environments: `bash tests/run.sh packaging`.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import minidp
+from minidp.native import recipe as recipes
+
+ROOT = Path(minidp.__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def project():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def python(*words, cwd):
+    """Run Python elsewhere, without the paths that pytest adds."""
+    return subprocess.run(
+        [sys.executable, "-I", *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def needs_install():
+    try:
+        importlib.metadata.distribution("minidp")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("minidp is on the path here, but not installed: pip install -e .")
+
+
+# --------------------------------------------------------------- what is installed
+
+
+def test_every_package_lies_where_its_name_says(project):
+    # Else setuptools makes of an editable install an import hook. It takes the path
+    # only if package-dir is exactly this.
+    assert project["tool"]["setuptools"]["package-dir"] == {"": "."}
+
+
+def test_mypy_finds_minidp_from_another_folder(tmp_path):
+    needs_install()
+    pytest.importorskip("mypy")
+    user = tmp_path / "user.py"
+    user.write_text("import minidp.doctor\nimport minidp.nonsense\n")
+    # Only look for modules: to read torch as well takes a minute.
+    done = python("-m", "mypy", "--follow-imports=skip", "user.py", cwd=tmp_path)
+    assert "user.py:2: error" in done.stdout, done
+    assert "Found 1 error" in done.stdout, done
+
+
+def test_all_sources_of_the_extension_are_shipped(project):
+    link = ROOT / "minidp" / "csrc"
+    assert link.resolve() == ROOT / "csrc"
+    setuptools = project["tool"]["setuptools"]
+    assert setuptools["packages"]["find"]["include"] == ["minidp*"]
+    shipped = {
+        path
+        for pattern in setuptools["package-data"]["minidp"]
+        for path in (ROOT / "minidp").glob(pattern)
+    }
+    assert set(recipes.source_files(link)) <= shipped
+    assert all(path.is_file() for path in shipped)
+
+
+def test_packages_that_are_imported_are_dependencies(project):
+    named = {
+        word.partition(">")[0].replace("-", "_")
+        for word in project["project"]["dependencies"]
+    }
+    imported = set()
+    for path in (ROOT / "minidp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(node.module.partition(".")[0])
+    outside = imported - set(sys.stdlib_module_names) - {"minidp"}
+    assert outside <= named
+
+
+# --------------------------------------------------------- what it says of itself
+
+
+def test_the_version_is_that_of_the_sources(project):
+    attribute = project["tool"]["setuptools"]["dynamic"]["version"]["attr"]
+    module, _, name = attribute.rpartition(".")
+    assert getattr(sys.modules[module], name) == minidp.__version__
+
+
+def test_a_checkout_on_the_path_has_a_version(tmp_path):
+    (tmp_path / "minidp").symlink_to(ROOT / "minidp")
+    code = f"""
+import sys
+sys.path = [{str(tmp_path)!r}, *(p for p in sys.path if p != {str(ROOT)!r})]
+from importlib import metadata
+def missing(name):
+    raise metadata.PackageNotFoundError(name)
+metadata.version = metadata.distribution = missing
+from minidp import __version__
+from minidp.overlap import stopwatch
+from minidp.doctor.checks.ranks import read_versions
+from minidp.__main__ import main
+said = stopwatch.__version__, read_versions()["minidp"]
+assert said[0] == __version__ == said[1].split()[0], said
+main(["--version"])
+"""
+    done = python("-c", code, cwd=tmp_path)
+    assert done.stdout == f"minidp {minidp.__version__}\n", done
+
+
+@pytest.mark.parametrize("name", ["doctor", "report"])
+def test_a_module_is_imported_when_it_is_asked_for(name, tmp_path):
+    code = (
+        f"import sys, minidp; assert 'minidp.{name}' not in sys.modules; "
+        f"assert '{name}' in dir(minidp); print(minidp.{name}.__name__)"
+    )
+    path = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
+    done = python("-c", f"{path}; {code}", cwd=tmp_path)
+    assert done.stdout == f"minidp.{name}\n", done
+
+
+def test_other_names_are_no_attributes():
+    with pytest.raises(AttributeError, match="module 'minidp' has no attribute 'nope'"):
+        _ = minidp.nope

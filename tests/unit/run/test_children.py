@@ -1,0 +1,144 @@
+"""Processes that a script starts by a command are swapped as well, and no others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from minidp.config import RUN
+from minidp.run.children import START, reached_children
+
+SAYS = """
+from torch.nn.parallel import DistributedDataParallel
+print(DistributedDataParallel.__module__)
+"""
+SWAPPED, TORCHS = "minidp.swapping\n", "torch.nn.parallel.distributed\n"
+
+
+def python(*words, **changes):
+    """What a Python process says that inherits this one's environment."""
+    return subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, **changes},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture
+def outside(tmp_path, monkeypatch):
+    """As seen from elsewhere than this checkout, without anything of minidp's."""
+    for name in ("PYTHONPATH", RUN, "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "import torch",
+        "import minidp, torch",
+        "import importlib.util; assert importlib.util.find_spec('torch')",
+        "import minidp; minidp.swap()",
+    ],
+)
+def test_whatever_is_imported_first(outside, before):
+    with reached_children(swaps=True):
+        done = python("-c", before + SAYS)
+    assert done.stdout == SWAPPED, done.stderr
+    assert done.stderr == "" or "swapped already" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["-S", "-I"])
+def test_an_interpreter_that_reads_no_environment_is_not_reached(outside, option):
+    with reached_children(swaps=True):
+        done = python(option, "-c", f"import sys; sys.path[:] = {sys.path}\n{SAYS}")
+    assert done.stdout == TORCHS
+
+
+def test_a_process_without_torch_has_nothing_of_ours(outside):
+    """And the environment is as before afterwards."""
+    code = """
+import sys
+print(sorted({"torch", "minidp", "numpy"} & set(sys.modules)), sys.path)
+"""
+    plain, before = python("-c", code).stdout, dict(os.environ)
+    assert plain.startswith("[] ")
+    with reached_children(swaps=True), reached_children(swaps=True):
+        done = python("-c", code)
+    assert (done.stdout, done.stderr) == (plain, "")
+    assert dict(os.environ) == before
+    names = {path.name for path in START.iterdir()} - {"__pycache__"}
+    assert names == {"__init__.py", "sitecustomize.py"}  # others would hide modules
+
+
+def test_a_sitecustomize_of_the_user_runs_as_well(outside, monkeypatch):
+    mine = outside / "sitecustomize.py"
+    monkeypatch.setenv("PYTHONPATH", str(outside))
+    mine.write_text("print('mine', __name__)\n")
+    says = "import sys, sitecustomize; print(sitecustomize.__file__, sys.path)"
+    plain = python("-c", says)
+    with reached_children(swaps=True):
+        done = python("-c", says)
+        swapped = python("-c", SAYS)
+    assert plain.stdout.startswith(f"mine sitecustomize\n{mine} ")
+    assert (done.stdout, done.stderr) == (plain.stdout, "")
+    assert swapped.stdout == "mine sitecustomize\n" + SWAPPED
+    mine.write_text("import no_such_module\n")  # it fails as ever
+    plain = python("-c", SAYS)
+    with reached_children(swaps=True):
+        done = python("-c", SAYS)
+    assert (plain.stdout, done.stdout) == (TORCHS, SWAPPED)
+    assert "no_such_module" in plain.stderr
+    assert done.stderr.splitlines() == plain.stderr.splitlines()
+
+
+def test_where_minidp_cannot_be_imported_the_process_says_so(outside, monkeypatch):
+    """Another environment, say, with a torch of long ago."""
+    (outside / "torch").mkdir()
+    (outside / "torch" / "__init__.py").write_text("version = 1\n")
+    monkeypatch.setenv("PYTHONPATH", str(outside))
+    with reached_children(swaps=True):
+        done = python("-c", "import torch; print(torch.version)", "--lr")
+    assert done.stdout == "1\n"
+    assert done.stderr.startswith("minidp run: process ")
+    assert "(-c --lr) stays on torch's DistributedDataParallel" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])
+def test_runs_of_a_comparison_draw_the_same_numbers(outside, variable):
+    code = "import torch; print(torch.initial_seed())\n" + SAYS
+    found = []
+    for swaps in (False, True):
+        with reached_children(swaps=swaps, is_compared=True):
+            found.append(python("-c", code, **{variable: "3"}).stdout)
+    assert found == ["3\n" + TORCHS, "3\n" + SWAPPED]
+
+
+DROPS = """
+import gc, weakref, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = DistributedDataParallel(torch.nn.Linear(1, 1))
+reducer = weakref.ref(model.reducer)
+dist.destroy_process_group()
+del model
+gc.collect()
+print(reducer() is not None)
+"""
+
+
+def test_ranks_on_torch_are_not_taken_down_either(outside):
+    """Torch's destructors may hang, and then whoever waits for such a rank does."""
+    plain = python("-c", DROPS)
+    with reached_children(swaps=False, is_compared=True):
+        done = python("-c", DROPS)
+    assert (plain.stdout, done.stdout) == ("False\n", "True\n"), done.stderr

@@ -1,0 +1,444 @@
+"""The shape of the package: who imports whom, how long things get, the map.
+
+A number or a table that stands in the way is changed here, with the code that needs
+it, and says why.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import statistics
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import minidp
+
+PACKAGE = Path(minidp.__file__).parent
+MODULES = sorted(
+    str(path.relative_to(PACKAGE).with_suffix("")) for path in PACKAGE.rglob("*.py")
+)
+
+# Rooms and public modules, from the ground up: what each may import from minidp.
+# A room is a folder; others import from its door (`__init__.py`), not from its files.
+TOP = {"errors", "config", "console", "trace", "_version"}  # everybody may
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "console": set(),
+    "_version": set(),
+    "trace": set(),
+    "config": set(),
+    "native": {"errors", "console"},
+    "costmodel": set(),
+    "layout": {"config", "errors"},
+    "comm": {"layout", "native"} | TOP,
+    "comm_hooks": {"comm"},
+    "core": {"comm", "layout", "native"} | TOP,
+    "replica": {"core", "comm", "layout"} | TOP,
+    "sync_batchnorm": {"core", "comm", "errors"},
+    "guard": {"replica", "core"} | TOP,
+    "hang": {"core", "comm"} | TOP,
+    "overlap": {"core", "costmodel", "layout"} | TOP,
+    "autotune": {"overlap", "core", "comm", "costmodel", "layout"} | TOP,
+    "data_parallel": {"autotune", "comm", "core", "guard", "hang", "layout"}
+    | {"replica", "sync_batchnorm"}
+    | TOP,
+    "torch_compat": {"data_parallel", "guard", "replica", "core", "comm", "comm_hooks"}
+    | TOP,
+    "attachment": {"torch_compat", "guard", "replica", "core", "comm"},
+    "swapping": {"torch_compat", "config", "console"},
+    "report": {"overlap", "console"},
+    "recording": {"attachment", "data_parallel", "overlap", "comm"} | TOP,
+    "run": {"recording", "swapping", "data_parallel", "overlap", "comm"} | TOP,
+    "tune": {"run", "swapping", "data_parallel", "autotune"} | TOP,
+    "doctor": {"attachment", "torch_compat", "replica", "core", "comm"} | TOP,
+    "__main__": {"doctor", "native", "report", "run", "tune"} | TOP,
+    "__init__": {"torch_compat", "attachment", "comm", "comm_hooks", "doctor", "errors"}
+    | {"recording", "report", "swapping", "sync_batchnorm", "trace", "_version"},
+}
+FLOORS = 9  # of rooms; public modules stand between them
+PRIVATE_ENTRIES = 16  # in minidp/, that are no public modules
+PUBLIC = {
+    *("attachment", "comm_hooks", "config", "data_parallel", "doctor", "errors"),
+    *("native", "recording", "report", "run", "swapping", "sync_batchnorm", "trace"),
+    "tune",
+}
+DOOR_LINES = 80  # of an `__init__.py`: one screen, and the names
+# Modules that call torch.distributed, and those that only know its names.
+TALKS_TO_OTHER_RANKS = {"comm/collectives", "comm_hooks"}
+KNOWS_TORCH_DISTRIBUTED = {
+    "comm/groups",
+    "data_parallel/join",
+    "data_parallel/parts",
+    "data_parallel/wrapper",  # torch's Joinable
+    "torch_compat/names",
+    "run/ranks",  # starts processes, as torchrun
+    # The doctor's command runs in a process of its own, and tries what torch has there.
+    "doctor/checks/collectives",
+    "doctor/command",
+}
+
+FILE_LINES = 410  # goal 400
+FUNCTION_CODE_LINES_P90 = 30
+FUNCTION_CODE_LINES_MAX = 50
+CLASS_LINES = 260
+CLASS_METHODS = 15
+ARGUMENTS = 6
+NESTING = 3
+CORE_FILES = 12
+CORE_LINES = 2530
+
+# The constructor of 20 arguments, each of which the class's docstring explains.
+DICTATED_BY_TORCH = {"data_parallel/wrapper.DataParallel"}
+# Facades of torch's private names are as wide as what they stand for.
+FACADES = {"torch_compat/names.DataParallel", "torch_compat/reducer.ReducerNames"}
+DELEGATES = {"data_parallel/wrapper.DataParallel"}  # to parts, a line or two per method
+PUBLIC_METHODS = 30  # of DataParallel, torch's names included
+MANY_ARGUMENTS = {
+    "data_parallel/wrapper.DataParallel.__init__": "torch's takes 20",
+}
+LONG_FUNCTIONS = {
+    "data_parallel/wrapper.DataParallel.__init__": "half of it is torch's signature",
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+# ----------------------------------------------------------------- reading the source
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str
+    text: str
+    tree: ast.Module
+    code_lines: frozenset[int]  # lines with a token that is no comment or docstring
+
+    def functions(self) -> Iterator[tuple[str, Function]]:
+        yield from _functions(self.tree, self.name)
+
+    def classes(self) -> Iterator[ast.ClassDef]:
+        return (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
+
+    def count_code(self, node: Function) -> int:
+        return sum(node.lineno <= n <= node.end_lineno for n in self.code_lines)
+
+
+@cache
+def read(module: str) -> Source:
+    text = (PACKAGE / f"{module}.py").read_text()
+    tree = ast.parse(text)
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE}
+    skipped |= {tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skipped:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(
+            node
+        ):
+            words = node.body[0]
+            lines -= set(range(words.lineno, words.end_lineno + 1))
+    return Source(module, text, tree, frozenset(lines))
+
+
+def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function):
+            name = f"{prefix}.{child.name}"
+            yield name, child
+            yield from _functions(child, name)
+        elif isinstance(child, ast.ClassDef):
+            yield from _functions(child, f"{prefix}.{child.name}")
+        else:
+            yield from _functions(child, prefix)
+
+
+def every_function() -> list[tuple[str, Function, Source]]:
+    return [
+        (name, node, read(module))
+        for module in MODULES
+        for name, node in read(module).functions()
+    ]
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )
+
+
+def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes, except inside ``if TYPE_CHECKING:``."""
+    for child in ast.iter_child_nodes(node):
+        if not is_for_types(child):
+            yield child
+            yield from runtime_nodes(child)
+
+
+def type_nodes(tree: ast.Module) -> Iterator[ast.AST]:
+    for node in ast.walk(tree):
+        if is_for_types(node):
+            yield from ast.walk(node)
+
+
+def room_of(module: str) -> str:
+    return module.split("/")[0]
+
+
+def imported_here(nodes: Iterator[ast.AST], module: str = "") -> set[str]:
+    """What import statements of ``module`` name: "core", "core/reducer", "errors"."""
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = module.split("/")[: -node.level]
+        elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "minidp":
+            folder = []
+        else:
+            if isinstance(node, ast.Import):
+                found.update(a.name for a in node.names if a.name.startswith("minidp"))
+            continue
+        path = [*folder, *(node.module or "").split(".")]
+        path = [part for part in path if part and part != "minidp"]
+        if path == folder or not path:  # from . import kernels
+            found.update("/".join([*path, alias.name]) for alias in node.names)
+        else:
+            found.add("/".join(path))
+    return found
+
+
+def imports_of(module: str) -> set[str]:
+    tree = read(module).tree
+    found = imported_here(runtime_nodes(tree), module)
+    return found | imported_here(type_nodes(tree), module)
+
+
+# ------------------------------------------------------------------------ the rooms
+
+
+def test_table_has_a_row_for_every_room():
+    assert sorted(ROOMS) == sorted({room_of(module) for module in MODULES})
+
+
+def test_the_map_in_the_package_lists_all_rooms_from_top_to_bottom():
+    lines = minidp.__doc__.partition("The house,")[2].splitlines()
+    found = [re.match(r"    (\w+)/?  +\S", line) for line in lines]
+    listed = [match[1] for match in found if match]
+    assert sorted(listed) == sorted(set(ROOMS) - {"__init__", "__main__", "_version"})
+    for number, room in enumerate(listed):
+        assert ROOMS[room] - {"_version"} <= set(listed[number + 1 :]), room
+
+
+def test_rooms_are_few():
+    # A folder without sources is what an older checkout left behind.
+    paths = [p for p in PACKAGE.iterdir() if p.is_file() or any(p.glob("*.*p*"))]
+    entries = {p.name.removesuffix(".py") for p in paths} - {"__init__", "__main__"}
+    entries.discard("__pycache__")
+    assert entries >= PUBLIC
+    assert len(entries - PUBLIC) <= PRIVATE_ENTRIES, entries - PUBLIC
+
+
+def test_no_room_imports_one_above():
+    """The table is in order: a row names rows before it."""
+    done: set[str] = set()
+    for room, below in ROOMS.items():
+        assert below <= done, f"{room}: {below - done}"
+        done.add(room)
+
+
+def test_floors_are_few():
+    floors: dict[str, int] = {}
+    for room, below in ROOMS.items():
+        own = (PACKAGE / room).is_dir()  # public modules are no floors
+        floors[room] = max((floors[r] for r in below), default=0) + own
+    assert max(floors.values()) <= FLOORS, floors
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_are_those_of_the_table(module):
+    room = room_of(module)
+    others = {name for name in imports_of(module) if room_of(name) != room}
+    if module != room:  # in a room: others are entered by the door
+        assert {name for name in others if "/" in name} == set()
+    assert {room_of(name) for name in others} <= ROOMS[room]
+
+
+def test_table_allows_nothing_that_nobody_uses():
+    used = {room: set() for room in ROOMS}
+    for module in MODULES:
+        used[room_of(module)] |= {room_of(name) for name in imports_of(module)}
+    unused = {r: allowed - used[r] - TOP for r, allowed in ROOMS.items()}
+    assert {room: names for room, names in unused.items() if names} == {}
+
+
+def test_files_have_no_cycle():
+    done: set[str] = set()
+    left = {}
+    for module in MODULES:
+        names = imported_here(runtime_nodes(read(module).tree), module)
+        inside = {name for name in names if room_of(name) == room_of(module)}
+        left[module] = {n for n in inside if n in MODULES and n != module}
+    while left:
+        free = {module for module, needs in left.items() if needs <= done}
+        assert free, f"a cycle among {sorted(left)}"
+        done |= free
+        left = {m: needs for m, needs in left.items() if m not in free}
+
+
+@pytest.mark.parametrize("room", [r for r in ROOMS if (PACKAGE / r).is_dir()])
+def test_a_door_says_what_the_room_is_for(room):
+    door = read(f"{room}/__init__")
+    words = ast.get_docstring(door.tree)
+    if room not in PUBLIC:
+        assert len(door.text.splitlines()) <= DOOR_LINES
+    files = {m.split("/")[1] for m in MODULES if room_of(m) == room} - {"__init__"}
+    files -= {"__main__", "at_start"}
+    assert {name for name in files if not re.search(rf"\b{name}\b", words)} == set()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_collectives_touch_torch_distributed(module):
+    touched = set()
+    for node in runtime_nodes(read(module).tree):
+        if isinstance(node, ast.Import):
+            touched.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            touched.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute):
+            touched.add(ast.unparse(node))
+    touched = {name for name in touched if name.startswith("torch.distributed")}
+    allowed = TALKS_TO_OTHER_RANKS | KNOWS_TORCH_DISTRIBUTED
+    assert bool(touched) == (module in allowed), touched
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_is_imported_inside_functions(module):
+    late = [
+        name
+        for name, node in read(module).functions()
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Import | ast.ImportFrom)
+    ]
+    assert late == []
+
+
+def test_public_names_are_sorted_and_exist():
+    assert minidp.__all__ == sorted(minidp.__all__)
+    assert [name for name in minidp.__all__ if not hasattr(minidp, name)] == []
+
+
+# ---------------------------------------------------------------------- budgets
+
+
+def test_files_are_short_and_core_is_readable_in_one_evening():
+    """With all that core imports from itself: it is its whole room."""
+    lines = {module: len(read(module).text.splitlines()) for module in MODULES}
+    assert {m: count for m, count in lines.items() if count > FILE_LINES} == {}
+    lines = {m: count for m, count in lines.items() if room_of(m) == "core"}
+    lines.pop("core/__init__")
+    assert len(lines) <= CORE_FILES
+    assert sum(lines.values()) <= CORE_LINES, lines
+
+
+def test_functions_are_short():
+    counts = {name: src.count_code(node) for name, node, src in every_function()}
+    for name in LONG_FUNCTIONS:
+        assert counts.pop(name) > FUNCTION_CODE_LINES_MAX, f"{name}: not exempt now"
+    too_long = {n: c for n, c in counts.items() if c > FUNCTION_CODE_LINES_MAX}
+    assert too_long == {}
+    assert statistics.quantiles(counts.values(), n=10)[-1] <= FUNCTION_CODE_LINES_P90
+
+
+def _lines_of_our_own(module: str, c: ast.ClassDef) -> int:
+    """Lines of a class, less the signature and arguments that torch dictates."""
+    length = c.end_lineno - c.lineno + 1
+    if f"{module}.{c.name}" in DICTATED_BY_TORCH:
+        init = next(f for f in c.body if isinstance(f, Function))
+        length -= init.end_lineno - init.lineno + 1
+        length -= len(ast.get_docstring(c).splitlines())
+    return length
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_classes_are_short_and_have_few_methods(module):
+    for c in read(module).classes():
+        name = f"{module}.{c.name}"
+        methods = {f.name for f in c.body if isinstance(f, Function)}
+        assert name in FACADES or _lines_of_our_own(module, c) <= CLASS_LINES
+        assert name in FACADES | DELEGATES or len(methods) <= CLASS_METHODS
+
+
+def test_data_parallel_has_no_mixins_and_few_methods():
+    """One class that holds the parts, and one with torch's private names.
+
+    Joinable is torch's; OfModule makes ``DataParallel[Net]`` legal, and has no method.
+    """
+    bases = minidp.DataParallel.__mro__
+    found = [base.__name__ for base in bases]
+    assert found == ["DataParallel"] * 2 + ["Module", "Joinable", "ABC", *found[-2:]]
+    assert found[-2:] == ["OfModule", "object"]
+    own = [base for base in bases if base not in nn.Module.__mro__]
+    public = {name for base in own for name in vars(base) if name[0] != "_"}
+    assert len(public) <= PUBLIC_METHODS, sorted(public)
+    assert {name for name in vars(bases[-2]) if name[0] != "_"} == set()
+
+
+def test_functions_take_few_arguments():
+    counts = {}
+    for name, node, _ in every_function():
+        a = node.args
+        names = {each.arg for each in (*a.posonlyargs, *a.args, *a.kwonlyargs)}
+        counts[name] = len(names - {"self", "cls"})
+    for name in MANY_ARGUMENTS:
+        assert counts.pop(name) > ARGUMENTS, f"{name}: not exempt now"
+    assert {name: count for name, count in counts.items() if count > ARGUMENTS} == {}
+
+
+def test_statements_are_not_nested_deeply():
+    depths = {name: _depth(node) for name, node, _ in every_function()}
+    assert {name: depth for name, depth in depths.items() if depth > NESTING} == {}
+
+
+def _depth(node: ast.AST) -> int:
+    """Blocks inside blocks; an ``elif`` stays on the level of its ``if``."""
+    deepest = 0
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function | ast.ClassDef | ast.Lambda):
+            continue  # counted by itself
+        blocks = ast.If | ast.For | ast.While | ast.With | ast.Try | ast.Match
+        is_block = isinstance(child, blocks)
+        is_if = isinstance(node, ast.If) and isinstance(child, ast.If)
+        is_elif = is_if and node.orelse == [child]
+        deepest = max(deepest, _depth(child) + (is_block and not is_elif))
+    return deepest
+
+
+def test_everything_is_annotated():
+    for name, node, _ in every_function():
+        given = [a for a in ast.walk(node.args) if isinstance(a, ast.arg)]
+        bare = {a.arg for a in given if a.annotation is None} - {"self", "cls"}
+        is_lambda = any(isinstance(n, ast.Lambda) for n in ast.walk(node.args))
+        assert is_lambda or not bare, name
+        assert node.returns is not None, name
+
+
+def test_measures_see_what_they_should():
+    text = "def f():\n    '''doc'''\n    if a:\n        for b in c:\n            d()\n"
+    tree = ast.parse(text + "    elif e:\n        with g:\n            pass\n")
+    assert _depth(tree.body[0]) == 2
+    assert [name for name, _ in _functions(tree, "m")] == ["m.f"]
+    typed = ast.parse("if TYPE_CHECKING:\n    from .x import y\nfrom . import z")
+    assert imported_here(runtime_nodes(typed), "core/a") == {"core/z"}
+    assert imported_here(type_nodes(typed), "core/a") == {"core/x"}
+    others = ast.parse("from minidp.comm import all_reduce\nfrom minidp import report")
+    assert imported_here(runtime_nodes(others), "core/a") == {"comm", "report"}

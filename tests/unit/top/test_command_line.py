@@ -1,0 +1,185 @@
+"""``minidp report``: exit statuses, messages, files."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from minidp import console as output
+from minidp.__main__ import COMMANDS, main
+from minidp.overlap.timeline import from_json, to_json
+from tests.support.timelines import step, timeline
+
+BUCKETS = [(20, 20, 28, 35), (30, 30, 40, 41)]
+
+
+@pytest.fixture
+def files(tmp_path):
+    names = []
+    for rank in (0, 1):
+        steps = [step(n, BUCKETS, at=60 * n, ready=(29, 12)) for n in range(3)]
+        path = tmp_path / f"rank{rank}.json"
+        path.write_text(to_json([timeline(steps, rank=rank)]))
+        names.append(str(path))
+    return names
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "says"),
+    [
+        ([], 2, "what is wrong with this machine"),
+        (["doctor", "--help"], 0, "--json"),
+        (["native", "--help"], 0, "compile csrc/"),
+        (["report", "--help"], 0, "with minidp.record(model) as rec:"),
+        (["run", "--help"], 0, "torchrun ... -m minidp.run train.py ARGS"),
+        (["tune", "--help"], 0, "minidp tune -n 2 --out buckets.json train.py ARGS"),
+        (["--version"], 0, "minidp "),
+        (["report"], 2, "FILE"),
+        (["nonsense"], 2, "invalid choice"),
+        (["run", "nope.py"], 2, "there is no script nope.py"),
+        (["tune", "nope.py"], 2, "there is no script nope.py"),
+        (["run", "--limit", "0", "train.py"], 2, "a positive number of seconds, not 0"),
+        (["native", "status"], 1, "MINIDP_NATIVE"),
+    ],
+)
+def test_words_and_exit_statuses(words, status, says, alone, capsys):
+    assert status_of(words) == status
+    printed = capsys.readouterr()
+    assert says in printed.out + printed.err
+
+
+def test_report_of_one_rank_and_of_several(files, capsys):
+    words = [sys.executable, "-W", "error", "-m", "minidp.report", files[0]]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert main(["report", files[0]]) == 0
+    printed = capsys.readouterr().out
+    assert printed == done.stdout  # `python -m minidp.report`
+    assert printed.startswith("rank 0 of 2; gloo on cpu; torch 2.13\n")
+    assert "Is communication hidden? 44% of the gradients' 18.0 ms per step;" in printed
+    assert "Why? 10.0 ms of them are bucket 1 (layers.0): its last" in printed
+    assert "rec.gather() tells it apart" in printed
+    assert "When each rank comes" not in printed
+    assert main(["report", *files]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("ranks 0, 1 of 2")
+    assert "When each rank comes" in printed
+    assert main(["report", files[0], files[0]]) == 1
+    assert "must be of different ranks" in capsys.readouterr().err
+
+
+def test_all_exports(files, tmp_path):
+    pytest.importorskip("matplotlib")
+    out = {kind: tmp_path / f"out.{kind}" for kind in ("png", "trace", "json")}
+    options = [word for kind, path in out.items() for word in (f"--{kind}", str(path))]
+    assert main(["report", *files, *options]) == 0
+    assert out["png"].read_bytes().startswith(b"\x89PNG")
+    assert json.loads(out["trace"].read_text())["traceEvents"]
+    merged = from_json(out["json"].read_text())
+    assert [t.where.rank for t in merged] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "error: {path}: No such file or directory\n"),
+        (b"{}", "error: {path} is not a recording"),
+        (b"\xff\xfe\xff", "error: {path} is no text"),
+        (b"\n", "error: {path} is empty"),
+        (b'{"traceEvents": []}', "error: {path} is a trace, not a recording"),
+        (to_json([]).encode(), "error: {path} is damaged: it holds no rank"),
+    ],
+)
+def test_bad_files_end_with_their_name(content, says, tmp_path, capsys):
+    path = tmp_path / "steps.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(["report", str(path)]) == 1
+    assert capsys.readouterr().err.startswith(says.format(path=path))
+
+
+def test_a_picture_without_matplotlib_says_what_to_install(
+    files, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    options = ("--png", str(tmp_path / "out.png"), "--trace", str(tmp_path / "t"))
+    assert main(["report", files[0], *options]) == 1
+    said = capsys.readouterr().err
+    assert "What to do: pip install matplotlib." in said
+    assert "minidp[" not in said  # minidp may have come from a checkout
+    assert (tmp_path / "t").exists()
+
+
+# --------------------------------------------------------------- `minidp ... | head`
+
+
+@pytest.fixture(params=["buffered", "unbuffered"])
+def pipe(request):
+    """A stream whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    is_buffered = request.param == "buffered"
+    file = os.fdopen(writer, "wb", -1 if is_buffered else 0)
+    return io.TextIOWrapper(file, write_through=not is_buffered)
+
+
+EVERY_COMMAND = [
+    [],
+    ["--help"],
+    ["--version"],
+    *([name, "--help"] for name in COMMANDS),
+    ["native", "status"],
+    ["doctor"],
+    ["doctor", "--json"],
+    ["report", "FILE"],
+    ["report", "FILE", "--trace", "TRACE"],
+    ["nope"],
+    ["report", "/nope"],
+]
+
+
+def status_of(words):
+    try:
+        return main(words)
+    except SystemExit as ended:
+        return ended.code
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No job around: a doctor looks at this process only."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MINIDP_NATIVE", "0")
+
+
+@pytest.mark.parametrize("words", EVERY_COMMAND, ids=" ".join)
+def test_a_closed_pipe_is_no_error(words, pipe, files, tmp_path, monkeypatch, alone):
+    trace = tmp_path / "trace"
+    paths = {"FILE": files[0], "TRACE": str(trace)}
+    words = [paths.get(word, word) for word in words]
+    stream = "stderr" if {"nope", "/nope"} & {*words} else "stdout"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, stream, io.StringIO())
+        expected = status_of(words)
+        assert getattr(sys, stream).getvalue()
+        trace.unlink(missing_ok=True)
+        patch.setattr(sys, stream, pipe)
+        assert status_of(words) == expected
+        pipe.close()  # raises what would be printed at the interpreter's end
+    assert expected or stream == "stdout"
+    assert trace.exists() == ("--trace" in words)  # the rest is done all the same
+
+
+def test_without_standard_streams_nothing_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", None)
+    output.say_on_stderr("not for standard output")
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(sys, "stdout", None)
+    output.say("nobody reads this")
+    assert main(["native", "status"]) in (0, 1)

@@ -1,0 +1,26 @@
+"""Errors speak in one order, and have the bases that scripts catch."""
+
+from __future__ import annotations
+
+import minidp
+from minidp import errors
+
+
+def test_a_full_text_and_empty_parts():
+    names = [f"layer{i}.weight" for i in range(200)]  # all are given
+    parts = {"expected": "one gradient", "found": "two", "remedy": "call reset()"}
+    assert errors.explain(3, "Something broke.", names=names, **parts) == (
+        "[rank 3] Something broke. Expected: one gradient. Found: two. "
+        f"Parameters: {', '.join(names)}. What to do: call reset()."
+    )
+    assert errors.explain(1, "It broke.", found="x") == "[rank 1] It broke. Found: x."
+
+
+def test_every_run_time_error_is_public_and_a_runtime_error_as_in_torch():
+    public = {name for name in minidp.__all__ if name.endswith("Error")}
+    kinds = {n: kind for n, kind in vars(errors).items() if isinstance(kind, type)}
+    ours = {n for n, kind in kinds.items() if issubclass(kind, errors.MiniDPError)}
+    assert ours == public
+    assert all(issubclass(kinds[name], RuntimeError) for name in ours)
+    assert issubclass(errors.InternalError, AssertionError)  # a mistake of ours
+    assert not issubclass(errors.InternalError, RuntimeError)
