@@ -19,7 +19,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -74,11 +74,10 @@ def main(options: argparse.Namespace) -> int:
     """
     examination = Examination(os.environ, options.timeout, options.wait)
     code = 0
+    signal.signal(signal.SIGINT, interrupt_once)
     try:
         report = examination.run()
     except KeyboardInterrupt:
-        # Ctrl-C reaches every rank, and torchrun passes it on to each once more.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         report, code = examination.interrupt(), 128 + signal.SIGINT
     # If another rank prints, the exit status is that of the own findings.
     code = code or (report or examination.own_report()).exit_code
@@ -89,6 +88,16 @@ def main(options: argparse.Namespace) -> int:
     if examination.runner.is_stuck:
         os._exit(code)
     return code
+
+
+def interrupt_once(*_: object) -> NoReturn:
+    """Raise KeyboardInterrupt; ignore any further Ctrl-C (a SIGINT handler).
+
+    Ctrl-C reaches every rank, and torchrun passes it on to each once more: in the
+    middle of the report it would end the process with a traceback.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def print_report(report: Report, *, as_json: bool = False) -> None:

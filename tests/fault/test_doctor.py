@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 from tests.support.fresh import run_fresh
 
@@ -41,11 +43,15 @@ runpy.run_module("minidp.doctor", run_name="__main__", alter_sys=True)
     )
 
 
-def play(*codes, arguments=()):
-    """Exit status and printed report of each rank; no rank may hang."""
+def play(*codes, arguments=(), meanwhile=lambda ranks: None):
+    """Exit status and printed report of each rank; no rank may hang.
+
+    ``meanwhile`` gets the processes as soon as they are started.
+    """
     port = free_port()
     ranks = [start(code, rank, port, *arguments) for rank, code in enumerate(codes)]
     try:
+        meanwhile(ranks)
         outputs = [process.communicate(timeout=LIMIT) for process in ranks]
     finally:
         for process in ranks:
@@ -127,15 +133,24 @@ CTRL_C = "os.kill(os.getpid(), signal.SIGINT); threading.Event().wait()"
 
 
 def test_ctrl_c_prints_what_was_found_until_then(tmp_path):
-    """Also when torchrun passes it on: twice is once."""
-    # Rank 0 waits for rank 1, which would otherwise hear that rank 0 has left.
-    here = str(tmp_path / "rank 1 is here")
-    wait = "import time; [time.sleep(0.01) for _ in range(6000) "
-    wait += f"if not os.path.exists({here!r})]"
-    once = AT_CLOCKS.format(deed=f"{wait}; {CTRL_C}")
-    deed = f"open({here!r}, 'w').close(); os.kill(os.getpid(), signal.SIGINT)"
-    twice = AT_CLOCKS.format(deed=f"{deed}; {CTRL_C}")
-    codes, (report, nothing) = play(once, twice)
+    """Also when torchrun passes it on: twice is once.
+
+    The ranks stand still (SIGSTOP) while both are sent SIGINT: whichever comes first
+    after that tells the other that it has left, and the other must know by itself.
+    """
+    waits = "open({here!r}, 'w').close(); threading.Event().wait()"
+    here = [str(tmp_path / f"rank {rank}") for rank in range(2)]
+    codes = [AT_CLOCKS.format(deed=waits.format(here=path)) for path in here]
+
+    def interrupt(ranks):
+        end = time.monotonic() + LIMIT
+        while not all(map(os.path.exists, here)) and time.monotonic() < end:
+            time.sleep(0.01)
+        for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGCONT, signal.SIGINT):
+            for rank in ranks:
+                rank.send_signal(number)
+
+    codes, (report, nothing) = play(*codes, meanwhile=interrupt)
     assert codes == [130, 130]
     assert nothing is None
     assert found(report, "interrupted") == [
