@@ -5,7 +5,7 @@ Read `groups` (process groups, their stores, values of all ranks without a colle
 group, its time limit, errors that name missing ranks), `grad_bucket` and `hook` (comm
 hooks), `used_map` (which parameters were used on any rank), `nonfinite`
 (``check_finite_grads``), `dist_autograd` (gradients in a context of RPC),
-`shared_memory` (buckets that all ranks of one host map; no reducer uses it yet).
+`shared_memory` (buckets that all ranks of one host map).
 """
 
 from .collectives import (
@@ -60,15 +60,16 @@ from .groups import (
 )
 from .hook import CommHook, Hook, name_of
 from .nonfinite import AFTER, BEFORE, refuse_nonfinite
+from .shared_memory import SharedBuffer, read_mode, share
 from .used_map import UsedMap
 from .work import FutureWork, Work, then, wait_for
 
 __all__ = ["CommHook", "GradBucket", "Hook", "Turn", "UsedMap", "name_of"]
 __all__ += ["STORE_SECONDS", "Communicator", "FutureWork", "InFlight"]
-__all__ += ["PeerMonitor", "Report", "Work"]
+__all__ += ["PeerMonitor", "Report", "Work", "then", "wait_for"]
 __all__ += ["all_reduce", "barrier", "broadcast_coalesced", "broadcast_integers"]
 __all__ += ["gather_bytes", "gather_integers", "gather_json", "gather_rows"]
-__all__ += ["start_broadcast", "then", "wait_for"]
+__all__ += ["SharedBuffer", "read_mode", "share", "start_broadcast"]
 __all__ += ["ContextGrads", "NotedContexts", "is_own_rref", "is_rpc_up"]
 __all__ += ["explain_mixed_backwards", "explain_partly_used", "explain_stepping"]
 __all__ += ["backend_name", "default_first_bucket_bytes", "default_group", "group_name"]

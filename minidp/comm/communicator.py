@@ -222,7 +222,7 @@ class Communicator:
         makes a `CollectiveError` of it. Limits only Gloo, and work that can time out.
         """
         is_timed = self._is_timed or getattr(work, "can_time_out", False)
-        if not is_timed or is_done_within(work, SLICE_SECONDS):
+        if self.limit is None or not is_timed or is_done_within(work, SLICE_SECONDS):
             return work.wait()
         self.is_late = True
         try:

@@ -117,6 +117,17 @@ def is_timed(group: ProcessGroup) -> bool:
     return _backends(group) == {"gloo"}
 
 
+def is_plain_gloo(group: ProcessGroup) -> bool:
+    """Return whether Gloo itself, not a class around it, reduces CPU tensors."""
+    if is_python_group(group) or not dist.is_gloo_available():
+        return False
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:  # none for CPU
+        return False
+    return type(backend) is dist.ProcessGroupGloo
+
+
 def is_mixed(group: ProcessGroup) -> bool:
     """Return whether a group has several backends, or an unknown one."""
     return is_python_group(group) or "," in dist.get_backend_config(group)
@@ -351,7 +362,8 @@ def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
     Gloo frees a group only after these works, or the group's timeout (half an hour by
     default), also at the end of the process. Then we wait 2 s for them at most.
     """
-    endless = [work for work in in_flight if not work.is_completed()]
+    works = [work for work in in_flight if getattr(work, "is_left_behind", True)]
+    endless = [work for work in works if not work.is_completed()]
     if not endless:
         return
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -4,10 +4,8 @@ Each rank's buckets lie in an anonymous file of its own, which every rank maps. 
 posts a full bucket; any rank that waits then sums pieces over all ranks and writes the
 sums to all (``csrc/shared_memory.h``), with the bits of Gloo's ring.
 
-The ranks find out together whether they can: a rank opens the others' files under
-``/proc/PID/fd``. If one rank cannot, all ranks use the process group.
-
-No reducer uses this yet: buckets still travel through the process group.
+The ranks find out together whether they can (`share`): a rank opens the others' files
+under ``/proc/PID/fd``. If one rank cannot, all ranks use the process group.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from minidp import native
 
 from .collectives import gather_integers
 from .communicator import Communicator
-from .groups import group_timeout
+from .groups import group_timeout, is_plain_gloo
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,57 +68,72 @@ def read_mode() -> str:
     return mode
 
 
-class SharedBuckets:
-    """Hold the buffers of one layout's buckets, and reduce them in shared memory.
+class ProcessEnds:
+    """Tell which of some processes of this host have ended; a rank each."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, int] = {}  # by descriptor
+        self._poll = select.poll()
+
+    def add(self, rank: int, process: int) -> None:
+        """Watch a process from now on; OSError if it has ended, or if none can be."""
+        descriptor = os.pidfd_open(process)  # readable when the process ends
+        self._ranks[descriptor] = rank
+        self._poll.register(descriptor, select.POLLIN)
+
+    def ranks(self) -> set[int]:
+        """Return the ranks whose processes have ended."""
+        return {self._ranks[descriptor] for descriptor, _ in self._poll.poll(0)}
+
+    def __del__(self) -> None:
+        """Close the descriptors of the processes."""
+        for descriptor in self._ranks:
+            os.close(descriptor)
+
+
+class SharedBuffer:
+    """Hold the buffer of one bucket in shared memory, and sum it over the ranks.
 
     Args:
         memory: the extension's ``SharedMemory``, connected to all ranks.
+        k: number of the bucket in it.
         group: the process group of these ranks.
-        processes: the process id of each rank.
+        ends: the other ranks' processes.
     """
 
     def __init__(
-        self, memory: Any, group: ProcessGroup, processes: Sequence[int]
+        self, memory: Any, k: int, group: ProcessGroup, ends: ProcessEnds
     ) -> None:
-        self._memory = memory
-        self._group = group
-        self._ends = select.poll()
-        # A descriptor of a process becomes readable when the process ends.
-        self._descriptors = {
-            os.pidfd_open(process): rank
-            for rank, process in enumerate(processes)
-            if rank != group.rank()
-        }
-        for descriptor in self._descriptors:
-            self._ends.register(descriptor, select.POLLIN)
+        self._memory, self._k, self._group, self._ends = memory, k, group, ends
+        self.values: Tensor = memory.buffer(k)  # 1-D, real
+        self._address = self.values.data_ptr()
 
-    def __del__(self) -> None:
-        """Close the descriptors of the other processes."""
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-
-    def buffer(self, k: int) -> Tensor:
-        """Return the 1-D buffer of bucket ``k``, in shared memory."""
-        buffer: Tensor = self._memory.buffer(k)
-        return buffer
-
-    def all_reduce(self, k: int) -> SharedWork:
-        """Start to sum bucket ``k`` over all ranks, in place; return its work."""
-        self._memory.post(k)
-        return SharedWork(self, k)
-
-    def is_done(self, k: int, seconds: float = 0.0) -> bool:
-        """Sum what all ranks have posted; wait at most ``seconds`` for the bucket.
+    def all_reduce(self) -> SharedWork:
+        """Start to sum `values` over all ranks, in place; return the work.
 
         Raises:
-            RuntimeError: the process of a rank that has not posted bucket ``k`` ended.
+            RuntimeError: the tensor was moved to other memory (``share_memory_()``).
         """
-        memory = self._memory
-        if memory.wait(k, seconds) if seconds else memory.advance(k):
-            return True
+        if self.values.data_ptr() != self._address:
+            raise RuntimeError(
+                "the bucket's buffer is no longer in shared memory: do not call "
+                f"share_memory_() on .grad, or set {VARIABLE}=0"
+            )
+        self._memory.post(self._k)
+        return SharedWork(self)
+
+    def is_done_within(self, seconds: float) -> bool:
+        """Help to sum, and wait up to ``seconds``; return whether the sum is complete.
+
+        Raises:
+            RuntimeError: the process of a rank that is waited for has ended.
+        """
+        memory, k = self._memory, self._k
         if not seconds:
-            return False
-        ended = {self._descriptors[found] for found, _ in self._ends.poll(0)}
+            return bool(memory.advance(k))
+        if memory.wait(k, seconds):
+            return True
+        ended = self._ends.ranks()
         if ended and memory.advance(k):  # the last act of such a process
             return True
         missing = set(memory.missing(k))
@@ -131,19 +144,19 @@ class SharedBuckets:
         return False
 
     @property
-    def seconds(self) -> float:
-        """The process group's timeout, for waits without a limit of ours."""
+    def timeout(self) -> float:
+        """The process group's timeout in seconds, for waits without another limit."""
         return group_timeout(self._group).total_seconds()
 
 
 class SharedWork:
-    """Wait for one bucket in shared memory; a `Work`."""
+    """Wait for the sum of one `SharedBuffer`; a `Work`."""
 
     can_time_out = True
+    is_left_behind = False  # no thread of a backend writes to the buffer
 
-    def __init__(self, buckets: SharedBuckets, k: int) -> None:
-        self._buckets = buckets
-        self._k = k
+    def __init__(self, buffer: SharedBuffer) -> None:
+        self._buffer = buffer
         self._is_done = False
         self._future: torch.futures.Future[Any] | None = None
 
@@ -156,7 +169,7 @@ class SharedWork:
 
         Completes the future. RuntimeError if the process of a missing rank ended.
         """
-        if not self._is_done and self._buckets.is_done(self._k, seconds):
+        if not self._is_done and self._buffer.is_done_within(seconds):
             self._is_done = True
             if self._future is not None:
                 self._future.set_result(None)
@@ -164,10 +177,13 @@ class SharedWork:
 
     def wait(self) -> None:
         """Wait until the bucket is reduced, at most for the group's timeout."""
-        deadline = time.monotonic() + self._buckets.seconds
+        if self._is_done:
+            return
+        limit = self._buffer.timeout
+        deadline = time.monotonic() + limit
         while not self.is_done_within(_SLICE_SECONDS):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"not done within {self._buckets.seconds:g} s")
+                raise TimeoutError(f"it did not finish within {limit:g} s")
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that completes when this rank finds the bucket reduced."""
@@ -179,41 +195,63 @@ class SharedWork:
 
 
 def share(
-    shapes: Sequence[tuple[int, torch.dtype]], communicator: Communicator
-) -> SharedBuckets | str:
+    shapes: Sequence[tuple[int, torch.dtype]],
+    communicator: Communicator,
+    device: torch.device,
+) -> list[SharedBuffer] | str:
     """Take shared memory for buckets on all ranks; return the reason if one cannot.
 
-    A collective: all ranks of the group call it, with equal shapes.
+    A collective of a Gloo group: its ranks call it with equal shapes.
 
     Args:
         shapes: number of elements and dtype of each bucket.
         communicator: the ranks.
+        device: of the gradients.
 
     Raises:
         RuntimeError: MINIDP_SHARED_MEMORY=1 on this rank, and a rank cannot.
     """
     group = communicator.group
+    if group.size() == 1:
+        return "one rank: nothing travels"
+    if device.type != "cpu":
+        return _refuse(f"the gradients are on {device.type}", communicator)
+    if not is_plain_gloo(group):
+        return _refuse("the process group is not Gloo's own", communicator)
+    # Gloo adds no complex numbers: their parts are summed.
+    reals = [dtype.to_real() for _, dtype in shapes]
+    shapes = [
+        (numel * dtype.itemsize // real.itemsize, real)
+        for (numel, dtype), real in zip(shapes, reals, strict=True)
+    ]
     memory, obstacle = _own_memory(shapes, communicator)
     mine = [obstacle, 0, 0, 0, _build_number()]
     if memory is not None:
         mine[1:4] = os.getpid(), memory.descriptor, memory.token
+    ends = ProcessEnds()
     with communicator.blocking("looking for shared memory"):
-        facts = gather_integers(mine, group, torch.device("cpu"))
-        if not any(found[0] for found in facts):
-            obstacle = _connect(memory, facts, communicator.rank)
-        # Also keeps each file open until all ranks have mapped it.
-        answers = gather_integers([obstacle], group, torch.device("cpu"))
-    refusals = [Obstacle(code) for (code,) in answers]
+        facts = gather_integers(mine, group, device)
+        refusals = [Obstacle(found[0]) for found in facts]
+        if not any(refusals):
+            obstacle = _connect(memory, facts, communicator.rank, ends)
+            # Also keeps each file open until all ranks have mapped it.
+            answers = gather_integers([obstacle], group, device)
+            refusals = [Obstacle(code) for (code,) in answers]
     if not any(refusals):
-        return SharedBuckets(memory, group, [process for _, process, *_ in facts])
+        numbers = range(len(shapes))
+        return [SharedBuffer(memory, k, group, ends) for k in numbers]
     rank = next(r for r, refusal in enumerate(refusals) if refusal)
-    reason = f"rank {rank}: {_TEXTS[refusals[rank]]}"
-    if read_mode() == "1":
-        raise RuntimeError(
-            f"[rank {communicator.rank}] {VARIABLE}=1, but these ranks cannot share "
-            f"memory. {reason}. Let all ranks run on one host, or unset {VARIABLE}."
-        )
-    return reason
+    return _refuse(f"rank {rank}: {_TEXTS[refusals[rank]]}", communicator)
+
+
+def _refuse(reason: str, communicator: Communicator) -> str:
+    if read_mode() != "1":
+        return reason
+    raise RuntimeError(
+        f"[rank {communicator.rank}] {VARIABLE}=1, but these ranks cannot share "
+        f"memory. {reason}. Let all ranks run on one host, with CPU gradients, a Gloo "
+        f"group and the extension, or unset {VARIABLE}."
+    )
 
 
 def _own_memory(
@@ -233,16 +271,21 @@ def _own_memory(
     return memory, Obstacle.NONE
 
 
-def _connect(memory: Any, facts: Sequence[Sequence[int]], rank: int) -> Obstacle:
+def _connect(
+    memory: Any, facts: Sequence[Sequence[int]], rank: int, ends: ProcessEnds
+) -> Obstacle:
+    """Map the memory of all other ranks, and watch their processes."""
     if any(found[4] != facts[rank][4] for found in facts):
         return Obstacle.OTHER_BUILD
     for peer, (_, process, descriptor, token, _) in enumerate(facts):
+        if peer == rank:
+            continue
         path = f"/proc/{process}/fd/{descriptor}"
         try:
-            if peer != rank and os.readlink(path).startswith(_FILE):
-                memory.connect(peer, path, token)
-            elif peer != rank:
+            if not os.readlink(path).startswith(_FILE):
                 return Obstacle.NOT_REACHABLE
+            memory.connect(peer, path, token)
+            ends.add(peer, process)
         except (OSError, RuntimeError):
             return Obstacle.NOT_REACHABLE
     return Obstacle.NONE

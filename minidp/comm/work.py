@@ -105,7 +105,20 @@ class PythonWork:
         self._is_done = True
 
 
-Work = TorchWork | FutureWork | PythonWork
+class Work(Protocol):
+    """Describe a collective in flight, as torch's ``Work`` does.
+
+    If it has ``is_done_within(seconds)``, timed waits call that.
+    """
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of the result."""
+
+    def is_completed(self) -> bool:
+        """Return whether the collective is done or failed."""
+
+    def wait(self) -> Any:
+        """Wait for the collective; raise its error."""
 
 
 def completed(value: Any) -> Future[Any]:

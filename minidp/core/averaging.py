@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from minidp import comm
+from minidp.layout import Layout
 
 from .bucket import Bucket
 
@@ -20,6 +21,8 @@ class Averaging:
         self.active_comm_hook: comm.CommHook | None = None  # `comm_hook` at `begin`
         self.copy_divisor = 1  # of this backward's gradients; 1 with a comm hook
         self.wait_description = ""
+        # Why buckets travel through the group; empty: they lie in shared memory.
+        self.no_shared_memory = ""
 
     @property
     def divisor(self) -> int:
@@ -33,6 +36,22 @@ class Averaging:
         self.wait_description = "waiting for the all-reduce"
         if hook is not None:
             self.wait_description = f"waiting for the comm hook {hook.name}, call"
+
+    def share(self, layout: Layout, *, asks: bool) -> list[comm.SharedBuffer]:
+        """Return buffers for the dense buckets; [] if `no_shared_memory` says why not.
+
+        A collective if ``asks``; else there are none.
+        """
+        dense = [plan for plan in layout.buckets if not plan.sparse]
+        found: list[comm.SharedBuffer] | str = "ranks have not looked for it yet"
+        if self.comm_hook is not None:
+            found = "a comm hook is registered"
+        elif asks:
+            shapes = [(plan.numel, plan.dtype) for plan in dense]
+            device = layout.buckets[0].device
+            found = comm.share(shapes, self._communicator, device)
+        self.no_shared_memory = found if isinstance(found, str) else ""
+        return [] if isinstance(found, str) else found
 
     @contextmanager
     def without_comm_hook(self) -> Iterator[None]:
@@ -52,7 +71,11 @@ class Averaging:
             if hook is None:
                 is_python = comm.is_python_group(group)
                 bucket.is_alone = communicator.size == 1 and not is_python
-                bucket.work = comm.all_reduce(payload, group)
+                bucket.work = (
+                    comm.all_reduce(payload, group)
+                    if bucket.shared is None
+                    else bucket.shared.all_reduce()
+                )
             else:
                 turn = comm.Turn(number, is_last, self.divisor, group)
                 shown = comm.GradBucket(bucket.plan, payload, bucket.params, turn)

@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from minidp.comm import Communicator, Work, wait_for
+from minidp.comm import Communicator, SharedBuffer, Work, wait_for
 from minidp.config import ReducerConfig
 from minidp.errors import GradientError, InternalError, explain
 from minidp.layout import BucketPlan
@@ -78,6 +78,7 @@ class Bucket(ABC):
         self.communicator = communicator
         self.config = config
         self.work: Work | None = None  # the collective in flight
+        self.shared: SharedBuffer | None = None  # the buffer, if all ranks map it
         self.is_alone = False  # it changes no value, because the group has one rank
 
     def copy_now(self, k: int, grad: Tensor, divisor: int) -> Entry:
@@ -158,11 +159,16 @@ class DenseBucket(Bucket):
         names: Sequence[str],
         communicator: Communicator,
         config: ReducerConfig,
+        shared: SharedBuffer | None = None,
     ) -> None:
         super().__init__(plan, params, names, communicator, config)
         self._as_view = as_view = config.gradient_as_bucket_view
+        self.shared = shared
         # One memory: in the parameters' dtype, as a view per slot, and 1-D real.
-        values = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device)
+        if shared is None:
+            values = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device)
+        else:
+            values = shared.values.view(plan.dtype)
         self.views = [
             values.as_strided(s.shape, s.stride, s.offset) for s in plan.slots
         ]

@@ -79,6 +79,10 @@ class BucketQueue:
         self.config = config
         self.next = 0  # the bucket to launch next
         self._context: comm.ContextGrads | None = None
+        self._summing: list[comm.Work] = []  # in shared memory: they need our help
+        self.no_shared_memory = (
+            ""  # why the group reduces dense buckets; "": it does not
+        )
         self.buckets: list[Bucket] = []
         self.replan(static_graph=config.static_graph)
 
@@ -114,6 +118,7 @@ class BucketQueue:
             for number, bucket in enumerate(self.buckets)
             if absent and absent.issuperset(bucket.plan.indices)
         }
+        self._summing = []
         self.averaging.begin()
 
     def is_filling(self, i: int) -> bool:
@@ -138,6 +143,7 @@ class BucketQueue:
         Return True only from the call that reaches the end.
         """
         before = self.next
+        self._summing = [work for work in self._summing if not work.is_completed()]
         while self.next < len(self.buckets):
             number = self.next
             if number not in self.skipped:
@@ -159,6 +165,8 @@ class BucketQueue:
             following = range(number + 1, len(self.buckets))
             is_last = all(later in self.skipped for later in following)
             work = self.averaging.launch(bucket, number, is_last=is_last)
+            if bucket.shared is not None:
+                self._summing.append(work)
             self.communicator.note_started(work)
         if tracer.is_on:
             done = partial(tracer.note, Moment.DONE, number)
@@ -221,15 +229,21 @@ class BucketQueue:
         self.adopt(layout)
         return config
 
-    def adopt(self, layout: Layout) -> None:
-        """Replace all buckets by new ones of ``layout``; move gradient views there."""
+    def adopt(self, layout: Layout, *, shares: bool = False) -> None:
+        """Replace all buckets by new ones of ``layout``; move gradient views there.
+
+        With ``shares`` a collective: buckets lie in shared memory if all ranks can.
+        """
         self.buckets = []  # frees memory before we take new memory
         self._context = None  # new buckets are not set apart
         self.layout = layout
         names = [spec.name for spec in self.specs]
         shared = (self._params, names, self.communicator, self.config)
+        buffers = iter(self.averaging.share(layout, asks=shares))
         self.buckets = [
-            (SparseBucket if plan.sparse else DenseBucket)(plan, *shared)
+            SparseBucket(plan, *shared)
+            if plan.sparse
+            else DenseBucket(plan, *shared, next(buffers, None))
             for plan in layout.buckets
         ]
         if self.config.gradient_as_bucket_view:

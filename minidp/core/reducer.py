@@ -34,7 +34,7 @@ import torch
 from minidp import comm
 from minidp.config import ReducerConfig
 from minidp.errors import GradientError, InternalError, lost_hooks
-from minidp.layout import ParamSpec
+from minidp.layout import Layout, ParamSpec
 from minidp.trace import Moment, StepPhase, label
 
 from . import autograd
@@ -175,11 +175,16 @@ class Reducer:
         if self.rebuild_policy.is_due:
             queue = self.queue
             mine = self.rebuild_policy.next_layout(queue.specs, queue.config)
-            self.pending.adopt(())
             # Also if the layout is equal, as torch does: views of the new buckets are
             # divided, fresh gradients multiplied.
-            queue.adopt(agreed_layout(mine, queue.specs, self.communicator))
-            self.pending.adopt(queue.buckets)
+            layout = agreed_layout(mine, queue.specs, self.communicator)
+            self.adopt(layout, shares=True)
+
+    def adopt(self, layout: Layout, *, shares: bool) -> None:
+        """Replace the buckets; with ``shares`` a collective (`BucketQueue.adopt`)."""
+        self.pending.adopt(())
+        self.queue.adopt(layout, shares=shares)
+        self.pending.adopt(self.queue.buckets)
 
     # -- a gradient arrives ------------------------------------------------------------
 

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from minidp.comm import default_first_bucket_bytes, default_group, is_group
+from minidp.comm import (
+    default_first_bucket_bytes,
+    default_group,
+    is_group,
+    read_mode,
+)
 from minidp.config import ReducerConfig, Safety, bucket_caps, is_auto
 from minidp.console import warn
 from minidp.layout import read_plain, resumed_layout
@@ -93,6 +98,7 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
             "This module is synchronised already, by minidp.attach. What to do: call "
             "detach() of what attach() returned before it is wrapped."
         )
+    read_mode()  # of shared memory: raise where other ranks are told
     replica = examine(module, delayed_parameters(given))
     devices = _check_devices(replica.parameters, given.device_ids, given.output_device)
     forward_sync, init_buffers = _buffer_flags(given)

@@ -44,11 +44,11 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     reducer.expected.reset()
     reducer.rebuild_policy.reset()
     queue.replan()
-    reducer.pending.adopt(queue.buckets)
     if reports:
         # Some ranks may have finished a backward that others did not.
         reducer.ledger.agree_on(max(finalized for *_, finalized in reports))
         communicator.peers.move_to(group, key)
+    reducer.adopt(queue.layout, shares=True)
     return group
 
 

@@ -153,6 +153,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self.forward_sync_buffers = checked.forward_sync
         self._wire(checked, verify.WRAPPED if init_sync else "unsynced")
         self._replication.start(checked, verifies=init_sync)
+        if init_sync:
+            self._reducer.adopt(self._reducer.queue.layout, shares=True)
         dtype = checked.precision and checked.precision.buffer_dtype
         for value in self._replication.buffers.values():
             if dtype and value.is_floating_point():
@@ -284,6 +286,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
                 f"once, and {averaging.comm_hook.name} is registered."
             )
         averaging.comm_hook = CommHook(state, hook)
+        if not averaging.no_shared_memory and self._reducer.phase.is_idle:
+            # A hook may resize its buffer.
+            self._reducer.adopt(self._reducer.queue.layout, shares=False)
 
     def step_in_backward(
         self, optimizer: Optimizer, *, clip_grad_norm: float | None = None

@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidp.comm.communicator import Communicator
-from minidp.comm.shared_memory import SharedBuckets, share
+from minidp.comm.shared_memory import SharedBuffer, share
 from tests.support.fresh import run_fresh
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TYPES += [torch.int32, torch.int64, torch.uint8, torch.int8]
 MEBI = 2**20
+CPU = torch.device("cpu")
 
 
 def values(shape: tuple[int, torch.dtype], seed: int) -> torch.Tensor:
@@ -29,17 +30,23 @@ def values(shape: tuple[int, torch.dtype], seed: int) -> torch.Tensor:
     return torch.randint(-100, 100, (numel,), generator=generator).to(dtype)
 
 
+def take(shapes: list[tuple[int, torch.dtype]], ctx: Any) -> list[SharedBuffer]:
+    """Share memory between the ranks of ``ctx``, which all can."""
+    buffers = share(shapes, Communicator(ctx.group), CPU)
+    assert not isinstance(buffers, str), buffers
+    return buffers
+
+
 def differences(ctx: Any, shapes: list[tuple[int, torch.dtype]]) -> list[int]:
     """Reduce each bucket both ways, twice; return the buckets whose bits differ."""
-    buckets = share(shapes, Communicator(ctx.group))
-    assert isinstance(buckets, SharedBuckets), buckets
+    buckets = take(shapes, ctx)
     wrong = []
     for round_number in range(2):
         for k, shape in enumerate(shapes):
             expected = values(shape, 10 * ctx.rank + round_number)
-            buffer = buckets.buffer(k)
+            buffer = buckets[k].values
             buffer.copy_(expected)
-            work = buckets.all_reduce(k)
+            work = buckets[k].all_reduce()
             dist.all_reduce(expected, group=ctx.group)
             work.wait()
             if not torch.equal(buffer.view(torch.uint8), expected.view(torch.uint8)):
@@ -67,12 +74,11 @@ def test_gloos_bits(pool, size, shapes):
 
 def late_rank(ctx: Any) -> Any:
     """Rank 1 posts after a while; rank 0 sleeps, and must be woken."""
-    buckets = share([(1000, torch.float32)], Communicator(ctx.group))
-    assert isinstance(buckets, SharedBuckets)
-    buckets.buffer(0).fill_(ctx.rank + 1.0)
+    buckets = take([(1000, torch.float32)], ctx)
+    buckets[0].values.fill_(ctx.rank + 1.0)
     if ctx.rank == 1:
         time.sleep(0.2)
-    work = buckets.all_reduce(0)
+    work = buckets[0].all_reduce()
     future = work.get_future()
     early = work.is_completed()
     begun = time.process_time()
@@ -81,7 +87,7 @@ def late_rank(ctx: Any) -> Any:
         early,
         future.done(),
         time.process_time() - begun,
-        buckets.buffer(0)[7].item(),
+        buckets[0].values[7].item(),
     )
 
 
@@ -92,11 +98,10 @@ def test_a_waiting_rank_sleeps(pool):
 
 
 def killed_rank(ctx: Any) -> Any:
-    buckets = share([(10, torch.float32)], Communicator(ctx.group))
-    assert isinstance(buckets, SharedBuckets)
+    buckets = take([(10, torch.float32)], ctx)
     if ctx.rank == 1:
         os._exit(0)
-    buckets.all_reduce(0).wait()
+    buckets[0].all_reduce().wait()
 
 
 def test_a_rank_that_ends_is_named():
@@ -107,21 +112,20 @@ def test_a_rank_that_ends_is_named():
 
 def train_in_child(ctx: Any) -> Any:
     """A forked child reads and writes its parent's buffer; the ranks see nothing."""
-    buckets = share([(10, torch.float32)], Communicator(ctx.group))
-    assert isinstance(buckets, SharedBuckets)
-    buffer = buckets.buffer(0)
+    buckets = take([(10, torch.float32)], ctx)
+    buffer = buckets[0].values
     buffer.fill_(ctx.rank + 1.0)
     child = os.fork()
     if child == 0:
         code = int(buffer[0].item())
         buffer.fill_(100.0)
         try:
-            buckets.all_reduce(0)
+            buckets[0].all_reduce()
         except RuntimeError:
             code += 10
         os._exit(code)
     _, status = os.waitpid(child, 0)
-    buckets.all_reduce(0).wait()
+    buckets[0].all_reduce().wait()
     return os.waitstatus_to_exitcode(status), buffer.tolist()
 
 
@@ -132,7 +136,7 @@ def test_a_forked_child_has_a_copy():
 def reasons(ctx: Any, modes: list[str]) -> Any:
     os.environ["MINIDP_SHARED_MEMORY"] = modes[ctx.rank]
     try:
-        return share([(10, torch.float32)], Communicator(ctx.group))
+        return share([(10, torch.float32)], Communicator(ctx.group), CPU)
     except RuntimeError as error:
         return f"error: {error}"
 
