@@ -48,7 +48,7 @@ class Obstacle(IntEnum):
 
 _TEXTS = {
     Obstacle.SWITCHED_OFF: f"{VARIABLE}=0",
-    Obstacle.NO_EXTENSION: "the extension is not loaded (python -m minidp.native)",
+    Obstacle.NO_EXTENSION: "the extension is not loaded (minidp.native status)",
     Obstacle.NO_MEMORY: "the system gave no anonymous shared memory",
     Obstacle.OTHER_BUILD: "ranks run different builds of the extension",
     Obstacle.NOT_REACHABLE: "cannot map the memory of another rank: another host, "
@@ -64,7 +64,9 @@ def read_mode() -> str:
     """
     mode = os.environ.get(VARIABLE) or "auto"
     if mode not in MODES:
-        raise ValueError(f"{VARIABLE} must be one of {', '.join(MODES)}, not {mode!r}.")
+        raise ValueError(
+            f"{VARIABLE} must be one of {', '.join(MODES)}, but is {mode!r}."
+        )
     return mode
 
 

@@ -266,6 +266,8 @@ class Examination:
         self._together("gloo group", open_gloo)
         groups: list[Any] = [dist.group.WORLD]
         self._together("clocks", partial(collectives.check_clocks, groups[0], CPU))
+        shares = partial(collectives.check_shared_memory, groups[0], CPU)
+        self._together("shared buckets", shares)
         self._measure("Gloo", groups, CPU)
         is_refused = any(f.status is Status.FAILED for f in runner.findings)
         index = None if is_refused else ranks.index_of_gpu(launch.local_rank)

@@ -369,7 +369,8 @@ def where_of(reducer: Reducer) -> Where:
     """Return a reducer's `Where` now; ``host`` is the boot id, or without it a name."""
     group, device = reducer.queue.group, reducer.queue.specs[0].device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    hook = reducer.queue.averaging.comm_hook
+    averaging = reducer.queue.averaging
+    hook = averaging.comm_hook
     # Equal in all containers of a host, which share its clock.
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     versions = {"minidp": __version__, "torch": str(torch.__version__)}
@@ -383,4 +384,5 @@ def where_of(reducer: Reducer) -> Where:
         versions=versions,
         comm_hook="" if hook is None else hook.name,
         layout_by=reducer.rebuild_policy.layout_by,
+        no_shared_memory=averaging.no_shared_memory if group.size() > 1 else None,
     )

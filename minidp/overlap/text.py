@@ -72,13 +72,17 @@ def _header(found: Analysis) -> str:
         numbers[2:] = [f"... {numbers[-1]} ({len(numbers)})"]
     versions = ", ".join(f"{name} {text}" for name, text in where.versions.items())
     hook = f"; comm hook {where.comm_hook}" if where.comm_hook else ""
+    memory = ""
+    if where.no_shared_memory is not None:
+        why = where.no_shared_memory
+        memory = f"; no shared memory ({why})" if why else "; buckets in shared memory"
     most, missing = "", where.world_size - len(ranks)
     if len(ranks) > 1:
         most = ", which waits most"
         most += f" of these; not here: {missing} more" if missing else ""
     return (
         f"rank{'s' * (len(ranks) > 1)} {', '.join(numbers)} of {where.world_size}; "
-        f"{where.backend} on {where.device}; {versions}{hook}"
+        f"{where.backend} on {where.device}; {versions}{hook}{memory}"
         f"{_CHOICE.get(where.layout_by, '')}\n"
         f"the typical one (step {one.typical.step.number}) of {one.num_steps} "
         f"step{'s' * (one.num_steps > 1)} with the same buckets, on rank "

@@ -106,6 +106,8 @@ class Where:
     versions: Mapping[str, str] = field(default_factory=dict)
     comm_hook: str = ""  # its name; it may send other bytes than the gradients
     layout_by: str = ""  # `AUTO`, `AUTO_TRIES`; empty: the bucket caps
+    # Why the group reduced the buckets; "": they lay in shared memory; None: one rank.
+    no_shared_memory: str | None = None
 
 
 @dataclass(frozen=True)

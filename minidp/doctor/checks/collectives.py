@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from minidp.comm import Communicator, share
 from minidp.doctor.findings import Finding, failed, ok, warning
 from minidp.doctor.words import join, of_ranks
 from minidp.replica import sum_of_bits
@@ -109,6 +110,14 @@ def check_clocks(
         rounds.append((now - now[0]).tolist())
     # Ranks leave a barrier at different times: use the round with the least spread.
     return judge_clocks(min(rounds, key=lambda offsets: max(offsets) - min(offsets)))
+
+
+def check_shared_memory(group: ProcessGroup, device: torch.device) -> Finding:
+    """Say whether all ranks can share the memory of buckets, and if not, why."""
+    found = share([(1, torch.float32)], Communicator(group), device)
+    if isinstance(found, str):
+        return ok(f"buckets travel through the process group: {found}")
+    return ok("the ranks share the memory of buckets, which need no messages")
 
 
 def check_gradients(
