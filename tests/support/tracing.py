@@ -1,4 +1,7 @@
-"""The collectives that minidp issues, as seen at its only door to torch.distributed."""
+"""The collectives that minidp issues, as seen at its only door to torch.distributed.
+
+Sums of buckets in shared memory are among them: they replace an all-reduce each.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +36,24 @@ def collective_trace() -> Iterator[Trace]:
         stack.enter_context(mock.patch.object(collectives, "dist", door))
         gather = _recording(trace, "all_gather", collectives.start_gathering, 0)
         stack.enter_context(mock.patch.object(used_map, "start_gathering", gather))
+        share = comm.SharedBuffer.all_reduce
+        shared = _recording(trace, "all_reduce", share, 0, lambda buffer: buffer.values)
+        patch = mock.patch.object(comm.SharedBuffer, "all_reduce", shared)
+        stack.enter_context(patch)
         for module in (comm, used_map):
             stack.enter_context(mock.patch.object(module, "all_reduce", reduce))
         yield trace
 
 
 def _recording(
-    trace: Trace, name: str, target: Callable[..., Any], position: int
+    trace: Trace,
+    name: str,
+    target: Callable[..., Any],
+    position: int,
+    tensor_of: Callable[[Any], Any] = lambda found: found,
 ) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        tensor = args[position]
+        tensor = tensor_of(args[position])
         assert isinstance(tensor, torch.Tensor)
         trace.append((name, tensor.numel(), str(tensor.dtype)))
         return target(*args, **kwargs)
