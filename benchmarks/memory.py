@@ -10,7 +10,8 @@ activations, gradients. `peak` is the worst moment from the construction through
 (of "auto" through 52 more, in which it tries layouts). `at rest` is what is left after
 the steps, when gradients are freed.
 
-On CPU it is the process's resident memory, which has what Gloo's threads allocate too.
+On CPU it is the process's resident memory, which has what Gloo's threads allocate too,
+without the buckets of other ranks that lie in shared memory: their owners count them.
 The C library is told to return all but small pieces at once. What torch, DDP and Gloo
 keep for good is not counted. Expect a MiB or two of noise, a few for small models. On a
 GPU it is torch.cuda.max_memory_allocated.
@@ -24,6 +25,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,9 +149,25 @@ def _history(action: Callable[[], object]) -> tuple[int, int]:
         before = _resident("VmRSS")
         Path(RESET).write_text("5")  # resets the peak
         kept = action()
-        peak, after = _resident("VmHWM"), _resident("VmRSS")
+        others = _of_other_ranks()
+        peak, after = _resident("VmHWM") - others, _resident("VmRSS") - others
     del kept
     return max(0, peak - before), max(0, after - before)
+
+
+def _of_other_ranks() -> int:
+    """Return the resident bytes of other ranks' buckets, whose files we have closed."""
+    own, found, is_others = set(), 0, False
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # what listed the folder is closed again
+            own.add(path.stat().st_ino)
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, *values = line.split()
+        if not key.endswith(":"):  # the first line of a mapping: ... inode, path
+            is_others = "memfd:minidp" in line and int(values[3]) not in own
+        elif is_others and key == "Rss:":
+            found += int(values[0]) * 1024
+    return found
 
 
 def _resident(name: str) -> int:
