@@ -88,7 +88,7 @@ def build(*, force: bool = False, verbose: bool = False, say: Say = _LOG.info) -
 
 
 def _decide() -> tuple[ModuleType | None, Status]:
-    """Call `attempt` the first time only, and log its reason; return its result."""
+    """On the first call, `attempt` to load and log why (not); return that result."""
     global _decided  # one process, one extension
     with _lock:
         if _decided is None:

@@ -343,7 +343,7 @@ def is_foreign(hook: CommHook | None) -> bool:
 
 
 def all_come(store: Store, num_ranks: int) -> bool:
-    """Wait up to 10 s; return, alike on all ranks, whether all have called this."""
+    """Wait up to 10 s for all ranks to call this; return True (on all ranks) if so."""
     deadline = time.monotonic() + CONFIRM_SECONDS
     if store.add("come", 1) == num_ranks:
         store.compare_set("verdict", "", "all")

@@ -104,7 +104,7 @@ def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
 
 
 def _ignore_list(module: nn.Module) -> frozenset[str]:
-    """Return the module's ignore list, no leading dots; TypeError if not all str."""
+    """Return a module's ignore list without leading dots; TypeError unless strings."""
     listed = frozenset(getattr(module, IGNORE_ATTRIBUTE, ()))
     strange = {type(name).__name__ for name in listed if not isinstance(name, str)}
     if strange:
