@@ -11,7 +11,7 @@ from torch import Tensor
 from minidp.errors import NonFiniteGradientError, explain
 
 BEFORE = "(before it was averaged: the other ranks do not have it)."
-AFTER = "after the comm hook; what this rank gave to it was."
+AFTER = "after the comm hook; what this rank passed to it was finite."
 
 
 def refuse_nonfinite(

@@ -146,7 +146,7 @@ class Watchdog:
             return
         logger.critical(
             "[rank %d] A collective did not finish within its limit: %s. %s This "
-            "process ends: nothing can be called back from a device.",
+            "process ends: a device cannot give up a collective.",
             heartbeat.rank,
             late.doing,
             heartbeat.report(late.started).text,

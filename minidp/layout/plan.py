@@ -234,7 +234,7 @@ def build_layout(
 
 
 def chunks_by_bytes(sizes: Sequence[int], limit: int = UNLIMITED) -> list[list[int]]:
-    """Return runs of positions in ``sizes``; each ends once it has ``limit`` bytes."""
+    """Split positions in ``sizes`` into runs; one ends when it has ``limit`` bytes."""
     chunks: list[list[int]] = []
     filled = limit
     for i, nbytes in enumerate(sizes):

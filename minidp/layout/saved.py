@@ -96,7 +96,7 @@ def _rows(value: Any, kind: type) -> tuple[tuple[Any, ...], ...] | None:
 
 
 def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
-    """Return the saved layout for ``specs``, which it must fit: else ValueError."""
+    """Convert a saved layout to one of ``specs``; ValueError if it does not fit."""
 
     def require(fits: object, expected: str, found: str, names: Iterable[str]) -> None:
         if not fits:

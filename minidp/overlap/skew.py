@@ -162,7 +162,7 @@ class Late:
 
 @dataclass(frozen=True)
 class Skew:
-    """Hold how late each rank begins its forward and backward, and launches buckets."""
+    """Hold how late each rank comes to its forward, backward, and bucket launches."""
 
     late: Mapping[Place, Mapping[int, Late]]  # by place, in order of time, and by rank
     error_s: float  # the largest error of a clock offset
