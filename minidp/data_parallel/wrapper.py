@@ -187,11 +187,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     def _pre_forward(
         self, *inputs: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Prepare a forward; return inputs, moved if ``device_ids`` is given.
+        """Check state, rebuild buckets, send buffers; return inputs, moved if asked to.
 
-        In grad mode, raise if the last backward failed or gradients are not averaged;
-        rebuild buckets if due. Broadcast module buffers if due. If one of these
-        collectives fails, later forwards raise until `reset`.
+        Checks, rebuilds in grad mode only. A failed collective asks for a `reset`.
         """
         with_grad = torch.is_grad_enabled()
         if with_grad:
@@ -225,9 +223,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @untraced
     def _post_forward(self, output: Any) -> Any:
-        """Prepare to reduce, unless in no_sync() or no_grad(); return ``output``.
+        """Let the backward reduce, unless in no_sync() or no_grad(); return ``output``.
 
-        Stores whether it will reduce: only then the next forward sends buffers.
+        Stores whether it will: only then the next forward broadcasts buffers.
         """
         with_grad = torch.is_grad_enabled()
         will_reduce = with_grad and self.require_backward_grad_sync
