@@ -66,12 +66,12 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Median over `judged` of the seconds until every gradient is averaged."""
+        """Median seconds of the compared samples until every gradient is averaged."""
         return median(sample.reduced_s for sample in self.judged)
 
     @property
     def exposed_s(self) -> float:
-        """Median over `judged` of the seconds from computed to averaged gradients."""
+        """Median seconds, of compared samples, from computed to averaged gradients."""
         return median(sample.reduced_s - sample.computed_s for sample in self.judged)
 
     @property

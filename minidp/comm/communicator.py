@@ -160,7 +160,7 @@ class Communicator:
         return Operation(self, doing, bucket)
 
     def blocking(self, doing: str) -> Operation:
-        """As `watching`, for one collective that starts and ends inside; count it."""
+        """Count one collective; return a context, as `watching`, to run it inside."""
         self.tally.started += 1
         return Operation(self, doing, None)
 
@@ -268,7 +268,7 @@ class Operation:
         return f"{self._doing}{bucket}"
 
     def __enter__(self) -> None:
-        """Put the communicator's limit on this thread's `wait_for`.
+        """Apply the communicator's time limit to `wait_for` calls of this thread.
 
         Become its `operation`: other threads report that as what this rank does.
         """

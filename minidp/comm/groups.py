@@ -207,7 +207,7 @@ def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
 
 
 def group_of_forwards(group: ProcessGroup) -> ProcessGroup:
-    """Return the group for collectives in forwards: for Gloo, a side group.
+    """Return the group for collectives in forwards: for Gloo, one apart from ``group``.
 
     On the same group, after an extra forward on one rank, Gloo would match them with
     another rank's buckets.

@@ -51,7 +51,7 @@ class CommHook:
     def start(
         self, bucket: GradBucket, names: Sequence[str], rank: int
     ) -> HookInFlight:
-        """Call the hook; return its future as work. CommHookError if it has none."""
+        """Call the hook; return its future as work. CommHookError if that fails."""
         call = HookInFlight(self.name, bucket, names, rank)
         try:
             future = self.hook(self.state, bucket)

@@ -64,7 +64,7 @@ class PythonWork:
         return self._future
 
     def is_completed(self) -> bool:
-        """Return whether the work is known to be done."""
+        """Return whether it is done; False until waited for, or asked for a future."""
         return self._is_done if self._future is None else bool(self._future.done())
 
     def is_done_within(self, seconds: float) -> bool:

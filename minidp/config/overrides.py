@@ -42,7 +42,7 @@ def _number(text: str, words: Collection[str] = ()) -> Any:
 
 
 class Option(NamedTuple):
-    """An argument of the constructor that can be passed from outside the script."""
+    """An argument of the constructor that the environment or a command line can set."""
 
     name: str
     help: str
@@ -218,7 +218,7 @@ def add_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) 
 
 
 def _checked(option: Option, text: str) -> str:
-    """Return a valid text (of a file, its path); else raise ArgumentTypeError."""
+    """Argparse type: return a valid ``text``, a file's as absolute path; else raise."""
     try:
         option.read(text)
     except (TypeError, ValueError) as error:

@@ -60,7 +60,7 @@ def joining(ddp: DataParallel, **options: Any) -> Iterator[None]:
 
 
 def stop_joining(ddp: DataParallel) -> None:
-    """End join mode on this rank: no more `announce`; average over all ranks."""
+    """End join mode on this rank: forwards announce nothing; average over all ranks."""
     ddp._join_config = ddp._join_config.construct_disabled_join_config()
     ddp._divide_by_initial_world_size = True
     ddp._reducer.queue.averaging.num_contributors = None

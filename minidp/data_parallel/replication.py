@@ -35,7 +35,7 @@ class Replication:
         self.buffers = parameters.module_buffers(module, frozenset(self.ignored))
 
     def broadcast_buffers(self, module: nn.Module, root: int = 0) -> None:
-        """Collective: copy rank ``root``'s module buffers, or call `buffer_hook`."""
+        """Collective: copy rank ``root``'s module buffers, or call the user's hook."""
         self.collect(module)  # the user may have re-assigned or added some
         if self.buffer_hook is not None:
             self.buffer_hook(self.buffers)
@@ -75,7 +75,7 @@ class Replication:
         communicator.peers.move_to(group, self._key)
 
     def connect(self) -> None:
-        """Collective: create the group for collectives in forwards; reset `check`."""
+        """Collective: create the process group for forwards; restart comparisons."""
         group_of_forwards(self._reducer.queue.group)
         if self.check is not None:
             self.check.name = f"replicas/{self._key}/{self._num_resets}"
@@ -87,20 +87,23 @@ class Replication:
         return f"reset/{self._key}/{self._num_resets - 1}"
 
     def compare_every(self, every: int | Literal["auto"]) -> None:
-        """Create `check`, which compares the replicas after every so many backwards."""
+        """From now on, compare replicas between ranks once in so many backwards."""
         queue, names = self._reducer.queue, self._reducer.names
         self.check = ReplicaCheck(queue, names, every, self._reducer.ledger)
         queue.observers.append(self.check)
 
     def stop_comparing(self) -> None:
-        """Remove `check`, if any: its ranks would not count the same steps any more."""
+        """Compare replicas no more: ranks would not count the same steps."""
         if self.check is not None:
             self._reducer.queue.observers.remove(self.check)
             self.check.reset()  # the optimizer guard holds it, too
             self.check = None
 
     def add_stepper(self, stepper: Observer) -> None:
-        """Register an observer that steps in backwards; `check` then raises there."""
+        """Register an observer that steps optimizers inside the backward.
+
+        Replicas that differ are then reported there, not before the next step.
+        """
         self._reducer.queue.observers.append(stepper)
         if self.check is not None:
             self.check.awaits_step = False

@@ -159,7 +159,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
                 value.data = value.data.to(dtype)
 
     def _wire(self, checked: arguments.Arguments, kind: str) -> None:
-        """Store devices and ignored names; build and store the parts: `parts.build`."""
+        """Store devices, ignored names, and parts built for ``kind``: `parts.build`."""
         self.device_ids, _, self.device, _ = checked.devices
         self.parameters_to_ignore = ignored = set(checked.replica.ignored)
         built = parts.build(checked, self.process_group, ignored, kind)
@@ -187,9 +187,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     def _pre_forward(
         self, *inputs: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check state, rebuild buckets, send buffers; return inputs, moved if asked to.
+        """In grad mode check, rebuild buckets; send buffers; return (moved) inputs.
 
-        Checks, rebuilds in grad mode only. A failed collective asks for a `reset`.
+        If a collective among these fails, later forwards raise until `reset`.
         """
         with_grad = torch.is_grad_enabled()
         if with_grad:

@@ -38,7 +38,7 @@ class Meeting:
         return int(self._store.add(f"claimed/{self.rank}", times))
 
     def leave(self, why: str) -> None:
-        """Tell other ranks ``why`` this rank leaves: `gather` waits for it no more."""
+        """Post why this rank leaves; `gather` waits for it only with ``is_last``."""
         self.post("left", why)
 
     def gather(

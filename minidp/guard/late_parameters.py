@@ -46,7 +46,8 @@ class LateParameters:
     def accept(self, module: nn.Module) -> None:
         """Remember the state of ``module``: `find` returns {} until it changes.
 
-        Set `frozen`: its frozen parameters that were not there when it was wrapped.
+        Set `frozen`: its parameters that are neither averaged nor ignored nor
+        trainable.
         """
         self._module = module
         unknown = self._unknown(module).items()

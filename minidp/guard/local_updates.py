@@ -161,7 +161,7 @@ class LocalSteps:
         return not self._was_averaged
 
     def _end(self) -> None:
-        """At exit, or when the reducer is deleted: log `note_step`'s warning if due."""
+        """At exit, or when the model is gone: warn of steps never averaged, if any."""
         try:
             if not self._is_over and self._is_due():
                 logger.warning(self._text())

@@ -91,7 +91,7 @@ class Guard:
         self._at_step[optimizer] = self._at_any_step = (ledger.armed, ledger.finalized)
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """After a step with local gradients in no_sync(), let `LocalSteps` count it."""
+        """After a step in no_sync() with local gradients: count it, for a warning."""
         ledger = self.reducer.ledger
         is_local = not ledger.sync_enabled and bool(ledger.unsynced)
         if is_local and self.policy != "ignore" and self._holds_ours(optimizer):

@@ -48,7 +48,7 @@ class Heartbeat(PeerMonitor):
         self.move_to(communicator.group, key)
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
-        """Use ``group``'s store, under ``key``, from now on; drop `Skip` questions."""
+        """Use ``group``'s store, under ``key``; drop questions on skipped backwards."""
         self.group, self.rank = group, group.rank()
         self._questions = [q for q in self._questions if isinstance(q, Inquiry)]
         store = own_store(group, f"watch/{key}")

@@ -76,7 +76,7 @@ class Recipe:
         return _fingerprint(self.folder) != before
 
     def changes_since(self, old: Mapping[str, str]) -> list[str]:
-        """Return a text per input that changed since a build; ``old``: its `parts`.
+        """Return a text per input that changed since a build; ``old``: inputs of that.
 
         None: its binary can be used. A compiler or nvcc that is missing now is no
         difference: a binary outlives its compiler, for example in a container's second

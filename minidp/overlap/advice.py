@@ -69,7 +69,7 @@ def advise(found: Analysis) -> str:
 
 
 def _cap_gain(found: Analysis) -> float:
-    """Return seconds per step that the best bucket cap gains; 0: unknown, or "auto"."""
+    """Return seconds per step gained by the best cap; 0 if "auto" chose, or unknown."""
     has_measured = found.run.ranks[0].where.layout_by == AUTO
     forecast = found.forecast
     return 0.0 if has_measured or forecast is None else forecast.best_cap()[1]

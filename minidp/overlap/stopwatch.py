@@ -149,7 +149,7 @@ class Stopwatch:
         return self._queue.group
 
     def clear(self) -> None:
-        """Drop finished steps; the one under way becomes step 0, without grad hooks."""
+        """Drop finished steps; the current one becomes step 0, its hooks not timed."""
         self._finished.clear()
         self._num_begun = int(self._marks is not None)
         self._time_hooks(on=False)
@@ -307,7 +307,7 @@ class ModelStopwatch(Stopwatch):
     def start(self) -> None:
         """Start recording; also listen to the steps of all optimizers.
 
-        Raises RuntimeError if a `ModelStopwatch` records the reducer, or after `stop`.
+        Raises RuntimeError after `stop`, or if another `ModelStopwatch` records this.
         """
         if self._reducer is None:
             raise RuntimeError(

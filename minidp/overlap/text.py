@@ -118,7 +118,8 @@ def _verdict(found: Analysis) -> str:
 def _cause(bucket: BucketOverlap, backward_s: float, clock_error_s: float) -> str:
     """Say in a clause when a bucket is full, and where its time goes until it is done.
 
-    Late and wire are one part if the clocks' error exceeds half of their sum.
+    Waiting for slow ranks and transfer are one part if the clocks' error exceeds half
+    of their sum.
     """
     left_s = max(0.0, backward_s - bucket.full_s)
     both_s = bucket.late_s + bucket.wire_s

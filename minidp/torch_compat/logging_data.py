@@ -65,7 +65,7 @@ class LoggingData:
 
     @contextmanager
     def noting_errors(self) -> Iterator[None]:
-        """Store the text of an exception raised in the block, then raise it on."""
+        """Store the text of an exception raised in the block, and raise it again."""
         try:
             yield
         except Exception as error:

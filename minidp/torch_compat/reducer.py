@@ -103,7 +103,7 @@ class ReducerNames:
         self._reducer.hooks.python_hook(i)(None, None)
 
     def _delay_all_reduce(self) -> None:
-        """End the backward now; missing gradients count as unused, or stay due."""
+        """End the backward: missing gradients count as unused, if that is allowed."""
         self._reducer.end_now()
 
     def _reset_state(self) -> None:

@@ -87,7 +87,7 @@ def judge_facts(of_rank: Mapping[int, Facts], rank: int, claims: int) -> list[Fi
 
 
 def judge_ranks(facts: Collection[Facts], rank: int, claims: int) -> Iterator[Finding]:
-    """Judge which ranks came: failed if WORLD_SIZEs differ, a warning if some miss.
+    """Judge which ranks came: failed if WORLD_SIZEs differ; a warning if some did not.
 
     Then failed if ``claims``, the number of processes that are ``rank``, exceeds 1.
     """

@@ -80,7 +80,7 @@ def relevant(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def judge_variables(env: Mapping[str, str]) -> list[Finding]:
-    """Explain each `relevant` variable: an ok finding with its meaning or a warning."""
+    """Explain each variable of communication: ok with its meaning, or a warning."""
     findings = [_judge(name, value) for name, value in relevant(env).items()]
     return findings or [ok("no NCCL_*, GLOO_* or debugging variable is set")]
 
