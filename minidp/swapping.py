@@ -121,7 +121,7 @@ _swapping = _Swapping()
 
 
 class _Module(ModuleType):
-    """Type of the module ``torch.nn.parallel.distributed`` while swapped: for its name.
+    """Type of the module ``torch.nn.parallel.distributed`` while its class is swapped.
 
     Its own code keeps torch's class: globals do not pass through properties.
     """
@@ -149,7 +149,7 @@ def _init(self: Any, *given: Any, **options: Any) -> None:
 
 
 class _PassedOn:
-    """Go to child processes that ``spawn`` starts: unpickling this there swaps, too."""
+    """Object for child processes that ``spawn`` starts: unpickling it swaps there."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return swap_here, ()

@@ -147,7 +147,7 @@ class TunedLayouts:
         say_on_stderr(f"minidp tune: {path}: {choice}. {use}")
 
     def finish(self) -> int:
-        """Return 0 if rank 0 wrote every model's layout; else 1, and print why."""
+        """Return 1, and print why, if rank 0 wrote not all models' layouts; else 0."""
         count, missing = len(self._models), len(self._models) - self._num_written
         if not self._is_rank_0:
             return 0

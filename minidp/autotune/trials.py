@@ -163,7 +163,7 @@ class Search:
         return layout
 
     def choice(self) -> Choice:
-        """Return the fastest trial, or torch's if hardly slower, beside torch's."""
+        """Choose the fastest trial, or torch's if it is hardly slower; return both."""
         best = min(self._timed(), key=lambda one: one.seconds)
         if not best.is_clearly_faster(self._torchs):
             best = self._torchs

@@ -165,7 +165,7 @@ class Communicator:
         return Operation(self, doing, None)
 
     def note_started(self, work: Work) -> None:
-        """Count an async collective; keep it if on a device. Only inside `watching`."""
+        """Count an async collective; on a device, watch it. Call inside `watching`."""
         self.tally.started += 1
         self.tally.launched += 1
         if self._is_on_device:
@@ -192,10 +192,10 @@ class Communicator:
         return oldest if oldest and oldest.waited > oldest.allowed else None
 
     def extend(self, late: InFlight) -> bool:
-        """Extend the limit of ``late`` while missing ranks are busy; return whether.
+        """Extend the limit of ``late`` while missing ranks are busy; return if it did.
 
         Logs who is missing whenever the wait has doubled. False if a rank is gone, no
-        missing rank is busy, the limit is strict, or the backend's timeout is over.
+        missing rank is busy, not `is_patient`, or the backend's timeout is over.
         """
         waited = late.waited
         backends = group_timeout(self.group).total_seconds()

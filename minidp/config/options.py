@@ -35,7 +35,7 @@ class BucketCaps:
         return self.first_bytes < self.rest_bytes
 
     def initial_limits(self, *, one_bucket: bool) -> tuple[int, ...]:
-        """Return byte limits before the rebuild; ``one_bucket``: none unless listed."""
+        """Limits in bytes before the rebuild; ``one_bucket``: none without a list."""
         if one_bucket and not self.list_bytes:
             return (UNLIMITED,)
         return self.rebuilt_limits()

@@ -48,7 +48,7 @@ class Backward:
     kinds: tuple[int, ...] = ()  # different kinds share no bucket; (): one kind
 
     def kind(self, position: int) -> int:
-        """Return the kind of the gradient at ``position`` in ready order."""
+        """Return a number for dtype and device of the gradient at a ready position."""
         return self.kinds[position] if self.kinds else 0
 
 
@@ -129,9 +129,10 @@ def capped_groups(
 ) -> list[list[int]]:
     """Fill buckets in ready order by torch's rule; return them as `play` takes them.
 
-    A bucket is closed when it has reached its limit. Each kind walks through the limits
-    (bytes) on its own and stays at the last one. Buckets that reach no limit come last.
-    ``from_the_end`` fills from the last gradient: the last bucket gets the first limit.
+    A bucket is closed when it has reached its limit. Each kind (dtype, device) uses the
+    limits (bytes) one after the other, and stays at the last one. Buckets that reach no
+    limit come last. ``from_the_end`` fills from the last gradient: the last bucket gets
+    the first limit.
     """
     open_groups: dict[int, list[int]] = {}
     filled: dict[int, int] = defaultdict(int)  # kind -> bytes of its open group

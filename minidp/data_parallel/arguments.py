@@ -166,7 +166,7 @@ def some_device(module: object) -> torch.device:
 def choose_group(
     process_group: ProcessGroup | None, device_mesh: DeviceMesh | None
 ) -> ProcessGroup:
-    """Return ``process_group``, the 1-D mesh's or the default group; raise for both."""
+    """Return the given group, that of a 1-D mesh, or the default; raise for both."""
     if process_group is not None and device_mesh is not None:
         raise RuntimeError(
             "Cannot specify both process_group and device_mesh arguments."

@@ -42,7 +42,7 @@ def joining(ddp: DataParallel, **options: Any) -> Iterator[None]:
     """Run the block in torch's ``Join``, then call `stop_joining`.
 
     After an exception, collectives count as failed. One that ``Join`` raises after the
-    block becomes a CollectiveError (not by ``throw_on_early_termination``).
+    block becomes a CollectiveError, unless ``throw_on_early_termination`` is set.
     """
     communicator, ran_out = ddp._reducer.communicator, False
     try:

@@ -38,7 +38,7 @@ def _is_floating(dtype: object) -> bool:
 
 
 def precision_from(given: Any) -> Precision | None:
-    """Convert the argument ``mixed_precision``; None stays None; else TypeError."""
+    """Convert the argument ``mixed_precision``, or None; TypeError if it is neither."""
     if given is None:
         return None
     dtypes: list[Any] = [getattr(given, name, "missing") for name in Precision._fields]
@@ -135,7 +135,7 @@ class _CastSparse(torch.autograd.Function):
 def reduce_in_low_precision(
     precision: Precision, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Comm hook: average a bucket, cast if floating: sum, divide. Return a future."""
+    """Comm hook: cast a floating bucket to low precision, sum over ranks, divide."""
     buffer = bucket.buffer()
     dtype = precision.reduce_dtype or precision.param_dtype
     if dtype is not None and bucket.parameters()[0].is_floating_point():

@@ -1,7 +1,7 @@
 """Build the parts of a `DataParallel`: of a new one, or of a copy.
 
 A copy (deepcopy, pickle) starts without comm hook and ``step_in_backward``. Its buckets
-are in registration order, or as ``bucket_layout`` says. Only some ranks may copy, too.
+are in registration order, or as ``bucket_layout`` says. Some ranks alone may copy.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 def build(
     checked: arguments.Arguments, group: ProcessGroup, ignored: set[str], kind: str
 ) -> tuple[Reducer, Guard, Replication, MixedPrecision | None]:
-    """Create and connect reducer, optimizer guard, replica check and precision: local.
+    """Create and connect reducer, guard, replication, precision; no communication.
 
-    ``kind``: ``verify.WRAPPED``; "unsynced" (``init_sync=False``): no automatic replica
-    check; "copy": also no heartbeat, since other ranks may have no such copy.
+    ``kind``: ``verify.WRAPPED``: all checks; "unsynced" (``init_sync=False``): no
+    automatic replica check; "copy": also no heartbeat, as other ranks may have no such
+    copy.
     """
     config, replica, safety = checked.config, checked.replica, checked.safety
     key = verify.next_key(group, kind)

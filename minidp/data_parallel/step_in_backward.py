@@ -92,7 +92,7 @@ def step_on(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
 
 
 def _check(optimizer: Any) -> None:
-    """Raise TypeError unless an Optimizer whose step needs no closure and no peers."""
+    """Raise TypeError: no Optimizer, or one that needs a closure, or communicates."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise TypeError(

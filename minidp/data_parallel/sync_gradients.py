@@ -14,7 +14,7 @@ def average_now(reducer: Reducer) -> None:
     """Collective: average every ``.grad`` over the ranks now, without the comm hook.
 
     A ``.grad`` that is None counts as zeros, but stays None if it is so on all ranks.
-    A forward still awaits its reduced backward. After an error, only `reset` helps.
+    The backward of an earlier forward will still reduce. If this raises, call `reset`.
     """
     armed, forwards = reducer.phase.now is Phase.ARMED, reducer.ledger.forwards
     grads = [param.grad for param in reducer.params]

@@ -64,7 +64,7 @@ def find_manual_update(reducer: Reducer, corners: Corners) -> str:
     """Return an error if parameters changed after a backward that averaged nothing.
 
     "" if not, or if ``corners`` (values copied before) show that changes were undone.
-    Stop recording as local: no_sync() gradients that are None, or zero once applied.
+    No_sync() gradients count as local no more if None, or zero in changed parameters.
     """
     ledger, params = reducer.ledger, reducer.params
     if not ledger.versions and ledger.bypassed is None:

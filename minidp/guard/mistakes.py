@@ -52,7 +52,7 @@ class Step:
         """Return an error text if the step would make replicas differ, else "".
 
         May wait for other ranks, and send them the error: see
-        `_find_left_out_backward`. Stops recording gradients of zeros as local.
+        `_find_left_out_backward`. Gradients of zeros count as local no more.
         """
         cast = find_cast(self._reducer)
         return (

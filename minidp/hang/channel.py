@@ -59,7 +59,7 @@ class Channel:
         )
 
     def read_alarms(self) -> None:
-        """Read other ranks' alarms; set `alarms` to each one's first that holds.
+        """Read other ranks' alarms; set `alarms` to the first valid one of each.
 
         An alarm is out of date once its rank's status shows a later collective.
         """

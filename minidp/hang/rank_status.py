@@ -91,7 +91,7 @@ def _text_of_missing(names: list[str]) -> str:
 
 
 def place_of(thread: int) -> tuple[str, bool]:
-    """Return a text where a thread is, and whether it is inside a wait for other ranks.
+    """Return where a thread is, as text, and whether inside a wait for other ranks.
 
     Text: its innermost function, and the caller in user code; "" if the thread ended.
     """

@@ -155,7 +155,8 @@ class Skip(FutureWork):
     def try_answer(self, channel: Channel) -> bool:
         """Set the result if statuses read from ``channel`` suffice; return if set.
 
-        "": all others made as many optimizer steps. Else: one with fewer reduces.
+        "": all others made as many optimizer steps. A text: one with fewer runs the
+        backward, or the store is gone.
         """
         here = {r: s for r, s in channel.statuses.items() if s.step == self._step}
         behind = [r for r, status in here.items() if status.steps < self._steps]

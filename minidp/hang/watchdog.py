@@ -110,7 +110,7 @@ class Watchdog:
             logger.exception("The watchdog failed; hang reports may be incomplete.")
 
     def _leave_with_the_process(self) -> None:
-        """At exit: let the thread tell other ranks, at most 1 s; silence it, wait 1 s.
+        """At exit, let the thread tell other ranks of it (1 s), then silence it (1 s).
 
         Half a record in a store that is a file makes all its readers wait for ever.
         """

@@ -172,7 +172,7 @@ class _Shell:
         self.log, self.say, self._is_verbose = log, say, is_verbose
 
     def run(self, jobs: list[Job], limit: int = 1) -> None:
-        """Run jobs, ``limit`` at a time; at exit (NativeError, Ctrl-C) end the rest."""
+        """Run jobs, ``limit`` at a time; on an error or Ctrl-C end those that run."""
         waiting, running = jobs[::-1], list[_Running]()
         try:
             while waiting or running:

@@ -48,7 +48,7 @@ AVX2_WISH = (
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All inputs of a build, as `describe` has found them."""
+    """Hold all inputs of a build of the native extension, as `describe` found them."""
 
     folder: Path  # of the sources
     cxx: tuple[str, ...]  # the C++ compiler's command

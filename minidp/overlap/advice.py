@@ -138,7 +138,7 @@ def _accumulation(found: Analysis) -> Change:
 
 
 def _straggler(found: Analysis) -> Change:
-    """Return as a change to balance the load of the rank latest at the last bucket.
+    """Return the change "balance the load" for the rank latest at the last bucket.
 
     The advice says where most of its lateness arises. Gain 0 unless it is late in three
     of four steps by more than the clocks' error and half of its median lateness.

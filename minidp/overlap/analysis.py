@@ -207,7 +207,7 @@ def _slices_of_bucket(step: Step, bucket: BucketOverlap) -> Iterator[Slice]:
 class Overlap:
     """Hold one rank's typical step, and the spread of step and exposed seconds.
 
-    The steps are those that all ranks recorded with the last one's layout;
+    The steps are those that all ranks recorded with the last step's bucket layout;
     `typical_step` picks the same one of them for all ranks.
     """
 

@@ -113,7 +113,7 @@ def forecast_of(run: Run, overlap: Overlap) -> Forecast | None:
 def backward_of(timeline: Timeline) -> tuple[Backward, tuple[int, ...]]:
     """Return a backward of median times, and the parameter indices in its ready order.
 
-    Gradients: see `_ready_times`. Its end: median of steps with the last one's layout.
+    Gradients: see `_ready_times`. Its end: of the steps with the last step's layout.
     """
     last = timeline.steps[-1].layout
     end_s = median(s.backward.seconds for s in timeline.steps if s.layout == last)

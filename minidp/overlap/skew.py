@@ -206,7 +206,7 @@ def _arrivals(step: Step) -> dict[Place, int]:
 
 
 def _late(rows: Sequence[Sequence[int]], numbers: Sequence[int]) -> dict[int, Late]:
-    """Return each rank's lateness at one place; ``rows``: arrivals (ns) of one step."""
+    """Return each rank's lateness at one place; ``rows``: per step, ns by rank."""
     times = np.array(rows) - np.array(rows)[:, :1]
     late = {}
     for column, number in enumerate(numbers):

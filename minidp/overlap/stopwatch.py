@@ -276,7 +276,7 @@ def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
 
 
 def _bucket(number: int, times: Sequence[Any]) -> BucketTimes:
-    """Return a bucket's times (given in the order of `_ORDER`), each >= the one before.
+    """Return a bucket's times (full, launched, done, copied), each >= the one before.
 
     Marks of several streams differ by a tick. DONE, which a callback may mark late or
     not at all, is at most COPIED_OUT.

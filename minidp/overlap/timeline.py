@@ -41,7 +41,7 @@ class Span:
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """Hold when one bucket reached each stage in one step, in this order."""
+    """Hold when one bucket of a step was full, launched, done, and copied out."""
 
     number: int  # in launch order
     full_ns: int  # its last gradient arrived

@@ -223,7 +223,7 @@ class ReplicaCheck:
             return gather_integers(row, group, exchange_device(group, device))
 
     def _find_difference(self, snapshot: _Snapshot) -> Difference:
-        """Collective: return which parameters differ now, or buffers did at `begin`."""
+        """Collective: return which parameters differ now, which buffers at `begin`."""
         own = [sum_of_bits(tensor).cpu() for tensor in snapshot.tensors.values()]
         names = [*snapshot.tensors, *snapshot.buffer_sums]
         sums = [*torch.stack(own).tolist(), *snapshot.buffer_sums.values()]

@@ -189,7 +189,7 @@ def begin_phase(options: argparse.Namespace) -> OutcomeRecorder:
 
 
 def run_on_torch(script: Script, options: argparse.Namespace) -> int:
-    """Run the script on torch's DDP; save its outcome if it is 0; return its status."""
+    """Run the script on torch's DDP; return its status; save the outcome if it is 0."""
     recorder = begin_phase(options)
 
     def wrapped(ddp: Any) -> None:

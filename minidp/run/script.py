@@ -69,7 +69,7 @@ class Script:
 
     @contextmanager
     def _as_started(self) -> Iterator[None]:
-        """Set ``sys.argv`` and ``sys.path`` in the block as Python does for it."""
+        """Set ``sys.argv`` and ``sys.path`` in the block as Python would for it."""
         argv, path = sys.argv, list(sys.path)
         sys.argv = [self.target, *self.arguments]
         if not getattr(sys.flags, "safe_path", False):

@@ -82,7 +82,7 @@ class LoggingData:
         self._rate = rate
 
     def forward_begins(self) -> None:
-        """Collect the last iteration's data, if sampled; record this one's, if so."""
+        """Collect the last iteration's data, and record this one's, if sampled."""
         if self._iteration and self._is_sampled(self._iteration):
             self._runtime = {**self._buckets(), **self._times()}
         self._recorder.clear()
@@ -130,7 +130,7 @@ class LoggingData:
         return data
 
     def _buckets(self) -> dict[str, Any]:
-        """Return the ended iteration's buckets, unused parameters: torch's keys."""
+        """Return the last iteration's buckets and unused parameters: torch's keys."""
         reducer = self._ddp._reducer
         queue, has_rebuilt = reducer.queue, reducer.rebuild_policy.has_rebuilt
         counts = queue.used_map.last_counts.tolist()

@@ -157,7 +157,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     def _register_fused_optim(
         self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> None:
-        """Create ``optim(params, ...)``, to step in backwards; average by a hook."""
+        """Step ``optim(params, ...)`` in backwards; average by `all_reduce_hook`."""
         params = self._reducer.params if optim_params is None else optim_params
         self.register_comm_hook(None, comm_hooks.all_reduce_hook)
         self.step_in_backward(optim(list(params), *args, **kwargs))
@@ -225,7 +225,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     # -- changes after wrapping --------------------------------------------------------
 
     def _set_static_graph(self) -> None:
-        """Set ``static_graph``; warn if it is set; RuntimeError after a forward."""
+        """Set ``static_graph``; warn if already set; RuntimeError after a forward."""
         if self.static_graph:
             warn("The graph has been set to be static already.")
             return

@@ -37,7 +37,7 @@ class ReducerNames:
         self._reducer.ledger.note_forward(synchronising=True)
 
     def _rebuild_buckets(self) -> bool:
-        """Collective: rebuild buckets if due, return whether. Raise as a forward."""
+        """Check as in a forward; rebuild buckets if due (collective); return if so."""
         refuse_forward(self._reducer)
         is_due = self._reducer.rebuild_policy.is_due
         self._reducer.rebuild_if_due()

@@ -39,7 +39,7 @@ def synchroniser(model: nn.Module) -> nn.Module | None:
 
 
 def option(model: nn.Module, name: str, *, default: Any) -> Any:
-    """Return attribute ``name`` of the model's DDP object, or of ``model`` without."""
+    """Return attribute ``name`` of the model's DDP object, if any, else the model's."""
     wrapper = synchroniser(model)  # None if compiled: that forwards attributes
     return getattr(model if wrapper is None else wrapper, name, default)
 

@@ -63,7 +63,7 @@ def read_versions() -> dict[str, str]:
 
 
 def index_of_gpu(local_rank: int | None) -> int | None:
-    """Return the process's GPU: 0 if it sees one, else its local rank; None: none."""
+    """Return the process's GPU: 0 if it sees just one, else its local rank, or None."""
     count = torch.cuda.device_count()
     # A process that sees one GPU has no choice; else the local rank is its number.
     index = 0 if count == 1 else local_rank
@@ -107,7 +107,7 @@ def judge_ranks(facts: Collection[Facts], rank: int, claims: int) -> Iterator[Fi
 
 
 def judge_versions(of_rank: Mapping[int, Facts]) -> list[Finding]:
-    """Judge versions that differ by rank: failed, but for numpy and Python's patch."""
+    """Judge versions that differ by rank: failed (numpy, Python's patch: a warning)."""
     remedy = "install the same everywhere: one image, or one lock file"
     findings = []
     versions = {rank: facts.get("versions", {}) for rank, facts in of_rank.items()}
