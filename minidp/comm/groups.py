@@ -252,13 +252,13 @@ def _prefix(group: ProcessGroup) -> str:
 
 
 def group_store(group: ProcessGroup, prefix: str) -> c10d.Store:
-    """Return the group's key-value store, which works after failed collectives."""
+    """Return a store for a group's keys under ``prefix``; failures do not break it."""
     store = c10d._get_default_store()
     return c10d.PrefixStore(f"{_prefix(group)}/{prefix}", store)
 
 
 def own_store(group: ProcessGroup, prefix: str) -> c10d.Store:
-    """Return the group's store through a second connection, for another thread."""
+    """Return `group_store` through a second connection, to use in another thread."""
     shared: Any = c10d._get_default_store()
     if shared not in _own_stores:
         _own_stores[shared] = shared.clone()

@@ -256,7 +256,7 @@ def passing(**option: object) -> str:
 
 
 def aside(**option: object) -> str:
-    """Return " (here: HOW)", how to pass an option from outside; "" if only in code."""
+    """Return " (here: HOW)", how to pass an option without changing code, or ""."""
     ((name, value),) = option.items()
     how = _from_outside(OPTIONS[name], value)
     return how and f" (here: {how})"

@@ -48,7 +48,7 @@ class Backward:
     kinds: tuple[int, ...] = ()  # different kinds share no bucket; (): one kind
 
     def kind(self, position: int) -> int:
-        """Return a number for dtype and device of the gradient at a ready position."""
+        """Return the number of the (dtype, device) of the gradient at ``position``."""
         return self.kinds[position] if self.kinds else 0
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Precision(NamedTuple):
-    """Hold the dtypes to cast parameters, reductions and buffers to; None: no cast."""
+    """Hold the dtypes for parameters, reductions and buffers, each perhaps None."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None  # None: `param_dtype`

@@ -187,9 +187,10 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     def _pre_forward(
         self, *inputs: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """In grad mode check, rebuild buckets; send buffers; return (moved) inputs.
+        """Check the last backward, rebuild buckets (in grad mode); broadcast buffers.
 
-        If a collective among these fails, later forwards raise until `reset`.
+        Return (moved) inputs. If a collective fails, later forwards raise until
+        `reset`.
         """
         with_grad = torch.is_grad_enabled()
         if with_grad:

@@ -34,7 +34,7 @@ class Meeting:
         post_json(self._store, topic, self.rank, value)
 
     def claim(self, times: int = 1) -> int:
-        """Count ``times`` more processes with this rank number; return how many are."""
+        """Count ``times`` more processes that are this rank; return their number."""
         return int(self._store.add(f"claimed/{self.rank}", times))
 
     def leave(self, why: str) -> None:

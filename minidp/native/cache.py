@@ -60,7 +60,10 @@ def nearest(recipe: Recipe) -> tuple[Path | None, list[str]]:
 
 @contextmanager
 def workspace() -> Iterator[Path]:
-    """Under the lock, yield an empty folder for a build; delete it, and older ones."""
+    """Yield an empty folder for a build, deleted at exit; first delete old ones.
+
+    Call only under the cache's lock.
+    """
     for leftover in folder().glob(f"{_PREFIX}*"):
         # Its builder is dead: a living one would hold the lock.
         shutil.rmtree(leftover, ignore_errors=True)

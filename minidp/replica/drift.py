@@ -96,7 +96,7 @@ class ReplicaCheck:
         self._was_hooked = False  # by a foreign comm hook, since the last agreement
 
     def is_due(self, step: int) -> bool:
-        """Return whether to compare in this step: by schedule, or to look again."""
+        """Return whether to compare in this step: scheduled, or after a difference."""
         every = AUTO_EVERY if isinstance(self._every, str) else self._every
         is_early = self._is_auto and step in AUTO_STEPS
         return self._suspect is not None or is_early or step % every == 0

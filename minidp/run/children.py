@@ -35,7 +35,7 @@ START = Path(__file__).with_name("at_start")
 def reached_children(
     command: str = "run", *, swaps: bool, is_compared: bool = False
 ) -> Iterator[None]:
-    """In the block, let Python processes that are started run `join` when they start.
+    """In the block, let child processes (of Python) call `join` once they import torch.
 
     ``swaps``: they swap torch's class, else keep it; ``is_compared``: they are seeded
     as runs of a comparison are. Error messages name ``command`` in remedies.

@@ -76,7 +76,7 @@ def check_all_reduce(
 def judge_all_reduce(
     num_bytes: int, world_size: int, seconds: float, wrong: int
 ) -> Finding:
-    """Judge an all-reduce: failed if any is ``wrong``; a warning below 12.5 MB/s."""
+    """Judge an all-reduce: failed for ``wrong`` elements; a warning below 12.5 MB/s."""
     size = f"{num_bytes:,} B"
     if wrong:
         return failed(

@@ -101,7 +101,7 @@ def judge_same_replicas(logs: Logs) -> Finding:
 
 
 def judge_accumulation(logs: Logs) -> Finding:
-    """Return a warning if the typical step follows several synchronised backwards."""
+    """Return a warning if most optimizer steps follow several reduced backwards."""
     seen = [count for count in logs[min(logs)]["backwards"] if count]
     if not seen:
         return skipped("no synchronised backward before an optimizer step seen")
