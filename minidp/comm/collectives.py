@@ -31,7 +31,8 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
     """Start to sum ``tensor`` over all ranks, in place; return the work to wait for.
 
     In a group of one rank it starts nothing and returns finished work, except on CUDA
-    (an all-reduce orders streams), for sparse tensors (it coalesces) and Python groups.
+    (an all-reduce orders streams), for sparse tensors (it merges equal indices) and
+    Python groups.
     """
     is_plain = tensor.is_cpu and tensor.layout is torch.strided
     is_python = is_python_group(group)

@@ -189,8 +189,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the last backward, rebuild buckets (in grad mode); broadcast buffers.
 
-        Return (moved) inputs. If a collective fails, later forwards raise until
-        `reset`.
+        Return (moved) inputs. If a collective fails, forwards raise until `reset`.
         """
         with_grad = torch.is_grad_enabled()
         if with_grad:
