@@ -4,7 +4,7 @@ The model calls a hidden `DataParallel`, through the attribute for the result of
 ``Module.compile()``, which torch leaves out of copies and pickles::
 
     model(x) -> Detour -> DataParallel.forward: checks, module buffers, rebuild
-                              |- Detour, this time straight on -> the model's forward
+                              |- Detour, which now calls the model's own forward
                               '- arms the reducer
 """
 
@@ -139,7 +139,7 @@ class _Depth(threading.local):
 
 
 class _Inside(DataParallel):
-    """A `DataParallel` that calls the model's forward, not the `Detour` back to it."""
+    """`DataParallel` of an attached model: calls its own forward, not its `Detour`."""
 
     _depth: _Depth
 
@@ -150,7 +150,7 @@ class _Inside(DataParallel):
 
 
 class Detour:
-    """Call a model's wrapper; inside it or `alone`, the model. Its copies are None."""
+    """Take a model's calls: to the wrapper or, inside that, to the model's forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -161,7 +161,7 @@ class Detour:
 
     @untraced_itself
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the wrapper; if detached or inside `deeper`, the model's own forward."""
+        """Call the wrapper; detached or inside `deeper`, the model's own forward."""
         if self.through is not None and not self.depth.now:
             return self.through(*inputs, **kwargs)
         return (self.compiled or self._model._call_impl)(*inputs, **kwargs)
@@ -183,7 +183,7 @@ def straight_on(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _check(model: nn.Module) -> None:
-    """Raise if a model is compiled, is a wrapper, or (after gc) averaged already."""
+    """Raise if a model is compiled, is a wrapper, or is averaged by another object."""
     name = type(model).__name__
     for inner, remedy in (
         ("_orig_mod", "attach to the module that was compiled, then compile it"),

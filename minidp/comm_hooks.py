@@ -198,7 +198,7 @@ class _Exchange:
         )
 
     def finish(self) -> None:
-        """Wait for the all-to-all, average in float32, start a gather into `future`."""
+        """Wait for the all-to-all, average in float32, start to gather the results."""
         wait_for(self._work)  # within the limit of the reducer that launches
         total = self._received.sum(0, dtype=torch.float32)
         mean = total.div_(self._divisor).to(self._sent.dtype)
@@ -294,7 +294,7 @@ def int8_error_feedback_hook(
 
 
 def _quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int8 codes and float32 scales by row; for rows not finite, 0 and NaN."""
+    """Return int8 codes and a float32 scale per row; 0 and NaN for rows not finite."""
     scales = values.abs().amax(dim=1, keepdim=True) / 127
     scales.masked_fill_(~scales.isfinite(), torch.nan)
     steps = values / scales.masked_fill(scales == 0, 1)  # of zeros
@@ -344,7 +344,7 @@ def one_at_a_time(hook: Hook) -> Hook:
 
 
 def _group_and_divisor(state: Group, bucket: GradBucket) -> tuple[ProcessGroup, int]:
-    """Return ``state`` and its size; if None, the bucket's own group and divisor."""
+    """Return the group in ``state`` and its size, or the bucket's group and divisor."""
     if state is None or state is bucket.process_group():
         return bucket.process_group(), bucket.divisor()
     return state, state.size()
@@ -357,7 +357,7 @@ def _check_state(state: object, kind: type) -> None:
 
 
 def _shrinks(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a dense floating buffer takes fewer bytes in ``dtype``."""
+    """Return whether a dense floating buffer gets smaller if cast to ``dtype``."""
     return (
         buffer.layout is torch.strided
         and buffer.dtype.is_floating_point

@@ -28,12 +28,12 @@ _OURS = (
 
 
 def say(text: str) -> None:
-    """Print a line and flush standard output; a closed pipe mutes it from then on."""
+    """Print a line to standard output and flush; after a closed pipe, print nothing."""
     _write(sys.stdout, text)
 
 
 def say_on_stderr(text: str) -> None:
-    """Print a line and flush standard error; a closed pipe mutes it from then on."""
+    """Print a line to standard error and flush; after a closed pipe, print nothing."""
     _write(sys.stderr, text)
 
 
@@ -47,7 +47,7 @@ def _write(stream: TextIO | None, text: str) -> None:
 
 
 def _mute(stream: TextIO) -> None:
-    """Redirect a stream to the null device, with what it has not written yet."""
+    """Redirect a stream to the null device, also text that it has not written yet."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -93,7 +93,7 @@ def run_command(
     add_arguments: Callable[[argparse.ArgumentParser], None],
     main: Callable[[argparse.Namespace], int],
 ) -> NoReturn:
-    """Parse the command line, call ``main`` with the result; exit with its status."""
+    """Parse the command line by ``add_arguments``; exit with the status of ``main``."""
     style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(name, None, description, formatter_class=style)
     add_arguments(parser)
@@ -111,9 +111,9 @@ def positive_seconds(text: str) -> float:
 def parse(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Return parsed options (of ``sys.argv`` by default), also if the pipe is closed.
+    """Parse a command line (default: ``sys.argv``); output to a closed pipe is dropped.
 
-    Exits as argparse does, with 0 after help and 2 after wrong usage, its text flushed.
+    Exits as argparse does: with 0 after help and 2 after wrong usage.
     """
     streams = [s for s in (sys.stdout, sys.stderr) if s is not None]
 

@@ -69,7 +69,7 @@ class InternalError(AssertionError):
 
 
 def lost_hooks(rank: int, names: Sequence[str]) -> str:
-    """Return the error text for parameters that lost their grad hooks."""
+    """Return the error text for parameters whose grad hooks do not run any more."""
     return explain(
         rank,
         "Parameters lost their grad hooks, so their gradients cannot be averaged.",

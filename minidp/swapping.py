@@ -87,13 +87,13 @@ def swapped() -> Iterator[None]:
 
 
 class _Swapping:
-    """Count nested blocks; swap at the start of the outermost one, undo at its end."""
+    """Count nested blocks; swap at the begin of the outermost one, undo at its end."""
 
     depth = 0
     _lock = threading.RLock()
 
     def begin(self) -> None:
-        """Enter a block: swap, unless swapped; warn of classes derived before that."""
+        """Enter a block; if outermost: swap, warn of classes derived before."""
         with self._lock:
             self.depth += 1
             if self.depth > 1:
@@ -121,7 +121,7 @@ _swapping = _Swapping()
 
 
 class _Module(ModuleType):
-    """The type of ``torch.nn.parallel.distributed`` while swapped.
+    """Type of the module ``torch.nn.parallel.distributed`` while its class is swapped.
 
     Its own code keeps torch's class: globals do not pass through properties.
     """
@@ -139,7 +139,7 @@ class _Module(ModuleType):
 
 @functools.wraps(TORCHS.__init__)
 def _init(self: Any, *given: Any, **options: Any) -> None:
-    """Initialise an object of torch's class as minidp's; of a derived, as torch's."""
+    """Make an object of torch's class one of minidp's; a derived one stays torch's."""
     ours: Any = DistributedDataParallel
     if type(self) is TORCHS:
         self.__class__ = ours
@@ -149,21 +149,21 @@ def _init(self: Any, *given: Any, **options: Any) -> None:
 
 
 class _PassedOn:
-    """Swap in processes that ``spawn`` or ``forkserver`` starts: they unpickle this."""
+    """Object for child processes that ``spawn`` starts: unpickling it swaps there."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return swap_here, ()
 
 
 def swap_here() -> _PassedOn:
-    """Swap for good, unless swapped; return an object whose unpickling does this."""
+    """Swap for good, unless swapped; return an object that does so when unpickled."""
     if not _swapping.depth:
         _swapping.begin()
     return _PassedOn()
 
 
 def _patch(init: Any, passed_on: _PassedOn | None) -> None:
-    """Set torch's constructor, and what child processes unpickle (None: nothing)."""
+    """Set ``init`` as torch's constructor; hand ``passed_on`` to child processes."""
     TORCHS.__init__ = init  # type: ignore[method-assign]
     settings: dict[str, Any] = vars(multiprocessing.process.current_process())[
         "_config"
@@ -174,7 +174,7 @@ def _patch(init: Any, passed_on: _PassedOn | None) -> None:
 
 
 def _rebind(old: type, new: type, *skipped: str) -> None:
-    """Rebind globals from ``old`` to ``new``, but not in packages ``skipped``."""
+    """Replace ``old`` by ``new`` in module globals, but not in packages ``skipped``."""
     for name, module in list(sys.modules.items()):
         # The __dict__ of a lazy module does not wake it up.
         if name.partition(".")[0] not in skipped and isinstance(module, ModuleType):

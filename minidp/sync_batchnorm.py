@@ -108,7 +108,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @torch.no_grad()
     def _track(self, batch: Batch) -> None:
-        """Count the batch; unless empty, blend it into running mean and variance."""
+        """Count the batch; blend its statistics (if any) into the running ones."""
         factor = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -184,7 +184,7 @@ def refuse_torchs(module: nn.Module, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Hold statistics over the batches of all ranks, and who joins in the backward."""
+    """Hold statistics over all ranks' batches, and which ranks run a backward."""
 
     mean: torch.Tensor  # 1D float64, one element per channel
     var: torch.Tensor  # 1D float64, biased
@@ -195,7 +195,7 @@ class Batch:
 
 @torch.no_grad()
 def merge_moments(x: torch.Tensor, wants: int, group: ProcessGroup) -> Batch:
-    """Collective: return the `Batch` of all ranks, with equal bits on each.
+    """Collective: return the `Batch` (mean, variance, ...) of all ranks, equal on each.
 
     Channels are dimension 1 of ``x``; ``wants`` is how far this rank takes part in the
     backward. Waits on a side group of ``group``, which the backward uses, too.
@@ -245,7 +245,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        """Return gradients; collective if any rank needs the gradient of its input."""
+        """Return gradients; a collective if the input of any rank needs a gradient."""
         x, weight, mean, invstd = ctx.saved_tensors
         batch: Batch = ctx.batch
         is_collective = INPUTS_TOO in batch.wants
@@ -276,7 +276,7 @@ class _Normalize(torch.autograd.Function):
 def _moments_of_inputs(
     x: torch.Tensor, batch: Batch, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collective: recompute mean and 1 / std, with a graph to all ranks' inputs."""
+    """Collective: recompute mean and 1 / std, differentiable by all ranks' inputs."""
     x = x.to(_wide(x))
     count = max(batch.count, 1)
     mean = _apply(_SumOverRanks, x.sum(_all_but_channels(x)), batch.group) / count
@@ -286,9 +286,9 @@ def _moments_of_inputs(
 
 
 def _expect_everyone(batch: Batch, *, with_graph: bool) -> None:
-    """Raise CollectiveError on all ranks if one will not run the same backward.
+    """Raise CollectiveError on all ranks if one will not run this backward, too.
 
-    Its forward must need a backward; ``with_graph``, also the gradient of its input.
+    Each rank's forward must need a backward; ``with_graph``: and its input a gradient.
     """
     least, expected = PARAMETERS_ONLY, "every rank's forward to have a backward"
     if with_graph:
@@ -307,7 +307,7 @@ def _expect_everyone(batch: Batch, *, with_graph: bool) -> None:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over all ranks; so does its backward, as all ranks depend on the result."""
+    """Sum over all ranks; its backward sums gradients, as all ranks use the result."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -334,7 +334,7 @@ def _watch(group: ProcessGroup, which: str) -> AbstractContextManager[None]:
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
-    """Return the accumulation dtype: float64 for float64, else float32."""
+    """Return the dtype to calculate in: float64 for float64, else float32."""
     return torch.float64 if x.dtype is torch.float64 else torch.float32
 
 

@@ -101,7 +101,7 @@ class Listener(Protocol):
 
 
 class Tracer:
-    """Pass the events of one reducer on to its recorders and listeners."""
+    """Receive the events of one reducer, and pass them to recorders and listeners."""
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None  # of all events
@@ -111,14 +111,14 @@ class Tracer:
 
     @property
     def is_on(self) -> bool:
-        """Return whether there is a recorder or a listener."""
+        """Whether there is a recorder or a listener."""
         recorders = (self.recorder, self.bucket_recorder)
         return bool(self.listeners) or any(one is not None for one in recorders)
 
     def note(self, moment: Moment, index: int, *_future: object) -> None:
-        """Record an event of a gradient or bucket; send a bucket's to the listeners.
+        """Record an event of a gradient or bucket; pass a bucket's to the listeners.
 
-        Callbacks of futures add an argument, which is ignored.
+        May be a callback of a future, which adds an argument: it is ignored.
         """
         if self.recorder is not None:
             self.recorder.record(moment, index, self.backward)
@@ -129,7 +129,7 @@ class Tracer:
                 listener.note(moment, index)
 
     def enter(self, phase: StepPhase) -> None:
-        """Send an event of the step to the listeners."""
+        """Tell the listeners that a phase of a step begins or ends."""
         for listener in tuple(self.listeners):
             listener.enter(phase)
 
@@ -139,7 +139,7 @@ _is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def label(doing: str, bucket: int | None = None) -> AbstractContextManager[object]:
-    """Return a range ``minidp::doing bucket=3`` for torch.profiler, or a no-op."""
+    """Return a range ``minidp::doing bucket=3`` for torch.profiler; a no-op if off."""
     if not _is_profiling():
         return _NOTHING
     which = "" if bucket is None else f" bucket={bucket}"

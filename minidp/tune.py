@@ -101,7 +101,7 @@ def _tune(script: Script, out: Path) -> int:
 
 @contextmanager
 def tuned(out: Path) -> Iterator[TunedLayouts]:
-    """Let each `DataParallel` made in the block search, and write, its best layout.
+    """Let each `DataParallel` made in the block search its best layout and write it.
 
     The first model's layout goes to ``out``; `numbered` names the other files.
     """
@@ -121,7 +121,7 @@ class TunedLayouts:
         self._is_rank_0 = True
 
     def add(self, ddp: DataParallel) -> None:
-        """Register a model; let its search, if any, write the layout that it finds."""
+        """Register a model; if it searches a layout, have the result written."""
         number, group = len(self._models), ddp.process_group
         self._is_rank_0 = group.rank() == 0
         self._models.append((group.size(), ddp._reducer.ledger))
@@ -147,7 +147,7 @@ class TunedLayouts:
         say_on_stderr(f"minidp tune: {path}: {choice}. {use}")
 
     def finish(self) -> int:
-        """Return 1, and print why, if rank 0 misses a layout or any model; else 0."""
+        """Return 1, and print why, if rank 0 lacks a model or some layout; else 0."""
         count, missing = len(self._models), len(self._models) - self._num_written
         if not self._is_rank_0:
             return 0

@@ -61,17 +61,17 @@ class Trial:
 
     @property
     def judged(self) -> Sequence[Sample]:
-        """The samples to compare: without timed gradients, or all if all were timed."""
+        """The samples to compare: those without timed grad hooks, else all."""
         return [s for s in self.samples if not s.ready_s] or self.samples
 
     @property
     def seconds(self) -> float:
-        """Median over `judged` of the seconds until every gradient is averaged."""
+        """Median seconds of the compared samples until every gradient is averaged."""
         return median(sample.reduced_s for sample in self.judged)
 
     @property
     def exposed_s(self) -> float:
-        """Median over `judged` of the seconds from computed to averaged gradients."""
+        """Median seconds, of compared samples, from computed to averaged gradients."""
         return median(sample.reduced_s - sample.computed_s for sample in self.judged)
 
     @property
@@ -127,15 +127,15 @@ class Search:
         self._trials = {torchs: self._torchs}
 
     def add(self, layout: Layout, samples: Sequence[Sample]) -> None:
-        """Add samples of backwards that used ``layout`` to its trial, or a new one."""
+        """Add samples of backwards that used ``layout`` to the `Trial` of it."""
         self._trials.setdefault(layout, Trial(layout)).samples.extend(samples)
 
     def proposal(self, trial: int) -> Layout:
         """Return the layout of a trial; from NUM_TRIALS on, the one that stays.
 
-        Of 0, 4, and if no gradient was timed, torch's; of 1 to 3 by the model; then of
-        the two fastest others the less timed one. 2 and 3 store their predicted
-        seconds, and raise ValueError if too few sizes were measured.
+        0, 4 and, if no gradient was timed, all: torch's. 1 to 3: by the model. Then the
+        less timed one of the two fastest others. 2 and 3 store predicted seconds;
+        ValueError if too few sizes were measured.
         """
         if trial in (0, 4) or not self._torchs.samples:
             return self._torchs.layout
@@ -163,7 +163,7 @@ class Search:
         return layout
 
     def choice(self) -> Choice:
-        """Choose the fastest trial, or torch's if hardly slower; fill `predicted_s`."""
+        """Choose the fastest trial, or torch's if it is hardly slower; return both."""
         best = min(self._timed(), key=lambda one: one.seconds)
         if not best.is_clearly_faster(self._torchs):
             best = self._torchs
@@ -175,7 +175,7 @@ class Search:
         return [one for one in self._trials.values() if one.samples]
 
     def _prediction(self, layout: Layout) -> float | None:
-        """Return a layout's predicted exposed seconds; None if too little was timed."""
+        """Return a layout's exposed seconds by the model; None if not predictable."""
         found = self._backward(late=False)
         if found is None:
             return None
@@ -193,9 +193,10 @@ class Search:
         return fit_network(m for sample in samples for m in sample.messages)
 
     def _backward(self, *, late: bool) -> tuple[Backward, tuple[int, ...]] | None:
-        """Return a backward of median times (``late``: 80 % quantile), and its order.
+        """Return a `Backward` of median times, and the parameter at each position.
 
-        The order has parameter indices, none delayed. None if no gradients were timed.
+        ``late``: of 80 % quantiles. No delayed parameters. None if no gradient was
+        timed.
         """
         samples = [s for one in self._timed() for s in one.samples if s.ready_s]
         if not samples:
@@ -213,7 +214,7 @@ class Search:
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
-    """Return the one of the values below which about ``share`` (0 to 1) of them lie."""
+    """Return one of ``values``: about a part ``share`` (0 to 1) of them is smaller."""
     return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 

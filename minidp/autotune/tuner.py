@@ -40,7 +40,7 @@ TIMED_STEPS = (1, 2)  # ... and in these backwards of them
 
 
 class AutotunePolicy(RebuildPolicy):
-    """Rebuild buckets for trials of several layouts; keep the fastest layout."""
+    """Decide on rebuilds of buckets: several layouts on trial, then the fastest."""
 
     uses_grads = False
 
@@ -51,7 +51,7 @@ class AutotunePolicy(RebuildPolicy):
         self._reset_trials()
 
     def measure(self, queue: BucketQueue, hooks: GradHooks) -> None:
-        """Count backwards of ``queue``; keep weak references to it and ``hooks``.
+        """Attach to ``queue``, to count its backwards; keep weak references to both.
 
         Call this once, before the first backward. Rank 0 measures with both, later.
         """
@@ -71,7 +71,7 @@ class AutotunePolicy(RebuildPolicy):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the current layout stays: trials are over, or none take place."""
+        """Whether the current layout stays: trials are over, or there are none."""
         return self._starts_rebuilt or self._trial >= NUM_TRIALS
 
     @property
@@ -86,7 +86,7 @@ class AutotunePolicy(RebuildPolicy):
         return self._count > 0
 
     def next_layout(self, specs: Sequence[ParamSpec], config: ReducerConfig) -> Layout:
-        """Begin the next trial, and return this rank's proposal; only rank 0's is used.
+        """Begin the next trial; return a layout for it, of which only rank 0's counts.
 
         Trial 0 has torch's layout; on rank 0 measuring starts. For later ones rank 0
         decides by what it measured; the other ranks return the current layout.
@@ -111,12 +111,12 @@ class AutotunePolicy(RebuildPolicy):
     def plain_layout(
         self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig
     ) -> dict[str, Any]:
-        """Return the layout as a dict; "rebuilt" is False until trials are over."""
+        """Return layout ``now`` as a dict; "rebuilt" is False until trials are over."""
         plain = super().plain_layout(now, specs, config)
         return plain | {"rebuilt": self.is_settled}
 
     def reset(self, *, rebuilds_again: bool = False) -> None:
-        """Drop the kept order and all measurements, and start any trials again."""
+        """Forget the ready order and all measurements; start trials again, if any."""
         super().reset(rebuilds_again=rebuilds_again)
         self._reset_trials()
 
@@ -137,10 +137,11 @@ class AutotunePolicy(RebuildPolicy):
             self._stopwatch = None
 
     def _decide(self, search: Search, now: Layout) -> Layout:
-        """Add the ended trial's steps, without the first; return the next layout.
+        """On rank 0: store the ended trial's times, return the next trial's layout.
 
-        After the last trial also stop measuring, log the outcome and call `told`.
-        Return ``now`` (no `told`) if a hook may know the buckets, or the model fails.
+        After the last trial: stop measuring, log and return the layout that stays, pass
+        it to `told`, if set. Return ``now`` instead, without `told`, if the comm hook
+        may know the buckets, or the measurements do not fit the model.
         """
         assert self._stopwatch is not None
         is_last = self._trial == NUM_TRIALS
@@ -177,7 +178,7 @@ class AutotunePolicy(RebuildPolicy):
 
 
 def sample_of(step: Step, layout: Layout) -> Sample:
-    """Convert a step to a `Sample`: seconds since its backward began, and messages."""
+    """Convert a recorded step to a `Sample`, of times since its backward began."""
     begin, end = step.backward.begin_ns, step.backward.end_ns
     spans = []
     for times in step.buckets:

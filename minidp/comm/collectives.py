@@ -30,8 +30,9 @@ MAX_IN_FLIGHT = 2  # coalesced broadcasts; more would only hold more memory
 def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
     """Start to sum ``tensor`` over all ranks, in place; return the work to wait for.
 
-    In a group of one rank nothing runs, and the work is finished, except on CUDA (which
-    orders streams), for sparse tensors (which it coalesces), and in Python groups.
+    In a group of one rank it starts nothing and returns finished work, except on CUDA
+    (an all-reduce orders streams), for sparse tensors (it merges equal indices) and
+    Python groups.
     """
     is_plain = tensor.is_cpu and tensor.layout is torch.strided
     is_python = is_python_group(group)
@@ -47,7 +48,7 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
 
 
 def start_broadcast(tensor: torch.Tensor, group: ProcessGroup, root: int) -> Work:
-    """Start to overwrite ``tensor`` with the root rank's; return its work."""
+    """Start to overwrite ``tensor`` with that of rank ``root``; return the work."""
     # The group's own method: torch.distributed does not know side groups.
     options = dist.BroadcastOptions()
     options.rootRank = root
@@ -130,11 +131,11 @@ def broadcast_coalesced(
     message_bytes: int,
     root: int = 0,
 ) -> None:
-    """Overwrite ``tensors`` (any shapes, strides, dtypes) with the root's, in place.
+    """Collective: overwrite ``tensors`` (any shapes, dtypes) with the root's, in place.
 
-    Tensors are sent as raw bytes, so that a message of about ``message_bytes`` carries
-    all dtypes of a device; at most two are in flight. Version counters do not change: a
-    graph may have saved a buffer. RuntimeError for sparse and quantized tensors.
+    Sent as raw bytes: a message of about ``message_bytes`` carries all dtypes of a
+    device; at most two messages are in flight. Version counters do not change, so that
+    a graph may have saved a tensor. RuntimeError for sparse and quantized tensors.
     """
     for tensor in tensors:
         is_sparse = tensor.layout is not torch.strided
@@ -167,7 +168,7 @@ def broadcast_coalesced(
 
 
 def _unpack(tensors: list[torch.Tensor], message: torch.Tensor, work: Work) -> None:
-    """Wait for a message's broadcast, then overwrite ``tensors`` with the values."""
+    """Wait for the broadcast of ``message``; overwrite ``tensors`` with its values."""
     wait_for(work)
     pieces = message.split([t.nbytes for t in tensors])
     for tensor, piece in zip(tensors, pieces, strict=True):

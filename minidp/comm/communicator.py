@@ -1,7 +1,7 @@
 """Give collectives of one process group a time limit, and explain their failures.
 
-A `Communicator` waits in slices; between two of them its `PeerMonitor` tells whether a
-rank will never take part. At the limit, or when the backend gives up, the error names
+A `Communicator` waits in slices; after each it asks its `PeerMonitor` whether a rank
+will never take part. At the limit, or when the backend gives up, the error names
 missing ranks. A failure leaves the group unusable: it is remembered until `reset`.
 """
 
@@ -31,40 +31,44 @@ ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are bus
 
 
 class Report(NamedTuple):
-    """Hold what a `PeerMonitor` knows about the ranks missing in a collective."""
+    """Hold what is known about the ranks that are missing in a collective."""
 
     text: str = ""  # sentences that name the missing ranks, for an error or warning
     may_still_come: bool = False  # no rank is gone, and some rank is busy elsewhere
 
 
 class PeerMonitor:
-    """Know nothing of other ranks; the subclass in `minidp.hang` does."""
+    """Answer that nothing is known of other ranks; `minidp.hang` has a subclass."""
 
     def find_lost(self, started: int) -> str:
-        """Return why collective ``started`` cannot finish; "" if no rank gave up."""
+        """Return why collective number ``started`` cannot finish, or ""."""
         return ""
 
     def report(self, started: int) -> Report:
-        """Return which ranks have not joined ``started`` (may take seconds)."""
+        """Return which ranks are missing in collective number ``started``.
+
+        May take seconds.
+        """
         return Report()
 
     def give_up(self, why: str) -> None:
-        """Tell the other ranks ``why`` this rank joins no more collectives."""
+        """Tell other ranks that this one joins no further collective, and ``why``."""
 
     def ask_who_skips(self, step: int, steps: int) -> Work | None:
-        """Start to ask if all ranks skip reduction ``step``; None: cannot ask.
+        """Ask other ranks whether all skip backward ``step``; None: cannot ask.
 
-        The work is done once all ranks skip it or one runs it.
+        The work returned is done once all ranks skip it, or one runs it. ``steps``:
+        this rank's optimizer steps since its last reduced backward.
         """
         return None
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
-        """Use the store of ``group``, under ``key``, from now on; here a no-op."""
+        """Use the store of ``group``, under ``key``, from now on; a no-op here."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Count a communicator's collectives, also for threads that outlive it."""
+    """Count collectives; threads may keep this object without the communicator."""
 
     started: int = 0  # all collectives
     launched: int = 0  # asynchronous collectives
@@ -72,9 +76,9 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """Hold a collective's launch time and limit, to find out whether it is late.
+    """Hold a running collective, its launch time and limit, to tell if it is late.
 
-    Only of those that the host waits long for, or that an accelerator executes.
+    Made for long waits of the host, and for collectives that an accelerator runs.
     """
 
     work: Work
@@ -117,7 +121,7 @@ class Communicator:
         self.reset(group)
 
     def reset(self, group: ProcessGroup) -> None:
-        """Use ``group`` from now on; clear failure flag, counts, device collectives."""
+        """Use ``group`` from now on; forget failures, counts, running collectives."""
         self.has_failed = False
         self.tally.started = self.tally.launched = 0
         self.group = group
@@ -144,19 +148,19 @@ class Communicator:
 
     @property
     def place(self) -> str:
-        """Describe what this rank is waiting for or launching now; "" if nothing."""
+        """Text of what this rank is waiting for or launching now; "" if nothing."""
         operation = self.operation  # another thread may end it meanwhile
         return "" if operation is None else operation.place
 
     def watching(self, doing: str, bucket: int | None = None) -> Operation:
-        """Return a context that limits waits and explains failures inside.
+        """Return a context: limits waits inside; its errors name missing ranks.
 
         ``doing`` completes the sentence "A collective failed while ...".
         """
         return Operation(self, doing, bucket)
 
     def blocking(self, doing: str) -> Operation:
-        """Count one collective, which starts and ends inside; return as `watching`."""
+        """Count one collective; return a context, as `watching`, to run it inside."""
         self.tally.started += 1
         return Operation(self, doing, None)
 
@@ -183,15 +187,15 @@ class Communicator:
             return self._on_device[0] if self._on_device else None
 
     def find_late_on_device(self) -> InFlight | None:
-        """Return the accelerator's oldest collective if it is too late, else None."""
+        """Return the accelerator's oldest collective if over its limit, or None."""
         oldest = self._oldest_on_device()
         return oldest if oldest and oldest.waited > oldest.allowed else None
 
     def extend(self, late: InFlight) -> bool:
-        """Extend the limit of ``late`` while missing ranks are busy; return whether.
+        """Extend the limit of ``late`` while missing ranks are busy; return if it did.
 
         Logs who is missing whenever the wait has doubled. False if a rank is gone, no
-        missing rank is busy, the limit is strict, or the backend's timeout is over.
+        missing rank is busy, not `is_patient`, or the backend's timeout is over.
         """
         waited = late.waited
         backends = group_timeout(self.group).total_seconds()
@@ -219,7 +223,8 @@ class Communicator:
         """Wait for a collective, at most until the time limit; return its result.
 
         Raises TimeoutError if the limit is over or another rank gave up; `watching`
-        makes a `CollectiveError` of it. Limits only Gloo, and work that can time out.
+        makes a `CollectiveError` of it. No limit unless Gloo, or work that can time
+        out.
         """
         is_timed = self._is_timed or getattr(work, "can_time_out", False)
         if self.limit is None or not is_timed or is_done_within(work, SLICE_SECONDS):
@@ -258,24 +263,25 @@ class Operation:
 
     @property
     def place(self) -> str:
-        """What this rank does in the block, and for which bucket, for messages."""
+        """Text of what this rank does in the block, with the bucket's number if any."""
         bucket = "" if self._bucket is None else f" of bucket {self._bucket}"
         return f"{self._doing}{bucket}"
 
     def __enter__(self) -> None:
-        """Limit this thread's `wait_for`; become the communicator's `operation`.
+        """Apply the communicator's time limit to `wait_for` calls of this thread.
 
-        Other threads report the `place` of that operation as what this rank does.
+        Become its `operation`: other threads report that as what this rank does.
         """
         owner = self._communicator
         self._outer, owner.operation = owner.operation, self
         self._outer_waiter, current_deadline.waiter = current_deadline.waiter, owner
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        """Turn an exception into a `CollectiveError`, unless minidp raised it.
+        """Turn an exception into a `CollectiveError`, unless it is minidp's own.
 
-        Sets `has_failed`, and tells other ranks of a `CollectiveError`. To the error of
-        a comm hook whose future failed only adds who is missing. Restores outer limits.
+        Marks the group as failed; tells other ranks of a `CollectiveError`. The error
+        of a comm hook's future is raised again with the missing ranks. Restores outer
+        limits.
         """
         current_deadline.waiter = self._outer_waiter
         try:

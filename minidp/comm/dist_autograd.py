@@ -59,7 +59,7 @@ class NotedContexts:
                 self._noted = [*{*self._noted, context}]
 
     def reset(self) -> None:
-        """Forget all recorded contexts; called when a reduction is over."""
+        """Forget the recorded contexts, when all gradients have been reduced."""
         self._noted.clear()
 
     def _is_distributed(self, i: int) -> bool:
@@ -67,7 +67,10 @@ class NotedContexts:
         return is_rpc_up() and not torch._C._will_engine_execute_node(self._nodes[i])
 
     def has_gradient(self, i: int) -> bool:
-        """Return whether ``i``, whose hook runs, has a ``.grad`` or an RPC backward."""
+        """Return whether parameter ``i`` has a ``.grad``, or gets one by RPC now.
+
+        To be called in its grad hook.
+        """
         return self._params[i].grad is not None or self._is_distributed(i)
 
     def of_backward(self, i: int) -> ContextGrads | None:
@@ -102,7 +105,7 @@ class NotedContexts:
 
 @dataclass(frozen=True)
 class ContextGrads:
-    """Access the gradients of one distributed backward, in its RPC context."""
+    """Read the gradients that one distributed backward put into its RPC context."""
 
     context: int  # the RPC context's id
     rank: int  # group rank, for errors
@@ -115,10 +118,11 @@ class ContextGrads:
     def to_write(
         self, params: Sequence[torch.Tensor], names: Sequence[str], kept: Iterable[int]
     ) -> list[torch.Tensor | None]:
-        """Return a bucket's gradients to overwrite with averages; None if ``kept``.
+        """Return the gradients of ``params`` to write averages into; None if kept.
 
-        Raises GradientError if the context lacks one: Python can change gradients in a
-        context, but not add them.
+        ``kept``: positions in ``params`` of gradients to leave alone. Raises
+        GradientError if the context lacks another one: Python cannot add gradients to a
+        context.
         """
         grads = self.read(params)
         without = [k for k, grad in enumerate(grads) if grad is None]
@@ -129,7 +133,7 @@ class ContextGrads:
 
 
 def explain_partly_used(rank: int, names: Sequence[str]) -> str:
-    """Return the message that only some ranks have gradients of these parameters."""
+    """Return the error text for parameters with gradients on some ranks only."""
     return explain(
         rank,
         "Parameters have a gradient on some ranks only, in a backward of distributed "
@@ -142,7 +146,7 @@ def explain_partly_used(rank: int, names: Sequence[str]) -> str:
 
 
 def explain_mixed_backwards(rank: int, name: str) -> str:
-    """Return the message that gradients of one reduction are in two places."""
+    """Return the error text for gradients of one reduction in two places."""
     return explain(
         rank,
         "Two backwards of one reduction put their gradients into different places: a "
@@ -154,7 +158,7 @@ def explain_mixed_backwards(rank: int, name: str) -> str:
 
 
 def explain_stepping(rank: int) -> str:
-    """Return the message that a backward which steps leaves no ``.grad`` to apply."""
+    """Return the error text for optimizer steps inside a distributed backward."""
     return explain(
         rank,
         "An optimizer steps in the backward, but this is a backward of distributed "

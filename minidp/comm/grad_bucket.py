@@ -1,4 +1,4 @@
-"""Define `GradBucket`, the view of a bucket that comm hooks get; torch's interface."""
+"""Define `GradBucket`, a bucket as comm hooks see it, with the methods of torch's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Turn:
-    """Hold the order, divisor and group of one bucket's reduction."""
+    """Hold one bucket's number, divisor and group, and whether it is the last."""
 
     index: int  # the bucket's number, which is its place in launch order
     is_last: bool  # no bucket follows in this backward
@@ -83,7 +83,7 @@ class GradBucket:
         return [values.as_strided(s.shape, s.stride, start + s.offset) for s in slots]
 
     def in_row_major(self) -> GradBucket:
-        """Return a copy with row-major gradients; this bucket if they are so."""
+        """Return a copy whose gradients are contiguous; itself if they are already."""
         grads, slots = self.gradients(), self._plan.slots
         if self._plan.sparse or all(grad.is_contiguous() for grad in grads):
             return self

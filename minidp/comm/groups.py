@@ -60,14 +60,14 @@ def default_group() -> ProcessGroup:
 
 
 def joined_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return ``group``, or for None the default one; None if there is no default."""
+    """Return ``group`` (None: the default group); None if no default group exists."""
     if not is_initialized():
         return None
     return default_group() if group is None else group
 
 
 def default_first_bucket_bytes() -> int:
-    """Return torch's size limit of the first bucket: changing it changes minidp's."""
+    """Return torch's size limit of the first bucket in bytes, as users may set it."""
     return int(dist._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
 
 
@@ -129,7 +129,7 @@ def is_plain_gloo(group: ProcessGroup) -> bool:
 
 
 def is_mixed(group: ProcessGroup) -> bool:
-    """Return whether a group has several backends, or an unknown one."""
+    """Return whether a group has several backends, or one written in Python."""
     return is_python_group(group) or "," in dist.get_backend_config(group)
 
 
@@ -141,7 +141,7 @@ def is_builtin(group: ProcessGroup) -> bool:
 
 
 def exchange_device(group: ProcessGroup, fallback: torch.device) -> torch.device:
-    """Return the device for small messages: CPU if the backend can, or ``fallback``."""
+    """Return CPU if the group's backend can send CPU tensors, else ``fallback``."""
     of_cpu, backend = ("gloo", "mpi", "ucc", "threaded"), backend_name(group)
     can = any(name in backend for name in of_cpu)
     return torch.device("cpu") if can else fallback
@@ -195,9 +195,9 @@ _renewals: WeakKeyDictionary[ProcessGroup, dict[frozenset[int], str]] = (
 def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
     """Return a Gloo group over the same ranks for ``purpose``; create it if missing.
 
-    Returns ``group`` itself if its ranks share no store. On one group, a collective can
-    match a bucket of a rank whose graph differs: Gloo aborts, or adds both up. A side
-    group also saves the wait behind queued buckets.
+    Returns ``group`` itself if its ranks share no store. It keeps other collectives
+    apart from those of buckets: if graphs differ by rank, Gloo would match one with a
+    bucket, and abort or add both up. Also saves the wait behind queued buckets.
     """
     if not has_store(group):
         return group
@@ -218,17 +218,19 @@ def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
 
 
 def group_of_forwards(group: ProcessGroup) -> ProcessGroup:
-    """Return the group for collectives in forwards: for Gloo, a side group.
+    """Return the group for collectives in forwards: for Gloo, one apart from ``group``.
 
-    Else Gloo, after an extra forward on one rank, would match different buckets.
+    On the same group, after an extra forward on one rank, Gloo would match them with
+    another rank's buckets.
     """
     return side_group(group, "forwards") if is_timed(group) else group
 
 
 def renew_side_groups(group: ProcessGroup, key: str) -> None:
-    """Drop side groups of ``group``, which failed, and of groups of its ranks only.
+    """Forget the side groups of ``group`` and of groups of its ranks, after a failure.
 
-    All ranks call this. ``key`` names the next ones: equal on all ranks, never used.
+    All ranks call this; `side_group` then creates new ones. ``key`` names those: equal
+    on all ranks, never used before.
     """
     members = frozenset(group_ranks(group))
     renewals = _renewals.setdefault(default_group(), {})
@@ -249,9 +251,9 @@ _warned_without_store = False
 
 
 def mark_group(group: ProcessGroup, number: int) -> None:
-    """Put a number, equal on all ranks, into a group's store keys; 2nd call: no-op.
+    """Make a group's store keys contain ``number``, equal on all ranks; only 1st call.
 
-    Else, after a restart by torchrun, a new group would read an old one's keys.
+    Without it, after a restart by torchrun, a group would read keys of an old one.
     """
     _marks.setdefault(group, f"{number:x}")
 
@@ -261,13 +263,13 @@ def _prefix(group: ProcessGroup) -> str:
 
 
 def group_store(group: ProcessGroup, prefix: str) -> c10d.Store:
-    """Return the group's key-value store, which works after failed collectives."""
+    """Return a store for a group's keys under ``prefix``; failures do not break it."""
     store = c10d._get_default_store()
     return c10d.PrefixStore(f"{_prefix(group)}/{prefix}", store)
 
 
 def own_store(group: ProcessGroup, prefix: str) -> c10d.Store:
-    """Return the group's store through a second connection, for another thread."""
+    """Return `group_store` through a second connection, to use in another thread."""
     shared: Any = c10d._get_default_store()
     if shared not in _own_stores:
         _own_stores[shared] = shared.clone()
@@ -297,9 +299,9 @@ def address_of(store: object) -> tuple[str, int] | None:
 
 
 def has_store(group: ProcessGroup) -> bool:
-    """Return whether all ranks of a group share torch's store.
+    """Return whether all ranks of a group can reach torch's key-value store.
 
-    Torch must know its name, and as many ranks as it has (not so for torchft's groups).
+    Torch must know the group's name and all of its ranks (not so for torchft's groups).
     """
     is_known = is_initialized() and bool(group_name(group))
     if not is_known or len(group_ranks(group)) != group.size():
@@ -357,10 +359,10 @@ _left_behind: list[Work] = []
 
 
 def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
-    """Keep a group alive until the process ends if works in ``in_flight`` still run.
+    """Leak ``group`` until the process ends if some work in ``in_flight`` still runs.
 
-    Gloo frees a group only after these works, or the group's timeout (half an hour by
-    default), also at the end of the process. Then we wait 2 s for them at most.
+    Freeing a Gloo group waits for such work, up to its timeout (by default 30 minutes),
+    also at exit. There we wait 2 s at most.
     """
     works = [work for work in in_flight if getattr(work, "is_left_behind", True)]
     endless = [work for work in works if not work.is_completed()]
@@ -381,16 +383,16 @@ def _call_once_at_exit(function: Any) -> None:
 def _settle() -> None:
     """Sleep 0.05 s at exit, so that Gloo's threads release the last collectives.
 
-    After a collective its thread needs the GIL to drop tensors: in an interpreter that
-    is finalizing, this would abort the process (2 of 70 short runs, also torch's DDP).
+    Such a thread needs the GIL to free tensors: once the interpreter is finalizing,
+    that aborts the process (2 of 70 short runs, also with torch's DDP).
     """
     time.sleep(SETTLE_SECONDS)
 
 
 def _wait_for_left_behind() -> None:
-    """Wait at exit, at most 2 s in all, for collectives that `keep_for_good` keeps.
+    """At exit, wait up to 2 s in all for collectives that `keep_for_good` left running.
 
-    They fail when other ranks end. If Python is finalizing then, the process aborts.
+    They fail when other ranks end; if Python is finalizing then, the process aborts.
     """
     deadline = time.monotonic() + EXIT_SECONDS
     for work in _left_behind:

@@ -40,9 +40,9 @@ class CommHook:
         self.name = name_of(hook)
 
     def replace_group(self, old: ProcessGroup, new: ProcessGroup) -> None:
-        """Set the state to ``new`` if it is ``old``, or means ``old``.
+        """If the hook's state is the group ``old``, set it to ``new``.
 
-        To torch's ready-made hooks None means the default group.
+        Also if it is None, where that means ``old``: torch's hooks, the default group.
         """
         is_default = self.state is None and old is joined_group(None)
         if self.state is old or (is_default and _takes_group(self.hook)):
@@ -51,7 +51,7 @@ class CommHook:
     def start(
         self, bucket: GradBucket, names: Sequence[str], rank: int
     ) -> HookInFlight:
-        """Call the hook; return its future as work. CommHookError if it has none."""
+        """Call the hook; return its future as work. CommHookError if that fails."""
         call = HookInFlight(self.name, bucket, names, rank)
         try:
             future = self.hook(self.state, bucket)
@@ -73,7 +73,7 @@ class CommHook:
 
 
 def _takes_group(hook: Any) -> bool:
-    """Return whether torch wrote ``hook``, or one in its wrapper, for a group state."""
+    """Return whether ``hook`` is torch's with a group as state, or a wrapper of one."""
     place = getattr(hook, "__module__", None)
     if place == _TORCHS and hook.__qualname__ in _GROUP_HOOKS:
         return True
@@ -134,7 +134,7 @@ class HookInFlight(FutureWork):
     def problem(
         self, what: str, *, expected: str = "", found: str = ""
     ) -> CommHookError:
-        """Return an error that names the hook, the bucket and its parameters."""
+        """Return a `CommHookError` that names the hook, the bucket, its parameters."""
         return CommHookError(
             explain(
                 self._rank,
@@ -183,7 +183,7 @@ def _text_of(error: Exception) -> str:
 
 
 def _forget_frames(error: Exception) -> None:
-    """Drop the frames of waiting for the future from an error's traceback.
+    """Drop this module's frames from an error's traceback, to let it be freed.
 
     They hold the future, which holds the error: a cycle through C++, never collected.
     """
@@ -195,7 +195,7 @@ def _forget_frames(error: Exception) -> None:
 
 
 def name_of(hook: object) -> str:
-    """Return a hook's name for messages: a partial has its function's name."""
+    """Return a hook's name for messages; for a partial, that of its function."""
     name = getattr(hook, "__qualname__", None)
     if name is None and hasattr(hook, "func"):  # functools.partial
         return name_of(hook.func)

@@ -11,7 +11,7 @@ from torch import Tensor
 from minidp.errors import NonFiniteGradientError, explain
 
 BEFORE = "(before it was averaged: the other ranks do not have it)."
-AFTER = "after the comm hook; what this rank gave to it was."
+AFTER = "after the comm hook; what this rank passed to it was finite."
 
 
 def refuse_nonfinite(
@@ -19,8 +19,8 @@ def refuse_nonfinite(
 ) -> None:
     """Raise if a bucket holds NaN or infinity, naming parameters and the first value.
 
-    ``payload`` is the flat buffer or the sparse gradient, ``parts`` its gradients by
-    parameter name; ``when`` is BEFORE or AFTER.
+    ``payload``: the flat buffer or sparse gradient; ``parts``: its gradients by name;
+    ``when``, for the error: BEFORE (local gradients) or AFTER (the averages).
     """
     if _is_surely_finite(_values_of(payload)):
         return
@@ -54,6 +54,6 @@ def _values_of(tensor: Tensor) -> Tensor:
 
 
 def _is_surely_finite(values: Tensor) -> bool:
-    """Return whether the sum is finite, hence all values. It may overflow: False."""
+    """Return whether the sum is finite: then all are. False also if it overflows."""
     wide = torch.float64 if values.dtype is torch.float64 else torch.float32
     return math.isfinite(values.sum(dtype=wide).item())

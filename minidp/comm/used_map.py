@@ -1,4 +1,4 @@
-"""Exchange which parameters were used on any rank (``find_unused_parameters``)."""
+"""Tell all ranks which parameters any rank used (``find_unused_parameters``)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .work import Work, wait_for
 
 
 class UsedMap:
-    """Count on how many ranks each parameter was used; wait only if needed.
+    """Sum over ranks, for each parameter, whether a rank used it; wait only if needed.
 
-    ``uses_forward_group`` is for an exchange that only some backwards launch: on the
-    group of the buckets it would match another collective.
+    ``uses_forward_group``: for an exchange that only some backwards launch. On the
+    buckets' group Gloo would match it with another collective.
     """
 
     def __init__(
@@ -37,10 +37,10 @@ class UsedMap:
         self._counts = self._rows(())  # the sum, or a row of each rank
 
     def launch(self, used: Collection[int]) -> None:
-        """Start an exchange of the indices that this rank used.
+        """Start to exchange ``used``, indices of parameters that this rank used.
 
-        Waits for an earlier one in flight. Does nothing if the last exchange was not
-        asked for its result yet.
+        Waits for an earlier exchange in flight. No-op until `unused_everywhere` has
+        been called for the earlier one.
         """
         if self._is_open:
             return
@@ -66,15 +66,15 @@ class UsedMap:
         return rows.to(self._device, non_blocking=True)
 
     def relaunch(self, used: Collection[int]) -> None:
-        """Start a new exchange; the last one (no backward followed) is not read."""
+        """Start an exchange of ``used``, also if the last one's result was not read."""
         self._is_open = False
         self.launch(used)
 
     def unused_everywhere(self) -> frozenset[int]:
         """Return the indices that no rank used; empty if nothing was launched.
 
-        Waits only if this rank left a parameter out. Otherwise the answer is "none",
-        and the next launch completes the exchange.
+        Waits only if this rank itself left a parameter out. If not, no index can be
+        unused: returns at once, and the next launch waits for the exchange.
         """
         was_open, self._is_open = self._is_open, False
         if not was_open or self._is_known:
@@ -83,7 +83,7 @@ class UsedMap:
 
     @property
     def last_counts(self) -> torch.Tensor:
-        """On how many ranks each parameter was used (int32); waits for the exchange."""
+        """Number of ranks that used each parameter (int32); waits for the exchange."""
         self.settle()
         return self._counts.sum(0, dtype=torch.int32)
 

@@ -16,7 +16,7 @@ from torch.futures import Future
 
 
 class FutureWork:
-    """Wrap a future as work, which can also be waited for with a limit."""
+    """Let a future be waited for like the work of a collective, also with a limit."""
 
     def __init__(self, future: Future[Any]) -> None:
         self.future = future
@@ -41,7 +41,7 @@ class FutureWork:
 
 
 class PythonWork:
-    """Wrap the work of a Python process group, which may lack parts of torch's class.
+    """Wrap a Python process group's work, which may lack methods of ``dist.Work``.
 
     It has ``wait()`` (maybe with a required timeout), ``get_future()``, or both. The
     future may bring a new tensor, which `wait` copies to ``result``, the input.
@@ -64,7 +64,7 @@ class PythonWork:
         return self._future
 
     def is_completed(self) -> bool:
-        """Return whether the work is known to be done."""
+        """Return whether it is done; False until waited for, or asked for a future."""
         return self._is_done if self._future is None else bool(self._future.done())
 
     def is_done_within(self, seconds: float) -> bool:
@@ -129,7 +129,7 @@ def completed(value: Any) -> Future[Any]:
 
 
 class Waiter(Protocol):
-    """Describe what `wait_for` asks to wait: a `Communicator`."""
+    """Protocol of the object that `wait_for` lets wait (a `Communicator`)."""
 
     def wait(self, work: Work) -> Any:
         """Return the result of ``work``, or raise at the time limit."""
@@ -153,7 +153,7 @@ def wait_for(work: Work) -> Any:
 
 
 def is_done_within(work: Any, seconds: float) -> bool:
-    """Wait up to ``seconds``; return whether the work is done or failed."""
+    """Wait up to ``seconds`` for ``work``; return whether it is done or failed."""
     if hasattr(work, "is_done_within"):
         return bool(work.is_done_within(seconds))
     with suppress(RuntimeError):  # timed out or failed: see below
@@ -165,9 +165,10 @@ def is_done_within(work: Any, seconds: float) -> bool:
 def then(
     future: Future[Any], finish: Callable[[], torch.Tensor]
 ) -> Future[torch.Tensor]:
-    """Return a future of ``finish()``, which runs when the collective is done.
+    """Return a future of ``finish()``, which runs when ``future`` is done.
 
-    If ``future`` (the collective's) fails, so does this, without calling ``finish``.
+    If ``future``, that of a collective, fails, so does this, without calling
+    ``finish``.
     """
 
     def complete(done: Future[Any]) -> torch.Tensor:

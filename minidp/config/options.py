@@ -35,13 +35,13 @@ class BucketCaps:
         return self.first_bytes < self.rest_bytes
 
     def initial_limits(self, *, one_bucket: bool) -> tuple[int, ...]:
-        """Return limits until the rebuild; ``one_bucket``: unlimited without a list."""
+        """Limits in bytes before the rebuild; ``one_bucket``: none without a list."""
         if one_bucket and not self.list_bytes:
             return (UNLIMITED,)
         return self.rebuilt_limits()
 
     def rebuilt_limits(self) -> tuple[int, ...]:
-        """Return bucket limits in bytes once buckets follow the ready order."""
+        """Return limits in bytes after the rebuild of buckets in ready order."""
         if self.list_bytes:
             return self.list_bytes
         both = (self.first_bytes, self.rest_bytes)
@@ -100,7 +100,7 @@ def _as_number(argument: str, value: object, unit: str) -> float:
 
 @dataclass(frozen=True)
 class Safety:
-    """The constructor's options for checks at run time; raise for a bad value."""
+    """Hold the constructor's options for checks at run time; raise for a bad value."""
 
     unsynced: Unsynced = "raise"  # at a step with gradients that differ between ranks
     hang_timeout: float | Literal["auto"] | None = AUTO  # s; None: the group's limit
@@ -137,7 +137,7 @@ class Safety:
 
     @property
     def hang_limit(self) -> float | None:
-        """Seconds until a collective fails for missing ranks; None: no own limit."""
+        """Seconds a collective may wait for other ranks; None: the group decides."""
         return HANG_SECONDS if self.hang_timeout == AUTO else self.hang_timeout
 
 
@@ -151,7 +151,7 @@ class SavedLayout:
     source: str = ""  # " in FILE", for error messages
 
     def __str__(self) -> str:
-        """Return sizes and a hash of the buckets: ranks compare this text."""
+        """Return bucket sizes and a hash of the names: ranks compare this text."""
         digest = hashlib.sha256(repr(self.buckets).encode()).hexdigest()[:12]
         sizes = ", ".join(str(len(names)) for names in self.buckets)
         state = "rebuilt" if self.rebuilt else "not rebuilt"
@@ -174,7 +174,7 @@ class ReducerConfig:
 
     @property
     def follows_ready_order(self) -> bool:
-        """Return whether buckets are rebuilt once in the ready order, as torch does.
+        """Whether buckets are rebuilt once in the ready order, as in torch.
 
         The first backward then uses one bucket per dtype and device.
         """

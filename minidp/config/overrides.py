@@ -32,7 +32,7 @@ _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no"
 
 
 def _number(text: str, words: Collection[str] = ()) -> Any:
-    """Return the number in ``text``; of ``words``, "auto" as it is, "none" as None."""
+    """Parse a number, or one of ``words``: "auto" stays, "none" becomes None."""
     if text in words:
         return None if text == NONE else text
     try:
@@ -42,7 +42,7 @@ def _number(text: str, words: Collection[str] = ()) -> Any:
 
 
 class Option(NamedTuple):
-    """An argument of the constructor that can be passed from outside the script."""
+    """An argument of the constructor that the environment or a command line can set."""
 
     name: str
     help: str
@@ -55,11 +55,11 @@ class Option(NamedTuple):
 
     @property
     def word(self) -> str:
-        """Return the option of ``minidp run``, for example ``--static-graph``."""
+        """Return the command-line option, for example ``--static-graph``."""
         return "--" + self.name.replace("_", "-")
 
     def read(self, text: str) -> Any:
-        """Return the value that ``text`` stands for; raise if it is not allowed."""
+        """Return the value that ``text`` stands for; ValueError or TypeError if bad."""
         value: Any = text
         if not self.metavar:
             if text.lower() not in _FLAGS:
@@ -119,7 +119,7 @@ OPTIONS = {option.name: option for option in _TABLE}
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return parsed values, by argument name, of variables that are set and not empty.
+    """Return the options set by environment variables: value by argument name.
 
     Raises ValueError, naming the variable, if the constructor would refuse a value.
     """
@@ -134,10 +134,11 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> dict[str, A
 
 
 def replacements() -> dict[str, Any]:
-    """Return arguments by name that replace those which the script passes.
+    """Return arguments (by name) from the environment, to replace the script's.
 
-    Call once per constructed model: each call counts one, and ``bucket_layout``'s file
-    follows that. Either cap sets the other to None. Raises as `read_environment`.
+    Call once for each constructed model: a counter selects the model's
+    ``bucket_layout`` file. A cap in either form sets the other to None. Raises as
+    `read_environment`.
     """
     given = read_environment()
     # The caps are given as a number or as a list: one replaces the other.
@@ -154,7 +155,7 @@ _num_models: Counter[str] = Counter()  # models that asked for a layout, by file
 
 
 def _layout_of_next(text: str) -> str | None:
-    """Return the next model's layout file (`numbered`), and count the model.
+    """Return the layout file of the next model (`numbered`); count models per file.
 
     None, with a logged warning, if the file of a second or later model is missing.
     """
@@ -177,7 +178,7 @@ def numbered(path: Path, number: int) -> Path:
 
 @contextmanager
 def setting(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside, also for processes started there; restore."""
+    """Set environment variables in the block, child processes included; restore."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -190,7 +191,7 @@ def setting(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a warning per unknown MINIDP_ variable that resembles a known one."""
+    """Return a warning for each unknown MINIDP_ variable that resembles a known one."""
     known = [RUN, *OWN, *(option.variable for option in OPTIONS.values())]
     return [
         f"minidp has no variable {name}; did you mean {similar}?"
@@ -201,7 +202,7 @@ def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def add_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """Add a command-line option per `Option`, but for names in ``without``."""
+    """Add a command-line option for each `Option` whose name is not in ``without``."""
     group = parser.add_argument_group(
         "options of the constructor",
         "For each model that the script wraps, instead of what the script passes. Or\n"
@@ -217,7 +218,7 @@ def add_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) 
 
 
 def _checked(option: Option, text: str) -> str:
-    """Return a valid text (a file: its absolute path); else raise ArgumentTypeError."""
+    """Argparse type: return a valid ``text``, a file's as absolute path; else raise."""
     try:
         option.read(text)
     except (TypeError, ValueError) as error:
@@ -230,7 +231,7 @@ def _checked(option: Option, text: str) -> str:
 
 
 def variables(options: argparse.Namespace) -> dict[str, str]:
-    """Return the environment variables that stand for parsed command-line options."""
+    """Return parsed command-line options as environment variables: text by name."""
     given = {o.variable: getattr(options, o.name, None) for o in OPTIONS.values()}
     return {name: _text(v) for name, v in given.items() if v is not None}
 
@@ -243,26 +244,26 @@ _swapped = False  # torch's class is swapped: the script need not know minidp's
 
 
 def note_swapped(*, is_swapped: bool) -> None:
-    """Store whether torch's class is swapped: `passing` then names variables."""
+    """Store whether torch's class is swapped, so that errors name variables to set."""
     global _swapped  # one process, one torch
     _swapped = is_swapped
 
 
 def passing(**option: object) -> str:
-    """Return how to pass an option: "pass name=value", or as `_from_outside` tells."""
+    """Return for an error how to pass an option: "pass name=value", or from outside."""
     ((name, value),) = option.items()
     return _from_outside(OPTIONS[name], value) or f"pass {name}={value!r}"
 
 
 def aside(**option: object) -> str:
-    """Return " (here: HOW)", how to pass an option from outside; "" if in code."""
+    """Return " (here: HOW)", how to pass an option without changing code, or ""."""
     ((name, value),) = option.items()
     how = _from_outside(OPTIONS[name], value)
     return how and f" (here: {how})"
 
 
 def _from_outside(option: Option, value: object) -> str:
-    """Return how to set an option under `minidp run` or a swap (variable); else ""."""
+    """Return how to pass an option by command line or variable; "" if only in code."""
     if RUN in os.environ:
         command = json.loads(os.environ[RUN])["command"]
         words = f"{option.word} {_text(value)}" if option.metavar else option.word

@@ -39,7 +39,7 @@ class Network:
 def messages_of(
     spans: Iterable[tuple[int, float, float]],
 ) -> Iterator[tuple[int, float]]:
-    """Yield bytes and time of each message, as if they were sent one at a time.
+    """Yield (bytes, seconds) of each message, as if they were sent one at a time.
 
     ``spans`` hold bytes (0: unknown), launch and end, in launch order. Gloo runs two
     collectives at a time: if a later one ends before an earlier one, their common time
@@ -58,7 +58,7 @@ def messages_of(
 
 
 def _shares(together: Sequence[int], time: float) -> Iterator[tuple[int, float]]:
-    """Yield each size and its part of ``time``; nothing if ``time`` or a size is 0."""
+    """Divide ``time`` among messages by size; yield (size, part), none if any is 0."""
     if time > 0 and all(together):
         for nbytes in together:
             yield nbytes, time * nbytes / sum(together)

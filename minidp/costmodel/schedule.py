@@ -48,7 +48,7 @@ class Backward:
     kinds: tuple[int, ...] = ()  # different kinds share no bucket; (): one kind
 
     def kind(self, position: int) -> int:
-        """Return the kind of the gradient at ``position`` in ready order."""
+        """Return the number of the (dtype, device) of the gradient at ``position``."""
         return self.kinds[position] if self.kinds else 0
 
 
@@ -58,10 +58,11 @@ def in_ready_order(
     kinds: Sequence[tuple[Hashable, bool]],
     end_s: float,
 ) -> tuple[Backward, tuple[int, ...]]:
-    """Return a backward, and the parameter index at each position of its ready order.
+    """Sort gradients by ready time; return a `Backward` and their parameter indices.
 
-    ``ready_s``: by index, cut to 0 .. ``end_s``; None comes last. ``kinds``: by index,
-    what a bucket has in common, and True for a sparse gradient: it has its own bucket.
+    By parameter index: ``ready_s``, seconds, cut to 0 .. ``end_s`` (None: last);
+    ``kinds``, what all gradients of a bucket share, and True for a sparse one, which is
+    alone in its bucket.
     """
     times = {i: math.inf if time is None else time for i, time in ready_s.items()}
     order = sorted(times, key=lambda i: (times[i], -i))
@@ -97,9 +98,9 @@ class Schedule:
 def play(
     backward: Backward, groups: Iterable[Sequence[int]], network: Network
 ) -> Schedule:
-    """Return the predicted start and end of each bucket of a layout.
+    """Predict when each bucket of a layout is sent and done, on ``network``.
 
-    ``groups`` are, per bucket in launch order, positions in ready order.
+    ``groups``: buckets in launch order, as positions in the ready order.
     """
     buckets, done_s = [], 0.0
     for group in groups:
@@ -126,11 +127,12 @@ def lower_bound(backward: Backward, network: Network) -> float:
 def capped_groups(
     backward: Backward, limits: Sequence[int], *, from_the_end: bool = False
 ) -> list[list[int]]:
-    """Return buckets as `play` takes them, filled in ready order by torch's rule.
+    """Fill buckets in ready order by torch's rule; return them as `play` takes them.
 
-    A bucket is closed when it has reached its limit. Each kind walks through the limits
-    (bytes) on its own and stays at the last one. Buckets that reach no limit come last.
-    ``from_the_end`` fills from the last gradient: the last bucket gets the first limit.
+    A bucket is closed when it has reached its limit. Each kind (dtype, device) uses the
+    limits (bytes) one after the other, and stays at the last one. Buckets that reach no
+    limit come last. ``from_the_end`` fills from the last gradient: the last bucket gets
+    the first limit.
     """
     open_groups: dict[int, list[int]] = {}
     filled: dict[int, int] = defaultdict(int)  # kind -> bytes of its open group
@@ -157,9 +159,9 @@ def best_groups(
 ) -> list[list[int]]:
     """Return the layout with the least exposed time; of equals, the fewest buckets.
 
-    Exact, up to one part in 10^9 of the step, for parameters of one kind. For several
-    kinds the best of a few candidates: the best layout of each kind alone, interleaved;
-    and of all kinds together, each bucket then split by kind. A parameter of more than
+    As `play` takes it. Exact, up to 1e-9 of a step, for one kind of parameters. For
+    several the best of a few: the best layout of each kind alone, merged; or the best
+    of all kinds as one, each bucket then split by kind. A parameter of more than
     ``max_bytes`` has a bucket of its own.
     """
     everything = range(len(backward.ready_s))
@@ -195,9 +197,9 @@ def _best_of_one_kind(
     network: Network,
     max_bytes: int | None,
 ) -> list[list[int]]:
-    """Return the buckets of ``positions`` that are done earliest, ignoring kinds.
+    """Split ``positions`` (in ready order) into the buckets that are done earliest.
 
-    The time at which all are done is bisected, see `_cuts_in_time`.
+    Ignores kinds. Bisects the time at which all are done, see `_cuts_in_time`.
     """
     ready_s = tuple(backward.ready_s[k] for k in positions)
     nbytes = tuple(backward.nbytes[k] for k in positions)
@@ -225,7 +227,7 @@ def _cuts_in_time(
     max_bytes: float,
     done_s: float,
 ) -> list[int] | None:
-    """Return where buckets begin and end if all can be done at ``done_s``, else None.
+    """Return cuts (positions) into buckets that are all done by ``done_s``, or None.
 
     From the last bucket to the first, each is as large as the time allows. A gradient
     that is sent later than necessary, but in time, leaves more time to earlier buckets.

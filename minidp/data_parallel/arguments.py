@@ -41,7 +41,7 @@ _FLAGS = (
 
 
 def keep(values: Mapping[str, Any]) -> SimpleNamespace:
-    """Return given options from ``__init__``'s locals: not module, dim, group or mesh.
+    """Return the options among ``__init__``'s locals, all but module, dim, group, mesh.
 
     If ``delay_all_reduce_named_params`` is an iterator, it becomes a list.
     """
@@ -75,7 +75,7 @@ class Arguments:
 
     @property
     def compared(self) -> dict[str, object]:
-        """Return options that must be equal on all ranks, under names for errors."""
+        """Return options that must be equal on all ranks, by their names in errors."""
         config = self.config
         return {
             "find_unused_parameters": config.find_unused_parameters,
@@ -92,7 +92,7 @@ class Arguments:
 
 
 def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
-    """Check all arguments without other ranks, in torch's order; return them typed."""
+    """Validate the arguments on this rank, in torch's order; return them typed."""
     if getattr(getattr(module, DETOUR, None), "through", None) is not None:
         raise RuntimeError(
             "This module is synchronised already, by minidp.attach. What to do: call "
@@ -172,7 +172,7 @@ def some_device(module: object) -> torch.device:
 def choose_group(
     process_group: ProcessGroup | None, device_mesh: DeviceMesh | None
 ) -> ProcessGroup:
-    """Return ``process_group``, the 1-D mesh's or the default group; raise for both."""
+    """Return the given group, that of a 1-D mesh, or the default; raise for both."""
     if process_group is not None and device_mesh is not None:
         raise RuntimeError(
             "Cannot specify both process_group and device_mesh arguments."

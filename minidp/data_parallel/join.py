@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Step(NamedTuple):
-    """Hold one rank's announcement of a forward; all ranks do each field's maximum."""
+    """Announce one rank's forward to the others; all ranks do each field's maximum."""
 
     root: int = -1  # a rank with inputs: the highest one broadcasts module buffers
     rebuilds: int = 0  # 1: it rebuilds buckets
@@ -41,8 +41,8 @@ class Step(NamedTuple):
 def joining(ddp: DataParallel, **options: Any) -> Iterator[None]:
     """Run the block in torch's ``Join``, then call `stop_joining`.
 
-    An exception marks collectives as failed. If it comes from ``Join`` after the block,
-    it becomes a CollectiveError (unless ``throw_on_early_termination`` asked for it).
+    After an exception, collectives count as failed. One that ``Join`` raises after the
+    block becomes a CollectiveError, unless ``throw_on_early_termination`` is set.
     """
     communicator, ran_out = ddp._reducer.communicator, False
     try:
@@ -60,16 +60,17 @@ def joining(ddp: DataParallel, **options: Any) -> Iterator[None]:
 
 
 def stop_joining(ddp: DataParallel) -> None:
-    """Let forwards call `announce` no more; average over all ranks again. Local."""
+    """End join mode on this rank: forwards announce nothing; average over all ranks."""
     ddp._join_config = ddp._join_config.construct_disabled_join_config()
     ddp._divide_by_initial_world_size = True
     ddp._reducer.queue.averaging.num_contributors = None
 
 
 def announce(ddp: DataParallel, **does: bool) -> int:
-    """Collective: announce a forward in ``join()``; return the root of module buffers.
+    """Collective: announce a forward in ``join()`` and what it will do, to all ranks.
 
-    ``does``: `Step`'s rebuilds, broadcasts, reduces. Sets the divisor as `_agree`.
+    ``does``: values for `Step`'s rebuilds, broadcasts, reduces. Return the rank whose
+    module buffers are to be broadcast. Sets the divisor of averages, as `_agree`.
     """
     work = Join.notify_join_context(ddp)
     if work is not None:
@@ -79,9 +80,10 @@ def announce(ddp: DataParallel, **does: bool) -> int:
 
 
 def _agree(ddp: DataParallel, mine: Step) -> Step:
-    """Collective: exchange `Step`s; set the divisor if any reduces; return the maxima.
+    """Collective: exchange the ranks' `Step`s; return the maximum of each field.
 
-    RuntimeError if only some of the ranks with inputs will reduce.
+    If some rank reduces, set the number of ranks to average over. RuntimeError if only
+    some of the ranks with inputs will reduce.
     """
     with ddp._reducer.communicator.blocking("announcing a forward in join()"):
         rows = gather_integers(mine, ddp.process_group, ddp.device)
@@ -103,9 +105,9 @@ def _agree(ddp: DataParallel, mine: Step) -> Step:
 
 
 class Shadow(JoinHook):
-    """Take part in the collectives of active ranks with zeros, when ``Join`` calls.
+    """Take part in collectives of ranks with inputs, by zeros: ``Join`` calls this.
 
-    Meanwhile ``.grad`` holds the others' averages, for optimizers that join, too.
+    Sets ``.grad`` to the others' averages, for optimizers that join, too.
     """
 
     def __init__(
@@ -128,9 +130,10 @@ class Shadow(JoinHook):
         self._own: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]] | None = None
 
     def main_hook(self) -> None:
-        """Collective: join in other ranks' rebuild, buffer broadcast and reduction.
+        """Collective: take part in one forward and backward of the ranks with inputs.
 
-        Reduces zeros and sets ``.grad`` to averages; first sets own gradients aside.
+        It rebuilds, receives buffers, and reduces zeros (``.grad`` gets the averages).
+        The first call saves this rank's own gradients.
         """
         ddp, reducer = self._ddp, self._ddp._reducer
         agreed = _agree(ddp, Step())
@@ -149,9 +152,10 @@ class Shadow(JoinHook):
 
     @torch.no_grad()
     def post_hook(self, is_last_joiner: bool) -> None:  # noqa: FBT001 -- torch's
-        """Collective: restore own gradients; copy the last joiner's state; end join().
+        """Collective: restore own gradients, copy a last joiner's state, end join().
 
-        Of the highest, if several. Module buffers only if forwards broadcast them, too.
+        State: parameters, and module buffers if forwards broadcast them. Of several
+        last ranks, the highest one sends it.
         """
         ddp = self._ddp
         if self._own is not None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Precision(NamedTuple):
-    """Hold the dtypes of torch's private ``_MixedPrecision``, each perhaps None."""
+    """Hold the dtypes for parameters, reductions and buffers, each perhaps None."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None  # None: `param_dtype`
@@ -38,7 +38,7 @@ def _is_floating(dtype: object) -> bool:
 
 
 def precision_from(given: Any) -> Precision | None:
-    """Return the floating dtypes of ``mixed_precision``, None, or raise TypeError."""
+    """Convert the argument ``mixed_precision``, or None; TypeError if it is neither."""
     if given is None:
         return None
     dtypes: list[Any] = [getattr(given, name, "missing") for name in Precision._fields]
@@ -82,9 +82,9 @@ class MixedPrecision:
         self._recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
 
     def run(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module; cast floating inputs and parameters to `param_dtype`, if any.
+        """Run the module with floating inputs and parameters cast to `param_dtype`.
 
-        MiniDPError if the output's graph has a reentrant checkpoint.
+        Return its output. MiniDPError if the output's graph has a reentrant checkpoint.
         """
         dtype = self._dtype
         if dtype is None:
@@ -120,7 +120,7 @@ class MixedPrecision:
 
 
 class _CastSparse(torch.autograd.Function):
-    """Cast like ``param.to(dtype)``, but with a backward for sparse gradients."""
+    """Cast a parameter to a dtype; the backward casts the (sparse) gradient back."""
 
     @staticmethod
     def forward(ctx: Any, param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -135,7 +135,7 @@ class _CastSparse(torch.autograd.Function):
 def reduce_in_low_precision(
     precision: Precision, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Comm hook: cast a floating bucket, sum it over ranks, divide; return a future."""
+    """Comm hook: cast a floating bucket to low precision, sum over ranks, divide."""
     buffer = bucket.buffer()
     dtype = precision.reduce_dtype or precision.param_dtype
     if dtype is not None and bucket.parameters()[0].is_floating_point():

@@ -1,7 +1,7 @@
 """Build the parts of a `DataParallel`: of a new one, or of a copy.
 
 A copy (deepcopy, pickle) starts without comm hook and ``step_in_backward``. Its buckets
-are in registration order, or as ``bucket_layout`` says. Ranks may copy as they like.
+are in registration order, or as ``bucket_layout`` says. Some ranks alone may copy.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 def build(
     checked: arguments.Arguments, group: ProcessGroup, ignored: set[str], kind: str
 ) -> tuple[Reducer, Guard, Replication, MixedPrecision | None]:
-    """Build and connect the parts, without any collective; start the heartbeat.
+    """Create and connect reducer, guard, replication, precision; no communication.
 
-    ``kind``: ``verify.WRAPPED``, "unsynced" (``check_replicas_every="auto"`` is off),
-    "copy" (that, and no heartbeat).
+    ``kind``: ``verify.WRAPPED``: all checks; "unsynced" (``init_sync=False``): no
+    automatic replica check; "copy": also no heartbeat, as other ranks may have no such
+    copy.
     """
     config, replica, safety = checked.config, checked.replica, checked.safety
     key = verify.next_key(group, kind)
@@ -68,9 +69,9 @@ def build(
 
 
 def portable_state(ddp: DataParallel) -> dict[str, Any]:
-    """Return attributes for a copy: not the parts and the group; options as a dict.
+    """Return a wrapper's attributes for deepcopy or pickle: no parts, no process group.
 
-    With "sync_enabled". No private classes: a pickle must not name what may move.
+    Plain data beside the module: "options" (the arguments), "sync_enabled" (a bool).
     """
     state = {k: v for k, v in ddp.__dict__.items() if k not in ddp._not_copied}
     state["options"] = dict(vars(ddp._given))
@@ -79,7 +80,7 @@ def portable_state(ddp: DataParallel) -> dict[str, Any]:
 
 
 def restore(ddp: DataParallel, state: dict[str, Any], group: ProcessGroup) -> None:
-    """Fill ``ddp``, an empty object, from `portable_state`; build parts on a group."""
+    """Fill the empty object ``ddp`` from `portable_state`; build parts on ``group``."""
     state = dict(state)
     options, sync_enabled = state.pop("options"), state.pop("sync_enabled")
     nn.Module.__setstate__(ddp, state)

@@ -16,7 +16,7 @@ from .arguments import Arguments
 
 
 class Replication:
-    """Broadcast and compare the tensors of one module, when its methods are called."""
+    """Broadcast one module's parameters and buffers, and compare them between ranks."""
 
     def __init__(
         self, reducer: Reducer, module: nn.Module, ignored: set[str], key: str
@@ -31,11 +31,11 @@ class Replication:
         self.collect(module)
 
     def collect(self, module: nn.Module) -> None:
-        """Set `buffers` to the module buffers of ``module`` that are not ignored."""
+        """Set `buffers` to the module's buffers by name, without ignored ones."""
         self.buffers = parameters.module_buffers(module, frozenset(self.ignored))
 
     def broadcast_buffers(self, module: nn.Module, root: int = 0) -> None:
-        """Collective: copy rank ``root``'s module buffers, or call `buffer_hook`."""
+        """Collective: copy rank ``root``'s module buffers, or call the user's hook."""
         self.collect(module)  # the user may have re-assigned or added some
         if self.buffer_hook is not None:
             self.buffer_hook(self.buffers)
@@ -45,7 +45,7 @@ class Replication:
             verify.broadcast_state(list(self.buffers.values()), group, root)
 
     def broadcast_parameters(self, module: nn.Module, root: int) -> None:
-        """Collective: copy rank ``root``'s parameters, frozen and delayed ones, too."""
+        """Collective: copy rank ``root``'s parameters, also frozen ones, to all."""
         own = [p for n, p in module.named_parameters() if n not in self.ignored]
         # Delayed parameters may belong to another module; send each tensor once.
         state = list({id(p): p for p in (*own, *self._reducer.params)}.values())
@@ -53,9 +53,10 @@ class Replication:
             verify.broadcast_state(state, self._reducer.queue.group, root)
 
     def start(self, checked: Arguments, *, verifies: bool) -> None:
-        """Collective: verify that replicas are alike, copy rank 0's state, `connect`.
+        """Collective: raise if modules differ by rank; copy rank 0's state; `connect`.
 
-        ``verifies=False``: copy delayed parameters only. Gives the heartbeat a new key.
+        ``verifies=False`` (``init_sync``): copy only delayed parameters. Then let the
+        heartbeat publish under a store key that all ranks share.
         """
         group, communicator = self._reducer.queue.group, self._reducer.communicator
         with communicator.blocking("comparing the replicas"):
@@ -74,7 +75,7 @@ class Replication:
         communicator.peers.move_to(group, self._key)
 
     def connect(self) -> None:
-        """Collective: create the group for forwards; rename and reset `check`."""
+        """Collective: create the process group for forwards; restart comparisons."""
         group_of_forwards(self._reducer.queue.group)
         if self.check is not None:
             self.check.name = f"replicas/{self._key}/{self._num_resets}"
@@ -86,33 +87,36 @@ class Replication:
         return f"reset/{self._key}/{self._num_resets - 1}"
 
     def compare_every(self, every: int | Literal["auto"]) -> None:
-        """Create `check`, an observer that compares replicas every so many steps."""
+        """From now on, compare replicas between ranks once in so many backwards."""
         queue, names = self._reducer.queue, self._reducer.names
         self.check = ReplicaCheck(queue, names, every, self._reducer.ledger)
         queue.observers.append(self.check)
 
     def stop_comparing(self) -> None:
-        """Remove `check`, if any: ranks no longer count the same steps."""
+        """Compare replicas no more: ranks would not count the same steps."""
         if self.check is not None:
             self._reducer.queue.observers.remove(self.check)
             self.check.reset()  # the optimizer guard holds it, too
             self.check = None
 
     def add_stepper(self, stepper: Observer) -> None:
-        """Let backwards call ``stepper``, and `check` confirm a difference at once."""
+        """Register an observer that steps optimizers inside the backward.
+
+        Replicas that differ are then reported there, not before the next step.
+        """
         self._reducer.queue.observers.append(stepper)
         if self.check is not None:
             self.check.awaits_step = False
 
     def postpone_comparison(self) -> None:
-        """Drop the checksum of a forward, if any: its backward will not compare."""
+        """Drop a forward's checksum: its backward will not compare replicas."""
         if self.check is not None:
             self.check.postpone()
 
     def compare_if_due(self, module: nn.Module, *, with_buffers: bool) -> None:
-        """Take a checksum before a forward, if due; ranks compare it in the backward.
+        """If a comparison is due, take a checksum: the next backward compares it.
 
-        Not of ignored tensors. ``with_buffers``: with module buffers, just broadcast.
+        Of all parameters but ignored ones; ``with_buffers``: of module buffers, too.
         """
         check, step = self.check, self._reducer.ledger.finalized
         if check is None or not check.is_due(step):

@@ -2,8 +2,8 @@
 
 Each rank publishes how many collectives it started and launched, and whether one
 failed. If counts are equal and none failed, every launched one can complete: ranks wait
-and keep the group. Otherwise they abandon collectives, group, the memory that these may
-still write to, and futures of comm hooks, and create a fresh group.
+and keep the group. Otherwise they create a fresh group, and abandon the old one with
+its collectives, the memory that these may still write to, and futures of comm hooks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ PATIENCE_SECONDS = 5.0  # a rank may first report who is missing
 
 
 def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
-    """Collective: return the reducer to IDLE, with its first layout; return its group.
+    """Collective: reset the reducer and its bucket layout; return its process group.
 
-    The old one if ranks launched equally much and none failed, or without a store;
-    else a fresh one. CollectiveError if a rank does not come in time. ``key``: prefix
-    in the store, equal on all ranks, new for each reset.
+    That is the old group if all ranks launched as many collectives and none failed (or
+    if they share no store), else a fresh one. CollectiveError if a rank does not call
+    this in time. ``key``: store prefix, equal on all ranks, new for each reset.
     """
     queue, communicator = reducer.queue, reducer.communicator
     group = queue.group
@@ -53,9 +53,10 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
 
 
 def _exchange(reducer: Reducer, key: str) -> list[tuple[int, int, bool, int]]:
-    """Wait for all ranks; return (started, launched, has lost one, finalized) of each.
+    """Exchange progress through the store; return a tuple per rank.
 
-    CollectiveError if a rank does not come in time, or the store is gone.
+    (collectives started; of these asynchronous; True if one failed or may never end;
+    backwards finished). CollectiveError if a rank is late, or the store is gone.
     """
     communicator = reducer.communicator
     group, tally = communicator.group, communicator.tally

@@ -22,9 +22,10 @@ from minidp.guard import Guard
 
 
 class StepInBackward:
-    """Observer of the buckets: steps one optimizer on each bucket once it is reduced.
+    """Step one optimizer in the backward, on each bucket's parameters once reduced.
 
-    With ``clip_grad_norm`` all step after the last bucket. ``guard`` lets them pass.
+    With ``clip_grad_norm``, on all parameters after the last bucket. The optimizer
+    ``guard``, which rejects steps inside a backward, is told of these.
     """
 
     uses_grads = True
@@ -44,14 +45,14 @@ class StepInBackward:
         self._reduced: set[int] = set()  # ids of parameters that are in a bucket
 
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
-        """Step on the parameters of one reduced bucket; do nothing yet if clipping."""
+        """Step on ``params``, a bucket just reduced; with clipping, do nothing yet."""
         if self._max_norm is None:
             self._reduced.update(map(id, params))
             with self._guard.allow(self.optimizer):
                 step_on(self.optimizer, params)
 
     def finished(self) -> None:
-        """Clip and step on all parameters; without clipping, on those in no bucket."""
+        """Step on parameters in no bucket; with clipping, clip and step on all."""
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         with self._guard.allow(self.optimizer):
             if self._max_norm is not None:
@@ -62,9 +63,10 @@ class StepInBackward:
 
 
 def step_on(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-    """Call ``optimizer.step()`` with groups that hold only ``params``; not without any.
+    """Call ``optimizer.step()`` for ``params`` only; do not call it if it holds none.
 
-    TypeError after a step that wrote to a group: a counter, say, would count buckets.
+    TypeError after a step that wrote to a param group (a step counter, for example,
+    would count once per bucket).
     """
     wanted = set(map(id, params))
     everything = optimizer.param_groups
@@ -90,7 +92,7 @@ def step_on(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
 
 
 def _check(optimizer: Any) -> None:
-    """Raise TypeError: no Optimizer, or its step needs a closure, or communicates."""
+    """Raise TypeError: no Optimizer, or one that needs a closure, or communicates."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Reduce gradients without a backward: ``sync_gradients()``, and zeros in `join`."""
+"""Reduce gradients without a backward, for ``sync_gradients()`` and ``join()``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from minidp.core import Phase, Reducer
 def average_now(reducer: Reducer) -> None:
     """Collective: average every ``.grad`` over the ranks now, without the comm hook.
 
-    None counts as zeros, but stays None if it is so on all ranks. A forward that armed
-    the reducer stays armed. If this raises, the reducer is FAILED.
+    A ``.grad`` that is None counts as zeros, but stays None if it is so on all ranks.
+    The backward of an earlier forward will still reduce. If this raises, call `reset`.
     """
     armed, forwards = reducer.phase.now is Phase.ARMED, reducer.ledger.forwards
     grads = [param.grad for param in reducer.params]
@@ -28,7 +28,7 @@ def average_now(reducer: Reducer) -> None:
 
 
 def shadow_backward(reducer: Reducer) -> None:
-    """Collective: add zeros to a backward of other ranks; set ``.grad`` to averages."""
+    """Collective: join other ranks' backward with zeros; set ``.grad`` to averages."""
     queue, expected = reducer.queue, reducer.expected
     everything = list(range(len(reducer.params)))
     with failing(reducer):
@@ -47,9 +47,10 @@ def _reduce(
     grads: Sequence[torch.Tensor | None],
     used: Collection[int] | None,
 ) -> Collection[int]:
-    """Average ``grads`` (None: zeros) into ``.grad``; return indices left unchanged.
+    """Average ``grads`` (None: zeros) over ranks into ``.grad``, through the buckets.
 
-    ``used``: parameters that this rank used; None: no used-map is reduced.
+    ``used``: indices of parameters that this rank used, to tell the other ranks; None:
+    ranks exchange no usage. Return the indices whose ``.grad`` was left unchanged.
     """
     queue, expected = reducer.queue, reducer.expected
     used_map = queue.used_map if expected.shares_used_map else queue.reach_map
@@ -75,7 +76,7 @@ def _reduce(
 
 @contextmanager
 def failing(reducer: Reducer, *, only_with_group: bool = False) -> Iterator[None]:
-    """If the block raises, set the reducer to FAILED and send the error to other ranks.
+    """If the block raises, mark the reducer failed (until `reset`); tell other ranks.
 
     ``only_with_group``: only if a collective failed, which makes the group unusable.
     """

@@ -161,7 +161,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
                 value.data = value.data.to(dtype)
 
     def _wire(self, checked: arguments.Arguments, kind: str) -> None:
-        """Set device and ignored names; build the parts (``kind`` as `parts.build`)."""
+        """Store devices, ignored names, and parts built for ``kind``: `parts.build`."""
         self.device_ids, _, self.device, _ = checked.devices
         self.parameters_to_ignore = ignored = set(checked.replica.ignored)
         built = parts.build(checked, self.process_group, ignored, kind)
@@ -189,9 +189,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     def _pre_forward(
         self, *inputs: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check, run a forward's collectives; return inputs on the module's device.
+        """Check the last backward, rebuild buckets (in grad mode); broadcast buffers.
 
-        Checks and rebuilds in grad mode only. Enters FAILED if a collective fails.
+        Return (moved) inputs. If a collective fails, forwards raise until `reset`.
         """
         with_grad = torch.is_grad_enabled()
         if with_grad:
@@ -225,9 +225,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @untraced
     def _post_forward(self, output: Any) -> Any:
-        """Arm the reducer if the backward will reduce; return ``output``.
+        """Let the backward reduce, unless in no_sync() or no_grad(); return ``output``.
 
-        Counts a forward in grad mode. Only if it reduces, the next broadcasts buffers.
+        Stores whether it will: only then the next forward broadcasts buffers.
         """
         with_grad = torch.is_grad_enabled()
         will_reduce = with_grad and self.require_backward_grad_sync
@@ -248,7 +248,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backwards of coming forwards average gradients; settable."""
+        """Whether backwards of later forwards average gradients; settable."""
         return self._reducer.ledger.sync_enabled
 
     @require_backward_grad_sync.setter

@@ -91,7 +91,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def interrupt_once(*_: object) -> NoReturn:
-    """Raise KeyboardInterrupt; ignore any further Ctrl-C (a SIGINT handler).
+    """SIGINT handler: raise KeyboardInterrupt, and ignore any further Ctrl-C.
 
     Ctrl-C reaches every rank, and torchrun passes it on to each once more: in the
     middle of the report it would end the process with a traceback.
@@ -107,7 +107,7 @@ def print_report(report: Report, *, as_json: bool = False) -> None:
 
 
 class Examination:
-    """Hold the state of one ``minidp doctor`` in this process; `run` executes it.
+    """Run ``minidp doctor`` in this process: all checks in order, then the report.
 
     ``seconds`` limits each check, ``wait`` the time until all ranks have come.
     """
@@ -122,9 +122,10 @@ class Examination:
         self._is_over = False  # no rank communicates any more
 
     def run(self) -> Report | None:
-        """Run all checks; return the merged report on the lowest rank that came.
+        """Run all checks; on the lowest rank that came, return all ranks' report.
 
-        None on other ranks. Without a job, or a store that answers, own findings alone.
+        None on other ranks. Without a job, or without a store that answers, a report of
+        this process's own findings.
         """
         runner, is_reachable = self.runner, self._alone()
         launch = self._launch
@@ -144,7 +145,7 @@ class Examination:
         return self._report()
 
     def interrupt(self) -> Report | None:
-        """Add a finding on Ctrl-C; tell other ranks; return the report (see `run`)."""
+        """After Ctrl-C: tell other ranks; return the report so far, as `run` does."""
         found = f"Ctrl-C during: {self.runner.current}; what comes after is left out"
         self.runner.add("interrupted", skipped(found))
         self._leave("was interrupted (Ctrl-C)")
@@ -163,7 +164,7 @@ class Examination:
             self.runner.attempt(wait, meeting.seconds)
 
     def own_report(self) -> Report:
-        """Return a report of this rank's findings so far, without communication."""
+        """Return a report of this rank's findings alone; no communication."""
         launch = self._launch
         if launch is None:
             return merge("minidp doctor", {0: self.runner.findings}, 1)
@@ -171,7 +172,7 @@ class Examination:
         return merge(f"minidp doctor: rank {launch.rank}", of_rank, launch.world_size)
 
     def _alone(self) -> bool:
-        """Run this process's own checks; return whether the store can be reached.
+        """Run the checks of this process alone; return whether the store answers.
 
         Set `_launch` if the environment describes a job; else return False.
         """
@@ -208,7 +209,7 @@ class Examination:
         return is_reachable
 
     def _meet(self, launch: environment.Launch, stores: list[Any]) -> Iterator[Finding]:
-        """Connect to the store, exchange facts with all ranks; yield what they show.
+        """Connect to the store, exchange facts with all ranks; yield findings.
 
         Append the store to ``stores`` if all ranks came, one process each, with one
         WORLD_SIZE. Ranks that are absent after `_wait` seconds are a failed finding.
@@ -282,7 +283,7 @@ class Examination:
             runner.attempt(dist.destroy_process_group)
 
     def _measure(self, backend: str, groups: list[Any], device: torch.device) -> None:
-        """Check all-reduces of each of `SIZES`, then gradients, on ``groups[-1]``."""
+        """Check all-reduces of several sizes, then gradients, on ``groups[-1]``."""
         group = groups[-1]
         for size in collectives.SIZES:
             check = partial(collectives.check_all_reduce, group, device, size)
@@ -291,9 +292,10 @@ class Examination:
         self._together(f"gradients, {backend}", check)
 
     def _together(self, name: str, check: Check) -> None:
-        """Run a check that communicates, unless this rank has left (then do nothing).
+        """Run a check in which ranks communicate; no-op once this rank has left.
 
-        If it raises or hangs, or another rank has left (a failed finding), `_leave`.
+        To leave is to end communication and tell other ranks: if the check raises or
+        hangs, or if another rank has left (a failed finding).
         """
         if self._is_over:
             return
@@ -348,7 +350,7 @@ def _import_ahead() -> list[Finding]:
 
 
 def _open_gloo() -> Finding:
-    """Run a Gloo all-reduce over this process alone; return ok, or raise its error."""
+    """Check that Gloo works: run an all-reduce of one rank; return ok, or raise."""
     store, timeout = _stores.HashStore(), timedelta(seconds=5)
     group: Any = _stores.ProcessGroupGloo(store, 0, 1, timeout)
     group.allreduce([torch.ones(1)]).wait()

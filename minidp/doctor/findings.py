@@ -56,7 +56,7 @@ skipped = partial(Finding, "", Status.SKIPPED)
 
 
 def named(check: str, found: Found) -> list[Finding]:
-    """Return the findings as a list of copies; those without a name get ``check``."""
+    """Return the finding(s) as a list of copies, named ``check`` if without a name."""
     findings = [found] if isinstance(found, Finding) else found
     return [replace(finding, check=finding.check or check) for finding in findings]
 
@@ -127,9 +127,9 @@ class Report:
 def merge(
     title: str, of_rank: Mapping[int, Sequence[Finding]], world_size: int
 ) -> Report:
-    """Return one report of all ranks' findings, sorted by check; equal ones become one.
+    """Merge all ranks' findings to one report, sorted by check; equal ones become one.
 
-    Its ``ranks`` are those that have it; none if all of ``of_rank`` do.
+    A finding lists the ranks that have it; none if all of ``of_rank`` do.
     """
     ranks_of: dict[Finding, set[int]] = {}
     for rank in sorted(of_rank):

@@ -21,7 +21,7 @@ Gathered = tuple[dict[int, Any], dict[int, str]]  # by rank: its value, or why n
 
 
 class Meeting:
-    """Exchange values between ranks through a store whose keys no one else uses."""
+    """Exchange values between ranks through a store; say which ranks are absent."""
 
     def __init__(self, store: Any, rank: int, world_size: int, seconds: float) -> None:
         self.rank = rank
@@ -34,11 +34,11 @@ class Meeting:
         post_json(self._store, topic, self.rank, value)
 
     def claim(self, times: int = 1) -> int:
-        """Add to the store's count of processes with this rank; return the count."""
+        """Count ``times`` more processes that are this rank; return their number."""
         return int(self._store.add(f"claimed/{self.rank}", times))
 
     def leave(self, why: str) -> None:
-        """Post why this rank left: others' `gather` waits for it only if `is_last`."""
+        """Post why this rank leaves; `gather` waits for it only with ``is_last``."""
         self.post("left", why)
 
     def gather(
@@ -78,7 +78,7 @@ class Meeting:
         return dict(sorted(said.items())), absent
 
     def who_left(self) -> dict[int, str]:
-        """Return rank -> reason of `leave` calls; RuntimeError if the store fails."""
+        """Return why ranks called `leave`, by rank; RuntimeError: the store fails."""
         return read_json(self._store, "left", {*range(self.world_size)} - {self.rank})
 
 

@@ -141,7 +141,7 @@ def watch(
 
 
 def _group_of(model: nn.Module, group: Any) -> Any:
-    """Return ``group``, else the wrapper's, else the default; None if none is made."""
+    """Return ``group``, else the wrapper's, else the default one; None without any."""
     if group is None:
         group = getattr(models.synchroniser(model), "process_group", None)
     return joined_group(group)
@@ -149,7 +149,7 @@ def _group_of(model: nn.Module, group: Any) -> Any:
 
 @dataclass
 class _Ranks:
-    """Run checks on this rank, and compare its facts with other ranks of the group."""
+    """Run checks on this rank and comparisons with other ranks; make one report."""
 
     subject: str
     group: Any  # None: this process alone
@@ -166,10 +166,11 @@ class _Ranks:
         facts: Mapping[str, Any],
         compared: Mapping[str, Callable[[Mapping[int, Any]], Found]],
     ) -> Report:
-        """Run ``own`` checks, and ``compared`` ones on ranks' facts; return a report.
+        """Run ``own`` checks; compare ``facts`` of all ranks; return the report.
 
-        All ranks get the findings of all; rank 0 prints them unless `quiet`. Ranks that
-        do not answer in time, and a store that cannot be used, are failed findings.
+        ``compared``: functions that judge the facts, by rank, by name of the check. All
+        ranks get the findings of all; rank 0 prints them unless `quiet`. Ranks that do
+        not answer in time, and a store that cannot be used, are failed findings.
         """
         findings = [f for name in own for f in _findings_of(name, own[name])]
         of_rank = {self.rank: findings}
@@ -212,7 +213,7 @@ class _Ranks:
 
 
 def _findings_of(name: str, check: Check) -> list[Finding]:
-    """Run a check; return its findings, or its exception as a failed finding."""
+    """Run a check; return its findings, or a failed one if it raises."""
     try:
         return named(name, check())
     except Exception as error:

@@ -63,7 +63,7 @@ class Runner:
         seconds: float | None = None,
         find_reason: Callable[[], str] = str,
     ) -> bool:
-        """Run one check and add its findings; if it raises or is late, a failed one.
+        """Run one check; add its findings, or a failed one if it raises or is late.
 
         Return whether it ended in time without raising. Late: after ``seconds`` (None:
         the runner's) or once ``find_reason`` returns a reason; `is_stuck` is set then.
@@ -93,7 +93,7 @@ class Runner:
     def attempt(self, action: Callable[[], Result], seconds: float = 0) -> list[Result]:
         """Run an action; return [its result], or [] if it raises or is late.
 
-        The limit is ``seconds`` and 2 s. [] also sets `is_stuck`; no finding is added.
+        Late: after ``seconds`` + 2 s. If [], also set `is_stuck`. Adds no finding.
         """
         try:
             return [run_within(seconds + GRACE_SECONDS, action)]
@@ -103,7 +103,7 @@ class Runner:
 
 
 def _why_late(name: str) -> str:
-    """Return a remedy for a late check: a firewall, a busy machine, a longer limit."""
+    """Return what to do about check ``name``, which took too long."""
     is_first = any(word in name for word in ("rendezvous", "group", "NCCL"))
     firewall = " a firewall?" * is_first  # later checks use open connections
     load, cores = os.getloadavg()[0], os.cpu_count() or 1

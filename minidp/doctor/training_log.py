@@ -28,7 +28,7 @@ Note = TypeVar("Note", bound=Callable[..., None])
 
 
 def _harmless(note: Note) -> Note:
-    """Wrap a recording method: its exceptions go to `mishaps`, and it returns None."""
+    """Decorate a recording method: it stores errors in `mishaps`, never raises."""
 
     @untraced
     @functools.wraps(note)
@@ -53,7 +53,7 @@ def _after(note: Callable[[Any, Any], None], original: Callable[..., Any]) -> An
 
 
 class TrainingLog:
-    """Record one rank's training inside `recording`, as JSON values in ``facts``."""
+    """Record one rank's training inside `recording`; the results are in ``facts``."""
 
     def __init__(self, model: nn.Module, loader: Any = None) -> None:
         self.model = model
@@ -86,7 +86,7 @@ class TrainingLog:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Fill ``facts`` and `mishaps` inside, by hooks on model, parameters and steps.
+        """In the block, record training in `facts` by hooks; errors go to `mishaps`.
 
         Also replace ``print``, ``torch.save``, the sampler's class; undo all at exit.
         """
@@ -117,7 +117,7 @@ class TrainingLog:
 
     @_harmless
     def _observe(self, undo: ExitStack) -> None:
-        """Record the epoch at each ``iter(sampler)`` by a subclass, until ``undo``."""
+        """Record the epoch of each ``iter(sampler)``, until ``undo`` is closed."""
         sampler = self._sampler
         kind: Any = type(sampler)
         epochs = self.facts["epochs"]

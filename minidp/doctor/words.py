@@ -21,14 +21,14 @@ def of_ranks(ranks: Sequence[int]) -> str:
 
 
 def in_words(error: Exception) -> str:
-    """Return an error's type and text (one line, 300 characters, no C++ places)."""
+    """Return an error's type and text on one line, 300 characters, no C++ places."""
     text = " ".join(str(error).partition("\nException raised from")[0].split())
     text = re.sub(r"\[(enforce fail at )?/[^\]\s]*:\d+\] ", "", text)
     return f"{type(error).__name__}: {text[:300]}".removesuffix(": ")
 
 
 def differing(of_rank: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return names whose values differ between mappings; a missing value is None."""
+    """Return the keys whose values differ between mappings; missing counts as None."""
     first, *others = of_rank
     names = dict.fromkeys(name for each in (first, *others) for name in each)
     return [n for n in names if any(e.get(n) != first.get(n) for e in others)]

@@ -15,7 +15,7 @@ _values = dict[str, object].values
 
 
 class LateParameters:
-    """Find trainable parameters added, replaced, unfrozen or lent after wrapping."""
+    """Find trainable parameters that a module has got since it was wrapped."""
 
     def __init__(self, replica: Replica) -> None:
         self._ignored = replica.ignored
@@ -27,10 +27,10 @@ class LateParameters:
         self.accept(replica.module)
 
     def find(self, module: nn.Module | None = None) -> dict[str, nn.Parameter]:
-        """Return trainable leaf parameters, by name, neither managed nor ignored.
+        """Return trainable leaf parameters, by name, neither averaged nor ignored.
 
-        {} while ``module`` (None: the accepted one) has not changed since `accept`. A
-        ``module`` without such parameters is accepted.
+        {} while ``module`` (None: that of the last `accept`) is as it was then. If none
+        is found, `accept` the module.
         """
         module = self._module if module is None else module
         is_same = module is self._module and not self._has_changed()
@@ -44,7 +44,11 @@ class LateParameters:
         return late
 
     def accept(self, module: nn.Module) -> None:
-        """Set `frozen`; make `find` return {} until ``module`` or `frozen` changes."""
+        """Remember the state of ``module``: `find` returns {} until it changes.
+
+        Set `frozen`: its parameters that are neither averaged nor ignored nor
+        trainable.
+        """
         self._module = module
         unknown = self._unknown(module).items()
         self.frozen = {name: p for name, p in unknown if not p.requires_grad}

@@ -1,9 +1,9 @@
 """Detect updates with local gradients that the check of optimizer steps cannot see.
 
-`find_manual_update`: no optimizer made the update. The ledger stores a parameter's
-``_version`` (in-place changes, not those of ``param.data``) when its gradient becomes
-local, or a backward passes our outputs without a grad hook. If it changes afterwards,
-not in an optimizer step, this was an update with a gradient that is not averaged.
+`find_manual_update`: no optimizer made the update. A parameter's ``_version`` (in-place
+changes, not those of ``param.data``) is stored when its gradient becomes local, or a
+backward passes our outputs without a grad hook. If it changes afterwards, not in an
+optimizer step, this was an update with a gradient that is not averaged.
 
 `LocalSteps`: an optimizer stepped inside no_sync(), and nobody averages the results::
 
@@ -42,9 +42,9 @@ Corners = dict[int, tuple[int, torch.Tensor]]
 
 
 def copy_corners(corners: Corners, params: Sequence[torch.Tensor]) -> Corners:
-    """Return versions and corners (first elements) of the first and last parameter.
+    """Copy ``_version`` and the first elements of the first and the last parameter.
 
-    By index; ``corners`` itself if no version has changed. For `find_manual_update`.
+    Return both by parameter index; ``corners``, an earlier copy, if no version changed.
     """
     if corners and all(params[i]._version == n for i, (n, _) in corners.items()):
         return corners
@@ -53,7 +53,7 @@ def copy_corners(corners: Corners, params: Sequence[torch.Tensor]) -> Corners:
 
 
 def corner_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a detached view of the first elements of each dimension, some 256."""
+    """Return a detached view of a tensor's first elements per dimension, some 256."""
     tensor = tensor.detach()
     if not tensor.dim():
         return tensor.view(1)
@@ -63,8 +63,8 @@ def corner_of(tensor: torch.Tensor) -> torch.Tensor:
 def find_manual_update(reducer: Reducer, corners: Corners) -> str:
     """Return an error if parameters changed after a backward that averaged nothing.
 
-    Else "", also if ``corners`` show that changes were undone. Drops from the ledger
-    no_sync() gradients that are None, or zero in changed parameters.
+    "" if not, or if ``corners`` (values copied before) show that changes were undone.
+    No_sync() gradients count as local no more if None, or zero in changed parameters.
     """
     ledger, params = reducer.ledger, reducer.params
     if not ledger.versions and ledger.bypassed is None:
@@ -101,9 +101,9 @@ def find_manual_update(reducer: Reducer, corners: Corners) -> str:
 
 
 def _were_put_back(corners: Corners, reducer: Reducer) -> bool:
-    """Return whether changed parameters have their old values in the corners again.
+    """Return whether parameters changed in place have their old values again.
 
-    False if all gradients are zero there: an update would not change them.
+    Compares ``corners``, a copy of some values. False if all gradients are zero there.
     """
     versions, params = reducer.ledger.versions, reducer.params
     grads = [grad for i in corners if (grad := params[i].grad) is not None]
@@ -130,9 +130,10 @@ class LocalSteps:
         weakref.finalize(reducer, self._end)
 
     def note_step(self) -> None:
-        """Count a step inside no_sync() since the last averaged backward; copy corners.
+        """Count an optimizer step inside no_sync(); copy some parameter values.
 
-        Step 1000 (`PATIENCE`) is the last: it warns if no copy differed at a forward.
+        Counts from the last averaged backward. At 1000, the last, warn unless values
+        were seen to change between a step and a forward, as if averaged.
         """
         if self._is_over:
             return
@@ -146,7 +147,7 @@ class LocalSteps:
             self._is_over = True
 
     def note_forward(self) -> None:
-        """Record whether parameters changed since the last step; does not block."""
+        """Record whether parameters changed since the last step; do not block."""
         if self._sample and not self._is_over:
             for old, param in zip(self._sample, self._params, strict=True):
                 differs = (corner_of(param) != old).any().to(self._sample[0].device)
@@ -160,7 +161,7 @@ class LocalSteps:
         return not self._was_averaged
 
     def _end(self) -> None:
-        """Log a warning that is still due, when the reducer is deleted or at exit."""
+        """At exit, or when the model is gone: warn of steps never averaged, if any."""
         try:
             if not self._is_over and self._is_due():
                 logger.warning(self._text())

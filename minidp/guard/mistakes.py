@@ -26,7 +26,7 @@ _RESET = "call reset() on all ranks, then zero_grad()"
 
 
 class Step:
-    """Look for mistakes in an optimizer step that is about to run, for one guard."""
+    """Look for mistakes of one wrapper in an optimizer step that is about to run."""
 
     def __init__(
         self, guard: Guard, optimizer: Optimizer, last: tuple[int, int]
@@ -38,7 +38,7 @@ class Step:
 
     @cached_property
     def held(self) -> dict[int, str]:
-        """The optimizer's managed parameters that have a gradient: names, by index."""
+        """Names, by index, of averaged parameters that the optimizer will change."""
         index = self._guard.index
         found = [index[id(p)] for p in self._params() if id(p) in index]
         return {i: self._reducer.names[i] for i in found}
@@ -51,8 +51,8 @@ class Step:
     def find_problem(self) -> str:
         """Return an error text if the step would make replicas differ, else "".
 
-        If this rank skips an announced backward: asks whether all ranks do, waits; if
-        not, sends them the error. Drops zero gradients from the ledger.
+        May wait for other ranks, and send them the error: see
+        `_find_left_out_backward`. Gradients of zeros count as local no more.
         """
         cast = find_cast(self._reducer)
         return (
@@ -126,11 +126,10 @@ class Step:
         return self._explain(what, names=[self.held[i] for i in local], remedy=remedy)
 
     def _find_left_out_backward(self) -> str:
-        """Return an error text if a forward announced a backward that never came.
+        """Return an error text if the backward of a forward was left out, else "".
 
-        Else "". Gradients of zeros (momentum still moves parameters) are legal if all
-        ranks leave it out: ask them, wait, and if not, send them the error. Policy
-        "ignore" does not ask.
+        If all gradients are zero, this is legal if all ranks do so: ask them (unless
+        ``unsynced="ignore"``) and wait; if some do not, send them the error.
         """
         reducer = self._reducer
         if not self._is_armed or self._is_reduced or not self.held:
@@ -183,7 +182,7 @@ def explain_late(rank: int, names: Iterable[str]) -> str:
 
 
 def find_cast(reducer: Reducer) -> str:
-    """Return an error text if the first or last parameter has a new dtype, else ""."""
+    """Return an error text if the first or last parameter was cast, else ""."""
     params, specs = reducer.params, reducer.queue.specs
     # A cast of a module changes all parameters: two are enough to see it.
     cast = [i for i in (0, -1) if params[i].dtype is not specs[i].dtype]
@@ -198,7 +197,7 @@ def find_cast(reducer: Reducer) -> str:
 
 
 def refuse_forward(reducer: Reducer) -> None:
-    """Raise if the last backward failed or did not finish (REDUCING, PENDING).
+    """Raise if the last backward failed or did not finish.
 
     Send other ranks the error of an unfinished one: they may wait for its gradients.
     """
@@ -226,7 +225,7 @@ def _how_it_failed(reducer: Reducer) -> str:
 
 
 def _explain_missing(reducer: Reducer, what: str) -> str:
-    """Return an error text: ``what``, the missing gradients, and (torch's) advice."""
+    """Return an error text: ``what``, names of missing gradients, torch's advice."""
     rank, missing = reducer.rank, reducer.pending.missing()
     names = [reducer.names[i] for i in missing]
     if reducer.phase.now is Phase.REDUCING:
@@ -285,9 +284,10 @@ _BESIDES_THE_MODEL = (
 
 
 def explain_origins(origins: Iterable[Origin], *, model_ran: bool) -> tuple[str, str]:
-    """Return how gradients became local, and what to do about it, as two texts.
+    """Return two texts: how gradients stayed local, and what to do about it.
 
-    ``model_ran``: a wrapper's forward ran: OUTSIDE may be a loss besides model(x).
+    ``model_ran``: the wrapper's forward ran, too, so that gradients made outside of it
+    may be those of an additional loss.
     """
     texts = _ORIGINS | ({Origin.OUTSIDE: _BESIDES_THE_MODEL} if model_ran else {})
     whats, remedies = zip(*(texts[o] for o in Origin if o in set(origins)), strict=True)

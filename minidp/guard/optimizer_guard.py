@@ -33,7 +33,7 @@ from .mistakes import Step, explain_late, find_cast, refuse_forward
 
 
 class Guard:
-    """Check one reducer's forwards, and every optimizer step until `retire`."""
+    """Check every optimizer step and every forward of one wrapper, until `retire`."""
 
     def __init__(self, reducer: Reducer, policy: Unsynced, replica: Replica) -> None:
         self.reducer = reducer
@@ -54,10 +54,11 @@ class Guard:
 
     @untraced
     def check(self, optimizer: Optimizer) -> None:
-        """Raise or warn, by policy, if a step would make replicas differ; record it.
+        """Check a step of ``optimizer`` before it runs; raise, warn or nothing.
 
-        May wait for other ranks: when this one skips a backward, or replicas differed.
-        Finds nothing inside no_sync(). DoubleStepError after `expect_in_backward`.
+        As ``unsynced`` says, for mistakes that make replicas differ; not inside
+        no_sync(). May wait for other ranks. DoubleStepError if the optimizer steps in
+        backwards by itself.
         """
         if id(optimizer) in self._allowed:
             return
@@ -90,7 +91,7 @@ class Guard:
         self._at_step[optimizer] = self._at_any_step = (ledger.armed, ledger.finalized)
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """Let `LocalSteps` count a step in no_sync() on local gradients."""
+        """After a step in no_sync() with local gradients: count it, for a warning."""
         ledger = self.reducer.ledger
         is_local = not ledger.sync_enabled and bool(ledger.unsynced)
         if is_local and self.policy != "ignore" and self._holds_ours(optimizer):
@@ -99,9 +100,9 @@ class Guard:
     def check_forward(self, module: nn.Module) -> None:
         """Raise if the last backward failed or is unfinished; look for other mistakes.
 
-        Outside no_sync(), raise or warn, by policy: parameters added or cast, updates
-        by local gradients. Inside, copy corners of two parameters: if they are equal
-        later, an update was undone, which is no error.
+        Outside no_sync(), raise or warn, as ``unsynced`` says: parameters added or
+        cast, updates by local gradients. Inside, copy some values of two parameters: if
+        they are the same later, such an update was undone, which is no mistake.
         """
         reducer = self.reducer
         refuse_forward(reducer)
@@ -121,9 +122,9 @@ class Guard:
                 self._complain(problem)
 
     def expect_in_backward(self, optimizer: Optimizer) -> None:
-        """Make `check` raise from now on if ``optimizer`` steps outside `allow`.
+        """Register an optimizer that steps in backwards; elsewhere `check` raises.
 
-        ValueError if it is expected already, or holds no managed parameter.
+        ValueError if registered already, or if it has no parameter of this wrapper.
         """
         name = type(optimizer).__name__
         if any(optimizer in guard._in_backward for guard in _live_guards()):
@@ -137,7 +138,7 @@ class Guard:
 
     @contextmanager
     def allow(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let ``optimizer`` step unchecked in the block; turn errors to MiniDPError."""
+        """Let ``optimizer`` step unchecked in the block; errors become MiniDPError."""
         self._allowed.add(id(optimizer))
         try:
             yield
@@ -162,7 +163,7 @@ class Guard:
         return [guard for guard in _live_guards() if guard is not self]
 
     def has_averaged(self, param: nn.Parameter) -> bool:
-        """Return whether this reducer averaged ``param.grad``; False in no_sync()."""
+        """Return whether this wrapper averaged ``param.grad``; False in no_sync()."""
         i, ledger = self.index.get(id(param)), self.reducer.ledger
         if i is None or not ledger.finalized or not ledger.sync_enabled:
             return False  # inside no_sync() not every local gradient is recorded
@@ -192,7 +193,7 @@ _guards: WeakValueDictionary[int, Guard] = WeakValueDictionary()  # live ones, b
 
 
 def _live_guards() -> list[Guard]:
-    """Return the live guards; other threads may add and drop some meanwhile."""
+    """Return the process's guards; safe while other threads add and drop some."""
     references = _guards.valuerefs()  # a copy, made in one call to C
     return [guard for each in references if (guard := each()) is not None]
 
@@ -207,7 +208,7 @@ _lock = threading.Lock()
 
 @functools.cache
 def _install_hooks() -> None:
-    """Register the two hooks of all optimizers' steps, once per process."""
+    """Register hooks before and after every ``Optimizer.step``, once per process."""
     register_optimizer_step_pre_hook(_before_any_step)
     register_optimizer_step_post_hook(_after_any_step)
 

@@ -26,7 +26,7 @@ CONNECT_SECONDS = 2.0
 
 
 class Channel:
-    """Publish and read statuses and alarms under one prefix of the group's store."""
+    """Publish and read ranks' statuses and alarms in the process group's store."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -40,7 +40,7 @@ class Channel:
         self.outgoing: list[Alarm] = []
 
     def send(self, status: RankStatus | None) -> None:
-        """Publish the status, if any, and alarms; RuntimeError if the host is gone."""
+        """Publish ``status`` (if any) and alarms; RuntimeError if the host is gone."""
         if is_closed(self._connection):
             raise RuntimeError("the connection was closed")
         if status is not None:
@@ -50,7 +50,7 @@ class Channel:
             post_json(self._store, "alarm", self._store.add("alarms", 1), alarm)
 
     def lose(self, error: RuntimeError) -> None:
-        """Set `problem`, a text for reports: the store is gone, with ``error``."""
+        """Set `problem`, a text for reports: the store failed with ``error``."""
         first_line = str(error).partition("\n")[0]
         self.problem = (
             "Nothing is known about the other ranks: the process group's store is "
@@ -59,9 +59,9 @@ class Channel:
         )
 
     def read_alarms(self) -> None:
-        """Set `alarms` to the first alarm of each other rank that is still true.
+        """Read other ranks' alarms; set `alarms` to the first valid one of each.
 
-        Not if the rank has started a later collective, as its status, read here, tells.
+        An alarm is out of date once its rank's status shows a later collective.
         """
         rows: list[Any] = []
         while row := read_json(self._store, "alarm", [len(rows) + 1]):
@@ -72,13 +72,13 @@ class Channel:
         self.alarms = {a.rank: a for a in alarms if started.get(a.rank, 0) <= a.started}
 
     def read_statuses(self, ranks: Iterable[int]) -> None:
-        """Update `statuses` for those of ``ranks`` that have published one."""
+        """Read the published statuses of ``ranks`` from the store into `statuses`."""
         for rank, fields in read_json(self._store, "status", ranks).items():
             self.statuses[rank] = RankStatus(**fields)
 
 
 def connect(store: object) -> socket.socket | None:
-    """Open a connection to a store's host; None without a host that listens."""
+    """Open a connection to a store's host; None if the store has none that listens."""
     address = address_of(unprefixed(store))
     try:
         return address and socket.create_connection(address, CONNECT_SECONDS)

@@ -26,10 +26,10 @@ BEATS_OF_SILENCE = 3  # intervals without a beat: the rank does not run
 
 
 class Heartbeat(PeerMonitor):
-    """Publish one replica's status, and answer its questions about the other ranks.
+    """Publish one replica's status, and find out for it what other ranks do.
 
-    Its `PeerMonitor`: training threads queue alarms and questions; the watchdog's
-    thread calls `tick`: only that may be blocked by a store that does not answer.
+    Training threads only queue alarms and questions. The watchdog's thread exchanges
+    them in `tick`: it alone may be blocked by a store that does not answer.
     """
 
     def __init__(self, reducer: Reducer, key: str, wake: Callable[[], None]) -> None:
@@ -48,7 +48,7 @@ class Heartbeat(PeerMonitor):
         self.move_to(communicator.group, key)
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
-        """Use ``group`` and its store, under ``key``; drop questions about a skip."""
+        """Use ``group``'s store, under ``key``; drop questions on skipped backwards."""
         self.group, self.rank = group, group.rank()
         self._questions = [q for q in self._questions if isinstance(q, Inquiry)]
         store = own_store(group, f"watch/{key}")
@@ -58,7 +58,7 @@ class Heartbeat(PeerMonitor):
     # -- called by training threads ----------------------------------------------------
 
     def find_lost(self, started: int) -> str:
-        """Return why collective ``started`` cannot finish; "" if nobody gave up."""
+        """Return why collective ``started`` (its number) cannot finish; else ""."""
         alarms = list(self._channel.alarms.values())
         is_lost = any(alarm.started < started for alarm in alarms)
         return "it cannot finish any more" if is_lost else ""
@@ -80,12 +80,12 @@ class Heartbeat(PeerMonitor):
         )
 
     def give_up(self, why: str) -> None:
-        """Queue an alarm: this rank joins no further collective, because of ``why``."""
+        """Queue an alarm to other ranks: why this rank joins no further collective."""
         self._channel.outgoing.append(Alarm(self.rank, self._tally.started, why))
         self._wake()
 
     def ask_who_skips(self, step: int, steps: int) -> Skip:
-        """Queue a question: do all ranks leave out reduction ``step``? Do not wait."""
+        """Queue a question: do all ranks skip backward ``step``? Return it at once."""
         skip = Skip(step, steps)
         self._ask(skip)
         return skip
@@ -99,7 +99,7 @@ class Heartbeat(PeerMonitor):
 
     @property
     def interval(self) -> float:
-        """Seconds to the next `tick`: few after a question, and then more and more."""
+        """Seconds to the next `tick`: short after a question, then longer."""
         pause = max(FIRST_PAUSE, time.monotonic() - self._asked)
         return min(pause, self._beat_seconds) if self._questions else self._beat_seconds
 
@@ -130,7 +130,7 @@ class Heartbeat(PeerMonitor):
                 self._questions.remove(question)
 
     def say_goodbye(self, why: str) -> None:
-        """Publish a last alarm now: the replica is gone or the process ends."""
+        """Publish now that this rank joins no further collective, and ``why``."""
         self.give_up(why)
         try:
             if not self._channel.problem:

@@ -66,7 +66,7 @@ class RankStatus:
 
 
 def status_of(reducer: Reducer, thread: int) -> RankStatus:
-    """Return a rank's status, without beat and seconds; may run in any thread."""
+    """Return a rank's status, except beat and seconds; may run in any thread."""
     step, steps = reducer.ledger.finalized, reducer.ledger.steps  # before the phase
     phase, queue, communicator = reducer.phase.now, reducer.queue, reducer.communicator
     text = _PHRASES[phase]
@@ -91,9 +91,9 @@ def _text_of_missing(names: list[str]) -> str:
 
 
 def place_of(thread: int) -> tuple[str, bool]:
-    """Return where a thread is, and whether it waits for other ranks, there or around.
+    """Return where a thread is, as text, and whether inside a wait for other ranks.
 
-    Where: its innermost function, and the caller in user code; "" if the thread ended.
+    Text: its innermost function, and the caller in user code; "" if the thread ended.
     """
     frame = sys._current_frames().get(thread)
     inside: list[FrameType] = []  # of libraries that the user's code called

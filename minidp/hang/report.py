@@ -27,7 +27,7 @@ _MAX_TEXT = 1200  # characters of another rank's error
 
 
 class Sighting:
-    """Tell from statuses and alarms which ranks are missing in one collective."""
+    """Find out from statuses and alarms which ranks are missing in one collective."""
 
     def __init__(self, channel: Channel, started: int, silent: Collection[int]) -> None:
         self._statuses, self._alarms = channel.statuses, channel.alarms
@@ -36,7 +36,7 @@ class Sighting:
         self._others = [r for r in range(channel.size) if r != channel.rank]
 
     def absent(self) -> list[int]:
-        """Return the ranks that gave up; if none did, those silent, unknown or late."""
+        """Return ranks that gave up; if none did, those silent, unknown or late."""
         gone = [rank for rank in self._others if self._has_given_up(rank)]
         # If a rank gave up, others may be late for the same reason.
         return gone or [rank for rank in self._others if self._is_absent(rank)]
@@ -52,7 +52,7 @@ class Sighting:
         return status.started < self._started and not status.wait_description
 
     def may_still_come(self) -> bool:
-        """Return whether to wait longer: no rank is gone, and not all others wait."""
+        """Return whether to wait longer: no rank is gone, some are busy elsewhere."""
         is_any_gone = bool(self._silent) or any(map(self._has_given_up, self._others))
         known = [self._statuses[r] for r in self._others if r in self._statuses]
         waiting = [
@@ -61,7 +61,7 @@ class Sighting:
         return not is_any_gone and len(waiting) < len(self._others)
 
     def to_text(self) -> str:
-        """Return sentences for an error: who is missing, and what these ranks do."""
+        """Return sentences for an error: which ranks are missing, and what they do."""
         told = self.absent()
         head = f"Missing: rank {', '.join(map(str, told))}."
         if not told:
@@ -102,15 +102,15 @@ def _describe(status: RankStatus) -> str:
 
 
 def _cut(text: str) -> str:
-    """Return another rank's error without its advice, cut to 1200 characters."""
+    """Return another rank's error text without advice, cut to 1200 characters."""
     text = text.partition(" What to do:")[0].strip().rstrip(".")
     return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
 
 
 class Inquiry(FutureWork):
-    """Ask which ranks are missing in a collective; the result is a `Report`.
+    """Find out which ranks are missing in a collective; the result is a `Report`.
 
-    A rank without a new beat in ``silence`` seconds counts as silent: it does not run.
+    A rank whose status does not get a new number in ``silence`` seconds does not run.
     """
 
     def __init__(self, started: int, silence: float) -> None:
@@ -120,7 +120,7 @@ class Inquiry(FutureWork):
         self._first: dict[int, int] = {}  # rank -> beat
 
     def try_answer(self, channel: Channel) -> bool:
-        """Set the `Report` if alarms, beats or time decide; return if it is set."""
+        """Set the result if ``channel`` tells enough, or time is up; return if set."""
         statuses, alarms, problem = channel.statuses, channel.alarms, channel.problem
         for rank, status in statuses.items():
             self._first.setdefault(rank, status.beat)
@@ -140,9 +140,10 @@ class Inquiry(FutureWork):
 
 
 class Skip(FutureWork):
-    """Ask if all ranks skip reduction ``step``; the result is "", or who does not.
+    """Find out if all ranks skip backward number ``step``; the result is "" if so.
 
-    ``steps`` is the number of optimizer steps on this rank since its last reduction.
+    Else a text: who does not, or that the store is gone. ``steps``: this rank's
+    optimizer steps since its last reduced backward.
     """
 
     can_time_out = True  # whatever the group's backend is
@@ -152,9 +153,10 @@ class Skip(FutureWork):
         self._step, self._steps = step, steps
 
     def try_answer(self, channel: Channel) -> bool:
-        """Set the result once ``channel`` decides; return whether it is set.
+        """Set the result if statuses read from ``channel`` suffice; return if set.
 
-        "": all others made as many steps. A text: one behind reduces; no store.
+        "": all others made as many optimizer steps. A text: one with fewer runs the
+        backward, or the store is gone.
         """
         here = {r: s for r, s in channel.statuses.items() if s.step == self._step}
         behind = [r for r, status in here.items() if status.steps < self._steps]

@@ -30,7 +30,7 @@ EXIT_SECONDS = 1.0  # to wait at exit for the final heartbeat
 
 
 class Watchdog:
-    """Serve all heartbeats of the process in one thread, while there are any."""
+    """Serve all heartbeats of the process (status to other ranks) in one thread."""
 
     def __init__(self) -> None:
         self._heartbeats: list[Heartbeat] = []
@@ -44,7 +44,7 @@ class Watchdog:
         self._judged: list[Heartbeat] = []  # whose collectives may hang on a device
 
     def start_heartbeat(self, reducer: Reducer, key: str) -> None:
-        """Publish a replica's status from now on; make its errors name missing ranks.
+        """Publish a replica's status from now on; let its errors name missing ranks.
 
         No-op without a time limit or other ranks; without a store, only warn.
         """
@@ -71,7 +71,7 @@ class Watchdog:
                 self._thread.start()
 
     def _dismiss(self, heartbeat: Heartbeat) -> None:
-        """Let the thread send a deleted replica's last alarm (no lock: a finalizer)."""
+        """Finalizer of a replica: let the thread tell other ranks that it is gone."""
         if heartbeat.pid == os.getpid():  # else a child has inherited the object
             self._leaving.append(heartbeat)
             self._bell.set()
@@ -89,7 +89,7 @@ class Watchdog:
             self._bell.clear()
 
     def _drop_deleted(self) -> list[Heartbeat]:
-        """Send last alarms of deleted replicas; return the rest, or drop the thread."""
+        """Remove deleted replicas, telling other ranks; return those that remain."""
         while self._leaving:
             heartbeat = self._leaving.pop()
             if is_initialized() and not self._is_mute:
@@ -110,7 +110,7 @@ class Watchdog:
             logger.exception("The watchdog failed; hang reports may be incomplete.")
 
     def _leave_with_the_process(self) -> None:
-        """Send alarms at exit: wait for the thread up to 2 s, which then goes silent.
+        """At exit, let the thread tell other ranks of it (1 s), then silence it (1 s).
 
         Half a record in a store that is a file makes all its readers wait for ever.
         """
@@ -126,9 +126,9 @@ class Watchdog:
         thread.join(EXIT_SECONDS)
 
     def _end_what_hangs(self, heartbeat: Heartbeat) -> None:
-        """Start a thread for a collective that is late on an accelerator, if any.
+        """If a collective is late on an accelerator, start a thread to deal with it.
 
-        It ends the process, or extends the limit if a missing rank may still come.
+        That ends the process, or extends the limit if a missing rank may still come.
         """
         communicator = heartbeat.communicator
         late = None if communicator is None else communicator.find_late_on_device()
@@ -146,7 +146,7 @@ class Watchdog:
             return
         logger.critical(
             "[rank %d] A collective did not finish within its limit: %s. %s This "
-            "process ends: nothing can be called back from a device.",
+            "process ends: a device cannot give up a collective.",
             heartbeat.rank,
             late.doing,
             heartbeat.report(late.started).text,

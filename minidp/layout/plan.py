@@ -30,7 +30,7 @@ from minidp.errors import InternalError
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Describe a managed parameter: the properties that place it in a bucket."""
+    """Describe a parameter whose gradient is averaged: what decides on its bucket."""
 
     name: str  # dotted
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class ParamSpec:
 
     @property
     def is_dense(self) -> bool:
-        """Return whether the strides cover memory without holes or overlap."""
+        """Whether the parameter's strides cover memory without holes or overlap."""
         both = zip(self.stride, self.shape, strict=True)
         dims = sorted((step, length) for step, length in both if length > 1)
         ends = [1, *accumulate((length for _, length in dims), int.__mul__)]
@@ -84,7 +84,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """List the slots of one bucket; raise unless they tile its flat buffer."""
+    """List one bucket's slots; raise InternalError unless they fill its buffer."""
 
     slots: tuple[Slot, ...]
     dtype: torch.dtype
@@ -122,7 +122,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Layout:
-    """List all buckets in launch order; raise unless each parameter has one slot."""
+    """List all buckets in launch order; raise unless each parameter is in just one."""
 
     buckets: tuple[BucketPlan, ...]
     num_params: int
@@ -152,12 +152,12 @@ def assign(
     limits: Sequence[int],
     order: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Return the parameter indices of each bucket by torch's rules, no delayed ones.
+    """Fill buckets by torch's rules; return the parameter indices of each bucket.
 
-    ``limits``: bytes at which the first, second, ... bucket of a (dtype, device) is
-    full; the last repeats. ``order``: the ready order; None: index order, and buckets
-    are then sorted by their smallest index. Else buckets below their limit come last,
-    by their last parameter (torch: by a hash map).
+    No delayed parameters. ``limits``: bytes at which the first, second, ... bucket of a
+    (dtype, device) is full; the last repeats. ``order``: ready order; None: by index,
+    and buckets are then sorted by their smallest one. Else buckets below their limit
+    come last, by their last parameter (torch: by a hash map).
     """
     open_bucket: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     num_closed: Counter[tuple[torch.dtype, torch.device]] = Counter()
@@ -193,7 +193,10 @@ def delayed(specs: Sequence[ParamSpec]) -> list[list[int]]:
 
 
 def initial_layout(specs: Sequence[ParamSpec], limits: Sequence[int]) -> Layout:
-    """Return the first layout: last bucket first, registration order in each bucket."""
+    """Return the layout before the ready order is known; ``limits`` as in `assign`.
+
+    Buckets are filled in registration order and launched in reverse, last one first.
+    """
     return build_layout(specs, assign(specs, limits)[::-1] + delayed(specs))
 
 
@@ -204,10 +207,10 @@ def rebuilt_layout(
     *,
     from_the_end: bool = False,
 ) -> Layout:
-    """Return the layout that follows the order in which gradients became ready.
+    """Return the layout for ``order``, in which the gradients became ready.
 
-    With ``from_the_end`` the last bucket gets the first limit, and the order inside
-    buckets is reversed (as in torch).
+    With ``from_the_end`` buckets are filled from the last gradient on: the last bucket
+    gets the first of the ``limits`` (bytes). Delayed parameters follow.
     """
     step = -1 if from_the_end else 1
     assignment = assign(specs, limits, order[::step])[::step]
@@ -231,7 +234,7 @@ def build_layout(
 
 
 def chunks_by_bytes(sizes: Sequence[int], limit: int = UNLIMITED) -> list[list[int]]:
-    """Return runs of positions in ``sizes``; each ends once it has ``limit`` bytes."""
+    """Split positions in ``sizes`` into runs; one ends when it has ``limit`` bytes."""
     chunks: list[list[int]] = []
     filled = limit
     for i, nbytes in enumerate(sizes):

@@ -86,7 +86,7 @@ def read_plain(value: object) -> SavedLayout:
 
 
 def _rows(value: Any, kind: type) -> tuple[tuple[Any, ...], ...] | None:
-    """Return lists of lists as tuples; None if ``value`` or an item is another type."""
+    """Return lists as tuples of tuples; None unless all items are of type ``kind``."""
     lists = (list, tuple)
     if not isinstance(value, lists) or not all(isinstance(row, lists) for row in value):
         return None
@@ -96,7 +96,7 @@ def _rows(value: Any, kind: type) -> tuple[tuple[Any, ...], ...] | None:
 
 
 def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
-    """Return the saved layout for ``specs``, which it must fit: else ValueError."""
+    """Convert a saved layout to one of ``specs``; ValueError if it does not fit."""
 
     def require(fits: object, expected: str, found: str, names: Iterable[str]) -> None:
         if not fits:

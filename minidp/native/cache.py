@@ -37,9 +37,9 @@ def folder() -> Path:
 
 
 def nearest(recipe: Recipe) -> tuple[Path | None, list[str]]:
-    """Return the binary whose inputs differ least, and the reasons not to load it.
+    """Return the cached binary whose inputs differ least, and reasons not to load it.
 
-    No reasons: it fits and is intact. (None, []) if nothing was built.
+    No reasons: it fits and is intact. (None, []) if the cache has no binary.
     """
     found = []
     for record in sorted(folder().glob(f"*/{_RECORD}")):
@@ -60,7 +60,10 @@ def nearest(recipe: Recipe) -> tuple[Path | None, list[str]]:
 
 @contextmanager
 def workspace() -> Iterator[Path]:
-    """Under the lock, yield an empty folder for a build; delete it, and older ones."""
+    """Yield an empty folder for a build, deleted at exit; first delete old ones.
+
+    Call only under the cache's lock.
+    """
     for leftover in folder().glob(f"{_PREFIX}*"):
         # Its builder is dead: a living one would hold the lock.
         shutil.rmtree(leftover, ignore_errors=True)
@@ -72,9 +75,9 @@ def workspace() -> Iterator[Path]:
 
 
 def publish(recipe: Recipe, built: Path) -> Path:
-    """Move a binary into the cache; write its record; delete the recipe's older ones.
+    """Move a new binary into the cache, with its record; delete the recipe's old ones.
 
-    Return the new path. Call only under the lock.
+    Return the new path. Call only under the cache's lock.
     """
     home = folder() / recipe.key
     home.mkdir(exist_ok=True)

@@ -40,7 +40,7 @@ _Running = tuple[Process, str, list[str], Path]  # `Job`, and a file for the out
 def build_into_cache(
     recipe: Recipe, say: Say, *, force: bool = False, verbose: bool = False
 ) -> Path:
-    """Return a recipe's binary; build if ``force`` or missing; see `native.build`."""
+    """Return a recipe's binary in the cache; build it first if ``force`` or missing."""
     try:
         # Looks first without the lock, which may be held for minutes.
         binary = None if force else _built_before(recipe, say)
@@ -59,7 +59,7 @@ def build_into_cache(
 
 
 def _built_before(recipe: Recipe, say: Say) -> Path | None:
-    """Return the binary in the cache that fits, and say "already built"; else None."""
+    """Return the cached binary that fits, and say "already built"; None without one."""
     binary, misfits = cache.nearest(recipe)
     if binary is None or misfits:
         return None
@@ -69,7 +69,7 @@ def _built_before(recipe: Recipe, say: Say) -> Path | None:
 
 @contextmanager
 def _locked(say: Say) -> Iterator[None]:
-    """Make the cache's folder; hold its lock inside, after waiting for other builds."""
+    """Create the cache's folder; in the block, hold its lock (after other builds)."""
     folder = cache.folder()
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock")
@@ -85,7 +85,7 @@ def _locked(say: Say) -> Iterator[None]:
 
 
 def _build(recipe: Recipe, workspace: Path, shell: _Shell) -> Path:
-    """Compile and link in the workspace; cache the binary; NativeError if any fails."""
+    """Compile, link; return the binary's path in the cache; NativeError if it fails."""
     if not recipe.sources(".cpp"):
         raise NativeError(f"There are no C++ sources to build in {recipe.folder}.")
     if shutil.which(recipe.cxx[0]) is None:
@@ -116,7 +116,7 @@ def _build(recipe: Recipe, workspace: Path, shell: _Shell) -> Path:
 
 
 def _accepted_wishes(recipe: Recipe, say: Say) -> list[str]:
-    """Try groups of optional flags; return the flags of those the compiler accepts."""
+    """Try groups of optional compiler flags; return the flags that are accepted."""
     accepted: list[str] = []
     for group in recipe.wishes:
         # -c and not -fsyntax-only: only then does an assembler see the -m flags.
@@ -146,7 +146,7 @@ def _compilations(
 
 
 def _paths(nvcc: str) -> tuple[list[str], list[str]]:
-    """Return flags for headers and for libraries of torch, and of CUDA if ``nvcc``."""
+    """Return compiler flags for torch's headers and libraries; ``nvcc``: and CUDA's."""
     # Imported only for a build: the import takes half a second.
     torch_paths: Any = importlib.import_module("torch.utils.cpp_extension")
     folders = [*torch_paths.include_paths(), sysconfig.get_path("include")]
@@ -166,13 +166,13 @@ def _paths(nvcc: str) -> tuple[list[str], list[str]]:
 
 
 class _Shell:
-    """Run the commands of one build; log commands and output (verbose: say both)."""
+    """Run the commands of one build; write commands and output to its log file."""
 
     def __init__(self, log: Path, say: Say, *, is_verbose: bool) -> None:
         self.log, self.say, self._is_verbose = log, say, is_verbose
 
     def run(self, jobs: list[Job], limit: int = 1) -> None:
-        """Run jobs, ``limit`` at a time; at exit (NativeError, Ctrl-C) end the rest."""
+        """Run jobs, ``limit`` at a time; on an error or Ctrl-C end those that run."""
         waiting, running = jobs[::-1], list[_Running]()
         try:
             while waiting or running:
@@ -201,7 +201,7 @@ class _Shell:
     def _look_at(
         self, process: Process, doing: str, command: list[str], printed: Path
     ) -> None:
-        """Log the output of a command that has ended; NativeError if it failed."""
+        """Log an ended command's output; raise NativeError if the command failed."""
         output = printed.read_text(errors="replace")
         text = f"$ {shlex.join(command)}\n{output}".rstrip()
         with self.log.open("a") as log:

@@ -48,7 +48,7 @@ AVX2_WISH = (
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All inputs of a build, as `describe` has found them."""
+    """Hold all inputs of a build of the native extension, as `describe` found them."""
 
     folder: Path  # of the sources
     cxx: tuple[str, ...]  # the C++ compiler's command
@@ -63,7 +63,7 @@ class Recipe:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def sources(self, *suffixes: str) -> list[Path]:
-        """Return sources whose suffix is given; those in ``cuda/`` only with nvcc."""
+        """Return sources with these suffixes; those in ``cuda/`` only with nvcc."""
         return [
             path
             for path in source_files(self.folder)
@@ -76,10 +76,11 @@ class Recipe:
         return _fingerprint(self.folder) != before
 
     def changes_since(self, old: Mapping[str, str]) -> list[str]:
-        """Return a text per part that differs from ``old``; none: a binary of it fits.
+        """Return a text per input that changed since a build; ``old``: inputs of that.
 
-        A compiler or nvcc that is missing now is no difference: a binary outlives its
-        compiler, for example in the second stage of a container.
+        None: its binary can be used. A compiler or nvcc that is missing now is no
+        difference: a binary outlives its compiler, for example in a container's second
+        stage.
         """
         new = self.parts
         gone = {name for name in ("compiler", "nvcc") if not new[name]}
@@ -132,7 +133,7 @@ def hash_file(path: Path) -> str:
 
 
 def _fingerprint(folder: Path) -> dict[str, str]:
-    """Return ``csrc/NAME`` -> SHA-256 for every source file."""
+    """Return the SHA-256 of every source file, by the name ``csrc/FILE``."""
     return {
         f"csrc/{path.relative_to(folder).as_posix()}": hash_file(path)
         for path in source_files(folder)

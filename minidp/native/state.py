@@ -88,7 +88,7 @@ def build(*, force: bool = False, verbose: bool = False, say: Say = _LOG.info) -
 
 
 def _decide() -> tuple[ModuleType | None, Status]:
-    """Call `attempt` the first time only, and log its reason; return its result."""
+    """On the first call, `attempt` to load and log why (not); return that result."""
     global _decided  # one process, one extension
     with _lock:
         if _decided is None:
@@ -112,7 +112,7 @@ def attempt(mode: str) -> tuple[ModuleType | None, Status]:
     In mode "1" first build a missing or stale binary; in mode "0" do not look for one.
     """
     if mode == "0":
-        reason = "MINIDP_NATIVE=0 says not to load them."
+        reason = "MINIDP_NATIVE=0 says not to load native kernels."
         return None, Status(mode, is_loaded=False, path=None, reason=reason)
     module = path = None
     found: dict[str, str] = {}
@@ -125,7 +125,8 @@ def attempt(mode: str) -> tuple[ModuleType | None, Status]:
             binary = build_into_cache(recipe, _LOG.warning)
         elif binary is None:
             sources = "" if recipe.sources(".cpp") else f" {recipe.folder} is empty."
-            raise NativeError(f"They are not built.{sources} What to do: {BUILD}")
+            what = f"The native kernels are not built.{sources}"
+            raise NativeError(f"{what} What to do: {BUILD}")
         elif misfits:
             _LOG.warning("The native extension is stale and not used: %s.", misfits[0])
             why = "; ".join(misfits)
@@ -136,7 +137,7 @@ def attempt(mode: str) -> tuple[ModuleType | None, Status]:
     except NativeError as error:
         reason = str(error)
     except Exception as error:  # `library` raises it if the extension is required
-        reason = f"Looking for them failed: {type(error).__name__}: {error}"
+        reason = f"Looking for a binary failed: {type(error).__name__}: {error}"
     is_loaded = module is not None
     return module, Status(mode, is_loaded, path, reason, cache.folder(), **found)
 

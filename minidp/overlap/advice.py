@@ -27,8 +27,8 @@ class Change(NamedTuple):
 def advise(found: Analysis) -> str:
     """Return advice as text: the first of these that is worth 3 % of a step.
 
-    To balance a late rank, look for varying load, set a bucket cap, send fewer bytes,
-    do more per step. Else why not: one rank, no reduced bucket, "auto" still trying,
+    Balance a late rank, look for varying load, set a bucket cap, send fewer bytes, do
+    more per step. Else why none: one rank, no reduced bucket, "auto" still trying,
     little exposed, or steps that differ by more than twice the gain.
     """
     where, one = found.run.ranks[0].where, found.shown.typical
@@ -69,17 +69,17 @@ def advise(found: Analysis) -> str:
 
 
 def _cap_gain(found: Analysis) -> float:
-    """Return the seconds that the best cap gains; 0: no forecast, or "auto" chose."""
+    """Return seconds per step gained by the best cap; 0 if "auto" chose, or unknown."""
     has_measured = found.run.ranks[0].where.layout_by == AUTO
     forecast = found.forecast
     return 0.0 if has_measured or forecast is None else forecast.best_cap()[1]
 
 
 def _best_change(found: Analysis) -> Change:
-    """Return the change to the best bucket cap, fp16 compression, or more per step.
+    """Return the change that helps most: bucket cap, fp16 compression, more per step.
 
     The cap if it gains 3 % of a step, and half of what compression gains; compression
-    if it gains 3 %; else more per step, whatever it gains.
+    if it gains 3 %; else more backwards or larger batches per step, whatever it gains.
     """
     timelines, forecast = found.run.ranks, found.forecast
     step_s = found.shown.typical.seconds
@@ -138,11 +138,10 @@ def _accumulation(found: Analysis) -> Change:
 
 
 def _straggler(found: Analysis) -> Change:
-    """Return the gain and the advice of balancing the load of one late rank.
+    """Return the change "balance the load" for the rank latest at the last bucket.
 
-    That is the latest rank at the last bucket; the advice says where most of its
-    lateness arises. Gain 0 unless it is late in three of four steps by more than the
-    clocks' error and half of its median lateness.
+    The advice says where most of its lateness arises. Gain 0 unless it is late in three
+    of four steps by more than the clocks' error and half of its median lateness.
     """
     skew, one = found.skew, found.shown.typical
     if skew is None:
@@ -172,9 +171,9 @@ def _straggler(found: Analysis) -> Change:
 
 
 def layers_of(timeline: Timeline, members: Sequence[int]) -> str:
-    """Return "a to b": the modules of the lowest and the highest index in ``members``.
+    """Return "A to B", the modules of the first and the last of parameters ``members``.
 
-    Equal names once; the parameter's name if its module is the root or only a number.
+    Once if equal; the parameter's name if its module is the root or only a number.
     """
     names = []
     for param in (timeline.params[i].name for i in (min(members), max(members))):

@@ -50,7 +50,7 @@ class BucketOverlap:
 
 @dataclass(frozen=True)
 class StepOverlap:
-    """Hold a step's seconds by phase; `hidden_s` and `late_s` are parts of others."""
+    """Hold a step's seconds by phase; `hidden_s` and `late_s` overlap with others."""
 
     seconds: float  # from the first forward to the next step's first forward
     local_forward_s: float  # under no_sync()
@@ -140,7 +140,7 @@ def _bucket(
 
 
 def pieces(spans: Sequence[Span], begin: int, end: int) -> list[tuple[int, int, bool]]:
-    """Split an interval into pieces (begin ns, end ns, True if inside of a span)."""
+    """Cut an interval at spans: return (begin ns, end ns, True if inside of one)."""
     found, at = [], begin
     for span in sorted(spans, key=lambda span: span.begin_ns):
         first, last = max(at, span.begin_ns), min(end, span.end_ns)
@@ -152,7 +152,7 @@ def pieces(spans: Sequence[Span], begin: int, end: int) -> list[tuple[int, int, 
 
 
 def covered(spans: Sequence[Span], begin: int, end: int) -> int:
-    """Return the nanoseconds of an interval that lie inside of any span."""
+    """Return how many nanoseconds of an interval lie inside of some span."""
     return sum(b - a for a, b, inside in pieces(spans, begin, end) if inside)
 
 
@@ -207,7 +207,7 @@ def _slices_of_bucket(step: Step, bucket: BucketOverlap) -> Iterator[Slice]:
 class Overlap:
     """Hold one rank's typical step, and the spread of step and exposed seconds.
 
-    The steps are those that all ranks recorded with the last one's layout;
+    The steps are those that all ranks recorded with the last step's bucket layout;
     `typical_step` picks the same one of them for all ranks.
     """
 
@@ -251,7 +251,7 @@ def most_exposed(overlaps: Sequence[Overlap]) -> Overlap:
 def _with_first_gradients(
     typical: StepOverlap, steps: Sequence[StepOverlap]
 ) -> StepOverlap:
-    """Return ``typical`` with every bucket's `BucketOverlap.first_s` set anew.
+    """Return ``typical`` with every bucket's `first_s` estimated from all steps.
 
     It is `full_s` times the median of first / full over the ``steps`` that timed
     gradients, as steps differ in length; None if none timed them.
@@ -271,7 +271,7 @@ def _with_first_gradients(
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return p10 and p90, two of the values: a tenth at most is below, and above."""
+    """Return p10 and p90 as two of the values: at most a tenth lies below, or above."""
     ordered, left_out = sorted(values), (len(values) - 1) // 10
     return ordered[left_out], ordered[-1 - left_out]
 
@@ -301,7 +301,7 @@ def typical_step(
 
 
 def to_show(buckets: Sequence[BucketOverlap], most: int) -> set[int]:
-    """Return numbers of at most ``most`` buckets: first, last, and the most exposed."""
+    """Choose at most ``most`` buckets, by number: first, last, and the most exposed."""
     ends = {bucket.number for bucket in (*buckets[:1], *buckets[-1:])}
     middle = sorted(buckets[1:-1], key=lambda bucket: -bucket.exposed_s)
     return ends | {bucket.number for bucket in middle[: most - len(ends)]}

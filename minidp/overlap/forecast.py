@@ -42,21 +42,21 @@ class Forecast:
 
     @property
     def bound_s(self) -> float:
-        """Return the predicted seconds of a step that no bucket layout can undercut."""
+        """Predicted seconds of a step that no bucket layout can undercut."""
         least = lower_bound(self.backward, self.network) - self.backward.end_s
         return self.step_s - max(0.0, self.exposed_s - least)
 
     def gain(self, backward: Backward, groups: Sequence[Sequence[int]]) -> float:
-        """Return seconds per step that a layout saves (< 0: loses); <= `exposed_s`."""
+        """Predict the seconds per step that a layout saves (negative: loses)."""
         now = play(self.backward, self.groups, self.network).exposed_s
         then = play(backward, groups, self.network).exposed_s
         return min(now - then, self.exposed_s)
 
     def best_cap(self) -> tuple[float, float]:
-        """Return one of `CAPS_MB` as bucket cap, and its gain in seconds per step.
+        """Return the best bucket cap of `CAPS_MB`, and its gain in seconds per step.
 
-        The largest cap within 1 % of a step of the best gain, as each bucket costs time
-        that the model does not know; of caps that give one bucket, the smallest.
+        That is the largest within 1 % of a step of the best gain, as each bucket costs
+        time that the model does not know; of caps that give one bucket, the smallest.
         """
         now = self.backward
         groups = {cap: capped_groups(now, [int(cap * MIB)]) for cap in CAPS_MB}
@@ -68,7 +68,7 @@ class Forecast:
         return min(cap, enough), gains[cap]
 
     def gain_of_half(self) -> float:
-        """Return seconds saved per step by half the bytes in the same layout."""
+        """Predict the seconds per step that sending half the bytes saves."""
         half = tuple(nbytes // 2 for nbytes in self.backward.nbytes)
         return self.gain(replace(self.backward, nbytes=half), self.groups)
 
@@ -124,9 +124,9 @@ def backward_of(timeline: Timeline) -> tuple[Backward, tuple[int, ...]]:
 
 
 def _ready_times(timeline: Timeline) -> dict[int, float | None]:
-    """Return by parameter the median seconds from a backward's begin to its gradient.
+    """Return each parameter's median seconds from the backward's begin to its gradient.
 
-    If its hook was never timed, until its bucket was full; None if it never was.
+    If its grad hook was never timed, until its bucket was full; None if that never was.
     """
     hooks: list[list[float]] = [[] for _ in timeline.params]
     buckets: list[list[float]] = [[] for _ in timeline.params]
@@ -166,7 +166,7 @@ def network_of(run: Run, samples: Sequence[tuple[int, float]]) -> Network | None
 
 
 def samples_of(run: Run) -> list[tuple[int, float]]:
-    """Return (bytes, seconds on the wire) of all dense messages on the first rank."""
+    """Return (bytes, seconds) of the first rank's messages, but not of sparse ones."""
     first, found = run.ranks[0], []
     for step in first.steps:
         buckets = overlap_of(first, step, run.launches.get(step.number)).buckets

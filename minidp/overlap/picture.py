@@ -109,7 +109,7 @@ def _matplotlib(part: str) -> Any:
 
 
 def _whole_step(panel: Any, views: Sequence[StepOverlap], num_left_out: int) -> None:
-    """Draw each rank's phases and exposed communication in a row; set the title."""
+    """Draw phases and exposed communication of a step, a row per rank, with a title."""
     origin = min(one.step.begin_ns for one in views)
     for row, one in enumerate(views):
         step = one.step
@@ -130,7 +130,7 @@ def _whole_step(panel: Any, views: Sequence[StepOverlap], num_left_out: int) -> 
 
 
 def _panel(panel: Any, one: StepOverlap, origin: int) -> None:
-    """Draw one rank's backward and at most 60 of its buckets in rows; set the title."""
+    """Draw one rank's backward and up to 60 of its buckets, a row each, and a title."""
     shown = to_show(one.buckets, MAX_BUCKETS)
     buckets = [bucket for bucket in one.buckets if bucket.number in shown]
     rows: dict[str | int, list[Slice]] = {bucket.number: [] for bucket in buckets}

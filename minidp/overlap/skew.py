@@ -52,12 +52,12 @@ class Run:
 
     @cached_property
     def common(self) -> list[tuple[Step, ...]]:
-        """Steps that all ranks recorded with the last one's layout, tuples by rank."""
+        """Steps (a tuple by rank) that all ranks recorded, with the last layout."""
         return common_steps(self.ranks)
 
     @cached_property
     def launches(self) -> Mapping[int, Mapping[int, int]]:
-        """Step number -> bucket -> last launch (ns), of steps that all recorded."""
+        """Step number -> bucket number -> when (ns) the last rank launched it."""
         found: dict[int, dict[int, int]] = {}
         for steps in _of_all(self.ranks):
             last = found[steps[0].number] = {}
@@ -74,9 +74,9 @@ def _of_all(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
 
 
 def common_steps(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
-    """Return the steps that all timelines hold, one tuple per step number.
+    """Return the steps that all timelines hold: per step number, a tuple by rank.
 
-    Only steps with the layout of the last of them; tuples are in the ranks' order.
+    Only steps with the bucket layout of the last of them.
     """
     together = _of_all(timelines)
     layouts = [timelines[0].layouts[steps[0].layout] for steps in together]
@@ -139,7 +139,7 @@ def _clock(first: Timeline, other: Timeline) -> ClockOffset | None:
 
 
 def _rounds(first: Timeline, other: Timeline) -> list[tuple[Round, Round]]:
-    """Return launch and end (ns) on both ranks of each bucket of their common steps."""
+    """Return (launch, end) in ns on both ranks, of each bucket that both recorded."""
     return [
         ((ours.launched_ns, ours.done_ns), (theirs.launched_ns, theirs.done_ns))
         for one, two in common_steps((first, other))
@@ -154,7 +154,7 @@ def _rounds(first: Timeline, other: Timeline) -> list[tuple[Round, Round]]:
 
 @dataclass(frozen=True)
 class Late:
-    """Hold how late one rank is at one place: seconds after the others' median."""
+    """Hold how many seconds one rank comes after the others' median, at one place."""
 
     typical_s: float  # median over steps; negative: earlier than the others
     often_s: float  # lower quartile: in three of four steps the rank is later than this
@@ -162,18 +162,18 @@ class Late:
 
 @dataclass(frozen=True)
 class Skew:
-    """Hold how late each rank begins its forward and backward, and launches buckets."""
+    """Hold how late each rank comes to its forward, backward, and bucket launches."""
 
     late: Mapping[Place, Mapping[int, Late]]  # by place, in order of time, and by rank
     error_s: float  # the largest error of a clock offset
 
     def latest(self, place: Place) -> int:
-        """Return the rank with the largest median lateness at a place."""
+        """Return the rank that is latest at a place, by the median of its lateness."""
         by_rank = self.late[place]
         return max(by_rank, key=lambda rank: by_rank[rank].typical_s)
 
     def grows_at(self, rank: int) -> tuple[Place, float]:
-        """Return where a rank's median lateness grows most, and by what seconds."""
+        """Return the place where a rank falls behind most, and by how many seconds."""
         growth, before = {}, 0.0
         for place, by_rank in self.late.items():
             growth[place] = by_rank[rank].typical_s - before
@@ -206,7 +206,7 @@ def _arrivals(step: Step) -> dict[Place, int]:
 
 
 def _late(rows: Sequence[Sequence[int]], numbers: Sequence[int]) -> dict[int, Late]:
-    """Return each rank's lateness at one place; ``rows``: ns by rank, one per step."""
+    """Return each rank's lateness at one place; ``rows``: per step, ns by rank."""
     times = np.array(rows) - np.array(rows)[:, :1]
     late = {}
     for column, number in enumerate(numbers):

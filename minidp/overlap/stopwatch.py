@@ -1,6 +1,6 @@
-"""Record the steps of one reducer.
+"""Record the times of a reducer's steps.
 
-    note     a moment of a bucket                      any thread
+    note     an event of a bucket                      any thread
     enter    a phase of the step begins or ends        data_parallel, core
     take     the times of grad hooks, in some steps    core
     hooks    before and after optimizer steps          torch
@@ -55,10 +55,10 @@ class Clock:
     read: Any = staticmethod(time.perf_counter_ns)  # the extension knows this function
 
     def settle(self) -> None:
-        """Do nothing: nanoseconds need not be waited for; see `CudaClock.settle`."""
+        """Do nothing: the CPU's times are known at once; see `CudaClock.settle`."""
 
     def resolve(self, mark: Mark, anchor: Mark) -> int:
-        """Return ``mark``, which is nanoseconds already; ignore ``anchor``."""
+        """Return ``mark``, which is in nanoseconds already; ignore ``anchor``."""
         return int(mark)
 
 
@@ -89,7 +89,7 @@ class CudaClock(Clock):
         torch.cuda.synchronize(self._device)
 
     def resolve(self, mark: Mark, anchor: Mark) -> int:
-        """Return a mark as ns of the CPU's clock; a near ``anchor`` limits rounding."""
+        """Convert an event to CPU clock ns; a near ``anchor`` limits rounding."""
         until_anchor: float = self._origin.elapsed_time(anchor)
         from_anchor: float = anchor.elapsed_time(mark)
         return self._origin_ns + round(until_anchor * 1e6) + round(from_anchor * 1e6)
@@ -97,7 +97,7 @@ class CudaClock(Clock):
 
 @dataclass
 class StepMarks:
-    """Hold the clock marks that a `Stopwatch` collects during one step."""
+    """Hold the raw times (clock marks) that a `Stopwatch` collects during one step."""
 
     number: int
     begin: Mark
@@ -114,7 +114,7 @@ class StepMarks:
 
 
 class Stopwatch:
-    """Record the last ``keep`` steps of a reducer; in `timed_steps` also grad hooks."""
+    """Record a reducer's last ``keep`` steps; in `timed_steps` each gradient's time."""
 
     def __init__(
         self,
@@ -136,12 +136,12 @@ class Stopwatch:
         self._is_timing = False
 
     def start(self) -> None:
-        """Start recording: listen to the tracer, and prepare a timer of grad hooks."""
+        """Start recording: receive bucket and phase events; prepare to time hooks."""
         self._timing = self._hooks.timed_by(self._clock.read)
         self._queue.tracer.listeners.append(self)
 
     def stop(self) -> ProcessGroup:
-        """End recording; keep the running step if reduced. Return the process group."""
+        """Stop recording; keep the step under way if reduced. Return the group."""
         self._queue.tracer.listeners.remove(self)
         self._time_hooks(on=False)
         del self._timing
@@ -149,7 +149,7 @@ class Stopwatch:
         return self._queue.group
 
     def clear(self) -> None:
-        """Drop finished steps; the running one becomes step 0, its hooks not timed."""
+        """Drop finished steps; the current one becomes step 0, its hooks not timed."""
         self._finished.clear()
         self._num_begun = int(self._marks is not None)
         self._time_hooks(on=False)
@@ -162,7 +162,7 @@ class Stopwatch:
     # -- events, see `trace.Listener` --------------------------------------------------
 
     def note(self, moment: Moment, bucket: int) -> None:
-        """Store when a bucket first reached ``moment``; ignore it outside backwards."""
+        """Store when a bucket first reached ``moment``; ignore it before a backward."""
         marks = self._marks
         if marks is not None and StepPhase.BACKWARD_BEGIN in marks.phases:
             marks.moments.setdefault((moment, bucket), self._clock.read())
@@ -222,7 +222,7 @@ class Stopwatch:
     # -- result ------------------------------------------------------------------------
 
     def steps(self) -> tuple[list[Step], list[tuple[tuple[int, ...], ...]]]:
-        """Wait for the device; return complete kept steps, and `Timeline.layouts`."""
+        """Return the kept steps and the layouts they refer to; wait for the device."""
         self._clock.settle()
         layouts: dict[tuple[tuple[int, ...], ...], int] = {}
         steps = []
@@ -236,14 +236,14 @@ class Stopwatch:
 def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
     """Convert marks to a `Step`; None unless a forward, backward and finalize ended.
 
-    Leaves out buckets without FULL or LAUNCHED, and gradients outside the backward.
+    Leaves out buckets that were not launched, and gradients outside the backward.
     """
 
     def ns(mark: Mark) -> int:
         return clock.resolve(mark, marks.begin)
 
     def spans(pairs: Pairs) -> tuple[Span, ...]:
-        """Convert pairs of marks to spans; leave out pairs without an end."""
+        """Convert pairs (begin, end) to spans; leave out pairs without an end."""
         return tuple(Span(ns(a), ns(b)) for a, b in pairs if b is not None)
 
     forwards = spans(marks.forwards)
@@ -276,7 +276,7 @@ def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
 
 
 def _bucket(number: int, times: Sequence[Any]) -> BucketTimes:
-    """Return a bucket's times, each at least the one before it; ``times``: by `_ORDER`.
+    """Return a bucket's times (full, launched, done, copied), each >= the one before.
 
     Marks of several streams differ by a tick. DONE, which a callback may mark late or
     not at all, is at most COPIED_OUT.
@@ -307,7 +307,7 @@ class ModelStopwatch(Stopwatch):
     def start(self) -> None:
         """Start recording; also listen to the steps of all optimizers.
 
-        Raises RuntimeError if a `ModelStopwatch` records the reducer, or after `stop`.
+        Raises RuntimeError after `stop`, or if another `ModelStopwatch` records this.
         """
         if self._reducer is None:
             raise RuntimeError(
@@ -356,7 +356,8 @@ class ModelStopwatch(Stopwatch):
     def timeline(self, clock: ClockOffset | None = None) -> Timeline:
         """Return a `Timeline` of the kept steps; wait for the device.
 
-        Times are on this rank's own clock: ``clock`` is stored, and not applied.
+        Times are on this rank's own clock: the offset ``clock`` is only stored with
+        them.
         """
         steps, layouts = self.steps()
         num_dropped = self._num_begun - (self._marks is not None) - len(steps)
@@ -366,7 +367,7 @@ class ModelStopwatch(Stopwatch):
 
 
 def where_of(reducer: Reducer) -> Where:
-    """Return a reducer's `Where` now; ``host`` is the boot id, or without it a name."""
+    """Return rank, device, host ... of a reducer; ``host`` is the boot id or a name."""
     group, device = reducer.queue.group, reducer.queue.specs[0].device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     averaging = reducer.queue.averaging

@@ -23,7 +23,7 @@ _CHOICE = {
 
 
 def report(timelines: Sequence[Timeline]) -> str:
-    """Return the report on the ranks of a run; if they share no step, what to record.
+    """Return the report on the ranks of a run, or what to record if they share no step.
 
     Raises ValueError if the recordings are not those of different ranks of one run.
     """
@@ -120,9 +120,10 @@ def _verdict(found: Analysis) -> str:
 
 
 def _cause(bucket: BucketOverlap, backward_s: float, clock_error_s: float) -> str:
-    """Return a clause: when a bucket is full, and where its time goes until it is done.
+    """Say in a clause when a bucket is full, and where its time goes until it is done.
 
-    Late and wire are one part if the clocks' error exceeds half of their sum.
+    Waiting for slow ranks and transfer are one part if the clocks' error exceeds half
+    of their sum.
     """
     left_s = max(0.0, backward_s - bucket.full_s)
     both_s = bucket.late_s + bucket.wire_s

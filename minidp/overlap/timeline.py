@@ -41,7 +41,7 @@ class Span:
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """Hold when one bucket reached each stage in one step, in this order."""
+    """Hold when one bucket of a step was full, launched, done, and copied out."""
 
     number: int  # in launch order
     full_ns: int  # its last gradient arrived
@@ -68,11 +68,11 @@ class Step:
 
     @property
     def begin_ns(self) -> int:
-        """Return when the first forward begins, local forwards included."""
+        """When the first forward begins, those under ``no_sync()`` included."""
         return min(span.begin_ns for span in (*self.forwards, *self.local_forwards))
 
     def first_gradient_ns(self, members: Sequence[int]) -> int | None:
-        """Return when (ns) the first of these gradients came; None: none was timed."""
+        """Return when (ns) the first gradient of parameters came; None: not timed."""
         found = [t for i in members if self.ready_ns and (t := self.ready_ns[i])]
         return min(found, default=None)
 
@@ -96,7 +96,7 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class Where:
-    """Hold where and with what a recording was made."""
+    """Hold a recording's rank, device, host, versions ..."""
 
     rank: int
     world_size: int
@@ -177,7 +177,7 @@ _hints: Any = functools.cache(get_type_hints)
 
 
 def _built(kind: Any, value: Any) -> Any:
-    """Convert parsed JSON to ``kind``: dataclasses and tuples deeply, others as is."""
+    """Convert parsed JSON to the type ``kind``: dataclasses and tuples, deeply."""
     if isinstance(kind, type) and is_dataclass(kind):
         hints = _hints(kind)
         return kind(**{name: _built(hints[name], each) for name, each in value.items()})

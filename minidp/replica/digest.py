@@ -13,7 +13,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one checksum of several tensors' bits (0-D, int64); their order counts."""
+    """Return one checksum (0-D int64) over the bits of tensors, in their order."""
     small: dict[torch.device, list[torch.Tensor]] = {}
     sums = []
     for tensor in tensors:
@@ -29,7 +29,7 @@ def digest_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's bits: int64 that wraps around, 0-D, on its device.
+    """Return the sum of a tensor's elements, read as integers: 0-D int64, wraps around.
 
     Any change of one element changes it, and so does any exchange of two, if elements
     have at most 4 bytes. The two words of larger ones can cancel out, which is rare.

@@ -58,7 +58,7 @@ ON_PURPOSE = 2
 
 
 class _Snapshot(NamedTuple):
-    """Hold the digest of one replica before a forward, and the tensors it is of."""
+    """Hold one replica's checksum before a forward, and the tensors it was taken of."""
 
     step: int  # number of synchronised backwards finished
     tensors: Mapping[str, torch.Tensor]  # parameters, by name, to be compared once more
@@ -67,7 +67,7 @@ class _Snapshot(NamedTuple):
 
 
 class ReplicaCheck:
-    """Compare the replicas every so many steps; an `Observer` of the queue."""
+    """Compare replicas every so many steps: at a backward's end, or before a step."""
 
     uses_grads = False
     awaits_step = True  # optimizers step after backwards, not inside them
@@ -88,7 +88,7 @@ class ReplicaCheck:
         self.reset()
 
     def reset(self) -> None:
-        """Drop a check that is under way, and forget when replicas agreed last."""
+        """Forget pending checksums and differences, and when replicas agreed last."""
         self._agreed = -1  # the last step at whose beginning all replicas were equal
         self._under_way: _Snapshot | None = None
         self._suspect: _Snapshot | None = None  # differed, and nobody has stepped since
@@ -96,7 +96,7 @@ class ReplicaCheck:
         self._was_hooked = False  # by a foreign comm hook, since the last agreement
 
     def is_due(self, step: int) -> bool:
-        """Return whether to call `begin` now: by schedule, or after a difference."""
+        """Return whether to compare in this step: scheduled, or after a difference."""
         every = AUTO_EVERY if isinstance(self._every, str) else self._every
         is_early = self._is_auto and step in AUTO_STEPS
         return self._suspect is not None or is_early or step % every == 0
@@ -108,10 +108,11 @@ class ReplicaCheck:
         frozen: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
-        """Store this replica's digest before forward ``step``; `finished` compares it.
+        """Store this replica's checksum before a forward; `finished` will compare it.
 
-        Replaces that of an earlier forward without backward. "auto" leaves out module
-        buffers, and frozen parameters once replicas have agreed.
+        ``step``: synchronised backwards so far. Replaces the checksum of a forward
+        without backward. "auto" omits module buffers and, once replicas agreed, frozen
+        parameters.
         """
         if self._is_auto:
             buffers = {}
@@ -123,19 +124,21 @@ class ReplicaCheck:
         self._under_way = _Snapshot(step, tensors, buffer_sums, digest)
 
     def postpone(self) -> None:
-        """Drop the digest of `begin`: gradients will be averaged without a backward."""
+        """Drop the checksum of `begin`, if any: `finished` will not compare it."""
         self._under_way = None
 
     # -- at the end of a backward ------------------------------------------------------
 
     def reduced(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Do nothing for a single bucket."""
+        """Do nothing when one bucket is reduced; see `finished`."""
 
     def finished(self) -> None:
-        """Collective if `begin` was called: compare digests; raise if steps differ.
+        """End a backward: compare checksums, a collective, if `begin` stored one.
 
-        If digests differ, "auto" excuses it for a reason (warns once of local updates).
-        Else a step calls `confirm`, or this call looks again (buffers, a long wait).
+        Raise if ranks are at different steps. If checksums differ: under "auto", accept
+        a known reason (warn once of local updates); else raise now (buffers, optimizers
+        in the backward, a long wait) or in the optimizer step, see `_confirm`,
+        `confirm`.
         """
         was_hooked = self._was_hooked
         self._was_hooked |= is_foreign(self._queue.averaging.comm_hook)
@@ -182,7 +185,7 @@ class ReplicaCheck:
     # -- before a step -----------------------------------------------------------------
 
     def confirm(self) -> None:
-        """Compare again before an optimizer step, if `finished` found a difference.
+        """Compare again before an optimizer step, if `finished` saw a difference.
 
         Raises or warns as `_confirm`. Waits up to 10 s until all ranks want to step; if
         some do not come, returns: the next backward compares again.
@@ -197,7 +200,7 @@ class ReplicaCheck:
         self._confirm(self._suspect)
 
     def _confirm(self, snapshot: _Snapshot) -> None:
-        """Collective: raise if the replicas still differ; "auto" warns of rounding."""
+        """Collective: raise if tensors still differ; under "auto" warn of rounding."""
         # A digest under way may be of a forward that not all ranks ran.
         self._suspect = self._under_way = None
         found = self._find_difference(snapshot)
@@ -220,7 +223,7 @@ class ReplicaCheck:
             return gather_integers(row, group, exchange_device(group, device))
 
     def _find_difference(self, snapshot: _Snapshot) -> Difference:
-        """Collective: return which parameters differ now, or buffers at `begin`."""
+        """Collective: return which parameters differ now, which buffers at `begin`."""
         own = [sum_of_bits(tensor).cpu() for tensor in snapshot.tensors.values()]
         names = [*snapshot.tensors, *snapshot.buffer_sums]
         sums = [*torch.stack(own).tolist(), *snapshot.buffer_sums.values()]
@@ -229,7 +232,7 @@ class ReplicaCheck:
         return Difference(self._queue.rank, snapshot.step, self._agreed, odd_ones)
 
     def _is_rounding(self, snapshot: _Snapshot, names: Sequence[str]) -> bool:
-        """Collective: return if rounding explains 64 MiB of ``names`` on all ranks."""
+        """Collective: return whether rounding explains how ``names`` differ by rank."""
         worst, left = 0.0, MOST_BYTES
         for tensor in (snapshot.tensors[name] for name in names):
             if left > 0:
@@ -238,9 +241,9 @@ class ReplicaCheck:
         return all(is_small for (is_small,) in self._gather([worst <= 1]))
 
     def _distance(self, tensor: torch.Tensor) -> float:
-        """Collective: return this rank's largest difference from rank 0, scaled.
+        """Collective: return a tensor's largest difference from rank 0's, scaled.
 
-        Up to 1 may be rounding: 1e-3 (or 16 eps) of rank 0's largest element.
+        Scale: 1e-3 (or 16 eps) of rank 0's largest element; up to 1 may be rounding.
         """
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         group = self._queue.group
@@ -258,7 +261,7 @@ class ReplicaCheck:
 
 
 class Difference:
-    """Hold what differs between replicas, and on which ranks; write messages of it."""
+    """Hold which tensors differ between ranks, and on which; write messages of it."""
 
     def __init__(
         self, rank: int, step: int, agreed: int, sums: Mapping[str, Sequence[int]]
@@ -274,7 +277,7 @@ class Difference:
         self._more = f" (and {len(sums) - 1} more)" if len(sums) > 1 else ""
 
     def error(self) -> str:
-        """Return an error text: which parameters differ, on which ranks, since when."""
+        """Return an error text: which tensors differ, on which ranks, since when."""
         since = "" if self._agreed < 0 else f" They agreed at step {self._agreed}."
         return explain(
             self._rank,
@@ -293,7 +296,7 @@ class Difference:
         )
 
     def warning(self, *, is_rounding: bool) -> str:
-        """Return a warning: rounding, or updates in no_sync(), made replicas differ."""
+        """Return a warning: replicas differ by rounding, or by updates in no_sync()."""
         if is_rounding:
             agreed = f"after step {self._agreed}, when they agreed, "
             what = (
@@ -324,10 +327,10 @@ class Difference:
 
 
 def is_foreign(hook: CommHook | None) -> bool:
-    """Return whether ``hook`` may give ranks different averages; False for None.
+    """Return whether a comm hook may give different averages to ranks; False for None.
 
-    No: plain hooks of minidp and torch. Yes: others, wrappers, torch's post-local SGD
-    and no-op hooks.
+    It may, unless it is a plain function of minidp or torch. Wrappers, and torch's
+    post-local SGD and no-op hooks, may.
     """
     if hook is None:
         return False
@@ -340,7 +343,7 @@ def is_foreign(hook: CommHook | None) -> bool:
 
 
 def all_come(store: Store, num_ranks: int) -> bool:
-    """Wait up to 10 s; return, alike on all ranks, whether all have called this."""
+    """Wait up to 10 s for all ranks to call this; return True (on all ranks) if so."""
     deadline = time.monotonic() + CONFIRM_SECONDS
     if store.add("come", 1) == num_ranks:
         store.compare_set("verdict", "", "all")

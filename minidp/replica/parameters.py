@@ -18,7 +18,7 @@ DETOUR = "_compiled_call_impl"  # torch's name: what a module calls, if not its 
 
 @dataclass(frozen=True)
 class Replica:
-    """Hold the parameters of a module by their role in synchronisation."""
+    """Hold a module and its parameters: all, managed (averaged), ignored, delayed."""
 
     module: nn.Module
     parameters: Mapping[str, nn.Parameter]  # frozen ones included
@@ -29,12 +29,12 @@ class Replica:
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The managed parameters, in parameter-index order."""
+        """The parameters to average (managed), in parameter-index order."""
         return list(self.managed.values())
 
     @property
     def specs(self) -> list[ParamSpec]:
-        """What the layout needs of each managed parameter: name, shape, dtype, ..."""
+        """Name, shape, dtype ... of each managed parameter, to plan the buckets by."""
         return [
             ParamSpec(
                 name,
@@ -50,9 +50,9 @@ class Replica:
 
 
 def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
-    """Sort a module's parameters into a `Replica`; ignored ones take no part.
+    """Sort a module's parameters into a `Replica`; leave out those on its ignore list.
 
-    ``delayed`` ones do, even if they are ignored; they travel last. Warn of unknown
+    ``delayed`` ones, sent after all others, take part even if ignored. Warn of unknown
     names on the ignore list; RuntimeError if nothing is left to reduce.
     """
     if not isinstance(module, nn.Module):
@@ -104,7 +104,7 @@ def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
 
 
 def _ignore_list(module: nn.Module) -> frozenset[str]:
-    """Return the module's ignore list, no leading dots; TypeError if not all str."""
+    """Return a module's ignore list without leading dots; TypeError unless strings."""
     listed = frozenset(getattr(module, IGNORE_ATTRIBUTE, ()))
     strange = {type(name).__name__ for name in listed if not isinstance(name, str)}
     if strange:

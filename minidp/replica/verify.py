@@ -37,7 +37,7 @@ _objects: Counter[tuple[str, str]] = Counter()  # (group name, kind) -> objects 
 
 
 def next_key(group: ProcessGroup, kind: str) -> str:
-    """Return ``kind/N`` for the N-th object of this kind that uses ``group``.
+    """Count an object of this kind that uses ``group``; return the text ``kind/count``.
 
     Equal on all ranks if they make such objects in the same order.
     """
@@ -54,10 +54,10 @@ def start_equal(
     device: torch.device,
     sends_buffers: bool,
 ) -> str:
-    """Collective: verify that replicas are alike, then copy rank 0's values.
+    """Collective: raise if shapes, dtypes, options differ by rank; copy rank 0's state.
 
-    Return a name for the wrapper, equal on all ranks. Raises as `verify`; it compares
-    ``options``, too. ``sends_buffers``: copy module buffers as well as parameters.
+    Return a name for the wrapper, equal on all ranks. Errors: see `verify`.
+    ``sends_buffers``: copy module buffers as well as parameters.
     """
     mine = {}
     for name, param in replica.parameters.items():
@@ -83,7 +83,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def take_delayed(replica: Replica, group: ProcessGroup) -> None:
-    """Collective: give delayed parameters (the ones sent last) rank 0's values."""
+    """Collective: overwrite parameters whose gradients travel last with rank 0's."""
     broadcast_state([replica.managed[name] for name in replica.delayed], group)
 
 
@@ -97,11 +97,11 @@ def broadcast_state(
 def verify(
     mine: Mapping[str, str] | Exception, group: ProcessGroup, device: torch.device
 ) -> int:
-    """Collective: compare descriptions; raise on every rank when any two differ.
+    """Collective: compare the texts ``mine`` of all ranks; raise on all if any differ.
 
-    Return how many comparisons this group has seen: equal on all ranks, new each time.
-    ``mine``: this replica's texts, by name; or the error with which this rank rejected
-    its arguments: the others raise with its text, and the caller here raises it.
+    ``mine``: texts that describe this replica, by name; or the error with which this
+    rank rejected its arguments: then the other ranks raise, and the caller does here.
+    Return a number that is equal on all ranks and new for each call with this group.
     """
     rejected = isinstance(mine, Exception)
     # Torch's constructor begins alike: else gloo would abort at the first mismatch.

@@ -35,7 +35,7 @@ START = Path(__file__).with_name("at_start")
 def reached_children(
     command: str = "run", *, swaps: bool, is_compared: bool = False
 ) -> Iterator[None]:
-    """Set the environment so that processes started inside call `join`.
+    """In the block, let child processes (of Python) call `join` once they import torch.
 
     ``swaps``: they swap torch's class, else keep it; ``is_compared``: they are seeded
     as runs of a comparison are. Error messages name ``command`` in remedies.
@@ -50,9 +50,9 @@ _joined = ExitStack()  # never closed: until the process ends
 
 
 def join() -> None:
-    """Swap torch's class, or keep it and die with the parent, as `RUN` says.
+    """In a child process: swap torch's class, or not, and seed, as variable `RUN` says.
 
-    Seed, too, for a comparison. `sitecustomize` calls it.
+    A process that keeps torch's class dies with its parent. `sitecustomize` calls this.
     """
     orders = json.loads(os.environ[RUN])
     if orders["swaps"]:
@@ -65,7 +65,7 @@ def join() -> None:
 
 
 def seed(rank: int) -> None:
-    """Seed torch, random and numpy with ``rank``: both runs draw the same numbers."""
+    """Seed torch, random and numpy with ``rank``, for equal numbers in both runs."""
     torch.manual_seed(rank)
     random.seed(rank)
     numpy.random.seed(rank)
@@ -74,8 +74,8 @@ def seed(rank: int) -> None:
 def never_take_down(ddp: Any) -> None:
     """Leak the reducer, logger and process group of a torch DDP model, on purpose.
 
-    Their destructors may deadlock with a thread, if a script drops its model after the
-    group. The reducer's hooks go with the model. Without a reducer: nothing.
+    Their destructors may deadlock with a thread if the model outlives the group. The
+    reducer's hooks are removed with the model. No-op without a reducer.
     """
     reducer = getattr(ddp, "reducer", None)
     if reducer is None:

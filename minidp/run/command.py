@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_script(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add ``-m``, SCRIPT (help: ``what``) and ARGS, after other positional ones."""
+    """Add ``-m``, SCRIPT (with help text ``what``) and ARGS to ``parser``."""
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="SCRIPT is a module's name"
     )
@@ -108,7 +108,7 @@ def add_script(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Run or compare the script, here or on ``-n`` ranks; return its exit status.
+    """Run or compare the script, here or on ``-n`` ranks; return the exit status.
 
     2 if it cannot be run; 1 for nothing to report or compare, or for a difference.
     """
@@ -157,7 +157,7 @@ def _problem(script: Script, options: Namespace) -> str:
 
 
 def _words(options: Namespace, *names: str) -> list[str]:
-    """Return the flags that repeat the named options, if set, on a command line."""
+    """Return the named options as on a command line, e.g. ["--save", "x"], if set."""
     words = []
     for name in names:
         value = getattr(options, name)
@@ -171,7 +171,7 @@ def _words(options: Namespace, *names: str) -> list[str]:
 def _run_on_minidp(script: Script, options: Namespace) -> int:
     """Run the script with torch's class swapped; print reports; return the status.
 
-    Errors of the script are raised on, but for a missing launcher (printed; status 1).
+    Raises what the script raises, but prints an error by a missing launcher: status 1.
     """
     outcomes = begin_phase(options) if options.phase else None
     models = WrappedModels(script, options, outcomes)
@@ -201,9 +201,9 @@ def _run_on_minidp(script: Script, options: Namespace) -> int:
 
 
 class WrappedModels:
-    """Record the models that this process wraps; `finish` prints the report.
+    """Register the models that the script wraps, and record them for --report.
 
-    ``outcomes`` keeps the models if the run is part of a comparison.
+    ``outcomes`` stores the models, too, if this run is part of a comparison.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class WrappedModels:
         self._pid = os.getpid()
 
     def add(self, ddp: DataParallel) -> None:
-        """Register a model, start its recording for --report; do nothing in a fork."""
+        """Register a model and record its steps for --report; no-op in a fork."""
         if os.getpid() != self._pid:
             return
         module = getattr(ddp.module, "_orig_mod", ddp.module)  # if it is compiled
@@ -275,7 +275,7 @@ class WrappedModels:
         return status
 
     def _report(self) -> None:
-        """Send recordings to rank 0, which prints reports and writes --save's files."""
+        """Send recordings to rank 0; there print reports and write --save's files."""
         mine = [recording.timelines[0] for recording in self._recordings]
         for number, timelines in enumerate(_gathered(mine)):
             title = f"report of {self._names[number]}"
@@ -291,7 +291,7 @@ class WrappedModels:
 
 
 def _gathered(mine: list[Timeline]) -> list[list[Timeline]]:
-    """Return all ranks' timelines per model on rank 0; elsewhere [] after sending."""
+    """Send timelines to rank 0; there return all ranks' per model, elsewhere []."""
     rank, size = from_environment("RANK", 0), from_environment("WORLD_SIZE", 1)
     store = launcher_store("report") if size > 1 else None
     if rank:

@@ -45,9 +45,9 @@ HOST_SECONDS = 1800.0  # for the first rank of a host to copy, or to run a comma
 
 
 class _CannotCompareError(Exception):
-    """A run cannot start, or left no outcome to compare; the text says why.
+    """A comparison cannot be made: a run did not start, or left no outcome.
 
-    If the script fails, its exit status is returned instead.
+    The text says why. Not for a script that fails: its exit status is returned.
     """
 
 
@@ -70,7 +70,7 @@ def run_both(script: Script, options: argparse.Namespace, flags: Sequence[str]) 
 
 
 class _Comparison:
-    """Run the script twice on this rank; ``made`` is a folder for copy and outcomes."""
+    """Run the script twice on this rank; ``made``: a folder for copy and outcomes."""
 
     def __init__(self, options: argparse.Namespace, made: Path) -> None:
         self._options, self._made = options, made
@@ -104,7 +104,7 @@ class _Comparison:
     def _run(
         self, library: str, words: Sequence[str], cwd: str, env: Mapping[str, str]
     ) -> Outcome | int:
-        """Run --before, then the script; return its outcome or nonzero exit status.
+        """Run --before and the script; return its outcome, or an exit status not 0.
 
         _CannotCompareError: --before failed, a step was too slow, no outcome is left.
         """
@@ -140,7 +140,7 @@ class _Comparison:
         return status if status > 0 else 128 - status
 
     def _copy(self, here: Path) -> tuple[str, str]:
-        """Copy ``here``; return copy and "", or ``here`` and why it is not copied."""
+        """Copy the folder ``here``; return the copy and "", or ``here`` and why not."""
         why_not, target = "", self._made / "copy"
         if self._options.copy is None and (why_not := too_large(here)):
             why_not += "; --copy copies it"
@@ -160,14 +160,14 @@ class _Comparison:
         return self._once(topic, is_first=not from_environment("LOCAL_RANK", 0), do=do)
 
     def _once(self, topic: str, *, is_first: bool, do: Callable[[], Any]) -> Any:
-        """Call ``do`` on the first rank; post its result to the others; return it."""
+        """Call ``do`` on one rank; all other ranks wait for its result; return it."""
         if self._store is None:
             return do()
         if is_first:
             post_json(self._store, topic, 0, do())
         found = gather_json(self._store, topic, [0], HOST_SECONDS)
         if not found:
-            raise _CannotCompareError(f"the first rank did not come ({topic})")
+            raise _CannotCompareError(f"the first rank posted no result ({topic})")
         return found[0]
 
 
@@ -182,14 +182,14 @@ def _stacks(outcome: Path) -> Path:
 
 
 def begin_phase(options: argparse.Namespace) -> OutcomeRecorder:
-    """Let this process die with its parent; seed it; start and return its recorder."""
+    """Let this process die with its parent; seed it; return an outcome recorder."""
     die_with_parent()
     seed(from_environment("RANK", 0))
     return OutcomeRecorder(options.outcome, options.limit)
 
 
 def run_on_torch(script: Script, options: argparse.Namespace) -> int:
-    """Run the script on torch's DDP; return its status; if 0, write the outcome."""
+    """Run the script on torch's DDP; return its status; save the outcome if it is 0."""
     recorder = begin_phase(options)
 
     def wrapped(ddp: Any) -> None:
@@ -230,12 +230,12 @@ class OutcomeRecorder:
         self._watch(limit)
 
     def _watch(self, seconds: float) -> None:
-        """Write stacks and end this process after some seconds, unless called again."""
+        """(Re)start a timer that ends this process with a dump of its stacks."""
         self._watched_at = time.perf_counter()
         faulthandler.dump_traceback_later(seconds, file=self._stacks, exit=True)
 
     def wrapped(self, ddp: Any) -> None:
-        """Keep a model's module alive for `save`; begin to count ``limit`` anew."""
+        """Store a new wrapper's module for `save`; start the time limit again."""
         self._modules.append(ddp.module)
         self._watch(self._limit)
 
@@ -259,7 +259,7 @@ class OutcomeRecorder:
         return Outcome(weights, len(self._modules), tuple(self._ends))
 
     def save(self, exit_s: float | None = None) -> None:
-        """Write the outcome; end this process if it outlives ``exit_s`` (or limit)."""
+        """Write the outcome; end this process if it lives ``exit_s`` (limit) more."""
         self._watch(exit_s or self._limit)
         partial = self._path.with_suffix(".partial")
         torch.save(asdict(self.outcome()), partial)
@@ -269,7 +269,7 @@ class OutcomeRecorder:
 def _print(torchs: Outcome, ours: Outcome, why_not_copied: str) -> int:
     """Print the verdict on rank 0 and on ranks that differ; return 1 if they differ.
 
-    1 also if the run on minidp wrapped no model.
+    1 also if the run on minidp wrapped no model. ``why_not_copied``: see `_copy`.
     """
     if not ours.num_models:
         return 1  # the run on minidp has said so

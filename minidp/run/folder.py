@@ -55,13 +55,13 @@ def _copy_file(path: Path, place: Path) -> None:
 
 
 def _entries(folder: Path) -> Iterator[Path]:
-    """Yield entries below a folder, parents first; none inside `_is_linked` folders."""
+    """Yield what is below a folder, parents first; nothing inside `_is_linked` ones."""
     for where, folders, files in os.walk(folder):
         yield from (Path(where, name) for name in (*folders, *files))
         folders[:] = [name for name in folders if not _is_linked(Path(where, name))]
 
 
 def _is_linked(folder: Path) -> bool:
-    """Return whether to link a folder: a Python environment, or .git."""
+    """Return whether `copy` links a folder: a Python environment, or .git."""
     marks = ("pyvenv.cfg", "conda-meta")
     return folder.name == ".git" or any((folder / mark).exists() for mark in marks)

@@ -26,7 +26,7 @@ _OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 def from_environment(name: str, default: int) -> int:
-    """Return an environment variable as a number; ``default`` if unset or no number."""
+    """Return an environment variable as an int; ``default`` if unset or no number."""
     text = os.environ.get(name, "")
     return int(text) if text.isdigit() else default
 
@@ -56,7 +56,7 @@ def _at_least_one(text: str) -> int:
 
 
 def why_no_ranks(number: int | None) -> str:
-    """Return why ``-n`` cannot start ranks: this process is one; "" if it can."""
+    """Return why ``-n`` is refused: a launcher started this process; else ""."""
     if number is None or "RANK" not in os.environ:
         return ""
     return (
@@ -102,12 +102,12 @@ def start_ranks(number: int, command: str, flags: Sequence[str], script: Script)
 
 
 def how_to_start(command: str, script: Script) -> str:
-    """Return a ``minidp`` command line, for remedies: the script with two ranks."""
+    """Return, for error texts, the command that starts the script on two ranks."""
     return f"minidp {command} -n 2 {' '.join(script.words)}"
 
 
 def lacks_launcher(error: BaseException, command: str, script: Script) -> str:
-    """Return a message if a missing launcher caused the error; "" for other errors."""
+    """Return a text if an error is due to running without a launcher; else ""."""
     variable = _VARIABLES.search(str(error))
     is_lookup = isinstance(error, KeyError) or "environment variable" in str(error)
     if (

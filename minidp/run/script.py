@@ -18,7 +18,7 @@ from minidp.console import say_on_stderr
 
 @dataclass(frozen=True)
 class Script:
-    """The script to run and its arguments, as they follow ``python``; `run` runs it."""
+    """A script and its arguments, as they follow ``python`` on a command line."""
 
     target: str  # a file (or folder, or zip with __main__.py), or a module's name
     arguments: Sequence[str] = ()
@@ -30,14 +30,14 @@ class Script:
         return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
 
     def seen_from(self, folder: Path) -> Script:
-        """Return the script, its path relative to ``folder`` if inside, or absolute."""
+        """Return the script, its path relative to ``folder`` if inside or absolute."""
         target = os.path.abspath(self.target)
         if Path(target).is_relative_to(folder):
             target = os.path.relpath(target, folder)
         return self if self.is_module else replace(self, target=target)
 
     def problem(self) -> str:
-        """Return why the script cannot be found, "" if it can; import its packages."""
+        """Return why there is no such script, else ""; imports a module's packages."""
         if not self.is_module:
             found = Path(self.target).exists()
             return "" if found else f"there is no script {self.target}"
@@ -53,7 +53,7 @@ class Script:
         return "" if spec else f"there is no module {self.target} to run"
 
     def run(self) -> int:
-        """Run the script; return the status that Python would; raise its exceptions."""
+        """Run the script here; return its exit status; raise what it raises."""
         with self._as_started():
             try:
                 if self.is_module:
@@ -69,7 +69,7 @@ class Script:
 
     @contextmanager
     def _as_started(self) -> Iterator[None]:
-        """Set ``sys.argv`` and ``sys.path`` inside as Python would for the script."""
+        """Set ``sys.argv`` and ``sys.path`` in the block as Python would for it."""
         argv, path = sys.argv, list(sys.path)
         sys.argv = [self.target, *self.arguments]
         if not getattr(sys.flags, "safe_path", False):
@@ -83,9 +83,9 @@ class Script:
 
 @contextmanager
 def after_wrapping(kind: type, told: Callable[[Any], None]) -> Iterator[None]:
-    """Call ``told(model)`` after each ``kind.__init__`` inside, by replacing it.
+    """In the block, call ``told(model)`` after each construction of a ``kind``.
 
-    A class that derives from ``kind`` runs the rest of its ``__init__`` after ``told``.
+    It replaces ``kind.__init__``: a derived class goes on with its own after ``told``.
     """
     plain: Any = kind.__dict__["__init__"]
 

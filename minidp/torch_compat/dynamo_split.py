@@ -22,9 +22,10 @@ _FIRST_GRAPH_BYTES = 1024 * 1024
 
 @untraced_itself
 def run_splitting(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """Run ``ddp``'s module, as the active DDP whose bucket cap dynamo splits graphs by.
+    """Run ``ddp``'s module, while dynamo takes ``ddp`` for the DDP object that runs.
 
-    Return its output. Dynamo sees at least 1 MiB. Warn if ``optimize_ddp`` is off.
+    So it splits graphs by its bucket cap (at least 1 MiB). Return the module's output.
+    Warn if dynamo's option ``optimize_ddp`` is off.
     """
     is_compiling = callable(get_eval_frame_callback())
     _tell_if_graphs_stay_whole(ddp.module, is_compiling=is_compiling)
@@ -40,7 +41,7 @@ def run_splitting(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
 
 
 def _call(run: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``run``. Dynamo can start in this frame; it skips frames of torch.nn."""
+    """Return ``run(*inputs, **kwargs)``, from a frame in which dynamo can start."""
     return run(*inputs, **kwargs)
 
 

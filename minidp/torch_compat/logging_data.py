@@ -1,7 +1,7 @@
 """``_get_ddp_logging_data()``: the facts that torch's DDP logs, under its keys.
 
-Times are those of the last iteration that was sampled and that another synchronised
-forward has followed. A backward ends with its last full bucket.
+Times are those of the last sampled iteration that another synchronised forward has
+followed. A backward counts as ended when its last bucket is full.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LoggingData:
 
     @contextmanager
     def noting_errors(self) -> Iterator[None]:
-        """Store, as `error`, the text of an exception raised inside; raise it again."""
+        """Store the text of an exception raised in the block, and raise it again."""
         try:
             yield
         except Exception as error:
@@ -73,7 +73,7 @@ class LoggingData:
             raise
 
     def set_rate(self, rate: int) -> None:
-        """Take times in the first ten and each ``rate``-th iteration; raise if < 1."""
+        """Sample the first ten and each ``rate``-th iteration; ValueError if < 1."""
         if rate < 1:
             raise ValueError(
                 "DDP runtime logging sample rate should be equal or greater than 1, "
@@ -82,7 +82,7 @@ class LoggingData:
         self._rate = rate
 
     def forward_begins(self) -> None:
-        """Store data of the last iteration, and record the next one, if sampled."""
+        """Collect the last iteration's data, and record this one's, if sampled."""
         if self._iteration and self._is_sampled(self._iteration):
             self._runtime = {**self._buckets(), **self._times()}
         self._recorder.clear()
@@ -92,7 +92,7 @@ class LoggingData:
         self._begin, self._end = time.perf_counter_ns(), 0
 
     def forward_ends(self) -> None:
-        """Count a synchronised forward that returned, and store when it did."""
+        """Count a synchronised forward that returned, and store its end time."""
         self._iteration += 1
         self._end = time.perf_counter_ns()
 
@@ -100,9 +100,9 @@ class LoggingData:
         return iteration <= ALWAYS or iteration % self._rate == 0
 
     def ready_times(self) -> list[int]:
-        """Return nanoseconds from the end of the last forward to each gradient.
+        """Return ns from the end of the last forward to each gradient, by parameter.
 
-        One per parameter; zeros unless `DataParallel.set_recorder` was called.
+        All zeros unless `DataParallel.set_recorder` was called.
         """
         reducer = self._ddp._reducer
         times = {
@@ -130,7 +130,7 @@ class LoggingData:
         return data
 
     def _buckets(self) -> dict[str, Any]:
-        """Return buckets and unused parameters of the iteration that ended."""
+        """Return the last iteration's buckets and unused parameters: torch's keys."""
         reducer = self._ddp._reducer
         queue, has_rebuilt = reducer.queue, reducer.rebuild_policy.has_rebuilt
         counts = queue.used_map.last_counts.tolist()
@@ -153,7 +153,7 @@ class LoggingData:
         return data
 
     def _times(self) -> dict[str, int]:
-        """Return durations in ns (zeros if unknown), averages, and begins and ends."""
+        """Return times in ns by torch's keys: durations (0: unknown) and more."""
         times: dict[Moment, list[int]] = {}
         for event in self._recorder:
             times.setdefault(event.moment, []).append(event.time_ns)

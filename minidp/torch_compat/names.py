@@ -36,7 +36,7 @@ BUILTIN_HOOKS = {
 
 
 class _PlantedOptimizers:
-    """Step the ``_in_backward_optimizers`` of reduced parameters; drop ``.grad``."""
+    """Step optimizers that parameters hold in ``_in_backward_optimizers``."""
 
     uses_grads = True
 
@@ -45,7 +45,7 @@ class _PlantedOptimizers:
         self._stepped: list[nn.Parameter] = []
 
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
-        """Step the optimizers that the parameters of a reduced bucket carry."""
+        """Step the optimizers that ``params``, those of a reduced bucket, carry."""
         for param in params:
             for optimizer in getattr(param, "_in_backward_optimizers", ()):
                 with self._guard.allow(optimizer):
@@ -53,7 +53,7 @@ class _PlantedOptimizers:
                 self._stepped.append(param)
 
     def finished(self) -> None:
-        """Set ``.grad`` of the parameters that have stepped to None."""
+        """At the backward's end, set ``.grad`` to None where an optimizer stepped."""
         for param in self._stepped:
             param.grad = None
         self._stepped.clear()
@@ -68,7 +68,7 @@ class _LogsUnused:
         self._queue, self._names = reducer.queue, reducer.names
 
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
-        """Do nothing: usage is known at the end of the backward."""
+        """Do nothing for one bucket: usage is known at the end of the backward."""
 
     def finished(self) -> None:
         """Log the names of parameters that no rank used in this backward, if any."""
@@ -147,7 +147,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
             super().register_comm_hook(state, hook)
 
     def _register_builtin_comm_hook(self, kind: Any) -> None:
-        """Register minidp's equal of a built-in comm hook; warn of an unknown one."""
+        """Register minidp's hook for torch's built-in ``kind``; warn if unknown."""
         if kind not in BUILTIN_HOOKS:
             warn(f"Unknown builtin comm hook {kind!r}: ignored.")
             return
@@ -157,13 +157,13 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     def _register_fused_optim(
         self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> None:
-        """Register `all_reduce_hook`; step ``optim(params, ...)`` in backwards."""
+        """Step ``optim(params, ...)`` in backwards; average by `all_reduce_hook`."""
         params = self._reducer.params if optim_params is None else optim_params
         self.register_comm_hook(None, comm_hooks.all_reduce_hook)
         self.step_in_backward(optim(list(params), *args, **kwargs))
 
     def _adopt_planted_optimizers(self) -> None:
-        """If ``_apply_optimizer_in_backward`` was used, make it step on averages."""
+        """Let ``_apply_optimizer_in_backward``, if used, step after averaging."""
         params = [p for p in self._module_parameters if p.requires_grad]
         if not any(hasattr(p, "_in_backward_optimizers") for p in params):
             return
@@ -202,7 +202,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     def _default_broadcast_coalesced(
         self, bufs: Any = None, bucket_size: Any = None, authoritative_rank: int = 0
     ) -> None:
-        """Collective: broadcast ``bufs``, or module buffers for None, from one rank."""
+        """Collective: copy one rank's ``bufs`` (None: module buffers) to all ranks."""
         tensors = list(self.modules_buffers if bufs is None else bufs)
         verify.broadcast_state(tensors, self.process_group, authoritative_rank)
 
@@ -225,7 +225,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     # -- changes after wrapping --------------------------------------------------------
 
     def _set_static_graph(self) -> None:
-        """Plan buckets for ``static_graph``; warn if set, raise after a forward."""
+        """Set ``static_graph``; warn if already set; RuntimeError after a forward."""
         if self.static_graph:
             warn("The graph has been set to be static already.")
             return
@@ -242,9 +242,10 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         reducer.pending.adopt(reducer.queue.buckets)
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Reset the reducer, without communication, on another group.
+        """Use another group from now on, and reset the reducer; no communication.
 
-        On the old one if this rank is not in it. Rebuilds again; compares no replicas.
+        If this rank is not in it, keep the old one. Buckets are rebuilt once more;
+        replicas are no longer compared.
         """
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
@@ -253,7 +254,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         self._replication.stop_comparing()  # new ranks have made fewer steps
 
     def _remove_autograd_hooks(self) -> None:
-        """Remove grad hooks: gradients stay local. Stop the checks that report that."""
+        """Remove grad hooks: gradients stay local, and no check reports this."""
         reducer = self._reducer
         reducer.hooks.remove()
         reducer.expected = EveryParameter(len(reducer.params))  # searches no graphs
@@ -270,7 +271,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     # -- what there is -----------------------------------------------------------------
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return facts and times under torch's keys (see `logging_data`)."""
+        """Return facts and times under torch's keys; see `LoggingData`."""
         return self.logger.to_dict()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
@@ -278,7 +279,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
-        """Return what `run_splitting` shows dynamo as the running wrapper, or None."""
+        """Return the DDP object whose forward dynamo believes to run, or None."""
         return DistributedDataParallel._active_ddp_module
 
     named_module_buffers = property(attrgetter("_replication.buffers"))
@@ -332,7 +333,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         module: nn.Module,
         named_params: bool = False,  # noqa: FBT001, FBT002 -- torch's
     ) -> Iterator[Any]:
-        """Yield parameters without ``_ddp_ignored``; ``named_params``: with names."""
+        """Yield the parameters (or (name, parameter)) without ``_ddp_ignored``."""
         for name, param in module.named_parameters():
             if not hasattr(param, "_ddp_ignored"):
                 yield (name, param) if named_params else param

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ReducerNames:
-    """Offer the methods of torch's reducer; call minidp's reducer of ``ddp``."""
+    """Offer the methods of torch's reducer, done by the reducer of ``ddp``."""
 
     def __init__(self, ddp: DataParallel) -> None:
         self._ddp: DataParallel = ddp
@@ -31,24 +31,24 @@ class ReducerNames:
         """Do nothing: minidp prepares in the forward itself."""
 
     def prepare_for_backward(self, outputs: Any) -> None:
-        """Check the last backward like a forward; arm the reducer for ``outputs``."""
+        """Let the next backward of ``outputs`` reduce; raise if the last failed."""
         refuse_forward(self._reducer)
         self._reducer.arm(outputs)
         self._reducer.ledger.note_forward(synchronising=True)
 
     def _rebuild_buckets(self) -> bool:
-        """Check as a forward; rebuild buckets if due, a collective; return whether."""
+        """Check as in a forward; rebuild buckets if due (collective); return if so."""
         refuse_forward(self._reducer)
         is_due = self._reducer.rebuild_policy.is_due
         self._reducer.rebuild_if_due()
         return is_due
 
     def _push_all_rebuilt_params(self) -> None:
-        """Make the next forward rebuild in registration order; no-op once rebuilt."""
+        """Let the next forward rebuild in registration order, unless rebuilt."""
         self._reducer.rebuild_policy.note(list(range(len(self._reducer.params))))
 
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
-        """Return a `GradBucket` of zeros like each bucket that is not sparse."""
+        """Return a `GradBucket` of zeros for each bucket that is not sparse."""
         queue = self._reducer.queue
         last = len(queue.buckets) - 1
         divisor, group = queue.averaging.divisor, queue.group
@@ -81,7 +81,7 @@ class ReducerNames:
         work: Any,
         use_static_world_size: bool,  # noqa: FBT001 -- torch's
     ) -> None:
-        """Wait for ``work``, a count; divide gradients by it, or by the world size."""
+        """Wait for ``work``, a count of ranks; divide by it, or by the world size."""
         (count,) = work.get_future().wait()
         count = None if use_static_world_size else int(count.item())
         self._reducer.queue.averaging.num_contributors = count
@@ -91,7 +91,7 @@ class ReducerNames:
         self._reducer.queue.owed.extend(futures)
 
     def _get_local_used_map(self) -> torch.Tensor:
-        """Return how many ranks used each parameter last time (1-D int32)."""
+        """Return on how many ranks each parameter was used last (1-D int32)."""
         return self._reducer.queue.used_map.last_counts
 
     def _ddp_graph_static(self) -> bool:
@@ -103,11 +103,11 @@ class ReducerNames:
         self._reducer.hooks.python_hook(i)(None, None)
 
     def _delay_all_reduce(self) -> None:
-        """End the backward: fill in missing gradients if allowed, or enter PENDING."""
+        """End the backward: missing gradients count as unused, if that is allowed."""
         self._reducer.end_now()
 
     def _reset_state(self) -> None:
-        """Reset the reducer to IDLE on this rank alone; wait for nothing.
+        """Drop the backward under way on this rank, without communication.
 
         Buckets are rebuilt once more, also if a saved layout was rebuilt.
         """

@@ -158,7 +158,7 @@ def test_folder_of_the_cache(monkeypatch, tmp_path):
 def test_auto_with_nothing_built(here, caplog):
     with caplog.at_level(logging.INFO, logger="minidp"):
         assert native.library() is None
-    assert "They are not built. What to do: python -m minidp.native" in caplog.text
+    assert "kernels are not built. What to do: python -m minidp.native" in caplog.text
     assert not here.cache.exists()  # looking leaves no traces
     (here.source / "new.h").symlink_to(here.cache)
     assert "FileNotFoundError" in reason_of("auto")  # any failure is survived

@@ -151,7 +151,7 @@ def test_an_installed_package_works_anywhere(built, which, tmp_path):
     assert run(command, "--version", cwd=tmp_path) == f"minidp {version}\n"
     cache = {"MINIDP_NATIVE_CACHE": str(tmp_path / "cache"), "MINIDP_NATIVE": "auto"}
     said = run(command, "native", "status", cwd=tmp_path, status=1, **cache)
-    assert "They are not built." in said  # which needs the sources
+    assert "The native kernels are not built." in said  # which needs the sources
 
 
 @pytest.fixture(scope="module")

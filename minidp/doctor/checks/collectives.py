@@ -77,7 +77,7 @@ def check_all_reduce(
 def judge_all_reduce(
     num_bytes: int, world_size: int, seconds: float, wrong: int
 ) -> Finding:
-    """Return failed for ``wrong`` elements; a warning below 12.5 MB/s from 1 MiB on."""
+    """Judge an all-reduce: failed for ``wrong`` elements; a warning below 12.5 MB/s."""
     size = f"{num_bytes:,} B"
     if wrong:
         return failed(
@@ -100,7 +100,7 @@ def judge_all_reduce(
 def check_clocks(
     group: ProcessGroup, device: torch.device, clock: Callable[[], float] = time.time
 ) -> Finding:
-    """Read all ranks' clocks after 5 barriers; judge the round of the least spread."""
+    """Compare the ranks' clocks: five times after a barrier; the best round counts."""
     rounds = []
     for _ in range(_ROUNDS):
         dist.barrier(group=group)
@@ -176,7 +176,7 @@ def _probe() -> nn.Module:
 def _gradients(
     module: nn.Module, rank: int, device: torch.device
 ) -> list[torch.Tensor]:
-    """Run one backward on the made-up batch of ``rank``; return copies of gradients."""
+    """Run one backward on a random batch for ``rank``; return copies of gradients."""
     generator = torch.Generator().manual_seed(1000 + rank)
     batch = torch.randn(8, 16, generator=generator).to(device)
     module(batch).pow(2).mean().backward()

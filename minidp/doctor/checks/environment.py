@@ -100,13 +100,13 @@ def _contradictions(launch: Launch) -> Iterator[Finding]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True for an address by which every host means itself (``localhost``)."""
+    """Return whether an address means the host itself on every host (``localhost``)."""
     names = ("localhost", "::1", "0.0.0.0", "::")
     return address in names or address.startswith("127.")
 
 
 def judge_shared_memory() -> Finding:
-    """Return failed if /dev/shm has less than 16 MiB free, a warning below 512 MiB."""
+    """Judge free space of /dev/shm: failed below 16 MiB, a warning below 512 MiB."""
     total, _, free = shutil.disk_usage("/dev/shm")
     found = f"/dev/shm: {free / 2**30:.3g} GiB free of {total / 2**30:.3g} GiB"
     remedy = "else loaders' workers crash: docker run --shm-size=8g (or --ipc=host)"
@@ -116,7 +116,7 @@ def judge_shared_memory() -> Finding:
 
 
 def judge_threads(processes: int) -> Finding:
-    """Return a warning if several processes together have more threads than cores."""
+    """Return a warning if this host's ``processes`` have more threads than cores."""
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     found = f"{processes} x {threads} threads on {cores} cores"
     fair = max(1, cores // processes)
@@ -129,7 +129,7 @@ def judge_threads(processes: int) -> Finding:
 
 
 def judge_gpus(env: Mapping[str, str], num_processes: int) -> Finding:
-    """Return failed if torch sees fewer GPUs than the host has processes.
+    """Compare GPUs with the host's processes: failed if torch sees fewer GPUs.
 
     A warning if it sees more, or if CUDA_VISIBLE_DEVICES leaves just one; skipped if
     none.

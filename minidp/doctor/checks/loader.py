@@ -21,7 +21,7 @@ Facts = Mapping[int, Mapping[str, Any]]  # results of `read_loader` by rank
 
 
 def sampler_of(loader: Any) -> Any:
-    """Return the batch sampler or sampler that `splits`; else the sampler, or None."""
+    """Return the loader's (batch) sampler that splits data by rank, or its sampler."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
     sampler = getattr(loader, "sampler", None)
@@ -29,7 +29,7 @@ def sampler_of(loader: Any) -> Any:
 
 
 def splits(sampler: Any) -> bool:
-    """Return True if a sampler has ``num_replicas`` and ``rank``: it splits by rank."""
+    """Return whether a sampler splits data by rank (has ``num_replicas``, ``rank``)."""
     return hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
 
 
@@ -72,7 +72,7 @@ def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
 
 
 def judge_workers(loader: Any) -> Finding:
-    """Warn if the host's loaders have over two workers per core; else return ok."""
+    """Return a warning if this host's loaders have over two workers per core."""
     workers = int(getattr(loader, "num_workers", 0))
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     processes, cores = int(local) if local.isdecimal() else 1, os.cpu_count() or 1
@@ -83,7 +83,7 @@ def judge_workers(loader: Any) -> Finding:
 
 
 def read_loader(loader: Any) -> dict[str, Any]:
-    """Return the facts that ranks compare: lengths, sampler, subset, random states."""
+    """Return facts to compare between ranks: lengths, sampler, random states, ..."""
     dataset, sampler = getattr(loader, "dataset", None), sampler_of(loader)
     inner, indices = dataset, getattr(dataset, "indices", ())
     while isinstance(inner, Subset):
@@ -110,7 +110,7 @@ def _length(sized: Any) -> int | None:
 
 
 def judge_batches(of_rank: Facts) -> Finding:
-    """Return failed if ranks' numbers of batches differ; skipped if one is unknown."""
+    """Judge numbers of batches: failed if they differ by rank; skipped if unknown."""
     counts = {rank: facts["batches"] for rank, facts in of_rank.items()}
     if None in counts.values():
         return skipped("the loader has no length")
@@ -124,9 +124,10 @@ def judge_batches(of_rank: Facts) -> Finding:
 
 
 def judge_parts(of_rank: Facts) -> Found:
-    """Return failed if ranks' samplers do not fit, a warning if they share a Subset.
+    """Judge if ranks read separate parts: failed if samplers do not fit together.
 
-    [] for one rank, or if neither all samplers split nor all datasets are a Subset.
+    A warning if ranks share a Subset. [] for one rank, or if neither all samplers split
+    nor all datasets are a Subset.
     """
     all_facts = [*of_rank.values()]
     subsets = [facts["subset"] for facts in all_facts]
@@ -158,7 +159,7 @@ def _judge_splits(of_rank: Facts) -> Finding:
 
 
 def judge_random_streams(of_rank: Facts) -> Finding:
-    """Return a warning if all ranks draw alike and the dataset has a transform."""
+    """Return a warning if all ranks draw the same numbers and data has a transform."""
     names = sorted({n for facts in of_rank.values() for n in facts["transforms"]})
     who = f"the dataset has a {join(names)}" if names else ""
     return judge_streams(of_rank, who)

@@ -33,13 +33,13 @@ Facts = Mapping[int, Mapping[str, Any]]  # results of `read_model` by rank
 
 
 def synchroniser(model: nn.Module) -> nn.Module | None:
-    """Return ``model`` if it is a DDP wrapper, else what is attached to it, or None."""
+    """Return the DDP object that wraps the model or is attached to it, or None."""
     is_wrapper = isinstance(model, DistributedDataParallel)
     return model if is_wrapper else attached_to(model)
 
 
 def option(model: nn.Module, name: str, *, default: Any) -> Any:
-    """Return an attribute of the model's `synchroniser`; without one, of ``model``."""
+    """Return attribute ``name`` of the model's DDP object, if any, else the model's."""
     wrapper = synchroniser(model)  # None if compiled: that forwards attributes
     return getattr(model if wrapper is None else wrapper, name, default)
 
@@ -82,7 +82,7 @@ def judge_devices(model: nn.Module, batch: Any) -> Iterator[Finding]:
 
 
 def judge_places(of_device: Mapping[torch.device, list[str]]) -> Finding:
-    """Return failed for tensors on meta, or CPU and GPU; a warning for two GPUs."""
+    """Judge devices: failed for meta, or CPU and GPU; a warning for several GPUs."""
     places = (
         f"{len(names)} on {device}" + f" ({join(names, 4)})" * (len(of_device) > 1)
         for device, names in of_device.items()
@@ -142,10 +142,10 @@ def judge_batch_norm(module: nn.Module, batch: Any, world_size: int) -> Finding:
 
 
 def check_unused(model: nn.Module, batch: Any) -> Finding:
-    """Run one forward; check ``find_unused_parameters`` by what its graph reaches.
+    """Run one forward; check ``find_unused_parameters`` against what its graph reaches.
 
-    Unused without the option: failed (a warning if not wrapped). Set without need: a
-    warning. Skipped without a batch; failed if the forward raises.
+    Unused parameters without the option: failed (a warning if not wrapped). The option
+    without need: a warning. Skipped without a batch; failed if the forward raises.
     """
     if batch is None:
         return skipped("needs a forward", "pass a batch to check_model")
@@ -185,7 +185,7 @@ def check_unused(model: nn.Module, batch: Any) -> Finding:
 
 @contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Restore random streams, buffers at exit; SyncBatchNorm is in eval mode inside."""
+    """Restore random states, buffers at exit; inside, SyncBatchNorm is in eval mode."""
     modules = [*module.modules()]
     synced = [m for m in modules if isinstance(m, nn.SyncBatchNorm) and m.training]
     buffers = [
@@ -214,7 +214,7 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
 
 
 def read_model(model: nn.Module) -> dict[str, Any]:
-    """Return facts for ranks to compare; "unreadable": why parameters are missing."""
+    """Return facts to compare between ranks; "unreadable" says why some are missing."""
     module = wrapped_module(model)
     drops = [n for n, m in module.named_modules() if isinstance(m, _DropoutNd) and m.p]
     facts: dict[str, Any] = {
@@ -241,9 +241,9 @@ def read_model(model: nn.Module) -> dict[str, Any]:
 
 
 def judge_replicas(of_rank: Facts) -> Finding:
-    """Return failed if parameters differ by rank or, once all are wrapped, values.
+    """Compare parameters between ranks: failed if names, shapes or values differ.
 
-    Different values before wrapping are ok: wrapping broadcasts rank 0's values.
+    Different values are ok unless all are wrapped: wrapping broadcasts rank 0's.
     """
     first, model = min(of_rank), of_rank[min(of_rank)]
     for rank, facts in of_rank.items():
@@ -269,13 +269,13 @@ def judge_replicas(of_rank: Facts) -> Finding:
 
 
 def judge_random_streams(of_rank: Facts) -> Finding:
-    """Return a warning if all ranks draw alike and the model has dropout."""
+    """Return a warning if all ranks draw the same numbers and the model has dropout."""
     drops = sorted({name for facts in of_rank.values() for name in facts["dropouts"]})
     return judge_streams(of_rank, f"dropout ({join(drops, 3)}) runs" if drops else "")
 
 
 def judge_gpus(of_rank: Facts) -> Found:
-    """Return what `judge_owners` finds if a rank's model is on a GPU; else []."""
+    """Judge if ranks share a GPU (`judge_owners`); [] if no rank's model is on one."""
     return judge_owners(of_rank) if any(f["gpu"] for f in of_rank.values()) else []
 
 

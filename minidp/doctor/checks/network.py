@@ -79,7 +79,7 @@ def judge_interfaces(
     several_hosts: bool,
     has_gpus: bool,
 ) -> Iterator[Finding]:
-    """Check that Gloo's interface exists and reaches other hosts; with GPUs NCCL's.
+    """Judge the network interfaces of Gloo and (with GPUs) NCCL: failed if unusable.
 
     ``addresses`` and ``host_address`` are what `read_interfaces` returns.
     """
@@ -114,10 +114,10 @@ def judge_interfaces(
 
 
 def nccl_interfaces(pattern: str, names: list[str]) -> list[str]:
-    """Return the ``names`` of interfaces that NCCL_SOCKET_IFNAME allows.
+    """Return those ``names`` of interfaces that match ``pattern``, NCCL_SOCKET_IFNAME.
 
-    A pattern is prefixes with commas between; ``=`` in front: whole names; ``^``: all
-    but these. Empty: all but lo and docker, unless there is nothing else.
+    Prefixes with commas between; ``=`` in front: whole names; ``^``: all but these.
+    Empty: all but lo and docker, unless there is nothing else.
     """
     if not pattern:
         outside = [n for n in names if not n.startswith(("lo", "docker"))]
@@ -133,7 +133,7 @@ def nccl_interfaces(pattern: str, names: list[str]) -> list[str]:
 
 
 def read_interfaces() -> tuple[dict[str, str], str]:
-    """Return each interface's IPv4 address, and that of the host's name; "": none."""
+    """Return IPv4 addresses by interface, and that of the host's name ("": none)."""
     addresses = dict.fromkeys((name for _, name in socket.if_nameindex()), "")
     get_address = 0x8915  # SIOCGIFADDR
     for name in addresses:

@@ -33,7 +33,7 @@ _SKEWS = {0.01: "10 ms", 0.1: "0.1 s", 1.0: "1 s"}
 def read_facts(
     env: Mapping[str, str], world_size: int, local_rank: int | None
 ) -> Facts:
-    """Return this process's host, GPU's UUID, world size, versions and variables."""
+    """Return this process's host, GPU, world size, versions, variables: to compare."""
     index = index_of_gpu(local_rank)
     return {
         "host": socket.gethostname(),
@@ -63,7 +63,7 @@ def read_versions() -> dict[str, str]:
 
 
 def index_of_gpu(local_rank: int | None) -> int | None:
-    """Return 0 if one GPU is visible, else the local rank, or None if it has no GPU."""
+    """Return the process's GPU: 0 if it sees just one, else its local rank, or None."""
     count = torch.cuda.device_count()
     # A process that sees one GPU has no choice; else the local rank is its number.
     index = 0 if count == 1 else local_rank
@@ -77,7 +77,7 @@ def uuid_of(device: torch.device) -> str:
 
 
 def judge_facts(of_rank: Mapping[int, Facts], rank: int, claims: int) -> list[Finding]:
-    """Judge ranks, versions, variables, GPUs; ``claims``: how many are ``rank``."""
+    """Judge all ranks' facts; ``claims``: number of processes that are ``rank``."""
     return [
         *named("ranks", judge_ranks(of_rank.values(), rank, claims)),
         *named("versions", judge_versions(of_rank)),
@@ -87,7 +87,7 @@ def judge_facts(of_rank: Mapping[int, Facts], rank: int, claims: int) -> list[Fi
 
 
 def judge_ranks(facts: Collection[Facts], rank: int, claims: int) -> Iterator[Finding]:
-    """Yield failed for different WORLD_SIZEs, a warning for missing ranks, or ok.
+    """Judge which ranks came: failed if WORLD_SIZEs differ; a warning if some did not.
 
     Then failed if ``claims``, the number of processes that are ``rank``, exceeds 1.
     """
@@ -107,7 +107,7 @@ def judge_ranks(facts: Collection[Facts], rank: int, claims: int) -> Iterator[Fi
 
 
 def judge_versions(of_rank: Mapping[int, Facts]) -> list[Finding]:
-    """Return failed per version that differs; a warning for numpy, Python's patch."""
+    """Judge versions that differ by rank: failed (numpy, Python's patch: a warning)."""
     remedy = "install the same everywhere: one image, or one lock file"
     findings = []
     versions = {rank: facts.get("versions", {}) for rank, facts in of_rank.items()}
@@ -128,7 +128,7 @@ def judge_versions(of_rank: Mapping[int, Facts]) -> list[Finding]:
 
 
 def judge_owners(of_rank: Mapping[int, Facts]) -> Finding:
-    """Return failed if ranks share a GPU, or only some have one; skipped if none."""
+    """Judge GPUs: failed if ranks share one, or only some have one; skipped if none."""
     ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, facts in of_rank.items():
         ranks_of[facts["host"], facts.get("gpu", "")].append(rank)
@@ -158,7 +158,7 @@ def judge_clocks(offsets: Sequence[float]) -> Finding:
 
 
 def digest_of_states() -> dict[str, str]:
-    """Return library -> digest of its random generator's state (CUDA's if in use)."""
+    """Return digests of random generators' states, by library (CUDA's if in use)."""
     states: dict[str, Any] = {
         "torch": torch.get_rng_state().tolist(),
         "random": random.getstate(),
@@ -175,7 +175,7 @@ def digest_of(value: Any) -> str:
 
 
 def judge_streams(of_rank: Mapping[int, Mapping[str, Any]], who: str) -> Finding:
-    """Return a warning if all ranks share a generator's state, and ``who`` draws.
+    """Return a warning if all ranks draw the same random numbers, and ``who`` draws.
 
     ``who``: what draws random numbers, as the subject of a sentence; "": nothing seen.
     """

@@ -16,7 +16,7 @@ _NOT_WRAPPED = skipped("the model is not wrapped", "watch the wrapped model")
 
 
 def judge_epochs(logs: Logs) -> Finding:
-    """Return a warning if a rank began two epochs in a row with the same number."""
+    """Return a warning if two epochs in a row had the same number: no ``set_epoch``."""
     first = logs[min(logs)]
     if not first["sees_epochs"]:
         return skipped("no loader whose epochs can be seen", "watch(model, loader)")
@@ -35,7 +35,7 @@ def judge_epochs(logs: Logs) -> Finding:
 
 
 def judge_same_batches(logs: Logs) -> Finding:
-    """Return failed if several ranks were fed the same first batches."""
+    """Compare the first batches of ranks: failed if several ranks got the same."""
     fed = {rank: tuple(log["batches"]) for rank, log in logs.items()}
     if not all(fed.values()):
         return skipped("not every rank had a training step with tensors")
@@ -49,7 +49,7 @@ def judge_same_batches(logs: Logs) -> Finding:
 
 
 def judge_same_gradients(logs: Logs) -> Finding:
-    """Return failed if ranks stepped with different gradients (first steps only)."""
+    """Compare gradients in the first optimizer steps: failed if they differ by rank."""
     if not all(log["is_wrapped"] for log in logs.values()):
         return _NOT_WRAPPED
     steps = [*zip(*(log["gradients"] for log in logs.values()), strict=False)]
@@ -66,7 +66,7 @@ def judge_same_gradients(logs: Logs) -> Finding:
 
 
 def judge_same_replicas(logs: Logs) -> Finding:
-    """Return failed if ranks' parameters differed when the block began or ended.
+    """Compare parameters when the block began and ended: failed if they differ by rank.
 
     At the end only a warning if optimizers stepped in ``no_sync()``: maybe local SGD.
     """
@@ -101,7 +101,7 @@ def judge_same_replicas(logs: Logs) -> Finding:
 
 
 def judge_accumulation(logs: Logs) -> Finding:
-    """Return a warning if the median step follows several synchronised backwards."""
+    """Return a warning if most optimizer steps follow several reduced backwards."""
     seen = [count for count in logs[min(logs)]["backwards"] if count]
     if not seen:
         return skipped("no synchronised backward before an optimizer step seen")
@@ -129,7 +129,7 @@ def judge_find_unused(logs: Logs) -> Finding:
 
 
 def judge_saving(logs: Logs) -> Finding:
-    """Return failed if two ranks of a host gave ``torch.save`` the same path."""
+    """Judge ``torch.save``: failed if two ranks of a host wrote the same path."""
     writers = Counter(
         (log["host"], path) for log in logs.values() for path in {*log["saved"]}
     )
@@ -141,7 +141,7 @@ def judge_saving(logs: Logs) -> Finding:
 
 
 def judge_printing(logs: Logs) -> Finding:
-    """Return a warning if another rank printed no fewer lines than the first one."""
+    """Return a warning if another rank printed as many lines as the first, or more."""
     (first, usual), *others = [(rank, log["lines"]) for rank, log in logs.items()]
     noisy = [rank for rank, count in others if count and count >= usual]
     if noisy:

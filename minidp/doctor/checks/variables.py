@@ -71,7 +71,7 @@ _COSTS = {
 
 
 def relevant(env: Mapping[str, str]) -> dict[str, str]:
-    """Return set variables that `MEANINGS` lists or that have a known prefix."""
+    """Return the environment variables that concern communication, value by name."""
     return {
         name: env[name]
         for name in sorted(env)
@@ -80,7 +80,7 @@ def relevant(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def judge_variables(env: Mapping[str, str]) -> list[Finding]:
-    """Return per `relevant` variable its meaning (ok) or a warning; one ok if none."""
+    """Explain each variable of communication: ok with its meaning, or a warning."""
     findings = [_judge(name, value) for name, value in relevant(env).items()]
     return findings or [ok("no NCCL_*, GLOO_* or debugging variable is set")]
 

@@ -17,10 +17,10 @@ PARENT = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))  # of this mini
 
 
 class Finder:
-    """Import this file's minidp once torch is imported; then call its `join`."""
+    """Import hook: after torch, import this file's minidp, and call its `join`."""
 
     def find_spec(self, name: str, *more: Any) -> Any:
-        """Return the spec of torch or minidp, with a callback; None for other names."""
+        """Find torch or minidp, so that `_imported` runs after it; else None."""
         found = None
         if name == "minidp":
             found = PathFinder.find_spec(name, [PARENT])
@@ -47,7 +47,7 @@ def _call_after(loader: Any, name: str) -> None:
 
 
 def _imported(name: str) -> None:
-    """Import minidp after torch; call `join` after minidp; print errors to stderr."""
+    """Import minidp once torch is imported, call `join` after that; print any error."""
     try:
         if name == "minidp":
             importlib.import_module("minidp.run.children").join()
