@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from minidp.trace import StepPhase, Tracer
+from minidp.trace import StepEvent, Tracer
 
 from . import autograd
 
@@ -160,9 +160,9 @@ class LocalBackwards:
     def forward_ended(self, output: object, *, will_reduce: bool) -> None:
         """Tell listeners that a forward ended; a local one's outputs call `begin`."""
         if will_reduce:
-            self._tracer.enter(StepPhase.FORWARD_END)
+            self._tracer.enter(StepEvent.FORWARD_END)
         elif self._tracer.listeners:
-            self._tracer.enter(StepPhase.LOCAL_FORWARD_END)
+            self._tracer.enter(StepEvent.LOCAL_FORWARD_END)
             autograd.probe_outputs(output, self.begin)
 
     @autograd.untraced
@@ -175,9 +175,9 @@ class LocalBackwards:
         is_new = self._tracer.listeners and autograd.current_task() != self._task
         if is_new and self._phase.is_idle and not autograd.is_compiled_backward():
             self._task = autograd.current_task()
-            self._tracer.enter(StepPhase.LOCAL_BACKWARD_BEGIN)
+            self._tracer.enter(StepEvent.LOCAL_BACKWARD_BEGIN)
             autograd.queue_final_callback(self._end)
 
     @autograd.untraced
     def _end(self) -> None:
-        self._tracer.enter(StepPhase.LOCAL_BACKWARD_END)
+        self._tracer.enter(StepEvent.LOCAL_BACKWARD_END)

@@ -41,7 +41,7 @@ class Replication:
             self.buffer_hook(self.buffers)
             return
         with self._reducer.communicator.blocking("broadcasting module buffers"):
-            group = group_of_forwards(self._reducer.queue.group)
+            group = group_of_forwards(self._reducer.queue.communicator.group)
             verify.broadcast_state(list(self.buffers.values()), group, root)
 
     def broadcast_parameters(self, module: nn.Module, root: int) -> None:
@@ -50,14 +50,17 @@ class Replication:
         # Delayed parameters may belong to another module; send each tensor once.
         state = list({id(p): p for p in (*own, *self._reducer.params)}.values())
         with self._reducer.communicator.blocking("broadcasting parameters"):
-            verify.broadcast_state(state, self._reducer.queue.group, root)
+            verify.broadcast_state(state, self._reducer.queue.communicator.group, root)
 
     def start(self, checked: Arguments, *, verifies: bool) -> None:
         """Collective: verify that replicas are alike, copy rank 0's state, `connect`.
 
         ``verifies=False``: copy delayed parameters only. Gives the heartbeat a new key.
         """
-        group, communicator = self._reducer.queue.group, self._reducer.communicator
+        group, communicator = (
+            self._reducer.queue.communicator.group,
+            self._reducer.communicator,
+        )
         with communicator.blocking("comparing the replicas"):
             if verifies:
                 self._key = verify.start_equal(
@@ -75,7 +78,7 @@ class Replication:
 
     def connect(self) -> None:
         """Collective: create the group for forwards; rename and reset `check`."""
-        group_of_forwards(self._reducer.queue.group)
+        group_of_forwards(self._reducer.queue.communicator.group)
         if self.check is not None:
             self.check.name = f"replicas/{self._key}/{self._num_resets}"
             self.check.reset()

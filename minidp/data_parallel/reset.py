@@ -28,7 +28,7 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     in the store, equal on all ranks, new for each reset.
     """
     queue, communicator = reducer.queue, reducer.communicator
-    group = queue.group
+    group = queue.communicator.group
     cause = f" after {reducer.failure}" if reducer.failure else ""
     communicator.peers.give_up(f"it called reset(){cause}")
     reports = _exchange(reducer, key) if comm.has_store(group) else []

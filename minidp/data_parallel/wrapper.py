@@ -19,7 +19,7 @@ from minidp.config import AUTO, Unsynced, replacements
 from minidp.core import untraced, untraced_itself
 from minidp.guard import refuse_forward
 from minidp.replica import verify
-from minidp.trace import Recorder, StepPhase, label
+from minidp.trace import Recorder, StepEvent, label
 
 from . import arguments, parts
 from .join import Shadow, announce, joining, stop_joining
@@ -193,7 +193,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         """
         with_grad = torch.is_grad_enabled()
         if with_grad:
-            self._reducer.queue.tracer.enter(StepPhase.FORWARD_BEGIN)
+            self._reducer.queue.tracer.enter(StepEvent.FORWARD_BEGIN)
             self._guard.check_forward(self.module)
         rebuilds = with_grad and self._reducer.rebuild_policy.is_due
         broadcasts = self.will_sync_module_buffers()

@@ -95,7 +95,7 @@ class Step:
                 "averaged over ranks."
             )
             return self._explain(what, remedy="step after backward() returned")
-        if phase in (Phase.REDUCING, Phase.PENDING):
+        if phase in (Phase.REDUCING, Phase.PAUSED):
             what = "Gradients are not averaged over ranks."
             return _explain_missing(self._reducer, what)
         if phase is Phase.ARMED:
@@ -198,7 +198,7 @@ def find_cast(reducer: Reducer) -> str:
 
 
 def refuse_forward(reducer: Reducer) -> None:
-    """Raise if the last backward failed or did not finish (REDUCING, PENDING).
+    """Raise if the last backward failed or did not finish (REDUCING, PAUSED).
 
     Send other ranks the error of an unfinished one: they may wait for its gradients.
     """

@@ -76,7 +76,9 @@ class _LogsUnused:
         unused = [name for name, n in zip(self._names, counts, strict=True) if not n]
         if unused:
             names = ", ".join(unused)
-            logger.info("[rank %d] unused parameters: %s", self._queue.rank, names)
+            logger.info(
+                "[rank %d] unused parameters: %s", self._queue.communicator.rank, names
+            )
 
 
 class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101

@@ -51,7 +51,7 @@ class ReducerNames:
         """Return a `GradBucket` of zeros like each bucket that is not sparse."""
         queue = self._reducer.queue
         last = len(queue.buckets) - 1
-        divisor, group = queue.averaging.divisor, queue.group
+        divisor, group = queue.averaging.divisor, queue.communicator.group
         return [
             GradBucket(
                 bucket.plan,
@@ -103,7 +103,7 @@ class ReducerNames:
         self._reducer.hooks.python_hook(i)(None, None)
 
     def _delay_all_reduce(self) -> None:
-        """End the backward: fill in missing gradients if allowed, or enter PENDING."""
+        """End the backward: fill in missing gradients if allowed, or enter PAUSED."""
         self._reducer.end_now()
 
     def _reset_state(self) -> None:
