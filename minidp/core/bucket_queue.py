@@ -121,24 +121,25 @@ class BucketQueue:
 
     def start(
         self,
-        absent: frozenset[int] = frozenset(),
+        *,
+        shares_reach: bool = False,
         context: comm.ContextGrads | None = None,
     ) -> None:
         """Begin a synchronised backward: fix skipped buckets, divisor and comm hook.
 
-        Skips buckets of only ``absent`` parameters, which no rank uses. ``context``:
-        the RPC context that holds the gradients; None: ``.grad`` does.
+        With ``shares_reach`` skips buckets of parameters that no rank's forward
+        reached; may wait. ``context``: the RPC context that holds the gradients; None:
+        ``.grad`` does.
         """
         if (context is None) != (self._context is None):
             for bucket in self.buckets:
                 bucket.set_apart(apart=context is not None)
         self._context = context
         self.next = 0
-        self.skipped = {
-            number
-            for number, bucket in enumerate(self.buckets)
-            if absent and absent.issuperset(bucket.plan.indices)
-        }
+        self.skipped = ()
+        if shares_reach and (absent := self.reach_map.unused_everywhere()):
+            plans = enumerate(self.layout.buckets)
+            self.skipped = {n for n, plan in plans if absent.issuperset(plan.indices)}
         self.averaging.begin()
 
     def copy_now(self, i: int, grad: Tensor) -> Entry:
@@ -152,18 +153,23 @@ class BucketQueue:
         return self.next == len(self.buckets)
 
     def flatten_and_launch(
-        self, number: int, entries: Sequence[Entry], undecided: Collection[int]
+        self, number: int, entries: Sequence[Entry], filled: Collection[int]
     ) -> bool:
-        """Copy in ``entries``, as `Bucket.flatten`; return `launch_due`."""
-        self._flatten(number, entries, undecided)
+        """Copy in ``entries``, as `Bucket.flatten`; return `launch_due`.
+
+        ``filled``: indices of parameters that did not arrive.
+        """
+        self._flatten(number, entries, filled)
         return self.launch_due()
 
     @traced("flatten", before=Moment.FULL)
     def _flatten(
-        self, number: int, entries: Sequence[Entry], undecided: Collection[int]
+        self, number: int, entries: Sequence[Entry], filled: Collection[int]
     ) -> None:
-        divisor = self.averaging.copy_divisor
-        self.buckets[number].flatten(entries, divisor, undecided)
+        bucket, undecided = self.buckets[number], set[int]()
+        if filled:
+            undecided = {bucket.position[i] for i in filled if i in bucket.position}
+        bucket.flatten(entries, self.averaging.copy_divisor, undecided)
 
     def launch_due(self) -> bool:
         """Launch buckets in index order, while the next one is FULL or skipped.

@@ -89,6 +89,11 @@ class EveryParameter:
         used = reducer.pending.used() | reducer.ledger.used_locally
         reducer.queue.used_map.launch(used)
 
+    def launch_reach_map(self, reducer: Reducer) -> None:
+        """Start to exchange what backwards reach (if `shares_reach`)."""
+        away = {*self.absent} - reducer.ledger.used_locally
+        reducer.queue.reach_map.relaunch({*range(self._num_params)} - away)
+
     def untouched(self, reducer: Reducer) -> Collection[int]:
         """Return parameters whose ``.grad`` a reduction must not write; here `kept`.
 

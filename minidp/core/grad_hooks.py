@@ -234,8 +234,16 @@ class PendingGrads:
 
     # -- a backward begins, ends, or is interrupted ------------------------------------
 
-    def open(self, entries: Iterable[Entry], divisor: int) -> None:
-        """Set all entries; reset counts and ready order; C++ hooks use ``divisor``."""
+    def open(
+        self, entries: list[GradState], divisor: int, shared: Iterable[int] = ()
+    ) -> None:
+        """Set all entries; reset counts and ready order; C++ hooks use ``divisor``.
+
+        UNSET ones become VIA_REDUCER for parameters whose node is ``shared``.
+        """
+        for i in shared:
+            if entries[i] is GradState.UNSET:
+                entries[i] = GradState.VIA_REDUCER
         if self.native is not None:
             self.native.scale = 1.0 / divisor
         self.table.refill()
@@ -303,6 +311,11 @@ class PendingGrads:
         self.entries[i] = entry
         if not self.table.count_down(i):
             self.reducer.on_full(self.bucket_of[i])
+
+    def replace(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        """Replace the entries of parameters that have arrived."""
+        for i, grad in zip(indices, grads, strict=True):
+            self.entries[i] = grad
 
     # -- what has arrived --------------------------------------------------------------
 

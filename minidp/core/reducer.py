@@ -25,7 +25,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -149,8 +149,8 @@ class Reducer:
         self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
         # What may differ between two backwards; set when one is opened or resumed.
         self._uses_rpc = False  # RPC was up when the last forward ended
-        self._is_compiled = False  # compiled autograd runs it
-        self.context: comm.ContextGrads | None = None  # its RPC context
+        self._is_compiled = False  # compiled autograd runs this backward
+        self.context: comm.ContextGrads | None = None  # this backward's RPC context
         self._probe = functools.partial(_expect_end, weakref.ref(self))
         self.rebuild_policy = rebuild_policy or RebuildPolicy(config.saved_layout)
 
@@ -166,13 +166,10 @@ class Reducer:
         starts to exchange which parameters the forwards reach.
         """
         self.phase.enter(Phase.ARMED)
-        self._uses_rpc = comm.is_rpc_up()
-        if self._uses_rpc:
-            self.contexts.note_forward()
+        self._uses_rpc = self.contexts.note_forward()
         self.expected.saw_outputs(output, self.hooks.nodes)
         if self.expected.shares_reach:
-            away = {*self.expected.absent} - self.ledger.used_locally
-            self.queue.reach_map.relaunch({*range(len(self.params))} - away)
+            self.expected.launch_reach_map(self)
         autograd.probe_outputs(output, self._probe)
 
     def rebuild_if_due(self) -> None:
@@ -181,8 +178,7 @@ class Reducer:
             queue = self.queue
             mine = self.rebuild_policy.next_layout(queue.specs, queue.config)
             self.pending.adopt(())
-            # Also if the layout is equal, as torch does: views of the new buckets are
-            # divided, fresh gradients multiplied.
+            # Also if the layout is equal, as torch does: new views are divided.
             queue.adopt(agreed_layout(mine, queue.specs, self.communicator))
             self.pending.adopt(queue.buckets)
 
@@ -190,11 +186,10 @@ class Reducer:
 
     @_failing
     def admit(self, i: int) -> bool:
-        """Decide about a gradient whose entry is not UNSET; True: the hook records it.
+        """Open or resume a backward; return True if the hook shall record the gradient.
 
-        ARMED opens a backward, PAUSED resumes it; GradientError in another RPC context.
-        A gradient that is traced, or counted by the mode, is recorded here: False. So
-        are local ones (IDLE, FINALIZING, FAILED), which are only noted.
+        False if that is done here (traced, counted by the mode), or if the gradient is
+        local: IDLE, FINALIZING, FAILED. GradientError if the RPC context has changed.
         """
         with self._lock:
             if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
@@ -218,32 +213,26 @@ class Reducer:
                 return True
             if self.expected.takes(i, self):
                 self._record(i)
-            return False
+        return False
 
     def _open(self, first: int) -> None:
         """Start a synchronised backward, in the hook of parameter ``first``.
 
-        Finds the RPC context, starts the queue, sets all entries, and fills in absent
-        gradients. Raises if a compiled or RPC backward does not go with the options.
+        Raises if a compiled or RPC backward does not go with the options.
         """
-        queue, expected, absent_anywhere = self.queue, self.expected, frozenset[int]()
+        queue, expected = self.queue, self.expected
         self._is_compiled = autograd.is_compiled_backward()
         if self._is_compiled:
-            needs_end = expected.fills_in_missing
-            autograd.accept_compiled_backward(self.rank, needs_end=needs_end)
+            autograd.accept_compiled(self.rank, needs_end=expected.fills_in_missing)
         self.context = self.contexts.of_backward(first) if self._uses_rpc else None
         if self.context and any(each.uses_grads for each in queue.observers):
             raise GradientError(comm.explain_stepping(self.rank))
         self.phase.enter(Phase.REDUCING)
-        if expected.shares_reach:
-            absent_anywhere = queue.reach_map.unused_everywhere()
-        queue.start(absent_anywhere, context=self.context)
-        unset, via_reducer = GradState.UNSET, GradState.VIA_REDUCER
+        queue.start(shares_reach=expected.shares_reach, context=self.context)
         sees_all = queue.tracer.recorder is not None or self.context
-        entries = expected.entries(via_reducer if sees_all else unset)
-        for i in self.hooks.shared():
-            entries[i] = via_reducer if entries[i] is unset else entries[i]
-        self.pending.open(entries, queue.averaging.copy_divisor)
+        usual = GradState.VIA_REDUCER if sees_all else GradState.UNSET
+        divisor, shared = queue.averaging.copy_divisor, self.hooks.shared()
+        self.pending.open(expected.entries(usual), divisor, shared)
         for i in expected.absent:
             travels = queue.layout.bucket_of[i] not in queue.skipped
             self.pending.fill_missing(i, self.params[i].grad, travels=travels)
@@ -266,16 +255,13 @@ class Reducer:
         After the last one launch the used-map, and queue `_finalize` for the end of the
         backward (compiled: call it). In an RPC context gradients are read from there.
         """
-        bucket, filled = self.queue.buckets[number], self.pending.filled
-        entries, undecided = self.pending.of_bucket(number), set[int]()
-        if filled:
-            undecided = {bucket.position[i] for i in filled if i in bucket.position}
+        entries = self.pending.of_bucket(number)
         if self.context is not None:
+            bucket = self.queue.buckets[number]
             entries = self.context.read(bucket.params)
-            for i, grad in zip(bucket.plan.indices, entries, strict=True):
-                self.pending.entries[i] = grad
+            self.pending.replace(bucket.plan.indices, entries)
         with self._lock:
-            if self.queue.flatten_and_launch(number, entries, undecided):
+            if self.queue.flatten_and_launch(number, entries, self.pending.filled):
                 if self.expected.shares_used_map:
                     self.expected.launch_used_map(self)
                 if self._is_compiled:  # runs no final callback
@@ -334,15 +320,14 @@ class Reducer:
     @_failing
     def _finalize(self) -> None:
         tracer, expected = self.queue.tracer, self.expected
-        untouched: Collection[int] = ()
         if tracer.listeners:
             tracer.enter(StepEvent.FINALIZE_BEGIN)
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
             filled = sorted(self.pending.filled)
             lacks_some = expected.fills_in_missing or expected.kept
-            if lacks_some:
-                untouched = expected.untouched(self)  # before .grad is written
+            # Before .grad is written.
+            untouched = expected.untouched(self) if lacks_some else ()
             self.queue.finish(untouched)
             if not expected.shares_used_map and not self.rebuild_policy.has_rebuilt:
                 self.rebuild_policy.note([*self.pending.ready, *filled])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from minidp.comm import Communicator
 from minidp.config import BucketCaps, ReducerConfig
 from minidp.core import kernels
 from minidp.core.bucket import BucketState, DenseBucket
@@ -52,8 +53,9 @@ def group(lone_group):
 
 
 def launch(bucket, group):
-    assert bucket.communicator.group is group
+    bucket.communicator = Communicator(group)
     assert bucket.all_reduce() is bucket.work
+    bucket.is_alone = False  # as on several ranks
 
 
 def reduce(bucket, group, *, factor=1):
