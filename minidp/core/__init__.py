@@ -3,8 +3,8 @@
 Read first the forward in `minidp.data_parallel`, which arms the reducer, and
 `minidp.layout`, which assigns parameters to buckets. Then, each file from the top:
 
-    reducer         the plot: phases; arm, open, launch full buckets, finish
     grad_hooks      receive each gradient from autograd; which ones have arrived
+    reducer         the plot: phases; arm, open, launch full buckets, finish
     expected        which gradients a backward must bring: one class per mode
     bucket          copy gradients into one flat buffer and back; gradients as views
     kernels         the arithmetic of these copies; CUDA streams

@@ -97,7 +97,8 @@ class EveryParameter:
     def untouched(self, reducer: Reducer) -> Collection[int]:
         """Return parameters whose ``.grad`` a reduction must not write; here `kept`.
 
-        Called only if `fills_in_missing`, or if some are `kept`; so is `ended`.
+        Called before averages are written. Called only if `fills_in_missing`, or if
+        some are `kept`; so is `ended`.
         """
         return self.kept
 

@@ -2,7 +2,7 @@
 
 A *local* backward (under ``no_sync``, or with nothing armed) leaves the reducer's phase
 alone. The guard, the comparison of replicas and ``reset()`` read most of the ledger;
-of the core only `StaticGraph` does (``used_locally``).
+of the core only the modes that share a used-map do (``used_locally``).
 
 Let F be the grad-enabled forwards since the last synchronised backward. A backward is
 synchronised exactly if a forward of F was (torch's rule: the *forward* decides).
@@ -54,20 +54,22 @@ class Ledger:
         self.armed = 0  # number of synchronising forwards, ever
         self.finalized = 0  # number of synchronised backwards, ever
         self.steps = 0  # optimizer steps since the last synchronised backward
+        self.used_locally: set[int] = set()  # since the last synchronised backward
+        # Only the guard reads these five.
         self.unsynced: set[int] = set()  # parameters whose .grad holds a local part
         self.origins: dict[int, Origin] = {}  # where each one's last local part is from
-        self.used_locally: set[int] = set()  # since the last synchronised backward
         # Versions of parameters when their .grad became local. A later change without
         # an allowed optimizer step means that local gradients were applied by hand.
         self.versions: dict[int, int] = {}
         self.meant: set[int] = set()  # keys of `versions` local because of no_sync()
         # All versions when a backward passed our outputs and reached no grad hook.
         self.bypassed: list[int] | None = None
-        # Why replicas may differ since their last comparison.
+        # For the comparison: why replicas may differ since the last one.
         self.was_local = False  # parameters changed inside no_sync()
         self.was_excused = False  # a complaint did not become an error
         self.was_told = False  # the first complaint was printed
-        self._versions_before: tuple[int, int] | None = None  # when no_sync() began
+        # For `was_local`: versions of two parameters, when no_sync() began.
+        self._versions_before: tuple[int, int] | None = None
 
     def note_forward(self, *, synchronising: bool) -> None:
         """Count a forward in grad mode; a ``synchronising`` one in `armed`, too."""

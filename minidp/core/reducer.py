@@ -326,7 +326,6 @@ class Reducer:
             self.phase.enter(Phase.FINALIZING)
             filled = sorted(self.pending.filled)
             lacks_some = expected.fills_in_missing or expected.kept
-            # Before .grad is written.
             untouched = expected.untouched(self) if lacks_some else ()
             self.queue.finish(untouched)
             if not expected.shares_used_map and not self.rebuild_policy.has_rebuilt:

@@ -203,7 +203,7 @@ def is_averaged(param: nn.Parameter) -> bool:
     return any(id(param) in guard.index for guard in _live_guards())
 
 
-_lock = threading.Lock()
+_lock = threading.Lock()  # of `_install_hooks`: two threads may wrap at once
 
 
 @functools.cache
