@@ -54,7 +54,7 @@ from support.rounds import MIB, Plan, turn
 
 from minidp import native
 from minidp.core import kernels
-from minidp.core.pending import is_copied_at_once, native_table
+from minidp.core.grad_hooks import is_copied_at_once, native_table
 
 DIVISOR = 3  # no power of two: dividing instead of multiplying gives other bits
 SCALE = 1.0 / DIVISOR

@@ -1,4 +1,4 @@
-// What Python sees: minidp/core/kernels.py and minidp/core/pending.py say what each thing does.
+// What Python sees: minidp/core/kernels.py and minidp/core/grad_hooks.py say what each thing does.
 
 #include <pybind11/stl.h>
 #include <pybind11/stl_bind.h>
@@ -104,7 +104,7 @@ void bind_arrivals(py::module_& module) {
           "entries",
           [](std::shared_ptr<GradTable> self) { return Entries{std::move(self)}; })
       .def_readonly("ready", &GradTable::ready)
-      .def_readonly("pending", &GradTable::pending)
+      .def_readonly("num_left", &GradTable::num_left)
       .def_readonly("bucket_of", &GradTable::bucket_of)
       .def_readwrite("scale", &GradTable::scale)
       .def_property(

@@ -112,7 +112,7 @@ GradTable::GradTable(
     : params_(std::move(params)),
       marks_(std::move(marks)),
       on_full_(callbacks[0]),
-      on_unusual_(callbacks[1]) {
+      admit_(callbacks[1]) {
   grads_.resize(params_.size());
   codes_.resize(params_.size());
   targets_.resize(params_.size());
@@ -133,13 +133,13 @@ GradTable::~GradTable() {
   if (!Py_IsInitialized()) {
     marks_.release();
     on_full_.release();
-    on_unusual_.release();
+    admit_.release();
     python_hook_.release();
     stamper_.release();
     return;
   }
   py::gil_scoped_acquire gil;
-  for (py::object* each : {static_cast<py::object*>(&marks_), &on_full_, &on_unusual_,
+  for (py::object* each : {static_cast<py::object*>(&marks_), &on_full_, &admit_,
                            &python_hook_, &stamper_}) {
     each->release().dec_ref();  // the members are destroyed without the GIL
   }
@@ -172,7 +172,7 @@ void GradTable::fired(size_t i) {
   const bool is_elsewhere =
       params_[i].is_cpu() && owner_.load() != std::this_thread::get_id();
   if (codes_[i] != unset_ || is_elsewhere) {
-    call_python(on_unusual_, i);
+    call_python(admit_, i);
     return;
   }
   // Without the checks of Tensor::grad(), which cost more than the rest of this.
@@ -188,7 +188,7 @@ void GradTable::fired(size_t i) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     ready.push_back(static_cast<int32_t>(i));
-    left = --pending.at(bucket_of[i]);
+    left = --num_left.at(bucket_of[i]);
   }
   if (left == 0) {
     call_python(on_full_, bucket_of[i]);
@@ -221,7 +221,7 @@ void GradTable::note_ready(size_t i) {
 
 int32_t GradTable::count_down(size_t i) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return --pending.at(bucket_of.at(i));
+  return --num_left.at(bucket_of.at(i));
 }
 
 void GradTable::copy_at_once(size_t i, std::shared_ptr<Slots> slots, size_t k) {
@@ -318,9 +318,9 @@ void GradTable::adopt(std::vector<std::vector<size_t>> members) {
 void GradTable::refill() {
   owner_.store(std::this_thread::get_id());
   ready.clear();
-  pending.clear();
+  num_left.clear();
   for (const auto& indices : members_) {
-    pending.push_back(static_cast<int32_t>(indices.size()));
+    num_left.push_back(static_cast<int32_t>(indices.size()));
   }
 }
 

@@ -1,8 +1,8 @@
 // What has arrived in a backward, and the hook that writes it down without the GIL.
 //
-// The twin of `GradTable` in minidp/core/pending.py, which is its specification. The hook
+// The twin of `GradTable` in minidp/core/grad_hooks.py, which is its specification. The hook
 // reacts to one kind of entry, UNSET, and writes gradients or COPIED; on any other it asks
-// Python (`on_unusual`), as it does when a bucket is full (`on_full`). So what the other
+// Python (`admit`), as it does when a bucket is full (`on_full`). So what the other
 // marks mean, and every feature built on them, is Python's business.
 //
 // The GIL does not serialise hooks here: each device has a thread of its own, and on CPU
@@ -43,7 +43,7 @@ class GradTable : public std::enable_shared_from_this<GradTable> {
   static constexpr uint8_t kArrived = 255;  // grads[i] is the entry
 
   // marks: all values an entry can have besides a gradient or None; the hook knows
-  // `unset` and `copied`. callbacks: (on_full, on_unusual).
+  // `unset` and `copied`. callbacks: (on_full, admit).
   GradTable(
       std::vector<at::Tensor> params,
       py::tuple marks,
@@ -58,7 +58,7 @@ class GradTable : public std::enable_shared_from_this<GradTable> {
   // Until the next `adopt`, gradient i is copied to slot k when it arrives.
   void copy_at_once(size_t i, std::shared_ptr<Slots> slots, size_t k);
   void note_ready(size_t i);
-  // The slot of parameter i is no longer pending; returns how many are in its bucket.
+  // Counts parameter i as arrived; returns how many its bucket still lacks.
   int32_t count_down(size_t i);
   // Handles of the CUDA streams that wrote gradients of a bucket since the last call.
   std::vector<int64_t> take_streams(size_t bucket);
@@ -93,7 +93,7 @@ class GradTable : public std::enable_shared_from_this<GradTable> {
   std::atomic<bool> is_timed = false;
   double scale = 1;  // for what is copied at once
   std::vector<int32_t> ready;  // parameter indices, in order of arrival
-  std::vector<int32_t> pending;  // per bucket
+  std::vector<int32_t> num_left;  // per bucket, how many gradients are to arrive
   std::vector<int32_t> bucket_of;  // per parameter
 
  private:
@@ -115,12 +115,12 @@ class GradTable : public std::enable_shared_from_this<GradTable> {
   std::vector<std::vector<int64_t>> streams_;  // per bucket
   py::tuple marks_;
   py::object on_full_;
-  py::object on_unusual_;
+  py::object admit_;
   py::object python_hook_;
   py::object stamper_;  // null: the clock is read here
   uint8_t unset_ = 0;
   uint8_t copied_ = 0;
-  std::mutex mutex_;  // of ready and pending
+  std::mutex mutex_;  // of ready and num_left
   std::atomic<std::thread::id> owner_;  // who opened this backward
 };
 

@@ -90,6 +90,25 @@ def frozen_here(rank: int, names: Sequence[str]) -> str:
     )
 
 
+def misfit(
+    rank: int, name: str, expected: str, found: str, remedy: str = ""
+) -> GradientError:
+    """Return the error for a gradient of ``name`` that does not fit its bucket."""
+    usual = (
+        "do not change dtype, shape or layout of a parameter or of its .grad after "
+        "wrapping; wrap the module again instead"
+    )
+    text = explain(
+        rank,
+        "A gradient does not fit its bucket.",
+        names=[name],
+        expected=expected,
+        found=found,
+        remedy=remedy or usual,
+    )
+    return GradientError(text)
+
+
 def explain(
     rank: int,
     what: str,

@@ -1,9 +1,9 @@
 """Trace the events of a backward.
 
-A reducer without a recorder pays a call per event of a bucket. With one, each gradient
-takes the slower of the two hook paths, and each event costs one clock read. A listener
-(`Stopwatch` of `overlap/`) gets only the events of buckets and phases; grad hooks are
-timed separately, which is cheaper::
+A reducer without a recorder pays a call per step of a bucket (`traced`). With one, each
+gradient takes the slower of the two hook paths, and each event costs one clock read. A
+listener (`Stopwatch` of `overlap/`) gets only the events of buckets and phases; grad
+hooks are timed separately, which is cheaper::
 
     FIRST_GRADIENT --- FULL --- LAUNCHED --- DONE --- COPIED_OUT
         |                |          |          |          '- reduced values are in .grad
@@ -15,13 +15,14 @@ timed separately, which is cheaper::
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch.profiler import record_function
@@ -38,7 +39,7 @@ class Moment(Enum):
     COPIED_OUT = "copied out"
 
 
-class StepPhase(Enum):
+class StepEvent(Enum):
     """An event of a step that belongs to no bucket."""
 
     FORWARD_BEGIN = "forward begins"
@@ -96,7 +97,7 @@ class Listener(Protocol):
     def note(self, moment: Moment, bucket: int) -> None:
         """Receive an event of a bucket, on any thread."""
 
-    def enter(self, phase: StepPhase) -> None:
+    def enter(self, phase: StepEvent) -> None:
         """Receive the begin or the end of a phase of a step."""
 
 
@@ -112,8 +113,8 @@ class Tracer:
     @property
     def is_on(self) -> bool:
         """Whether there is a recorder or a listener."""
-        recorders = (self.recorder, self.bucket_recorder)
-        return bool(self.listeners) or any(one is not None for one in recorders)
+        is_recorded = self.recorder is not None or self.bucket_recorder is not None
+        return is_recorded or bool(self.listeners)
 
     def note(self, moment: Moment, index: int, *_future: object) -> None:
         """Record an event of a gradient or bucket; pass a bucket's to the listeners.
@@ -128,7 +129,7 @@ class Tracer:
             for listener in tuple(self.listeners):
                 listener.note(moment, index)
 
-    def enter(self, phase: StepPhase) -> None:
+    def enter(self, phase: StepEvent) -> None:
         """Tell the listeners that a phase of a step begins or ends."""
         for listener in tuple(self.listeners):
             listener.enter(phase)
@@ -144,3 +145,34 @@ def label(doing: str, bucket: int | None = None) -> AbstractContextManager[objec
         return _NOTHING
     which = "" if bucket is None else f" bucket={bucket}"
     return record_function(f"minidp::{doing}{which}")
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def traced(
+    doing: str, *, before: Moment | None = None, after: Moment | None = None
+) -> Callable[[Method], Method]:
+    """Decorate a method ``(self, number, ...)`` that does one step of a bucket.
+
+    Each call is a `label` for torch.profiler. ``self.tracer`` is told of an event
+    ``before`` it, and of another ``after`` it, unless it raises. Nothing else changes.
+    """
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def with_events(self: Any, number: int, *args: Any) -> Any:
+            if before is not None:
+                self.tracer.note(before, number)
+            if _is_profiling():
+                with label(doing, number):
+                    result = method(self, number, *args)
+            else:
+                result = method(self, number, *args)
+            if after is not None:
+                self.tracer.note(after, number)
+            return result
+
+        return cast("Method", with_events)
+
+    return decorate

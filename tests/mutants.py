@@ -97,8 +97,8 @@ MUTANTS = [
     ),
     Mutant(
         "gradients are copied out before the all-reduce is over",
-        "            bucket.wait()\n        if self.checks_finite",
-        "            bucket.state\n        if self.checks_finite",
+        "            self.buckets[number].wait()\n",
+        "            self.buckets[number].state\n",
     ),
     Mutant(
         "ranks keep their own layout after a rebuild",

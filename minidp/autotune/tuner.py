@@ -24,7 +24,7 @@ from minidp.core import RebuildPolicy, layout_after
 from minidp.costmodel import messages_of
 from minidp.layout import to_plain
 from minidp.overlap import AUTO, AUTO_TRIES, Step, Stopwatch
-from minidp.trace import StepPhase
+from minidp.trace import StepEvent
 
 from .trials import NUM_TRIALS, Choice, Sample, Search
 
@@ -100,12 +100,12 @@ class AutotunePolicy(RebuildPolicy):
             return now if self._search is None else self._decide(self._search, now)
         self.has_rebuilt = True
         torchs = now if order is None else layout_after(order, specs, config)
-        if self._pipeline.rank == 0:
+        if self._pipeline.communicator.rank == 0:
             self._search = Search(specs, torchs)
             self._stopwatch = Stopwatch(self._pipeline, self._hooks, keep=STEPS)
             self._stopwatch.timed_steps = TIMED_STEPS
             self._stopwatch.start()
-            self._stopwatch.enter(StepPhase.FORWARD_BEGIN)  # this one has begun
+            self._stopwatch.enter(StepEvent.FORWARD_BEGIN)  # this one has begun
         return torchs
 
     def plain_layout(

@@ -5,7 +5,7 @@ Read `groups` (process groups, their stores, values of all ranks without a colle
 group, its time limit, errors that name missing ranks), `grad_bucket` and `hook` (comm
 hooks), `used_map` (which parameters were used on any rank), `nonfinite`
 (``check_finite_grads``), `dist_autograd` (gradients in a context of RPC),
-`shared_memory` (buckets that all ranks of one host map).
+`shared_memory` (buckets of one host).
 """
 
 from .collectives import (
@@ -66,16 +66,15 @@ from .work import FutureWork, Work, then, wait_for
 
 __all__ = ["CommHook", "GradBucket", "Hook", "Turn", "UsedMap", "name_of"]
 __all__ += ["STORE_SECONDS", "Communicator", "FutureWork", "InFlight"]
-__all__ += ["PeerMonitor", "Report", "Work", "then", "wait_for"]
+__all__ += ["PeerMonitor", "Report", "SharedBuffer", "Work", "then", "wait_for"]
 __all__ += ["all_reduce", "barrier", "broadcast_coalesced", "broadcast_integers"]
-__all__ += ["gather_bytes", "gather_integers", "gather_json", "gather_rows"]
-__all__ += ["SharedBuffer", "read_mode", "share", "start_broadcast"]
+__all__ += ["gather_bytes", "gather_integers", "gather_json", "gather_rows", "share"]
 __all__ += ["ContextGrads", "NotedContexts", "is_own_rref", "is_rpc_up"]
 __all__ += ["explain_mixed_backwards", "explain_partly_used", "explain_stepping"]
 __all__ += ["backend_name", "default_first_bucket_bytes", "default_group", "group_name"]
-__all__ += ["is_builtin", "is_group", "is_initialized", "is_python_group"]
+__all__ += ["is_builtin", "is_group", "is_initialized", "is_python_group", "read_mode"]
 __all__ += ["exchange_device", "fresh_group", "group_of_forwards", "joined_group"]
 __all__ += ["die_with_parent", "keep_for_good", "renew_side_groups", "side_group"]
 __all__ += ["address_of", "group_store", "has_store", "launcher_store", "mark_group"]
-__all__ += ["own_store", "post_json", "read_json", "unprefixed"]
+__all__ += ["own_store", "post_json", "read_json", "start_broadcast", "unprefixed"]
 __all__ += ["AFTER", "BEFORE", "refuse_nonfinite", "warn_without_store"]

@@ -152,6 +152,10 @@ class Communicator:
         operation = self.operation  # another thread may end it meanwhile
         return "" if operation is None else operation.place
 
+    def tell_others(self, error: BaseException) -> None:
+        """Send the text of ``error`` to the other ranks, so that they do not hang."""
+        self.peers.give_up(f"{type(error).__name__}: {error}")
+
     def watching(self, doing: str, bucket: int | None = None) -> Operation:
         """Return a context: limits waits inside; its errors name missing ranks.
 
@@ -314,7 +318,7 @@ class Operation:
                 "ranks",
             )
         )
-        owner.peers.give_up(f"CollectiveError: {failure}")
+        owner.tell_others(failure)
         try:
             raise failure from error
         finally:

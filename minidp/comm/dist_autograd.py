@@ -51,12 +51,17 @@ class NotedContexts:
         self._nodes = nodes
         self._noted: list[int] = []
 
-    def note_forward(self) -> None:
-        """Record the RPC context that this thread's forward runs in, if any."""
-        if is_rpc_up():
+    def note_forward(self) -> bool:
+        """Record the RPC context that this thread's forward runs in, if any.
+
+        Return whether RPC is up, without which no backward can run in a context.
+        """
+        is_up = is_rpc_up()
+        if is_up:
             with suppress(RuntimeError):  # there is no current context
                 context = int(_autograd()._current_context()._context_id())
                 self._noted = [*{*self._noted, context}]
+        return is_up
 
     def reset(self) -> None:
         """Forget the recorded contexts, when all gradients have been reduced."""

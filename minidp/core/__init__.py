@@ -3,14 +3,12 @@
 Read first the forward in `minidp.data_parallel`, which arms the reducer, and
 `minidp.layout`, which assigns parameters to buckets. Then, each file from the top:
 
+    grad_hooks      receive each gradient from autograd; which ones have arrived
     reducer         the plot: phases; arm, open, launch full buckets, finish
-    grad_hooks      receive each gradient from autograd; time the hooks
-    pending         record which gradients have arrived, per parameter and bucket
     expected        which gradients a backward must bring: one class per mode
     bucket          copy gradients into one flat buffer and back; gradients as views
     kernels         the arithmetic of these copies; CUDA streams
-    bucket_queue    launch in index order, wait, copy out
-    averaging       the divisor; the comm hook, or an all-reduce
+    bucket_queue    the divisor; launch in index order, wait, copy out
 
 From there the collectives are in `minidp.comm`. When the averages are in ``.grad``,
 `minidp.guard` checks each optimizer step. These files stand beside the path:
@@ -32,12 +30,20 @@ from .autograd import (
 from .bucket import BucketState
 from .bucket_queue import BucketQueue, Observer
 from .expected import EveryParameter, expectation_for
-from .grad_hooks import GradHooks
+from .grad_hooks import GradHook, GradHooks
 from .local_grads import Ledger, Origin
 from .rebuild import RebuildPolicy, layout_after
 from .reducer import Phase, Reducer
 
-__all__ = ["BucketQueue", "BucketState", "EveryParameter", "GradHooks", "Ledger"]
-__all__ += ["NO_TASK", "Observer", "Origin", "Phase", "RebuildPolicy", "Reducer"]
+__all__ = ["BucketQueue", "BucketState", "EveryParameter", "GradHook", "GradHooks"]
+__all__ += [
+    "NO_TASK",
+    "Ledger",
+    "Observer",
+    "Origin",
+    "Phase",
+    "RebuildPolicy",
+    "Reducer",
+]
 __all__ += ["current_task", "expectation_for", "find_tensors", "layout_after"]
 __all__ += ["reachable_nodes", "untraced", "untraced_itself"]

@@ -128,7 +128,7 @@ def is_compiled_backward() -> bool:
     )
 
 
-def accept_compiled_backward(rank: int, *, needs_end: bool) -> None:
+def accept_compiled(rank: int, *, needs_end: bool) -> None:
     """Warn that compiled autograd is slow; with ``needs_end`` raise GradientError."""
     if needs_end:
         raise GradientError(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum
 from itertools import pairwise
 from typing import Any, cast
@@ -25,18 +25,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from minidp.comm import Communicator, SharedBuffer, Work, wait_for
+from minidp import comm
 from minidp.config import ReducerConfig
-from minidp.errors import GradientError, InternalError, explain
+from minidp.errors import InternalError, misfit
 from minidp.layout import BucketPlan
 
 from . import kernels
-from .pending import Entry, GradState, is_copied_at_once
-
-_REMEDY = (
-    "do not change dtype, shape or layout of a parameter or of its .grad after "
-    "wrapping; wrap the module again instead"
-)
+from .grad_hooks import Entry, GradState, is_copied_at_once
 
 
 class BucketState(Enum):
@@ -63,7 +58,7 @@ class Bucket(ABC):
         plan: BucketPlan,
         params: Sequence[torch.nn.Parameter],
         names: Sequence[str],
-        communicator: Communicator,
+        communicator: comm.Communicator,
         config: ReducerConfig,
     ) -> None:
         self.plan = plan
@@ -74,11 +69,12 @@ class Bucket(ABC):
         self.native: Any | None = None  # the extension's copies, where it has them
         self.copied_by_hook: list[int] = []  # slots that native hooks fill
         self.state = BucketState.FILLING
-        self.streams = kernels.BucketStreams(plan.device)
+        is_cuda = plan.device.type == "cuda"
+        self.streams = kernels.BucketStreams(plan.device) if is_cuda else None
         self.communicator = communicator
         self.config = config
-        self.work: Work | None = None  # the collective in flight
-        self.shared: SharedBuffer | None = None  # the buffer, if all ranks map it
+        self.work: comm.Work | None = None  # the collective in flight
+        self.shared: comm.SharedBuffer | None = None  # the buffer, if all ranks map it
         self.is_alone = False  # it changes no value, because the group has one rank
 
     def copy_now(self, k: int, grad: Tensor, divisor: int) -> Entry:
@@ -96,15 +92,36 @@ class Bucket(ABC):
         ``.grad`` lies in the buffer, its values are saved for `unflatten`.
         """
 
-    def launching(self) -> AbstractContextManager[object]:
-        """Enter IN_FLIGHT; return a context (CUDA stream) in which to start `work`."""
+    def all_reduce(self) -> comm.Work:
+        """Start to sum the payload over all ranks; enter IN_FLIGHT; return `work`."""
+        group = self.communicator.group
         self._advance(BucketState.IN_FLIGHT)
-        return self.streams.launching()
+        self.is_alone = self.communicator.size == 1 and not comm.is_python_group(group)
+        with self.on_stream():
+            self.work = (
+                comm.all_reduce(self.payload, group)
+                if self.shared is None
+                else self.shared.all_reduce()
+            )
+        return self.work
+
+    def run_hook(self, hook: comm.CommHook, turn: comm.Turn) -> comm.Work:
+        """Start a comm hook on the payload; enter IN_FLIGHT; return `work`."""
+        self._advance(BucketState.IN_FLIGHT)
+        self.is_alone = False
+        shown = comm.GradBucket(self.plan, self.payload, self.params, turn)
+        with self.on_stream():
+            self.work = hook.start(shown, self.names, self.communicator.rank)
+        return self.work
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        """Return a context that selects the CUDA stream that filled the payload."""
+        return nullcontext() if self.streams is None else self.streams.launching()
 
     def wait(self) -> None:
         """Wait for `work`, copy a tensor it returns to the payload; enter FILLING."""
         assert self.work is not None
-        result = wait_for(self.work)
+        result = self.communicator.wait(self.work)
         if isinstance(result, Tensor) and result is not self.payload:
             with torch.no_grad():
                 self.payload.copy_(result)
@@ -134,20 +151,6 @@ class Bucket(ABC):
             )
         self.state = state
 
-    def _misfit(
-        self, k: int, expected: str, found: str, remedy: str = _REMEDY
-    ) -> GradientError:
-        return GradientError(
-            explain(
-                self.communicator.rank,
-                "A gradient does not fit its bucket.",
-                names=[self.names[k]],
-                expected=expected,
-                found=found,
-                remedy=remedy,
-            )
-        )
-
 
 class DenseBucket(Bucket):
     """Reduce gradients of one dtype and device through a flat buffer."""
@@ -157,9 +160,9 @@ class DenseBucket(Bucket):
         plan: BucketPlan,
         params: Sequence[torch.nn.Parameter],
         names: Sequence[str],
-        communicator: Communicator,
+        communicator: comm.Communicator,
         config: ReducerConfig,
-        shared: SharedBuffer | None = None,
+        shared: comm.SharedBuffer | None = None,
     ) -> None:
         super().__init__(plan, params, names, communicator, config)
         self._as_view = as_view = config.gradient_as_bucket_view
@@ -172,7 +175,7 @@ class DenseBucket(Bucket):
         self.views = [
             values.as_strided(s.shape, s.stride, s.offset) for s in plan.slots
         ]
-        self.payload, self._values = _as_real(values), values
+        self.payload, self._values = kernels.as_real(values), values
         self._memory = kernels.Memory(self.payload)
         is_large = [is_copied_at_once(param) for param in self.params]
         self._copy_plan = kernels.CopyPlan(values, self.views, is_large)
@@ -209,7 +212,8 @@ class DenseBucket(Bucket):
         self, entries: Sequence[Entry], divisor: int, undecided: Collection[int] = ()
     ) -> None:
         """Copy in ``entries`` (None: zeros), divide, enter FULL; raise for a misfit."""
-        self.streams.gather(entries)
+        if self.streams is not None:
+            self.streams.gather(entries)
         self._arrived = entries
         of_each = 1 if self.config.batched_grad_copy else divisor
         is_usual = not self._is_apart and not (undecided and self._as_view)
@@ -280,7 +284,7 @@ class DenseBucket(Bucket):
             )
             if expected != found:
                 k = next(k for k, mine in enumerate(self.views) if mine is view)
-                raise self._misfit(k, expected, found)
+                raise misfit(self.communicator.rank, self.names[k], expected, found)
 
     # -- copy out ----------------------------------------------------------------------
 
@@ -341,8 +345,9 @@ class DenseBucket(Bucket):
                 continue
             arrived = self._arrived[k]
             if grad is not None and arrived is not None and grad is not arrived:
-                raise self._misfit(
-                    k,
+                raise misfit(
+                    self.communicator.rank,
+                    self.names[k],
                     "the bucket's view, or the gradient that arrived",
                     "a .grad that is not the expected DDP bucket view",
                     "do not replace .grad in hooks; if another live wrapper of this "
@@ -395,8 +400,3 @@ class DenseBucket(Bucket):
             }
             if len(kinds) == 1:
                 param.grad = view.copy_(grad)
-
-
-def _as_real(values: Tensor) -> Tensor:
-    """Return ``values``; if complex, a 1-D real view: backends add no complex."""
-    return torch.view_as_real(values).flatten() if values.is_complex() else values

@@ -1,4 +1,4 @@
-"""Launch buckets strictly in index order, wait for them, and copy them out.
+"""Flatten buckets, launch them strictly in index order, wait, copy out.
 
 ::
 
@@ -16,8 +16,8 @@ with a comm hook        what the hook does      what the hook does
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -27,11 +27,10 @@ from torch import Tensor, nn
 from minidp import comm
 from minidp.config import ReducerConfig
 from minidp.layout import Layout, ParamSpec, initial_layout, resumed_layout
-from minidp.trace import Moment, Tracer, label
+from minidp.trace import Moment, Tracer, traced
 
-from .averaging import Averaging
 from .bucket import Bucket, BucketState, DenseBucket
-from .pending import Entry
+from .grad_hooks import Entry
 from .sparse_bucket import SparseBucket
 
 if TYPE_CHECKING:
@@ -41,16 +40,69 @@ if TYPE_CHECKING:
 class Observer(Protocol):
     """Describe an object that `BucketQueue.finish` calls per bucket and at the end."""
 
-    uses_grads: bool  # reads or changes ``.grad``
+    uses_grads: bool  # reads or changes ``.grad`` in `reduced`
 
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
         """Called per bucket, in order, when averages are in ``.grad`` of ``params``.
 
-        Also for skipped buckets and unused parameters, whose ``.grad`` is as before.
+        Only if `uses_grads`. Also for skipped buckets and unused parameters, whose
+        ``.grad`` is as before.
         """
 
     def finished(self) -> None:
         """Called once, after the last bucket is reduced."""
+
+
+class Averaging:
+    """Hold the divisor and the comm hook of a reducer."""
+
+    def __init__(self, communicator: comm.Communicator) -> None:
+        self._communicator = communicator
+        self.num_contributors: int | None = None  # ranks to average over; None: all
+        self.comm_hook: comm.CommHook | None = None
+        self.active_comm_hook: comm.CommHook | None = None  # `comm_hook` at `begin`
+        self.copy_divisor = 1  # of this backward's gradients; 1 with a comm hook
+        self.wait_description = ""
+        # Why buckets travel through the group; empty: they lie in shared memory.
+        self.no_shared_memory = ""
+
+    @property
+    def divisor(self) -> int:
+        """The number of ranks to average over: `num_contributors`, or group size."""
+        return self.num_contributors or self._communicator.size
+
+    def begin(self) -> None:
+        """Fix this backward's comm hook, `copy_divisor` (1 with a hook), wait text."""
+        hook = self.active_comm_hook = self.comm_hook
+        self.copy_divisor = self.divisor if hook is None else 1
+        self.wait_description = "waiting for the all-reduce"
+        if hook is not None:
+            self.wait_description = f"waiting for the comm hook {hook.name}, call"
+
+    def share(self, layout: Layout, *, asks: bool) -> list[comm.SharedBuffer]:
+        """Return buffers for the dense buckets; [] if `no_shared_memory` says why not.
+
+        A collective if ``asks``; else there are none.
+        """
+        dense = [plan for plan in layout.buckets if not plan.sparse]
+        found: list[comm.SharedBuffer] | str = "ranks have not looked for it yet"
+        if self.comm_hook is not None:
+            found = "a comm hook is registered"
+        elif asks:
+            shapes = [(plan.numel, plan.dtype) for plan in dense]
+            device = layout.buckets[0].device
+            found = comm.share(shapes, self._communicator, device)
+        self.no_shared_memory = found if isinstance(found, str) else ""
+        return [] if isinstance(found, str) else found
+
+    @contextmanager
+    def without_comm_hook(self) -> Iterator[None]:
+        """Return a context in which no comm hook is registered; restore it after."""
+        hook, self.comm_hook = self.comm_hook, None
+        try:
+            yield
+        finally:
+            self.comm_hook = hook
 
 
 class BucketQueue:
@@ -84,48 +136,33 @@ class BucketQueue:
             ""  # why the group reduces dense buckets; "": it does not
         )
         self.buckets: list[Bucket] = []
-        self.replan(static_graph=config.static_graph)
-
-    @property
-    def group(self) -> ProcessGroup:
-        """The process group that reduces the buckets."""
-        return self.communicator.group
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process in the group."""
-        return self.communicator.rank
+        self.adopt(self.configure(config))
 
     # -- launch ------------------------------------------------------------------------
 
     def start(
         self,
-        absent: frozenset[int] = frozenset(),
+        *,
+        shares_reach: bool = False,
         context: comm.ContextGrads | None = None,
     ) -> None:
         """Begin a synchronised backward: fix skipped buckets, divisor and comm hook.
 
-        Skips buckets of only ``absent`` parameters, which no rank uses. ``context``:
-        the RPC context that holds the gradients; None: ``.grad`` does.
+        With ``shares_reach`` skips buckets of parameters that no rank's forward
+        reached; may wait. ``context``: the RPC context that holds the gradients; None:
+        ``.grad`` does.
         """
         if (context is None) != (self._context is None):
             for bucket in self.buckets:
                 bucket.set_apart(apart=context is not None)
         self._context = context
         self.next = 0
-        self.skipped = {
-            number
-            for number, bucket in enumerate(self.buckets)
-            if absent and absent.issuperset(bucket.plan.indices)
-        }
         self._summing = []
+        self.skipped = ()
+        if shares_reach and (absent := self.reach_map.unused_everywhere()):
+            plans = enumerate(self.layout.buckets)
+            self.skipped = {n for n, plan in plans if absent.issuperset(plan.indices)}
         self.averaging.begin()
-
-    def is_filling(self, i: int) -> bool:
-        """Return whether parameter ``i`` has a bucket that is FILLING, not skipped."""
-        number = self.layout.bucket_of[i]
-        is_filling = self.buckets[number].state is BucketState.FILLING
-        return is_filling and number not in self.skipped
 
     def copy_now(self, i: int, grad: Tensor) -> Entry:
         """Call and return `Bucket.copy_now` for ``i``: COPIED, or ``grad`` uncopied."""
@@ -136,6 +173,25 @@ class BucketQueue:
     def is_launched(self) -> bool:
         """Whether every bucket of this backward is launched or skipped."""
         return self.next == len(self.buckets)
+
+    def flatten_and_launch(
+        self, number: int, entries: Sequence[Entry], filled: Collection[int]
+    ) -> bool:
+        """Copy in ``entries``, as `Bucket.flatten`; return `launch_due`.
+
+        ``filled``: indices of parameters that did not arrive.
+        """
+        self._flatten(number, entries, filled)
+        return self.launch_due()
+
+    @traced("flatten", before=Moment.FULL)
+    def _flatten(
+        self, number: int, entries: Sequence[Entry], filled: Collection[int]
+    ) -> None:
+        bucket, undecided = self.buckets[number], set[int]()
+        if filled:
+            undecided = {bucket.position[i] for i in filled if i in bucket.position}
+        bucket.flatten(entries, self.averaging.copy_divisor, undecided)
 
     def launch_due(self) -> bool:
         """Launch buckets in index order, while the next one is FULL or skipped.
@@ -153,23 +209,27 @@ class BucketQueue:
             self.next += 1
         return before < self.next == len(self.buckets)
 
+    # The event comes first: the collective may be over when this thread runs again.
+    @traced("launch", before=Moment.LAUNCHED)
     def _launch(self, number: int) -> None:
-        bucket, tracer = self.buckets[number], self.tracer
+        bucket, hook = self.buckets[number], self.averaging.active_comm_hook
         if self.checks_finite:
-            with bucket.streams.launching():  # after the kernels that filled it
-                _check_finite(bucket, tracer.backward, comm.BEFORE)
-        # Before the launch: the collective may be over when this thread runs again.
-        tracer.note(Moment.LAUNCHED, number)
-        launching = self.communicator.watching("launching the all-reduce", number)
-        with label("launch", number), launching:
-            following = range(number + 1, len(self.buckets))
-            is_last = all(later in self.skipped for later in following)
-            work = self.averaging.launch(bucket, number, is_last=is_last)
-            if bucket.shared is not None:
-                self._summing.append(work)
+            with bucket.on_stream():  # after the kernels that filled it
+                _check_finite(bucket, self.tracer.backward, comm.BEFORE)
+        with self.communicator.watching("launching the all-reduce", number):
+            if hook is None:
+                work = bucket.all_reduce()
+                if bucket.shared is not None:
+                    self._summing.append(work)
+            else:
+                following = range(number + 1, len(self.buckets))
+                is_last = all(later in self.skipped for later in following)
+                divisor, group = self.averaging.divisor, self.communicator.group
+                turn = comm.Turn(number, is_last, divisor, group)
+                work = bucket.run_hook(hook, turn)
             self.communicator.note_started(work)
-        if tracer.is_on:
-            done = partial(tracer.note, Moment.DONE, number)
+        if self.tracer.is_on:
+            done = partial(self.tracer.note, Moment.DONE, number)
             work.get_future().add_done_callback(done)
 
     # -- wait --------------------------------------------------------------------------
@@ -181,11 +241,13 @@ class BucketQueue:
         for the futures in `owed`, and count the backward.
         """
         observers = tuple(self.observers)  # a call may remove its observer
+        steppers = [observer for observer in observers if observer.uses_grads]
         for number, bucket in enumerate(self.buckets):
             if number not in self.skipped:
-                self._finish_bucket(number, bucket, untouched)
-            for observer in observers:
-                observer.reduced(bucket.params)
+                self._wait(number)
+                self._copy_out(number, untouched)
+            for stepper in steppers:
+                stepper.reduced(bucket.params)
         for observer in observers:
             observer.finished()
         owed, self.owed = self.owed, []
@@ -194,40 +256,34 @@ class BucketQueue:
                 comm.wait_for(comm.FutureWork(future))
         self.tracer.backward += 1
 
-    def _finish_bucket(
-        self, number: int, bucket: Bucket, untouched: Collection[int]
-    ) -> None:
-        averaging, into = self.averaging, None
-        waiting = self.communicator.watching(averaging.wait_description, number)
-        with label("wait", number), waiting:
-            bucket.wait()
-        if self.checks_finite and averaging.active_comm_hook is not None:
+    @traced("wait")
+    def _wait(self, number: int) -> None:
+        with self.communicator.watching(self.averaging.wait_description, number):
+            self.buckets[number].wait()
+
+    @traced("copy out", after=Moment.COPIED_OUT)
+    def _copy_out(self, number: int, untouched: Collection[int]) -> None:
+        bucket, into = self.buckets[number], None
+        if self.checks_finite and self.averaging.active_comm_hook is not None:
             _check_finite(bucket, self.tracer.backward, comm.AFTER)
-        with label("copy out", number):
-            kept: list[int] = []
-            if untouched:
-                kept = [k for i, k in bucket.position.items() if i in untouched]
-            if self._context is not None:
-                into = self._context.to_write(bucket.params, bucket.names, kept)
-            bucket.unflatten(kept, into)
-        self.tracer.note(Moment.COPIED_OUT, number)
+        kept: list[int] = []
+        if untouched:
+            kept = [k for i, k in bucket.position.items() if i in untouched]
+        if self._context is not None:
+            into = self._context.to_write(bucket.params, bucket.names, kept)
+        bucket.unflatten(kept, into)
 
     # -- other buckets, another group --------------------------------------------------
 
-    def replan(self, *, static_graph: bool | None = None) -> ReducerConfig:
-        """Adopt the first layout again; return the config with ``static_graph`` set."""
-        if static_graph is not None:
-            self.config = replace(self.config, static_graph=static_graph)
-        config = self.config
+    def configure(self, config: ReducerConfig) -> Layout:
+        """Use ``config`` from now on; return its first layout, which is not adopted."""
+        self.config = config
         self.used_map.uses_forward_group = config.static_graph  # in one backward only
         if config.saved_layout is not None:
-            layout = resumed_layout(config.saved_layout, self.specs)
-        else:
-            one_bucket = config.follows_ready_order
-            limits = config.caps.initial_limits(one_bucket=one_bucket)
-            layout = initial_layout(self.specs, limits)
-        self.adopt(layout)
-        return config
+            return resumed_layout(config.saved_layout, self.specs)
+        one_bucket = config.follows_ready_order
+        limits = config.caps.initial_limits(one_bucket=one_bucket)
+        return initial_layout(self.specs, limits)
 
     def adopt(self, layout: Layout, *, shares: bool = False) -> None:
         """Replace all buckets by new ones of ``layout``; move gradient views there.
@@ -254,9 +310,7 @@ class BucketQueue:
         """Wait for collectives in flight (buckets, used-maps), but copy nothing out."""
         for number, bucket in enumerate(self.buckets):
             if bucket.state is BucketState.IN_FLIGHT:
-                doing = self.averaging.wait_description
-                with self.communicator.watching(doing, number):
-                    bucket.wait()
+                self._wait(number)
         self.used_map.settle()
         self.reach_map.settle()
 
@@ -268,7 +322,7 @@ class BucketQueue:
         """
         hook = self.averaging.comm_hook
         if hook is not None:
-            hook.replace_group(self.group, group)
+            hook.replace_group(self.communicator.group, group)
         self.communicator.reset(group)
         self.next = 0
         self.owed = []

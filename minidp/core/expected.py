@@ -9,8 +9,9 @@ StaticGraph         as often as in the       first backward: as FindUnused;
                     first backward           later: stay pending
 ==================  =======================  =====================================
 
-The reducer asks; a mode answers. It acts itself in three places: it launches its
-used-map, `StaticGraph.takes` counts arrivals, and `untouched` waits for the used-map.
+The reducer asks; a mode answers. It acts itself in two places: `StaticGraph.takes`
+counts arrivals, and `untouched` waits for the used-map. What the default does not need
+is told by attributes (`absent`, `fills_in_missing`), so that it costs no call.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from minidp.errors import (
 )
 
 from .autograd import unreachable
-from .pending import GradState
+from .bucket import BucketState
+from .grad_hooks import GradState
 
 if TYPE_CHECKING:
     from .reducer import Reducer
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 class EveryParameter:
     """Expect every parameter's gradient exactly once per reduction: the default."""
 
-    completes_at_end = False  # fill in missing gradients when the backward ends
+    fills_in_missing = False  # at the end of the backward, so that all buckets launch
     # Ranks exchange which parameters they used. If so, the order of this backward's
     # gradients does not rebuild the buckets.
     shares_used_map = False
@@ -50,6 +52,7 @@ class EveryParameter:
     shares_reach = False  # ranks exchange what a forward's backward can reach
     is_steady = True  # every backward so far missed the same parameters
     kept: Collection[int] = ()  # parameters whose ``.grad`` is never written
+    absent: Sequence[int] = ()  # parameters that are predicted to be missing
     cause_of_missing = "your module has parameters that were not used in producing loss"
 
     def __init__(self, num_params: int) -> None:
@@ -72,24 +75,31 @@ class EveryParameter:
         """Return all parameters' entries at the start of a backward: here ``usual``."""
         return [usual] * self._num_params
 
-    def absent(self) -> Sequence[int]:
-        """Return indices of parameters predicted to be missing; here always ()."""
-        return ()
-
     def takes(self, i: int, reducer: Reducer) -> bool:
-        """Return True, to record the arriving gradient; raise if it is a second one."""
+        """Return True, to record the arriving gradient; raise if it is a second one.
+
+        Not called for an UNSET entry: the hook records that by itself.
+        """
         if reducer.pending.entries[i] in (GradState.UNSET, GradState.VIA_REDUCER):
             return True
         raise self.twice(reducer.rank, reducer.names[i])
 
     def launch_used_map(self, reducer: Reducer) -> None:
-        """If `shares_used_map`, start to exchange which parameters this rank used."""
-        if self.shares_used_map:
-            used = reducer.pending.used() | reducer.ledger.used_locally
-            reducer.queue.used_map.launch(used)
+        """Start to exchange which parameters this rank used (if `shares_used_map`)."""
+        used = reducer.pending.used() | reducer.ledger.used_locally
+        reducer.queue.used_map.launch(used)
+
+    def launch_reach_map(self, reducer: Reducer) -> None:
+        """Start to exchange what backwards reach (if `shares_reach`)."""
+        away = {*self.absent} - reducer.ledger.used_locally
+        reducer.queue.reach_map.relaunch({*range(self._num_params)} - away)
 
     def untouched(self, reducer: Reducer) -> Collection[int]:
-        """Return `kept`: parameters whose ``.grad`` a reduction must not write."""
+        """Return parameters whose ``.grad`` a reduction must not write; here `kept`.
+
+        Called before averages are written. Called only if `fills_in_missing`, or if
+        some are `kept`; so is `ended`.
+        """
         return self.kept
 
     def ended(self, missing: Sequence[int], untouched: Collection[int]) -> None:
@@ -129,32 +139,35 @@ class FindUnused(EveryParameter):
     the result: a bucket that no rank reaches is skipped.
     """
 
-    completes_at_end = shares_used_map = True
+    fills_in_missing = shares_used_map = True
 
     def __init__(self, num_params: int, *, shares_reach: bool = False) -> None:
         super().__init__(num_params)
         self.shares_reach = shares_reach
         self._missing_last: Sequence[int] | None = None
-        self._absent: set[int] | None = None  # None: no forward since the last backward
+        self._has_searched = False  # a forward has, since the last backward
 
     def saw_outputs(self, output: object, nodes: Sequence[Node]) -> None:
         """Search the graph for parameters that were missing in the last backward.
 
-        With `shares_reach`, for all. `absent` then has what no forward since reached.
+        With `shares_reach`, for all. `absent` then has, sorted, what no forward since
+        the last backward reached.
         """
         among = range(self._num_params) if self.shares_reach else self._missing_last
         with record_function("minidp::search_unused_parameters"):
             absent = unreachable(output, nodes, among) if among else set()
-        self._absent = absent if self._absent is None else self._absent & absent
-
-    def absent(self) -> Sequence[int]:
-        """Return the sorted parameter indices that `saw_outputs` did not reach."""
-        return sorted(self._absent or ())
+        if self._has_searched:
+            absent.intersection_update(self.absent)
+        self.absent, self._has_searched = sorted(absent), True
 
     def takes(self, i: int, reducer: Reducer) -> bool:
         """Return True if unset, or filled in as absent and not copied; else raise."""
-        is_filled_in = i in reducer.pending.filled and reducer.queue.is_filling(i)
-        return is_filled_in or super().takes(i, reducer)
+        if i in reducer.pending.filled:
+            queue, number = reducer.queue, reducer.pending.bucket_of[i]
+            is_filling = queue.buckets[number].state is BucketState.FILLING
+            if is_filling and number not in queue.skipped:
+                return True
+        return super().takes(i, reducer)
 
     def untouched(self, reducer: Reducer) -> Collection[int]:
         """Return indices that no rank used, by `_unused_everywhere`; may wait."""
@@ -165,11 +178,12 @@ class FindUnused(EveryParameter):
         is_first = self._missing_last is None
         self.is_steady &= is_first or set(missing) == set(self._missing_last or ())
         self._missing_last = missing
-        self._absent = None
+        self.absent, self._has_searched = (), False
 
     def reset(self) -> None:
         """Forget missing and absent parameters, as before the first backward."""
-        self._missing_last = self._absent = None
+        self._missing_last = None
+        self.absent, self._has_searched = (), False
 
 
 _SAME_PARAMETERS = "use static_graph only if every iteration uses the same parameters"
@@ -189,6 +203,7 @@ class StaticGraph(EveryParameter):
         super().__init__(num_params)
         self._counts = [0] * num_params
         self._left: list[int] = []  # per parameter, arrivals still to come
+        self._counts_arrivals = True  # in this backward, the first
         self.reset()
 
     @property
@@ -198,23 +213,17 @@ class StaticGraph(EveryParameter):
 
     def reset(self) -> None:
         """Count again in the next backward, as in the first one."""
-        self.kept = ()
-        self.completes_at_end = self.shares_used_map = True
+        self.kept = self.absent = ()
+        self._counts_arrivals = self.fills_in_missing = self.shares_used_map = True
 
     def entries(self, usual: GradState) -> list[GradState]:
         """Restart arrival counts; return COUNTED (later only if repeated) or usual."""
         counted = GradState.COUNTED
-        if self.completes_at_end:
+        if self._counts_arrivals:
             self._counts = [0] * self._num_params
             return [counted] * self._num_params
         self._left = list(self._counts)
         return [counted if n > 1 else usual for n in self._counts]
-
-    def absent(self) -> Sequence[int]:
-        """Return parameter indices with no arrival in the first backward; () in it."""
-        return [
-            i for i, n in enumerate(self._counts) if not (n or self.completes_at_end)
-        ]
 
     def takes(self, i: int, reducer: Reducer) -> bool:
         """Return True at the last arrival that the first backward predicts.
@@ -224,7 +233,7 @@ class StaticGraph(EveryParameter):
         """
         if reducer.pending.entries[i] is not GradState.COUNTED:
             return super().takes(i, reducer)
-        if self.completes_at_end:
+        if self._counts_arrivals:
             self._counts[i] += 1
             if reducer.contexts.has_gradient(i):
                 reducer.ledger.used_locally.add(i)
@@ -248,13 +257,18 @@ class StaticGraph(EveryParameter):
         return self.kept
 
     def ended(self, missing: Sequence[int], untouched: Collection[int]) -> None:
-        """After the first reduction, stop counting; never write ``untouched`` grads."""
+        """After the first backward, stop counting; never write ``untouched`` grads.
+
+        `absent` are then the parameters without any arrival.
+        """
         self.shadowed(missing, untouched)
-        self.completes_at_end = False
+        if self._counts_arrivals:
+            self.absent = [i for i, n in enumerate(self._counts) if not n]
+        self._counts_arrivals = self.fills_in_missing = False
 
     def shadowed(self, missing: Sequence[int], untouched: Collection[int]) -> None:
         """Never write ``untouched`` grads, but go on counting if this rank counts."""
-        if self.completes_at_end:
+        if self._counts_arrivals:
             self.shares_used_map = False
             self.kept = frozenset(untouched)
 

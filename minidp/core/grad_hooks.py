@@ -1,16 +1,29 @@
-"""Receive each gradient from the autograd engine, and time the hooks that do so.
+"""Receive each gradient from the autograd engine; record which have arrived.
+
+`GradTable` is the storage: one entry per parameter, one counter per bucket. The usual
+grad hook writes it directly, and knows one mark: where the entry is UNSET, it records
+the gradient; at any other mark it first asks the reducer (`Reducer.admit`). Outside of
+a synchronised backward every entry is CLOSED. So the first gradient of a backward,
+which opens it, and each gradient of a local one reach the reducer. `PendingGrads` does
+what is rare: open and close a backward, pause one that another backward will complete.
+
+Index ``i`` is a parameter, ``k`` a slot in a bucket, ``number`` a bucket.
 
 [Note: hook position] A grad hook sits on the parameter's AccumulateGrad *node*, as that
 of torch's reducer: it runs after user tensor hooks and all post-accumulate hooks. The
 node must be referenced, or it is freed with its hooks. Its Python hooks share one
 ordered dict; a native hook runs before them. Other hooks on the node must not change
 what we read: such a gradient is copied at once.
+
+The GIL serialises hooks on several threads; the native table has a lock. The lists are
+refilled and never replaced, because hooks keep references to them.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from operator import itemgetter
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakMethod
@@ -20,36 +33,64 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from .autograd import untraced
-from .kernels import raw_stream
-from .pending import GradState, PendingGrads, is_copied_at_once
+from .kernels import extension_for, raw_stream
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
+    from .bucket import Bucket
+    from .reducer import Reducer
+
 GradHook = Callable[[int, Any, Any], None]  # index, grad_inputs, grad_outputs
+
+# From this size on a hook copies its gradient while that is still in cache. Smaller
+# gradients wait for their bucket: a kernel call would cost more than the copy.
+COPY_AT_ONCE_BYTES = 64 * 1024
+
+
+def is_copied_at_once(param: Tensor) -> bool:
+    """Return whether ``param`` has 64 KiB or more, so that its hook copies at once."""
+    return param.nbytes >= COPY_AT_ONCE_BYTES
+
+
+class GradState(Enum):
+    """Name the values of ``entries[i]`` other than a gradient (a tensor or None)."""
+
+    CLOSED = "closed"  # no reduction is open: the hook asks the reducer
+    UNSET = "unset"  # not arrived: the hook will record it, the usual case
+    VIA_REDUCER = "via reducer"  # not arrived: the reducer will record and copy it
+    COPIED = "copied"  # arrived, and already in its bucket
+    COUNTED = "counted"  # static graph: the mode counts the arrivals
+
+
+Entry = GradState | Tensor | None
+
+
+def has_arrived(entry: Entry) -> bool:
+    """Return whether an entry is COPIED, a gradient, or None (arrived without one)."""
+    return not isinstance(entry, GradState) or entry is GradState.COPIED
 
 
 def _small_hook(params: Sequence[Tensor], pending: PendingGrads) -> GradHook:
     """Return the hook that records a small gradient without a copy: the hot path.
 
-    The hook calls `on_unusual` instead if the entry is not UNSET, and `on_full` after
-    the bucket's last gradient. Names are bound beforehand, because attributes cost. All
-    parameters share one function, bound to their index: closures miss the CPU cache.
+    If the entry is not UNSET, `Reducer.admit` decides first. After the bucket's last
+    gradient the hook calls `Reducer.on_full`. Names are bound beforehand, because
+    attributes cost. All parameters share one function, bound to their index: closures
+    miss the CPU cache.
     """
-    entries, bucket_of, counts = pending.entries, pending.bucket_of, pending.num_pending
+    entries, bucket_of, num_left = pending.entries, pending.bucket_of, pending.num_left
     note_ready, reducer = pending.ready.append, pending.reducer
-    on_unusual = pending.on_unusual
     unset = GradState.UNSET
 
     @untraced
     def grad_hook(i: int, _grad_inputs: Any, _grad_outputs: Any) -> None:
-        if entries[i] is not unset:
-            on_unusual(i)
+        if entries[i] is not unset and not _admits(reducer, i):
             return
         entries[i] = params[i].grad
         note_ready(i)
         bucket = bucket_of[i]
-        counts[bucket] = left = counts[bucket] - 1
+        num_left[bucket] = left = num_left[bucket] - 1
         if not left:
             reducer.on_full(bucket)
 
@@ -57,17 +98,27 @@ def _small_hook(params: Sequence[Tensor], pending: PendingGrads) -> GradHook:
 
 
 def _large_hook(params: Sequence[Tensor], pending: PendingGrads) -> GradHook:
-    """Return the hook that copies a large gradient now; `on_unusual` if not UNSET."""
-    entries = pending.entries
+    """Return the hook that copies a large gradient at once; else as `_small_hook`."""
+    entries, reducer, unset = pending.entries, pending.reducer, GradState.UNSET
 
     @untraced
     def grad_hook(i: int, _grad_inputs: Any, _grad_outputs: Any) -> None:
-        if entries[i] is not GradState.UNSET:
-            pending.on_unusual(i)
-        else:
+        if entries[i] is unset or _admits(reducer, i):
             pending.arrive(i, params[i].grad)
 
     return grad_hook
+
+
+def _admits(reducer: Reducer, i: int) -> bool:
+    """Return `Reducer.admit`; False if the reducer, a weak proxy, is gone.
+
+    A hook can outlive it in a compiled graph.
+    """
+    try:
+        admit = reducer.admit
+    except ReferenceError:
+        return False
+    return admit(i)
 
 
 def _noting_stream(
@@ -83,6 +134,204 @@ def _noting_stream(
         hook(i, grad_inputs, grad_outputs)
 
     return grad_hook
+
+
+class GradTable:
+    """Store the entry of each parameter, ready order, bucket counts; C++ has a twin."""
+
+    def __init__(self, num_params: int) -> None:
+        self.entries: list[Entry] = [GradState.CLOSED] * num_params
+        self.ready: list[int] = []  # parameter indices, in order of arrival
+        self.num_left: list[int] = []  # per bucket, how many gradients are to arrive
+        self.bucket_of: list[int] = [0] * num_params
+        self._members: Sequence[Sequence[int]] = ()
+
+    def adopt(self, members: Sequence[Sequence[int]]) -> None:
+        """Use buckets whose parameter indices are in ``members``; then `refill`."""
+        self._members = members
+        for bucket, indices in enumerate(members):
+            for i in indices:
+                self.bucket_of[i] = bucket
+        self.refill()
+
+    def refill(self) -> None:
+        """Clear the ready order; set each bucket's count to all its parameters."""
+        self.ready.clear()
+        self.num_left[:] = map(len, self._members)
+
+    def note_ready(self, i: int) -> None:
+        """Append a parameter to the ready order."""
+        self.ready.append(i)
+
+    def count_down(self, i: int) -> int:
+        """Count parameter ``i`` as arrived; return how many its bucket still lacks."""
+        self.num_left[self.bucket_of[i]] -= 1
+        return self.num_left[self.bucket_of[i]]
+
+    def gather(self, bucket: int) -> Sequence[Entry]:
+        """Return the current entries of a bucket in slot order."""
+        indices = self._members[bucket]
+        found = itemgetter(*indices)(self.entries)
+        return found if len(indices) > 1 else (found,)
+
+    def used(self) -> Iterable[int]:
+        """Return the indices that arrived with a gradient, in order of arrival."""
+        return [i for i in self.ready if self.entries[i] is not None]
+
+
+def native_table(params: Sequence[Tensor], reducer: Reducer) -> Any | None:
+    """Return a native `GradTable`, all CLOSED; None if no extension fits ``params``."""
+    library = extension_for(params)
+    if library is None:
+        return None
+
+    @untraced
+    def admit(i: int) -> None:
+        if reducer.admit(i):
+            grad, at_once = params[i].grad, is_copied_at_once(params[i])
+            reducer.pending.arrive(i, grad, at_once=at_once)
+
+    # A bound method of the reducer would keep it alive.
+    on_full = untraced(lambda bucket: reducer.on_full(bucket))
+    unset, copied = GradState.UNSET, GradState.COPIED
+    table = library.GradTable(params, tuple(GradState), unset, copied, (on_full, admit))
+    table.entries[:] = [GradState.CLOSED] * len(params)
+    return table
+
+
+class PendingGrads:
+    """Open, fill and close one `GradTable`, reused by every backward.
+
+    ``reducer`` is a weak proxy: the hooks must not keep the reducer alive.
+    """
+
+    def __init__(self, params: Sequence[Tensor], reducer: Reducer) -> None:
+        self.reducer = reducer
+        self.native = native_table(params, reducer)
+        self.table: GradTable = self.native or GradTable(len(params))
+        # Bound once: hooks read these for every gradient.
+        self.entries = self.table.entries
+        self.ready = self.table.ready
+        self.bucket_of = self.table.bucket_of
+        self.num_left = self.table.num_left
+        self.filled: set[int] = set()  # parameter indices that did not arrive
+        self.written_on: list[set[int]] = []  # per bucket, raw CUDA streams
+        self._paused: list[Entry] = []  # the entries of a paused backward
+
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """Use new buckets in table and hooks; let go of the memory of the old ones."""
+        self.table.adopt([bucket.plan.indices for bucket in buckets])
+        if self.native is not None:
+            for bucket in buckets:
+                for k in bucket.copied_by_hook:
+                    i = bucket.plan.indices[k]
+                    self.native.copy_at_once(i, bucket.native, k)
+        on_cpu: set[int] = set()  # nobody adds to it
+        self.written_on[:] = [
+            on_cpu if bucket.streams is None else bucket.streams.written_on
+            for bucket in buckets
+        ]
+
+    # -- a backward begins, ends, or is interrupted ------------------------------------
+
+    def open(
+        self, entries: list[GradState], divisor: int, shared: Iterable[int] = ()
+    ) -> None:
+        """Set all entries; reset counts and ready order; C++ hooks use ``divisor``.
+
+        UNSET ones become VIA_REDUCER for parameters whose node is ``shared``.
+        """
+        for i in shared:
+            if entries[i] is GradState.UNSET:
+                entries[i] = GradState.VIA_REDUCER
+        if self.native is not None:
+            self.native.scale = 1.0 / divisor
+        self.table.refill()
+        self.filled.clear()
+        self.entries[:] = entries
+
+    def close(self) -> None:
+        """Set all entries to CLOSED, which drops gradients, also paused ones."""
+        self._paused.clear()
+        self.entries[:] = [GradState.CLOSED] * len(self.entries)
+
+    def pause(self) -> None:
+        """Save all entries for `resume`, and make the next hook ask the reducer.
+
+        Gradients are copied now, because the user may change or zero them before
+        another backward goes on. Gradients of full buckets were copied before.
+        """
+        for i, entry in enumerate(self.entries):
+            is_full = not self.num_left[self.bucket_of[i]]
+            if isinstance(entry, Tensor) and not is_full:
+                self.entries[i] = self.reducer.queue.copy_now(i, entry)
+        self._paused = list(self.entries)
+        self.entries[:] = [
+            entry if has_arrived(entry) else GradState.CLOSED for entry in self.entries
+        ]
+
+    def resume(self) -> None:
+        """Restore the entries that `pause` saved; UNSET ones become VIA_REDUCER."""
+        via_reducer = GradState.VIA_REDUCER
+        self.entries[:] = [
+            via_reducer if e is GradState.UNSET else e for e in self._paused
+        ]
+
+    # -- a gradient arrives, or does not -----------------------------------------------
+
+    def arrive(self, i: int, grad: Tensor | None, *, at_once: bool = True) -> None:
+        """Record a gradient, copied now if ``at_once``; `on_full` if the bucket's last.
+
+        If `fill_missing` was called for ``i``, only replace that entry, uncopied.
+        """
+        self.table.note_ready(i)
+        if i in self.filled:
+            self.filled.discard(i)
+            self.entries[i] = grad
+            return
+        entry: Entry = grad
+        if at_once and grad is not None:
+            entry = self.reducer.queue.copy_now(i, grad)
+        self._settle(i, entry)
+
+    def fill_missing(
+        self, i: int, grad: Tensor | None, *, travels: bool = True
+    ) -> None:
+        """Record ``i``, which does not arrive, in `filled` with its present ``.grad``.
+
+        Calls `on_full` if its bucket is full. Not ``travels`` (bucket skipped): None.
+        """
+        self.filled.add(i)
+        if travels:
+            self._settle(i, grad)
+        else:
+            self.entries[i] = None
+
+    def _settle(self, i: int, entry: Entry) -> None:
+        self.entries[i] = entry
+        if not self.table.count_down(i):
+            self.reducer.on_full(self.bucket_of[i])
+
+    def replace(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        """Replace the entries of parameters that have arrived."""
+        for i, grad in zip(indices, grads, strict=True):
+            self.entries[i] = grad
+
+    # -- what has arrived --------------------------------------------------------------
+
+    def missing(self) -> list[int]:
+        """Return the indices of parameters that did not arrive; [] if all did."""
+        return [i for i, entry in enumerate(self.entries) if not has_arrived(entry)]
+
+    def used(self) -> set[int]:
+        """Return the indices of parameters that arrived with a gradient."""
+        return set(self.table.used())
+
+    def of_bucket(self, number: int) -> Sequence[Entry]:
+        """Return a bucket's entries by slot; add C++ hooks' streams to `written_on`."""
+        if self.native is not None:
+            self.written_on[number].update(self.native.take_streams(number))
+        return self.table.gather(number)
 
 
 class GradHooks:
@@ -113,10 +362,6 @@ class GradHooks:
     def python_hook(self, i: int) -> Callable[[Any, Any], None]:
         """Return the Python hook of parameter ``i``, which compiled graphs call too."""
         return MethodType(self._hooks[i], i)
-
-    def timed_by(self, clock: Callable[[], Any]) -> HookTiming:
-        """Return a timer for these hooks, switched off; it reads ``clock`` per hook."""
-        return HookTiming(self, clock)
 
     @property
     def places(self) -> list[tuple[dict[int, Any], int, GradHook]]:
@@ -151,51 +396,3 @@ class GradHooks:
         self._handles.clear()
         self._dicts.clear()
         self.nodes.clear()
-
-
-# -- timing ----------------------------------------------------------------------------
-
-
-class HookTiming:
-    """Record when each grad hook of ``hooks`` runs, while switched on.
-
-    `switch` swaps Python hooks on the nodes for ones that read ``clock`` first, and
-    back. C++ hooks read ``time.perf_counter_ns`` themselves, and call other clocks.
-    """
-
-    def __init__(self, hooks: GradHooks, clock: Callable[[], Any]) -> None:
-        self._hooks = hooks
-        self._clock = clock
-        self._is_in_cpp = hooks.table is not None and clock is time.perf_counter_ns
-        self._stamps: list[Any] = [None] * len(hooks.nodes)
-        plain = {hook for _, _, hook in hooks.places}
-        self._timed = {hook: _timed(hook, clock, self._stamps) for hook in plain}
-
-    def switch(self, *, on: bool) -> None:
-        """Start or stop recording hook times; do not call during a backward."""
-        table = self._hooks.table
-        if table is not None:
-            table.stamp_by(self._stamp if on and not self._is_in_cpp else None)
-            table.is_timed = on
-        for i, (on_node, key, hook) in enumerate(self._hooks.places):
-            on_node[key] = MethodType(self._timed[hook] if on else hook, i)
-
-    def _stamp(self, i: int) -> None:
-        self._stamps[i] = self._clock()
-
-    def take(self) -> list[Any]:
-        """Return and clear each parameter's last time; None if its hook did not run."""
-        if self._is_in_cpp:
-            stamps = cast("Any", self._hooks.table).take_stamps()
-            return [stamp or None for stamp in stamps]
-        taken, self._stamps[:] = list(self._stamps), [None] * len(self._stamps)
-        return taken
-
-
-def _timed(hook: GradHook, clock: Callable[[], Any], stamps: list[Any]) -> GradHook:
-    @untraced
-    def grad_hook(i: int, grad_inputs: Any, grad_outputs: Any) -> None:
-        stamps[i] = clock()
-        hook(i, grad_inputs, grad_outputs)
-
-    return grad_hook

@@ -12,7 +12,7 @@ collective is launched from it, too, maybe by another device's autograd thread.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -40,6 +40,11 @@ def divide(values: Tensor, divisor: int) -> None:
     """Compute ``values /= divisor`` in place, for views, buffers and sparse grads."""
     if divisor != 1:
         values.div_(divisor)
+
+
+def as_real(values: Tensor) -> Tensor:
+    """Return ``values``; if complex, a 1-D real view: backends add no complex."""
+    return torch.view_as_real(values).flatten() if values.is_complex() else values
 
 
 class CopyPlan:
@@ -151,18 +156,15 @@ def raw_stream(device_index: int) -> int:
 
 
 class BucketStreams:
-    """Order the CUDA streams that write and launch one bucket; no-op without CUDA."""
+    """Order the CUDA streams that write and launch one bucket."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._is_cuda = device.type == "cuda"
         self.written_on: set[int] = set()  # filled by the grad hooks
         self._flattened_on: torch.cuda.Stream | None = None
 
     def gather(self, grads: Iterable[object]) -> None:
         """Make this stream wait for the hooks' streams, and record ``grads`` on it."""
-        if not self._is_cuda:
-            return
         current = torch.cuda.current_stream(self._device)
         others = self.written_on - {current.cuda_stream}
         for handle in others:
@@ -185,6 +187,4 @@ class BucketStreams:
 
     def launching(self) -> AbstractContextManager[object]:
         """Return a context that selects the stream that flattened the bucket."""
-        if not self._is_cuda:
-            return nullcontext()
         return torch.cuda.stream(self._flattened_on)

@@ -2,7 +2,7 @@
 
 A *local* backward (under ``no_sync``, or with nothing armed) leaves the reducer's phase
 alone. The guard, the comparison of replicas and ``reset()`` read most of the ledger;
-of the core only `StaticGraph` does (``used_locally``).
+of the core only the modes that share a used-map do (``used_locally``).
 
 Let F be the grad-enabled forwards since the last synchronised backward. A backward is
 synchronised exactly if a forward of F was (torch's rule: the *forward* decides).
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from minidp.trace import StepPhase, Tracer
+from minidp.trace import StepEvent, Tracer
 
 from . import autograd
 
@@ -54,20 +54,22 @@ class Ledger:
         self.armed = 0  # number of synchronising forwards, ever
         self.finalized = 0  # number of synchronised backwards, ever
         self.steps = 0  # optimizer steps since the last synchronised backward
+        self.used_locally: set[int] = set()  # since the last synchronised backward
+        # Only the guard reads these five.
         self.unsynced: set[int] = set()  # parameters whose .grad holds a local part
         self.origins: dict[int, Origin] = {}  # where each one's last local part is from
-        self.used_locally: set[int] = set()  # since the last synchronised backward
         # Versions of parameters when their .grad became local. A later change without
         # an allowed optimizer step means that local gradients were applied by hand.
         self.versions: dict[int, int] = {}
         self.meant: set[int] = set()  # keys of `versions` local because of no_sync()
         # All versions when a backward passed our outputs and reached no grad hook.
         self.bypassed: list[int] | None = None
-        # Why replicas may differ since their last comparison.
+        # For the comparison: why replicas may differ since the last one.
         self.was_local = False  # parameters changed inside no_sync()
         self.was_excused = False  # a complaint did not become an error
         self.was_told = False  # the first complaint was printed
-        self._versions_before: tuple[int, int] | None = None  # when no_sync() began
+        # For `was_local`: versions of two parameters, when no_sync() began.
+        self._versions_before: tuple[int, int] | None = None
 
     def note_forward(self, *, synchronising: bool) -> None:
         """Count a forward in grad mode; a ``synchronising`` one in `armed`, too."""
@@ -160,9 +162,9 @@ class LocalBackwards:
     def forward_ended(self, output: object, *, will_reduce: bool) -> None:
         """Tell listeners that a forward ended; a local one's outputs call `begin`."""
         if will_reduce:
-            self._tracer.enter(StepPhase.FORWARD_END)
+            self._tracer.enter(StepEvent.FORWARD_END)
         elif self._tracer.listeners:
-            self._tracer.enter(StepPhase.LOCAL_FORWARD_END)
+            self._tracer.enter(StepEvent.LOCAL_FORWARD_END)
             autograd.probe_outputs(output, self.begin)
 
     @autograd.untraced
@@ -175,9 +177,9 @@ class LocalBackwards:
         is_new = self._tracer.listeners and autograd.current_task() != self._task
         if is_new and self._phase.is_idle and not autograd.is_compiled_backward():
             self._task = autograd.current_task()
-            self._tracer.enter(StepPhase.LOCAL_BACKWARD_BEGIN)
+            self._tracer.enter(StepEvent.LOCAL_BACKWARD_BEGIN)
             autograd.queue_final_callback(self._end)
 
     @autograd.untraced
     def _end(self) -> None:
-        self._tracer.enter(StepPhase.LOCAL_BACKWARD_END)
+        self._tracer.enter(StepEvent.LOCAL_BACKWARD_END)

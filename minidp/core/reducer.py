@@ -5,12 +5,12 @@
     IDLE ---> ARMED ---> REDUCING ---> FINALIZING ---> IDLE
                             ^  |
                             |  v
-                          PENDING          anything ---> FAILED ---> IDLE (reset only)
+                          PAUSED           anything ---> FAILED ---> IDLE (reset only)
 
     arm            a synchronising forward ended                        data_parallel
-    on_unusual     first gradient of a backward: open the table         grad hook
+    admit          first gradient of a backward: open the table         grad hook
     on_full        flatten a bucket, launch full ones in index order    grad hook
-    end_now        the backward ended: complete it, or enter PENDING    end of task
+    end_now        the backward ended: complete it, or enter PAUSED     end of task
     _finalize      wait, copy out, close                                end of task
 
 `on_full` queues `_finalize` with the last bucket, where torch queues its own. A probe
@@ -35,21 +35,20 @@ from minidp import comm
 from minidp.config import ReducerConfig
 from minidp.errors import GradientError, InternalError, lost_hooks
 from minidp.layout import Layout, ParamSpec
-from minidp.trace import Moment, StepPhase, label
+from minidp.trace import Moment, StepEvent
 
 from . import autograd
 from .bucket_queue import BucketQueue
 from .expected import expectation_for
-from .grad_hooks import GradHooks
+from .grad_hooks import GradHooks, GradState, PendingGrads, is_copied_at_once
 from .local_grads import Ledger, LocalBackwards, origin_now
-from .pending import GradState, PendingGrads, is_copied_at_once
 from .rebuild import RebuildPolicy, agreed_layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("minidp")
-Method = TypeVar("Method", bound=Callable[..., None])
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Phase(Enum):
@@ -58,7 +57,7 @@ class Phase(Enum):
     IDLE = "idle"  # gradients accumulate locally
     ARMED = "armed"  # a synchronising forward ended: the next backward reduces
     REDUCING = "reducing"  # the first gradient of a synchronised backward is here
-    PENDING = "pending"  # a backward ended with gradients missing; another may go on
+    PAUSED = "paused"  # a backward ended with gradients missing; another may go on
     FINALIZING = "finalizing"  # waiting for collectives, copying out
     FAILED = "failed"  # something raised; only reset() leads out
 
@@ -66,8 +65,8 @@ class Phase(Enum):
 TRANSITIONS = {
     Phase.IDLE: {Phase.ARMED, Phase.REDUCING, Phase.FAILED},
     Phase.ARMED: {Phase.ARMED, Phase.REDUCING, Phase.FAILED},
-    Phase.REDUCING: {Phase.PENDING, Phase.FINALIZING, Phase.FAILED},
-    Phase.PENDING: {Phase.REDUCING, Phase.FAILED},
+    Phase.REDUCING: {Phase.PAUSED, Phase.FINALIZING, Phase.FAILED},
+    Phase.PAUSED: {Phase.REDUCING, Phase.FAILED},
     Phase.FINALIZING: {Phase.IDLE, Phase.FAILED},
     Phase.FAILED: {Phase.FAILED, Phase.IDLE},
 }
@@ -97,9 +96,9 @@ def _failing(method: Method) -> Method:
 
     @autograd.untraced
     @functools.wraps(method)
-    def guarded(self: Reducer, *arguments: Any) -> None:
+    def guarded(self: Reducer, *arguments: Any) -> Any:
         try:
-            method(self, *arguments)
+            return method(self, *arguments)
         except KeyboardInterrupt as error:
             self.fail(error)
             raise error.with_traceback(None) from None  # where we wait says nothing
@@ -142,11 +141,15 @@ class Reducer:
         self.hooks = GradHooks(self.params, self.pending)
         weakref.finalize(self, _detach, self.hooks, self.pending)
         self.contexts = comm.NotedContexts(self.params, self.hooks.nodes, communicator)
-        # CUDA runs one autograd thread per device; users may run several backwards.
+        # CUDA runs one autograd thread per device; users may run several backwards. The
+        # lock guards the phase, `_tasks`, and which buckets the queue has launched.
         self._lock = threading.RLock()
         # Graph tasks at whose end `end_now` will run. Only the task holds its callback:
         # if the backward raises, the weak reference dies.
         self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
+        # What may differ between two backwards; set when one is opened or resumed.
+        self._uses_rpc = False  # RPC was up when the last forward ended
+        self._is_compiled = False  # compiled autograd runs this backward
         self.context: comm.ContextGrads | None = None  # this backward's RPC context
         self._probe = functools.partial(_expect_end, weakref.ref(self))
         self.rebuild_policy = rebuild_policy or RebuildPolicy(config.saved_layout)
@@ -159,28 +162,24 @@ class Reducer:
     def arm(self, output: object) -> None:
         """Make the backward of ``output`` reduce: enter ARMED, probe the outputs.
 
-        Notes the RPC context, and lets the mode search the graph. With `shares_reach`
-        starts to exchange which parameters the forwards reach.
+        The mode may search the graph, and start to exchange what it reaches.
         """
         self.phase.enter(Phase.ARMED)
-        self.contexts.note_forward()
+        self._uses_rpc = self.contexts.note_forward()
         self.expected.saw_outputs(output, self.hooks.nodes)
         if self.expected.shares_reach:
-            away = {*self.expected.absent()} - self.ledger.used_locally
-            self.queue.reach_map.relaunch({*range(len(self.params))} - away)
+            self.expected.launch_reach_map(self)
         autograd.probe_outputs(output, self._probe)
 
     def rebuild_if_due(self) -> None:
         """If a rebuild is due, broadcast rank 0's layout, and replace the buckets."""
         if self.rebuild_policy.is_due:
-            queue = self.queue
-            mine = self.rebuild_policy.next_layout(queue.specs, queue.config)
-            # Also if the layout is equal, as torch does: views of the new buckets are
-            # divided, fresh gradients multiplied.
-            layout = agreed_layout(mine, queue.specs, self.communicator)
-            self.adopt(layout, shares=True)
+            mine = self.rebuild_policy.next_layout(self.queue.specs, self.queue.config)
+            # Also if the layout is equal, as torch does: new views are divided.
+            agreed = agreed_layout(mine, self.queue.specs, self.communicator)
+            self.adopt(agreed, shares=True)
 
-    def adopt(self, layout: Layout, *, shares: bool) -> None:
+    def adopt(self, layout: Layout, *, shares: bool = False) -> None:
         """Replace the buckets; with ``shares`` a collective (`BucketQueue.adopt`)."""
         self.pending.adopt(())
         self.queue.adopt(layout, shares=shares)
@@ -189,11 +188,11 @@ class Reducer:
     # -- a gradient arrives ------------------------------------------------------------
 
     @_failing
-    def on_unusual(self, i: int) -> None:
-        """Note a local gradient, or open or resume a backward and record it there.
+    def admit(self, i: int) -> bool:
+        """Open or resume a backward; return True if the hook shall record the gradient.
 
-        Local in IDLE, FINALIZING and FAILED; ARMED opens; PENDING resumes, but raises
-        GradientError in another RPC context. Recorded only if the mode `takes` it.
+        False if that is done here (traced, counted by the mode), or if the gradient is
+        local: IDLE, FINALIZING, FAILED. GradientError if the RPC context has changed.
         """
         with self._lock:
             if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
@@ -201,43 +200,41 @@ class Reducer:
                     version, origin = self.params[i]._version, origin_now(self._tasks)
                     self.ledger.note_local(i, version, origin)
                 self.local_backwards.begin()
-                return
+                return False
             if self.phase.now is not Phase.REDUCING and not self._tasks:
                 self.expect_end()
             if self.phase.now is Phase.ARMED:
                 self._open(i)
-            elif self.phase.now is Phase.PENDING:
+            elif self.phase.now is Phase.PAUSED:
                 if self.contexts.of_backward(i) != self.context:
-                    raise GradientError(
-                        comm.explain_mixed_backwards(self.rank, self.names[i])
-                    )
+                    text = comm.explain_mixed_backwards(self.rank, self.names[i])
+                    raise GradientError(text)
+                self._is_compiled = autograd.is_compiled_backward()
                 self.phase.enter(Phase.REDUCING)
                 self.pending.resume()
+            if self.pending.entries[i] is GradState.UNSET:
+                return True
             if self.expected.takes(i, self):
                 self._record(i)
+        return False
 
     def _open(self, first: int) -> None:
-        """Start a synchronised backward, in the hook of parameter ``first``.
-
-        Finds the RPC context, starts the queue, sets all entries, and fills in absent
-        gradients. Raises if a compiled or RPC backward does not go with the options.
-        """
-        if autograd.is_compiled_backward():
-            needs_end = self.expected.completes_at_end
-            autograd.accept_compiled_backward(self.rank, needs_end=needs_end)
-        self.context = self.contexts.of_backward(first)
-        if self.context and any(each.uses_grads for each in self.queue.observers):
+        """Start a backward, in the hook of parameter ``first``; raise if it cannot."""
+        queue, expected = self.queue, self.expected
+        self._is_compiled = autograd.is_compiled_backward()
+        if self._is_compiled:
+            autograd.accept_compiled(self.rank, needs_end=expected.fills_in_missing)
+        self.context = self.contexts.of_backward(first) if self._uses_rpc else None
+        if self.context and any(each.uses_grads for each in queue.observers):
             raise GradientError(comm.explain_stepping(self.rank))
         self.phase.enter(Phase.REDUCING)
-        self.queue.start(self.queue.reach_map.unused_everywhere(), context=self.context)
-        unset, via_reducer = GradState.UNSET, GradState.VIA_REDUCER
-        sees_all = self.queue.tracer.recorder is not None or self.context
-        entries = self.expected.entries(via_reducer if sees_all else unset)
-        for i in self.hooks.shared():
-            entries[i] = via_reducer if entries[i] is unset else entries[i]
-        self.pending.open(entries, self.queue.averaging.copy_divisor)
-        for i in self.expected.absent():
-            travels = self.queue.layout.bucket_of[i] not in self.queue.skipped
+        queue.start(shares_reach=expected.shares_reach, context=self.context)
+        sees_all = queue.tracer.recorder is not None or self.context
+        usual = GradState.VIA_REDUCER if sees_all else GradState.UNSET
+        divisor, shared = queue.averaging.copy_divisor, self.hooks.shared()
+        self.pending.open(expected.entries(usual), divisor, shared)
+        for i in expected.absent:
+            travels = queue.layout.bucket_of[i] not in queue.skipped
             self.pending.fill_missing(i, self.params[i].grad, travels=travels)
 
     def _record(self, i: int) -> None:
@@ -245,7 +242,7 @@ class Reducer:
         pending, tracer = self.pending, self.queue.tracer
         tracer.note(Moment.PARAM_READY, i)
         number = pending.bucket_of[i]
-        if pending.num_pending[number] == len(self.queue.buckets[number].params):
+        if pending.num_left[number] == len(self.queue.buckets[number].params):
             tracer.note(Moment.FIRST_GRADIENT, number)
         param, entry = self.params[i], pending.entries[i]
         at_once = entry is GradState.VIA_REDUCER or is_copied_at_once(param)
@@ -258,21 +255,16 @@ class Reducer:
         After the last one launch the used-map, and queue `_finalize` for the end of the
         backward (compiled: call it). In an RPC context gradients are read from there.
         """
-        self.queue.tracer.note(Moment.FULL, number)
-        bucket = self.queue.buckets[number]
-        filled = self.pending.filled
-        undecided = {bucket.position[i] for i in filled if i in bucket.position}
         entries = self.pending.of_bucket(number)
         if self.context is not None:
+            bucket = self.queue.buckets[number]
             entries = self.context.read(bucket.params)
-            for i, grad in zip(bucket.plan.indices, entries, strict=True):
-                self.pending.entries[i] = grad
-        with label("flatten", number):
-            bucket.flatten(entries, self.queue.averaging.copy_divisor, undecided)
+            self.pending.replace(bucket.plan.indices, entries)
         with self._lock:
-            if self.queue.launch_due():
-                self.expected.launch_used_map(self)
-                if autograd.is_compiled_backward():  # runs no final callback
+            if self.queue.flatten_and_launch(number, entries, self.pending.filled):
+                if self.expected.shares_used_map:
+                    self.expected.launch_used_map(self)
+                if self._is_compiled:  # runs no final callback
                     self._finalize()
                 else:
                     autograd.queue_final_callback(self._finalize)
@@ -286,7 +278,7 @@ class Reducer:
             return
         with self._lock:
             if self.phase.now is Phase.ARMED:
-                self.queue.tracer.enter(StepPhase.BACKWARD_BEGIN)
+                self.queue.tracer.enter(StepEvent.BACKWARD_BEGIN)
             end = functools.partial(self.end_now, task)
             self._tasks[task] = weakref.ref(end)
             autograd.queue_final_callback(end)
@@ -296,7 +288,7 @@ class Reducer:
         """Handle missing gradients if ``task`` was the last running graph task.
 
         If none arrived, note a bypass. Else fill them in, which launches the remaining
-        buckets, or enter PENDING until another backward brings them. Does not wait.
+        buckets, or enter PAUSED until another backward brings them. Does not wait.
         """
         with self._lock:
             self._tasks.pop(task, None)
@@ -305,13 +297,13 @@ class Reducer:
             self._tasks.clear()
             if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
                 self.ledger.note_bypass(self.params)
-                self.queue.tracer.enter(StepPhase.BACKWARD_BYPASSED)
+                self.queue.tracer.enter(StepEvent.BACKWARD_BYPASSED)
             if self.phase.now is not Phase.REDUCING or self.queue.is_launched:
                 return
-            if self.expected.completes_at_end:
+            if self.expected.fills_in_missing:
                 self._fill_in_missing()
             else:
-                self.phase.enter(Phase.PENDING)
+                self.phase.enter(Phase.PAUSED)
                 self.pending.pause()
 
     def _fill_in_missing(self) -> None:
@@ -320,29 +312,34 @@ class Reducer:
         lost = [self.names[i] for i in self.hooks.lost(missing)]
         if lost:
             raise GradientError(lost_hooks(self.rank, lost))
-        if self.expected.map_goes_first:
+        if self.expected.shares_used_map and self.expected.map_goes_first:
             self.expected.launch_used_map(self)
         for i in missing:  # the last one queues `_finalize`, which autograd still runs
             self.pending.fill_missing(i, self.params[i].grad)
 
     @_failing
     def _finalize(self) -> None:
-        self.queue.tracer.enter(StepPhase.FINALIZE_BEGIN)
+        tracer, expected = self.queue.tracer, self.expected
+        if tracer.listeners:
+            tracer.enter(StepEvent.FINALIZE_BEGIN)
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
             filled = sorted(self.pending.filled)
-            untouched = self.expected.untouched(self)  # before .grad is written
+            lacks_some = expected.fills_in_missing or expected.kept
+            untouched = expected.untouched(self) if lacks_some else ()
             self.queue.finish(untouched)
-            keeps_order = not self.expected.shares_used_map  # which `ended` may change
-            if keeps_order and not self.rebuild_policy.has_rebuilt:
+            if not expected.shares_used_map and not self.rebuild_policy.has_rebuilt:
                 self.rebuild_policy.note([*self.pending.ready, *filled])
-            self.expected.ended(filled, untouched)
+            if lacks_some:
+                expected.ended(filled, untouched)
             self.ledger.settle(untouched)
             self.pending.close()
-            self.contexts.reset()
+            if self._uses_rpc:
+                self.contexts.reset()
             self.context = None
             self.phase.enter(Phase.IDLE)
-        self.queue.tracer.enter(StepPhase.FINALIZE_END)
+        if tracer.listeners:
+            tracer.enter(StepEvent.FINALIZE_END)
 
     # -- failure -----------------------------------------------------------------------
 
@@ -350,16 +347,12 @@ class Reducer:
         """Enter FAILED, drop gradients; store ``error``'s text and tell other ranks."""
         self.phase.enter(Phase.FAILED)
         self.pending.close()
+        # Collectives that may never finish: keep their group alive.
         works = [b.work for b in self.queue.buckets if b.work is not None]
-        if works:  # they may never finish: keep their group alive
-            comm.keep_for_good(self.communicator.group, works)
+        comm.keep_for_good(self.communicator.group, works)
         # Its text only: a traceback would keep us, and gradients, alive.
         self.failure = f"{type(error).__name__}: {error}"
-        self.tell_others(error)
-
-    def tell_others(self, error: BaseException) -> None:
-        """Send the text of ``error`` to the other ranks, so that they do not hang."""
-        self.communicator.peers.give_up(f"{type(error).__name__}: {error}")
+        self.communicator.tell_others(error)
 
     def reset(self, group: ProcessGroup) -> None:
         """Return to IDLE on ``group`` with new buckets; forget failure, local grads."""

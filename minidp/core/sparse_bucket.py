@@ -7,9 +7,11 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from minidp.errors import misfit
+
 from . import kernels
 from .bucket import Bucket, BucketState
-from .pending import Entry
+from .grad_hooks import Entry
 
 
 class SparseBucket(Bucket):
@@ -22,7 +24,8 @@ class SparseBucket(Bucket):
 
         A copy, because two embeddings that are added share the memory of their values.
         """
-        self.streams.gather(entries)
+        if self.streams is not None:
+            self.streams.gather(entries)
         grad = entries[0]
         if not isinstance(grad, Tensor):
             param = self.params[0].detach()
@@ -35,7 +38,8 @@ class SparseBucket(Bucket):
             )
         elif grad.layout is not torch.sparse_coo:
             expected = "a sparse COO gradient (the embedding has sparse=True)"
-            raise self._misfit(0, expected, f"a gradient of layout {grad.layout}")
+            found = f"a gradient of layout {grad.layout}"
+            raise misfit(self.communicator.rank, self.names[0], expected, found)
         with torch.no_grad():
             self.payload = grad.detach().clone()
             kernels.divide(self.payload, divisor)

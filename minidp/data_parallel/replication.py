@@ -41,7 +41,7 @@ class Replication:
             self.buffer_hook(self.buffers)
             return
         with self._reducer.communicator.blocking("broadcasting module buffers"):
-            group = group_of_forwards(self._reducer.queue.group)
+            group = group_of_forwards(self._reducer.communicator.group)
             verify.broadcast_state(list(self.buffers.values()), group, root)
 
     def broadcast_parameters(self, module: nn.Module, root: int) -> None:
@@ -50,15 +50,17 @@ class Replication:
         # Delayed parameters may belong to another module; send each tensor once.
         state = list({id(p): p for p in (*own, *self._reducer.params)}.values())
         with self._reducer.communicator.blocking("broadcasting parameters"):
-            verify.broadcast_state(state, self._reducer.queue.group, root)
+            verify.broadcast_state(state, self._reducer.communicator.group, root)
 
     def start(self, checked: Arguments, *, verifies: bool) -> None:
         """Collective: raise if modules differ by rank; copy rank 0's state; `connect`.
 
         ``verifies=False`` (``init_sync``): copy only delayed parameters. Then let the
-        heartbeat publish under a store key that all ranks share.
+        heartbeat publish under a store key that all ranks share. Last, move the buckets
+        to shared memory if all ranks can.
         """
-        group, communicator = self._reducer.queue.group, self._reducer.communicator
+        communicator = self._reducer.communicator
+        group = communicator.group
         with communicator.blocking("comparing the replicas"):
             if verifies:
                 self._key = verify.start_equal(
@@ -73,10 +75,12 @@ class Replication:
             else:
                 verify.take_delayed(checked.replica, group)
         communicator.peers.move_to(group, self._key)
+        if verifies:
+            self._reducer.adopt(self._reducer.queue.layout, shares=True)
 
     def connect(self) -> None:
         """Collective: create the process group for forwards; restart comparisons."""
-        group_of_forwards(self._reducer.queue.group)
+        group_of_forwards(self._reducer.communicator.group)
         if self.check is not None:
             self.check.name = f"replicas/{self._key}/{self._num_resets}"
             self.check.reset()

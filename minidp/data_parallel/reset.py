@@ -28,7 +28,7 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     this in time. ``key``: store prefix, equal on all ranks, new for each reset.
     """
     queue, communicator = reducer.queue, reducer.communicator
-    group = queue.group
+    group = queue.communicator.group
     cause = f" after {reducer.failure}" if reducer.failure else ""
     communicator.peers.give_up(f"it called reset(){cause}")
     reports = _exchange(reducer, key) if comm.has_store(group) else []
@@ -43,12 +43,11 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     # What this rank learned in training: static graph, ready order, layout.
     reducer.expected.reset()
     reducer.rebuild_policy.reset()
-    queue.replan()
     if reports:
         # Some ranks may have finished a backward that others did not.
         reducer.ledger.agree_on(max(finalized for *_, finalized in reports))
         communicator.peers.move_to(group, key)
-    reducer.adopt(queue.layout, shares=True)
+    reducer.adopt(queue.configure(queue.config), shares=True)
     return group
 
 

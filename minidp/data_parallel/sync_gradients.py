@@ -35,7 +35,7 @@ def shadow_backward(reducer: Reducer) -> None:
         used = () if expected.shares_used_map else None
         if expected.shares_reach:
             queue.reach_map.relaunch(())
-        queue.start(queue.reach_map.unused_everywhere())
+        queue.start(shares_reach=expected.shares_reach)
         unused = _reduce(reducer, [None] * len(everything), used)
         if not expected.shares_used_map and not reducer.rebuild_policy.is_due:
             reducer.rebuild_policy.note(everything)

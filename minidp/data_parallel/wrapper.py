@@ -19,7 +19,7 @@ from minidp.config import AUTO, Unsynced, replacements
 from minidp.core import untraced, untraced_itself
 from minidp.guard import refuse_forward
 from minidp.replica import verify
-from minidp.trace import Recorder, StepPhase, label
+from minidp.trace import Recorder, StepEvent, label
 
 from . import arguments, parts
 from .join import Shadow, announce, joining, stop_joining
@@ -153,8 +153,6 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self.forward_sync_buffers = checked.forward_sync
         self._wire(checked, verify.WRAPPED if init_sync else "unsynced")
         self._replication.start(checked, verifies=init_sync)
-        if init_sync:
-            self._reducer.adopt(self._reducer.queue.layout, shares=True)
         dtype = checked.precision and checked.precision.buffer_dtype
         for value in self._replication.buffers.values():
             if dtype and value.is_floating_point():
@@ -195,7 +193,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         """
         with_grad = torch.is_grad_enabled()
         if with_grad:
-            self._reducer.queue.tracer.enter(StepPhase.FORWARD_BEGIN)
+            self._reducer.queue.tracer.enter(StepEvent.FORWARD_BEGIN)
             self._guard.check_forward(self.module)
         rebuilds = with_grad and self._reducer.rebuild_policy.is_due
         broadcasts = self.will_sync_module_buffers()
@@ -281,14 +279,11 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         """
         averaging = self._reducer.queue.averaging
         if averaging.comm_hook is not None:
-            raise RuntimeError(
-                "register_comm_hook or register_builtin_comm_hook can only be called "
-                f"once, and {averaging.comm_hook.name} is registered."
-            )
+            text = "register_comm_hook or register_builtin_comm_hook can only be called"
+            raise RuntimeError(f"{text} once: {averaging.comm_hook.name} is registered")
         averaging.comm_hook = CommHook(state, hook)
-        if not averaging.no_shared_memory and self._reducer.phase.is_idle:
-            # A hook may resize its buffer.
-            self._reducer.adopt(self._reducer.queue.layout, shares=False)
+        if self._reducer.phase.is_idle and not averaging.no_shared_memory:
+            self._reducer.adopt(self._reducer.queue.layout)  # a hook may resize buckets
 
     def step_in_backward(
         self, optimizer: Optimizer, *, clip_grad_norm: float | None = None

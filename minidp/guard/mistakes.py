@@ -95,7 +95,7 @@ class Step:
                 "averaged over ranks."
             )
             return self._explain(what, remedy="step after backward() returned")
-        if phase in (Phase.REDUCING, Phase.PENDING):
+        if phase in (Phase.REDUCING, Phase.PAUSED):
             what = "Gradients are not averaged over ranks."
             return _explain_missing(self._reducer, what)
         if phase is Phase.ARMED:
@@ -164,7 +164,7 @@ class Step:
             remedy="decide on all ranks alike, for example by an all_reduce of the "
             "condition; or run backward() on a loss multiplied by zero",
         )
-        reducer.tell_others(UnsyncedGradientsError(problem))
+        reducer.communicator.tell_others(UnsyncedGradientsError(problem))
         return problem
 
 
@@ -212,7 +212,7 @@ def refuse_forward(reducer: Reducer) -> None:
         "new one."
     )
     error = UnfinishedReductionError(_explain_missing(reducer, what))
-    reducer.tell_others(error)
+    reducer.communicator.tell_others(error)
     try:
         raise error
     finally:

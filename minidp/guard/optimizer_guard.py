@@ -80,8 +80,9 @@ class Guard:
         if ledger.sync_enabled:
             ledger.steps += is_ours
             self._complain(step.find_problem())
-            if is_ours and self.replica_check is not None:
-                self.replica_check.confirm()
+            check = self.replica_check
+            if is_ours and check is not None and check.suspect is not None:
+                check.confirm()
         elif is_ours and ledger.unsynced:
             ledger.was_local = True
         if (ledger.versions or ledger.bypassed is not None) and step.held:
@@ -172,8 +173,10 @@ class Guard:
     def _complain(self, problem: str) -> None:
         if problem and self.policy == "raise":
             error = UnsyncedGradientsError(problem)
-            if self.reducer.phase.now in (Phase.REDUCING, Phase.PENDING):
-                self.reducer.tell_others(error)  # they wait for missing gradients
+            if self.reducer.phase.now in (Phase.REDUCING, Phase.PAUSED):
+                self.reducer.communicator.tell_others(
+                    error
+                )  # they wait for missing gradients
             try:
                 raise error
             finally:
@@ -203,7 +206,7 @@ def is_averaged(param: nn.Parameter) -> bool:
     return any(id(param) in guard.index for guard in _live_guards())
 
 
-_lock = threading.Lock()
+_lock = threading.Lock()  # of `_install_hooks`: two threads may wrap at once
 
 
 @functools.cache

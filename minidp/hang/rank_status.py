@@ -16,7 +16,7 @@ _PHRASES = {
     Phase.IDLE: "between two steps",
     Phase.ARMED: "after a forward, before its backward",
     Phase.REDUCING: "in a backward",
-    Phase.PENDING: "after a backward that left gradients missing",
+    Phase.PAUSED: "after a backward that left gradients missing",
     Phase.FINALIZING: "at the end of a backward",
     Phase.FAILED: "after a failure",
 }
@@ -70,7 +70,7 @@ def status_of(reducer: Reducer, thread: int) -> RankStatus:
     step, steps = reducer.ledger.finalized, reducer.ledger.steps  # before the phase
     phase, queue, communicator = reducer.phase.now, reducer.queue, reducer.communicator
     text = _PHRASES[phase]
-    if phase in (Phase.REDUCING, Phase.PENDING):
+    if phase in (Phase.REDUCING, Phase.PAUSED):
         text += f", bucket {queue.next} of {len(queue.buckets)} next"
         text += _text_of_missing([reducer.names[i] for i in reducer.pending.missing()])
     return RankStatus(

@@ -1,10 +1,10 @@
 """Analyse recorded steps: is communication hidden behind the backward, if not, why?
 
 Read `timeline` (recorded steps, as data), `stopwatch` (records the steps of a reducer),
-`analysis` (what is hidden, what is exposed, which step is typical), `skew` (the ranks
-on one clock; which rank is late), `forecast` (what another layout would gain; `analyse`
-returns all numbers of a run), `advice` (what to change), `text` (the report), `picture`
-(draws the steps, and writes traces).
+`hook_timing` (when each gradient came), `analysis` (what is hidden, what is exposed,
+which step is typical), `skew` (the ranks on one clock; which rank is late), `forecast`
+(what another layout would gain; `analyse` returns all numbers of a run), `advice` (what
+to change), `text` (the report), `picture` (draws the steps, and writes traces).
 """
 
 from .forecast import Analysis, analyse

@@ -30,8 +30,9 @@ from torch.optim.optimizer import (
 
 from minidp._version import __version__
 from minidp.core import untraced
-from minidp.trace import Moment, StepPhase
+from minidp.trace import Moment, StepEvent
 
+from .hook_timing import HookTiming
 from .timeline import BucketTimes, ClockOffset, Param, Span, Step, Timeline, Where
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class StepMarks:
     local_backwards: Pairs = field(default_factory=list)
     optimizers: Pairs = field(default_factory=list)
     # In order: of the backward, of finalize, its end.
-    phases: dict[StepPhase, Mark] = field(default_factory=dict)
+    phases: dict[StepEvent, Mark] = field(default_factory=dict)
     moments: dict[tuple[Moment, int], Mark] = field(default_factory=dict)
     stamps: Sequence[Mark | None] = ()  # of the grad hooks, by parameter index
     layout: Layout | None = None  # set when all buckets are reduced and copied out
@@ -137,7 +138,7 @@ class Stopwatch:
 
     def start(self) -> None:
         """Start recording: receive bucket and phase events; prepare to time hooks."""
-        self._timing = self._hooks.timed_by(self._clock.read)
+        self._timing = HookTiming(self._hooks, self._clock.read)
         self._queue.tracer.listeners.append(self)
 
     def stop(self) -> ProcessGroup:
@@ -146,7 +147,7 @@ class Stopwatch:
         self._time_hooks(on=False)
         del self._timing
         self._close(None)
-        return self._queue.group
+        return self._queue.communicator.group
 
     def clear(self) -> None:
         """Drop finished steps; the current one becomes step 0, its hooks not timed."""
@@ -164,45 +165,45 @@ class Stopwatch:
     def note(self, moment: Moment, bucket: int) -> None:
         """Store when a bucket first reached ``moment``; ignore it before a backward."""
         marks = self._marks
-        if marks is not None and StepPhase.BACKWARD_BEGIN in marks.phases:
+        if marks is not None and StepEvent.BACKWARD_BEGIN in marks.phases:
             marks.moments.setdefault((moment, bucket), self._clock.read())
 
-    def enter(self, phase: StepPhase) -> None:
+    def enter(self, phase: StepEvent) -> None:
         """Store when a phase began or ended; ignore it before the first forward.
 
         A forward after a backward ends that step, kept if reduced, and begins another.
         """
         now, marks = self._clock.read(), self._marks
-        if phase is StepPhase.FORWARD_BEGIN:
+        if phase is StepEvent.FORWARD_BEGIN:
             # A backward that was begun and not finished has failed.
-            if marks is None or StepPhase.BACKWARD_BEGIN in marks.phases:
+            if marks is None or StepEvent.BACKWARD_BEGIN in marks.phases:
                 self._close(now)
                 marks = self._open(now)
             marks.forwards.append([now, None])
         elif marks is not None:  # else recording began in the middle of a step
             self._enter(phase, now, marks)
 
-    def _enter(self, phase: StepPhase, now: Mark, marks: StepMarks) -> None:
+    def _enter(self, phase: StepEvent, now: Mark, marks: StepMarks) -> None:
         match phase:
-            case StepPhase.FORWARD_END:
+            case StepEvent.FORWARD_END:
                 marks.forwards[-1][1] = now
-            case StepPhase.LOCAL_FORWARD_END:
+            case StepEvent.LOCAL_FORWARD_END:
                 marks.local_forwards.append([marks.forwards.pop()[0], now])
-            case StepPhase.LOCAL_BACKWARD_BEGIN:
+            case StepEvent.LOCAL_BACKWARD_BEGIN:
                 marks.local_backwards.append([now, None])
-            case StepPhase.LOCAL_BACKWARD_END:  # of nested backwards, the last begun
+            case StepEvent.LOCAL_BACKWARD_END:  # of nested backwards, the last begun
                 open_ones = [pair for pair in marks.local_backwards if pair[1] is None]
                 for pair in open_ones[-1:]:
                     pair[1] = now
             case _ if marks.layout is not None:
                 pass  # a backward without a forward is not synchronised
-            case StepPhase.BACKWARD_BYPASSED:
-                begin = marks.phases.pop(StepPhase.BACKWARD_BEGIN, now)
+            case StepEvent.BACKWARD_BYPASSED:
+                begin = marks.phases.pop(StepEvent.BACKWARD_BEGIN, now)
                 marks.local_backwards.append([begin, now])
                 marks.moments.clear()
-            case StepPhase.BACKWARD_BEGIN | StepPhase.FINALIZE_BEGIN:
+            case StepEvent.BACKWARD_BEGIN | StepEvent.FINALIZE_BEGIN:
                 marks.phases[phase] = now
-            case StepPhase.FINALIZE_END:
+            case StepEvent.FINALIZE_END:
                 marks.phases[phase] = now
                 marks.layout = self._queue.layout
                 marks.stamps = self._timing.take() if self._is_timing else ()
@@ -368,7 +369,7 @@ class ModelStopwatch(Stopwatch):
 
 def where_of(reducer: Reducer) -> Where:
     """Return rank, device, host ... of a reducer; ``host`` is the boot id or a name."""
-    group, device = reducer.queue.group, reducer.queue.specs[0].device
+    group, device = reducer.communicator.group, reducer.queue.specs[0].device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     averaging = reducer.queue.averaging
     hook = averaging.comm_hook

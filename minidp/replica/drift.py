@@ -91,7 +91,7 @@ class ReplicaCheck:
         """Forget pending checksums and differences, and when replicas agreed last."""
         self._agreed = -1  # the last step at whose beginning all replicas were equal
         self._under_way: _Snapshot | None = None
-        self._suspect: _Snapshot | None = None  # differed, and nobody has stepped since
+        self.suspect: _Snapshot | None = None  # differed, and nobody has stepped since
         self._waited = 0  # steps, for an optimizer
         self._was_hooked = False  # by a foreign comm hook, since the last agreement
 
@@ -99,7 +99,7 @@ class ReplicaCheck:
         """Return whether to compare in this step: scheduled, or after a difference."""
         every = AUTO_EVERY if isinstance(self._every, str) else self._every
         is_early = self._is_auto and step in AUTO_STEPS
-        return self._suspect is not None or is_early or step % every == 0
+        return self.suspect is not None or is_early or step % every == 0
 
     def begin(
         self,
@@ -152,7 +152,7 @@ class ReplicaCheck:
         steps, all_reasons, digests = zip(*rows, strict=True)
         if len(set(steps)) > 1:
             text = explain(
-                self._queue.rank,
+                self._queue.communicator.rank,
                 "The ranks are at different steps.",
                 expected="equally many synchronised backwards on all ranks",
                 found=", ".join(f"{n} on rank {rank}" for rank, n in enumerate(steps)),
@@ -164,13 +164,13 @@ class ReplicaCheck:
             self._agree(snapshot.step)
             ledger.was_local = ledger.was_excused = False
         elif self._is_auto and any(all_reasons):
-            self._suspect = None
+            self.suspect = None
             # Local updates alone may be a mistake as well.
             if {*all_reasons} <= {0, LOCAL_UPDATES} and not self._has_warned:
                 self._warn(self._find_difference(snapshot), is_rounding=False)
                 ledger.was_told = True
         else:  # the next step compares again; or this one, after a long wait
-            self._suspect = snapshot
+            self.suspect = snapshot
             self._waited += 1
             limit = PATIENCE if self._is_auto else 1
             if self._waited > limit or snapshot.buffer_sums or not self.awaits_step:
@@ -178,7 +178,7 @@ class ReplicaCheck:
 
     def _agree(self, step: int) -> None:
         self._agreed = step
-        self._suspect, self._waited = None, 0
+        self.suspect, self._waited = None, 0
         # What the last reduction brought is still to be applied.
         self._was_hooked = is_foreign(self._queue.averaging.comm_hook)
 
@@ -190,19 +190,19 @@ class ReplicaCheck:
         Raises or warns as `_confirm`. Waits up to 10 s until all ranks want to step; if
         some do not come, returns: the next backward compares again.
         """
-        if self._suspect is None:
+        if self.suspect is None:
             return
-        group = self._queue.group
+        group = self._queue.communicator.group
         if self.name and has_store(group):
-            store = group_store(group, f"{self.name}/{self._suspect.step}")
+            store = group_store(group, f"{self.name}/{self.suspect.step}")
             if not all_come(store, group.size()):
                 return
-        self._confirm(self._suspect)
+        self._confirm(self.suspect)
 
     def _confirm(self, snapshot: _Snapshot) -> None:
         """Collective: raise if tensors still differ; under "auto" warn of rounding."""
         # A digest under way may be of a forward that not all ranks ran.
-        self._suspect = self._under_way = None
+        self.suspect = self._under_way = None
         found = self._find_difference(snapshot)
         if not found.names:
             self._agree(snapshot.step)
@@ -218,7 +218,7 @@ class ReplicaCheck:
 
     def _gather(self, row: Sequence[int]) -> list[list[int]]:
         """Collective: exchange one row of integers per rank; return them, by rank."""
-        group, device = self._queue.group, self._queue.specs[0].device
+        group, device = self._queue.communicator.group, self._queue.specs[0].device
         with self._queue.communicator.blocking("comparing the replicas"):
             return gather_integers(row, group, exchange_device(group, device))
 
@@ -229,7 +229,9 @@ class ReplicaCheck:
         sums = [*torch.stack(own).tolist(), *snapshot.buffer_sums.values()]
         columns = zip(names, zip(*self._gather(sums), strict=True), strict=True)
         odd_ones = {name: sums for name, sums in columns if len(set(sums)) > 1}
-        return Difference(self._queue.rank, snapshot.step, self._agreed, odd_ones)
+        return Difference(
+            self._queue.communicator.rank, snapshot.step, self._agreed, odd_ones
+        )
 
     def _is_rounding(self, snapshot: _Snapshot, names: Sequence[str]) -> bool:
         """Collective: return whether rounding explains how ``names`` differ by rank."""
@@ -246,7 +248,7 @@ class ReplicaCheck:
         Scale: 1e-3 (or 16 eps) of rank 0's largest element; up to 1 may be rounding.
         """
         values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        group = self._queue.group
+        group = self._queue.communicator.group
         root = values.contiguous().clone().to(exchange_device(group, values.device))
         with self._queue.communicator.blocking("finding out how much replicas differ"):
             wait_for(start_broadcast(root, group, 0))

@@ -7,6 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -76,7 +77,9 @@ class _LogsUnused:
         unused = [name for name, n in zip(self._names, counts, strict=True) if not n]
         if unused:
             names = ", ".join(unused)
-            logger.info("[rank %d] unused parameters: %s", self._queue.rank, names)
+            logger.info(
+                "[rank %d] unused parameters: %s", self._queue.communicator.rank, names
+            )
 
 
 class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
@@ -237,9 +240,9 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
                 )
         self._given.static_graph = self.static_graph = True
         reducer = self._reducer
-        config = reducer.queue.replan(static_graph=True)
+        config = replace(reducer.queue.config, static_graph=True)
         reducer.expected = expectation_for(len(reducer.params), config)
-        reducer.pending.adopt(reducer.queue.buckets)
+        reducer.adopt(reducer.queue.configure(config))
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Use another group from now on, and reset the reducer; no communication.

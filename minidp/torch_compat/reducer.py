@@ -51,7 +51,7 @@ class ReducerNames:
         """Return a `GradBucket` of zeros for each bucket that is not sparse."""
         queue = self._reducer.queue
         last = len(queue.buckets) - 1
-        divisor, group = queue.averaging.divisor, queue.group
+        divisor, group = queue.averaging.divisor, queue.communicator.group
         return [
             GradBucket(
                 bucket.plan,

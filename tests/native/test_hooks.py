@@ -22,8 +22,8 @@ from torch._dynamo import compiled_autograd
 from torch.testing._internal.two_tensor import TwoTensor
 
 from minidp import DataParallel, native
-from minidp.core.grad_hooks import GradHooks, HookTiming
-from minidp.core.pending import GradState, GradTable, PendingGrads
+from minidp.core.grad_hooks import GradHooks, GradState, GradTable, PendingGrads
+from minidp.overlap.hook_timing import HookTiming
 
 NUM_PARAMS = 5
 MEMBERS = [(2, 0), (1, 3), (4,)]  # parameters of the buckets, in slot order
@@ -33,14 +33,14 @@ def make_params(count=NUM_PARAMS):
     return [torch.nn.Parameter(torch.tensor(float(i))) for i in range(count)]
 
 
-def native_arrivals(library, params, *, on_full=None, on_unusual=None):
+def native_arrivals(library, params, *, on_full=None, admit=None):
     """Open, one bucket."""
     made = library.GradTable(
         params,
         tuple(GradState),
         GradState.UNSET,
         GradState.COPIED,
-        (on_full or (lambda bucket: None), on_unusual or (lambda i: None)),
+        (on_full or (lambda bucket: None), admit or (lambda i: None)),
     )
     made.adopt([range(len(params))])
     made.entries[:] = [GradState.UNSET] * len(params)
@@ -81,7 +81,7 @@ class World:
         self.log = []
         reducer = SimpleNamespace(
             on_full=self._on_full,
-            on_unusual=self._on_unusual,
+            admit=self._admit,
             queue=SimpleNamespace(copy_now=lambda i, grad: grad),
         )
         with pytest.MonkeyPatch.context() as patch:
@@ -95,7 +95,7 @@ class World:
     def _on_full(self, bucket):
         self.log.append(("full", bucket, self.read(self.arrivals.gather(bucket))))
 
-    def _on_unusual(self, i):
+    def _admit(self, i):
         self.log.append(("unusual", i, self.read([self.arrivals.entries[i]])))
 
     def read(self, entries):
@@ -112,8 +112,8 @@ class World:
             case "entries", (given,):
                 self.arrivals.entries[:] = given
             case "pending", (counts,):
-                self.arrivals.pending.clear()
-                self.arrivals.pending.extend(counts)
+                self.arrivals.num_left.clear()
+                self.arrivals.num_left.extend(counts)
             case "clear", ():
                 self.arrivals.ready.clear()
             case "zero_grad", ():
@@ -138,7 +138,7 @@ class World:
         return {
             "entries": self.read(found.entries),
             "ready": list(found.ready),
-            "pending": list(found.pending),
+            "pending": list(found.num_left),
             "bucket_of": list(found.bucket_of),
             "used": list(found.used()),
             "log": self.log,
@@ -213,7 +213,7 @@ def test_gathered_stays_as_it_was(library):
 
 def test_the_lists_are_views(library):
     arrivals = native_arrivals(library, make_params())
-    ready, pending, held = arrivals.ready, arrivals.pending, arrivals.entries
+    ready, pending, held = arrivals.ready, arrivals.num_left, arrivals.entries
     del arrivals
     gc.collect()
     ready.append(3)
@@ -322,12 +322,12 @@ def explode(_index):
     raise Boom("with these words", code=17)
 
 
-@pytest.mark.parametrize("name", ["on_full", "on_unusual"])
+@pytest.mark.parametrize("name", ["on_full", "admit"])
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_exceptions_arrive_whole(library, name, in_thread):
     params = make_params(1)
     arrivals = native_arrivals(library, params, **{name: explode})
-    if name == "on_unusual":
+    if name == "admit":
         arrivals.entries[0] = GradState.CLOSED
     caught = []
 
@@ -390,7 +390,7 @@ def test_a_backward_in_another_thread(library):
     assert len(threads) == 1
     assert threads[0] is not threading.main_thread()
     assert sorted(arrivals.ready) == list(range(NUM_PARAMS))
-    assert list(arrivals.pending) == [0]
+    assert list(arrivals.num_left) == [0]
 
 
 def test_callbacks_may_change_everything(library):
@@ -400,14 +400,14 @@ def test_callbacks_may_change_everything(library):
     def open_all(i):
         arrivals.refill()
         arrivals.ready.append(i)
-        arrivals.pending[0] -= 1
+        arrivals.num_left[0] -= 1
         arrivals.entries[:] = [
             params[i].grad if k == i else GradState.UNSET for k in range(NUM_PARAMS)
         ]
 
     full = []
     arrivals = native_arrivals(
-        library, params, on_full=full.append, on_unusual=lambda i: open_all(i)
+        library, params, on_full=full.append, admit=lambda i: open_all(i)
     )
     with attached(arrivals):
         for _ in range(3):
@@ -427,7 +427,7 @@ def test_a_backward_in_a_callback(library):
     def go_deeper(i):
         (params[1] * 3).backward()
 
-    arrivals = native_arrivals(library, params, on_unusual=go_deeper)
+    arrivals = native_arrivals(library, params, admit=go_deeper)
     arrivals.entries[0] = GradState.CLOSED
     with attached(arrivals):
         (params[0] * 2).backward()
@@ -484,12 +484,12 @@ def make_watched(library, *, as_view=True):
     buffer = torch.zeros(60)
     views = list(buffer.view(3, 20).unbind())
     slots = library.Slots(params, views, buffer, as_view=as_view)
-    on_full, on_unusual, python_hook = Callback(), Callback(), Callback()
-    arrivals = native_arrivals(library, params, on_full=on_full, on_unusual=on_unusual)
+    on_full, admit, python_hook = Callback(), Callback(), Callback()
+    arrivals = native_arrivals(library, params, on_full=on_full, admit=admit)
     for k in range(2):
         arrivals.copy_at_once(k, slots, k)
     hooks = arrivals.attach(python_hook)
-    things = [*params, buffer, *views, on_full, on_unusual, python_hook]
+    things = [*params, buffer, *views, on_full, admit, python_hook]
     refs = [weakref.ref(thing) for thing in things]
     held = SimpleNamespace(
         params=params, arrivals=arrivals, hooks=hooks, slots=slots, views=views

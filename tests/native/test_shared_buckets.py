@@ -118,7 +118,7 @@ def after_a_failure(ctx: Any) -> Any:
     except (MiniDPError, ZeroDivisionError) as error:
         said = type(error).__name__
     if ctx.rank == 1:
-        ddp._reducer.tell_others(ZeroDivisionError("on purpose"))
+        ddp._reducer.communicator.tell_others(ZeroDivisionError("on purpose"))
     ddp.reset()
     ddp.zero_grad()
     return said, why_not(ddp), train(ddp, ctx), why_not(ddp)

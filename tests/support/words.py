@@ -98,7 +98,7 @@ def run_session(
         grads = [p.grad if p.grad is None else p.grad.clone() for p in ddp.parameters()]
         phase = ddp._reducer.phase.now if isinstance(ddp, DataParallel) else None
         buffers = [b.clone() for b in ddp.buffers()]
-        log.steps.append(Step(letter, grads, buffers, phase is Phase.PENDING))
+        log.steps.append(Step(letter, grads, buffers, phase is Phase.PAUSED))
     return log
 
 

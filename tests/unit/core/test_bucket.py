@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from minidp.comm.collectives import all_reduce
+from minidp.comm import Communicator
 from minidp.config import BucketCaps, ReducerConfig
 from minidp.core import kernels
 from minidp.core.bucket import BucketState, DenseBucket
-from minidp.core.pending import COPY_AT_ONCE_BYTES, GradState
+from minidp.core.grad_hooks import COPY_AT_ONCE_BYTES, GradState
 from minidp.core.sparse_bucket import SparseBucket
 from minidp.errors import GradientError, InternalError
 from minidp.layout.plan import ParamSpec, build_layout
@@ -53,8 +53,9 @@ def group(lone_group):
 
 
 def launch(bucket, group):
-    with bucket.launching():
-        bucket.work = all_reduce(bucket.payload, group)
+    bucket.communicator = Communicator(group)
+    assert bucket.all_reduce() is bucket.work
+    bucket.is_alone = False  # as on several ranks
 
 
 def reduce(bucket, group, *, factor=1):
@@ -367,5 +368,5 @@ def test_a_bucket_is_launched_on_the_stream_where_it_was_read(monkeypatch, embed
     bucket.streams = kernels.BucketStreams(torch.device("cuda", 0))
     with cuda.stream(side):
         bucket.flatten([torch.zeros(4, 2).to_sparse()], 1)
-    with bucket.launching():
+    with bucket.on_stream():
         assert cuda.current_stream() is side

@@ -15,7 +15,7 @@ from minidp.core.expected import (
     StaticGraph,
     expectation_for,
 )
-from minidp.core.pending import GradState
+from minidp.core.grad_hooks import GradState
 from minidp.errors import GraphChangedError, MarkedTwiceError
 
 UNSET, COUNTED = GradState.UNSET, GradState.COUNTED
@@ -34,20 +34,20 @@ def test_modes(find_unused, static_graph, kind):
     options = {"find_unused_parameters": find_unused, "static_graph": static_graph}
     mode = expectation_for(3, ReducerConfig(BucketCaps(1, 1), **options))
     assert type(mode) is kind
-    assert mode.shares_used_map == mode.completes_at_end == (find_unused | static_graph)
+    assert mode.shares_used_map == mode.fills_in_missing == (find_unused | static_graph)
     mode.ended([], ())
-    assert mode.shares_used_map == mode.completes_at_end == (kind is FindUnused)
+    assert mode.shares_used_map == mode.fills_in_missing == (kind is FindUnused)
     mode = expectation_for(3, ReducerConfig(BucketCaps(1, 1), **options))
     mode.shadowed([], ())  # other ranks have exchanged their maps; this one counts on
     assert mode.shares_used_map == (kind is FindUnused)
-    assert mode.completes_at_end == (find_unused | static_graph)
+    assert mode.fills_in_missing == (find_unused | static_graph)
 
 
 @pytest.mark.parametrize("usual", [UNSET, GradState.VIA_REDUCER])
 def test_usual_entries(usual):
     for mode in (EveryParameter(3), FindUnused(3)):
         assert mode.entries(usual) == [usual] * 3
-        assert list(mode.absent()) == []
+        assert list(mode.absent) == []
 
 
 # ---------------------------------------------------------------------- find unused
@@ -71,7 +71,7 @@ def test_graph_is_not_walked_while_everything_arrives(params, nodes, monkeypatch
     mode = FindUnused(3)
     for _ in range(3):
         mode.saw_outputs(params[0] * 2, nodes)
-        assert mode.absent() == []
+        assert mode.absent == []
         mode.ended([], ())
     mode.ended([1], ())
     with pytest.raises(AssertionError, match="walked the graph"):
@@ -81,17 +81,17 @@ def test_graph_is_not_walked_while_everything_arrives(params, nodes, monkeypatch
 def test_absent_is_missing_last_time_and_out_of_reach_now(params, nodes):
     mode = FindUnused(3)
     mode.saw_outputs(params[0] * 2, nodes)
-    assert mode.absent() == []  # nothing is known yet
+    assert mode.absent == []  # nothing is known yet
     mode.ended([2, 1], ())
     mode.saw_outputs(params[0] * 2, nodes)
-    assert mode.absent() == [1, 2]
+    assert mode.absent == [1, 2]
     mode.saw_outputs(params[0] * params[1], nodes)
-    assert mode.absent() == [2]
+    assert mode.absent == [2]
     mode.saw_outputs(params[1] * params[2], nodes)  # 0 is out of reach, but was there
-    assert mode.absent() == []
+    assert mode.absent == []
     mode.ended([], ())
     mode.saw_outputs(params[0] * 2, nodes)
-    assert mode.absent() == []
+    assert mode.absent == []
 
 
 # --------------------------------------------------------------------- static graph
@@ -121,11 +121,11 @@ def first_backward(arrivals, num_params=4):
 def test_first_backward_fixes_the_counts(unused):
     """Without ``unused``, another rank used parameter 2: it is absent, but written."""
     mode = first_backward([0, 1, 1, 3, 3, 3])
-    assert list(mode.absent()) == []
+    assert list(mode.absent) == []
     mode.ended([2], unused)
     for _ in range(2):  # in every later backward
         assert mode.kept == unused
-        assert mode.absent() == [2]
+        assert mode.absent == [2]
         assert mode.entries(UNSET) == [UNSET, COUNTED, UNSET, COUNTED]
         assert arrive(mode, [1])[1] is GradState.VIA_REDUCER
         assert arrive(mode, [3])[3] is COUNTED

@@ -15,13 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minidp import CommHookError, DataParallel, ReducerFailedError, native
 from minidp.core.autograd import queue_final_callback
-from minidp.core.grad_hooks import GradHooks
-from minidp.core.pending import COPY_AT_ONCE_BYTES, GradState, PendingGrads
+from minidp.core.grad_hooks import (
+    COPY_AT_ONCE_BYTES,
+    GradHooks,
+    GradState,
+    PendingGrads,
+)
 
 
 def reducer_of(called):
     queue = SimpleNamespace(copy_now=lambda _i, grad: grad)
-    return SimpleNamespace(on_full=called, on_unusual=called, queue=queue)
+    return SimpleNamespace(on_full=called, admit=called, queue=queue)
 
 
 both = pytest.mark.parametrize("wrap", [DistributedDataParallel, DataParallel])
@@ -243,7 +247,7 @@ def test_small_hook_and_countdown_agree():
         pending.open([GradState.UNSET] * 2, 1)
         for i in (1, 0, 0):  # the second time is unusual
             params[i].sum().backward()
-            states.append([list(pending.ready), list(pending.num_pending), list(full)])
+            states.append([list(pending.ready), list(pending.num_left), list(full)])
             assert pending.entries[i] is params[i].grad
         hooks.remove()
     assert states[:3] == [[[1], [1], []], [[1, 0], [0], [0]], [[1, 0], [0], [0, 0]]]

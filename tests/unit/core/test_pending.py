@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minidp.core.pending import (
+from minidp.core.grad_hooks import (
     COPY_AT_ONCE_BYTES,
     GradState,
     PendingGrads,
@@ -40,7 +40,7 @@ def pending(log):
     """Three open parameters: bucket 0 holds 2 and 0, bucket 1 holds 1."""
     reducer = SimpleNamespace(
         on_full=lambda bucket: log.append(("full", bucket)),
-        on_unusual=lambda i: log.append(("unusual", i)),
+        admit=lambda i: log.append(("unusual", i)),
         queue=SimpleNamespace(
             copy_now=lambda i, grad: COPIED if grad.numel() > 1 else grad
         ),
@@ -56,14 +56,14 @@ def pending(log):
 
 def test_a_bucket_is_full_with_its_last_gradient(pending, log):
     small = torch.ones(1)
-    assert list(pending.num_pending) == [2, 1]
+    assert list(pending.num_left) == [2, 1]
     pending.arrive(0, torch.ones(2))
     pending.arrive(1, small)
     assert log == [("full", 1)]
     pending.arrive(2, None)
     assert log == [("full", 1), ("full", 0)]
     assert list(pending.ready) == [0, 1, 2]
-    assert list(pending.num_pending) == [0, 0]
+    assert list(pending.num_left) == [0, 0]
     assert list(pending.entries) == [COPIED, small, None]
     assert pending.used() == {0, 1}  # with a gradient
     assert list(pending.of_bucket(0)) == [None, COPIED]  # in slot order
@@ -84,7 +84,7 @@ def test_filled_slots_are_no_arrivals(pending, log):
     assert pending.filled == set()
     pending.fill_missing(0, torch.ones(1), travels=False)
     assert pending.entries[0] is None
-    assert list(pending.num_pending) == [2, 0]
+    assert list(pending.num_left) == [2, 0]
 
 
 def test_pause_lets_hooks_ask_and_resume_goes_on(pending, log):
@@ -109,14 +109,14 @@ def test_open_starts_afresh_and_close_lets_go_of_gradients(pending):
     pending.open([UNSET, UNSET, GradState.COUNTED], 1)
     assert list(pending.entries) == [UNSET, UNSET, GradState.COUNTED]
     assert list(pending.ready) == []
-    assert list(pending.num_pending) == [2, 1]
+    assert list(pending.num_left) == [2, 1]
     pending.arrive(1, torch.ones(1))
     pending.close()
     assert list(pending.entries) == [CLOSED] * 3
 
 
 def test_hooks_may_hold_on_to_the_lists(pending):
-    lists = ("entries", "ready", "bucket_of", "num_pending", "written_on")
+    lists = ("entries", "ready", "bucket_of", "num_left", "written_on")
     before = [getattr(pending, name) for name in lists]
     buckets = make_buckets((1,), (0, 2))
     pending.adopt(buckets)
@@ -128,10 +128,10 @@ def test_hooks_may_hold_on_to_the_lists(pending):
     for name, old in zip(lists, before, strict=True):
         assert getattr(pending, name) is old, name
     assert list(pending.bucket_of) == [1, 0, 1]
-    assert list(pending.num_pending) == [1, 1]
+    assert list(pending.num_left) == [1, 1]
     assert pending.written_on[0] is buckets[0].streams.written_on
     pending.adopt(make_buckets((2, 1, 0)))
-    assert list(pending.num_pending) == [3]
+    assert list(pending.num_left) == [3]
 
 
 def test_a_gradient_none_and_copied_have_arrived():

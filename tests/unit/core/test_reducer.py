@@ -13,8 +13,8 @@ from minidp.errors import InternalError
 ALLOWED = {
     "IDLE": "ARMED REDUCING FAILED",  # REDUCING: sync_gradients()
     "ARMED": "ARMED REDUCING FAILED",  # ARMED: another forward
-    "REDUCING": "PENDING FINALIZING FAILED",
-    "PENDING": "REDUCING FAILED",
+    "REDUCING": "PAUSED FINALIZING FAILED",
+    "PAUSED": "REDUCING FAILED",
     "FINALIZING": "IDLE FAILED",
     "FAILED": "FAILED IDLE",  # IDLE: reset()
 }
