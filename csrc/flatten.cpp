@@ -129,37 +129,19 @@ void with_type(at::ScalarType type, F f) {
   }
 }
 
-bool has_loop(at::ScalarType type) {
-  return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 ||
-      type == at::kHalf;
-}
-
-// Copies slots that are loops over memory; all have these two dtypes.
 template <typename To, typename From>
-void copy_rows(
-    const Refs& views,
-    const Refs& grads,
-    const std::vector<size_t>& slots,
-    double scale) {
-  std::vector<To*> to;
-  std::vector<const From*> from;
-  std::vector<int64_t> ends;
-  to.reserve(slots.size());
-  from.reserve(slots.size());
-  ends.reserve(slots.size());
-  int64_t total = 0;
-  for (const size_t slot : slots) {
-    to.push_back(static_cast<To*>(views[slot]->data_ptr()));
-    from.push_back(static_cast<const From*>(grads[slot]->const_data_ptr()));
-    ends.push_back(total += views[slot]->numel());
-  }
-  for_stretches(ends, sizeof(To), [&](Stretch s) {
-    scale_row(to[s.slot] + s.begin, from[s.slot] + s.begin, s.end - s.begin, scale);
+void copy_typed(const Rows& rows, double scale) {
+  for_stretches(rows.ends, sizeof(To), [&](Stretch s) {
+    scale_row(
+        static_cast<To*>(rows.to[s.slot]) + s.begin,
+        static_cast<const From*>(rows.from[s.slot]) + s.begin,
+        s.end - s.begin,
+        scale);
   });
 }
 
 // Whether a copy is a loop over memory, or a row of a kernel.
-bool has_loop(const at::Tensor& to, const at::Tensor& from) {
+bool is_loop(const at::Tensor& to, const at::Tensor& from) {
   if (!has_loop(to.scalar_type()) || !has_loop(from.scalar_type()) ||
       !same_order(to, from)) {
     return false;
@@ -189,9 +171,14 @@ void copy_together(
     return;
   }
 #endif
+  Rows rows;
+  rows.reserve(slots.size());
+  for (const size_t slot : slots) {
+    rows.add(to[slot]->data_ptr(), from[slot]->const_data_ptr(), to[slot]->numel());
+  }
   with_type(to[first]->scalar_type(), [&](auto t) {
     with_type(from[first]->scalar_type(), [&](auto f) {
-      copy_rows<decltype(t), decltype(f)>(to, from, slots, scale);
+      copy_typed<decltype(t), decltype(f)>(rows, scale);
     });
   });
 }
@@ -208,7 +195,7 @@ void copy_all(const Refs& to, const Refs& from, double scale) {
   for (size_t k = 0; k < to.size(); ++k) {
     if (!from[k]->defined()) {
       to[k]->zero_();
-    } else if (!has_loop(*to[k], *from[k])) {
+    } else if (!is_loop(*to[k], *from[k])) {
       scale_by_torch(*to[k], *from[k], scale);
     } else {
       if (!alike.empty() &&
@@ -222,6 +209,34 @@ void copy_all(const Refs& to, const Refs& from, double scale) {
 }
 
 }  // namespace
+
+void Rows::reserve(size_t n) {
+  to.reserve(n);
+  from.reserve(n);
+  ends.reserve(n);
+}
+
+void Rows::add(void* target, const void* source, int64_t numel) {
+  to.push_back(target);
+  from.push_back(source);
+  ends.push_back((ends.empty() ? 0 : ends.back()) + numel);
+}
+
+bool has_loop(at::ScalarType type) {
+  return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 ||
+      type == at::kHalf;
+}
+
+void copy_rows(const Rows& rows, at::ScalarType type, double scale) {
+  with_type(type, [&](auto x) { copy_typed<decltype(x), decltype(x)>(rows, scale); });
+}
+
+void copy_row(void* to, const void* from, int64_t numel, at::ScalarType type, double scale) {
+  with_type(type, [&](auto x) {
+    using T = decltype(x);
+    scale_row(static_cast<T*>(to), static_cast<const T*>(from), numel, scale);
+  });
+}
 
 bool has_memory(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && !tensor._is_zerotensor() &&

@@ -25,6 +25,25 @@ using Refs = std::vector<const at::Tensor*>;
 // view = grad * scale by torch itself, for whatever is not a loop over memory.
 void scale_by_torch(const at::Tensor& view, const at::Tensor& grad, double scale);
 
+// Stretches of memory to copy, all of one type.
+struct Rows {
+  std::vector<void*> to;
+  std::vector<const void*> from;
+  std::vector<int64_t> ends;  // sums of their numbers of elements
+
+  void reserve(size_t n);
+  void add(void* to, const void* from, int64_t numel);
+};
+
+// Whether there are loops on CPU for a type: floating point, but not complex.
+bool has_loop(at::ScalarType type);
+
+// to = from * scale on CPU, for each row.
+void copy_rows(const Rows& rows, at::ScalarType type, double scale);
+
+// The same for one row, on this thread.
+void copy_row(void* to, const void* from, int64_t numel, at::ScalarType type, double scale);
+
 // views[k] = grads[k] * scale, multiplied in the gradient's dtype, then converted to the
 // view's. An undefined gradient gives zeros.
 void flatten(const Refs& views, const Refs& grads, double scale);

@@ -19,9 +19,43 @@ Slots::Slots(
   TORCH_CHECK(params_.size() == views_.size(), "one view per parameter");
   copied_.resize(params_.size());
   versions_.resize(params_.size());
+  places_.reserve(views_.size());
+  for (const auto& view : views_) {
+    places_.push_back(place_of(view));
+  }
+}
+
+Slots::Place Slots::place_of(const at::Tensor& view) const {
+  Place place;
+  const auto sizes = view.sizes();
+  const bool is_row = values_.is_cpu() && has_loop(values_.scalar_type()) &&
+      view.is_contiguous() && sizes.size() <= std::size(place.sizes);
+  if (is_row) {
+    const auto elements = view.storage_offset() - values_.storage_offset();
+    place.begin = elements * static_cast<int64_t>(values_.element_size());
+    place.numel = view.numel();
+    std::copy(sizes.begin(), sizes.end(), place.sizes);
+    place.dim = static_cast<int32_t>(sizes.size());
+  }
+  return place;
+}
+
+// Whether a gradient is a plain row of memory of the slot's type and shape, outside of the
+// buffer. False says nothing: `fits` looks closer.
+bool Slots::is_row(const Place& place, const at::Tensor& grad, const char* buffer) const {
+  const auto sizes = grad.sizes();
+  if (static_cast<int32_t>(sizes.size()) != place.dim || !has_memory(grad) || grad.is_neg() ||
+      !grad.is_cpu() || grad.scalar_type() != values_.scalar_type() || !grad.is_contiguous() ||
+      !std::equal(sizes.begin(), sizes.end(), place.sizes)) {
+    return false;
+  }
+  const auto* address = static_cast<const char*>(grad.const_data_ptr());
+  return address < buffer || address >= buffer + values_.nbytes();
 }
 
 namespace {
+
+constexpr int64_t kSmall = 1 << 17;  // elements that one thread copies
 
 // Without the checks of Tensor::grad(), which cost more than the copy of a small one.
 const at::Tensor& grad_of(const at::Tensor& param) {
@@ -45,13 +79,23 @@ bool Slots::fits(const at::Tensor& grad, const at::Tensor& view) const {
 }
 
 bool Slots::copy_now(size_t k, const at::Tensor& grad, double scale) {
-  if (at::GradMode::is_enabled() || !fits(grad, views_.at(k))) {
+  if (at::GradMode::is_enabled()) {
     return false;
   }
-  copy_in({k}, {&grad}, scale);
+  const auto& place = places_.at(k);
+  auto* buffer = static_cast<char*>(values_.data_ptr());
+  if (place.numel <= kSmall && is_row(place, grad, buffer)) {
+    copy_row(buffer + place.begin, grad.const_data_ptr(), place.numel, values_.scalar_type(), scale);
+    values_.unsafeGetTensorImpl()->bump_version();
+  } else if (fits(grad, views_[k])) {
+    copy_in({k}, {&grad}, scale);
+  } else {
+    return false;
+  }
   if (as_view_) {
     params_[k].mutable_grad() = views_[k];  // lets go of the gradient's own memory
   } else if (scale == 1) {  // we may be alone: see unflatten
+    has_copies_ = true;
     copied_[k] = grad;
     versions_[k] = grad._version();
   }
@@ -145,13 +189,19 @@ bool Slots::is_unchanged(
 }
 
 void Slots::forget_copies() {
-  std::fill(copied_.begin(), copied_.end(), at::Tensor());
+  if (has_copies_) {
+    std::fill(copied_.begin(), copied_.end(), at::Tensor());
+    has_copies_ = false;
+  }
 }
 
 bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone) {
   TORCH_CHECK(arrived.size() == views_.size(), "one gradient per slot");
   if (as_view_) {
     return point_at_views(arrived);
+  }
+  if (unflatten_rows(arrived, is_alone)) {
+    return true;
   }
   std::vector<at::Tensor> held;  // another thread may set .grad meanwhile
   Refs grads;
@@ -172,9 +222,41 @@ bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone) {
     }
   }
   copy_out(slots, grads);
-  if (is_alone) {
-    forget_copies();
+  forget_copies();
+  return true;
+}
+
+// `unflatten` if every gradient is a row. In passes, so that the gradients' cache lines are
+// fetched side by side.
+bool Slots::unflatten_rows(const std::vector<at::Tensor>& arrived, bool is_alone) {
+  if (at::GradMode::is_enabled()) {
+    return false;
   }
+  std::vector<at::Tensor> held;  // another thread may set .grad meanwhile
+  held.reserve(params_.size());
+  for (const auto& param : params_) {
+    held.push_back(grad_of(param));
+  }
+  auto* buffer = static_cast<char*>(values_.data_ptr());
+  Rows rows;
+  Refs written;
+  rows.reserve(held.size());
+  written.reserve(held.size());
+  for (size_t k = 0; k < held.size(); ++k) {
+    const auto& grad = held[k];
+    if (!grad.defined() || !is_row(places_[k], grad, buffer)) {
+      return false;
+    }
+    if (!is_alone || !is_unchanged(k, grad, arrived[k])) {
+      rows.add(grad.data_ptr(), buffer + places_[k].begin, places_[k].numel);
+      written.push_back(&grad);
+    }
+  }
+  copy_rows(rows, values_.scalar_type(), 1.0);
+  for (const auto* grad : written) {
+    grad->unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
+  }
+  forget_copies();
   return true;
 }
 

@@ -47,6 +47,18 @@ class Slots {
   void forget_copies();
 
  private:
+  // What a gradient must look like to be copied as one row of memory, in one cache line:
+  // a view's own tensor is cold when its gradient arrives.
+  struct Place {
+    int64_t begin = 0;  // in bytes from the start of the buffer
+    int64_t numel = 0;
+    int64_t sizes[5] = {};
+    int32_t dim = -1;  // -1: no row: the view has gaps, more than five dimensions ...
+  };
+
+  Place place_of(const at::Tensor& view) const;
+  bool is_row(const Place& place, const at::Tensor& grad, const char* buffer) const;
+  bool unflatten_rows(const std::vector<at::Tensor>& arrived, bool is_alone);
   bool lies_in_buffer(const at::Tensor& grad) const;
   bool fits(const at::Tensor& grad, const at::Tensor& view) const;
   Refs views_of(const std::vector<size_t>& slots) const;
@@ -60,10 +72,12 @@ class Slots {
   std::vector<at::Tensor> params_;
   std::vector<at::Tensor> views_;
   at::Tensor values_;
+  std::vector<Place> places_;
   // What copy_now read, and the versions of all gradients when they were read: for
   // unflatten when we are alone.
   std::vector<at::Tensor> copied_;
   std::vector<int64_t> versions_;
+  bool has_copies_ = false;
   bool as_view_;
 };
 

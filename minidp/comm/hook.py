@@ -134,7 +134,7 @@ class HookInFlight(FutureWork):
     def problem(
         self, what: str, *, expected: str = "", found: str = ""
     ) -> CommHookError:
-        """Return a `CommHookError` that names the hook, the bucket, its parameters."""
+        """Return an error: "The comm hook NAME ``what`` (bucket n)."; parameters."""
         return CommHookError(
             explain(
                 self._rank,

@@ -152,7 +152,7 @@ class SharedBuffer:
 
 
 class SharedWork:
-    """Wait for the sum of one `SharedBuffer`; a `Work`."""
+    """A `Work` for one `SharedBuffer`: whoever waits for the sum helps to sum."""
 
     can_time_out = True
     is_left_behind = False  # no thread of a backend writes to the buffer
@@ -188,7 +188,7 @@ class SharedWork:
                 raise TimeoutError(f"it did not finish within {limit:g} s")
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that completes when this rank finds the bucket reduced."""
+        """Return a future of None, completed by a wait here that finds the sum done."""
         if self._future is None:
             self._future = torch.futures.Future()
             if self._is_done:

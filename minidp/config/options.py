@@ -31,7 +31,7 @@ class BucketCaps:
 
     @property
     def has_small_first(self) -> bool:
-        """Return whether the first bucket is smaller than the others."""
+        """Return whether the first cap is smaller than the rest; False for a list."""
         return self.first_bytes < self.rest_bytes
 
     def initial_limits(self, *, one_bucket: bool) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ class Safety:
 
 @dataclass(frozen=True)
 class SavedLayout:
-    """The bucket layout of an earlier run, in launch order."""
+    """The first layout: an earlier run's. Rebuilt once, unless `rebuilt`."""
 
     buckets: tuple[tuple[str, ...], ...]  # parameter names of each bucket
     rebuilt: bool  # True: follows the ready order already, so it is not rebuilt

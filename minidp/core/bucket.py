@@ -182,8 +182,8 @@ class DenseBucket(Bucket):
         if (extension := kernels.extension_for([values])) is not None:
             mine = list(self.params)
             self.native = extension.Slots(mine, self.views, values, as_view=as_view)
-            if values.is_cpu and not config.batched_grad_copy:  # CUDA: one kernel
-                self.copied_by_hook = [k for k, large in enumerate(is_large) if large]
+            if values.is_cpu:  # CUDA: one kernel for all
+                self.copied_by_hook = [*range(len(self.params))]
         self._saved: dict[int, Tensor] = {}  # per slot, .grad to restore if unused
         self._tracked: dict[int, Tensor] = {}  # per slot, divided gradient with history
         self._arrived: Sequence[Entry] = ()

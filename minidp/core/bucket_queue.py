@@ -235,7 +235,7 @@ class BucketQueue:
     # -- wait --------------------------------------------------------------------------
 
     def finish(self, untouched: Collection[int]) -> None:
-        """Wait for each bucket, write its averages, and call the observers.
+        """Per bucket wait, write averages, call `Observer.reduced`; last `finished`.
 
         The ``.grad`` of parameters in ``untouched`` are not written. In the end wait
         for the futures in `owed`, and count the backward.

@@ -328,7 +328,7 @@ class PendingGrads:
         return set(self.table.used())
 
     def of_bucket(self, number: int) -> Sequence[Entry]:
-        """Return a bucket's entries by slot; add C++ hooks' streams to `written_on`."""
+        """Return entries by slot, COPIED ones too; move C++ streams to `written_on`."""
         if self.native is not None:
             self.written_on[number].update(self.native.take_streams(number))
         return self.table.gather(number)
@@ -370,9 +370,12 @@ class GradHooks:
         return [*zip(self._dicts, keys, self._hooks, strict=False)]
 
     def shared(self) -> list[int]:
-        """Return indices of parameters whose node has other hooks besides ours."""
+        """Return indices of parameters whose node has other hooks besides ours.
+
+        Not where native hooks copy at once: nobody changes what they have copied.
+        """
         if self.table is not None:
-            return list(self._native.shared())
+            return list(self._native.shared()) if self._params[0].is_cuda else []
         if sum(map(len, self._dicts)) == len(self._dicts):
             return []
         return [i for i, on_node in enumerate(self._dicts) if len(on_node) > 1]

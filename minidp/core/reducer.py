@@ -231,8 +231,9 @@ class Reducer:
         queue.start(shares_reach=expected.shares_reach, context=self.context)
         sees_all = queue.tracer.recorder is not None or self.context
         usual = GradState.VIA_REDUCER if sees_all else GradState.UNSET
-        divisor, shared = queue.averaging.copy_divisor, self.hooks.shared()
-        self.pending.open(expected.entries(usual), divisor, shared)
+        divides_later = queue.config.batched_grad_copy
+        divisor = 1 if divides_later else queue.averaging.copy_divisor
+        self.pending.open(expected.entries(usual), divisor, self.hooks.shared())
         for i in expected.absent:
             travels = queue.layout.bucket_of[i] not in queue.skipped
             self.pending.fill_missing(i, self.params[i].grad, travels=travels)
@@ -377,7 +378,7 @@ def _detach(hooks: GradHooks, pending: PendingGrads) -> None:
 
 @autograd.untraced
 def _expect_end(reference: weakref.ref[Reducer], _grads: Any) -> None:
-    """Call `Reducer.expect_end` at the outputs, if the reducer still exists."""
+    """Probe of the outputs: call `Reducer.expect_end`, if the reducer still exists."""
     reducer = reference()
     if reducer is not None:
         reducer.expect_end()

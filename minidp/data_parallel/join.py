@@ -39,9 +39,9 @@ class Step(NamedTuple):
 
 @contextmanager
 def joining(ddp: DataParallel, **options: Any) -> Iterator[None]:
-    """Run the block in torch's ``Join``, then call `stop_joining`.
+    """Run the block in torch's ``Join``, given all its options; then `stop_joining`.
 
-    After an exception, collectives count as failed. One that ``Join`` raises after the
+    An exception marks the collectives as failed. One that ``Join`` raises after the
     block becomes a CollectiveError, unless ``throw_on_early_termination`` is set.
     """
     communicator, ran_out = ddp._reducer.communicator, False

@@ -16,7 +16,7 @@ from .arguments import Arguments
 
 
 class Replication:
-    """Broadcast one module's parameters and buffers, and compare them between ranks."""
+    """Broadcast a module\'s state when told to, and compare it between ranks."""
 
     def __init__(
         self, reducer: Reducer, module: nn.Module, ignored: set[str], key: str

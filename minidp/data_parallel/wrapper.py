@@ -278,9 +278,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             TypeError, ValueError, RuntimeError: no comm hook, or one is registered.
         """
         averaging = self._reducer.queue.averaging
-        if averaging.comm_hook is not None:
+        if (known := averaging.comm_hook) is not None:
             text = "register_comm_hook or register_builtin_comm_hook can only be called"
-            raise RuntimeError(f"{text} once: {averaging.comm_hook.name} is registered")
+            raise RuntimeError(f"{text} once, and {known.name} is registered.")
         averaging.comm_hook = CommHook(state, hook)
         if self._reducer.phase.is_idle and not averaging.no_shared_memory:
             self._reducer.adopt(self._reducer.queue.layout)  # a hook may resize buckets

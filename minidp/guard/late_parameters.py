@@ -29,8 +29,8 @@ class LateParameters:
     def find(self, module: nn.Module | None = None) -> dict[str, nn.Parameter]:
         """Return trainable leaf parameters, by name, neither averaged nor ignored.
 
-        {} while ``module`` (None: that of the last `accept`) is as it was then. If none
-        is found, `accept` the module.
+        {} at once if ``module`` (None: the last one) is as at the last `accept`. If
+        none is found, `accept` it.
         """
         module = self._module if module is None else module
         is_same = module is self._module and not self._has_changed()

@@ -58,7 +58,7 @@ class Heartbeat(PeerMonitor):
     # -- called by training threads ----------------------------------------------------
 
     def find_lost(self, started: int) -> str:
-        """Return why collective ``started`` (its number) cannot finish; else ""."""
+        """Return a text if a known alarm dooms collective ``started``; else ""."""
         alarms = list(self._channel.alarms.values())
         is_lost = any(alarm.started < started for alarm in alarms)
         return "it cannot finish any more" if is_lost else ""

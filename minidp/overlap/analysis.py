@@ -157,7 +157,7 @@ def covered(spans: Sequence[Span], begin: int, end: int) -> int:
 
 
 class Slice(NamedTuple):
-    """A named interval of a step, for pictures and traces."""
+    """A named interval (ns) on a row of a picture or a trace."""
 
     row: str | int  # "forward", "backward", "optimizer", or the number of a bucket
     name: str

@@ -173,7 +173,7 @@ class Skew:
         return max(by_rank, key=lambda rank: by_rank[rank].typical_s)
 
     def grows_at(self, rank: int) -> tuple[Place, float]:
-        """Return the place where a rank falls behind most, and by how many seconds."""
+        """Return where a rank's lateness grows most, and the growth in seconds."""
         growth, before = {}, 0.0
         for place, by_rank in self.late.items():
             growth[place] = by_rank[rank].typical_s - before

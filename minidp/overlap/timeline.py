@@ -96,7 +96,7 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class Where:
-    """Hold a recording's rank, device, host, versions ..."""
+    """Hold who recorded, on what machine, with what versions and settings."""
 
     rank: int
     world_size: int

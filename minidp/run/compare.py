@@ -104,7 +104,7 @@ class _Comparison:
     def _run(
         self, library: str, words: Sequence[str], cwd: str, env: Mapping[str, str]
     ) -> Outcome | int:
-        """Run --before and the script; return its outcome, or an exit status not 0.
+        """Run --before, once per host, and the script; return its outcome or status.
 
         _CannotCompareError: --before failed, a step was too slow, no outcome is left.
         """

@@ -144,7 +144,8 @@ def test_nodes_that_users_share_are_told(params, pending):
     hooks = GradHooks(params, pending)
     assert hooks.shared() == []
     handle = hooks.nodes[1].register_hook(lambda *_: None)
-    assert hooks.shared() == [1]
+    # The native hooks copy each gradient before other hooks run.
+    assert hooks.shared() == ([] if pending.native else [1])
     handle.remove()
     assert hooks.shared() == []
 
