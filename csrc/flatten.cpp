@@ -4,6 +4,7 @@
 #include <ATen/ScalarOps.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/cpu/vec/vec.h>
+#include <ATen/ops/mul.h>
 #include <c10/util/complex.h>
 
 #include <algorithm>
