@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shutil
 import signal
 import sys
 import time
 
-from minidp.console import run_command, say, say_on_stderr
+from minidp.console import run_command, say, say_on_stderr, width_of
 from minidp.errors import MiniDPError
 
 from .state import attempt, build, read_mode
 
+_ERASE = "\r\x1b[K"  # the line in which the terminal's cursor is
 DESCRIPTION = "minidp's optional native kernels."
 _EPILOG = """\
 environment variables:
@@ -70,7 +70,7 @@ def _build(options: argparse.Namespace) -> int:
     numbers = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
     before = {n: signal.signal(n, signal.default_int_handler) for n in numbers}
     try:
-        tick = display.tick if sys.stdout.isatty() else None
+        tick = display.tick if width_of(sys.stdout) else None
         path = build(
             force=options.force, verbose=options.verbose, say=display.say, tick=tick
         )
@@ -95,7 +95,7 @@ class _Display:
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
-        self._erase = ""  # what removes the line that counts
+        self._shown = ""  # the line that counts
 
     @property
     def seconds(self) -> float:
@@ -103,16 +103,17 @@ class _Display:
 
     def say(self, text: str) -> None:
         """Print a line that stays."""
-        say(f"{self._erase}{text}")
-        self._erase = ""
+        say(f"{_ERASE if self._shown else ''}{text}")
+        self._shown = ""
 
     def tick(self, done: int, count: int, running: list[str]) -> None:
         """Replace the line that counts; never wider than the terminal."""
         text = f"{self.seconds:.0f} s, {done} of {count} done: {', '.join(running)}"
-        width = shutil.get_terminal_size().columns - 1
-        sys.stdout.write(f"\r{text[:width]}\x1b[K")
-        sys.stdout.flush()
-        self._erase = "\r\x1b[K"
+        text = text[: (width_of(sys.stdout) or 80) - 1]
+        if text != self._shown:
+            sys.stdout.write(f"{_ERASE}{text}")
+            sys.stdout.flush()
+            self._shown = text
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ NVCC_FLAGS = (
 # Each group is left out as a whole if the compiler refuses it.
 WISHES = (
     *(("-march=native",), ("-fopenmp",)),
-    # GCC collects garbage later: a tenth of the time against some 300 MB per compiler.
+    # GCC collects garbage later: saves a tenth of the time, takes 300 MB per compiler.
     ("--param=ggc-min-expand=400", "--param=ggc-min-heapsize=524288"),
 )
 # It has no loops, and compiles for a fifth less time.

@@ -19,7 +19,7 @@ from .recipe import EXTENSION, describe
 
 _LOG = logging.getLogger(__name__)
 BUILD = "python -m minidp.native build"
-# setup.py puts it into an installed package whose user has asked for the extension.
+# setup.py puts it into a package that was installed with MINIDP_NATIVE=build.
 _MARK = Path(__file__).with_name("build_on_first_use")
 
 
