@@ -1,8 +1,8 @@
 // What Python sees: minidp/core/kernels.py and minidp/core/grad_hooks.py say what each thing does.
 
+#include <ATen/ops/from_blob.h>
 #include <pybind11/stl.h>
 #include <pybind11/stl_bind.h>
-#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -139,9 +139,9 @@ struct Given {
 Given given(const py::sequence& entries) {
   Given found;
   for (const auto entry : entries) {
-    const bool is_grad = THPVariable_Check(entry.ptr());
-    found.grads.push_back(is_grad ? THPVariable_Unpack(entry.ptr()) : at::Tensor());
-    found.present.push_back(is_grad || entry.is_none());
+    at::Tensor grad;
+    found.present.push_back(minidp::is_tensor(entry, grad) || entry.is_none());
+    found.grads.push_back(std::move(grad));
   }
   return found;
 }

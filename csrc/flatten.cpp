@@ -1,9 +1,10 @@
 #include "flatten.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/ScalarOps.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/cpu/vec/vec.h>
+#include <ATen/ops/mul_ops.h>
+#include <ATen/ops/scalar_tensor_ops.h>
 #include <c10/util/complex.h>
 
 #include <algorithm>
@@ -261,10 +262,11 @@ void scale_by_torch(const at::Tensor& view, const at::Tensor& grad, double scale
   if (scale == 1) {
     view.copy_(grad);
   } else if (view.scalar_type() == grad.scalar_type()) {
-    auto factor = c10::scalar_to_tensor(scale);
+    // By their schemas: the headers of at::mul_out and at::scalar_tensor take seconds.
+    auto factor = at::_ops::scalar_tensor::call(scale, at::kDouble, {}, at::kCPU, {});
     factor.unsafeGetTensorImpl()->set_wrapped_number(true);  // never promotes
     at::Tensor out = view;
-    at::mul_out(out, grad, factor);
+    at::_ops::mul_out::call(grad, factor, out);
   } else {
     view.copy_(grad.mul(scale));
   }

@@ -4,7 +4,7 @@
 // the sign and payload of a NaN.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <vector>

@@ -4,10 +4,11 @@
 #     minidp_environment examples          # or: test,examples,bench
 #     "$PYTHON" -m torch.distributed.run ...
 #
-# `minidp_environment EXTRAS` leaves the interpreter's path in PYTHON.  It keeps
-# everything in `.venv` at the top of the checkout and touches nothing else on the
-# machine; remove that folder to start over.  A second call with nothing changed costs
-# an import of torch.  What you can set:
+# `minidp_environment EXTRAS` leaves the interpreter's path in PYTHON;
+# `minidp_extension` then builds the C++ extension where there is a compiler.  All is kept
+# in `.venv` at the top of the checkout, and the extension in ~/.cache/minidp; remove
+# these folders to start over.  A second call with nothing changed costs an import of
+# torch.  What you can set:
 #
 #     MINIDP_PYTHON   an interpreter that has everything already: used as it is,
 #                     nothing is made or installed (for machines without a network)
@@ -91,4 +92,10 @@ minidp_environment() {
             -e "${root}[$extras]" || return 1
         cp "$root/pyproject.toml" "$stamp"
     fi
+}
+
+# Builds the C++ extension, unless it is built, or MINIDP_NATIVE=0 is set. Without a
+# compiler it says in one line that minidp runs in pure Python, and succeeds.
+minidp_extension() {
+    (cd "$(_minidp_root)" && "$PYTHON" -m minidp.native build --optional)
 }

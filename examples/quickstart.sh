@@ -3,9 +3,10 @@
 #
 #     bash examples/quickstart.sh [--epochs N] [--batch-size N] [--seed N] [--smoke]
 #
-# Makes a Python environment in .venv (or uses the one that is there), then trains a
-# small net with two processes on torch's DDP and on minidp. Ends with "identical: yes"
-# and status 0 only if every gradient of every step was the same on every rank.
+# Makes a Python environment in .venv (or uses the one that is there), builds the C++
+# extension (once; MINIDP_NATIVE=0: not), then trains a small net with two processes on
+# torch's DDP and on minidp. Ends with "identical: yes" and status 0 only if every
+# gradient of every step was the same on every rank.
 # Needs Python 3.10 or newer and, the first time, a network.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -19,6 +20,7 @@ esac
 
 source examples/environment.sh
 minidp_environment examples
+minidp_extension
 
 # Two processes on two GPUs use NCCL and need no help. On CPU each gets one thread, and
 # Gloo talks over the loopback device: a host name that leads nowhere cannot hurt it.

@@ -34,12 +34,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import minidp
+from minidp import native
 
 REQUIRED_ACCURACY = 0.95  # held-out, after the last epoch; not asked of --smoke
 HEADER = """\
 held-out: read correctly, of the fifth of the images that is not trained on
 seconds: forward, backward and optimizer step of all steps of the epoch
 All are means over the ranks. Loading and comparing are not timed.
+minidp runs {} its C++ extension.
 
              loss            held-out           seconds
 epoch    torch  minidp    torch   minidp    torch  minidp"""
@@ -144,7 +146,7 @@ def compare(args: argparse.Namespace, device: torch.device) -> bool:
     cross_entropy(net(held_out[0]), held_out[1]).backward()  # libraries warm up
 
     console = Console(quiet=rank != 0, highlight=False)
-    console.print(HEADER)
+    console.print(HEADER.format("with" if native.library() else "without"))
     rows: list[Tensor] = []  # an epoch's [loss | accuracy | seconds, torch | minidp]
     found: list[tuple[int, int, int, str]] = []  # epoch, step, rank, what differs
     plain = not console.is_terminal

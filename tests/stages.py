@@ -101,6 +101,8 @@ NATIVE_FAULT = tests(
 NATIVE = ("tests/native", "--deselect", USES_TORCH)
 DISTRIBUTED = ("tests/distributed", "tests/gpu")
 BUILD = python("-m", "minidp.native", "build", needs=COMPILER)
+# Says so if there is no compiler: scripts then run in pure Python.
+BUILD_IF_POSSIBLE = python("-m", "minidp.native", "build", "--optional")
 
 # One pytest for many folders where that is possible: each start costs ten seconds.
 STAGES: dict[str, Sequence[Command]] = {
@@ -114,7 +116,10 @@ STAGES: dict[str, Sequence[Command]] = {
     "native-gradients": [
         *(BUILD, pytest(*NATIVE_FAST, *NOT_SLOW, native=True, profile="fast")),
     ],
-    "quickstart": [python("-m", "tests.support.smoke", "examples", "train_digits.py")],
+    "quickstart": [
+        BUILD_IF_POSSIBLE,
+        python("-m", "tests.support.smoke", "examples", "train_digits.py"),
+    ],
     # ---- full
     "reference": [
         pytest(
@@ -132,8 +137,11 @@ STAGES: dict[str, Sequence[Command]] = {
         )
     ],
     "native-conformance": [conformance("1", needs=COMPILER)],
-    "examples": [python("-m", "tests.support.smoke", "examples")],
-    "benchmarks": [python("-m", "tests.support.smoke", "benchmarks")],
+    "examples": [BUILD_IF_POSSIBLE, python("-m", "tests.support.smoke", "examples")],
+    "benchmarks": [
+        BUILD_IF_POSSIBLE,
+        python("-m", "tests.support.smoke", "benchmarks"),
+    ],
     # ---- parts of the full tier
     "unit": [pytest("tests/unit")],
     "property": [pytest("tests/property")],

@@ -2,7 +2,7 @@
 // flatten.cpp includes this with a plain C++ compiler.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <vector>
 

@@ -41,7 +41,7 @@ class PeerMonitor:
     """Answer that nothing is known of other ranks; `minidp.hang` has a subclass."""
 
     def find_lost(self, started: int) -> str:
-        """Return a text if collective ``started`` cannot finish: a rank gave up; or ""."""
+        """Return a text if collective ``started`` cannot finish, or ""."""
         return ""
 
     def report(self, started: int) -> Report:

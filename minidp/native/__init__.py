@@ -1,8 +1,9 @@
 """Find, build and load the optional native extension of ``csrc/``.
 
 MINIDP_NATIVE is read when a process first asks for the extension: ``auto`` (default)
-loads a binary that fits and never compiles or fails, ``0`` never loads, ``1`` builds a
-missing binary and fails if it cannot. Without one, Python kernels do the same.
+loads a binary that fits and never compiles or fails, ``0`` never loads, ``build``
+builds a missing binary and warns if it cannot, ``1`` fails then. Without one, Python
+kernels do the same. ``MINIDP_NATIVE=build pip install .`` makes ``build`` the default.
 
 Read `state` (what this process has decided), `recipe` (what is compiled, under which
 name), `cache` (where binaries lie), `compile` (runs the compiler).

@@ -25,20 +25,26 @@ from filelock import FileLock, Timeout
 from minidp.errors import NativeError
 
 from . import cache
-from .recipe import EXTENSION, FLAGS, NVCC_FLAGS, Recipe
+from .recipe import EXCEPTIONS, EXTENSION, FLAGS, NVCC_FLAGS, Recipe
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 _TAIL = 15  # lines of a compiler's output in an error
 
-Say = Callable[[str], None]  # called with a line of progress
+Say = Callable[[str], None]  # called with a line of progress, when something begins
+Tick = Callable[[int, int, list[str]], None]  # commands done, of how many; what runs
 Process = subprocess.Popen[bytes]
 Job = tuple[str, list[str]]  # what it does ("compiling x.cpp"), and the command
 _Running = tuple[Process, str, list[str], Path]  # `Job`, and a file for the output
 
 
 def build_into_cache(
-    recipe: Recipe, say: Say, *, force: bool = False, verbose: bool = False
+    recipe: Recipe,
+    say: Say,
+    *,
+    force: bool = False,
+    verbose: bool = False,
+    tick: Tick | None = None,
 ) -> Path:
     """Return a recipe's binary in the cache; build it first if ``force`` or missing."""
     try:
@@ -48,7 +54,7 @@ def build_into_cache(
             return binary
         with _locked(say), cache.workspace() as workspace:
             log = cache.folder() / f"{recipe.key}.log"
-            shell = _Shell(log, say, is_verbose=verbose)
+            shell = _Shell(log, say, tick, is_verbose=verbose)
             binary = None if force else _built_before(recipe, say)
             return binary or _build(recipe, workspace, shell)
     except OSError as error:
@@ -135,7 +141,7 @@ def _compilations(
     """Yield a job per source; its command writes an object file to the workspace."""
     cuda = ["-DMINIDP_CUDA"] if recipe.nvcc else []
     for source in recipe.sources(".cpp", ".cu"):
-        command = [*recipe.cxx, *flags]
+        command = [*recipe.cxx, *flags, *EXCEPTIONS.get(source.name, "").split()]
         if source.suffix == ".cu":
             host = f"-ccbin={shutil.which(recipe.cxx[0])}"
             command = [recipe.nvcc, *NVCC_FLAGS, host]
@@ -168,8 +174,10 @@ def _paths(nvcc: str) -> tuple[list[str], list[str]]:
 class _Shell:
     """Run the commands of one build; write commands and output to its log file."""
 
-    def __init__(self, log: Path, say: Say, *, is_verbose: bool) -> None:
-        self.log, self.say, self._is_verbose = log, say, is_verbose
+    def __init__(
+        self, log: Path, say: Say, tick: Tick | None, *, is_verbose: bool
+    ) -> None:
+        self.log, self.say, self._tick, self._is_verbose = log, say, tick, is_verbose
 
     def run(self, jobs: list[Job], limit: int = 1) -> None:
         """Run jobs, ``limit`` at a time; on an error or Ctrl-C end those that run."""
@@ -178,6 +186,9 @@ class _Shell:
             while waiting or running:
                 while waiting and len(running) < limit:
                     running.append(self._start(*waiting.pop()))
+                if self._tick:
+                    done = len(jobs) - len(waiting) - len(running)
+                    self._tick(done, len(jobs), [doing for _, doing, *_ in running])
                 time.sleep(_POLL_SECONDS)
                 for ended in [each for each in running if each[0].poll() is not None]:
                     running.remove(ended)

@@ -26,7 +26,8 @@ EXTENSION = "_minidp_native"
 
 # No `include_paths` here: they follow from the version of torch, which is in the key.
 _COMMON = (
-    *("-std=c++20", "-O3"),  # torch builds extensions as C++20
+    *("-std=c++20", "-O3", "-DNDEBUG"),  # torch builds extensions as C++20
+    "-DAT_PER_OPERATOR_HEADERS",  # torch's headers then leave out all operators
     f"-DTORCH_EXTENSION_NAME={EXTENSION}",
     "-DTORCH_API_INCLUDE_EXTENSION_H",
 )
@@ -37,7 +38,13 @@ NVCC_FLAGS = (
     "-Xcompiler=-fPIC,-fvisibility=hidden",
 )
 # Each group is left out as a whole if the compiler refuses it.
-WISHES = (("-march=native",), ("-fopenmp",))
+WISHES = (
+    *(("-march=native",), ("-fopenmp",)),
+    # GCC collects garbage later: saves a tenth of the time, takes 300 MB per compiler.
+    ("--param=ggc-min-expand=400", "--param=ggc-min-heapsize=524288"),
+)
+# It has no loops, and compiles for a fifth less time.
+EXCEPTIONS = {"bindings.cpp": "-O1"}
 # Without the macros, ATen/cpu/vec has only its scalar forms.  Not AVX512, although the
 # CPU may have it: copies and sums are bound by memory.
 AVX2_WISH = (
@@ -104,6 +111,7 @@ def describe() -> Recipe:
         "compiler": _output([*cxx, "--version"]).partition("\n")[0],
         "nvcc": f"{nvcc_version} {' '.join(NVCC_FLAGS)}" if nvcc else "",
         "flags": " ".join([*FLAGS, *(flag for group in wishes for flag in group)]),
+        "exceptions": str(EXCEPTIONS),
         "torch": f"{torch.__version__} {versions.cuda} {versions.git_version}",
         "python": str(sysconfig.get_config_var("SOABI")),
         "platform": f"{platform.system()} {platform.machine()}",

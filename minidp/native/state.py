@@ -14,18 +14,20 @@ from types import ModuleType
 from minidp.errors import NativeError
 
 from . import cache
-from .compile import Say, build_into_cache
+from .compile import Say, Tick, build_into_cache
 from .recipe import EXTENSION, describe
 
 _LOG = logging.getLogger(__name__)
 BUILD = "python -m minidp.native build"
+# `wheel` puts it into a package that was installed with MINIDP_NATIVE=build.
+_MARK = Path(__file__).with_name("build_on_first_use")
 
 
 @dataclass(frozen=True)
 class Status:
     """Whether this process uses the native kernels, and why."""
 
-    mode: str  # value of MINIDP_NATIVE: "auto", "0" or "1"
+    mode: str  # value of MINIDP_NATIVE: "auto", "build", "0" or "1"
     is_loaded: bool
     path: Path | None  # the binary that was loaded, or that failed to load
     reason: str  # why the kernels are loaded or not, and what to do next
@@ -58,8 +60,8 @@ _decided: tuple[ModuleType | None, Status] | None = None  # by the first `_decid
 def library() -> ModuleType | None:
     """Return the extension, which the first call loads, or None to run without it.
 
-    With MINIDP_NATIVE=1 build it if needed; NativeError if it cannot be built or
-    loaded. ValueError if MINIDP_NATIVE is none of auto, 0 and 1.
+    With MINIDP_NATIVE=build or 1 build it if needed; NativeError in mode 1 if it cannot
+    be built or loaded. ValueError if MINIDP_NATIVE is none of auto, build, 0 and 1.
     """
     module, found = _decided or _decide()
     if module is None and found.mode == "1":
@@ -72,19 +74,26 @@ def library() -> ModuleType | None:
 def status() -> Status:
     """Load the extension as `library` does; return whether it is loaded, and why.
 
-    Raise nothing but ValueError, for a MINIDP_NATIVE that is none of auto, 0 and 1.
+    Raise nothing but ValueError, for another MINIDP_NATIVE than `read_mode` knows.
     """
     return _decide()[1]
 
 
-def build(*, force: bool = False, verbose: bool = False, say: Say = _LOG.info) -> Path:
+def build(
+    *,
+    force: bool = False,
+    verbose: bool = False,
+    say: Say = _LOG.info,
+    tick: Tick | None = None,
+) -> Path:
     """Build the native kernels unless the cache has them; return the binary's path.
 
     They are not loaded. ``force``: build also if the cache has an intact binary;
     ``verbose``: pass commands and compiler output, too, to ``say``, which gets all
-    lines of progress. NativeError: no compiler, header or source, or a command failed.
+    lines of progress; ``tick``: called often, for a display that counts seconds.
+    NativeError: no compiler, header or source, or a command failed.
     """
-    return build_into_cache(describe(), say, force=force, verbose=verbose)
+    return build_into_cache(describe(), say, force=force, verbose=verbose, tick=tick)
 
 
 def _decide() -> tuple[ModuleType | None, Status]:
@@ -94,22 +103,30 @@ def _decide() -> tuple[ModuleType | None, Status]:
         if _decided is None:
             _decided = attempt(read_mode())
             found = _decided[1]
-            _LOG.log(logging.DEBUG if found.is_loaded else logging.INFO, found.reason)
+            missed = logging.WARNING if found.mode == "build" else logging.INFO
+            _LOG.log(logging.DEBUG if found.is_loaded else missed, found.reason)
         return _decided
 
 
 def read_mode() -> str:
-    """Return MINIDP_NATIVE, "auto" if not set; ValueError unless auto, 0 or 1."""
-    mode = os.environ.get("MINIDP_NATIVE") or "auto"
-    if mode not in ("auto", "0", "1"):
-        raise ValueError(f"MINIDP_NATIVE must be one of auto, 0, 1, but is {mode!r}.")
+    """Return MINIDP_NATIVE; if not set, "build" after such an install, else "auto".
+
+    ValueError unless it is one of auto, build, 0 and 1.
+    """
+    default = "build" if _MARK.exists() else "auto"
+    mode = os.environ.get("MINIDP_NATIVE") or default
+    if mode not in ("auto", "build", "0", "1"):
+        raise ValueError(
+            f"MINIDP_NATIVE must be one of auto, build, 0, 1, but is {mode!r}."
+        )
     return mode
 
 
 def attempt(mode: str) -> tuple[ModuleType | None, Status]:
     """Try to load the extension; an error becomes the reason in the status.
 
-    In mode "1" first build a missing or stale binary; in mode "0" do not look for one.
+    In modes "1" and "build" first build a missing or stale binary; in mode "0" do not
+    look for one.
     """
     if mode == "0":
         reason = "MINIDP_NATIVE=0 says not to load native kernels."
@@ -120,9 +137,10 @@ def attempt(mode: str) -> tuple[ModuleType | None, Status]:
         recipe = describe()
         found = {"key": recipe.key} | {n: recipe.parts[n] for n in ("torch", "flags")}
         binary, misfits = cache.nearest(recipe)
-        if mode == "1" and (binary is None or misfits):
-            # A build takes a minute: silence would look like a hang.
-            binary = build_into_cache(recipe, _LOG.warning)
+        if mode in ("1", "build") and (binary is None or misfits):
+            # Silence would look like a hang.
+            _LOG.warning("Building the C++ extension, once: it takes about 20 s.")
+            binary = build_into_cache(recipe, _LOG.info)
         elif binary is None:
             sources = "" if recipe.sources(".cpp") else f" {recipe.folder} is empty."
             what = f"The native kernels are not built.{sources}"

@@ -26,6 +26,7 @@ import minidp
 from minidp import native
 from minidp.__main__ import main
 from minidp.errors import NativeError
+from minidp.native import __main__ as command
 from minidp.native import cache, state
 from minidp.native import recipe as recipes
 
@@ -170,7 +171,7 @@ def test_auto_with_nothing_built(here, caplog):
 @pytest.mark.parametrize("value", ["yes", "AUTO"])
 def test_an_unknown_mode_is_refused(here, monkeypatch, value):
     monkeypatch.setenv("MINIDP_NATIVE", value)
-    with pytest.raises(ValueError, match=f"one of auto, 0, 1, but is {value!r}"):
+    with pytest.raises(ValueError, match=f"one of auto, build, 0, 1, but is {value!r}"):
         native.library()
     assert main(["native", "status"]) == 1
 
@@ -187,6 +188,33 @@ def test_required_without_a_compiler(here, monkeypatch, cxx):
         ):
             native.library()
     assert not native.status().is_loaded
+
+
+def test_build_mode_goes_on_without_a_compiler_and_says_so_once(
+    here, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setattr(state, "_MARK", tmp_path / "mark")
+    assert state.read_mode() == "auto"
+    (tmp_path / "mark").touch()
+    assert state.read_mode() == "build"  # the package was installed so
+    monkeypatch.setenv("CXX", "/missing/c++")
+    for _ in range(2):
+        assert native.library() is None
+    missing = [r for r in caplog.records if "'/missing/c++' is not" in r.message]
+    assert [record.levelname for record in missing] == ["WARNING"]
+
+
+def test_an_optional_build_without_a_compiler(here, monkeypatch, capsys):
+    words = ["native", "build", "--optional"]
+    monkeypatch.setenv("CXX", "/missing/c++")
+    assert main(words) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(
+        "minidp runs in pure Python, with the same bits: There is no"
+    )
+    monkeypatch.setenv("MINIDP_NATIVE", "0")
+    assert main(words) == 0
+    assert capsys.readouterr() == ("", "")
 
 
 # --------------------------------------------------------------------- with a binary
@@ -270,6 +298,35 @@ def test_the_command(here, capsys, monkeypatch):
     monkeypatch.setenv("CXX", "/missing/c++")
     assert main(["native", "build", "--force"]) == 1
     assert "/missing/c++" in capsys.readouterr().err
+
+
+@needs_compiler
+def test_a_terminal_counts_commands_and_seconds(here, monkeypatch, capsys):
+    monkeypatch.setattr(command, "width_of", lambda stream: 35)
+    assert main(["native", "build"]) == 0
+    shown = capsys.readouterr().out
+    counted = "0 s, 0 of 1 done: compiling stub.cpp"
+    assert (
+        f"compiling stub.cpp\n{command._ERASE}{counted[:34]}{command._ERASE}" in shown
+    )
+    assert shown.endswith(f"{here.binary}\n")
+
+
+@needs_compiler
+def test_an_optional_build_builds_and_then_says_nothing(here, capsys):
+    assert main(["native", "build", "--optional"]) == 0
+    assert "linking" in capsys.readouterr().out
+    assert main(["native", "build", "--optional"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+@needs_compiler
+def test_build_mode_builds(here, monkeypatch, caplog):
+    monkeypatch.setenv("MINIDP_NATIVE", "build")
+    assert native.library().answer == 42
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
+        "Building the C++ extension, once: it takes about 20 s."
+    ]
 
 
 @needs_compiler

@@ -154,6 +154,34 @@ def test_an_installed_package_works_anywhere(built, which, tmp_path):
     assert "The native kernels are not built." in said  # which needs the sources
 
 
+def test_an_install_can_bring_the_extension_along(built, tmp_path):
+    python = make_environment(tmp_path / "venv")
+    pip = (python, "-m", "pip", "install", "--no-deps", built[0])
+    run(*pip, cwd=tmp_path, MINIDP_NATIVE="build")
+    lend_torch(python)
+    code = "from minidp import native; print(native.library(), native.library())"
+
+    def use(cache, **env):
+        folder = str(tmp_path / cache)
+        return run(
+            *(python, "-c", code),
+            cwd=tmp_path,
+            **{"MINIDP_NATIVE": "", "MINIDP_NATIVE_CACHE": folder, **env},
+        )
+
+    without = use("empty", CXX="/missing/c++")
+    assert without.count("There is no C++ compiler") == 1
+    assert without.endswith("None None\n")
+    if shutil.which(os.environ.get("CXX") or "c++") is None:
+        pytest.skip("no C++ compiler")
+    first = use("cache").splitlines()
+    assert first[0].startswith("Building the C++ extension, once")
+    assert "module '_minidp_native'" in first[1]
+    assert use("cache").splitlines() == first[1:]
+    again = use("empty", MINIDP_NATIVE="auto")  # the user's word counts more
+    assert again == "None None\n"
+
+
 @pytest.fixture(scope="module")
 def editable(checkout, tmp_path_factory):
     """The interpreter of an environment with `pip install -e`, and a project."""

@@ -51,7 +51,7 @@ MEANINGS: Mapping[str, str] = {
     "CUDA_LAUNCH_BLOCKING": "1: the CPU waits for every kernel",
     "CUDA_VISIBLE_DEVICES": "the GPUs that this process sees",
     "DDP_SET_LAST_BUCKET_CAP": "1: the small bucket is the last one",
-    "MINIDP_NATIVE": "minidp's extension: 0 never, 1 insist, auto if built",
+    "MINIDP_NATIVE": "minidp's extension: 0 never, 1 insist, build, auto if built",
     "OMP_NUM_THREADS": "threads per process",
     **{
         each.variable: f"{each.name} of every DataParallel, whatever the script passes"
