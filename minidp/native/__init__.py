@@ -6,7 +6,8 @@ builds a missing binary and warns if it cannot, ``1`` fails then. Without one, P
 kernels do the same. ``MINIDP_NATIVE=build pip install .`` makes ``build`` the default.
 
 Read `state` (what this process has decided), `recipe` (what is compiled, under which
-name), `cache` (where binaries lie), `compile` (runs the compiler).
+name), `cache` (where binaries lie), `compile` (runs the compiler), `wheel` (a part of
+the install).
 """
 
 from __future__ import annotations
