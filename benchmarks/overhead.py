@@ -1,6 +1,6 @@
 """What does data parallelism add to a step? Compare minidp with torch's DDP, on CPU.
 
-    python benchmarks/overhead.py                       # everything: 9 minutes
+    python benchmarks/overhead.py                       # everything: 12 minutes
     MINIDP_NATIVE=0 python benchmarks/overhead.py       # without the extension
     python benchmarks/overhead.py --cells small,tiny --seconds 10
     python benchmarks/overhead.py --smoke               # does it run? no numbers
@@ -12,10 +12,13 @@ weights.
 Cells, each on one and on two ranks of this machine with one thread each:
   small        1000 parameters of 64 elements: bookkeeping per parameter, nothing else
   tiny         MLP, 2 layers of 16 KiB: what each step costs, however small the model
+  layers       MLP, 6 layers of 64 KiB
   mlp          MLP, 24 layers of 4 MiB: copies and transfers
   transformer  parameters from 512 B to 256 KiB, as people train them
   resnet50     the parameters of ResNet-50, 98 MiB, and no arithmetic that hides copies
   gpt2         the parameters of GPT-2 small, 475 MiB; default mode and views only
+  reduce-SIZE  one gradient of 64 KiB, 1 MiB or 25 MiB on two ranks, without a model:
+               flatten, reduce and copy out, with messages and in shared memory
   link         MLP with an unused last layer, two ranks on a slow link (needs root): are
                buckets launched early although one never fills?
 
@@ -26,6 +29,8 @@ Columns:
   same mode            minidp's step over torch's in the same mode
   extra per parameter  (step - step of the bare model) / number of parameters
   extra / torch        that, over the extra of torch's default
+  CPU, ms              of all threads of a rank, the mean over ranks: a rank that waits
+                       should sleep
   #wrong               parameters whose gradient ever differed in any bit, on any rank:
                        minidp's from torch's in the same mode, others' from torch's
                        default; not 0: exit status 1
@@ -57,9 +62,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from support.baselines import (
     BARE,
     LAST_CAP,
@@ -70,7 +77,7 @@ from support.baselines import (
     theirs,
 )
 from support.charts import OURS, THEIRS, Bar, Words, colour_of, draw_bars
-from support.estimates import Estimate, median, ratio, ratio_of_extras, short
+from support.estimates import Estimate, median, ratio_of_extras, short
 from support.links import Link, measured_rate, why_not
 from support.models import NETS, make
 from support.ranks import KEEP_MEMORY, run_ranks
@@ -84,21 +91,53 @@ from support.report import (
     table,
 )
 from support.rounds import STEP_COLUMNS, Contest, Implementation, Measured, Plan
+from torch import nn
 
 UNUSED = "torch find unused"
+MESSAGES, SHARED = "messages", "shared memory"
 LINK = Link(2.0)
 SMOKE_CELLS = ["small", "mlp", "link"]
-# Targets. For the small model: minidp's extra time per parameter over torch's, with and
-# without the native extension, by world size. Everywhere else: the time of a step over
-# torch's in the same mode. For models of large parameters: of minidp's fastest mode to
-# torch's fastest.
-EXTRA_LIMITS = {"native": {1: 0.25, 2: 0.35}, "python": {1: 0.5, 2: 0.9}}
-STEP_LIMIT = 1.03
-FASTEST_LIMIT = 1.0
-LARGE = ("mlp", "resnet50", "gpt2")
+# Targets, by world size. What minidp adds to a step over what torch adds, each in its
+# fastest mode; the time of a step; what a reduction adds over one with messages.
+NATIVE_EXTRA = {
+    "small": {1: 0.15, 2: 0.20},
+    **{net: {2: 0.35} for net in ("layers", "mlp", "resnet50", "gpt2")},
+}
+EXTRA_LIMITS = {"native": NATIVE_EXTRA, "python": {"small": {1: 0.5, 2: 0.9}}}
+STEP_LIMIT = 1.0
+TINY_LIMITS = {"native": {1: 1.0, 2: 0.8}, "python": {}}
+REDUCE_LIMITS = {"reduce-64KiB": 0.15, "reduce-1MiB": 0.15, "reduce-25MiB": 0.30}
 
 
 # -- what is measured ------------------------------------------------------------------
+
+
+class Reduction(nn.Module):
+    """Flatten, reduce and copy out the one bucket of minidp; no model is run."""
+
+    def __init__(self, module: nn.Module, *, reduces: bool = True) -> None:
+        super().__init__()
+        self._params = list(module.parameters())
+        self._queue = None
+        if reduces:
+            self._model: Any = ours()(module)  # the wrapper owns the buckets
+            self._queue = self._model._reducer.queue
+        own = torch.Generator().manual_seed(dist.get_rank())
+        sizes = [param.shape for param in self._params]
+        self._grads = [torch.randn(size, generator=own) for size in sizes]
+
+    def forward(self, *_data: torch.Tensor) -> torch.Tensor:
+        """Return a loss whose backward does nothing."""
+        return torch.zeros((), requires_grad=True)
+
+    def finish_step(self) -> None:
+        """Collective: average the gradients that the constructor made."""
+        for param, grad in zip(self._params, self._grads, strict=True):
+            param.grad = grad
+        if self._queue is not None:
+            self._queue.start()
+            self._queue.flatten_and_launch(0, self._grads, ())
+            self._queue.finish(())
 
 
 @dataclass(frozen=True)
@@ -122,7 +161,8 @@ class Cell:
     @property
     def base(self) -> str:
         """The implementation that all are compared with."""
-        return UNUSED if self.net == "link" else TORCH
+        special = {"link": UNUSED, **dict.fromkeys(REDUCE_LIMITS, MESSAGES)}
+        return special.get(self.net, TORCH)
 
     def implementations(self) -> list[Implementation]:
         """List what is measured, each with its reference for gradients.
@@ -144,6 +184,13 @@ class Cell:
             Implementation("minidp view", ours(**view), "torch view"),
             Implementation("minidp find unused", ours(**unused), UNUSED),
         ]
+        if self.net in REDUCE_LIMITS:
+            off = {"MINIDP_SHARED_MEMORY": "0"}
+            return [
+                Implementation(BARE, functools.partial(Reduction, reduces=False)),
+                Implementation(MESSAGES, Reduction, MESSAGES, off),
+                Implementation(SHARED, Reduction, MESSAGES),
+            ]
         left_out = set() if has_batched_copy() else {"torch batched copy"}
         if self.net == "gpt2":  # each has half a GiB of buckets on each rank
             left_out |= {UNUSED, "minidp find unused", "torch last bucket cap"}
@@ -208,30 +255,33 @@ def rows(cell: Cell, measured: Measured) -> Iterator[list[str]]:
             "-" if twin is None else str(measured.ratio(name, twin)),
             "-" if is_bare else f"{short(added.value)} ({ends})",
             "-" if is_bare else more,
+            short(1e3 * float(np.median(measured.cpu[name]))),
             measured.wrong_cell(name),
         ]
 
 
 def verdicts(cell: Cell, measured: Measured) -> Iterator[Verdict]:
     """Yield the targets of a cell."""
-    title = measured.title
-    limits = EXTRA_LIMITS[native_word()]
-    if cell.net == "small":
-        if cell.world_size in limits:
-            found = extra_ratio(measured, "minidp", TORCH)
-            what = f"extra per parameter of minidp over torch's; {title}"
-            yield Verdict(what, found, limits[cell.world_size])
+    net, title, kind = cell.net, measured.title, native_word()
+    if net in REDUCE_LIMITS:
+        if kind == "native":
+            found = extra_ratio(measured, SHARED, MESSAGES)
+            what = f"reduction in shared memory over one with messages; {title}"
+            yield Verdict(what, found, REDUCE_LIMITS[net])
         return
+    mine, other = fastest(measured, "minidp"), fastest(measured, "torch")
+    limit = EXTRA_LIMITS[kind].get(net, {}).get(cell.world_size)
+    if limit is not None:
+        found = extra_ratio(measured, mine, other)
+        what = f"extra of {mine} over {other}'s, the fastest modes; {title}"
+        yield Verdict(what, found, limit)
+    limits = TINY_LIMITS[kind] if net == "tiny" else {}
     for name in measured.times:
         twin = twin_of(measured, name)
         if twin is not None:
             what = f"step of {name} over torch's in the same mode; {title}"
-            yield Verdict(what, measured.ratio(name, twin), STEP_LIMIT)
-    if cell.net in LARGE:
-        mine, other = fastest(measured, "minidp"), fastest(measured, "torch")
-        found = ratio(measured.times[mine], measured.times[other])
-        what = f"step of {mine} over {other}, the fastest modes; {title}"
-        yield Verdict(what, found, FASTEST_LIMIT)
+            limit = limits.get(cell.world_size, STEP_LIMIT)
+            yield Verdict(what, measured.ratio(name, twin), limit)
 
 
 def fastest(measured: Measured, who: str) -> str:
@@ -244,7 +294,7 @@ def chart(path: Path, results: Mapping[Cell, Measured], note: str) -> None:
     """Draw what the default modes add to a step, in ms."""
     panels: dict[str, dict[str, list[Bar]]] = {}
     for cell, measured in results.items():
-        if cell.link is None:
+        if cell.link is None and cell.base == TORCH:
             ms = measured.num_params / 1e3
             added = {n: extra(measured, n).scaled(ms) for n in (TORCH, "minidp")}
             bars = [
@@ -279,7 +329,7 @@ def parse() -> argparse.Namespace:
         nargs="+",
         type=int,
         metavar="N",
-        help="numbers of ranks (default: 1 2); link always has 2",
+        help="numbers of ranks (default: 1 2); link and reduce always have 2",
     )
     args = parser.parse_args()
     cells = [cell for given in args.cells or [] for cell in given.split(",")]
@@ -293,7 +343,9 @@ def parse() -> argparse.Namespace:
 def cells_of(args: argparse.Namespace, report: Report) -> Iterator[Cell]:
     """Yield the cells that can be measured here."""
     for net in args.cells:
-        if net != "link":
+        if net in REDUCE_LIMITS:
+            yield Cell(net, 2)
+        elif net != "link":
             yield from (Cell(net, size) for size in args.world_sizes)
         elif reason := why_not():
             report.show(f"The cell on a slow link is skipped: {reason}.")
@@ -331,6 +383,7 @@ def main() -> int:
                 "step / torch,\nsame mode (95%)",
                 "extra per\nparameter, us (95%)",
                 f"extra /\n{base}",
+                "CPU, ms",
                 "#wrong",
             ]
             facts = measured.facts + (f"; base: {cell.base}" * (base == "base"))

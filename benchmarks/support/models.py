@@ -8,6 +8,7 @@ hide. The models of `NETS` do next to no arithmetic, so that a wrapper's overhea
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -106,6 +107,11 @@ def gpt2_shapes(
         shapes += [(width,), (width,)]  # norm
         shapes += [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
     return [*shapes, (width,), (width,)]
+
+
+def one_parameter(numel: int, title: str) -> Shapes:
+    """Make a model of one parameter, whose step is nearly all communication."""
+    return Shapes(f"one parameter of {title}", [(numel,)])
 
 
 # -- models with their arithmetic ------------------------------------------------------
@@ -281,6 +287,10 @@ NETS: Table = {
         FULL: lambda: Mlp(2, 64, batch=32),
         SMOKE: lambda: Mlp(2, 8, batch=4),
     },
+    "layers": {
+        FULL: lambda: Mlp(6, 128, batch=32),
+        SMOKE: lambda: Mlp(3, 8, batch=4),
+    },
     "mlp": {
         FULL: lambda: Mlp(24, 1024, batch=16),
         SMOKE: lambda: Mlp(3, 160, batch=4),  # still large enough to be copied at once
@@ -296,6 +306,16 @@ NETS: Table = {
     "gpt2": {
         FULL: lambda: Shapes("parameters of GPT-2 small", gpt2_shapes()),
         SMOKE: lambda: Shapes("parameters of GPT-2 small", gpt2_shapes(8, 1, 99, 9)),
+    },
+    **{
+        f"reduce-{title}": {
+            FULL: functools.partial(one_parameter, numel, title),
+            SMOKE: functools.partial(one_parameter, 100, title),
+        }
+        for title, numel in (
+            *(("64KiB", 16 * 1024), ("1MiB", 256 * 1024)),
+            ("25MiB", 25 * 256 * 1024),
+        )
     },
     "link": {  # overhead.py measures it on a slow link
         FULL: lambda: Mlp(8, 1024, batch=128, unused=True),
