@@ -102,8 +102,8 @@ MUTANTS = [
     ),
     Mutant(
         "ranks keep their own layout after a rebuild",
-        "adopt(agreed_layout(mine, queue.specs, self.communicator))",
-        "adopt(mine)",
+        "self.adopt(agreed, shares=True)",
+        "self.adopt(mine, shares=True)",
     ),
     Mutant(
         "a rebuild does not happen",
@@ -181,8 +181,38 @@ MUTANTS = [
     ),
     Mutant(
         "C++: averages are not copied out",
+        "copy_rows(rows, values_.scalar_type(), 1.0);",
+        "static_cast<void>(rows.ends.size());",
+        native=True,
+    ),
+    Mutant(
+        "C++: averages of odd gradients are not copied out",
         "minidp::unflatten(grads, views_of(slots));",
         "static_cast<void>(grads.size() + slots.size());",
+        native=True,
+    ),
+    Mutant(
+        "C++: a gradient is copied to the wrong place",
+        "const auto elements = view.storage_offset() - values_.storage_offset();",
+        "const auto elements = view.storage_offset();",
+        native=True,
+    ),
+    Mutant(
+        "C++: a rank is left out of the sum in shared memory",
+        "for (int64_t k = 1; k <= size; ++k) {",
+        "for (int64_t k = 1; k < size; ++k) {",
+        native=True,
+    ),
+    Mutant(
+        "C++: the sum in shared memory is not that of Gloo's ring",
+        "ranks[(chunk - k + size) % size]",
+        "ranks[(chunk + k) % size]",
+        native=True,
+    ),
+    Mutant(
+        "C++: a bucket in shared memory is read before its sums are there",
+        "if (!all_posted(bucket)) {\n    return false;",
+        "if (!all_posted(bucket)) {\n    return true;",
         native=True,
     ),
 ]

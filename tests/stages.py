@@ -82,7 +82,7 @@ FAST = (
     *tests("fault", "faults", "wrong_words"),
 )
 NATIVE_FAST = (
-    *tests("native", "flatten", "hooks", "threads"),
+    *tests("native", "flatten", "hooks", "threads", "shared_memory", "shared_buckets"),
     *tests("distributed", "matrix"),
 )
 # What touches hooks and copies; other tests do not know whether there is an extension.
