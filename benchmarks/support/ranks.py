@@ -83,6 +83,7 @@ def _main(rank: int, job: Job) -> None:
     device = "lo"
     if job.link is not None:
         device = job.link.join(rank, job.world_size, store)
+        os.environ["MINIDP_SHARED_MEMORY"] = "0"  # as between hosts: messages
     os.environ["GLOO_SOCKET_IFNAME"] = device
     if job.is_cuda:
         torch.cuda.set_device(rank)
