@@ -187,9 +187,8 @@ def native_table(params: Sequence[Tensor], reducer: Reducer) -> Any | None:
 
     @untraced
     def admit(i: int) -> None:
-        if reducer.admit(i):
-            grad, at_once = params[i].grad, is_copied_at_once(params[i])
-            reducer.pending.arrive(i, grad, at_once=at_once)
+        if reducer.admit(i):  # copied at once, as by the native hook: others may follow
+            reducer.pending.arrive(i, params[i].grad)
 
     # A bound method of the reducer would keep it alive.
     on_full = untraced(lambda bucket: reducer.on_full(bucket))
