@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ def place_of(thread: int) -> tuple[str, bool]:
 
     Text: its innermost function, and the caller in user code; "" if the thread ended.
     """
-    frame = sys._current_frames().get(thread)
+    frame = _frame_of(thread)
     inside: list[FrameType] = []  # of libraries that the user's code called
     while frame is not None and _is_library(frame):
         inside.append(frame)
@@ -107,6 +108,21 @@ def place_of(thread: int) -> tuple[str, bool]:
         innermost = [*inside, frame][0]
         return "" if innermost is None else _name(innermost), waits
     return f"{_name(inside[0])}, called from {_name(frame)}", waits
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    """Return the innermost frame of a thread; None if it ended.
+
+    Without garbage collection, which deadlocks in there up to CPython 3.11.8 (CPython
+    issue 106883): a destructor waits for a lock that the call holds.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _is_library(frame: FrameType) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -240,3 +242,21 @@ def test_place_of_a_thread(library):
     done.set()
     thread.join()
     assert (", called from work (test_report.py:" in place) == library
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_no_garbage_is_collected_while_frames_are_read(monkeypatch, is_enabled):
+    """CPython issue 106883: up to 3.11.8 that blocks the process for ever."""
+    seen = []
+    real = sys._current_frames
+    monkeypatch.setattr(
+        sys, "_current_frames", lambda: seen.append(gc.isenabled()) or real()
+    )
+    was_enabled = gc.isenabled()
+    try:
+        gc.enable() if is_enabled else gc.disable()
+        assert place_of(threading.get_ident())[0]
+        assert seen == [False]
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable() if was_enabled else gc.disable()
