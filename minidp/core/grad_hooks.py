@@ -188,8 +188,9 @@ def native_table(params: Sequence[Tensor], reducer: Reducer) -> Any | None:
     @untraced
     def admit(i: int) -> None:
         if reducer.admit(i):
-            grad, at_once = params[i].grad, is_copied_at_once(params[i])
-            reducer.pending.arrive(i, grad, at_once=at_once)
+            # On CPU all are copied at once: the hooks behind ours must change none.
+            at_once = not params[i].is_cuda or is_copied_at_once(params[i])
+            reducer.pending.arrive(i, params[i].grad, at_once=at_once)
 
     # A bound method of the reducer would keep it alive.
     on_full = untraced(lambda bucket: reducer.on_full(bucket))
