@@ -217,6 +217,17 @@ class SharedMemory::Mapping {
   // Takes over the descriptor; keeps it open if the file is this rank's own.
   Mapping(int descriptor, int64_t nbytes, bool is_own)
       : descriptor_(descriptor), nbytes_(nbytes), is_own_(is_own) {
+    static const int installed = pthread_atfork(
+        [] { mutex().lock(); },
+        [] { mutex().unlock(); },
+        [] {
+          for (Mapping* mapping : all()) {
+            mapping->leave();
+          }
+          mutex().unlock();
+        });
+    static_cast<void>(installed);
+    const std::lock_guard lock(mutex());
     void* found = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     const int error = errno;
     if (found == MAP_FAILED || !is_own) {
@@ -229,29 +240,19 @@ class SharedMemory::Mapping {
     start = static_cast<char*>(found);
     if (!is_own) {
       madvise(start, nbytes, MADV_DONTFORK);
-      return;
     }
-    static const int installed = pthread_atfork(
-        [] { mutex().lock(); },
-        [] { mutex().unlock(); },
-        [] {
-          for (const Mapping* mapping : own()) {
-            mapping->make_private();
-          }
-          mutex().unlock();
-        });
-    static_cast<void>(installed);
-    const std::lock_guard lock(mutex());
-    own().insert(this);
+    all().insert(this);
   }
 
   ~Mapping() {
+    const std::lock_guard lock(mutex());
+    all().erase(this);
     if (is_own_) {
-      const std::lock_guard lock(mutex());
-      own().erase(this);
       close(descriptor_);
     }
-    munmap(start, nbytes_);
+    if (is_own_ || !is_in_child) {  // else something of the child's may lie there now
+      munmap(start, nbytes_);
+    }
   }
 
   Mapping(const Mapping&) = delete;
@@ -270,6 +271,7 @@ class SharedMemory::Mapping {
   }
 
   char* start = nullptr;
+  bool is_in_child = false;  // mapped before this process was forked
 
  private:
   static std::mutex& mutex() {
@@ -277,13 +279,16 @@ class SharedMemory::Mapping {
     return found;
   }
 
-  static std::set<const Mapping*>& own() {
-    static std::set<const Mapping*> found;
-    return found;
+  static std::set<Mapping*>& all() {
+    static auto* found = new std::set<Mapping*>;  // outlives all mappings
+    return *found;
   }
 
-  void make_private() const {
-    mmap(start, nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, descriptor_, 0);
+  void leave() {
+    if (is_own_ && !is_in_child) {
+      mmap(start, nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, descriptor_, 0);
+    }
+    is_in_child = true;
   }
 
   int descriptor_;
@@ -298,7 +303,6 @@ SharedMemory::SharedMemory(int rank, int size, std::vector<BucketShape> buckets)
       size_(size),
       buckets_(std::move(buckets)),
       rounds_(buckets_.size(), 0),
-      process_(getpid()),
       mappings_(size),
       addresses_(buckets_.size(), std::vector<void*>(size, nullptr)) {
   const size_t head = kLine + buckets_.size() * (sizeof(Counters) + sizeof(uint32_t));
@@ -392,10 +396,15 @@ bool SharedMemory::all_posted(size_t bucket) const {
   return counters(bucket).posted.load(std::memory_order_acquire) == target;
 }
 
-void SharedMemory::post(size_t bucket) {
-  if (getpid() != process_) {
+// The other ranks' memory is not there.
+void SharedMemory::refuse_in_child() const {
+  if (mappings_[rank_]->is_in_child) {
     throw std::runtime_error("a forked child cannot use its parent's shared memory");
   }
+}
+
+void SharedMemory::post(size_t bucket) {
+  refuse_in_child();
   auto& shared = counters(bucket);
   const uint32_t round = ++rounds_.at(bucket);
   posted_by(rank_)[bucket].store(round, std::memory_order_release);
@@ -407,6 +416,7 @@ void SharedMemory::post(size_t bucket) {
 }
 
 bool SharedMemory::advance(size_t bucket) {
+  refuse_in_child();
   if (is_done(bucket)) {
     return true;
   }
@@ -436,6 +446,7 @@ bool SharedMemory::advance(size_t bucket) {
 }
 
 bool SharedMemory::wait(size_t bucket, double seconds) {
+  refuse_in_child();
   for (int spin = 0; spin < spins_; ++spin) {
     if (advance(bucket)) {
       return true;
@@ -461,6 +472,7 @@ bool SharedMemory::wait(size_t bucket, double seconds) {
 }
 
 std::vector<int> SharedMemory::missing(size_t bucket) const {
+  refuse_in_child();
   std::vector<int> found;
   for (int rank = 0; rank < size_; ++rank) {
     const uint32_t posted = posted_by(rank)[bucket].load(std::memory_order_acquire);

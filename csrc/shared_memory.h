@@ -55,7 +55,7 @@ class SharedMemory {
   void* data(size_t bucket) const;
 
   // This rank's values are in the bucket's memory: the round begins. Until it is done, no one but
-  // `advance` may touch them. Throws std::runtime_error in a forked child.
+  // `advance` may touch them. This and what follows throws std::runtime_error in a forked child.
   void post(size_t bucket);
 
   // Sums what can be summed now; whether the round is done.
@@ -71,6 +71,7 @@ class SharedMemory {
   struct Counters;
   class Mapping;
 
+  void refuse_in_child() const;
   void adopt(int rank, std::unique_ptr<Mapping> mapping);
   Counters& counters(size_t bucket) const;
   std::atomic<uint32_t>* posted_by(int rank) const;
@@ -85,7 +86,6 @@ class SharedMemory {
   std::vector<uint32_t> rounds_;  // per bucket, of this rank
   uint64_t token_ = 0;
   int64_t nbytes_ = 0;
-  int process_;
   int spins_ = 0;
   std::vector<std::unique_ptr<Mapping>> mappings_;  // per rank
   std::vector<std::vector<void*>> addresses_;       // per bucket and rank

@@ -291,6 +291,7 @@ class BucketQueue:
         With ``shares`` a collective: buckets lie in shared memory if all ranks can.
         """
         self.buckets = []  # frees memory before we take new memory
+        self._summing = []
         self._context = None  # new buckets are not set apart
         self.layout = layout
         names = [spec.name for spec in self.specs]

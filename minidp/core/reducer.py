@@ -40,7 +40,7 @@ from minidp.trace import Moment, StepEvent
 from . import autograd
 from .bucket_queue import BucketQueue
 from .expected import expectation_for
-from .grad_hooks import GradHooks, GradState, PendingGrads, is_copied_at_once
+from .grad_hooks import GradHooks, GradState, PendingGrads
 from .local_grads import Ledger, LocalBackwards, origin_now
 from .rebuild import RebuildPolicy, agreed_layout
 
@@ -239,15 +239,13 @@ class Reducer:
             self.pending.fill_missing(i, self.params[i].grad, travels=travels)
 
     def _record(self, i: int) -> None:
-        """Trace and record a gradient as a hook would; copy if large or VIA_REDUCER."""
+        """Trace and record a gradient as a hook would; copy it at once."""
         pending, tracer = self.pending, self.queue.tracer
         tracer.note(Moment.PARAM_READY, i)
         number = pending.bucket_of[i]
         if pending.num_left[number] == len(self.queue.buckets[number].params):
             tracer.note(Moment.FIRST_GRADIENT, number)
-        param, entry = self.params[i], pending.entries[i]
-        at_once = entry is GradState.VIA_REDUCER or is_copied_at_once(param)
-        pending.arrive(i, param.grad, at_once=at_once)
+        pending.arrive(i, self.params[i].grad)
 
     @_failing
     def on_full(self, number: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import threading
 from typing import Any
@@ -162,6 +163,28 @@ def test_several_at_once():
     expected = [[one] * 2, [two] * 2, [one] * 2, [one] * 2]
     for found in run_fresh(several_at_once, 2):
         assert same(found, expected)
+
+
+def mappings() -> int:
+    with open("/proc/self/maps", encoding="ascii") as lines:
+        return sum("memfd:minidp" in line for line in lines)
+
+
+def maps_of_training(ctx: Any) -> list[int]:
+    """How many buckets' files are mapped: wrapped, after the rebuild, and freed."""
+    ddp = DataParallel(Scalars(2), process_group=ctx.group)
+    found = [mappings()]
+    train(ddp, ctx, steps=1)
+    out = ddp(x_of(ctx))  # rebuilds the buckets
+    found.append(mappings())
+    out.backward()
+    del ddp, out
+    gc.collect()
+    return [*found, mappings()]
+
+
+def test_a_rebuild_frees_the_old_buckets():
+    assert run_fresh(maps_of_training, 2) == [[2, 2, 0]] * 2
 
 
 def moved_gradients(ctx: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import time
 from typing import Any
@@ -131,6 +133,71 @@ def train_in_child(ctx: Any) -> Any:
 
 def test_a_forked_child_has_a_copy():
     assert run_fresh(train_in_child, 2) == [(11, [3.0] * 10), (12, [3.0] * 10)]
+
+
+def ask_in_child(ctx: Any) -> Any:
+    """A forked child asks for a sum that is in flight; its child reads the buffer."""
+    buckets = take([(10, torch.float32)], ctx)
+    buckets[0].values.fill_(1.0)
+    work = buckets[0].all_reduce()
+    child = os.fork()
+    if child == 0:
+        buckets[0].values.fill_(100.0)
+        code = 0
+        for ask in (work.is_completed, lambda: work.is_done_within(0.01)):
+            try:
+                ask()
+            except RuntimeError as error:
+                code += "forked child" in str(error)
+        grandchild = os.fork()
+        if grandchild == 0:
+            os._exit(int(buckets[0].values[0].item()))
+        _, status = os.waitpid(grandchild, 0)
+        os._exit(code + os.waitstatus_to_exitcode(status))
+    _, status = os.waitpid(child, 0)
+    work.wait()
+    return os.waitstatus_to_exitcode(status)
+
+
+def test_a_forked_child_that_asks_is_told():
+    assert run_fresh(ask_in_child, 3) == [102] * 3
+
+
+def mapped() -> list[tuple[int, int]]:
+    """First address and size of what this process maps of our files."""
+    with open("/proc/self/maps", encoding="ascii") as lines:
+        ours = [line.split()[0].split("-") for line in lines if "memfd:minidp" in line]
+    return [(int(begin, 16), int(end, 16) - int(begin, 16)) for begin, end in ours]
+
+
+def free_in_child(ctx: Any) -> Any:
+    """A forked child maps memory where its parent has another rank's; frees ours."""
+    buckets = take([(1000, torch.float32)], ctx)
+    here = mapped()
+    child = os.fork()
+    if child == 0:
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 4]
+        left = {begin for begin, _ in mapped()}
+        private_and_anonymous, fixed_but_not_instead = 0x22, 0x100000
+        flags = private_and_anonymous | fixed_but_not_instead
+        taken = [
+            libc.mmap(begin, size, 3, flags, -1, 0)
+            for begin, size in here
+            if begin not in left
+        ]
+        del buckets
+        gc.collect()
+        for address in taken:
+            ctypes.memset(address, 1, 8)  # a signal ends us if it is gone
+        os._exit(len(taken))
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), len(here)
+
+
+def test_a_forked_child_frees_only_its_own():
+    assert run_fresh(free_in_child, 3) == [(2, 3)] * 3
 
 
 def reasons(ctx: Any, modes: list[str]) -> Any:
