@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.util
 import logging
 import os
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +37,23 @@ class Status:
     torch: str = ""  # version, CUDA version and commit
     flags: str = ""  # of compilers, optional ones included; the log has the commands
 
+    @property
+    def shared_memory(self) -> str:
+        """Whether CPU ranks of one host may share the memory of buckets, and why not."""
+        if os.environ.get("MINIDP_SHARED_MEMORY") == "0":
+            return "no: MINIDP_SHARED_MEMORY=0"
+        if not self.is_loaded or sys.platform != "linux":
+            return "no: needs the native kernels, on Linux"
+        return (
+            "of CPU ranks on one host; under torchrun the doctor says whether they do"
+        )
+
     def __str__(self) -> str:
         """Return one line per field, with ``-`` for an empty one."""
         facts = {
             "native kernels": "loaded" if self.is_loaded else "not loaded",
             "reason": self.reason,
+            "shared memory": self.shared_memory,
             "MINIDP_NATIVE": self.mode,
             "binary": self.path,
             "cache": self.cache,
