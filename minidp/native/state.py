@@ -39,14 +39,12 @@ class Status:
 
     @property
     def shared_memory(self) -> str:
-        """Whether CPU ranks of one host may share the memory of buckets, and why not."""
+        """Whether CPU ranks of one host may share buckets' memory, or why not."""
         if os.environ.get("MINIDP_SHARED_MEMORY") == "0":
             return "no: MINIDP_SHARED_MEMORY=0"
         if not self.is_loaded or sys.platform != "linux":
             return "no: needs the native kernels, on Linux"
-        return (
-            "of CPU ranks on one host; under torchrun the doctor says whether they do"
-        )
+        return "where CPU ranks share a host (torchrun -m minidp.doctor asks them)"
 
     def __str__(self) -> str:
         """Return one line per field, with ``-`` for an empty one."""

@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidp import DataParallel
+from minidp import DataParallel, native
 from minidp.errors import MiniDPError
 from tests.support.both import Scalars, grads, on_both, same, x_of
 from tests.support.fresh import run_fresh
@@ -225,3 +226,11 @@ def test_modes():
 def test_one_rank(lone_group):
     ddp = DataParallel(Scalars(2))
     assert why_not(ddp) == "one rank: nothing travels"
+
+
+def test_the_status_of_the_extension_says_so(monkeypatch):
+    status = native.Status("auto", is_loaded=True, path=None, reason="")
+    assert status.shared_memory.startswith("where CPU ranks share a host")
+    assert "needs the native kernels" in str(replace(status, is_loaded=False))
+    monkeypatch.setenv("MINIDP_SHARED_MEMORY", "0")
+    assert status.shared_memory == "no: MINIDP_SHARED_MEMORY=0"
