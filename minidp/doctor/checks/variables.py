@@ -52,6 +52,7 @@ MEANINGS: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "the GPUs that this process sees",
     "DDP_SET_LAST_BUCKET_CAP": "1: the small bucket is the last one",
     "MINIDP_NATIVE": "minidp's extension: 0 never, 1 insist, build, auto if built",
+    "MINIDP_SHARED_MEMORY": "buckets of ranks on one host: 0 messages, 1 insist, auto",
     "OMP_NUM_THREADS": "threads per process",
     **{
         each.variable: f"{each.name} of every DataParallel, whatever the script passes"
