@@ -43,9 +43,12 @@ Slots::Place Slots::place_of(const at::Tensor& view) const {
 // Whether a gradient is a plain row of memory of the slot's type and shape, outside of the
 // buffer. False says nothing: `fits` looks closer.
 bool Slots::is_row(const Place& place, const at::Tensor& grad, const char* buffer) const {
+  if (!has_memory(grad)) {  // first: a subclass may answer all else in Python
+    return false;
+  }
   const auto sizes = grad.sizes();
-  if (static_cast<int32_t>(sizes.size()) != place.dim || !has_memory(grad) || grad.is_neg() ||
-      !grad.is_cpu() || grad.scalar_type() != values_.scalar_type() || !grad.is_contiguous() ||
+  if (static_cast<int32_t>(sizes.size()) != place.dim || grad.is_neg() || !grad.is_cpu() ||
+      grad.scalar_type() != values_.scalar_type() || !grad.is_contiguous() ||
       !std::equal(sizes.begin(), sizes.end(), place.sizes)) {
     return false;
   }

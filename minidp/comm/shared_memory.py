@@ -49,7 +49,7 @@ class Obstacle(IntEnum):
 _TEXTS = {
     Obstacle.SWITCHED_OFF: f"{VARIABLE}=0",
     Obstacle.NO_EXTENSION: "the extension is not loaded (minidp.native status)",
-    Obstacle.NO_MEMORY: "the system gave no anonymous shared memory",
+    Obstacle.NO_MEMORY: "no anonymous memory from the system, or no sums of a dtype",
     Obstacle.OTHER_BUILD: "ranks run different builds of the extension",
     Obstacle.NOT_REACHABLE: "cannot map the memory of another rank: another host, "
     "another container, or another user",

@@ -80,9 +80,6 @@ class BucketQueue:
         self.next = 0  # the bucket to launch next
         self._context: comm.ContextGrads | None = None
         self._summing: list[comm.Work] = []  # in shared memory: they need our help
-        self.no_shared_memory = (
-            ""  # why the group reduces dense buckets; "": it does not
-        )
         self.buckets: list[Bucket] = []
         self.adopt(self.configure(config))
 
@@ -105,7 +102,6 @@ class BucketQueue:
                 bucket.set_apart(apart=context is not None)
         self._context = context
         self.next = 0
-        self._summing = []
         self.skipped = ()
         if shares_reach and (absent := self.reach_map.unused_everywhere()):
             plans = enumerate(self.layout.buckets)

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 
 GradHook = Callable[[int, Any, Any], None]  # index, grad_inputs, grad_outputs
 
-# From this size on a hook copies its gradient while that is still in cache. Smaller
-# gradients wait for their bucket: a kernel call would cost more than the copy.
+# From this size on a Python hook copies its gradient while that is still in cache.
+# Smaller ones wait for their bucket: a kernel call would cost more than the copy. The
+# extension's hooks copy all, on CPU.
 COPY_AT_ONCE_BYTES = 64 * 1024
 
 

@@ -19,6 +19,14 @@ from minidp.errors import MiniDPError
 from tests.support.both import Scalars, grads, on_both, same, x_of
 from tests.support.fresh import run_fresh
 
+pytestmark = [
+    pytest.mark.usefixtures("library"),  # skips without a compiler
+    pytest.mark.skipif(
+        os.environ.get("MINIDP_NATIVE") == "0",
+        reason="MINIDP_NATIVE=0: the ranks must not load the extension",
+    ),
+]
+
 HOOK = "a comm hook is registered"
 NOT_ASKED = "ranks have not looked for it yet"
 

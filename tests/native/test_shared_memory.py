@@ -18,6 +18,14 @@ from minidp.comm.communicator import Communicator
 from minidp.comm.shared_memory import SharedBuffer, share
 from tests.support.fresh import run_fresh
 
+pytestmark = [
+    pytest.mark.usefixtures("library"),  # skips without a compiler
+    pytest.mark.skipif(
+        os.environ.get("MINIDP_NATIVE") == "0",
+        reason="MINIDP_NATIVE=0: the ranks must not load the extension",
+    ),
+]
+
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TYPES += [torch.int32, torch.int64, torch.uint8, torch.int8]
 MEBI = 2**20
