@@ -25,6 +25,7 @@ using minidp::GradTable;
 using minidp::Gathered;
 using minidp::GradHooks;
 using minidp::Slots;
+using minidp::Tiles;
 using Tensors = std::vector<at::Tensor>;
 using Integers = std::vector<int32_t>;
 
@@ -111,6 +112,7 @@ void bind_arrivals(py::module_& module) {
           "is_timed",
           [](const GradTable& self) { return self.is_timed.load(); },
           [](GradTable& self, bool is_timed) { self.is_timed.store(is_timed); })
+      .def("is_owner", &GradTable::is_owner)
       .def("take_stamps", &GradTable::take_stamps)
       .def("stamp_by", &GradTable::stamp_by)
       .def("copy_at_once", &GradTable::copy_at_once)
@@ -165,6 +167,7 @@ void bind_slots(py::module_& module) {
           py::kw_only(),
           py::arg("as_view"))
       .def("copy_now", &Slots::copy_now)
+      .def("offer_tiles", &Slots::offer_tiles)
       .def("forget_copies", &Slots::forget_copies)
       .def(
           "flatten",
@@ -180,21 +183,23 @@ void bind_slots(py::module_& module) {
           })
       .def(
           "unflatten",
-          [](Slots& self, const Gathered& arrived, bool is_alone) {
+          [](Slots& self, const Gathered& arrived, bool is_alone, double scale) {
             py::gil_scoped_release no_gil;
-            return self.unflatten(arrived.grads, is_alone);
+            return self.unflatten(arrived.grads, is_alone, scale);
           },
           py::arg("arrived"),
           py::kw_only(),
-          py::arg("is_alone") = false)
+          py::arg("is_alone") = false,
+          py::arg("scale") = 1.0)
       .def(
           "unflatten",
-          [](Slots& self, const py::sequence& arrived, bool is_alone) {
-            return self.unflatten(given(arrived).grads, is_alone);
+          [](Slots& self, const py::sequence& arrived, bool is_alone, double scale) {
+            return self.unflatten(given(arrived).grads, is_alone, scale);
           },
           py::arg("arrived"),
           py::kw_only(),
-          py::arg("is_alone") = false);
+          py::arg("is_alone") = false,
+          py::arg("scale") = 1.0);
 }
 
 #ifdef __linux__
@@ -226,8 +231,20 @@ void bind_shared_memory(py::module_& module) {
             return at::from_blob(data, {numel}, keep, at::TensorOptions(type));
           })
       .def("post", &SharedMemory::post)
-      .def("advance", &SharedMemory::advance, py::call_guard<py::gil_scoped_release>())
-      .def("wait", &SharedMemory::wait, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "advance",
+          [](SharedMemory& self, size_t bucket) { return self.advance(bucket); },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "wait",
+          [](SharedMemory& self, size_t bucket, double seconds, Slots* into) {
+            Tiles* tiles = into == nullptr ? nullptr : into->tiles();
+            py::gil_scoped_release no_gil;
+            return self.wait(bucket, seconds, tiles);
+          },
+          py::arg("bucket"),
+          py::arg("seconds"),
+          py::arg("into") = py::none())
       .def("missing", &SharedMemory::missing);
 }
 

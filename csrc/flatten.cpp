@@ -10,7 +10,12 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <fstream>
 #include <type_traits>
+
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 #ifdef MINIDP_CUDA
 #include "cuda/copy_rows.h"
@@ -72,7 +77,21 @@ void copy_bytes(void* to, const void* from, size_t size) {
 }
 
 template <typename To, typename From>
-void scale_row(To* to, const From* from, int64_t n, double scale) {
+void scale_row(To* to, const From* from, int64_t n, double scale, bool past_cache = false) {
+  if (past_cache && scale == 1 && std::is_same_v<To, From>) {
+    copy_past_cache(to, from, n * sizeof(To));
+    return;
+  }
+  if (past_cache) {
+    constexpr int64_t kBlock = 4096 / sizeof(To);
+    alignas(64) To block[kBlock];
+    for (int64_t at = 0; at < n; at += kBlock) {
+      const int64_t size = std::min(kBlock, n - at);
+      scale_row(block, from + at, size, scale);
+      copy_past_cache(to + at, block, size * sizeof(To));
+    }
+    return;
+  }
   const auto factor = static_cast<Wide<From>>(scale);
   int64_t i = 0;
   if constexpr (std::is_same_v<To, From>) {
@@ -137,7 +156,11 @@ void copy_typed(const Rows& rows, double scale) {
         static_cast<To*>(rows.to[s.slot]) + s.begin,
         static_cast<const From*>(rows.from[s.slot]) + s.begin,
         s.end - s.begin,
-        scale);
+        scale,
+        rows.past_cache);
+    if (rows.past_cache) {
+      fence_past_cache();
+    }
   });
 }
 
@@ -174,6 +197,8 @@ void copy_together(
 #endif
   Rows rows;
   rows.reserve(slots.size());
+  rows.past_cache =
+      is_past_cache(std::max(to[first]->storage().nbytes(), from[first]->storage().nbytes()));
   for (const size_t slot : slots) {
     rows.add(to[slot]->data_ptr(), from[slot]->const_data_ptr(), to[slot]->numel());
   }
@@ -232,11 +257,55 @@ void copy_rows(const Rows& rows, at::ScalarType type, double scale) {
   with_type(type, [&](auto x) { copy_typed<decltype(x), decltype(x)>(rows, scale); });
 }
 
-void copy_row(void* to, const void* from, int64_t numel, at::ScalarType type, double scale) {
+void copy_row(
+    void* to,
+    const void* from,
+    int64_t numel,
+    at::ScalarType type,
+    double scale,
+    bool past_cache) {
   with_type(type, [&](auto x) {
     using T = decltype(x);
-    scale_row(static_cast<T*>(to), static_cast<const T*>(from), numel, scale);
+    scale_row(static_cast<T*>(to), static_cast<const T*>(from), numel, scale, past_cache);
   });
+  if (past_cache) {
+    fence_past_cache();
+  }
+}
+
+// Half of the last cache, because several ranks share it, and gradients lie there too.
+bool is_past_cache(size_t nbytes) {
+  static const size_t limit = [] {
+    std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index3/size");  // "32768K"
+    size_t kib = 0;
+    return file >> kib && kib != 0 ? kib * 1024 / 2 : size_t{16} << 20;
+  }();
+  return nbytes > limit;
+}
+
+void copy_past_cache(void* to, const void* from, size_t nbytes) {
+#if defined(__AVX__)
+  constexpr size_t kVector = 32;
+  auto* target = static_cast<char*>(to);
+  const auto* source = static_cast<const char*>(from);
+  const size_t head = std::min(-reinterpret_cast<uintptr_t>(target) % kVector, nbytes);
+  std::memcpy(target, source, head);
+  size_t at = head;
+  for (; at + kVector <= nbytes; at += kVector) {
+    _mm256_stream_si256(
+        reinterpret_cast<__m256i*>(target + at),
+        _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source + at)));
+  }
+  std::memcpy(target + at, source + at, nbytes - at);
+#else
+  copy_bytes(to, from, nbytes);
+#endif
+}
+
+void fence_past_cache() {
+#if defined(__AVX__)
+  _mm_sfence();
+#endif
 }
 
 bool has_memory(const at::Tensor& tensor) {
@@ -276,8 +345,8 @@ void flatten(const Refs& views, const Refs& grads, double scale) {
   copy_all(views, grads, scale);
 }
 
-void unflatten(const Refs& grads, const Refs& views) {
-  copy_all(grads, views, 1.0);
+void unflatten(const Refs& grads, const Refs& views, double scale) {
+  copy_all(grads, views, scale);
   for (const auto* grad : grads) {
     grad->unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
   }

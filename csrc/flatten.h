@@ -25,8 +25,17 @@ using Refs = std::vector<const at::Tensor*>;
 // view = grad * scale by torch itself, for whatever is not a loop over memory.
 void scale_by_torch(const at::Tensor& view, const at::Tensor& grad, double scale);
 
+// Whether copies to or from a buffer of this size bypass the cache: it is evicted anyway before it
+// is read again, and storing to memory that was not read first saves a third of the traffic.
+bool is_past_cache(size_t nbytes);
+
+// memcpy with such stores. Before another thread may read them: `fence_past_cache`.
+void copy_past_cache(void* to, const void* from, size_t nbytes);
+void fence_past_cache();
+
 // Stretches of memory to copy, all of one type.
 struct Rows {
+  bool past_cache = false;
   std::vector<void*> to;
   std::vector<const void*> from;
   std::vector<int64_t> ends;  // sums of their numbers of elements
@@ -42,13 +51,19 @@ bool has_loop(at::ScalarType type);
 void copy_rows(const Rows& rows, at::ScalarType type, double scale);
 
 // The same for one row, on this thread.
-void copy_row(void* to, const void* from, int64_t numel, at::ScalarType type, double scale);
+void copy_row(
+    void* to,
+    const void* from,
+    int64_t numel,
+    at::ScalarType type,
+    double scale,
+    bool past_cache);
 
 // views[k] = grads[k] * scale, multiplied in the gradient's dtype, then converted to the
 // view's. An undefined gradient gives zeros.
 void flatten(const Refs& views, const Refs& grads, double scale);
 
-// grads[k] = views[k], converted.
-void unflatten(const Refs& grads, const Refs& views);
+// grads[k] = views[k] * scale, converted.
+void unflatten(const Refs& grads, const Refs& views, double scale = 1.0);
 
 }  // namespace minidp

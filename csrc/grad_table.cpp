@@ -14,9 +14,9 @@
 namespace minidp {
 namespace {
 
-// Calls into Python from a thread without the GIL. An exception goes on through the
-// engine to the caller of backward(), with its type and traceback.
-void call_python(const py::object& callable, size_t index) {
+// Calls into Python from a thread without the GIL; whether the result is True. An exception goes on
+// through the engine to the caller of backward(), with its type and traceback.
+bool call_python(const py::object& callable, size_t index) {
   py::gil_scoped_acquire gil;
   PyObject* result =
       PyObject_CallFunction(callable.ptr(), "n", static_cast<Py_ssize_t>(index));
@@ -25,7 +25,9 @@ void call_python(const py::object& callable, size_t index) {
     error.persist();
     throw std::move(error);
   }
+  const bool is_true = result == Py_True;
   Py_DECREF(result);
+  return is_true;
 }
 
 }  // namespace
@@ -105,10 +107,8 @@ void GradTable::fired(size_t i) {
     stamp(i);
   }
   note_stream(i);  // also of what Python takes: whoever flattens waits for all
-  const bool is_elsewhere =
-      params_[i].is_cpu() && owner_.load() != std::this_thread::get_id();
-  if (codes_[i] != unset_ || is_elsewhere) {
-    call_python(admit_, i);
+  const bool is_elsewhere = params_[i].is_cpu() && !is_owner();
+  if ((codes_[i] != unset_ || is_elsewhere) && !call_python(admit_, i)) {
     return;
   }
   // Without the checks of Tensor::grad(), which cost more than the rest of this.

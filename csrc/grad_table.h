@@ -46,7 +46,8 @@ class GradTable : public std::enable_shared_from_this<GradTable> {
   static constexpr uint8_t kArrived = 255;  // grads[i] is the entry
 
   // marks: all values an entry can have besides a gradient or None; the hook knows
-  // `unset` and `copied`. callbacks: (on_full, admit).
+  // `unset` and `copied`. callbacks: (on_full, admit); the hook records what `admit` returns True
+  // for.
   GradTable(
       std::vector<at::Tensor> params,
       py::tuple marks,
@@ -57,6 +58,11 @@ class GradTable : public std::enable_shared_from_this<GradTable> {
 
   // The gradient of parameter i was accumulated; called without the GIL.
   void fired(size_t i);
+
+  // Whether this thread has opened the backward.
+  bool is_owner() const {
+    return owner_.load() == std::this_thread::get_id();
+  }
 
   // Until the next `adopt`, gradient i is copied to slot k when it arrives.
   void copy_at_once(size_t i, std::shared_ptr<Slots> slots, size_t k);

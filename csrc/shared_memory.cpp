@@ -124,9 +124,15 @@ struct Adder<c10::Half> {
 // Chunk c of Gloo's ring begins with the values of rank c - 1; then each lower rank adds its own,
 // and rank c last.
 template <typename T>
-void sum_chunk(const std::vector<void*>& ranks, int64_t chunk, int64_t begin, int64_t end) {
+void sum_chunk(
+    const std::vector<void*>& ranks,
+    int64_t chunk,
+    int64_t begin,
+    int64_t end,
+    int own,
+    const Tiles* tiles) {
   const auto size = static_cast<int64_t>(ranks.size());
-  T sum[kBlock];
+  alignas(kLine) T sum[kBlock];
   for (int64_t at = begin; at < end; at += kBlock) {
     const int64_t n = std::min(kBlock, end - at);
     for (int64_t k = 1; k <= size; ++k) {
@@ -137,8 +143,12 @@ void sum_chunk(const std::vector<void*>& ranks, int64_t chunk, int64_t begin, in
         Adder<T>::add(sum, values, n);
       }
     }
-    for (void* rank : ranks) {
-      std::memcpy(static_cast<T*>(rank) + at, sum, n * sizeof(T));
+    for (int64_t rank = 0; rank < size; ++rank) {
+      if (rank == own && tiles != nullptr) {
+        tiles->write(at * static_cast<int64_t>(sizeof(T)), sum, n * sizeof(T));
+      } else {
+        std::memcpy(static_cast<T*>(ranks[rank]) + at, sum, n * sizeof(T));
+      }
     }
   }
 }
@@ -179,14 +189,19 @@ void with_type(c10::ScalarType type, F f) {
 }  // namespace
 
 void sum_in_ring_order(
-    const std::vector<void*>& ranks, BucketShape bucket, int64_t begin, int64_t end) {
+    const std::vector<void*>& ranks,
+    BucketShape bucket,
+    int64_t begin,
+    int64_t end,
+    int own,
+    const Tiles* tiles) {
   const auto size = static_cast<int64_t>(ranks.size());
   const int64_t per_chunk = chunk_size(bucket, size);
   with_type(bucket.type, [&](auto x) {
     while (begin < end) {
       const int64_t chunk = begin / per_chunk;
       const int64_t stop = std::min(end, (chunk + 1) * per_chunk);
-      sum_chunk<decltype(x)>(ranks, chunk, begin, stop);
+      sum_chunk<decltype(x)>(ranks, chunk, begin, stop, own, tiles);
       begin = stop;
     }
   });
@@ -297,7 +312,7 @@ class SharedMemory::Mapping {
 };
 
 // A file holds: its token; per bucket the counters (used are those of rank 0's file); per bucket the
-// number of rounds that its rank has posted; the buckets.
+// number of rounds that its rank has posted; the core on which it posted last; the buckets.
 SharedMemory::SharedMemory(int rank, int size, std::vector<BucketShape> buckets)
     : rank_(rank),
       size_(size),
@@ -305,7 +320,8 @@ SharedMemory::SharedMemory(int rank, int size, std::vector<BucketShape> buckets)
       rounds_(buckets_.size(), 0),
       mappings_(size),
       addresses_(buckets_.size(), std::vector<void*>(size, nullptr)) {
-  const size_t head = kLine + buckets_.size() * (sizeof(Counters) + sizeof(uint32_t));
+  const size_t head =
+      kLine + buckets_.size() * (sizeof(Counters) + sizeof(uint32_t)) + sizeof(uint32_t);
   int64_t at = round_up(static_cast<int64_t>(head), kPage);
   for (const auto& bucket : buckets_) {
     with_type(bucket.type, [](auto) {});
@@ -387,6 +403,21 @@ std::atomic<uint32_t>* SharedMemory::posted_by(int rank) const {
       mappings_[rank]->counters() + buckets_.size());
 }
 
+std::atomic<uint32_t>& SharedMemory::core_of(int rank) const {
+  return posted_by(rank)[buckets_.size()];
+}
+
+// Not where another rank was seen on this core last: it may wait for the core, not we for it.
+bool SharedMemory::may_spin() const {
+  const auto mine = static_cast<uint32_t>(sched_getcpu());
+  for (int rank = 0; rank < size_; ++rank) {
+    if (rank != rank_ && core_of(rank).load(std::memory_order_relaxed) == mine) {
+      return false;
+    }
+  }
+  return true;
+}
+
 bool SharedMemory::is_done(size_t bucket) const {
   return counters(bucket).done.load(std::memory_order_acquire) == rounds_[bucket] * pieces_[bucket];
 }
@@ -407,6 +438,7 @@ void SharedMemory::post(size_t bucket) {
   refuse_in_child();
   auto& shared = counters(bucket);
   const uint32_t round = ++rounds_.at(bucket);
+  core_of(rank_).store(static_cast<uint32_t>(sched_getcpu()), std::memory_order_relaxed);
   posted_by(rank_)[bucket].store(round, std::memory_order_release);
   // Releases this rank's values to every rank that sees the last post.
   const uint32_t posted = shared.posted.fetch_add(1, std::memory_order_acq_rel) + 1;
@@ -415,7 +447,7 @@ void SharedMemory::post(size_t bucket) {
   }
 }
 
-bool SharedMemory::advance(size_t bucket) {
+bool SharedMemory::advance(size_t bucket, Tiles* tiles) {
   refuse_in_child();
   if (is_done(bucket)) {
     return true;
@@ -435,7 +467,11 @@ bool SharedMemory::advance(size_t bucket) {
     }
     const int64_t from = std::min<int64_t>(shape.numel, per_piece * (next - begin));
     const int64_t to = std::min<int64_t>(shape.numel, from + per_piece);
-    sum_in_ring_order(addresses_[bucket], shape, from, to);
+    sum_in_ring_order(addresses_[bucket], shape, from, to, rank_, tiles);
+    if (tiles != nullptr) {
+      const auto item = static_cast<int64_t>(c10::elementSize(shape.type));
+      tiles->written.emplace_back(from * item, to * item);
+    }
     if (shared.done.fetch_add(1, std::memory_order_acq_rel) + 1 == end) {
       shared.announce();
       return true;
@@ -445,10 +481,10 @@ bool SharedMemory::advance(size_t bucket) {
   return is_done(bucket);
 }
 
-bool SharedMemory::wait(size_t bucket, double seconds) {
+bool SharedMemory::wait(size_t bucket, double seconds, Tiles* tiles) {
   refuse_in_child();
-  for (int spin = 0; spin < spins_; ++spin) {
-    if (advance(bucket)) {
+  for (int spin = may_spin() ? 0 : spins_; spin < spins_; ++spin) {
+    if (advance(bucket, tiles)) {
       return true;
     }
     relax();
@@ -457,7 +493,7 @@ bool SharedMemory::wait(size_t bucket, double seconds) {
   const double end = now() + seconds;
   while (true) {
     const uint32_t seen = shared.events.load();
-    if (advance(bucket)) {
+    if (advance(bucket, tiles)) {
       return true;
     }
     const double left = end - now();

@@ -18,6 +18,8 @@
 #include <string>
 #include <vector>
 
+#include "tiles.h"
+
 namespace minidp {
 
 struct BucketShape {
@@ -26,13 +28,15 @@ struct BucketShape {
 };
 
 // Adds elements [begin, end) of all ranks, in the order of Gloo's ring of `numel` elements, and
-// writes the sums to all ranks. Halves are added in float and rounded after each addition, as Gloo
-// does.
+// writes the sums to all ranks; to `tiles`, if given, in place of rank `own`. Halves are added in
+// float and rounded after each addition, as Gloo does.
 void sum_in_ring_order(
     const std::vector<void*>& ranks,
     BucketShape bucket,
     int64_t begin,
-    int64_t end);
+    int64_t end,
+    int own = -1,
+    const Tiles* tiles = nullptr);
 
 class SharedMemory {
  public:
@@ -58,11 +62,12 @@ class SharedMemory {
   // `advance` may touch them. This and what follows throws std::runtime_error in a forked child.
   void post(size_t bucket);
 
-  // Sums what can be summed now; whether the round is done.
-  bool advance(size_t bucket);
+  // Sums what can be summed now; whether the round is done. What this rank adds for itself goes to
+  // `tiles`, if given.
+  bool advance(size_t bucket, Tiles* tiles = nullptr);
 
   // Waits at most so long, and sums meanwhile; whether the round is done.
-  bool wait(size_t bucket, double seconds);
+  bool wait(size_t bucket, double seconds, Tiles* tiles = nullptr);
 
   // Ranks that have not posted this rank's round of a bucket.
   std::vector<int> missing(size_t bucket) const;
@@ -77,6 +82,8 @@ class SharedMemory {
   std::atomic<uint32_t>* posted_by(int rank) const;
   bool is_done(size_t bucket) const;
   bool all_posted(size_t bucket) const;
+  std::atomic<uint32_t>& core_of(int rank) const;
+  bool may_spin() const;
 
   int rank_;
   int size_;

@@ -15,7 +15,8 @@ Slots::Slots(
     : params_(std::move(params)),
       views_(std::move(views)),
       values_(std::move(values)),
-      as_view_(as_view) {
+      as_view_(as_view),
+      past_cache_(is_past_cache(values_.nbytes())) {
   TORCH_CHECK(params_.size() == views_.size(), "one view per parameter");
   copied_.resize(params_.size());
   versions_.resize(params_.size());
@@ -59,6 +60,7 @@ bool Slots::is_row(const Place& place, const at::Tensor& grad, const char* buffe
 namespace {
 
 constexpr int64_t kSmall = 1 << 17;  // elements that one thread copies
+constexpr size_t kTiled = 256 * 1024;  // bytes of a bucket; to copy a smaller one costs less
 
 // Without the checks of Tensor::grad(), which cost more than the copy of a small one.
 const at::Tensor& grad_of(const at::Tensor& param) {
@@ -88,7 +90,13 @@ bool Slots::copy_now(size_t k, const at::Tensor& grad, double scale) {
   const auto& place = places_.at(k);
   auto* buffer = static_cast<char*>(values_.data_ptr());
   if (place.numel <= kSmall && is_row(place, grad, buffer)) {
-    copy_row(buffer + place.begin, grad.const_data_ptr(), place.numel, values_.scalar_type(), scale);
+    copy_row(
+        buffer + place.begin,
+        grad.const_data_ptr(),
+        place.numel,
+        values_.scalar_type(),
+        scale,
+        past_cache_);
     values_.unsafeGetTensorImpl()->bump_version();
   } else if (fits(grad, views_[k])) {
     copy_in({k}, {&grad}, scale);
@@ -163,8 +171,8 @@ void Slots::copy_in(const std::vector<size_t>& slots, const Refs& grads, double 
   values_.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
 }
 
-void Slots::copy_out(const std::vector<size_t>& slots, const Refs& grads) {
-  minidp::unflatten(grads, views_of(slots));
+void Slots::copy_out(const std::vector<size_t>& slots, const Refs& grads, double scale) {
+  minidp::unflatten(grads, views_of(slots), scale);
 }
 
 // In case that Python goes on; what copy_now read stays known.
@@ -192,18 +200,23 @@ bool Slots::is_unchanged(
 }
 
 void Slots::forget_copies() {
+  tiles_.clear();
+  tiled_.clear();
   if (has_copies_) {
     std::fill(copied_.begin(), copied_.end(), at::Tensor());
     has_copies_ = false;
   }
 }
 
-bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone) {
+bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone, double scale) {
   TORCH_CHECK(arrived.size() == views_.size(), "one gradient per slot");
   if (as_view_) {
     return point_at_views(arrived);
   }
-  if (unflatten_rows(arrived, is_alone)) {
+  if (unflatten_tiles()) {
+    return true;
+  }
+  if (unflatten_rows(arrived, is_alone, scale)) {
     return true;
   }
   std::vector<at::Tensor> held;  // another thread may set .grad meanwhile
@@ -224,14 +237,15 @@ bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone) {
       slots.push_back(k);
     }
   }
-  copy_out(slots, grads);
+  copy_out(slots, grads, scale);
   forget_copies();
   return true;
 }
 
 // `unflatten` if every gradient is a row. In passes, so that the gradients' cache lines are
 // fetched side by side.
-bool Slots::unflatten_rows(const std::vector<at::Tensor>& arrived, bool is_alone) {
+bool Slots::unflatten_rows(
+    const std::vector<at::Tensor>& arrived, bool is_alone, double scale) {
   if (at::GradMode::is_enabled()) {
     return false;
   }
@@ -255,12 +269,78 @@ bool Slots::unflatten_rows(const std::vector<at::Tensor>& arrived, bool is_alone
       written.push_back(&grad);
     }
   }
-  copy_rows(rows, values_.scalar_type(), 1.0);
+  rows.past_cache = past_cache_;
+  copy_rows(rows, values_.scalar_type(), scale);
   for (const auto* grad : written) {
     grad->unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
   }
   forget_copies();
   return true;
+}
+
+bool Slots::offer_tiles() {
+  tiles_.clear();
+  tiled_.clear();
+  if (as_view_ || at::GradMode::is_enabled() || values_.nbytes() < kTiled) {
+    return false;
+  }
+  const auto* buffer = static_cast<const char*>(values_.const_data_ptr());
+  int64_t begin = 0;
+  for (size_t k = 0; k < params_.size(); ++k) {
+    const auto& grad = grad_of(params_[k]);
+    if (!grad.defined() || !is_row(places_[k], grad, buffer) || places_[k].begin != begin) {
+      tiled_.clear();
+      return false;
+    }
+    tiled_.push_back(grad);  // another thread may set .grad meanwhile
+    tiles_.add(grad.data_ptr(), begin);
+    begin += places_[k].numel * static_cast<int64_t>(values_.element_size());
+  }
+  tiles_.past_cache = past_cache_;
+  return true;
+}
+
+// Copies what was not written to the tiles. If a gradient was replaced since, brings the buffer up
+// to date instead, and returns false.
+bool Slots::unflatten_tiles() {
+  if (tiles_.written.empty()) {
+    return false;
+  }
+  auto* buffer = static_cast<char*>(values_.data_ptr());
+  bool are_there = true;
+  for (size_t k = 0; k < params_.size(); ++k) {
+    are_there = are_there && grad_of(params_[k]).is_same(tiled_[k]);
+  }
+  Rows rows;
+  rows.past_cache = past_cache_;
+  const auto item = static_cast<int64_t>(values_.element_size());
+  const auto add = [&](char* tile, int64_t at, int64_t size) {
+    if (are_there) {
+      rows.add(tile, buffer + at, size / item);
+    } else {
+      rows.add(buffer + at, tile, size / item);
+    }
+  };
+  std::sort(tiles_.written.begin(), tiles_.written.end());
+  int64_t begin = 0;
+  for (const auto& [from, to] : tiles_.written) {
+    tiles_.each(are_there ? begin : from, are_there ? from : to, add);
+    begin = to;
+  }
+  if (are_there) {
+    tiles_.each(begin, static_cast<int64_t>(values_.nbytes()), add);
+  }
+  copy_rows(rows, values_.scalar_type(), 1.0);
+  fence_past_cache();  // after the tiles' own stores, too
+  if (are_there) {
+    for (const auto& grad : tiled_) {
+      grad.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
+    }
+    forget_copies();
+  }
+  tiles_.clear();
+  tiled_.clear();
+  return are_there;
 }
 
 bool Slots::point_at_views(const std::vector<at::Tensor>& arrived) {

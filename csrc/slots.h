@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "flatten.h"
+#include "tiles.h"
 
 namespace minidp {
 
@@ -38,10 +39,17 @@ class Slots {
       const std::vector<bool>& present,
       int64_t divisor);
 
-  // Copies the buffer into every .grad, or points .grad at it. `arrived` is what was
-  // flattened. is_alone: no other rank contributed, so that a .grad which nobody wrote
+  // Copies the buffer, scaled, into every .grad, or points .grad at it (scale is then 1).
+  // `arrived` is what was flattened. is_alone: no other rank contributed, so that a .grad which nobody wrote
   // to since it was flattened has the values of the buffer already.
-  bool unflatten(const std::vector<at::Tensor>& arrived, bool is_alone);
+  bool unflatten(const std::vector<at::Tensor>& arrived, bool is_alone, double scale);
+
+  // Offers the gradients as tiles: sums may be written there instead of to the buffer, and
+  // `unflatten` follows. False if that does not pay, or if a gradient is not everyday.
+  bool offer_tiles();
+  Tiles* tiles() {
+    return tiled_.empty() ? nullptr : &tiles_;
+  }
 
   // Python ends this backward: let go of the gradients that copy_now read.
   void forget_copies();
@@ -58,7 +66,8 @@ class Slots {
 
   Place place_of(const at::Tensor& view) const;
   bool is_row(const Place& place, const at::Tensor& grad, const char* buffer) const;
-  bool unflatten_rows(const std::vector<at::Tensor>& arrived, bool is_alone);
+  bool unflatten_rows(const std::vector<at::Tensor>& arrived, bool is_alone, double scale);
+  bool unflatten_tiles();
   bool lies_in_buffer(const at::Tensor& grad) const;
   bool fits(const at::Tensor& grad, const at::Tensor& view) const;
   Refs views_of(const std::vector<size_t>& slots) const;
@@ -66,7 +75,7 @@ class Slots {
   void note_versions(const std::vector<at::Tensor>& grads);
   bool is_unchanged(size_t k, const at::Tensor& grad, const at::Tensor& arrived) const;
   void copy_in(const std::vector<size_t>& slots, const Refs& grads, double scale);
-  void copy_out(const std::vector<size_t>& slots, const Refs& grads);
+  void copy_out(const std::vector<size_t>& slots, const Refs& grads, double scale);
   bool point_at_views(const std::vector<at::Tensor>& arrived);
 
   std::vector<at::Tensor> params_;
@@ -78,7 +87,10 @@ class Slots {
   std::vector<at::Tensor> copied_;
   std::vector<int64_t> versions_;
   bool has_copies_ = false;
+  Tiles tiles_;
+  std::vector<at::Tensor> tiled_;  // the gradients of `tiles_`
   bool as_view_;
+  bool past_cache_;
 };
 
 }  // namespace minidp

@@ -321,6 +321,14 @@ def test_an_optional_build_builds_and_then_says_nothing(here, capsys):
 
 
 @needs_compiler
+def test_one_process_per_host_tells_the_user(here, monkeypatch, caplog):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with caplog.at_level(logging.INFO, logger="minidp"):
+        state.attempt("build")
+    found = [r.levelname for r in caplog.records if "Building the C++" in r.message]
+    assert found == ["INFO"]
+
+
 def test_build_mode_builds(here, monkeypatch, caplog):
     monkeypatch.setenv("MINIDP_NATIVE", "build")
     assert native.library().answer == 42

@@ -27,6 +27,7 @@ pytestmark = [
     ),
 ]
 
+OFF = "MINIDP_SHARED_MEMORY=0"
 HOOK = "a comm hook is registered"
 NOT_ASKED = "ranks have not looked for it yet"
 
@@ -172,6 +173,50 @@ def test_several_at_once():
     expected = [[one] * 2, [two] * 2, [one] * 2, [one] * 2]
     for found in run_fresh(several_at_once, 2):
         assert same(found, expected)
+
+
+class Weighted(nn.Module):
+    """Gradients that differ in every element; some buckets of 256 KiB and more."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        sizes = [100_001, 7, 65_536, 1, 200_003]
+        self.weights = nn.ParameterList(torch.zeros(n, dtype=dtype) for n in sizes)
+
+    def forward(self, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return sum(
+            (w * torch.randn(w.numel(), generator=generator).to(w.dtype)).sum()
+            for w in self.weights
+        )
+
+
+def large_buckets(ctx: Any, dtype: torch.dtype, options: dict[str, Any]) -> list[int]:
+    """Train with messages and in shared memory; return the steps that differ."""
+    found = []
+    for mode in ("0", "auto"):
+        os.environ["MINIDP_SHARED_MEMORY"] = mode
+        ddp = DataParallel(
+            Weighted(dtype), process_group=ctx.group, bucket_cap_mb=0.5, **options
+        )
+        history = []
+        for step in range(4):
+            ddp.zero_grad(set_to_none=step != 2)
+            ddp(10 * step + ctx.rank).backward()
+            history.append(grads(ddp))
+        assert why_not(ddp) == ("" if mode == "auto" else "rank 0: " + OFF)
+        found.append(history)
+    del os.environ["MINIDP_SHARED_MEMORY"]
+    return [s for s, pair in enumerate(zip(*found, strict=True)) if not same(*pair)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}]
+)
+def test_large_buckets(pool, size, dtype, options):
+    assert pool.run(large_buckets, size, dtype, options) == [[]] * size
 
 
 def mappings() -> int:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from minidp.comm.communicator import Communicator
 from minidp.comm.shared_memory import SharedBuffer, share
+from minidp.errors import NativeError
 from tests.support.fresh import run_fresh
 
 pytestmark = [
@@ -212,7 +213,7 @@ def reasons(ctx: Any, modes: list[str]) -> Any:
     os.environ["MINIDP_SHARED_MEMORY"] = modes[ctx.rank]
     try:
         return share([(10, torch.float32)], Communicator(ctx.group), CPU)
-    except RuntimeError as error:
+    except NativeError as error:
         return f"error: {error}"
 
 
@@ -220,4 +221,4 @@ def reasons(ctx: Any, modes: list[str]) -> Any:
 def test_all_ranks_hear_why_not(mode):
     found = run_fresh(reasons, 2, [mode, "0"])
     assert all("rank 1: MINIDP_SHARED_MEMORY=0" in text for text in found)
-    assert found[0].startswith("error") == (mode == "1")
+    assert found[0].startswith("error: [rank 0] ") == (mode == "1")
