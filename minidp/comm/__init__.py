@@ -3,9 +3,8 @@
 Read `groups` (process groups, their stores, values of all ranks without a collective),
 `work` (waits with a time limit), `collectives` (the package's own), `communicator` (a
 group, its time limit, errors that name missing ranks), `grad_bucket` and `hook` (comm
-hooks), `used_map` (which parameters were used on any rank), `nonfinite`
-(``check_finite_grads``), `dist_autograd` (gradients in a context of RPC),
-`shared_memory` (buckets of one host).
+hooks), `used_map` (parameters that any rank used), `item_counts` (``average_over``),
+`nonfinite` (``check_finite_grads``), `dist_autograd` (RPC), `shared_memory` (one host).
 """
 
 from .collectives import (
@@ -59,17 +58,18 @@ from .groups import (
     warn_without_store,
 )
 from .hook import CommHook, Hook, name_of
+from .item_counts import ItemCounts, ItemTotals, weighted
 from .nonfinite import AFTER, BEFORE, refuse_nonfinite
 from .shared_memory import SharedBuffer, read_mode, share
 from .used_map import UsedMap
 from .work import FutureWork, Work, then, wait_for
 
-__all__ = ["CommHook", "GradBucket", "Hook", "Turn", "UsedMap", "name_of"]
-__all__ += ["STORE_SECONDS", "Communicator", "FutureWork", "InFlight"]
-__all__ += ["PeerMonitor", "Report", "SharedBuffer", "Work", "then", "wait_for"]
+__all__ = ["CommHook", "GradBucket", "Hook", "Turn", "UsedMap", "name_of", "wait_for"]
+__all__ += ["STORE_SECONDS", "Communicator", "FutureWork", "InFlight", "ItemCounts"]
+__all__ += ["ItemTotals", "PeerMonitor", "Report", "SharedBuffer", "Work", "then"]
 __all__ += ["all_reduce", "barrier", "broadcast_coalesced", "broadcast_integers"]
 __all__ += ["gather_bytes", "gather_integers", "gather_json", "gather_rows", "share"]
-__all__ += ["ContextGrads", "NotedContexts", "is_own_rref", "is_rpc_up"]
+__all__ += ["ContextGrads", "NotedContexts", "is_own_rref", "is_rpc_up", "weighted"]
 __all__ += ["explain_mixed_backwards", "explain_partly_used", "explain_stepping"]
 __all__ += ["backend_name", "default_first_bucket_bytes", "default_group", "group_name"]
 __all__ += ["is_builtin", "is_group", "is_initialized", "is_python_group", "read_mode"]

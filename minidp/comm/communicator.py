@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,6 +62,16 @@ class PeerMonitor:
         this rank's optimizer steps since its last reduced backward.
         """
         return None
+
+    def exchange_often(
+        self, topic: str, rider: Callable[[dict[int, Any]], Any]
+    ) -> bool:
+        """Exchange what ``rider`` says about this rank, often; return whether we can.
+
+        A thread calls it with what the ranks have posted to ``topic``, by rank (only
+        rank 0 reads: {} on others), and posts what it returns (anything JSON can hold).
+        """
+        return False
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
         """Use the store of ``group``, under ``key``, from now on; a no-op here."""

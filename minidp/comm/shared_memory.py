@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from minidp import native
+from minidp.errors import NativeError, explain
 
 from .collectives import gather_integers
 from .communicator import Communicator
@@ -108,6 +109,8 @@ class SharedBuffer:
     ) -> None:
         self._memory, self._k, self._group, self._ends = memory, k, group, ends
         self.values: Tensor = memory.buffer(k)  # 1-D, real
+        # The extension's slots, whose gradients take sums in place of `values`.
+        self.into: Any | None = None
         self._address = self.values.data_ptr()
 
     def all_reduce(self) -> SharedWork:
@@ -133,7 +136,7 @@ class SharedBuffer:
         memory, k = self._memory, self._k
         if not seconds:
             return bool(memory.advance(k))
-        if memory.wait(k, seconds):
+        if memory.wait(k, seconds, self.into):
             return True
         ended = self._ends.ranks()
         if ended and memory.advance(k):  # the last act of such a process
@@ -211,7 +214,7 @@ def share(
         device: of the gradients.
 
     Raises:
-        RuntimeError: MINIDP_SHARED_MEMORY=1 on this rank, and a rank cannot.
+        NativeError: MINIDP_SHARED_MEMORY=1 on this rank, and a rank cannot.
     """
     group = communicator.group
     if group.size() == 1:
@@ -249,10 +252,14 @@ def share(
 def _refuse(reason: str, communicator: Communicator) -> str:
     if read_mode() != "1":
         return reason
-    raise RuntimeError(
-        f"[rank {communicator.rank}] {VARIABLE}=1, but these ranks cannot share "
-        f"memory. {reason}. Let all ranks run on one host, with CPU gradients, a Gloo "
-        f"group and the extension, or unset {VARIABLE}."
+    raise NativeError(
+        explain(
+            communicator.rank,
+            f"{VARIABLE}=1, but these ranks cannot share memory: {reason}.",
+            expected="all ranks on one host, with CPU gradients, a Gloo group and the "
+            "extension",
+            remedy=f"unset {VARIABLE}",
+        )
     )
 
 

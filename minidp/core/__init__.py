@@ -24,10 +24,12 @@ from .autograd import (
     NO_TASK,
     current_task,
     find_tensors,
+    probe_outputs,
     reachable_nodes,
     untraced,
     untraced_itself,
 )
+from .averaging import Averaging
 from .bucket import BucketState
 from .bucket_queue import BucketQueue, Observer
 from .expected import EveryParameter, expectation_for
@@ -36,9 +38,10 @@ from .local_grads import Ledger, Origin
 from .rebuild import RebuildPolicy, layout_after
 from .reducer import Phase, Reducer
 
-__all__ = ["BucketQueue", "BucketState", "EveryParameter", "GradHook", "GradHooks"]
+__all__ = ["Averaging", "BucketQueue", "BucketState", "EveryParameter", "GradHook"]
 __all__ += [
     "NO_TASK",
+    "GradHooks",
     "Ledger",
     "Observer",
     "Origin",
@@ -46,5 +49,11 @@ __all__ += [
     "RebuildPolicy",
     "Reducer",
 ]
-__all__ += ["current_task", "expectation_for", "find_tensors", "layout_after"]
+__all__ += [
+    "current_task",
+    "expectation_for",
+    "find_tensors",
+    "layout_after",
+    "probe_outputs",
+]
 __all__ += ["reachable_nodes", "untraced", "untraced_itself"]

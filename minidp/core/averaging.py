@@ -1,4 +1,4 @@
-"""Hold the divisor and the comm hook; take shared memory for the buckets."""
+"""Hold the divisor, the comm hook, item counts; take shared memory for the buckets."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from minidp.layout import Layout
 
 
 class Averaging:
-    """Hold the divisor and the comm hook of a reducer, and why memory is not shared."""
+    """Hold by what a reducer averages, and why memory is not shared.
 
-    def __init__(self, communicator: comm.Communicator) -> None:
+    Over items, gradients travel divided by the ranks, so that 16 bits do not overflow;
+    the other factor, ranks / items, comes with the first dense bucket.
+    """
+
+    def __init__(self, communicator: comm.Communicator, *, over_items: bool) -> None:
         self._communicator = communicator
+        self.items = comm.ItemCounts(communicator) if over_items else None
         self.num_contributors: int | None = None  # ranks to average over; None: all
         self.comm_hook: comm.CommHook | None = None
         self.active_comm_hook: comm.CommHook | None = None  # `comm_hook` at `begin`
-        self.copy_divisor = 1  # of this backward's gradients; 1 with a comm hook
+        self.copy_divisor = 1  # of this backward's gradients; see `begin`
         self.wait_description = ""
         # Why buckets travel through the group; empty: they lie in shared memory.
         self.no_shared_memory = ""
@@ -28,12 +33,26 @@ class Averaging:
         return self.num_contributors or self._communicator.size
 
     def begin(self) -> None:
-        """Fix this backward's comm hook, `copy_divisor` (1 with a hook), wait text."""
+        """Fix this backward's comm hook, `copy_divisor` (1 if a hook divides), text."""
         hook = self.active_comm_hook = self.comm_hook
-        self.copy_divisor = self.divisor if hook is None else 1
+        self.copy_divisor = self.divisor if hook is None or self.items else 1
         self.wait_description = "waiting for the all-reduce"
         if hook is not None:
             self.wait_description = f"waiting for the comm hook {hook.name}, call"
+
+    def register(self, hook: comm.CommHook) -> None:
+        """Set the comm hook; RuntimeError if there is one, or if it averages items."""
+        if self.comm_hook is not None:
+            text = "register_comm_hook or register_builtin_comm_hook can only be called"
+            name = self.comm_hook.name
+            raise RuntimeError(f"{text} once, and {name} is registered.")
+        if self.items is not None:
+            raise RuntimeError(
+                f'The comm hook {hook.name} cannot be registered: average_over="items" '
+                "sends counts in a bucket, which a hook might change. What to do: "
+                "average over ranks, or use no hook."
+            )
+        self.comm_hook = hook
 
     def share(self, layout: Layout, *, asks: bool) -> list[comm.SharedBuffer]:
         """Return buffers for the dense buckets; [] if `no_shared_memory` says why not.
@@ -45,7 +64,7 @@ class Averaging:
         if self.comm_hook is not None:
             found = "a comm hook is registered"
         elif asks:
-            shapes = [(plan.numel, plan.dtype) for plan in dense]
+            shapes = [(plan.length, plan.dtype) for plan in dense]
             device = layout.buckets[0].device
             found = comm.share(shapes, self._communicator, device)
         self.no_shared_memory = found if isinstance(found, str) else ""

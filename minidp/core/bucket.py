@@ -40,6 +40,7 @@ class BucketState(Enum):
     FILLING = "filling"  # gradients are missing
     FULL = "full"  # flattened; waits for its turn to be launched
     IN_FLIGHT = "in flight"  # the collective is enqueued, nobody has waited for it
+    __hash__ = object.__hash__  # Enum's is a Python function
 
 
 _FOLLOWING = dict(pairwise([*BucketState, BucketState.FILLING]))
@@ -52,6 +53,7 @@ class Bucket(ABC):
     """
 
     payload: Tensor  # what is reduced: the flat buffer, or the sparse gradient
+    tail: Tensor  # the end of the flat buffer, which belongs to no slot
 
     def __init__(
         self,
@@ -76,6 +78,7 @@ class Bucket(ABC):
         self.work: comm.Work | None = None  # the collective in flight
         self.shared: comm.SharedBuffer | None = None  # the buffer, if all ranks map it
         self.is_alone = False  # it changes no value, because the group has one rank
+        self.factor: float | Tensor = 1.0  # by which `unflatten` multiplies, once
 
     def copy_now(self, k: int, grad: Tensor, divisor: int) -> Entry:
         """Return ``grad`` uncopied; a dense bucket may copy it and return COPIED."""
@@ -98,11 +101,10 @@ class Bucket(ABC):
         self._advance(BucketState.IN_FLIGHT)
         self.is_alone = self.communicator.size == 1 and not comm.is_python_group(group)
         with self.on_stream():
-            self.work = (
-                comm.all_reduce(self.payload, group)
-                if self.shared is None
-                else self.shared.all_reduce()
-            )
+            if self.shared is None:
+                self.work = comm.all_reduce(self.payload, group)
+            else:
+                self.work = self.shared.all_reduce()
         return self.work
 
     def run_hook(self, hook: comm.CommHook, turn: comm.Turn) -> comm.Work:
@@ -169,13 +171,14 @@ class DenseBucket(Bucket):
         self.shared = shared
         # One memory: in the parameters' dtype, as a view per slot, and 1-D real.
         if shared is None:
-            values = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device)
+            values = torch.empty(plan.length, dtype=plan.dtype, device=plan.device)
         else:
             values = shared.values.view(plan.dtype)
+        self.payload, self.tail = map(kernels.as_real, (values, values[plan.numel :]))
+        self._values = values = values[: plan.numel]
         self.views = [
             values.as_strided(s.shape, s.stride, s.offset) for s in plan.slots
         ]
-        self.payload, self._values = kernels.as_real(values), values
         self._memory = kernels.Memory(self.payload)
         is_large = [is_copied_at_once(param) for param in self.params]
         self._copy_plan = kernels.CopyPlan(values, self.views, is_large)
@@ -288,14 +291,21 @@ class DenseBucket(Bucket):
 
     # -- copy out ----------------------------------------------------------------------
 
+    def offer_grads(self) -> None:
+        """Let `wait` write to ``.grad`` if C++ can; then `unflatten` all slots."""
+        native = None if self._tracked or not self._arrived else self.native
+        if self.shared is not None:
+            self.shared.into = native if native and native.offer_tiles() else None
+
     def unflatten(
         self, kept: Collection[int] = (), into: Sequence[Tensor | None] | None = None
     ) -> None:
         """Write reduced values to ``into`` if given, or ``.grad``; not ``kept`` slots.
 
-        With bucket views ``.grad`` becomes the view. ``kept`` views get back the values
-        that `flatten` saved.
+        With bucket views ``.grad`` becomes the view; ``kept`` views get saved values.
         """
+        if self._as_view or into is not None or isinstance(self.factor, Tensor):
+            self._rescale()  # else the extension may multiply on the way
         for k in kept:
             if k in self._saved:
                 self.views[k].copy_(self._saved[k])
@@ -309,6 +319,12 @@ class DenseBucket(Bucket):
         self._tracked.clear()
         self._arrived = ()
 
+    def _rescale(self) -> None:
+        factor, self.factor = self.factor, 1.0
+        if isinstance(factor, Tensor) or factor != 1.0:
+            kernels.rescale(self.payload, factor)
+            self._tracked = {k: grad * factor for k, grad in self._tracked.items()}
+
     def _unflatten_natively(self, kept: Collection[int]) -> bool:
         """Write reduced values to ``.grad`` in C++ (bucket views: make it the view).
 
@@ -317,13 +333,14 @@ class DenseBucket(Bucket):
         if self.native is None:
             return False
         if not kept and not self._tracked and self._arrived:
-            arrived, is_alone = self._arrived, self.is_alone
+            how = {"is_alone": self.is_alone, "scale": self.factor}
             with suppress(RuntimeError):  # a gradient overlaps itself
-                return bool(self.native.unflatten(arrived, is_alone=is_alone))
+                return bool(self.native.unflatten(self._arrived, **how))
         self.native.forget_copies()
         return False
 
     def _unflatten_in_python(self, kept: Collection[int]) -> None:
+        self._rescale()
         grads = [param.grad for param in self.params]
         if self._as_view and not self._tracked:
             self._point_at_views(grads, kept)
@@ -333,9 +350,8 @@ class DenseBucket(Bucket):
             with suppress(RuntimeError):
                 torch._foreach_copy_(cast("list[Tensor]", grads), self.views)
                 return
-        for k in range(len(grads)):
-            if k not in kept:
-                self._unflatten_slot(k)
+        for k in sorted({*range(len(grads))} - {*kept}):
+            self._unflatten_slot(k)
 
     def _point_at_views(
         self, grads: Sequence[Tensor | None], kept: Collection[int]
@@ -370,8 +386,6 @@ class DenseBucket(Bucket):
                 grad.detach().copy_(view)
             except RuntimeError:  # a hook put an expanded tensor there
                 param.grad = torch.empty_like(view).copy_(view)
-
-    # -- views -------------------------------------------------------------------------
 
     def set_apart(self, *, apart: bool) -> None:
         """Switch between gradients in an RPC context (``apart``) and in ``.grad``.

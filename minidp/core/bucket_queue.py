@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class Observer(Protocol):
-    """Describe an object that `BucketQueue.finish` calls per bucket and at the end."""
+class Observer:
+    """Be called by `BucketQueue.finish` per bucket and at the end; here no-op."""
 
-    uses_grads: bool  # reads or changes ``.grad`` in `reduced`
+    uses_grads = False  # reads or changes ``.grad`` in `reduced`
 
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
         """Called per bucket, in order, when averages are in ``.grad`` of ``params``.
@@ -64,7 +64,7 @@ class BucketQueue:
         communicator: comm.Communicator,
     ) -> None:
         self.communicator = communicator
-        self.averaging = Averaging(communicator)
+        self.averaging = Averaging(communicator, over_items=config.averages_items)
         self.tracer = Tracer()
         self.checks_finite = False
         self.skipped: Collection[int] = ()  # bucket numbers that no rank launches now
@@ -102,6 +102,7 @@ class BucketQueue:
                 bucket.set_apart(apart=context is not None)
         self._context = context
         self.next = 0
+        self._summing.clear()
         self.skipped = ()
         if shares_reach and (absent := self.reach_map.unused_everywhere()):
             plans = enumerate(self.layout.buckets)
@@ -143,7 +144,8 @@ class BucketQueue:
         Return True only from the call that reaches the end.
         """
         before = self.next
-        self._summing = [work for work in self._summing if not work.is_completed()]
+        if self._summing:
+            self._summing = [each for each in self._summing if not each.is_completed()]
         while self.next < len(self.buckets):
             number = self.next
             if number not in self.skipped:
@@ -151,12 +153,19 @@ class BucketQueue:
                     break
                 self._launch(number)
             self.next += 1
-        return before < self.next == len(self.buckets)
+        is_launched = before < self.next == len(self.buckets)
+        items = self.averaging.items
+        if is_launched and items is not None and not items.is_sent:
+            items.send(self.layout.buckets[0].device)
+        return is_launched
 
     # The event comes first: the collective may be over when this thread runs again.
     @traced("launch", before=Moment.LAUNCHED)
     def _launch(self, number: int) -> None:
         bucket, hook = self.buckets[number], self.averaging.active_comm_hook
+        if bucket.plan.tail and self.averaging.items is not None:
+            with bucket.on_stream():
+                self.averaging.items.write(bucket.tail)
         if self.checks_finite:
             with bucket.on_stream():  # after the kernels that filled it
                 _check_finite(bucket, self.tracer.backward, comm.BEFORE)
@@ -169,6 +178,8 @@ class BucketQueue:
                 following = range(number + 1, len(self.buckets))
                 is_last = all(later in self.skipped for later in following)
                 divisor, group = self.averaging.divisor, self.communicator.group
+                if self.averaging.items is not None:
+                    divisor = 1  # the buffer is divided already
                 turn = comm.Turn(number, is_last, divisor, group)
                 work = bucket.run_hook(hook, turn)
             self.communicator.note_started(work)
@@ -186,10 +197,21 @@ class BucketQueue:
         """
         observers = tuple(self.observers)  # a call may remove its observer
         steppers = [observer for observer in observers if observer.uses_grads]
+        if self.averaging.items is not None:
+            _receive_counts(self, self.averaging.items)
+            if steppers:  # they apply gradients before any guard sees them
+                self.averaging.items.check()
+        # Only plain averages go to .grad as they are.
+        offers = self._context is None and self.averaging.items is None
         for number, bucket in enumerate(self.buckets):
             if number not in self.skipped:
-                self._wait(number)
-                self._copy_out(number, untouched)
+                slots = bucket.position.items() if untouched else ()
+                kept = [k for i, k in slots if i in untouched]
+                if offers and not kept and isinstance(bucket, DenseBucket):
+                    bucket.offer_grads()
+                if bucket.state is BucketState.IN_FLIGHT:  # not waited for above
+                    self._wait(number)
+                self._copy_out(number, kept)
             for stepper in steppers:
                 stepper.reduced(bucket.params)
         for observer in observers:
@@ -206,13 +228,10 @@ class BucketQueue:
             self.buckets[number].wait()
 
     @traced("copy out", after=Moment.COPIED_OUT)
-    def _copy_out(self, number: int, untouched: Collection[int]) -> None:
+    def _copy_out(self, number: int, kept: Sequence[int]) -> None:
         bucket, into = self.buckets[number], None
         if self.checks_finite and self.averaging.active_comm_hook is not None:
             _check_finite(bucket, self.tracer.backward, comm.AFTER)
-        kept: list[int] = []
-        if untouched:
-            kept = [k for i, k in bucket.position.items() if i in untouched]
         if self._context is not None:
             into = self._context.to_write(bucket.params, bucket.names, kept)
         bucket.unflatten(kept, into)
@@ -237,6 +256,8 @@ class BucketQueue:
         self.buckets = []  # frees memory before we take new memory
         self._summing = []
         self._context = None  # new buckets are not set apart
+        if self.averaging.items is not None:
+            layout = layout.with_tail(self.averaging.items.tail)
         self.layout = layout
         names = [spec.name for spec in self.specs]
         shared = (self._params, names, self.communicator, self.config)
@@ -258,6 +279,8 @@ class BucketQueue:
                 self._wait(number)
         self.used_map.settle()
         self.reach_map.settle()
+        if self.averaging.items is not None:
+            self.averaging.items.settle()
 
     def reset(self, group: ProcessGroup) -> None:
         """Move to ``group`` with new buckets of the same layout.
@@ -274,7 +297,21 @@ class BucketQueue:
         self.skipped = ()
         self.used_map.drop()
         self.reach_map.drop()
+        if self.averaging.items is not None:
+            self.averaging.items.reset()
         self.adopt(self.layout)
+
+
+def _receive_counts(queue: BucketQueue, items: comm.ItemCounts) -> None:
+    """Wait for all ranks' counts; tell the buckets by what to multiply averages."""
+    tail = None
+    for number, bucket in enumerate(queue.buckets):
+        if bucket.plan.tail and number not in queue.skipped:
+            queue._wait(number)
+            tail = bucket.tail
+    factor = items.read(tail, queue.averaging.copy_divisor)
+    for bucket in queue.buckets:
+        bucket.factor, bucket.is_alone = factor, False
 
 
 def _check_finite(bucket: Bucket, step: int, when: str) -> None:

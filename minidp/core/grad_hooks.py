@@ -187,9 +187,14 @@ def native_table(params: Sequence[Tensor], reducer: Reducer) -> Any | None:
         return None
 
     @untraced
-    def admit(i: int) -> None:
-        if reducer.admit(i):  # copied at once, as by the native hook: others may follow
-            reducer.pending.arrive(i, params[i].grad)
+    def admit(i: int) -> bool:
+        if not reducer.admit(i):
+            return False
+        pending = reducer.pending  # a strong reference to the table would be a cycle
+        if pending.native is not None and pending.native.is_owner():
+            return True  # the native hook goes on
+        pending.arrive(i, params[i].grad)
+        return False
 
     # A bound method of the reducer would keep it alive.
     on_full = untraced(lambda bucket: reducer.on_full(bucket))

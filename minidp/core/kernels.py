@@ -42,6 +42,23 @@ def divide(values: Tensor, divisor: int) -> None:
         values.div_(divisor)
 
 
+def rescale(values: Tensor, factor: float | Tensor) -> None:
+    """Compute ``values *= factor`` in place; a tensor's factor is not read on the host.
+
+    ``values``: real and dense, or sparse. In 16 bits the product is of 32-bit numbers.
+    """
+    if isinstance(factor, float):
+        if factor != 1.0:
+            values.mul_(factor)
+        return
+    if values.is_sparse:
+        values = values._values()
+    wide = torch.float64 if values.dtype.to_real() is torch.float64 else torch.float32
+    # One element, but no scalar: that would be rounded to 16 bits first.
+    one = factor.to(values.device, wide, non_blocking=True).reshape(1)
+    torch.mul(values, one, out=values)
+
+
 def as_real(values: Tensor) -> Tensor:
     """Return ``values``; if complex, a 1-D real view: backends add no complex."""
     return torch.view_as_real(values).flatten() if values.is_complex() else values

@@ -61,6 +61,8 @@ class Phase(Enum):
     FINALIZING = "finalizing"  # waiting for collectives, copying out
     FAILED = "failed"  # something raised; only reset() leads out
 
+    __hash__ = object.__hash__  # Enum's is a Python function
+
 
 TRANSITIONS = {
     Phase.IDLE: {Phase.ARMED, Phase.REDUCING, Phase.FAILED},

@@ -51,6 +51,7 @@ class SparseBucket(Bucket):
         """Write the average to ``into`` or ``.grad``, unless kept; drop the payload."""
         param, reduced = self.params[0], self.payload
         del self.payload
+        kernels.rescale(reduced, self.factor)
         grad = param.grad if into is None else into[0]
         if kept:
             return

@@ -3,7 +3,8 @@
 Read `wrapper` (the constructor, forward, no_sync), `arguments` (checked in torch's
 order), `parts` (what a wrapper is made of, also a copy), `replication` (broadcasts and
 comparisons of parameters and module buffers), `join` (uneven inputs), `sync_gradients`,
-`step_in_backward`, `mixed_precision`, `reset` (ranks agree on what survived a failure).
+`step_in_backward`, `items` (averages over what ranks count), `mixed_precision`,
+`reset` (ranks agree on what survived a failure).
 """
 
 from . import arguments

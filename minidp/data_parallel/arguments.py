@@ -18,7 +18,13 @@ from minidp.comm import (
     is_group,
     read_mode,
 )
-from minidp.config import ReducerConfig, Safety, bucket_caps, is_auto
+from minidp.config import (
+    ReducerConfig,
+    Safety,
+    averages_items,
+    bucket_caps,
+    is_auto,
+)
 from minidp.console import warn
 from minidp.layout import read_plain, resumed_layout
 from minidp.replica import DETOUR, Replica, check_data, examine
@@ -88,6 +94,7 @@ class Arguments:
             "mixed_precision": self.precision,
             "bucket_layout": config.saved_layout,
             "check_replicas_every": self.safety.check_replicas_every,
+            "average_over": "items" if config.averages_items else "ranks",
         }
 
 
@@ -114,6 +121,7 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
         last_is_small=os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1",
         saved_layout=None if layout is None else read_plain(layout),
         tunes=is_auto(given.bucket_cap_mb),
+        averages_items=averages_items(given.average_over),
         **flags,
     )
     if config.saved_layout is not None:

@@ -18,10 +18,11 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import Optimizer
 
+from minidp.core import Observer
 from minidp.guard import Guard
 
 
-class StepInBackward:
+class StepInBackward(Observer):
     """Step one optimizer in the backward, on each bucket's parameters once reduced.
 
     With ``clip_grad_norm``, on all parameters after the last bucket. The optimizer

@@ -9,6 +9,8 @@ import torch
 
 from minidp.core import Phase, Reducer
 
+from .items import contributing_nothing
+
 
 def average_now(reducer: Reducer) -> None:
     """Collective: average every ``.grad`` over the ranks now, without the comm hook.
@@ -31,7 +33,7 @@ def shadow_backward(reducer: Reducer) -> None:
     """Collective: join other ranks' backward with zeros; set ``.grad`` to averages."""
     queue, expected = reducer.queue, reducer.expected
     everything = list(range(len(reducer.params)))
-    with failing(reducer):
+    with failing(reducer), contributing_nothing(reducer):
         used = () if expected.shares_used_map else None
         if expected.shares_reach:
             queue.reach_map.relaunch(())

@@ -15,13 +15,13 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from typing_extensions import TypeVar
 
 from minidp.comm import CommHook, Hook, default_group
-from minidp.config import AUTO, Unsynced, replacements
+from minidp.config import AUTO, AverageOver, Unsynced, replacements
 from minidp.core import untraced, untraced_itself
 from minidp.guard import refuse_forward
 from minidp.replica import verify
 from minidp.trace import Recorder, StepEvent, label
 
-from . import arguments, parts
+from . import arguments, items, parts
 from .join import Shadow, announce, joining, stop_joining
 from .mixed_precision import map_tensors
 from .reset import agree_and_recover
@@ -88,6 +88,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         check_finite_grads: raise, naming the parameter, before NaN or infinity travels.
         bucket_layout: start with these buckets: the property of this name, or a file
             that ``minidp tune`` wrote; the same on all ranks.
+        average_over: "items": the mean over all items (tokens, samples ...) that ranks
+            count by `count_items` or `weigh_loss`. "ranks": the mean of ranks' means.
 
     Raises:
         ValueError, TypeError, RuntimeError: bad arguments, as in torch.
@@ -131,6 +133,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         check_replicas_every: int | Literal["auto"] = AUTO,
         check_finite_grads: bool = False,
         bucket_layout: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        average_over: AverageOver = "ranks",
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -212,6 +215,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
                 self._replication.compare_if_due(self.module, with_buffers=broadcasts)
         if self.device_ids:
             inputs, kwargs = map_tensors((inputs, kwargs), lambda t: t.to(self.device))
+        if with_grad:
+            self._reducer.queue.tracer.enter(StepEvent.MODULE_BEGIN)
         return inputs, kwargs
 
     @untraced_itself
@@ -223,16 +228,14 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @untraced
     def _post_forward(self, output: Any) -> Any:
-        """Let the backward reduce, unless in no_sync() or no_grad(); return ``output``.
-
-        Stores whether it will: only then the next forward broadcasts buffers.
-        """
+        """Let the backward reduce (not in no_sync(), no_grad()); return ``output``."""
         with_grad = torch.is_grad_enabled()
         will_reduce = with_grad and self.require_backward_grad_sync
-        self.require_forward_param_sync = will_reduce
+        self.require_forward_param_sync = will_reduce  # else no buffers are broadcast
         if will_reduce:
             self._reducer.arm(output)
         if with_grad:
+            items.watch(self._reducer, output)
             self._reducer.ledger.note_forward(synchronising=will_reduce)
             self._reducer.local_backwards.forward_ended(output, will_reduce=will_reduce)
         return output
@@ -275,15 +278,15 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
                 gradients in, their average out.
 
         Raises:
-            TypeError, ValueError, RuntimeError: no comm hook, or one is registered.
+            TypeError, ValueError, RuntimeError: no hook, one is there, over items.
         """
         averaging = self._reducer.queue.averaging
-        if (known := averaging.comm_hook) is not None:
-            text = "register_comm_hook or register_builtin_comm_hook can only be called"
-            raise RuntimeError(f"{text} once, and {known.name} is registered.")
-        averaging.comm_hook = CommHook(state, hook)
+        averaging.register(CommHook(state, hook))
         if self._reducer.phase.is_idle and not averaging.no_shared_memory:
             self._reducer.adopt(self._reducer.queue.layout)  # a hook may resize buckets
+
+    count_items, weigh_loss = items.count_items, items.weigh_loss
+    item_totals = property(items.item_totals)
 
     def step_in_backward(
         self, optimizer: Optimizer, *, clip_grad_norm: float | None = None

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -90,6 +90,8 @@ class BucketPlan:
     dtype: torch.dtype
     device: torch.device
     sparse: bool = False
+    # Elements of the buffer after the last slot; where parameters lie is the same.
+    tail: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         count, end = len(self.slots), 0
@@ -106,12 +108,17 @@ class BucketPlan:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements of the flat buffer."""
+        """Number of elements of all slots."""
         return sum(slot.numel for slot in self.slots)
 
     @property
+    def length(self) -> int:
+        """Number of elements of the flat buffer."""
+        return self.numel + self.tail
+
+    @property
     def nbytes(self) -> int:
-        """Size of the flat buffer in bytes."""
+        """Size of all slots in bytes."""
         return self.numel * self.dtype.itemsize
 
     @cached_property
@@ -140,6 +147,15 @@ class Layout:
         """The bucket number of each parameter, by parameter index."""
         owner = {i: n for n, b in enumerate(self.buckets) for i in b.indices}
         return tuple(owner[i] for i in range(self.num_params))
+
+    def with_tail(self, tail: int) -> Layout:
+        """Return this layout with so many elements more in the first dense bucket."""
+        plans = list(self.buckets)
+        for number, plan in enumerate(plans):
+            if not plan.sparse:
+                plans[number] = replace(plan, tail=tail)
+                break
+        return replace(self, buckets=tuple(plans))
 
     @property
     def assignment(self) -> tuple[tuple[int, ...], ...]:

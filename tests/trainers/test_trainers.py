@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.trainers import over_items
+
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 TRAINERS = {
@@ -74,6 +76,19 @@ def test_weights_are_those_of_torchs_ddp(trainer, tmp_path):
         assert ours.keys() == torchs.keys()
         for name, tensor in torchs.items():
             assert torch.equal(ours[name], tensor), (way, name)
+
+
+@pytest.mark.parametrize("trainer", over_items.TRAINERS)
+def test_mean_over_all_labels(trainer, tmp_path):
+    """Weights and logged losses are those of one process with the whole batch."""
+    needs(trainer)
+    out = str(tmp_path / "out.pt")
+    run = ("-m", "minidp.run", "--average-over", "items")
+    torchrun(*run, str(HERE / "over_items.py"), trainer, out)
+    found, (weights, losses) = torch.load(out), over_items.alone()
+    assert found["losses"] == pytest.approx(losses, rel=1e-9)
+    for name, tensor in weights.items():
+        assert torch.allclose(found["weights"][name], tensor, rtol=1e-9), name
 
 
 @pytest.mark.parametrize("is_compared", [False, True])

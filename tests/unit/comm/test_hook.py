@@ -17,6 +17,7 @@ from minidp import CommHookError, DataParallel, GradBucket, comm_hooks
 from minidp.comm.grad_bucket import Turn
 from minidp.comm.hook import CommHook
 from minidp.layout.plan import ParamSpec, build_layout
+from tests.support.both import done
 
 CPU = torch.device("cpu")
 
@@ -27,12 +28,6 @@ def bucket_of(buffer, *, sparse=False):
     spec = ParamSpec("w", shape, stride, buffer.dtype, CPU, sparse)
     (plan,) = build_layout([spec], [[0]]).buckets
     return GradBucket(plan, buffer, [buffer], Turn(3, True, 2, None))
-
-
-def done(value):
-    future = Future()
-    future.set_result(value)
-    return future
 
 
 def call(returned, buffer=None, *, sparse=False):

@@ -10,6 +10,7 @@ from minidp import DataParallel, NonFiniteGradientError
 from minidp.comm.nonfinite import _is_surely_finite
 from tests.fault.test_faults import attempt, trains
 from tests.fault.test_faults import make as make_two_layers
+from tests.support.both import done
 
 
 class Two(nn.Module):
@@ -92,12 +93,7 @@ def test_sync_gradients_is_checked_too(lone_group):
 def test_what_a_comm_hook_brings_is_checked_too(lone_group):
     ddp = DataParallel(Two(), check_finite_grads=True)
 
-    def spoil(_, bucket):
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer() * float("inf"))
-        return future
-
-    ddp.register_comm_hook(None, spoil)
+    ddp.register_comm_hook(None, lambda _, b: done(b.buffer() * float("inf")))
     text = gradients_of(ddp, torch.ones(3), torch.ones(2))
     assert "is not finite after the comm hook" in text
 

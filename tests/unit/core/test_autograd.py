@@ -13,41 +13,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel.distributed import _find_tensors
 
 from minidp.core.autograd import (
-    NO_TASK,
-    current_task,
     find_tensors,
     probe_outputs,
-    queue_final_callback,
-    reachable_nodes,
     unreachable,
 )
-
-
-def test_current_task_is_known_inside_a_backward_only():
-    leaf = torch.ones(1, requires_grad=True)
-    seen = []
-    leaf.register_hook(lambda _: seen.append(current_task()))
-    assert current_task() == NO_TASK
-    (leaf * 1).backward()
-    (leaf * 1).backward()
-    assert current_task() == NO_TASK
-    assert NO_TASK not in seen
-    assert seen[0] != seen[1]
-
-
-def test_final_callbacks_run_at_the_end_and_raise_there():
-    leaf = torch.ones(1, requires_grad=True)
-    seen = []
-
-    def fail():
-        seen.append(leaf.grad.item())
-        raise KeyError("from the callback")
-
-    out = leaf * 2
-    out.register_hook(lambda _: queue_final_callback(fail))
-    with pytest.raises(KeyError, match="from the callback"):
-        out.backward()
-    assert seen == [2.0]
 
 
 @dataclass
@@ -103,17 +72,6 @@ def test_probe_runs_when_a_backward_reaches_an_output():
     (first * 5).backward()
     assert calls == [1, 1]
     assert leaf.grad.item() == 13.0  # probes change nothing
-
-
-def test_reachable_and_unreachable():
-    params = [nn.Parameter(torch.ones(1)) for _ in range(4)]
-    nodes = [get_gradient_edge(param).node for param in params]
-    output = {"a": (params[0] * params[1]).exp(), "b": [params[2].detach() * params[0]]}
-    reached = reachable_nodes(output)
-    assert [node in reached for node in nodes] == [True, True, False, False]
-    assert unreachable(output, nodes, range(4)) == {2, 3}
-    assert unreachable(output, nodes, [1, 3]) == {3}
-    assert unreachable(None, nodes, [0]) == set()  # nothing seen, nothing known
 
 
 def test_search_survives_long_chains():

@@ -11,10 +11,10 @@ from torch import nn
 from minidp.comm import Communicator
 from minidp.config import BucketCaps, ReducerConfig
 from minidp.core import kernels
-from minidp.core.bucket import BucketState, DenseBucket
-from minidp.core.grad_hooks import COPY_AT_ONCE_BYTES, GradState
+from minidp.core.bucket import DenseBucket
+from minidp.core.grad_hooks import COPY_AT_ONCE_BYTES
 from minidp.core.sparse_bucket import SparseBucket
-from minidp.errors import GradientError, InternalError
+from minidp.errors import GradientError
 from minidp.layout.plan import ParamSpec, build_layout
 from tests.support.fake_cuda import FakeCuda, install
 
@@ -47,49 +47,19 @@ def give_grads(params):
     return [param.grad for param in params]
 
 
-@pytest.fixture
-def group(lone_group):
-    return lone_group
-
-
-def launch(bucket, group):
+def finish(bucket, group, *, kept=()):
     bucket.communicator = Communicator(group)
     assert bucket.all_reduce() is bucket.work
     bucket.is_alone = False  # as on several ranks
-
-
-def reduce(bucket, group, *, factor=1):
-    """Launch and wait; ``factor`` stands for what other ranks add."""
-    launch(bucket, group)
     bucket.wait()
-    if factor != 1:
-        bucket.payload.mul_(factor)
-
-
-def finish(bucket, group, *, factor=1, kept=()):
-    reduce(bucket, group, factor=factor)
     bucket.unflatten(kept)
 
 
 # -------------------------------------------------------------------- dense, copied
 
 
-def test_copy_in_and_out(group):
-    params = make_params((2, 3), (), (0, 2), (4,))
-    grads = give_grads(params)
-    expected = [grad / 2 * 20 for grad in grads]
-    bucket = bucket_of(params)
-    bucket.flatten(grads, 2)
-    assert torch.equal(bucket.payload, torch.arange(1.0, 12.0) / 2)
-    finish(bucket, group, factor=20)
-    for param, old, value in zip(params, grads, expected, strict=True):
-        assert param.grad is old  # the user's own tensor
-        assert torch.equal(param.grad, value)
-        assert not bucket._memory.owns(param.grad) or param.numel() == 0
-
-
 @pytest.mark.parametrize("numel", [3, LARGE])
-def test_alone_what_was_written_after_the_copy_is_undone(group, numel):
+def test_alone_what_was_written_after_the_copy_is_undone(lone_group, numel):
     """As in torch: also where the copy out is left out because nobody wrote."""
     params = make_params((numel,), (numel,), (numel,))
     bucket = bucket_of(params)
@@ -99,79 +69,9 @@ def test_alone_what_was_written_after_the_copy_is_undone(group, numel):
     bucket.flatten(entries, 1)
     params[0].grad.mul_(7)
     params[1].grad = grads[1] * 7
-    finish(bucket, group)
+    finish(bucket, lone_group)
     for param, value in zip(params, expected, strict=True):
         assert torch.equal(param.grad, value)
-
-
-def test_missing_gradients_contribute_zeros_and_receive(group):
-    """A fresh gradient is laid out like its parameter."""
-    last = torch.zeros(1, 3, 2, 2).to(memory_format=torch.channels_last)
-    params = [*make_params((2,), (2,)), nn.Parameter(last)]
-    bucket = bucket_of(params)
-    bucket.payload.fill_(torch.nan)
-    bucket.flatten([None, torch.ones(2), None], 1)
-    assert bucket.payload.tolist() == [0, 0, 1, 1] + [0] * 12
-    reduce(bucket, group)
-    bucket.payload[:2] = 5
-    bucket.unflatten()
-    assert params[0].grad.tolist() == [5, 5]
-    assert params[0].grad.data_ptr() != bucket.payload.data_ptr()
-    assert params[2].grad.stride() == bucket.views[2].stride() == last.stride()
-
-
-@as_views
-def test_kept_slots_are_not_written(group, as_view):
-    params = make_params((2,), (2,), (2,))
-    grads = give_grads(params)
-    params[2].grad = None
-    bucket = bucket_of(params, as_view=as_view)
-    bucket.flatten([grads[0], grads[1], None], 1)
-    finish(bucket, group, factor=100, kept=[1, 2])
-    assert params[0].grad.tolist() == [100, 200]
-    assert params[1].grad.tolist() == [3, 4]
-    assert params[2].grad is None
-
-
-# ------------------------------------------------------------------ copied at once
-
-
-@as_views
-@pytest.mark.parametrize("missing", [(), (0,), (0, 4)])
-def test_large_gradients_are_copied_on_arrival(group, as_view, missing):
-    params = make_params((3,), (LARGE,), (2,), (LARGE,), (1,))
-    grads = give_grads(params)
-    for k in missing:
-        params[k].grad = None
-    parts = [g * 0 if k in missing else g * (1.0 / 3) for k, g in enumerate(grads)]
-    expected = torch.cat(parts)
-    bucket = bucket_of(params, as_view=as_view)
-    entries = [param.grad for param in params]
-    with torch.no_grad():
-        for k in (1, 3):
-            entries[k] = bucket.copy_now(k, grads[k], 3)
-            assert entries[k] is GradState.COPIED
-            assert (params[k].grad is bucket.views[k]) == as_view
-        bucket.flatten(entries, 3)
-    assert torch.equal(bucket.payload, expected)  # each scaled exactly once
-    finish(bucket, group)
-    assert torch.equal(torch.cat([param.grad for param in params]), expected)
-
-
-def test_what_copy_now_leaves_to_flatten():
-    bucket = bucket_of(make_params((4,)), as_view=True)
-    view = bucket.views[0]
-    with torch.no_grad():
-        for grad in (
-            view,
-            view[:],  # another tensor on the same memory
-            torch.ones(4, dtype=torch.float64),
-            torch.ones(2, 2),
-            torch.ones(4).to_sparse(),
-        ):
-            assert bucket.copy_now(0, grad, 2) is grad
-    tracked = torch.ones(4)
-    assert bucket.copy_now(0, tracked, 2) is tracked  # grad mode: create_graph
 
 
 # ------------------------------------------------------- gradients that are views
@@ -185,64 +85,37 @@ def synced(params, group):
     return bucket
 
 
-def test_gradients_become_views_and_again_after_set_to_none(group):
-    params = make_params((2, 2), (3,))
-    bucket = synced(params, group)
-    for _ in range(2):
-        for param, view in zip(params, bucket.views, strict=True):
-            assert param.grad is view
-        params[0].grad.fill_(9)
-        assert bucket.payload.tolist() == [9, 9, 9, 9, 5, 6, 7]
-        params[0].grad = None
-        bucket.flatten(give_grads(params), 1)
-        finish(bucket, group)
-
-
-def test_views_are_divided_and_fresh_gradients_multiplied(group):
-    params = make_params((50,), (50,))
-    bucket = synced(params, group)
-    old, new = torch.rand(100), torch.rand(50)
-    assert not torch.equal(old / 3, old * (1.0 / 3))
-    bucket.payload.copy_(old)
-    bucket.flatten([p.grad for p in params], 3)
-    assert torch.equal(bucket.payload, old / 3)
-    finish(bucket, group)
-    params[0].grad.copy_(old[:50])
-    bucket.flatten([params[0].grad, new], 3)
-    assert torch.equal(bucket.payload, torch.cat([old[:50] / 3, new * (1.0 / 3)]))
-
-
-def test_replaced_gradients_are_tolerated(group):
+def test_replaced_gradients_are_tolerated(lone_group):
     """By another tensor on the same memory, which counts as the view; by a copy."""
     params = make_params((2,), (2,), (2,))
-    bucket = synced(params, group)
+    bucket = synced(params, lone_group)
     params[1].grad = bucket.payload[2:4]
     params[2].grad = params[2].grad.clone()
     bucket.flatten([p.grad for p in params], 2)
     assert bucket.payload.tolist() == [0.5, 1, 1.5, 2, 2.5, 3]
-    finish(bucket, group)
+    finish(bucket, lone_group)
     assert params[2].grad is bucket.views[2]
     assert params[2].grad.tolist() == [2.5, 3]
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
-def test_undecided_views_get_their_bytes_back_when_kept(group, is_kept):
+def test_undecided_views_get_their_bytes_back_when_kept(lone_group, is_kept):
     params = make_params((3,), (2,))
-    bucket = synced(params, group)
+    bucket = synced(params, lone_group)
     before = torch.tensor([0.1, 0.2, 0.3])
     params[0].grad.copy_(before)
     bucket.flatten([p.grad for p in params], 3, undecided={0})
-    finish(bucket, group, kept=[0] * is_kept)
+    finish(bucket, lone_group, kept=[0] * is_kept)
     assert params[0].grad is bucket.views[0]
     expected = before if is_kept else before / 3  # no ulp of drift
     assert torch.equal(params[0].grad, expected)
     assert bucket._saved == {}
 
 
-def test_gradients_that_exist_become_views_of_a_new_bucket(group):
+def test_gradients_that_exist_become_views_of_a_new_bucket(lone_group):
     """Except those with a history, and misfits."""
     params = make_params((2,), (3,), (1,), (1,), (2,), (2,))
-    old = synced(params, group)
+    old = synced(params, lone_group)
     params[2].grad = torch.tensor([7.0])  # of a local backward after zero_grad
     params[3].grad = None
     leaf = torch.ones(2, requires_grad=True)
@@ -260,7 +133,7 @@ def test_gradients_that_exist_become_views_of_a_new_bucket(group):
 
 
 @as_views
-def test_gradients_that_require_grad_keep_their_history(group, as_view):
+def test_gradients_that_require_grad_keep_their_history(lone_group, as_view):
     (param,) = make_params((2,))
     leaf = torch.tensor([3.0, 4.0], requires_grad=True)
     param.grad = leaf * leaf
@@ -270,7 +143,7 @@ def test_gradients_that_require_grad_keep_their_history(group, as_view):
     assert bucket.payload.tolist() == [4.5, 8.0]
     assert not bucket.payload.requires_grad
     with torch.no_grad():
-        finish(bucket, group)
+        finish(bucket, lone_group)
     assert param.grad.tolist() == [4.5, 8.0]
     (second,) = torch.autograd.grad(param.grad.sum(), leaf)
     assert second.tolist() == [3.0, 4.0]  # d(x^2 / 2)
@@ -310,26 +183,6 @@ def test_a_gradient_of_another_shape_is_not_broadcast(shape):
         bucket.flatten([torch.ones(1), torch.ones(6)], 1)
 
 
-# --------------------------------------------------------------------------- states
-
-
-def test_states_follow_each_other(group):
-    params = make_params((2,))
-    bucket = bucket_of(params)
-    assert bucket.state is BucketState.FILLING
-    text = r"\[rank 0\] bucket of p0: FILLING -> IN_FLIGHT is not allowed"
-    with pytest.raises(InternalError, match=text):
-        launch(bucket, group)
-    bucket.flatten(give_grads(params), 1)
-    assert bucket.state is BucketState.FULL
-    with pytest.raises(InternalError, match="FULL -> FULL is not allowed"):
-        bucket.flatten(give_grads(params), 1)
-    launch(bucket, group)
-    assert bucket.state is BucketState.IN_FLIGHT
-    bucket.wait()
-    assert bucket.state is BucketState.FILLING
-
-
 # --------------------------------------------------------------------------- sparse
 
 
@@ -344,11 +197,11 @@ def sparse_grad(row, value):
 
 
 @pytest.mark.parametrize("grad", [sparse_grad(2, 6.0), None], ids=["kept", "None"])
-def test_kept_sparse_gradient_stays(group, embedding, grad):
+def test_kept_sparse_gradient_stays(lone_group, embedding, grad):
     embedding.grad = grad
     bucket = bucket_of([embedding], sparse=True)
     bucket.flatten([grad], 3, undecided={0})
-    finish(bucket, group, kept=[0])
+    finish(bucket, lone_group, kept=[0])
     assert embedding.grad is grad
     assert grad is None or grad.to_dense()[2].tolist() == [6, 6]
 

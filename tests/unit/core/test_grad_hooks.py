@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import weakref
 from types import SimpleNamespace
 
@@ -16,11 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from minidp import CommHookError, DataParallel, ReducerFailedError, native
 from minidp.core.autograd import queue_final_callback
 from minidp.core.grad_hooks import (
-    COPY_AT_ONCE_BYTES,
     GradHooks,
-    GradState,
     PendingGrads,
 )
+from tests.support.both import Scale
 
 
 def reducer_of(called):
@@ -34,18 +32,9 @@ both = pytest.mark.parametrize("wrap", [DistributedDataParallel, DataParallel])
 # --------------------------------------------------------- position among user hooks
 
 
-class Weight(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        return self.w * x
-
-
 def run_with_hooks(wrap, group):
     """What each user hook saw, each one scaling the gradient, and the final value."""
-    module = Weight()
+    module = Scale()
     param, seen = module.w, []
     node = get_gradient_edge(param).node
 
@@ -85,7 +74,7 @@ def test_difference_a_node_hook_behind_ours_is_too_late(lone_group):
 def queued(wrap, group, position):
     """Gradients that an engine callback of the user sees."""
     seen = []
-    module = Weight()
+    module = Scale()
 
     class Early(torch.autograd.Function):
         @staticmethod
@@ -156,39 +145,6 @@ def test_hooks_need_no_grad_mode(params, pending):
     assert hooks.nodes[0] is get_gradient_edge(params[0]).node
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"gradient_as_bucket_view": True},
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-    ],
-    ids=str,
-)
-@pytest.mark.usefixtures("no_gc")
-def test_dropping_the_object_takes_the_hooks_off(lone_group, options):
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    ddp = DataParallel(module, process_group=lone_group, **options)
-    for _ in range(3):
-        ddp(torch.randn(3, 2)).sum().backward()
-    hooks = ddp._reducer.hooks
-    nodes, ready = list(hooks.nodes), ddp._reducer.pending.ready
-    assert len(nodes) == 4
-    parts = [weakref.ref(part) for part in (ddp, ddp._reducer, ddp._guard)]
-    del ddp
-    assert [part() for part in parts] == [None] * 3
-    assert gc.isenabled() is False
-    assert hooks.nodes == []
-    ready.clear()
-    module(torch.randn(3, 2)).sum().backward()
-    assert list(ready) == []
-    assert nodes[0] is get_gradient_edge(module[0].weight).node  # the same, bare
-    module.zero_grad()
-    module(torch.randn(3, 2)).sum().backward()
-    assert module[0].weight.grad is not None
-
-
 @pytest.mark.usefixtures("no_gc")
 def test_a_failed_object_is_not_kept_by_its_error(lone_group):
     module = nn.Linear(2, 2)
@@ -207,7 +163,7 @@ def test_a_failed_object_is_not_kept_by_its_error(lone_group):
 
 @pytest.mark.usefixtures("no_gc")
 def test_an_output_that_lives_on_does_not_keep_the_object(lone_group):
-    ddp = DataParallel(Weight(), process_group=lone_group, find_unused_parameters=True)
+    ddp = DataParallel(Scale(), process_group=lone_group, find_unused_parameters=True)
     module = ddp.module
     loss = ddp(torch.ones(1)).sum()
     part = weakref.ref(ddp._reducer)
@@ -232,24 +188,3 @@ def test_nothing_is_planted_on_parameters(lone_group, option):
     for child in module.modules():
         assert not child._forward_hooks
         assert not child._forward_pre_hooks
-
-
-def test_small_hook_and_countdown_agree():
-    """The hot path spells out what `PendingGrads.arrive` does; it must not drift."""
-    states = []
-    for numel in (1, COPY_AT_ONCE_BYTES // 4):  # small hook, large hook
-        full = []
-        params = [nn.Parameter(torch.ones(numel)) for _ in range(2)]
-        pending = PendingGrads(params, reducer_of(full.append))
-        plan = SimpleNamespace(indices=(1, 0))
-        streams = SimpleNamespace(written_on=set())
-        pending.adopt([SimpleNamespace(plan=plan, streams=streams, copied_by_hook=())])
-        hooks = GradHooks(params, pending)
-        pending.open([GradState.UNSET] * 2, 1)
-        for i in (1, 0, 0):  # the second time is unusual
-            params[i].sum().backward()
-            states.append([list(pending.ready), list(pending.num_left), list(full)])
-            assert pending.entries[i] is params[i].grad
-        hooks.remove()
-    assert states[:3] == [[[1], [1], []], [[1, 0], [0], [0]], [[1, 0], [0], [0, 0]]]
-    assert states[3:] == states[:3]

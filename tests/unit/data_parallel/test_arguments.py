@@ -186,6 +186,7 @@ def test_signature_is_torchs_with_more_options():
         "check_replicas_every": "auto",
         "check_finite_grads": False,
         "bucket_layout": None,
+        "average_over": "ranks",
     }
     assert {p.kind for p in extra} == {inspect.Parameter.KEYWORD_ONLY}
 
@@ -315,16 +316,6 @@ def test_managed_parameters_are_torchs(lone_group):
     assert (spec.dtype, spec.device.type, spec.sparse) == (torch.float32, "cpu", True)
 
 
-@pytest.mark.parametrize("listed", ["scale", ".scale"])
-def test_root_parameters_may_be_ignored_by_either_name(listed):
-    module = Tied()
-    module._ddp_params_and_buffers_to_ignore = [listed, "late.bias"]
-    replica = examine(module, {})
-    assert replica.ignored == {"scale", "late.bias"}
-    for names in (replica.parameters, replica.managed):
-        assert not names.keys() & {"scale", "late.bias"}
-
-
 def test_unknown_names_on_the_ignore_list_are_told(lone_group):
     module = Tied()
     module._ddp_params_and_buffers_to_ignore = ["lat.bias", "scale", "gone"]
@@ -332,16 +323,6 @@ def test_unknown_names_on_the_ignore_list_are_told(lone_group):
     with pytest.warns(UserWarning, match=text) as caught:
         DataParallel(module)
     assert caught[0].filename == __file__
-
-
-def test_torchs_function_makes_the_list(lone_group):
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    names = ["0.weight", "1.running_mean"]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
-    ddp = DataParallel(module)
-    assert ddp.parameters_to_ignore == set(names)
-    assert "1.running_mean" not in ddp.named_module_buffers
-    assert ddp._reducer.names == ("0.bias", "1.weight", "1.bias")
 
 
 # ----------------------------------------------------------------------------- inputs

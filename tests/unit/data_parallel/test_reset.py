@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from minidp import (
     CollectiveError,
@@ -15,21 +13,10 @@ from minidp import (
     UnfinishedReductionError,
 )
 from minidp.core.bucket import BucketState
+from tests.support.both import Two
 from tests.support.fresh import run_fresh
 
 TWO_BUCKETS = {"bucket_cap_mb_list": [0]}
-
-
-class Two(nn.Module):
-    """In a backward of "ab", b gets its gradient first."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.ones(1))
-        self.b = nn.Parameter(torch.ones(1))
-
-    def forward(self, x, use="ab"):
-        return sum(getattr(self, name) * x for name in use)
 
 
 def grads(ddp):
@@ -146,13 +133,14 @@ def after_unfinished(ctx, options):
         errors.append(error_of(ddp, x))
     errors.append(error_of(ddp.sync_gradients))
     ddp.reset()
-    return errors, still_evaluates, grads(ddp), train(ctx, ddp)
+    kept = ddp.process_group is ctx.group  # nothing was in flight
+    return errors, still_evaluates, grads(ddp), train(ctx, ddp), kept
 
 
 @pytest.mark.parametrize("options", [{}, TWO_BUCKETS], ids=str)
 def test_unfinished_reduction(pool, options):
     for rank, result in enumerate(pool.run(after_unfinished, 2, options)):
-        errors, still_evaluates, left, trained = result
+        errors, still_evaluates, left, trained, kept = result
         assert len(set(errors)) == 1
         kind, text = errors[0]
         assert kind == UnfinishedReductionError.__name__
@@ -164,6 +152,7 @@ def test_unfinished_reduction(pool, options):
         assert still_evaluates == 2 * (rank + 1)
         assert left == [rank + 1, None]  # as it was
         assert trained == HEALTHY
+        assert kept
 
 
 def after_nothing(ctx):
@@ -211,56 +200,6 @@ def test_objects_on_one_group_are_reset_apart(pool):
 
 
 # ---------------------------------------------------------- ranks fail differently
-
-
-def one_rank_unfinished(ctx, options):
-    ddp = DataParallel(Two(), process_group=ctx.group, **options)
-    train(ctx, ddp, 2)
-    ddp.zero_grad()
-    x = torch.tensor([ctx.rank + 1.0])
-    use = "ab" if ctx.rank == 0 else "b"
-    backward = error_of(lambda: ddp(x, use).backward())
-    forward = error_of(ddp, x)
-    ddp.reset()
-    fresh = ddp.process_group
-    ranks = dist.get_process_group_ranks(fresh)
-    return backward, forward, fresh is not ctx.group, ranks, train(ctx, ddp)
-
-
-@pytest.mark.parametrize("options", [{}, TWO_BUCKETS], ids=str)
-def test_unfinished_on_one_rank_only(options):
-    first, second = run_fresh(one_rank_unfinished, 2, options, group_timeout=3.0)
-    (kind, text), (failed, _), *_ = first
-    assert kind == CollectiveError.__name__
-    assert text.startswith("[rank 0] A collective failed while waiting for the all-")
-    assert text.endswith("then call reset() on all live ranks.")
-    assert failed == ReducerFailedError.__name__
-    backward, (unfinished, names), *_ = second
-    assert backward == ("", "")
-    assert unfinished == UnfinishedReductionError.__name__
-    assert "Parameters which did not receive grad for rank 1: a.\n" in names
-    for _, _, is_fresh, ranks, trained in (first, second):
-        assert is_fresh
-        assert ranks == [0, 1]
-        assert trained == HEALTHY
-
-
-def one_rank_raises(ctx):
-    ddp = DataParallel(Two(), process_group=ctx.group)
-    if ctx.rank == 1:
-        fail_once(ddp.module.a)
-    error, _ = error_of(lambda: ddp(torch.ones(1)).backward())
-    ddp.reset()
-    once = train(ctx, ddp)
-    ddp(torch.ones(1), "a").backward()
-    ddp.reset()  # a second time, now on the fresh group
-    return error, once, train(ctx, ddp)
-
-
-def test_user_code_raises_on_one_rank_only():
-    first, second = run_fresh(one_rank_raises, 2, group_timeout=3.0)
-    assert first == (CollectiveError.__name__, HEALTHY, HEALTHY)
-    assert second == ("KeyError", HEALTHY, HEALTHY)
 
 
 def one_rank_never_calls_forward(ctx):

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from minidp import DataParallel, DoubleStepError, MiniDPError
-from minidp.data_parallel.step_in_backward import StepInBackward, step_on
-
-
-class AnyGuard:
-    def allow(self, _optimizer):
-        return contextlib.nullcontext()
-
-
-GUARD = AnyGuard()
+from minidp import DataParallel
 
 
 def three():
@@ -52,49 +41,8 @@ def zero():
 )
 def test_what_cannot_step_on_a_part(lone_group, make, says):
     with pytest.raises(TypeError) as caught:
-        StepInBackward(make(), GUARD)
+        DataParallel(nn.Linear(1, 1)).step_in_backward(make())
     assert says in str(caught.value)
-
-
-def test_step_on_some_leaves_the_optimizer_as_it_was():
-    params = three()
-    optimizer = torch.optim.SGD([{"params": params[:2]}, {"params": params[2:]}], 1.0)
-    groups = optimizer.param_groups
-    for param in params:
-        param.grad = torch.ones(1)
-    step_on(optimizer, params[1:2])
-    assert [param.item() for param in params] == [1.0, 0.0, 1.0]
-    assert optimizer.param_groups is groups
-    assert [len(group["params"]) for group in groups] == [2, 1]
-    optimizer.register_step_pre_hook(lambda *_: pytest.fail("stepped"))
-    step_on(optimizer, three())  # none of its own
-
-
-def test_allowed_end_with_the_step(lone_group):
-    ddp, optimizer = DataParallel(nn.Linear(1, 1)), torch.optim.SGD(three(), 1.0)
-    guard = ddp._guard
-    guard._in_backward.add(optimizer)
-    with guard.allow(optimizer):
-        guard.check(optimizer)
-    with pytest.raises(DoubleStepError):
-        guard.check(optimizer)
-    what = r"^\[rank 0\] SGD.step\(\) raised KeyError"
-    with pytest.raises(MiniDPError, match=what), guard.allow(optimizer):
-        raise KeyError
-    with pytest.raises(DoubleStepError):
-        guard.check(optimizer)
-
-
-def test_clipping_waits_for_the_end():
-    params = three()
-    optimizer = torch.optim.SGD(params, 1.0)
-    for param in params:
-        param.grad = torch.full((1,), 10.0)
-    step = StepInBackward(optimizer, GUARD, clip_grad_norm=3**0.5)
-    step.reduced(params)
-    assert [param.item() for param in params] == [1.0] * 3
-    step.finished()
-    assert [param.item() for param in params] == pytest.approx([0.0] * 3, abs=1e-4)
 
 
 def test_an_optimizer_steps_in_one_backward_only(lone_group):

@@ -16,19 +16,9 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from minidp import DataParallel
 from minidp.core.reducer import Phase
-from tests.support.both import on_both
+from tests.support.both import Scale, modes, on_both
 
 BOTH = [DistributedDataParallel, DataParallel]
-every_mode = pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"gradient_as_bucket_view": True},
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-    ],
-    ids=str,
-)
 
 
 class Net(nn.Module):
@@ -39,15 +29,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.norm(self.linear(x))
-
-
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        return self.w * x
 
 
 def batch(rank=0):
@@ -94,9 +75,9 @@ def test_output_is_the_very_object(lone_group):
 
 
 @pytest.mark.parametrize("method", ["deepcopy", "pickle"])
-@every_mode
-def test_copies_train_alike(lone_group, options, method):
-    ddp = DataParallel(Net(), **options)
+@modes
+def test_copies_train_alike(lone_group, mode, method):
+    ddp = DataParallel(Net(), **mode)
     step(ddp)
     is_deep = method == "deepcopy"
     twin = copy.deepcopy(ddp) if is_deep else pickle.loads(pickle.dumps(ddp))
@@ -264,10 +245,10 @@ def test_reassigned_and_added_buffers_are_broadcast(pool):
 # -------------------------------------------------------------------- sync_gradients
 
 
-def local_then_sync(ctx, options):
+def local_then_sync(ctx, mode):
     module = nn.ModuleDict({"a": Scale(), "b": Scale(), "c": Scale()})
     module.forward = lambda x: sum(part(x) for part in module.values())
-    ddp = DataParallel(module, process_group=ctx.group, **options)
+    ddp = DataParallel(module, process_group=ctx.group, **mode)
     x = torch.tensor([ctx.rank + 1.0])
     with ddp.no_sync():
         ddp(x).backward()
@@ -284,9 +265,9 @@ def local_then_sync(ctx, options):
     return after, again
 
 
-@every_mode
-def test_sync_gradients(pool, options):
-    for after, again in pool.run(local_then_sync, 2, options):
+@modes
+def test_sync_gradients(pool, mode):
+    for after, again in pool.run(local_then_sync, 2, mode):
         assert after == [1.5, 1.0, None]  # b: zeros from rank 0; c: None everywhere
         assert again == [[1.5] * 3] * 2
 

@@ -9,11 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidp.config import UNLIMITED
-from minidp.errors import InternalError
 from minidp.layout import plan as module
-from minidp.layout.plan import BucketPlan, Layout, ParamSpec, Slot
-
-CPU = torch.device("cpu")
+from minidp.layout.plan import ParamSpec
 
 
 def spec_of(tensor, name="p", sparse=False):
@@ -24,10 +21,6 @@ def spec_of(tensor, name="p", sparse=False):
 
 def flat(numel, dtype=torch.float32, device="cpu", sparse=False):
     return ParamSpec("p", (numel,), (1,), dtype, torch.device(device), sparse)
-
-
-def slot(param_index, offset, numel):
-    return Slot(param_index, offset, numel, (numel,), (1,))
 
 
 # ------------------------------------------------------------------ one parameter
@@ -70,52 +63,7 @@ def test_is_dense_agrees_with_torch(shape_and_order, with_holes):
     assert spec_of(tensor).is_dense == expected
 
 
-# --------------------------------------------------------------------- invariants
-
-
-@pytest.mark.parametrize(
-    ("slots", "sparse", "text"),
-    [
-        (
-            (slot(4, 0, 3), slot(7, 4, 2)),
-            False,
-            "parameter 7 starts at 4, .* ends at 3",
-        ),
-        ((slot(0, 1, 3),), False, "starts at 1, but the slot before it ends at 0"),
-        ((), False, "bucket cannot hold 0 slots"),
-        ((slot(0, 0, 3), slot(1, 3, 2)), True, "sparse bucket cannot hold 2 slots"),
-    ],
-)
-def test_buckets_that_are_refused(slots, sparse, text):
-    with pytest.raises(InternalError, match=text):
-        BucketPlan(slots, torch.float32, CPU, sparse=sparse)
-
-
-@pytest.mark.parametrize("members", [[[0], [0, 1]], [[0]], [[0], [2]]])
-def test_every_parameter_has_one_slot(members):
-    plans = [
-        BucketPlan(tuple(slot(i, k, 1) for k, i in enumerate(m)), torch.float32, CPU)
-        for m in members
-    ]
-    with pytest.raises(InternalError, match="2 parameters must each have one slot, bu"):
-        Layout(tuple(plans), 2)
-
-
-# -------------------------------------------------------------------- the drawing
-
-
-def test_the_drawing_of_the_module():
-    numels = {"head.bias": 10, "head.weight": 640, "conv.bias": 16}
-    numels |= {"conv.weight": 144, "bn.bias": 16}
-    specs = [ParamSpec(n, (k,), (1,), torch.float32, CPU) for n, k in numels.items()]
-    layout = module.rebuilt_layout(specs, (1024, 2048), range(5))
-    first, second = layout.buckets
-    assert [slot.offset for slot in first.slots] == [0, 10]
-    assert [slot.offset for slot in second.slots] == [0, 16, 160]
-    assert (first.numel, first.nbytes) == (650, 2600)
-    assert (second.numel, second.nbytes) == (176, 704)
-    assert layout.bucket_of == (0, 0, 1, 1, 1)
-    assert layout.assignment == ((0, 1), (2, 3, 4))
+# ------------------------------------------------------------------------ layouts
 
 
 def test_first_layout_is_reversed_outside_only_and_the_rebuilt_one_follows_the_order():
@@ -123,6 +71,9 @@ def test_first_layout_is_reversed_outside_only_and_the_rebuilt_one_follows_the_o
     assert layout.assignment == ((4,), (2, 3), (0, 1))
     layout = module.rebuilt_layout([flat(10)] * 4, (40, 80), [3, 1, 0, 2])
     assert layout.assignment == ((3,), (1, 0), (2,))
+    mixed = [flat(10), flat(10, torch.float64), flat(10)]
+    # Buckets below their limit come by their last parameter.
+    assert module.assign(mixed, (UNLIMITED,), [0, 1, 2]) == [[1], [0, 2]]
 
 
 def test_offsets_count_elements_and_zero_sized_slots_fit():
@@ -136,29 +87,6 @@ def test_offsets_count_elements_and_zero_sized_slots_fit():
 
 
 # ---------------------------------------------------------------------- assignment
-
-
-MIXED = [flat(10), flat(10, torch.float64), flat(10, device="meta"), flat(10)]
-
-
-@pytest.mark.parametrize(
-    ("specs", "limits", "order", "buckets"),
-    [
-        # The parameter that reaches the limit closes its bucket.
-        (list(map(flat, (10, 9, 1, 100, 1))), (40,), None, [[0], [1, 2], [3], [4]]),
-        # The last limit repeats.
-        ([flat(10)] * 6, (40, 80), None, [[0], [1, 2], [3, 4], [5]]),
-        ([flat(0), flat(3), flat(0)], (0,), None, [[0], [1], [2]]),
-        # Each dtype and device walks through the limits on its own.
-        (MIXED, (UNLIMITED,), None, [[0, 3], [1], [2]]),
-        (MIXED, (40, UNLIMITED), None, [[0], [1], [2], [3]]),
-        ([flat(10), flat(10, sparse=True), flat(10)], (80,), None, [[0, 2], [1]]),
-        # Buckets below their limit come by their last parameter.
-        (MIXED, (UNLIMITED,), [0, 1, 2, 3], [[1], [2], [0, 3]]),
-    ],
-)
-def test_assignment(specs, limits, order, buckets):
-    assert module.assign(specs, limits, order) == buckets
 
 
 @st.composite

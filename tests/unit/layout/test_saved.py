@@ -66,21 +66,31 @@ def test_the_same_names_with_other_sizes_are_another_model(tmp_path):
         resumed_layout(read_plain(path), SPECS)
 
 
-def test_round_trip():
+def test_round_trip(tmp_path):
     value = whole()
     saved = read_plain(value)
     layout = resumed_layout(saved, SPECS)
     assert layout.assignment == ((1, 0), (3,), (2,), (4,), (5,))
     assert [slot.offset for slot in layout.buckets[0].slots] == [0, 6]
     assert to_plain(layout, SPECS, rebuilt=True) == value
+    path = tmp_path / "buckets.json"
+    path.write_text(json.dumps(value | {"tuned": {"note": "is not looked at"}}))
+    assert resumed_layout(read_plain(path), SPECS) == layout
 
 
 @pytest.mark.parametrize("value", [[], 3, (("a",),)], ids=str)
 def test_not_a_mapping(value):
     with pytest.raises(TypeError, match="bucket_layout must be a mapping"):
         read_plain(value)
-    with pytest.raises(ValueError, match=r"file that minidp tune wrote, but a\.json"):
-        read_plain("a.json")
+
+
+@pytest.mark.parametrize("text", [None, "", "{"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, text):
+    path = tmp_path / "a.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=r"file that minidp tune wrote, .*a\.json"):
+        read_plain(path)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,310 @@
+"""Sum over the ranks how many items each has counted, inside a bucket.
+
+Each rank owns `ROW` elements in the tail of one bucket: a number of flags, then the
+bytes of two float64 numbers, one byte in each element. The other ranks leave them zero,
+so that the sum over ranks brings every rank's row unchanged, also in bfloat16.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minidp.errors import MAX_NAMES, ItemCountError, explain
+
+from .collectives import all_reduce
+from .communicator import Communicator
+from .work import Work
+
+_ROW = struct.Struct("=Bdd")  # flags, count, loss
+ROW = _ROW.size  # elements of a bucket per rank
+_SAID, _STALE = 1, 2  # flags
+_REMEDY = (
+    "on every rank call count_items(n) or weigh_loss(loss, n) before backward(), with "
+    "0 where a rank has no items; then call reset() on all ranks, and zero_grad()"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ItemTotals:
+    """Hold what one synchronised backward averaged over; float64, on its device."""
+
+    count: Tensor  # items of all ranks and micro-batches, shape ()
+    mean_loss: Tensor  # over these items, shape (); NaN if a rank gave no loss
+    of_ranks: Tensor  # items of each rank, shape (ranks,)
+
+
+@dataclass(frozen=True, eq=False)
+class _Said:
+    """Hold what one call counted: float64 of shape (), or a float."""
+
+    count: Tensor | float
+    loss: Tensor | float
+    event: torch.cuda.Event | None  # when tensors on a GPU are computed
+
+
+class ItemCounts:
+    """Add up this rank's counts until a reduction sends them; divide by the total."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._said: list[_Said] = []
+        self._is_stale: Tensor | bool = False  # see `look_at`
+        self.is_sent = False  # in the reduction that is open
+        self.holds_averages = False  # no backward began since averages were written
+        # Of the last reduction, by rank: flags, count, loss. A tensor on CUDA.
+        self._facts: list[tuple[float, ...]] | Tensor | None = None
+        self._work: Work | None = None  # of `_message`
+        self._message: Tensor | None = None  # if no bucket carries the counts
+        self._late: tuple[Tensor, torch.cuda.Event] | None = None  # see `check`
+
+    @property
+    def tail(self) -> int:
+        """Elements at the end of a bucket that counts need."""
+        return ROW * self._communicator.size
+
+    # -- what this rank says -----------------------------------------------------------
+
+    def add(self, count: object, loss: object = None) -> None:
+        """Count items of one micro-batch; ``loss``: the sum of their losses, to log.
+
+        Tensors are copied, and not read on the host unless they are on the CPU.
+
+        Raises:
+            TypeError: no real number, nor a tensor of one.
+            RuntimeError: a reduction is open that has sent this rank's counts.
+        """
+        if self.is_sent:
+            raise RuntimeError(
+                f"[rank {self._communicator.rank}] Items are counted after this step's "
+                "counts were sent. What to do: count all items of a step before its "
+                "first synchronised backward(); after one that failed, call reset() on "
+                "all ranks."
+            )
+        n = _number("The number of items", count)
+        if loss is not None:
+            told = _number("The loss", loss)
+        elif isinstance(n, Tensor):
+            told = torch.where(n == 0, 0.0, math.nan)
+        else:
+            told = math.nan if n else 0.0
+        on_gpu = [t for t in (n, told) if isinstance(t, Tensor) and t.is_cuda]
+        event = torch.cuda.Event() if on_gpu else None
+        for each in on_gpu[-1:]:
+            event.record(torch.cuda.current_stream(each.device))  # type: ignore[union-attr]
+        self._said.append(_Said(n, told, event))
+
+    def look_at(self, grad: Tensor | None) -> None:
+        """Note if a backward begins on averages of an earlier one, not on zeros.
+
+        ``grad``: the ``.grad`` of some parameter. Only the first call after averages
+        were written looks. Such a sum is no mean over items: `read` raises.
+        """
+        if self.holds_averages:
+            self.holds_averages = False
+            if grad is not None and grad.layout is torch.strided:
+                found = grad.detach().any()
+                self._is_stale = bool(found) if found.is_cpu else found
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Return a context in which this rank counts 0; its own state is kept."""
+        mine = self._said, self._is_stale, self.holds_averages
+        self._said, self._is_stale = [_Said(0.0, 0.0, None)], False
+        try:
+            yield
+        finally:
+            self._said, self._is_stale, self.holds_averages = mine
+
+    # -- what travels ------------------------------------------------------------------
+
+    def write(self, tail: Tensor) -> None:
+        """Write and forget this rank's counts.
+
+        ``tail``: 1-D, real, `tail` elements or more.
+        """
+        said, self._said = self._said, []
+        self.is_sent = True
+        for event in filter(None, (each.event for each in said)):
+            torch.cuda.current_stream(tail.device).wait_event(event)
+        counts, losses = [each.count for each in said], [each.loss for each in said]
+        is_stale, self._is_stale = self._is_stale, False
+        start = ROW * self._communicator.rank
+        if tail.is_cpu and not any(isinstance(n, Tensor) for n in counts + losses):
+            flags = _SAID * bool(said) + _STALE * bool(is_stale)
+            message = bytearray(len(tail))
+            _ROW.pack_into(message, start, flags, sum(counts), sum(losses))
+            tail.copy_(torch.frombuffer(message, dtype=torch.uint8))
+            return
+        words = torch.stack([_sum(counts, tail.device), _sum(losses, tail.device)])
+        tail.zero_()
+        row = tail[start : start + ROW]
+        row[1:] = words.view(torch.uint8)
+        row[0] = torch.as_tensor(is_stale).to(row) * _STALE + _SAID * bool(said)
+
+    def send(self, device: torch.device) -> None:
+        """Start to sum the counts in a message of their own: no bucket carries them."""
+        self._message = torch.empty(self.tail, device=device)
+        self.write(self._message)
+        with self._communicator.watching("launching the sum of item counts"):
+            self._work = all_reduce(self._message, self._communicator.group)
+            self._communicator.note_started(self._work)
+
+    def settle(self) -> None:
+        """Wait for the message of `send`, if there is one."""
+        if self._work is not None:
+            with self._communicator.watching("waiting for the sum of item counts"):
+                self._communicator.wait(self._work)
+            self._work = None
+
+    def read(self, tail: Tensor | None, divisor: int) -> float | Tensor:
+        """Store the ranks' counts; return ``divisor`` / total, on CPU as a float.
+
+        ``tail``: of a bucket that is reduced; None: wait for the message of `send`.
+        Raises ItemCountError as `check` does; on CUDA that is left to `check`.
+        """
+        self.settle()
+        sums = self._message if tail is None else tail
+        assert sums is not None
+        self._message, self.is_sent = None, False
+        self.holds_averages = True
+        if sums.is_cpu:
+            rows = bytes(map(int, sums[: self.tail].tolist()))
+            self._facts = [*_ROW.iter_unpack(rows)]
+            self._refuse(self._facts)
+            return divisor / sum(count for _, count, _ in self._facts)
+        self._facts = facts = _decoded(sums[: self.tail])
+        copied = torch.empty_like(facts, device="cpu", pin_memory=True)
+        copied.copy_(facts, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(facts.device))
+        self._late = copied, event
+        return torch.reciprocal(facts[:, 1].sum()) * divisor
+
+    @property
+    def totals(self) -> ItemTotals | None:
+        """What the last reduction averaged over; None before the first."""
+        if self._facts is None:
+            return None
+        facts = torch.as_tensor(self._facts, dtype=torch.float64)
+        count = facts[:, 1].sum()
+        return ItemTotals(count, facts[:, 2].sum() / count, facts[:, 1])
+
+    def check(self) -> None:
+        """On CUDA, wait for the last counts, which arrive before most gradients.
+
+        Raises:
+            ItemCountError: a rank said no count, or one that is negative or not finite;
+                all counts are zero; a backward added to averages.
+        """
+        late, self._late = self._late, None
+        if late is not None:
+            late[1].synchronize()
+            self._refuse(late[0].tolist())
+
+    def reset(self) -> None:
+        """Forget what was counted, sent and received."""
+        self._said, self._is_stale, self._late = [], False, None
+        self._work = self._message = None
+        self.is_sent = self.holds_averages = False
+
+    def _refuse(self, rows: Sequence[Sequence[float]]) -> None:
+        """Raise ItemCountError for rows (flags, count, loss), the same on all ranks."""
+        flags = [int(row[0]) for row in rows]
+        counts = [row[1] for row in rows]
+        silent = [r for r, flag in enumerate(flags) if not flag & _SAID]
+        stale = [r for r, flag in enumerate(flags) if flag & _STALE]
+        wrong = [r for r, n in enumerate(counts) if not 0 <= n < math.inf]
+        if not (silent or stale or wrong) and sum(counts) > 0:
+            return
+        remedy = _REMEDY
+        if stale:
+            what = (
+                f"A backward added to averages of an earlier one, on rank {_few(stale)}"
+            )
+            remedy = (
+                "call zero_grad() after each step; to accumulate, run all but the last "
+                "forward and backward inside no_sync(); call reset() on all ranks, and "
+                "zero_grad()"
+            )
+        elif silent:
+            what = f"Rank {_few(silent)} did not say how many items this step has"
+        elif wrong:
+            what = f"Rank {_few(wrong)} counted items by no finite number >= 0"
+        else:
+            what = "All ranks counted 0 items: there is nothing to average"
+        found = [
+            f"rank {r}: {'nothing' if r in silent else f'{counts[r]:g}'}"
+            for r in range(len(rows))
+        ]
+        raise ItemCountError(
+            explain(
+                self._communicator.rank,
+                f"{what}.",
+                expected="the number of its items from each rank, and zeros in .grad",
+                found=_few(found),
+                remedy=remedy,
+            )
+        )
+
+
+def weighted(loss: Tensor, count: object) -> Tensor:
+    """Return ``loss * count``, a sum of losses; zero if ``count`` is, also for NaN."""
+    if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() > 1:
+        raise TypeError(
+            f"weigh_loss needs a loss of one floating-point number, but got {loss!r}."
+        )
+    n = _number("The number of items", count)
+    if isinstance(n, Tensor):
+        n = n.to(loss.device, loss.dtype, non_blocking=True)
+        product = loss * n.reshape(())
+        return torch.where(n == 0, torch.zeros_like(product), product)
+    return loss * n if n else torch.nan_to_num(loss * n, 0.0)
+
+
+def _number(what: str, value: object) -> Tensor | float:
+    """Return a real number, or a copy of a tensor with one: float64, shape ()."""
+    if isinstance(value, Tensor):
+        if value.numel() == 1 and not value.is_complex() and not value.is_meta:
+            if value.is_cpu:
+                return float(value.item())
+            return value.detach().reshape(()).to(torch.float64, copy=True)
+        found = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    elif not isinstance(value, bool) and hasattr(type(value), "__float__"):
+        try:
+            return float(value)  # type: ignore[arg-type]
+        except OverflowError:
+            return math.inf
+    else:
+        found = f"{value!r} ({type(value).__name__})"
+    raise TypeError(
+        f"{what} must be a real number, or a tensor with one, but got {found}."
+    )
+
+
+def _sum(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    on_host = sum(n for n in numbers if isinstance(n, float))
+    total = torch.full((), on_host, dtype=torch.float64, device=device)
+    for n in numbers:
+        if isinstance(n, Tensor):
+            total += n.to(device, non_blocking=True)
+    return total
+
+
+def _decoded(sums: Tensor) -> Tensor:
+    """Return flags, count and loss of each rank (float64), without the host."""
+    table = sums.view(-1, ROW).to(torch.uint8)
+    words = table[:, 1:].clone(memory_format=torch.contiguous_format)
+    return torch.cat([table[:, :1], words.view(torch.float64)], 1)
+
+
+def _few(items: Sequence[object]) -> str:
+    more = len(items) - MAX_NAMES
+    text = ", ".join(map(str, items[:MAX_NAMES]))
+    return f"{text} and {more} more" if more > 0 else text

@@ -1,0 +1,103 @@
+"""Average over items: the methods of `DataParallel` for ``average_over="items"``."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minidp.comm import ItemCounts, ItemTotals, weighted
+from minidp.config import passing
+from minidp.core import Reducer, probe_outputs, untraced
+
+if TYPE_CHECKING:
+    from .wrapper import DataParallel
+
+Number = float | Tensor
+
+
+@untraced
+def count_items(self: DataParallel, n: Number, loss: Number | None = None) -> None:
+    """Add ``n`` items to this step, whose loss is their *sum* (`average_over`).
+
+    Call it once per micro-batch, before its backward, inside or outside ``no_sync()``.
+    The next synchronised backward divides all gradients by the items of all ranks and
+    micro-batches. A rank without items says 0. A negative ``n`` takes items back, of a
+    micro-batch that gets no backward.
+
+    ``n`` counts tokens, pixels, samples ...: an int, a float, or a tensor of one number
+    of any real dtype. A tensor on a GPU is not read on the host. ``loss`` is this
+    micro-batch's loss, the sum, for ``item_totals.mean_loss``; it is only read. Nothing
+    is counted under ``no_grad()``: no backward follows an evaluation.
+
+    Raises:
+        RuntimeError: constructed without ``average_over="items"``, or this step's
+            counts have been sent.
+        TypeError: no real number.
+    """
+    counts = _counts(self, "count_items")
+    if torch.is_grad_enabled():
+        counts.add(n, loss)
+
+
+@untraced
+def weigh_loss(self: DataParallel, loss: Tensor, n: Number) -> Tensor:
+    """Count ``n`` items whose *mean* loss is ``loss``; return ``loss * n``.
+
+    Call backward() on what is returned. With ``n`` = 0 that is 0, with gradients of
+    zeros, even if ``loss`` is NaN (the mean of nothing). ``loss`` is one floating-point
+    number; all else is as in `count_items`. Under ``no_grad()`` return ``loss``.
+    """
+    counts = _counts(self, "weigh_loss")
+    if not torch.is_grad_enabled():
+        return loss
+    product = weighted(loss, n)
+    counts.add(n, product)
+    return product
+
+
+def item_totals(self: DataParallel) -> ItemTotals:
+    """Over what the last synchronised backward averaged; the same on all ranks.
+
+    ``count`` and ``mean_loss`` (NaN if a rank with items gave no loss): float64 tensors
+    of shape (); ``of_ranks``: items of each rank, float64. They are on the gradients'
+    device; no rank waits before ``.item()``.
+
+    Raises:
+        RuntimeError: no such backward yet, or no ``average_over="items"``.
+    """
+    totals = _counts(self, "item_totals").totals
+    if totals is None:
+        raise RuntimeError("No synchronised backward has averaged over items yet.")
+    return totals
+
+
+def watch(reducer: Reducer, output: object) -> None:
+    """Let the backward of ``output`` look whether it begins on old averages."""
+    items = reducer.queue.averaging.items
+    if items is not None and items.holds_averages:
+        sample = min(reducer.params[-8:], key=Tensor.numel)  # a bias, most often
+
+        @untraced
+        def look(_grads: object) -> None:
+            items.look_at(sample.grad)
+
+        probe_outputs(output, look)
+
+
+def contributing_nothing(reducer: Reducer) -> AbstractContextManager[None]:
+    """Return a context in which this rank counts 0 items, and keeps its counts."""
+    items = reducer.queue.averaging.items
+    return nullcontext() if items is None else items.aside()
+
+
+def _counts(ddp: DataParallel, name: str) -> ItemCounts:
+    items = ddp._reducer.queue.averaging.items
+    if items is None:
+        raise RuntimeError(
+            f"{name} is for averages over items, and this model averages over ranks. "
+            f"What to do: {passing(average_over='items')}, on all ranks."
+        )
+    return items
