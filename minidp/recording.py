@@ -27,6 +27,7 @@ from .overlap import (
     compare_clocks,
     draw,
     from_json,
+    html_page,
     report,
     to_json,
 )
@@ -59,16 +60,25 @@ def record(
         TypeError: minidp does not synchronise the model.
         ValueError: ``keep`` is less than 1.
     """
+    found = wrapper_of(model, "record")
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1 step, but is {keep!r}.")
+    return Recording(found, keep)
+
+
+def wrapper_of(model: object, function: str) -> DataParallel:
+    """Return the wrapper behind what a user passed to ``function``, or raise TypeError.
+
+    ``model``: a `DataParallel`, an `Attachment`, or an attached model.
+    """
     found: object = model
     if isinstance(model, Attachment):
         found = model.data_parallel
     elif isinstance(model, nn.Module):
         found = attached_to(model) or model
     if not isinstance(found, DataParallel):
-        raise TypeError(_not_ours(model))
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1 step, but is {keep!r}.")
-    return Recording(found, keep)
+        raise TypeError(_not_ours(model, function))
+    return found
 
 
 class Recording:
@@ -154,6 +164,10 @@ class Recording:
         """Write a trace file for https://ui.perfetto.dev or ``chrome://tracing``."""
         Path(path).write_text(chrome_trace(self.timelines))
 
+    def save_page(self, path: str | Path) -> None:
+        """Write the report, all steps and what-if sliders as a page for the browser."""
+        Path(path).write_text(html_page(self.timelines), encoding="utf-8")
+
     def save_picture(self, path: str | Path) -> None:
         """Draw hidden and exposed communication of the typical step to a file (PNG).
 
@@ -162,7 +176,7 @@ class Recording:
         draw(self.timelines, path)
 
 
-def _not_ours(model: object) -> str:
+def _not_ours(model: object, function: str) -> str:
     kind = type(model)
     hint = (
         "wrap the module with minidp.DataParallel, and pass the wrapper; or start a "
@@ -173,6 +187,6 @@ def _not_ours(model: object) -> str:
     elif isinstance(getattr(model, "module", None), DataParallel):
         hint = "pass its .module"
     return (
-        f"record() needs a minidp.DataParallel, but got {kind.__module__}."
+        f"{function}() needs a minidp.DataParallel, but got {kind.__module__}."
         f"{kind.__qualname__}. What to do: {hint}."
     )

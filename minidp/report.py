@@ -17,9 +17,11 @@ import sys
 from pathlib import Path
 
 from .console import fold, run_command, say, say_on_stderr
-from .overlap import Timeline, chrome_trace, draw, from_json, report, to_json
+from .overlap import Timeline, chrome_trace, draw, from_json, html_page, report, to_json
 
 __all__ = ["add_arguments", "main", "report"]
+
+EXPORTS = (("html", html_page), ("trace", chrome_trace), ("json", to_json))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="written by Recording.save(); several are ranks of one run",
     )
     for name, what in (
+        ("html", "a page for the browser, with all steps, and what-if sliders"),
         ("png", "a picture of the typical step (needs matplotlib)"),
         ("trace", "a trace for https://ui.perfetto.dev or chrome://tracing"),
         ("json", "all FILEs together in one"),
@@ -43,9 +46,9 @@ def main(options: argparse.Namespace) -> int:
     try:
         timelines = [each for name in options.files for each in _read(name)]
         say(fold(report(timelines), sys.stdout) + "\n")
-        for name, write in (("trace", chrome_trace), ("json", to_json)):
+        for name, write in EXPORTS:
             if path := getattr(options, name):
-                Path(path).write_text(write(timelines))
+                Path(path).write_text(write(timelines), encoding="utf-8")
                 say(f"wrote {path}")
         if options.png:  # last: matplotlib may be missing
             draw(timelines, options.png)

@@ -4,10 +4,12 @@ Read `timeline` (recorded steps, as data), `stopwatch` (records the steps of a r
 `hook_timing` (when each gradient came), `analysis` (what is hidden, what is exposed,
 which step is typical), `skew` (the ranks on one clock; which rank is late), `forecast`
 (what another layout would gain; `analyse` returns all numbers of a run), `advice` (what
-to change), `text` (the report), `picture` (draws the steps, and writes traces).
+to change), `text` (the report), `picture` (draws the steps, and writes traces), `page`
+(the report, the steps and a forecast as one HTML file).
 """
 
 from .forecast import Analysis, analyse
+from .page import html_page
 from .picture import chrome_trace, draw
 from .skew import aligned, compare_clocks
 from .stopwatch import KEEP_STEPS, ModelStopwatch, Stopwatch
@@ -16,4 +18,4 @@ from .timeline import AUTO, AUTO_TRIES, Step, Timeline, from_json, to_json
 
 __all__ = ["AUTO", "AUTO_TRIES", "KEEP_STEPS", "Analysis", "ModelStopwatch", "Step"]
 __all__ += ["Stopwatch", "Timeline", "aligned", "analyse", "chrome_trace"]
-__all__ += ["compare_clocks", "draw", "from_json", "report", "to_json"]
+__all__ += ["compare_clocks", "draw", "from_json", "html_page", "report", "to_json"]

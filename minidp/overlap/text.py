@@ -16,6 +16,16 @@ MAX_ROWS = 40  # buckets in a table
 MAX_COLUMNS = 8  # ranks in a table
 SHOWN = 0.05e-3  # s; less is printed as 0.0 ms
 FEW = 10  # steps; with fewer, the report asks for a longer recording
+PHASES = {  # rows of one step, and attributes of `StepOverlap`
+    "local forwards": "local_forward_s",
+    "local backwards": "local_backward_s",
+    "forward": "forward_s",
+    "backward": "backward_s",
+    "exposed communication": "exposed_s",
+    "copying averages out": "finish_s",
+    "optimizer": "optimizer_s",
+    "everything else": "other_s",
+}
 _CHOICE = {
     AUTO: '; bucket_cap_mb="auto" chose the buckets',
     AUTO_TRIES: '; bucket_cap_mb="auto" is still trying buckets',
@@ -31,20 +41,21 @@ def report(timelines: Sequence[Timeline]) -> str:
     found = analyse(run)
     if found is None:
         return _nothing(run)
-    few = "Record a few dozen steps; these few say: "
-    parts = [
-        _header(found),
-        f"{_verdict(found)}\n"
-        f"Advice: {few * (found.shown.num_steps < FEW)}{advise(found)}",
-        _split(found),
-    ]
+    where, *answers = headline(found)
+    parts = [where, "\n".join(answers), _split(found)]
     if found.shown.typical.buckets:
         parts.append(_buckets(found))
     if found.forecast is not None:
-        parts.append(_network(found))
+        parts.append("\n".join(network_lines(found)))
     if found.skew is not None:
         parts.append(_skew(found.skew, found))
     return "\n\n".join(parts)
+
+
+def headline(found: Analysis) -> list[str]:
+    """Return what was recorded; whether communication is hidden, why; the advice."""
+    few = "Record a few dozen steps; these few say: " * (found.shown.num_steps < FEW)
+    return [_header(found), *_verdict(found), f"Advice: {few}{advise(found)}"]
 
 
 def _nothing(run: Run) -> str:
@@ -93,30 +104,30 @@ def _header(found: Analysis) -> str:
 # --------------------------------------------------------------------- what it means
 
 
-def _verdict(found: Analysis) -> str:
+def _verdict(found: Analysis) -> list[str]:
     one, first = found.shown.typical, found.run.ranks[0]
     total = one.hidden_s + one.exposed_s
     if not total or first.where.world_size == 1:
-        return "Is communication hidden? There is none."
+        return ["Is communication hidden? There is none."]
     share = one.exposed_s / one.seconds
     answer = (
         f"Is communication hidden? {one.hidden_s / total:.0%} of the gradients' "
-        f"{_ms(total)} ms per step; {_ms(one.exposed_s)} ms are exposed "
-        f"({_spread(found.shown.exposed_spread_s)}), {share:.0%} of the step."
+        f"{ms(total)} ms per step; {ms(one.exposed_s)} ms are exposed "
+        f"({spread_text(found.shown.exposed_spread_s)}), {share:.0%} of the step."
     )
     if share < WORTH:
-        return answer
+        return [answer]
     worst = max(one.buckets, key=lambda bucket: bucket.exposed_s)
     name = f"{worst.number} ({layers_of(first, worst.members)})"
     count = sum(bucket.exposed_s >= SHOWN for bucket in one.buckets)
     why = (
         f"{count} of {len(one.buckets)} buckets are still to come when the backward "
-        f"ends. Bucket {name} takes longest, {_ms(worst.exposed_s)} ms"
+        f"ends. Bucket {name} takes longest, {ms(worst.exposed_s)} ms"
     )
     if worst.exposed_s >= 0.5 * one.exposed_s:
-        why = f"{_ms(worst.exposed_s)} ms of them are bucket {name}"
+        why = f"{ms(worst.exposed_s)} ms of them are bucket {name}"
     error_s = 0.0 if found.skew is None else found.skew.error_s
-    return f"{answer}\nWhy? {why}: {_cause(worst, one.backward_s, error_s)}."
+    return [answer, f"Why? {why}: {_cause(worst, one.backward_s, error_s)}."]
 
 
 def _cause(bucket: BucketOverlap, backward_s: float, clock_error_s: float) -> str:
@@ -136,33 +147,32 @@ def _cause(bucket: BucketOverlap, backward_s: float, clock_error_s: float) -> st
     if clock_error_s > both_s / 2:
         why = "which the clocks of the hosts are too inaccurate to tell apart"
         spans[2:] = [(both_s, f"waiting for slower ranks or on the wire, {why}")]
-    then = [f"{_ms(seconds)} ms {what}" for seconds, what in spans if seconds >= SHOWN]
+    then = [f"{ms(seconds)} ms {what}" for seconds, what in spans if seconds >= SHOWN]
     return (
-        f"its last gradient comes {_ms(left_s)} ms before the backward ends; then "
+        f"its last gradient comes {ms(left_s)} ms before the backward ends; then "
         f"{', '.join(then)}"
     )
 
 
 def _split(found: Analysis) -> str:
     one = found.shown.typical
-    late = f"of hidden and exposed, {_ms(one.late_s)} ms are waiting for slower ranks"
+    late = f"of hidden and exposed, {ms(one.late_s)} ms are waiting for slower ranks"
     local = f"{len(one.step.local_forwards)} under no_sync()"
     forward = "with its collectives, if any (module buffers, SyncBatchNorm)"
-    rows = [
-        ("local forwards", one.local_forward_s, local),
-        ("local backwards", one.local_backward_s, "nothing is averaged in them"),
-        ("forward", one.forward_s, forward),
-        ("backward", one.backward_s, f"hides {_ms(one.hidden_s)} ms of communication"),
-        ("exposed communication", one.exposed_s, late * bool(one.late_s)),
-        ("copying averages out", one.finish_s, ""),
-        ("optimizer", one.optimizer_s, ""),
-        ("everything else", one.other_s, "data, loss, zero_grad and the like"),
-    ]
-    lines = [f"One step: {_ms(one.seconds)} ms ({_spread(found.shown.spread_s)})"]
-    for name, seconds, note in rows:
+    notes = {
+        "local forwards": local,
+        "local backwards": "nothing is averaged in them",
+        "forward": forward,
+        "backward": f"hides {ms(one.hidden_s)} ms of communication",
+        "exposed communication": late * bool(one.late_s),
+        "everything else": "data, loss, zero_grad and the like",
+    }
+    lines = [f"One step: {ms(one.seconds)} ms ({spread_text(found.shown.spread_s)})"]
+    for name, attribute in PHASES.items():
+        seconds, note = getattr(one, attribute), notes.get(name, "")
         if seconds or not name.startswith("local"):
             share = seconds / one.seconds if one.seconds else 0.0
-            line = f"  {name:<21} {_ms(seconds):>8} ms {share:>4.0%}   {note}"
+            line = f"  {name:<21} {ms(seconds):>8} ms {share:>4.0%}   {note}"
             lines.append(line.rstrip())
     return "\n".join(lines)
 
@@ -179,11 +189,11 @@ def _buckets(found: Analysis) -> str:
     for bucket in buckets:
         if bucket.number in numbers:
             seconds = [getattr(bucket, f"{name}_s") for name in times]
-            cells = ["-" if each is None else _ms(each) for each in seconds]
+            cells = ["-" if each is None else ms(each) for each in seconds]
             rows.append([str(bucket.number), *_sizes([bucket]), *cells])
             rows[-1].append(layers_of(first, bucket.members))
     if others:  # so that columns add up
-        sums = [_ms(sum(getattr(b, f"{n}_s") for b in others)) for n in times[3:]]
+        sums = [ms(sum(getattr(b, f"{n}_s") for b in others)) for n in times[3:]]
         note = f"the sums of {len(others)} buckets"
         rows.append(["others", *_sizes(others), "-", "-", "-", *sums, note])
     if len(found.run.ranks) == 1:  # lateness is unknown
@@ -220,7 +230,8 @@ def _legend(found: Analysis) -> list[str]:
     ]
 
 
-def _network(found: Analysis) -> str:
+def network_lines(found: Analysis) -> list[str]:
+    """Return sentences on bandwidth and on the best layout; needs a forecast."""
     where, forecast = found.run.ranks[0].where, found.forecast
     assert forecast is not None
     dense = [bucket for bucket in found.shown.typical.buckets if bucket.dense_bytes]
@@ -233,14 +244,14 @@ def _network(found: Analysis) -> str:
     if forecast.is_one_size:
         takes, unknown = "", "; all have one size, so this includes the latency"
     hook = "; computed from the gradients' bytes: the comm hook may send others"
-    return (
+    return [
         f"Bus bandwidth: {_bandwidth(nbytes / wire_s if wire_s else 0.0)} achieved; a "
         f"bucket takes {takes}its bytes at {_bandwidth(fitted.bytes_per_s * on_bus)}"
-        f"{unknown}{hook * bool(where.comm_hook)}\n"
-        f"No bucket layout is predicted below {_ms(forecast.bound_s)} ms per step, "
+        f"{unknown}{hook * bool(where.comm_hook)}",
+        f"No bucket layout is predicted below {ms(forecast.bound_s)} ms per step, "
         "where each byte is sent as soon as it is computed; this one takes "
-        f"{forecast.step_s / forecast.bound_s:.2f} times as long"
-    )
+        f"{forecast.step_s / forecast.bound_s:.2f} times as long",
+    ]
 
 
 def _bandwidth(bytes_per_s: float) -> str:
@@ -253,7 +264,8 @@ def _digits(number: float) -> str:
     return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 
-def _skew(skew: Skew, found: Analysis) -> str:
+def skew_rows(skew: Skew, found: Analysis) -> tuple[list[list[str]], list[str]]:
+    """Return who comes last at each place: table rows with a head, and notes."""
     first = found.run.ranks[0]
     shown = [timeline.where.rank for timeline in found.run.ranks][:MAX_COLUMNS]
     rows = [["", "last is", "ms behind", *(f"rank {rank}" for rank in shown), "layers"]]
@@ -267,25 +279,27 @@ def _skew(skew: Skew, found: Analysis) -> str:
         if place not in left_out:
             rank = skew.latest(place)
             layers = layers_of(first, members[place]) if place in members else ""
-            cells = [_ms(late[r].typical_s) for r in (rank, *shown)]
+            cells = [ms(late[r].typical_s) for r in (rank, *shown)]
             name = names.get(place, f"bucket {place}")
             rows.append([name, f"rank {rank}", *cells, layers])
-    lines = [
-        "When each rank comes, in ms behind the median of the others (medians over "
-        "steps):",
-        *_table(rows),
-    ]
+    notes = []
     if left_out:
-        lines.append(
+        notes.append(
             f"({len(left_out)} buckets are left out: no rank is more than "
-            f"{_ms(max(behind[place] for place in left_out))} ms behind there.)"
+            f"{ms(max(behind[place] for place in left_out))} ms behind there.)"
         )
     if len(found.run.ranks) > len(shown):
         more = len(found.run.ranks) - len(shown)
-        lines.append(f"(Not shown: {more} more; the medians count them.)")
+        notes.append(f"(Not shown: {more} more; the medians count them.)")
     if skew.error_s:
-        lines.append(f"The clocks of hosts are known to +-{_ms(skew.error_s)} ms.")
-    return "\n".join(lines)
+        notes.append(f"The clocks of hosts are known to +-{ms(skew.error_s)} ms.")
+    return rows, notes
+
+
+def _skew(skew: Skew, found: Analysis) -> str:
+    rows, notes = skew_rows(skew, found)
+    what = "When each rank comes, in ms behind the median of the others (medians over "
+    return "\n".join([f"{what}steps):", *_table(rows), *notes])
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -295,9 +309,11 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
 
 
-def _spread(spread_s: Spread) -> str:
-    return f"p10 {_ms(spread_s[0])}, p90 {_ms(spread_s[1])}"
+def spread_text(spread_s: Spread) -> str:
+    """Return p10 and p90 in ms."""
+    return f"p10 {ms(spread_s[0])}, p90 {ms(spread_s[1])}"
 
 
-def _ms(seconds: float) -> str:
-    return f"{round(seconds * 1e3, 1) + 0.0:.1f}"  # no -0.0
+def ms(seconds: float) -> str:
+    """Return seconds as milliseconds with one digit, never as -0.0."""
+    return f"{round(seconds * 1e3, 1) + 0.0:.1f}"

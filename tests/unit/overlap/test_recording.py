@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import html
 import itertools
 import json
 import time
@@ -16,25 +17,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import minidp
-from minidp import DataParallel, Moment, Recorder, comm_hooks
-from minidp.core import autograd
+from minidp import DataParallel, Recorder, comm_hooks
 from minidp.overlap import ModelStopwatch, from_json
 from minidp.overlap.analysis import overlap_of
 from minidp.overlap.stopwatch import Clock
-
-
-class Chain(nn.Module):
-    """Gradients arrive in the order c, b, a."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.ones(2))
-        self.b = nn.Parameter(torch.ones(2))
-        self.c = nn.Parameter(torch.ones(2))
-
-    def forward(self, x, *, skip_b=False):
-        middle = (x * self.a).exp()
-        return (middle if skip_b else (middle * self.b).exp()) * self.c
+from tests.support.both import Chain
 
 
 @pytest.fixture
@@ -103,19 +90,6 @@ def test_recording_changes_neither_gradients_nor_events_and_leaves_no_hook(wrap)
         events.append([(e.moment, e.index) for e in recorder])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     assert events[0] == events[1]
-
-
-def test_parameter_times_are_as_true_as_those_of_the_slow_path(wrap):
-    model, recorder = wrap(), Recorder()
-    model.set_recorder(recorder)
-    with minidp.record(model) as rec:
-        step(model)
-    slow = [e for e in recorder if e.moment is Moment.PARAM_READY]
-    fast = rec.timelines[0].steps[0].ready_ns
-    assert [event.index for event in slow] == [2, 1, 0]
-    times = [t for event in slow for t in (fast[event.index], event.time_ns)]
-    assert times[0] > 0
-    assert times == sorted(times)  # each hook reads the clock, then the reducer does
 
 
 def test_parameters_are_timed_without_the_slow_path(wrap):
@@ -292,17 +266,6 @@ def test_backwards_within_a_local_one_count_once(lone_group):
     assert overlap_of(rec.timelines[0], one).local_backward_s == outer.seconds
 
 
-def test_what_nobody_records_is_not_probed(wrap, monkeypatch):
-    probed = []
-    monkeypatch.setattr(autograd, "probe_outputs", lambda *_: probed.append(1))
-    model = wrap()
-    under_no_sync(model)
-    assert not probed
-    with minidp.record(model):
-        under_no_sync(model)
-    assert probed
-
-
 def test_optimizer_steps_in_the_backward(wrap):
     model = wrap()
     model.step_in_backward(sgd(model))
@@ -457,6 +420,8 @@ def test_a_saved_recording_is_the_recording(wrap, tmp_path):
         step(model, sgd(model))
     rec.save(tmp_path / "steps.json")
     assert from_json((tmp_path / "steps.json").read_text()) == rec.timelines
+    rec.save_page(tmp_path / "page.html")
+    assert html.escape(rec.report()) in (tmp_path / "page.html").read_text()
     rec.save_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert min(e["ts"] for e in events if e["ph"] == "X") == 0

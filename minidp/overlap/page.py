@@ -1,0 +1,196 @@
+"""Write recorded steps as one HTML page, to look at in a browser without a network.
+
+The numbers of the report are computed here and put into the page as JSON; `page.js`
+draws them. Only predictions are computed in the browser: `forecast.js`.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .advice import layers_of
+from .analysis import Slice, StepOverlap, overlap_of, slices
+from .forecast import CAPS_MB, Analysis, Forecast, analyse, backward_of
+from .skew import BACKWARD, FORWARD, Run, Skew, aligned
+from .text import (
+    PHASES,
+    headline,
+    ms,
+    network_lines,
+    report,
+    skew_rows,
+    spread_text,
+)
+from .timeline import Step, Timeline
+
+ROOM = 900_000  # characters of data: the page stays below 1 MB
+GAP = -1  # stands for a kind: nothing is drawn for so long
+KINDS = (
+    *("local forward", "local backward", "forward", "backward", "optimizer step"),
+    *("filling", "waited", "late (slower ranks)", "wire, hidden", "wire, exposed"),
+    "done, not copied out",
+)
+TOTALS = ("seconds", "hidden_s", "late_s", *PHASES.values())
+
+
+def html_page(timelines: Sequence[Timeline]) -> str:
+    """Return an HTML page with the report, the steps of all ranks, and predictions.
+
+    It holds the report's message alone if the ranks recorded no step in common. Raises
+    ValueError if the recordings are not those of different ranks of one run.
+    """
+    run = aligned(timelines)
+    found = analyse(run)
+    text = report(timelines)
+    data = {"kinds": KINDS, "totals": TOTALS, "phases": list(PHASES)}
+    data |= _data(found) if found else {"steps": []}
+    parts = {
+        "/*forecast.js*/": _file("forecast.js"),
+        "/*page.js*/": _file("page.js"),
+        "<!--sentences-->": _sentences(found) if found else _paragraph(text),
+        "<!--report-->": html.escape(text),
+        "<!--data-->": _json(data),  # last: what it holds is not replaced
+    }
+    whole = _file("page.html")
+    for mark, part in parts.items():
+        whole = whole.replace(mark, part, 1)
+    return whole
+
+
+def _file(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def _sentences(found: Analysis) -> str:
+    """Return the report's first lines as paragraphs, their first words emphasised."""
+    where, *answers = headline(found)
+    paragraphs = [_paragraph(line, line.partition("? ")[1]) for line in answers[:-1]]
+    about = _paragraph(where.replace("\n", "; "), name="where")
+    return "".join([*paragraphs, _paragraph(answers[-1], ": "), about])
+
+
+def _paragraph(line: str, mark: str = "", name: str = "") -> str:
+    question, found, rest = line.partition(mark) if mark else ("", "", line)
+    strong = f"<strong>{html.escape(question + found)}</strong>" if found else ""
+    return f'<p class="{name}">{strong}{html.escape(rest)}</p>'
+
+
+def _data(found: Analysis) -> dict[str, Any]:
+    run, shown = found.run, found.shown
+    first = run.ranks[0]
+    numbers = [steps[0].number for steps in run.common]
+    typical = numbers.index(shown.typical.step.number)
+    places = [timeline.where.rank for timeline in run.ranks]
+    data = {
+        "ranks": places,
+        "shown": places.index(shown.rank),
+        "clocks_known": run.error_s is not None,
+        "layers": [layers_of(first, [i]) for i in range(len(first.params))],
+        "nbytes": [param.nbytes for param in first.params],
+        "members": first.layouts[run.common[typical][0].layout],
+        "num_steps": shown.num_steps,
+        "first_s": [
+            {bucket.number: bucket.first_s for bucket in overlap.typical.buckets}
+            for overlap in found.overlaps
+        ],
+        "spread": [spread_text(overlap.spread_s) for overlap in found.overlaps],
+        "network": network_lines(found) if found.forecast else [],
+        "skew": skew_rows(found.skew, found) if found.skew else None,
+        "latest": _latest(found.skew, found) if found.skew else "",
+        "model": _model(found.forecast, found) if found.forecast else None,
+    }
+    fit = max(1, (ROOM - len(_json(data))) // len(_json(_step(run, typical))))
+    kept = list(range(len(numbers)))[-fit:]
+    if typical not in kept:
+        kept[0] = typical
+    steps = [_step(run, number) for number in kept]
+    return data | {"steps": steps, "typical": kept.index(typical)}
+
+
+def _latest(skew: Skew, found: Analysis) -> str:
+    """Say which rank launches the last bucket last, and where it falls behind most."""
+    last = max(skew.late)
+    rank = skew.latest(last)
+    place, growth_s = skew.grows_at(rank)
+    where = {FORWARD: "before its forward begins", BACKWARD: "in its forward"}
+    members = [b.members for b in found.shown.typical.buckets if b.number == place]
+    layers = "".join(f" ({layers_of(found.run.ranks[0], each)})" for each in members)
+    before = where.get(place, f"in its backward, until bucket {place}{layers} is full")
+    late = skew.late[last][rank]
+    often = f"at least {ms(late.often_s)} ms in three of four steps"
+    return (
+        f"Rank {rank} is the last to launch bucket {last}, the last one: "
+        f"{ms(late.typical_s)} ms behind the median of the others, "
+        f"{often if late.often_s > 0 else 'but not in all steps'}. "
+        f"The largest part, {ms(growth_s)} ms, it falls behind {before}."
+    )
+
+
+def _json(data: Any) -> str:
+    # "<" could end the script element; names of layers may hold anything.
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _step(run: Run, number: int) -> dict[str, Any]:
+    """Return one step of all ranks, in ns after its begin on the earliest rank.
+
+    A rank whose clock is unknown begins at its own 0.
+    """
+    steps = run.common[number]
+    pairs = list(zip(steps, run.clocks, strict=True))
+    known = [step.begin_ns for step, clock in pairs if clock is not None]
+    ranks = []
+    for timeline, (step, clock) in zip(run.ranks, pairs, strict=True):
+        one = overlap_of(timeline, step, run.launches[step.number])
+        ranks.append(_rank(one, step.begin_ns if clock is None else min(known)))
+    return {"number": steps[0].number, "ranks": ranks}
+
+
+def _rank(one: StepOverlap, origin: int) -> dict[str, Any]:
+    step: Step = one.step
+    drawn = [each for each in slices(one) if each.name in KINDS]
+    phases = [each for each in drawn if isinstance(each.row, str)]
+    buckets = []
+    for bucket in one.buckets:
+        mine = [each for each in drawn if each.row == bucket.number]
+        full, hidden = bucket.times.full_ns, round(bucket.hidden_s * 1e9)
+        packed = _packed(mine, full)
+        buckets.append([bucket.number, full - origin, hidden, *packed])
+    return {
+        "totals": [getattr(one, name) for name in TOTALS],
+        "backward": [step.backward.begin_ns - origin, step.backward.end_ns - origin],
+        "phases": _packed(phases, origin),
+        "buckets": buckets,
+    }
+
+
+def _packed(found: Iterable[Slice], at: int) -> list[int]:
+    """Return kind and length (ns) of each slice, and of each gap, from ``at`` on."""
+    numbers = []
+    for each in found:
+        if each.begin_ns != at:
+            numbers += [GAP, each.begin_ns - at]
+        numbers += [KINDS.index(each.name), each.end_ns - each.begin_ns]
+        at = each.end_ns
+    return numbers
+
+
+def _model(forecast: Forecast, found: Analysis) -> dict[str, Any]:
+    """Return what `forecast.js` predicts from; ``order``: indices in ready order."""
+    now, shown = forecast.backward, found.shown.typical
+    return {
+        "backward": vars(now),
+        "order": backward_of(shown.timeline)[1],
+        "groups": forecast.groups,
+        "network": vars(forecast.network),
+        "is_one_size": forecast.is_one_size,
+        "step_s": forecast.step_s,
+        "exposed_s": forecast.exposed_s,
+        "caps": CAPS_MB,
+        "ranks": found.run.ranks[0].where.world_size,
+        "shares_memory": found.run.ranks[0].where.no_shared_memory == "",
+    }

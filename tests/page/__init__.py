@@ -1,0 +1,1 @@
+"""The page of `minidp report --html`, in a real browser."""
