@@ -1,0 +1,233 @@
+"""Decide which rank is slow, from the times that all ranks posted."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from minidp.core import Reducer
+
+logger = logging.getLogger("minidp")
+
+DATA, FORWARD, BACKWARD, WAITING, OPTIMIZER = range(5)
+PHASES = ("data", "forward", "backward", "waiting", "optimizer")
+OWN = [DATA, FORWARD, BACKWARD, OPTIMIZER]  # in which a rank waits for no other one
+_WORDS = {
+    DATA: "time between steps (data loading, logging)",
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    OPTIMIZER: "optimizer step",
+    WAITING: "network connection, sending its gradients",
+}
+# A rank is slow if it takes longer than all others, by this share of a step, in all but
+# one of so many steps. What lasts may be smaller than what is seen at once.
+WINDOWS = {5: 0.25, 50: 0.1}
+LEAST_SECONDS = 0.001
+# A link is slow if it sends that many times as long as usual, and as all others do.
+LONGER, LONGEST = 2.0, 1.15
+FEW, MANY = 3, 40  # times that links were seen: enough to know what is usual; all kept
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Say which rank is slow, in which phase, and how many seconds that costs."""
+
+    rank: int
+    phase: int
+    seconds: float  # of that phase on this rank
+    others: float  # of the same phase on the other ranks, the median
+    cost: float  # per step: the next slowest rank takes that much less
+    step: float  # of a step
+
+
+def find_slow(times: NDArray[np.float64], share: float) -> Slow | None:
+    """Return the rank that takes longer than all others by ``share`` of a step.
+
+    ``times``: seconds, shape (ranks, steps, phases), at least three steps. Its own work
+    must take longer in all steps but one, also than the others' in all steps but one.
+    """
+    own = np.sort(times[:, :, OWN].sum(axis=2), axis=1)
+    low, high = own[:, 1], own[:, -2]
+    rank = int(low.argmax())
+    step = float(np.median(times[rank].sum(axis=1)))
+    ahead = low[rank] - np.delete(high, rank).max()
+    return None if ahead < max(share * step, LEAST_SECONDS) else describe(times, rank)
+
+
+def describe(times: NDArray[np.float64], rank: int) -> Slow:
+    """Return how ``rank`` differs from the others, whether or not it is slow."""
+    typical = np.median(times, axis=1)
+    others = np.median(np.delete(typical, rank, axis=0), axis=0)
+    phase = max(OWN, key=lambda each: typical[rank, each] - others[each])
+    own = typical[:, OWN].sum(axis=1)
+    return Slow(
+        rank,
+        phase,
+        seconds=float(typical[rank, phase]),
+        others=float(others[phase]),
+        cost=float(own[rank] - np.delete(own, rank).max()),
+        step=float(np.median(times[rank].sum(axis=1))),
+    )
+
+
+def find_slow_link(
+    sending: NDArray[np.float64], usual: NDArray[np.float64], times: NDArray[np.float64]
+) -> Slow | None:
+    """Return the rank whose network is slow: it sends longest, and longer than usual.
+
+    ``sending``: seconds per step by rank, in which bytes were on their way; ``usual``:
+    the same before, or of the other ranks. All ranks must wait for a good part of a
+    step, since a ring is as slow as its slowest link. ``times`` as for `find_slow`.
+    """
+    rank = int(sending.argmax())
+    mine, others = float(sending[rank]), float(np.delete(sending, rank).max())
+    waiting = float(np.median(times[:, :, WAITING], axis=1).min())
+    step = float(np.median(times[rank].sum(axis=1)))
+    is_long = waiting > max(max(WINDOWS.values()) * step, LEAST_SECONDS)
+    if not is_long or mine < LONGEST * others or mine < LONGER * usual[rank]:
+        return None
+    cost = min(waiting, mine - float(usual[rank]))
+    return Slow(rank, WAITING, mine, others, cost, step)
+
+
+def align(
+    rows: Sequence[Sequence[tuple[int, Sequence[float]]]],
+) -> tuple[list[int], NDArray[np.float64]]:
+    """Return numbers of steps, and times of shape (ranks, steps, phases).
+
+    ``rows``: by rank, (number, seconds by phase) of its last steps. Takes the steps
+    that all ranks have; if they are so fast that none is left, each rank's last ones.
+    """
+    by_number = [dict(each) for each in rows]
+    numbers = sorted(set.intersection(*map(set, by_number)))
+    if numbers:
+        return numbers, np.array([[row[n] for n in numbers] for row in by_number])
+    size = min(map(len, rows))
+    latest = min(rows, key=lambda each: max(dict(each), default=0))
+    numbers = [number for number, _ in latest[len(latest) - size :]]
+    tails = [[times for _, times in each[len(each) - size :]] for each in rows]
+    return numbers, np.array(tails).reshape(len(rows), size, len(PHASES))
+
+
+def late_bucket(full: Mapping[int, Mapping[str, float]], rank: int) -> int | None:
+    """Return the bucket before which a rank loses most time in its backward.
+
+    ``full``: by rank and bucket, seconds from the backward's begin until the bucket was
+    full. None if the ranks' buckets differ (they are just being rebuilt).
+    """
+    buckets = sorted(full[rank], key=lambda bucket: full[rank][bucket])
+    if not buckets or any(set(each) != set(buckets) for each in full.values()):
+        return None
+    lost, before = {}, 0.0
+    for bucket in buckets:
+        others = median(each[bucket] for r, each in full.items() if r != rank)
+        behind = full[rank][bucket] - others
+        lost[bucket], before = behind - before, behind
+    return int(max(lost, key=lambda bucket: lost[bucket]))
+
+
+class Judge:
+    """Decide on rank 0 who is slow, from what all ranks post; log when that changes."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = weakref.ref(reducer)
+        self.slow: Slow | None = None
+        self._window = 0  # in which that rank was found, steps; 0: by its link
+        self._since = 0  # its first slow step
+        self._step = 0  # the last one judged
+        # By rank, while no rank was slow.
+        self._sending: deque[NDArray[np.float64]] = deque(maxlen=MANY)
+
+    def judge(self, posted: Mapping[int, Any]) -> None:
+        """Judge each step that all ranks have posted since the last call."""
+        numbers, times = align([posted[rank]["steps"] for rank in sorted(posted)])
+        sending = np.array([posted[rank]["sending"] for rank in sorted(posted)])
+        new = {n: end for end, n in enumerate(numbers, start=1) if n > self._step}
+        for size, share in WINDOWS.items():
+            every = size // min(WINDOWS)
+            for number, end in new.items():
+                if end >= size and number % every == 0:
+                    window = times[:, end - size : end]
+                    self._note(size, self._by_work(window, share), number, posted)
+        if new and len(numbers) >= min(WINDOWS):
+            link = self._by_link(sending, times[:, -min(WINDOWS) :])
+            self._note(0, link, numbers[-1], posted)
+        self._step = max([self._step, *numbers])
+
+    def _by_work(self, times: NDArray[np.float64], share: float) -> Slow | None:
+        if self.slow is None:
+            return find_slow(times, share)
+        now = describe(times, self.slow.rank)
+        return now if now.cost > share / 2 * now.step else None
+
+    def _by_link(
+        self, sending: NDArray[np.float64], times: NDArray[np.float64]
+    ) -> Slow | None:
+        if len(self._sending) >= FEW:
+            usual = np.median(self._sending, axis=0)
+        else:  # as the others
+            usual = np.array([np.delete(sending, r).max() for r in range(len(sending))])
+        if self.slow is None:
+            self._sending.append(sending)
+            return find_slow_link(sending, usual, times)
+        rank = self.slow.rank
+        return self.slow if sending[rank] > usual[rank] * (1 + LONGER) / 2 else None
+
+    def _note(
+        self, window: int, now: Slow | None, step: int, posted: Mapping[int, Any]
+    ) -> None:
+        """Log if the slow rank changed, in the window in which it became slow."""
+        if self.slow is None and now is not None:
+            self.slow, self._window = now, window
+            self._since = step - (window or min(WINDOWS)) + 1
+            self._log_begin(now, posted)
+        elif self.slow is not None and now is None and window == self._window:
+            self._log_end(self.slow, step)
+            self.slow = None
+
+    def _log_begin(self, slow: Slow, posted: Mapping[int, Any]) -> None:
+        where = _WORDS[slow.phase]
+        if slow.phase == BACKWARD:
+            full = {rank: row["full"] for rank, row in posted.items()}
+            where += self._layers(late_bucket(full, slow.rank))
+        logger.warning(
+            "[rank 0] Rank %d (%s) slows all ranks down, since step %d: its %s takes "
+            "%.4g ms, that of the others %.4g ms. This costs %.4g ms of each step of "
+            "%.4g ms (%.0f %%).",
+            slow.rank,
+            posted[slow.rank]["host"],
+            self._since,
+            where,
+            slow.seconds * 1e3,
+            slow.others * 1e3,
+            slow.cost * 1e3,
+            slow.step * 1e3,
+            100 * slow.cost / slow.step,
+        )
+
+    def _layers(self, bucket: int | None) -> str:
+        reducer = self._reducer()
+        if reducer is None or bucket is None:
+            return ""
+        names = [*reducer.queue.buckets[bucket].names]
+        return f" (most of it before bucket {bucket}: {names[0]} to {names[-1]})"
+
+    def _log_end(self, slow: Slow, step: int) -> None:
+        logger.warning(
+            "[rank 0] Rank %d slows the others down no longer, at step %d. It did for "
+            "%d steps, which cost about %.3g s.",
+            slow.rank,
+            step,
+            step - self._since,
+            (step - self._since) * slow.cost,
+        )

@@ -1,0 +1,206 @@
+"""Measure one rank's steps, and post them to the process group's store."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+import weakref
+from collections import deque
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from minidp.core import untraced
+from minidp.recording import wrapper_of
+from minidp.trace import Moment, StepEvent
+
+from .judge import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES, WAITING, WINDOWS, Judge
+from .tcp import Sent, sent_by_connection
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim.optimizer import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+    from minidp.attachment import Attachment
+    from minidp.core import Reducer
+    from minidp.data_parallel import DataParallel
+
+logger = logging.getLogger("minidp")
+
+# The phase that has just ended, by what happens.
+_ENDS = {
+    StepEvent.FORWARD_BEGIN: DATA,
+    StepEvent.MODULE_BEGIN: WAITING,  # module buffers from rank 0, a rebuild
+    StepEvent.FORWARD_END: FORWARD,
+    StepEvent.LOCAL_FORWARD_END: FORWARD,
+    StepEvent.BACKWARD_BEGIN: FORWARD,  # the loss
+    StepEvent.LOCAL_BACKWARD_BEGIN: FORWARD,
+    StepEvent.LOCAL_BACKWARD_END: BACKWARD,
+    StepEvent.BACKWARD_BYPASSED: BACKWARD,
+    StepEvent.FINALIZE_BEGIN: BACKWARD,
+    StepEvent.FINALIZE_END: WAITING,
+}
+WARMUP_STEPS = 2  # not judged: caches are cold, buckets are rebuilt
+
+
+def watch_speed(model: DataParallel | Attachment | nn.Module) -> SpeedWatch:
+    """Name, in rank 0's log, a rank that makes the others wait; return the numbers.
+
+    Call it on all ranks, once; it goes on as long as the model lives, or until
+    `SpeedWatch.stop`::
+
+        speed = minidp.watch_speed(model)
+        ...                                       # train as usual
+        writer.add_scalars("speed", speed.numbers(), step)
+
+    A rank is named once it worked longer than each other rank, by a quarter of a step,
+    in four of its last five steps (or by a tenth, in 49 of 50): with its host, the
+    phase that differs most, in the backward also the layers, what it costs, since when.
+    So is a rank whose network connection sends more slowly than the others' (Linux, TCP
+    only). Waits inside collectives of the script's own count as work.
+
+    Args:
+        model: a `DataParallel`, an `Attachment`, or an attached model.
+
+    Raises:
+        TypeError: minidp does not synchronise the model.
+    """
+    return SpeedWatch(wrapper_of(model, "watch_speed")._reducer)
+
+
+class SpeedWatch:
+    """Measure this rank's steps; on rank 0, also judge all ranks. See `watch_speed`."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        communicator, self._tracer = reducer.communicator, reducer.queue.tracer
+        self._size = communicator.size
+        self._managed = set(map(id, reducer.params))
+        self._judge = Judge(reducer) if communicator.rank == 0 else None
+        # Number and seconds by phase, of the last steps.
+        self._steps: deque[tuple[int, list[float]]] = deque(maxlen=2 * max(WINDOWS))
+        self._full: deque[dict[int, float]] = deque(maxlen=min(WINDOWS))
+        # Number of steps, and what each connection had sent by then.
+        self._sent: deque[tuple[int, dict[str, Sent]]] = deque()
+        self._nbytes = sum(spec.nbytes for spec in reducer.queue.specs)
+        self._now = [0.0] * len(PHASES)  # of the step that runs
+        self._full_now: dict[int, float] = {}  # bucket -> when it was full, seconds
+        self._mark = self._backward_began = time.perf_counter()
+        self._has_reduced = False  # the step that runs
+        self._number = 0  # of finished steps
+        self._tracer.listeners.append(self)
+        self._handles = [
+            register_optimizer_step_pre_hook(self._optimizer_event),
+            register_optimizer_step_post_hook(self._optimizer_event),
+        ]
+        weakref.finalize(reducer, _remove, self._handles)
+        exchanges = communicator.peers.exchange_often("speed", self._exchange)
+        if communicator.size > 1 and not exchanges:
+            logger.warning(
+                "[rank %d] watch_speed() measures this rank only: ranks are compared "
+                "through the process group's store, by the thread that hang_timeout "
+                "needs. What to do: pass no hang_timeout=None.",
+                communicator.rank,
+            )
+
+    def stop(self) -> None:
+        """Measure nothing any more; `numbers` keeps the last numbers."""
+        if self in self._tracer.listeners:
+            self._tracer.listeners.remove(self)
+        _remove(self._handles)
+
+    def numbers(self) -> dict[str, float]:
+        """Return this rank's last steps as plain numbers, for a metrics logger.
+
+        Medians of the last five steps in seconds: "data_s", "forward_s", "backward_s",
+        "waiting_s" (for other ranks, and for the network), "optimizer_s"; "step": steps
+        so far; on rank 0 "slow_rank" (-1: none) and "slow_cost_s" (per step).
+        """
+        last = [row for _, row in [*self._steps][-min(WINDOWS) :]] or [self._now]
+        medians = [median(column) for column in zip(*last, strict=True)]
+        found = {f"{name}_s": s for name, s in zip(PHASES, medians, strict=True)}
+        found["step"] = self._number
+        if self._judge is not None:
+            slow = self._judge.slow
+            found["slow_rank"] = -1 if slow is None else slow.rank
+            found["slow_cost_s"] = 0.0 if slow is None else slow.cost
+        return found
+
+    # -- events, see `trace.Listener` --------------------------------------------------
+
+    def note(self, moment: Moment, bucket: int) -> None:
+        """Store when a bucket was full."""
+        if moment is Moment.FULL:
+            self._full_now[bucket] = time.perf_counter() - self._backward_began
+
+    def enter(self, event: StepEvent) -> None:
+        """Count the time since the last event to the phase that ends with this one."""
+        now = time.perf_counter()
+        if event is StepEvent.FORWARD_BEGIN and self._has_reduced:
+            self._close()
+        elif event is StepEvent.BACKWARD_BEGIN:
+            self._backward_began = now
+        elif event is StepEvent.FINALIZE_END:
+            self._has_reduced = True
+        self._count(_ENDS[event], now)
+
+    def _count(self, phase: int, now: float) -> None:
+        self._now[phase] += now - self._mark
+        self._mark = now
+
+    def _close(self) -> None:
+        self._number += 1
+        if self._number > WARMUP_STEPS:
+            self._steps.append((self._number, self._now))
+            self._full.append(self._full_now)
+        self._now, self._full_now = [0.0] * len(PHASES), {}
+        self._has_reduced = False
+
+    @untraced
+    def _optimizer_event(self, optimizer: Optimizer, *_arguments: Any) -> None:
+        groups = optimizer.param_groups
+        if any(id(p) in self._managed for group in groups for p in group["params"]):
+            self._count(OPTIMIZER, time.perf_counter())
+
+    # -- other ranks, in the watchdog's thread -----------------------------------------
+
+    def _exchange(self, posted: dict[int, Any]) -> dict[str, Any]:
+        """Judge what all ranks have ``posted``, on rank 0; return what to post."""
+        size = self._size
+        if self._judge is not None and len(posted) == size:
+            self._judge.judge(posted)
+        full = list(self._full)
+        shared = set.intersection(*map(set, full)) if full else ()
+        return {
+            "host": platform.node(),
+            "steps": list(self._steps),
+            "sending": self._seconds_of_sending(),
+            "full": {bucket: median(row[bucket] for row in full) for bucket in shared},
+        }
+
+    def _seconds_of_sending(self) -> float:
+        """Return how long, per step, the network took for this rank's gradients.
+
+        Of the busiest connection that sent a good part of them; 0 if none did.
+        """
+        now, sent = self._number, sent_by_connection()
+        while len(self._sent) > 1 and now - self._sent[1][0] >= min(WINDOWS):
+            self._sent.popleft()
+        busiest = 0.0
+        for then, before in list(self._sent)[:1]:
+            for name, each in sent.items():
+                old, steps = before.get(name, Sent(0, 0.0)), now - then
+                if steps and each.nbytes - old.nbytes >= steps * self._nbytes / 4:
+                    busiest = max(busiest, (each.seconds - old.seconds) / steps)
+        self._sent.append((now, sent))
+        return busiest
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -1,0 +1,231 @@
+"""`minidp.watch_speed`: which rank is slow, from times that ranks posted."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import socket
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import minidp
+from minidp.speed.judge import (
+    BACKWARD,
+    FORWARD,
+    PHASES,
+    WAITING,
+    Judge,
+    align,
+    find_slow,
+    find_slow_link,
+    late_bucket,
+)
+from minidp.speed.tcp import sent_by_connection
+from minidp.speed.watch import _ENDS
+from minidp.trace import StepEvent
+
+STEP = [0.001, 0.010, 0.020, 0.004, 0.002]  # seconds by phase
+
+
+def times(ranks: int, steps: int, **slow: float) -> Any:
+    """Times of equal ranks, with the phases in ``slow`` longer on the last rank."""
+    found = np.array([[STEP] * steps] * ranks)
+    for phase, seconds in slow.items():
+        found[-1, :, PHASES.index(phase)] += seconds
+    return found
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer"])
+def test_a_rank_that_works_longer_is_found_with_its_phase(phase: str) -> None:
+    slow = find_slow(times(3, 5, **{phase: 0.020}), 0.25)
+    assert slow is not None
+    assert (slow.rank, PHASES[slow.phase]) == (2, phase)
+    assert slow.cost == pytest.approx(0.020)
+    assert slow.seconds - slow.others == pytest.approx(0.020)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.005])
+def test_a_small_difference_is_none(seconds: float) -> None:
+    assert find_slow(times(2, 5, forward=seconds), 0.25) is None
+
+
+def test_waiting_for_others_is_no_work() -> None:
+    assert find_slow(times(2, 5, waiting=1.0), 0.25) is None
+
+
+def test_one_long_step_is_not_slow_and_one_short_step_does_not_hide_it() -> None:
+    once = times(2, 5)
+    once[1, 2, FORWARD] += 10
+    assert find_slow(once, 0.25) is None
+    but_once = times(2, 5, forward=0.020)
+    but_once[1, 2] = STEP
+    assert find_slow(but_once, 0.25) is not None
+
+
+@given(
+    st.integers(2, 5),
+    st.lists(st.floats(0.9, 1.1), min_size=25, max_size=25),
+)
+def test_ranks_whose_times_differ_by_a_tenth_are_not_slow(
+    ranks: int, noise: list[float]
+) -> None:
+    factors = np.resize(np.array(noise), (ranks, 5, 1))
+    assert find_slow(times(ranks, 5) * factors, 0.25) is None
+
+
+def rows(first: int, count: int) -> list[tuple[int, list[float]]]:
+    return [
+        (number, [float(number)] * len(PHASES))
+        for number in range(first, first + count)
+    ]
+
+
+def test_ranks_are_compared_in_the_steps_that_all_have() -> None:
+    numbers, found = align([rows(3, 10), rows(5, 10)])
+    assert numbers == list(range(5, 13))
+    assert np.array_equal(found[0], found[1])
+
+
+def test_ranks_without_a_common_step_are_compared_in_their_last_ones() -> None:
+    numbers, found = align([rows(1, 4), rows(100, 6)])
+    assert numbers == [1, 2, 3, 4]
+    assert found[1, :, 0].tolist() == [102, 103, 104, 105]
+
+
+def test_each_event_of_a_step_ends_a_phase() -> None:
+    assert set(_ENDS) == set(StepEvent)
+
+
+def test_nothing_posted_gives_no_steps() -> None:
+    numbers, found = align([[], rows(1, 3)])
+    assert numbers == []
+    assert found.shape == (2, 0, len(PHASES))
+
+
+def test_the_bucket_before_which_time_is_lost() -> None:
+    full = {0: {"0": 0.01, "1": 0.02, "2": 0.03}, 1: {"0": 0.01, "1": 0.07, "2": 0.08}}
+    assert late_bucket(full, 1) == 1
+    assert late_bucket({0: {}, 1: {}}, 1) is None
+    assert late_bucket({0: {"0": 0.01}, 1: {"0": 0.01, "1": 0.02}}, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("sending", "rank"),
+    [
+        ([0.10, 0.25, 0.15], 1),
+        ([0.23, 0.25, 0.10], None),  # two ranks alike
+        ([0.10, 0.15, 0.10], None),  # not much longer than usual
+    ],
+)
+def test_the_rank_whose_network_is_slow_sends_longest(
+    sending: list[float], rank: int | None
+) -> None:
+    usual, long = np.array([0.1] * 3), times(3, 5)
+    long[:, :, WAITING] += 0.2
+    slow = find_slow_link(np.array(sending), usual, long)
+    assert (None if slow is None else slow.rank) == rank
+    nobody_waits = find_slow_link(np.array(sending), usual, times(3, 5))
+    assert nobody_waits is None
+
+
+def test_what_the_connections_of_this_process_have_sent() -> None:
+    one, two = socket.socketpair(socket.AF_UNIX)
+    with socket.create_server(("127.0.0.1", 0)) as server, one, two:
+        before = sent_by_connection()
+        with socket.create_connection(server.getsockname()) as client:
+            peer, _ = server.accept()
+            with peer:
+                client.sendall(bytes(5000))
+                assert len(peer.recv(5000, socket.MSG_WAITALL)) == 5000
+                after = sent_by_connection()
+    new = [sent for name, sent in after.items() if name not in before]
+    assert sorted(sent.nbytes for sent in new) in ([0, 5000], [0, 5001])
+
+
+class OneBucket:
+    """What `Judge` reads of a reducer."""
+
+    class queue:
+        class bucket:
+            names = ("head.weight", "head.bias")
+
+        buckets = (bucket,)
+
+
+def posted(first: int, steps: int, slow: float) -> dict[int, Any]:
+    both = {}
+    for rank in (0, 1):
+        each = list(STEP)
+        each[BACKWARD] += slow * rank
+        listed = [(number, each) for number in range(first, first + steps)]
+        both[rank] = {
+            "host": f"h{rank}",
+            "steps": listed,
+            "sending": 0.0,
+            "full": {"0": each[BACKWARD]},
+        }
+    return both
+
+
+def test_rank_0_logs_once_when_a_rank_becomes_slow_and_once_when_it_is_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reducer = OneBucket()
+    judge = Judge(reducer)  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING, "minidp"):
+        judge.judge(posted(1, 8, 0.0))
+        assert not caplog.messages
+        judge.judge(posted(9, 6, 0.030))
+        judge.judge(posted(9, 6, 0.030))  # the same steps again
+        judge.judge(posted(15, 8, 0.030))
+        assert len(caplog.messages) == 1
+        judge.judge(posted(23, 6, 0.0))
+    begin, end = caplog.messages
+    assert begin == (
+        "[rank 0] Rank 1 (h1) slows all ranks down, since step 9: its backward (most "
+        "of it before bucket 0: head.weight to head.bias) takes 50 ms, that of the "
+        "others 20 ms. This costs 30 ms of each step of 67 ms (45 %)."
+    )
+    assert end == (
+        "[rank 0] Rank 1 slows the others down no longer, at step 27. It did for 18 "
+        "steps, which cost about 0.54 s."
+    )
+
+
+def test_numbers_of_one_rank_and_the_model_may_go(lone_group: Any) -> None:
+    ddp = minidp.DataParallel(nn.Linear(4, 2))
+    speed = minidp.watch_speed(ddp)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for _ in range(6):
+        ddp(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    numbers = speed.numbers()
+    assert set(numbers) == {*(f"{name}_s" for name in PHASES), "step"} | {
+        "slow_rank",
+        "slow_cost_s",
+    }
+    assert numbers["step"] == 5
+    assert numbers["slow_rank"] == -1
+    assert all(numbers[f"{name}_s"] > 0 for name in PHASES)
+    speed.stop()
+    speed.stop()
+    ddp(torch.ones(3, 4)).sum().backward()
+    ddp(torch.ones(3, 4)).sum().backward()
+    assert speed.numbers() == numbers
+    gone = weakref.ref(ddp)
+    del ddp, optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_model_that_minidp_does_not_synchronise_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"watch_speed\(\) needs a minidp.DataParallel"):
+        minidp.watch_speed(nn.Linear(2, 2))
