@@ -1,0 +1,248 @@
+"""Sum the buckets of a backward over the replicas that torchft's manager has found.
+
+The only file that knows torchft: its versions, types, and private names.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from minidp.core import BucketState, Reducer
+from minidp.errors import MiniDPError, explain
+
+from .agreement import Agreement
+
+try:
+    from torchft.process_group import ProcessGroupDummy
+except ImportError as error:
+    raise ImportError(
+        f"minidp.torchft needs torchft, which cannot be imported ({error}). "
+        "What to do: pip install 'minidp[torchft]'."
+    ) from error
+
+logger = logging.getLogger("minidp")
+KNOWN = ("0.2.0",)  # versions whose private names have the meaning that is used below
+KEY = "minidp"  # of the layout, in the state that a joining replica receives
+ATTEMPTS = 3  # how often a backward's gradients travel, until the step is given up
+SUM = ReduceOp.SUM
+
+
+def require_known(version: str) -> None:
+    """Raise ImportError unless ``version`` of torchft is one of `KNOWN`."""
+    if version not in KNOWN:
+        raise ImportError(
+            f"minidp.torchft knows torchft {', '.join(KNOWN)}, but {version} is "
+            "installed, whose private names may have another meaning. What to do: pip "
+            f"install torchft=={KNOWN[-1]}, or update minidp."
+        )
+
+
+require_known(metadata.version("torchft"))
+
+
+class Replica(ProcessGroupDummy):  # type: ignore[misc]
+    """A group of one rank: collectives change nothing, but an all-reduce sums."""
+
+    quorum: Quorum
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: object) -> Sum:
+        """Start to sum a tensor over the participants, in place; wait for nothing."""
+        total = Sum(self.quorum, tensors[0])
+        self.quorum.sums.append(total)
+        return total
+
+
+class Sum:
+    """The sum of one tensor over the participants: a work, and its own future."""
+
+    def __init__(self, quorum: Quorum, tensor: torch.Tensor) -> None:
+        self._quorum, self.tensor = quorum, tensor
+        # A map of used parameters. A bucket's gradients are still in ``.grad``.
+        self._before = tensor.clone() if tensor.dtype is torch.int32 else None
+        self.is_over = False
+        self.work: Any = quorum.launch(tensor)
+
+    def relaunch(self) -> None:
+        """Start again; unless it is a bucket, with the values of the first time."""
+        if self._before is not None:
+            self.tensor.copy_(self._before)
+        self.work = self._quorum.launch(self.tensor)
+
+    def get_future(self) -> Sum:
+        """Return itself: it has what `minidp.comm` asks of a future."""
+        return self
+
+    def done(self) -> bool:
+        """Return whether a `wait` has returned."""
+        return self.is_over
+
+    def wait(self) -> torch.Tensor:
+        """Wait for all sums of this backward. Errors go to the manager."""
+        if not self.is_over:
+            self._quorum.settle()
+        return self.tensor
+
+    def add_done_callback(self, call: Callable[[Any], None]) -> None:
+        """Call ``call`` when the all-reduce is over, which may be before `wait`."""
+        # The manager's future completes only when somebody waits for its work.
+        inner = getattr(self.work, "_work", self.work)
+        inner.get_future().add_done_callback(call)
+
+
+class Quorum:
+    """Know who takes part in each backward of one reducer; sum, and sum again."""
+
+    def __init__(self, manager: Any, reducer: Reducer) -> None:
+        self.manager = manager
+        self.sums: list[Sum] = []  # of this backward, in launch order
+        self.step = -1  # the manager's, when this backward began
+        self.agreement = Agreement(reducer)
+        self._reducer = reducer
+        self._told: list[int] = []  # participants that were logged last
+        manager.register_state_dict_fn(KEY, self.agreement.receive, self.state)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a joining replica receives."""
+        return self.agreement.state(self.manager.current_step())
+
+    @property
+    def contributes(self) -> bool:
+        """Whether this replica's gradients count, or it receives the others' only."""
+        return bool(self.manager.is_participating())
+
+    def members(self) -> list[int]:
+        """Return the numbers of the replicas in the quorum, after waiting for it."""
+        count = self.manager.num_participants()  # waits
+        known = getattr(self.manager._pg, "_global_ranks", None)
+        return list(range(count)) if known is None else list(known)
+
+    def launch(self, tensor: torch.Tensor) -> Any:
+        """Start the manager's sum of ``tensor``, in place; return its work."""
+        return self.manager.allreduce(tensor, reduce_op=SUM)
+
+    # -- a backward begins -------------------------------------------------------------
+
+    def begin(self) -> int:
+        """Wait for the quorum, adopt its layout; return the number of contributors."""
+        self.sums = []
+        self._find_out()
+        received = self._received()
+        if received is None:
+            self.agreement.follow(self.manager.current_step())
+        else:
+            self.agreement.receive(received)
+        return self._count()
+
+    def _find_out(self) -> None:
+        """Wait for the quorum; log who is in it, if others than before."""
+        manager, rank = self.manager, self._reducer.rank
+        if manager._quorum_future is None:
+            remedy = "call zero_grad() of torchft's optimizer, or "
+            remedy += "manager.start_quorum(), at the begin of each step"
+            what = "A backward began, but no quorum was started."
+            raise MiniDPError(explain(rank, what, remedy=remedy))
+        if set(manager._user_state_dicts) == {KEY}:
+            remedy = "give it state_dict and load_state_dict of model and optimizer"
+            what = "The manager cannot bring a joining replica up to date."
+            raise MiniDPError(explain(rank, what, remedy=remedy))
+        if (now := self.members()) != self._told:
+            text = "From step %d on the replicas in the quorum are %s."
+            logger.info(text, manager.current_step(), ", ".join(map(str, now)))
+            self._told = now
+
+    def _received(self) -> dict[str, Any] | None:
+        """Return another replica's `state`, if this one is catching up with it."""
+        found = self.manager._healing and self.manager._pending_state_dict
+        return found["user"][KEY] if found else None
+
+    def _count(self) -> int:
+        """Return how many replicas contribute; agree on a ready order if that is due.
+
+        In step 0 the manager also counts those whose gradients it sets to zero.
+        """
+        manager, specs = self.manager, self._reducer.queue.specs
+        self.step = manager.current_step()
+        count = max(int(manager.num_participants()), 1)
+        is_due = self.agreement.is_due
+        if self.step and not is_due:
+            return count
+        order = self.agreement.proposal() if manager.participating_rank() == 0 else []
+        numbers = [1, 1, *order] if order and is_due else [1] + [0] * (1 + len(specs))
+        sums = torch.tensor(numbers, dtype=torch.int64, device=specs[0].device)
+        self.launch(sums).wait()
+        if manager.errored() is not None:
+            return count
+        contributors, has_order, *order = map(int, sums.tolist())
+        if has_order:
+            self.agreement.agree(self.step, order)
+        return max(contributors, 1)
+
+    # -- it ends -----------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait for all sums of the backward; if one failed, sum them once more.
+
+        If that cannot be, the manager knows, and will not commit the step.
+        """
+        manager, sums = self.manager, self.sums
+        for attempt in range(1, ATTEMPTS + 1):
+            for each in sums:
+                each.work.wait()  # reports errors to the manager
+            error = manager.errored() or manager._pg.errored()
+            if error is None or attempt == ATTEMPTS or not self._may_repeat():
+                break
+            logger.info("Step %d is repeated with the survivors: %s", self.step, error)
+            manager.should_commit()  # False. The next quorum then gets a new group.
+            manager.start_quorum()
+            self._repeat(sums)
+        for each in sums:
+            each.is_over = True
+
+    def _may_repeat(self) -> bool:
+        """Return whether ``.grad`` still holds what this replica contributed.
+
+        Not views of buckets: they hold partial sums. With create_graph=True the sums
+        have a history. With a synchronous quorum, or if this replica was catching up,
+        it would take part with gradients of other parameters than it has then.
+        """
+        manager, config = self.manager, self._reducer.queue.config
+        is_local = not config.gradient_as_bucket_view and not torch.is_grad_enabled()
+        return is_local and manager._use_async_quorum and not manager._healing
+
+    def _repeat(self, sums: list[Sum]) -> None:
+        """Sum the local gradients in ``.grad`` over a new quorum.
+
+        If another replica has committed the step meanwhile, this one brings zeros (by
+        the manager) to the others' next step, and receives their state and averages.
+        """
+        self._find_out()
+        received = self._received()
+        if received is not None:
+            layout = self.agreement.layout_of(received["layout"])
+            if layout != self._reducer.queue.layout:
+                self._stand_in([(p.numel, p.dtype, p.device) for p in layout.buckets])
+                return
+            self.agreement.receive(received)
+        divisor = self._count()
+        for bucket in self._reducer.queue.buckets:
+            bucket.state = BucketState.FILLING
+            bucket.flatten([param.grad for param in bucket.params], divisor)
+            bucket.state = BucketState.IN_FLIGHT
+        for each in sums:
+            each.relaunch()
+
+    def _stand_in(self, buckets: list[tuple[int, torch.dtype, torch.device]]) -> None:
+        """Bring zeros to a step with other buckets, which is then not committed here.
+
+        The reducer's own buckets cannot be replaced at the end of a backward.
+        """
+        for numel, dtype, device in buckets:
+            zeros = torch.zeros(numel, dtype=dtype, device=device)
+            self.launch(torch.view_as_real(zeros) if dtype.is_complex else zeros).wait()
+        self.manager.report_error(RuntimeError("minidp: the others' buckets differ"))

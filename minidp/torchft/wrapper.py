@@ -1,0 +1,172 @@
+"""`DataParallel` over replicas that may die and come back.
+
+    forward      the manager looks for a quorum, in its own thread
+    backward     first gradient: wait for the quorum. Full buckets: start the manager's
+                 all-reduce, wait for nothing
+    its end      wait for all buckets. Has a replica died, a new quorum sums the same
+                 local gradients, divided by the number of those who are left
+    step         torchft's optimizer asks the manager whether to commit it
+
+For the rest of minidp a replica is alone, in a group of one rank whose all-reduce is
+the manager's (`quorum.Replica`) and whose divisor is the number of contributors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from minidp import torch_compat
+from minidp.core import Averaging, Observer, Reducer
+from minidp.errors import UnsyncedGradientsError, explain
+
+from .quorum import Quorum, Replica
+
+
+class DataParallel(torch_compat.DataParallel):
+    """`minidp.DataParallel` over the replicas of a torchft ``Manager``.
+
+    Train as with torchft's own DDP. The manager needs ``state_dict`` and
+    ``load_state_dict`` of model and optimizer; the bucket layout is added to it. Module
+    buffers stay each replica's own, but a joining one receives some::
+
+        model = minidp.torchft.DataParallel(manager, net)
+        optimizer = torchft.Optimizer(manager, torch.optim.AdamW(net.parameters()))
+        for x, y in batches:
+            optimizer.zero_grad()            # starts to look for a quorum
+            loss_fn(model(x), y).backward()  # averages over the participants
+            optimizer.step()                 # if the manager commits the step
+
+    Args:
+        manager: torchft's, for this module only.
+        module: with the same parameters in all replicas.
+        options: those of `minidp.DataParallel`.
+
+    Raises:
+        ValueError: an option, or a model, that does not go with changing replicas.
+        MiniDPError: in a backward: no quorum was started, or the manager cannot save
+            the model.
+        UnsyncedGradientsError: an optimizer is about to step uncommitted.
+    """
+
+    def __init__(self, manager: Any, module: nn.Module, **options: Any) -> None:
+        for name in {"process_group", "device_mesh"} & options.keys():
+            _refuse(f"the argument {name}", "the manager has the process group")
+        group = Replica(0, 1)
+        super().__init__(module, process_group=group, **options)
+        reducer = self._reducer
+        self._refuse_what_needs_history(reducer)
+        self._quorum = group.quorum = Quorum(manager, reducer)
+        reducer.queue.averaging = _ByContributors(self._quorum, reducer)
+        reducer.queue.observers.append(_Receives(self._quorum, reducer))
+        # The optimizer guard asks it before each step, as it asks a comparison.
+        self._guard.replica_check = _Commits(self._quorum)  # type: ignore[assignment]
+
+    def _refuse_what_needs_history(self, reducer: Reducer) -> None:
+        config, specs = reducer.queue.config, reducer.queue.specs
+        why = "a replica that joins knows nothing of the others' earlier backwards"
+        for name, is_wanted in {
+            'bucket_cap_mb="auto" (but bucket_layout is welcome)': config.tunes,
+            "static_graph": config.static_graph,
+            "skip_all_reduce_unused_params": config.skip_all_reduce_unused_params,
+            "check_replicas_every": self._replication.check is not None,
+        }.items():
+            if is_wanted:
+                _refuse(name, why)
+        if config.averages_items:
+            _refuse('average_over="items"', "replicas come and go, and so do counts")
+        if self._precision is not None or any(spec.sparse for spec in specs):
+            what = "mixed_precision" if self._precision else "a sparse gradient"
+            _refuse(what, "the manager reduces dense buckets, as they are")
+
+    @property
+    def participants(self) -> list[int]:
+        """Numbers of the replicas in the quorum: the digits at the end of their ids.
+
+        Waits for the quorum. Includes those that are still catching up.
+        """
+        return self._quorum.members()
+
+    def reset(self) -> None:
+        """Recover from a backward that raised; the manager will not commit its step.
+
+        Not a collective. Call ``zero_grad()`` next.
+        """
+        quorum, layout = self._quorum, self._quorum.state()["layout"]
+        quorum.manager.report_error(RuntimeError("minidp: reset() was called"))
+        super().reset()
+        quorum.agreement.adopt(layout)
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Raise ValueError."""
+        _refuse("register_comm_hook()", "the manager reduces the buckets")
+
+    def step_in_backward(self, *args: Any, **kwargs: Any) -> None:
+        """Raise ValueError."""
+        _refuse("step_in_backward()", "the manager commits a step after its backward")
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise ValueError."""
+        _refuse("join()", "a replica without inputs may leave, and the others go on")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _refuse("a copy", "it would use the original's manager; copy model.module")
+
+
+def _refuse(what: str, why: str) -> None:
+    raise ValueError(f"minidp.torchft.DataParallel does not have {what}: {why}.")
+
+
+class _ByContributors(Averaging):
+    """Divide by the number of replicas that contribute to a backward."""
+
+    def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
+        super().__init__(reducer.communicator, over_items=False)
+        self._quorum = quorum
+        self.no_shared_memory = "the manager reduces the buckets"
+
+    def begin(self) -> None:
+        """Wait for the quorum, and fix this backward's divisor."""
+        self.num_contributors = self._quorum.begin()
+        super().begin()
+
+
+class _Receives(Observer):
+    """With unused parameters, drop local gradients of a replica that only receives.
+
+    The others have no ``.grad`` where no contributor used the parameter.
+    """
+
+    def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
+        self._quorum, self._params = quorum, reducer.params
+        self._queue = weakref.proxy(reducer.queue)  # which holds this object
+
+    def finished(self) -> None:
+        """At the end of a backward, set ``.grad`` to None where nobody contributed."""
+        queue = self._queue
+        if queue.config.find_unused_parameters and not self._quorum.contributes:
+            counts = queue.used_map.last_counts.tolist()
+            for param, count in zip(self._params, counts, strict=True):
+                param.grad = param.grad if count else None
+
+
+class _Commits:
+    """Tell the optimizer guard whether the manager has committed the step."""
+
+    def __init__(self, quorum: Quorum) -> None:
+        self._quorum = quorum
+
+    @property
+    def suspect(self) -> object:
+        """Not None if the step of the last backward is not committed."""
+        quorum = self._quorum
+        return self if quorum.manager.current_step() == quorum.step else None
+
+    def confirm(self) -> None:
+        """Raise UnsyncedGradientsError for what `suspect` found."""
+        step = self._quorum.step
+        what = f"An optimizer steps, but the manager has not committed step {step}."
+        remedy = "step with torchft's optimizer, or if manager.should_commit()"
+        raise UnsyncedGradientsError(explain(0, what, remedy=remedy))

@@ -1,0 +1,1 @@
+"""Tests of minidp.torchft: they need the extra of this name, and skip without it."""
