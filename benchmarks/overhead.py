@@ -6,7 +6,7 @@
     python benchmarks/overhead.py --smoke               # does it run? no numbers
 
 One step is model(*data).backward(). The bare model, torch's DDP in five modes and
-minidp in three take it in turn, in the same processes, on replicas that share their
+minidp in four take it in turn, in the same processes, on replicas that share their
 weights.
 
 Cells, each on one and on two ranks of this machine with one thread each:
@@ -71,6 +71,7 @@ from support.baselines import (
     BARE,
     LAST_CAP,
     TORCH,
+    OverItems,
     bare,
     has_batched_copy,
     ours,
@@ -94,6 +95,7 @@ from support.rounds import STEP_COLUMNS, Contest, Implementation, Measured, Plan
 from torch import nn
 
 UNUSED = "torch find unused"
+ITEMS = "items, minidp"
 MESSAGES, SHARED = "messages", "shared memory"
 LINK = Link(2.0)
 SMOKE_CELLS = ["small", "mlp", "link"]
@@ -105,6 +107,7 @@ NATIVE_EXTRA = {
 }
 EXTRA_LIMITS = {"native": NATIVE_EXTRA, "python": {"small": {1: 0.5, 2: 0.9}}}
 STEP_LIMIT = 1.0
+ITEMS_LIMIT = 1.01  # over the same step without counts
 TINY_LIMITS = {"native": {1: 1.0, 2: 0.8}, "python": {}}
 REDUCE_LIMITS = {"reduce-64KiB": 0.15, "reduce-1MiB": 0.15, "reduce-25MiB": 0.30}
 
@@ -183,6 +186,7 @@ class Cell:
             Implementation("minidp", ours(), TORCH),
             Implementation("minidp view", ours(**view), "torch view"),
             Implementation("minidp find unused", ours(**unused), UNUSED),
+            Implementation(ITEMS, OverItems, same),
         ]
         if self.net in REDUCE_LIMITS:
             off = {"MINIDP_SHARED_MEMORY": "0"}
@@ -193,7 +197,7 @@ class Cell:
             ]
         left_out = set() if has_batched_copy() else {"torch batched copy"}
         if self.net == "gpt2":  # each has half a GiB of buckets on each rank
-            left_out |= {UNUSED, "minidp find unused", "torch last bucket cap"}
+            left_out |= {UNUSED, "minidp find unused", "torch last bucket cap", ITEMS}
             left_out |= {"torch batched copy"} if self.world_size > 1 else set()
         if self.net == "link":  # the others cannot do without a gradient
             left_out = {each.name for each in everyone}
@@ -275,6 +279,9 @@ def verdicts(cell: Cell, measured: Measured) -> Iterator[Verdict]:
         found = extra_ratio(measured, mine, other)
         what = f"extra of {mine} over {other}'s, the fastest modes; {title}"
         yield Verdict(what, found, limit)
+    if ITEMS in measured.times:
+        what = f"step with averages over items over minidp's; {title}"
+        yield Verdict(what, measured.ratio(ITEMS, "minidp"), ITEMS_LIMIT)
     limits = TINY_LIMITS[kind] if net == "tiny" else {}
     for name in measured.times:
         twin = twin_of(measured, name)

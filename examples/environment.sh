@@ -58,6 +58,13 @@ _minidp_make_venv() {
     "$base" -m venv --clear ${options[@]+"${options[@]}"} "$1"
 }
 
+# Says on a terminal what is going on.
+_minidp_say() {
+    if [[ -t 2 ]]; then
+        echo "$*" >&2
+    fi
+}
+
 # Installs torch for the interpreter $1.  Without an NVIDIA GPU a pinned version, which
 # a CPU-only index can serve; with one the newest that pip finds.
 _minidp_install_torch() {
@@ -65,6 +72,7 @@ _minidp_install_torch() {
     if command -v nvidia-smi >/dev/null 2>&1; then
         wanted='torch>=2.11'
     fi
+    _minidp_say "installing ${MINIDP_TORCH:-$wanted}: one or two minutes"
     "$1" -m pip install --quiet --disable-pip-version-check \
         "${MINIDP_TORCH:-$wanted}" numpy
 }
@@ -88,6 +96,7 @@ minidp_environment() {
     # pyproject.toml it last installed from tells at once.
     stamp=$venv/minidp-installed-$extras
     if ! cmp -s "$root/pyproject.toml" "$stamp"; then
+        _minidp_say "installing minidp with what ${extras//,/, } need: up to a minute"
         "$PYTHON" -m pip install --quiet --disable-pip-version-check \
             -e "${root}[$extras]" || return 1
         cp "$root/pyproject.toml" "$stamp"

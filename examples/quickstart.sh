@@ -5,8 +5,9 @@
 #
 # Makes a Python environment in .venv (or uses the one that is there), builds the C++
 # extension (once; MINIDP_NATIVE=0: not), then trains a small net with two processes on
-# torch's DDP and on minidp. Ends with "identical: yes" and status 0 only if every
-# gradient of every step was the same on every rank.
+# torch's DDP and on minidp. Says "identical: yes" and ends with status 0 only if every
+# gradient of every step was the same on every rank. The last line opens a page that shows
+# where the time of a step went.
 # Needs Python 3.10 or newer and, the first time, a network.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -32,6 +33,11 @@ if ! "$PYTHON" -c 'import torch; raise SystemExit(torch.cuda.device_count() < 2)
     esac
 fi
 
-exec "$PYTHON" -m torch.distributed.run --nproc-per-node 2 \
+page=examples/data/digits.html
+mkdir -p examples/data
+"$PYTHON" -m torch.distributed.run --nproc-per-node 2 \
     --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1 \
-    examples/train_digits.py "$@"
+    examples/train_digits.py --page "$page" "$@"
+
+case $(uname -s) in Darwin) opener=open ;; *) opener=xdg-open ;; esac
+echo "where the time of a step went: $opener $PWD/$page"

@@ -149,8 +149,9 @@ def compare(args: argparse.Namespace, device: torch.device) -> bool:
     console.print(HEADER.format("with" if native.library() else "without"))
     rows: list[Tensor] = []  # an epoch's [loss | accuracy | seconds, torch | minidp]
     found: list[tuple[int, int, int, str]] = []  # epoch, step, rank, what differs
-    plain = not console.is_terminal
-    with Progress(console=console, transient=True, disable=plain) as progress:
+    with Progress(
+        console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("training on both", total=epochs * steps)
         for epoch in range(1, epochs + 1):
             sampler.set_epoch(epoch)
@@ -179,7 +180,22 @@ def compare(args: argparse.Namespace, device: torch.device) -> bool:
     if differences:
         console.print("first at epoch {}, step {}, rank {}: {}".format(*differences[0]))
     console.print("identical: no" if differences else "identical: yes")
+    write_page(args.page, runs[1], loader)
     return learned and not differences
+
+
+def write_page(
+    path: str | None, run: Run, loader: DataLoader[tuple[Tensor, ...]]
+) -> None:
+    """Record 20 more steps, of minidp alone; write a page that shows them to a file."""
+    if not path:
+        return
+    with minidp.record(run.model) as recording:
+        for batch in islice(loader, 20):
+            run.train(*batch)
+    recording.gather()
+    if dist.get_rank() == 0:
+        recording.save_page(path)
 
 
 def main() -> int:
@@ -189,6 +205,7 @@ def main() -> int:
     add("--epochs", type=int, default=8, help="passes over the images (default 8)")
     add("--batch-size", type=int, default=32, help="images per rank (default 32)")
     add("--seed", type=int, default=0, help="for weights and order (default 0)")
+    add("--page", metavar="FILE", help="write a page that shows where steps spend time")
     add("--smoke", action="store_true", help="2 epochs of 3 steps, any accuracy")
     is_well = compare(parser.parse_args(), join_group())
     dist.barrier()  # a launcher may end all ranks once one of them ends with status 1

@@ -8,11 +8,12 @@ Public names; ``help(minidp.DataParallel)`` and so on say more::
     SyncBatchNorm   batch norm over all ranks, on CPU too
     comm_hooks      ready-made comm hooks; what a hook gets is a GradBucket
     record          a Recording of steps: is communication hidden behind the backward?
+    watch_speed     name the rank that slows the others down, while training goes on
     Recorder        gets each Event of a backward, at which Moment it was
     doctor          what is wrong with this machine, job, model, loader, script?
     MiniDPError     what every error here is; in alphabetical order:
                     CollectiveError, CommHookError, DoubleStepError, GradientError,
-                    GraphChangedError, MarkedTwiceError, NativeError,
+                    GraphChangedError, ItemCountError, MarkedTwiceError, NativeError,
                     NonFiniteGradientError, ReducerFailedError, ReplicaMismatchError,
                     UnfinishedReductionError, UnsyncedGradientsError
 
@@ -23,9 +24,11 @@ its ``__init__.py`` says what it is for, in which order to read it, what others 
     run/            minidp run: an unmodified script, on minidp
     doctor/         minidp doctor: what is wrong with this machine, job, model, script?
     swapping        minidp.swap(): torch's class becomes ours, under all its names
+    speed/          minidp.watch_speed(model): the slow rank by name
     recording       minidp.record(model): record steps of training
     report          minidp report: recorded steps in words
     attachment      minidp.attach(model): without a wrapper
+    torchft/        replicas die and come back: on torchft's manager (an extra)
     torch_compat/   torch's private names, for third parties
     data_parallel/  the nn.Module: forward, no_sync, join, reset; wires what is below
     autotune/       bucket_cap_mb="auto": layouts are tried out
@@ -62,6 +65,7 @@ from .errors import (
     DoubleStepError,
     GradientError,
     GraphChangedError,
+    ItemCountError,
     MarkedTwiceError,
     MiniDPError,
     NativeError,
@@ -72,6 +76,7 @@ from .errors import (
     UnsyncedGradientsError,
 )
 from .recording import Recording, record
+from .speed import watch_speed
 from .swapping import swap, swapped
 from .sync_batchnorm import SyncBatchNorm
 from .torch_compat import DataParallel
@@ -87,6 +92,7 @@ __all__ = [
     "GradBucket",
     "GradientError",
     "GraphChangedError",
+    "ItemCountError",
     "MarkedTwiceError",
     "MiniDPError",
     "Moment",
@@ -105,6 +111,7 @@ __all__ = [
     "record",
     "swap",
     "swapped",
+    "watch_speed",
 ]
 
 # Modules that are imported when somebody asks for them: training needs none of them.

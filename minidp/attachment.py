@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from .comm import Hook
+from .comm import Hook, ItemTotals
 from .core import untraced_itself
 from .guard import is_averaged
 from .replica import DETOUR
@@ -52,6 +52,9 @@ def attach(model: nn.Module, **options: Any) -> Attachment:
         ReplicaMismatchError: the replicas differ, or another rank raised.
     """
     return Attachment(model, options)
+
+
+Number = float | Tensor
 
 
 class Attachment:
@@ -89,6 +92,20 @@ class Attachment:
         """Collective: average over ranks what the parameters' ``.grad`` hold now."""
         self.data_parallel.sync_gradients()
 
+    def count_items(self, n: Number, loss: Number | None = None) -> None:
+        """Add ``n`` items to this step; see `DataParallel.count_items`."""
+        self.data_parallel.count_items(n, loss)
+
+    def weigh_loss(self, loss: Tensor, n: Number) -> Tensor:
+        """Count ``n`` items of a mean ``loss``; see `DataParallel.weigh_loss`."""
+        return self.data_parallel.weigh_loss(loss, n)
+
+    @property
+    def item_totals(self) -> ItemTotals:
+        """Over what the last step averaged; see `DataParallel.item_totals`."""
+        totals: ItemTotals = self.data_parallel.item_totals
+        return totals
+
     def reset(self) -> None:
         """Collective: recover from a failed, aborted or unfinished backward."""
         self.data_parallel.reset()
@@ -112,7 +129,6 @@ class Attachment:
             if self._detour.compiled is not None:
                 own[DETOUR] = self._detour.compiled
         inside._remove_autograd_hooks()
-        inside._guard.retire()
         if inside.gradient_as_bucket_view:
             for param in inside._reducer.params:
                 param.grad = None if param.grad is None else param.grad.clone()

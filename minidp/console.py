@@ -37,6 +37,13 @@ def say_on_stderr(text: str) -> None:
     _write(sys.stderr, text)
 
 
+def say_progress(text: str) -> None:
+    """Print a line to standard error if that is a terminal, on rank 0 of a job."""
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first and sys.stderr is not None and width_of(sys.stderr):
+        say_on_stderr(text)
+
+
 def _write(stream: TextIO | None, text: str) -> None:
     if stream is None:  # print() would write to standard output
         return
@@ -111,10 +118,7 @@ def positive_seconds(text: str) -> float:
 def parse(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parse a command line (default: ``sys.argv``); output to a closed pipe is dropped.
-
-    Exits as argparse does: with 0 after help and 2 after wrong usage.
-    """
+    """Parse a command line (default: ``sys.argv``), also with a closed pipe."""
     streams = [s for s in (sys.stdout, sys.stderr) if s is not None]
 
     def parse_and_flush() -> argparse.Namespace:

@@ -40,6 +40,10 @@ class NonFiniteGradientError(GradientError):
     """A gradient holds NaN or infinity (``check_finite_grads=True``)."""
 
 
+class ItemCountError(MiniDPError):
+    """Ranks' item counts give no mean (``average_over="items"``)."""
+
+
 class UnsyncedGradientsError(MiniDPError):
     """An optimizer is about to apply gradients that differ between ranks."""
 
@@ -61,7 +65,7 @@ class ReducerFailedError(MiniDPError):
 
 
 class NativeError(MiniDPError):
-    """The native kernels are required, but cannot be built or loaded."""
+    """The native kernels, or shared memory, are required, but not available here."""
 
 
 class InternalError(AssertionError):

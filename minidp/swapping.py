@@ -58,13 +58,12 @@ def swap() -> None:
     Call it before the modules that use the class are imported, if you can. A second
     call warns, and does nothing.
     """
-    if not _swapping.depth:
-        _swapping.begin()
-        return
-    warn(
-        "minidp.swap(): torch's DistributedDataParallel is swapped already (by an "
-        "earlier swap(), a swapped() around, or minidp run); nothing to do.",
-    )
+    if _swapping.depth:
+        warn(
+            "minidp.swap(): torch's DistributedDataParallel is swapped already (by an "
+            "earlier swap(), a swapped() around, or minidp run); nothing to do.",
+        )
+    swap_here()
 
 
 @contextmanager

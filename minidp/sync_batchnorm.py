@@ -286,10 +286,7 @@ def _moments_of_inputs(
 
 
 def _expect_everyone(batch: Batch, *, with_graph: bool) -> None:
-    """Raise CollectiveError on all ranks if one will not run this backward, too.
-
-    Each rank's forward must need a backward; ``with_graph``: and its input a gradient.
-    """
+    """Raise CollectiveError on all ranks if one will not run this backward, too."""
     least, expected = PARAMETERS_ONLY, "every rank's forward to have a backward"
     if with_graph:
         least, expected = INPUTS_TOO, "every rank's input to require a gradient"

@@ -43,6 +43,7 @@ class StepEvent(Enum):
     """An event of a step that belongs to no bucket."""
 
     FORWARD_BEGIN = "forward begins"
+    MODULE_BEGIN = "collectives before the module's forward are done"
     FORWARD_END = "forward ended"
     LOCAL_FORWARD_END = "forward ended whose backward averages nothing"
     LOCAL_BACKWARD_BEGIN = "backward that averages nothing begins"

@@ -25,7 +25,7 @@ from typing import Any
 
 from .autotune import NUM_TRIALS, STEPS, AutotunePolicy, Choice
 from .config import AUTO, NONE, OPTIONS, add_options, numbered, setting, variables
-from .console import run_command, say_on_stderr
+from .console import run_command, say_on_stderr, say_progress
 from .data_parallel import DataParallel
 from .run import (
     Script,
@@ -101,14 +101,16 @@ def _tune(script: Script, out: Path) -> int:
 
 @contextmanager
 def tuned(out: Path) -> Iterator[TunedLayouts]:
-    """Let each `DataParallel` made in the block search its best layout and write it.
-
-    The first model's layout goes to ``out``; `numbered` names the other files.
-    """
+    """Let each `DataParallel` made in the block search its best layout and write it."""
     layouts = TunedLayouts(out)
     changes = {OPTIONS[name].variable: text for name, text in OVERRIDES.items()}
     with setting(changes), after_wrapping(DataParallel, layouts.add):
         yield layouts
+
+
+def _say_trial(trial: int) -> None:
+    step = f"step {STEPS * trial + 1} of {NEEDED}"
+    say_progress(f"minidp tune: layout {trial + 1} of {NUM_TRIALS} from {step} on")
 
 
 class TunedLayouts:
@@ -128,6 +130,7 @@ class TunedLayouts:
         order = ddp._reducer.rebuild_policy
         if isinstance(order, AutotunePolicy):
             order.told = functools.partial(self._write, number)
+            order.tries = _say_trial
 
     def _write(self, number: int, plain: dict[str, Any], choice: Choice) -> None:
         path = numbered(self._out, number)

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 _TESTS = Path(__file__).parent
 _MARKER_OF_FOLDER = {"distributed": "dist", "fault": "fault", "native": "native"}
-_POOL = pytest.StashKey[Pool]()
-_COSTS = pytest.StashKey[list[str]]()
 
 # No profile has a deadline: an example may start or restart rank processes, and this
 # suite never fails because a machine is slow.
@@ -73,11 +71,10 @@ def _seed_of_test(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="session")
-def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+def pool() -> Iterator[Pool]:
     """Four warm rank processes; see tests/support/pool.py."""
     ranks = Pool()
     ranks.start()
-    request.config.stash[_POOL] = ranks
     yield ranks
     ranks.close()
 
@@ -91,27 +88,3 @@ def lone_group() -> Iterator[dist.ProcessGroup]:
     """
     with lone_default_group() as world:
         yield world
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A process of pytest-xdist hands what its pool cost to the one that prints."""
-    ranks = session.config.stash.get(_POOL, None)
-    if ranks is not None and hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["pool costs"] = ranks.costs()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    costs = getattr(node, "workeroutput", {}).get("pool costs", [])
-    node.config.stash.setdefault(_COSTS, []).extend(costs)
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    """Say what the pool cost, so that a slow job or a restart per test shows."""
-    ranks = config.stash.get(_POOL, None)
-    costs = config.stash.get(_COSTS, []) if ranks is None else ranks.costs()
-    for line in costs:
-        if "restarted" not in line or terminalreporter.verbosity > 0:
-            terminalreporter.write_line(line)

@@ -52,8 +52,34 @@ MUTANTS = [
     ),
     Mutant(
         "sum instead of average",
-        "self.copy_divisor = self.divisor if hook is None else 1",
+        "self.copy_divisor = self.divisor if hook is None or self.items else 1",
         "self.copy_divisor = 1",
+    ),
+    Mutant(
+        "averages over items are not multiplied by the ranks",
+        "return divisor / sum(",
+        "return 1 / sum(",
+    ),
+    Mutant(
+        "a lone rank's own gradients are taken for averages over items",
+        "bucket.factor, bucket.is_alone = factor, False",
+        "bucket.factor = factor",
+    ),
+    Mutant(
+        "a backward on old averages is not noticed",
+        "found = grad.detach().any()",
+        "found = torch.tensor(False)",
+    ),
+    Mutant(
+        "a joined rank forgets what it counted",
+        "self._said, self._is_stale, self.holds_averages = mine",
+        "pass",
+    ),
+    Mutant(
+        "C++: gradients are copied out undivided by items",
+        "copy_rows(rows, values_.scalar_type(), scale);",
+        "copy_rows(rows, values_.scalar_type(), 1.0);",
+        native=True,
     ),
     Mutant(
         "batched copies are not divided",
@@ -132,7 +158,7 @@ MUTANTS = [
     ),
     Mutant(
         "a comm hook's result is divided",
-        "self.divisor if hook is None else 1\n",
+        "self.divisor if hook is None or self.items else 1\n",
         "self.divisor\n",
     ),
     Mutant(
@@ -181,14 +207,14 @@ MUTANTS = [
     ),
     Mutant(
         "C++: averages are not copied out",
-        "copy_rows(rows, values_.scalar_type(), 1.0);",
-        "static_cast<void>(rows.ends.size());",
+        "copy_rows(rows, values_.scalar_type(), scale);",
+        "static_cast<void>(rows.ends.size() + (scale > 1));",
         native=True,
     ),
     Mutant(
         "C++: averages of odd gradients are not copied out",
-        "minidp::unflatten(grads, views_of(slots));",
-        "static_cast<void>(grads.size() + slots.size());",
+        "minidp::unflatten(grads, views_of(slots), scale);",
+        "static_cast<void>(grads.size() + slots.size() + (scale > 1));",
         native=True,
     ),
     Mutant(

@@ -75,15 +75,16 @@ FAST = (
     *("tests/unit/core", "tests/unit/comm", "tests/unit/layout", "tests/unit/replica"),
     *("tests/unit/data_parallel", "tests/unit/guard"),
     *tests("unit/top", "architecture"),
-    *tests("property", "matches_torch", "hook_laws", "join"),
+    *tests("property", "matches_torch", "hook_laws", "join", "items"),
     *tests("distributed", "matrix", "special_cases", "delayed", "skip_unused"),
     *tests("distributed", "comm_hooks", "bucket_layout", "mixed_precision", "join"),
-    *tests("distributed", "overlap"),
+    *tests("distributed", "overlap", "items"),
     *tests("fault", "faults", "wrong_words"),
 )
 NATIVE_FAST = (
     *tests("native", "flatten", "hooks", "threads", "shared_memory", "shared_buckets"),
     *tests("distributed", "matrix"),
+    *tests("property", "items"),
 )
 # What touches hooks and copies; other tests do not know whether there is an extension.
 NATIVE_UNIT = (
@@ -92,7 +93,7 @@ NATIVE_UNIT = (
 )
 NATIVE_DISTRIBUTED = tests(
     *("distributed", "matrix", "delayed", "special_cases", "overlap", "skip_unused"),
-    "comm_hooks",
+    *("comm_hooks", "from_scratch", "items"),
 )
 # Who is missing does not depend on hooks and copies, so there is no test_hangs.
 NATIVE_FAULT = tests(
@@ -142,6 +143,15 @@ STAGES: dict[str, Sequence[Command]] = {
         BUILD_IF_POSSIBLE,
         python("-m", "tests.support.smoke", "benchmarks"),
     ],
+    # In one process: a browser serves all tests. Skipped where there is none.
+    "page": [
+        python(
+            *("-m", "pytest", "-p", "no:xdist", "tests/page"),
+            HYPOTHESIS_PROFILE=os.environ.get("HYPOTHESIS_PROFILE", "ci"),
+        )
+    ],
+    # One test at a time: each has three replicas, whose deaths are timed.
+    "torchft": [python("-m", "pytest", "-p", "no:xdist", "tests/torchft")],
     # ---- parts of the full tier
     "unit": [pytest("tests/unit")],
     "property": [pytest("tests/property")],
@@ -154,6 +164,7 @@ STAGES: dict[str, Sequence[Command]] = {
         pytest("tests/property", "tests/fault", "--timeout", "3600", profile="nightly")
     ],
     "chaos": [python("-m", "tests.fault.chaos", "--runs", "200")],
+    "torchft-chaos": [python("-m", "tests.torchft.chaos", "--kills", "300")],
     "sanitizers": [
         Command(("bash", f"tests/native/{name}.sh"), {"PYTHON": sys.executable}, "g++")
         for name in ("asan", "tsan")
@@ -177,10 +188,11 @@ TIERS = {
     "full": [
         *("lint", "types", "reference", "fault", "conformance"),
         *("native", "native-fault", "native-conformance", "examples", "benchmarks"),
+        *("page", "torchft"),
     ],
     "nightly": [
         *("fuzz", "chaos", "sanitizers", "mutants", "native-torch", "trainers"),
-        *("packaging", "gpu"),
+        *("packaging", "torchft-chaos", "gpu"),
     ],
 }
 
@@ -301,7 +313,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name not in STAGES:
             parser.error(f"unknown stage {name!r}; there are: {', '.join(STAGES)}")
     if options.extras:  # for run.sh: what to install
-        extras = {"benchmarks": "bench", "trainers": "trainers"}
+        extras = {"benchmarks": "bench", "trainers": "trainers", "page": "page"}
+        extras |= {"torchft": "torchft", "torchft-chaos": "torchft"}
         chosen = [extra for stage, extra in extras.items() if stage in stages]
         print(",".join(["test", "examples", *chosen]))
         return 0

@@ -32,6 +32,19 @@ def ours(**options: Any) -> Wrap:
     return functools.partial(minidp.DataParallel, **options)
 
 
+class OverItems(nn.Module):
+    """minidp's ``average_over="items"``; counts keep the bits of the plain mean."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.ddp: Any = minidp.DataParallel(module, average_over="items")
+
+    def forward(self, *data: Any) -> torch.Tensor:
+        """Return the loss of 8 items, weighed."""
+        loss: torch.Tensor = self.ddp.weigh_loss(self.ddp(*data), 8)
+        return loss
+
+
 def _same_module(module: nn.Module) -> nn.Module:
     return module
 

@@ -193,11 +193,7 @@ class Search:
         return fit_network(m for sample in samples for m in sample.messages)
 
     def _backward(self, *, late: bool) -> tuple[Backward, tuple[int, ...]] | None:
-        """Return a `Backward` of median times, and the parameter at each position.
-
-        ``late``: of 80 % quantiles. No delayed parameters. None if no gradient was
-        timed.
-        """
+        """Return median (or 80 %: ``late``) times; and the parameter per position."""
         samples = [s for one in self._timed() for s in one.samples if s.ready_s]
         if not samples:
             return None

@@ -17,10 +17,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from minidp.comm import is_group
-from minidp.core import RebuildPolicy, layout_after
+from minidp.core import Observer, RebuildPolicy, layout_after
 from minidp.costmodel import messages_of
 from minidp.layout import to_plain
 from minidp.overlap import AUTO, AUTO_TRIES, Step, Stopwatch
@@ -39,14 +37,13 @@ TIMED_TRIALS = (0, 1)  # gradients are timed, for the model, in these trials
 TIMED_STEPS = (1, 2)  # ... and in these backwards of them
 
 
-class AutotunePolicy(RebuildPolicy):
+class AutotunePolicy(RebuildPolicy, Observer):
     """Decide on rebuilds of buckets: several layouts on trial, then the fastest."""
-
-    uses_grads = False
 
     def __init__(self, saved: SavedLayout | None) -> None:
         super().__init__(saved)
         self.told: Callable[[dict[str, Any], Choice], None] | None = None
+        self.tries: Callable[[int], None] | None = None  # given the trial that begins
         self._stopwatch: Stopwatch | None = None  # on rank 0, while trials run
         self._reset_trials()
 
@@ -94,6 +91,8 @@ class AutotunePolicy(RebuildPolicy):
         now = self._pipeline.layout
         self._count = 0
         self._trial += 1
+        if self.tries is not None and not self.is_settled:
+            self.tries(self._trial)
         self.layout_by = AUTO if self.is_settled else AUTO_TRIES
         order, self._order = self._order, None
         if self._trial > 0:
@@ -121,9 +120,6 @@ class AutotunePolicy(RebuildPolicy):
         self._reset_trials()
 
     # -- an observer of the queue ---------------------------------------------------
-
-    def reduced(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Do nothing: only whole backwards are counted."""
 
     def finished(self) -> None:
         """Count a finished backward; the count is the same on all ranks."""

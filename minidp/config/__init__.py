@@ -9,11 +9,13 @@ from .options import (
     HANG_SECONDS,
     MIB,
     UNLIMITED,
+    AverageOver,
     BucketCaps,
     ReducerConfig,
     Safety,
     SavedLayout,
     Unsynced,
+    averages_items,
     bucket_caps,
     is_auto,
 )
@@ -38,4 +40,4 @@ __all__ = ["AUTO", "HANG_SECONDS", "MIB", "NONE", "OPTIONS", "PREFIX", "RUN"]
 __all__ += ["UNLIMITED", "BucketCaps", "ReducerConfig", "Safety", "SavedLayout"]
 __all__ += ["Unsynced", "add_options", "aside", "bucket_caps", "is_auto", "misspelt"]
 __all__ += ["note_swapped", "numbered", "passing", "read_environment", "replacements"]
-__all__ += ["setting", "variables"]
+__all__ += ["AverageOver", "averages_items", "setting", "variables"]

@@ -15,6 +15,7 @@ UNLIMITED = sys.maxsize
 AUTO: Literal["auto"] = "auto"
 HANG_SECONDS = 300.0  # a sixth of Gloo's limit, half of NCCL's
 Unsynced = Literal["raise", "warn", "ignore"]
+AverageOver = Literal["ranks", "items"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,17 @@ def bucket_caps(
         return BucketCaps(first_bytes, DEFAULT_CAP_MB * MIB)
     cap = _to_bytes("bucket_cap_mb", cap_mb)
     return BucketCaps(cap, cap)
+
+
+def averages_items(average_over: object) -> bool:
+    """Return whether ``average_over`` is "items"; ValueError unless a valid value."""
+    choices = get_args(AverageOver)
+    if average_over not in choices:
+        raise ValueError(
+            f"average_over must be one of {', '.join(map(repr, choices))}, but got "
+            f"{average_over!r}."
+        )
+    return bool(average_over == choices[1])
 
 
 def is_auto(cap_mb: object) -> bool:
@@ -171,11 +183,9 @@ class ReducerConfig:
     last_is_small: bool = False  # after the rebuild the last bucket, not the first
     saved_layout: SavedLayout | None = None  # the initial layout
     tunes: bool = False  # bucket_cap_mb="auto"
+    averages_items: bool = False  # average_over="items": over what ranks counted
 
     @property
     def follows_ready_order(self) -> bool:
-        """Whether buckets are rebuilt once in the ready order, as in torch.
-
-        The first backward then uses one bucket per dtype and device.
-        """
+        """Whether buckets are rebuilt once in the ready order, as in torch."""
         return self.static_graph or not self.find_unused_parameters

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from .options import AUTO, Safety, Unsynced, bucket_caps
+from .options import AUTO, AverageOver, Safety, Unsynced, averages_items, bucket_caps
 
 logger = logging.getLogger("minidp")
 PREFIX, NONE = "MINIDP_", "none"
@@ -72,6 +72,8 @@ class Option(NamedTuple):
             value = _number(text, _WORDS[self.name])
         if self.name == "bucket_cap_mb":
             bucket_caps(value, None, 0)
+        elif self.name == "average_over":
+            averages_items(value)
         elif self.name in Safety.__dataclass_fields__:
             Safety(**{self.name: value})
         return value
@@ -114,6 +116,11 @@ _TABLE = (
     Option("gradient_as_bucket_view", ".grad are views of the buckets (saves memory)"),
     Option("batched_grad_copy", "divide a whole bucket at once, not each gradient"),
     Option("forward_sync_buffers", "broadcast module buffers before forwards"),
+    Option(
+        "average_over",
+        "items: divide by the items that ranks count, not by the number of ranks",
+        "|".join(get_args(AverageOver)),
+    ),
 )
 OPTIONS = {option.name: option for option in _TABLE}
 
@@ -136,9 +143,8 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> dict[str, A
 def replacements() -> dict[str, Any]:
     """Return arguments (by name) from the environment, to replace the script's.
 
-    Call once for each constructed model: a counter selects the model's
-    ``bucket_layout`` file. A cap in either form sets the other to None. Raises as
-    `read_environment`.
+    Call once for each constructed model: a counter selects its ``bucket_layout`` file.
+    Raises as `read_environment`.
     """
     given = read_environment()
     # The caps are given as a number or as a list: one replaces the other.
@@ -155,10 +161,7 @@ _num_models: Counter[str] = Counter()  # models that asked for a layout, by file
 
 
 def _layout_of_next(text: str) -> str | None:
-    """Return the layout file of the next model (`numbered`); count models per file.
-
-    None, with a logged warning, if the file of a second or later model is missing.
-    """
+    """Return the layout file of the next model; None and a warning if it is missing."""
     if text == NONE:
         return None
     number = _num_models[text]

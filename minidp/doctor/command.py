@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -68,9 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run all checks, print the report, return the exit status (130 after Ctrl-C).
 
-    The lowest rank that came prints for all, a rank without a store for itself. A rank
-    with status 1 waits for that: torchrun ends all ranks when one exits so. If a check
-    still hangs or a group is unusable, end this process here by ``os._exit``.
+    If a check still hangs or a group is unusable, end this process by ``os._exit``.
     """
     examination = Examination(os.environ, options.timeout, options.wait)
     code = 0
@@ -83,6 +81,7 @@ def main(options: argparse.Namespace) -> int:
     code = code or (report or examination.own_report()).exit_code
     if report is not None:
         print_report(report, as_json=options.json)
+    # torchrun ends all ranks when one exits with status 1: first the report is printed.
     if report is not None or code == 1:
         examination.end(is_printed=report is not None)
     if examination.runner.is_stuck:
@@ -91,11 +90,8 @@ def main(options: argparse.Namespace) -> int:
 
 
 def interrupt_once(*_: object) -> NoReturn:
-    """SIGINT handler: raise KeyboardInterrupt, and ignore any further Ctrl-C.
-
-    Ctrl-C reaches every rank, and torchrun passes it on to each once more: in the
-    middle of the report it would end the process with a traceback.
-    """
+    """SIGINT handler: raise KeyboardInterrupt, and ignore any further Ctrl-C."""
+    # Torchrun passes Ctrl-C on to ranks that have got it: it would end the report.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
@@ -107,41 +103,34 @@ def print_report(report: Report, *, as_json: bool = False) -> None:
 
 
 class Examination:
-    """Run ``minidp doctor`` in this process: all checks in order, then the report.
-
-    ``seconds`` limits each check, ``wait`` the time until all ranks have come.
-    """
+    """Run ``minidp doctor`` in this process: all checks in order, then the report."""
 
     def __init__(self, env: Mapping[str, str], seconds: float, wait: float) -> None:
         self.runner = Runner(seconds)
         self._env = env
-        self._wait = wait
+        self._wait = wait  # seconds until all ranks have come
         self._launch: environment.Launch | None = None
         self._meeting: Meeting | None = None  # once ranks have exchanged their facts
+        self._store: Any = None  # once all ranks came, one process each
         self._present: tuple[int, ...] = ()  # ranks that joined in time
         self._is_over = False  # no rank communicates any more
 
     def run(self) -> Report | None:
-        """Run all checks; on the lowest rank that came, return all ranks' report.
-
-        None on other ranks. Without a job, or without a store that answers, a report of
-        this process's own findings.
-        """
-        runner, is_reachable = self.runner, self._alone()
-        launch = self._launch
-        if launch is not None:
-            store: list[Any] = []
-            if is_reachable:
-                wait = self._wait + runner.seconds
-                runner.run("rendezvous", lambda: self._meet(launch, store), wait)
-            if not store:
-                found = "left out: clocks, all-reduce, gradients"
-                runner.add("communication", skipped(found))
-            elif launch.world_size == 1:
-                found = "one rank: no clocks to compare, nothing travels"
-                runner.add("communication", skipped(found))
-            else:
-                self._communicate(launch, store[0])
+        """Run all checks; return the report, or None if a lower rank prints it."""
+        runner, is_reachable, launch = self.runner, self._alone(), self._launch
+        if launch is None:
+            return self._report()
+        if is_reachable:
+            wait = self._wait + runner.seconds
+            runner.run("rendezvous", lambda: self._meet(launch), wait)
+        if self._store is None:
+            found = "left out: clocks, all-reduce, gradients"
+            runner.add("communication", skipped(found))
+        elif launch.world_size == 1:
+            found = "one rank: no clocks to compare, nothing travels"
+            runner.add("communication", skipped(found))
+        else:
+            self._communicate(launch)
         return self._report()
 
     def interrupt(self) -> Report | None:
@@ -152,10 +141,7 @@ class Examination:
         return self._report()
 
     def end(self, *, is_printed: bool) -> None:
-        """Tell other ranks that the report is printed, or wait (limited) until it is.
-
-        For ranks about to fail: torchrun then ends the job. Nothing if ranks never met.
-        """
+        """Say that the report is printed, or wait until it is; limited."""
         meeting, first = self._meeting, self._present[:1]
         if meeting is not None and is_printed:
             self.runner.attempt(lambda: meeting.post("printed", "yes"))
@@ -165,17 +151,14 @@ class Examination:
 
     def own_report(self) -> Report:
         """Return a report of this rank's findings alone; no communication."""
-        launch = self._launch
+        launch, findings = self._launch, self.runner.findings
         if launch is None:
-            return merge("minidp doctor", {0: self.runner.findings}, 1)
-        of_rank = {launch.rank: self.runner.findings}
-        return merge(f"minidp doctor: rank {launch.rank}", of_rank, launch.world_size)
+            return merge("minidp doctor", {0: findings}, 1)
+        title = f"minidp doctor: rank {launch.rank}"
+        return merge(title, {launch.rank: findings}, launch.world_size)
 
     def _alone(self) -> bool:
-        """Run the checks of this process alone; return whether the store answers.
-
-        Set `_launch` if the environment describes a job; else return False.
-        """
+        """Run the checks of this process alone; return whether the store answers."""
         env, runner, run = self._env, self.runner, self.runner.run
         run("environment", lambda: environment.judge_launch(env))
         status, is_reachable = runner.findings[-1].status, False
@@ -186,8 +169,9 @@ class Examination:
             several = launch.has_several_hosts
             wait = self._wait  # until rank 0 listens
             if launch.world_size > 1:
-                # It may take longer than ranks wait for each other later on.
-                run("imports", _import_ahead, wait + runner.seconds)
+                # The first DDP of a process needs it: some 800 modules, which may take
+                # longer than ranks wait for each other later on.
+                run("imports", partial(_import, "torch._dynamo"), wait + runner.seconds)
             check = partial(network.check_port, launch, wait)
             run("master port", check, wait + GRACE_SECONDS)
             is_reachable = runner.findings[-1].status is not Status.FAILED
@@ -208,12 +192,8 @@ class Examination:
             runner.add("other ranks", skipped(found, environment.TORCHRUN))
         return is_reachable
 
-    def _meet(self, launch: environment.Launch, stores: list[Any]) -> Iterator[Finding]:
-        """Connect to the store, exchange facts with all ranks; yield findings.
-
-        Append the store to ``stores`` if all ranks came, one process each, with one
-        WORLD_SIZE. Ranks that are absent after `_wait` seconds are a failed finding.
-        """
+    def _meet(self, launch: environment.Launch) -> Iterator[Finding]:
+        """Connect to the store, exchange facts with all ranks; yield findings."""
         store = _stores.TCPStore(
             launch.address,
             launch.port,
@@ -232,19 +212,20 @@ class Examination:
         heard, absent = meeting.gather("facts", facts)
         meeting.seconds = self.runner.seconds + 2 * GRACE_SECONDS
         self._meeting, self._present = meeting, tuple(heard)
-        findings = ranks.judge_facts(heard, launch.rank, meeting.claim(0))
-        yield from findings
-        refused = Report("", tuple(f for f in findings if f.check == "ranks")).exit_code
+        came = [*ranks.judge_ranks(heard.values(), launch.rank, meeting.claim(0))]
+        yield from named("ranks", came)
+        for name, judge in ranks.COMPARED.items():
+            yield from named(name, judge(heard))
         if absent:
             remedy = (
                 "were all processes started, with the same MASTER_ADDR, MASTER_PORT "
                 "and WORLD_SIZE? look at what those ranks printed; try --wait 120"
             )
             yield failed(absence(absent), remedy)
-        elif not refused:
-            stores.append(prefix(store))
+        elif all(finding.status is Status.OK for finding in came):
+            self._store = prefix(store)
 
-    def _communicate(self, launch: environment.Launch, store: Any) -> None:
+    def _communicate(self, launch: environment.Launch) -> None:
         """Check clocks, all-reduces and gradients on Gloo, then the last two on NCCL.
 
         NCCL only if no check has failed so far and every rank has its own GPU. After
@@ -253,23 +234,36 @@ class Examination:
         runner, meeting = self.runner, self._meeting
         assert meeting is not None
         timeout = timedelta(seconds=runner.seconds)
-        options: dict[str, Any] = {"rank": launch.rank, "world_size": launch.world_size}
-        options |= {"store": _stores.PrefixStore("group", store), "timeout": timeout}
+        groups: list[Any] = []
 
         def open_gloo() -> Finding:
-            dist.init_process_group("gloo", **options)
+            dist.init_process_group(
+                "gloo",
+                rank=launch.rank,
+                world_size=launch.world_size,
+                store=_stores.PrefixStore("group", self._store),
+                timeout=timeout,
+            )
+            groups.append(dist.group.WORLD)
             return ok("all ranks are connected to each other")
 
         def open_nccl() -> Finding:
             groups.append(dist.new_group(backend="nccl", timeout=timeout))
             return ok("made")
 
+        def check(name: str, function: Callable[..., Finding], *args: Any) -> None:
+            self._together(name, lambda: function(groups[-1], *args))
+
+        def measure(backend: str, device: torch.device) -> None:
+            for size in collectives.SIZES:
+                name = f"all-reduce, {backend}"
+                check(name, collectives.check_all_reduce, device, size)
+            check(f"gradients, {backend}", collectives.check_gradients, device)
+
         self._together("gloo group", open_gloo)
-        groups: list[Any] = [dist.group.WORLD]
-        self._together("clocks", partial(collectives.check_clocks, groups[0], CPU))
-        shares = partial(collectives.check_shared_memory, groups[0], CPU)
-        self._together("shared buckets", shares)
-        self._measure("Gloo", groups, CPU)
+        check("clocks", collectives.check_clocks, CPU)
+        check("shared buckets", collectives.check_shared_memory, CPU)
+        measure("Gloo", CPU)
         is_refused = any(f.status is Status.FAILED for f in runner.findings)
         index = None if is_refused else ranks.index_of_gpu(launch.local_rank)
         ask = partial(meeting.gather, "GPU", index)
@@ -278,25 +272,12 @@ class Examination:
             # Without it a late collective would end the process, and leave no finding.
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
             self._together("NCCL group", open_nccl)
-            self._measure("NCCL", groups, torch.device(f"cuda:{index}"))
+            measure("NCCL", torch.device(f"cuda:{index}"))
         if not self._is_over:
             runner.attempt(dist.destroy_process_group)
 
-    def _measure(self, backend: str, groups: list[Any], device: torch.device) -> None:
-        """Check all-reduces of several sizes, then gradients, on ``groups[-1]``."""
-        group = groups[-1]
-        for size in collectives.SIZES:
-            check = partial(collectives.check_all_reduce, group, device, size)
-            self._together(f"all-reduce, {backend}", check)
-        check = partial(collectives.check_gradients, group, device)
-        self._together(f"gradients, {backend}", check)
-
     def _together(self, name: str, check: Check) -> None:
-        """Run a check in which ranks communicate; no-op once this rank has left.
-
-        To leave is to end communication and tell other ranks: if the check raises or
-        hangs, or if another rank has left (a failed finding).
-        """
+        """Run a check with all ranks, until one leaves; leave if it raises or hangs."""
         if self._is_over:
             return
         seconds = self.runner.seconds + GRACE_SECONDS
@@ -315,6 +296,7 @@ class Examination:
             return "the store is gone"
 
     def _leave(self, why: str) -> None:
+        """End communication, and tell other ranks ``why``."""
         meeting = self._meeting
         self._is_over = self.runner.is_stuck = True
         if meeting is not None:
@@ -343,9 +325,8 @@ class Examination:
         return merge(f"minidp doctor: {size} rank{'s' * (size != 1)}", of_rank, size)
 
 
-def _import_ahead() -> list[Finding]:
-    """Import ``torch._dynamo``, which the first DDP of a process needs; return []."""
-    importlib.import_module("torch._dynamo")
+def _import(name: str) -> list[Finding]:
+    importlib.import_module(name)
     return []
 
 

@@ -93,10 +93,7 @@ class Report:
         return int(self.counts["failed"] > 0)
 
     def table(self, width: int = 80) -> str:
-        """Return a text: title, a row per finding with its remedy below, and counts.
-
-        Rows wrap at ``width`` columns, or at the longest check's name plus 40, if more.
-        """
+        """Return a text: title, a row per finding with its remedy below, and counts."""
         names = max((len(finding.check) for finding in self.findings), default=0)
         width = max(width, 40 + names)
         lines, before = [self.title, ""], ""
@@ -127,10 +124,7 @@ class Report:
 def merge(
     title: str, of_rank: Mapping[int, Sequence[Finding]], world_size: int
 ) -> Report:
-    """Merge all ranks' findings to one report, sorted by check; equal ones become one.
-
-    A finding lists the ranks that have it; none if all of ``of_rank`` do.
-    """
+    """Merge ranks' findings, sorted by check; equal ones become one, of these ranks."""
     ranks_of: dict[Finding, set[int]] = {}
     for rank in sorted(of_rank):
         for finding in of_rank[rank]:

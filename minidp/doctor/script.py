@@ -117,11 +117,12 @@ def watch(
 
     The findings say whether ``set_epoch`` is called, ranks are fed the same batches,
     optimizers step with different gradients, accumulation goes without ``no_sync``,
-    ``find_unused_parameters`` is set without need, and several ranks save or print. All
-    ranks enter the block; rank 0 prints the table when the block ends, and the object
-    that the block gets holds the report. Inside, the model has hooks, ``print`` and
-    ``torch.save`` are replaced, and the sampler's class is a subclass; the end undoes
-    all. If the block raises, ranks exchange nothing.
+    ``find_unused_parameters`` is set without need, batches of one step differ in size
+    (a mean of means), and several ranks save or print. All ranks enter the block; rank
+    0 prints the table when the block ends, and the object that the block gets holds the
+    report. Inside, the model has hooks, ``print`` and ``torch.save`` are replaced, and
+    the sampler's class is a subclass; the end undoes all. If the block raises, ranks
+    exchange nothing.
 
     ``model`` is wrapped, or one that `minidp.attach` was called with. Without a
     ``loader``, ``set_epoch`` is not checked. The other arguments are those of
@@ -166,11 +167,9 @@ class _Ranks:
         facts: Mapping[str, Any],
         compared: Mapping[str, Callable[[Mapping[int, Any]], Found]],
     ) -> Report:
-        """Run ``own`` checks; compare ``facts`` of all ranks; return the report.
+        """Run ``own`` checks; judge all ranks' ``facts``; return all ranks' findings.
 
-        ``compared``: functions that judge the facts, by rank, by name of the check. All
-        ranks get the findings of all; rank 0 prints them unless `quiet`. Ranks that do
-        not answer in time, and a store that cannot be used, are failed findings.
+        ``compared``: functions of the facts, by rank, by the check's name.
         """
         findings = [f for name in own for f in _findings_of(name, own[name])]
         of_rank = {self.rank: findings}
@@ -184,7 +183,14 @@ class _Ranks:
             heard, absent = meeting.gather("facts", facts)
             for name, judge in compared.items():
                 findings += _findings_of(name, partial(judge, heard))
-            findings += _findings_of("other ranks", partial(self._missing, absent))
+            if self.group is None:
+                found = "no process group: nothing is compared between ranks"
+                problem = skipped(found, "call this after init_process_group()")
+                findings += named("other ranks", problem)
+            if absent:
+                remedy = "call doctor on all ranks, at the same place of the script"
+                problem = failed(f"did not take part: {absence(absent)}", remedy)
+                findings += named("other ranks", problem)
             mine = [finding.as_json() for finding in findings]
             answers, _ = meeting.gather("findings", mine, heard)
             of_rank = {r: [*map(Finding.of_json, answers[r])] for r in answers}
@@ -193,22 +199,14 @@ class _Ranks:
             print_report(report)
         return report
 
-    def _missing(self, absent: Mapping[int, str]) -> Iterator[Finding]:
-        if self.group is None:
-            found = "no process group: nothing is compared between ranks"
-            yield skipped(found, "call this after init_process_group()")
-        if absent:
-            remedy = "call doctor on all ranks, at the same place of the script"
-            yield failed(f"did not take part: {absence(absent)}", remedy)
-
     def _meet(self) -> Meeting:
-        if self.world_size == 1:
-            return Meeting(None, self.rank, 1, self.seconds)
-        key = (str(self.group.group_name), self.subject)
-        number = _calls[key]
-        _calls[key] += 1
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = group_store(self.group, f"doctor/{attempt}/{self.subject}/{number}")
+        store = None
+        if self.world_size > 1:
+            key = (str(self.group.group_name), self.subject)
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            name = f"doctor/{attempt}/{self.subject}/{_calls[key]}"
+            _calls[key] += 1
+            store = group_store(self.group, name)
         return Meeting(store, self.rank, self.world_size, self.seconds)
 
 

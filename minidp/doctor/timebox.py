@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
+from minidp.console import say_progress
+
 from .findings import Check, Finding, failed, named
 from .words import in_words
 
@@ -37,14 +39,12 @@ def run_within(
 
     threading.Thread(target=call, daemon=True).start()
     deadline = time.monotonic() + seconds
-    while True:
-        left = deadline - time.monotonic()
-        if wait([future], max(0.0, min(left, SLICE_SECONDS))).done:
-            return future.result()
-        if left <= 0:
+    while not wait([future], min(seconds, SLICE_SECONDS)).done:
+        if time.monotonic() >= deadline:
             raise TimeoutError(f"did not end within {seconds:g} s")
         if reason := find_reason():
             raise TimeoutError(f"was given up: {reason}")
+    return future.result()
 
 
 class Runner:
@@ -63,27 +63,27 @@ class Runner:
         seconds: float | None = None,
         find_reason: Callable[[], str] = str,
     ) -> bool:
-        """Run one check; add its findings, or a failed one if it raises or is late.
+        """Run one check; add its findings; return False if it raised or was late.
 
-        Return whether it ended in time without raising. Late: after ``seconds`` (None:
-        the runner's) or once ``find_reason`` returns a reason; `is_stuck` is set then.
+        That is a failed finding, too. Late: after ``seconds`` (None: the runner's), or
+        once ``find_reason`` returns a reason.
         """
         self.current = name
+        say_progress(f"minidp doctor: {name} ...")
         seconds = self.seconds if seconds is None else seconds
         try:
-            found = run_within(seconds, lambda: named(name, check()), find_reason)
+            self.findings += run_within(
+                seconds, lambda: named(name, check()), find_reason
+            )
+            return True
         except TimeoutError as error:
             self.is_stuck = True
-            problem = failed(f"the check {error}", _why_late(name))
+            self.add(name, failed(f"the check {error}", _why_late(name)))
         except Exception as error:
             # A rank that left has closed its connections, which raised this error.
             words = "; ".join(filter(None, (in_words(error), find_reason())))
             remedy = "look at the settings above; --timeout and --wait give more time"
-            problem = failed(words, remedy)
-        else:
-            self.findings += found
-            return True
-        self.add(name, problem)
+            self.add(name, failed(words, remedy))
         return False
 
     def add(self, name: str, finding: Finding) -> None:
@@ -91,10 +91,7 @@ class Runner:
         self.findings += named(name, finding)
 
     def attempt(self, action: Callable[[], Result], seconds: float = 0) -> list[Result]:
-        """Run an action; return [its result], or [] if it raises or is late.
-
-        Late: after ``seconds`` + 2 s. If [], also set `is_stuck`. Adds no finding.
-        """
+        """Return [the action's result]; [] if it raises, or after ``seconds`` + 2 s."""
         try:
             return [run_within(seconds + GRACE_SECONDS, action)]
         except Exception:
@@ -103,7 +100,6 @@ class Runner:
 
 
 def _why_late(name: str) -> str:
-    """Return what to do about check ``name``, which took too long."""
     is_first = any(word in name for word in ("rendezvous", "group", "NCCL"))
     firewall = " a firewall?" * is_first  # later checks use open connections
     load, cores = os.getloadavg()[0], os.cpu_count() or 1

@@ -66,6 +66,7 @@ class TrainingLog:
         splits = hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", True)
         self._arrived: set[str] = set()  # with a gradient since the last step
         self._tasks: set[int] = set()  # synchronised backwards since the last step
+        self._samples: list[int] = []  # of each forward since the last step
         self.mishaps: set[str] = set()  # errors while recording
         self.facts: dict[str, Any] = {
             "host": socket.gethostname(),
@@ -77,6 +78,8 @@ class TrainingLog:
             "batches": [],  # a checksum of each of the first batches
             "gradients": [],  # by parameter, checksums in the first steps
             "backwards": [],  # synchronised backwards in each optimizer step
+            "over_items": option(model, "average_over", default="ranks") == "items",
+            "samples": [],  # by optimizer step, samples of each of its forwards
             "unused": [],  # parameters without a gradient in some step
             "local_steps": 0,  # optimizer steps inside no_sync()
             "values": [],  # checksums of parameters at the beginning and the end
@@ -86,10 +89,7 @@ class TrainingLog:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """In the block, record training in `facts` by hooks; errors go to `mishaps`.
-
-        Also replace ``print``, ``torch.save``, the sampler's class; undo all at exit.
-        """
+        """Record training in `facts` by hooks and patches, which the end undoes."""
         model = self.model
         with ExitStack() as undo:
 
@@ -142,8 +142,9 @@ class TrainingLog:
     def _note_batch(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
         batches = self.facts["batches"]
         trains = torch.is_grad_enabled() and self.model.training
+        tensors = find_tensors([args, kwargs]) if trains else []
+        self._samples += [len(t) for t in tensors if t.dim()][:1]
         if trains and len(batches) < NUM_COMPARED:
-            tensors = find_tensors([args, kwargs])
             sums = [int(sum_of_bits(t)) for t in tensors if not t.is_meta]
             if sums:
                 batches.append(digest_of(sums))
@@ -156,10 +157,7 @@ class TrainingLog:
         if torch.is_grad_enabled() and self._synchronises():
             for tensor in find_tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._note_backward)
-
-    def _note_backward(self, _grad: torch.Tensor) -> None:
-        self._tasks.add(current_task())
+                    tensor.register_hook(lambda _: self._tasks.add(current_task()))
 
     def _note_arrival(self, name: str, _param: torch.Tensor) -> None:
         self._arrived.add(name)
@@ -173,6 +171,8 @@ class TrainingLog:
             return
         facts, synchronises = self.facts, self._synchronises()
         facts["backwards"].append(len(self._tasks))
+        facts["samples"].append(self._samples)
+        self._samples = []
         unused = self._trainable.keys() - self._arrived
         facts["unused"] = sorted(unused.union(facts["unused"]))
         facts["local_steps"] += not synchronises

@@ -33,7 +33,9 @@ class LateParameters:
         none is found, `accept` it.
         """
         module = self._module if module is None else module
-        is_same = module is self._module and not self._has_changed()
+        now = [*chain.from_iterable(map(_values, self._dicts))]
+        is_same = module is self._module and len(now) == len(self._objects)
+        is_same = is_same and all(map(is_, now, self._objects))
         if is_same and not any(map(_requires_grad, self.frozen.values())):
             return {}
         named = self._unknown(module)
@@ -44,22 +46,16 @@ class LateParameters:
         return late
 
     def accept(self, module: nn.Module) -> None:
-        """Remember the state of ``module``: `find` returns {} until it changes.
-
-        Set `frozen`: its parameters that are neither averaged nor ignored nor
-        trainable.
-        """
+        """Remember the state of ``module``: `find` returns {} until it changes."""
         self._module = module
         unknown = self._unknown(module).items()
+        # Neither averaged nor ignored; an optimizer may hold them.
         self.frozen = {name: p for name, p in unknown if not p.requires_grad}
         holders: list[Any] = [
             each for m in module.modules() for each in (m._parameters, m._modules)
         ]
         # A scripted module holds its parameters elsewhere.
-        dicts = [each for each in holders if isinstance(each, dict)]
-        # Most modules have either no parameters or no submodules: half the work.
-        self._empty = [each for each in dicts if not each]
-        self._dicts = [each for each in dicts if each]
+        self._dicts = [each for each in holders if isinstance(each, dict)]
         self._objects = [*chain.from_iterable(map(_values, self._dicts))]
 
     def _unknown(self, module: nn.Module) -> dict[str, nn.Parameter]:
@@ -68,9 +64,3 @@ class LateParameters:
             for name, param in module.named_parameters()
             if name not in self._ignored and id(param) not in self._known
         }
-
-    def _has_changed(self) -> bool:
-        if any(self._empty):
-            return True
-        now = [*chain.from_iterable(map(_values, self._dicts))]
-        return len(now) != len(self._objects) or not all(map(is_, now, self._objects))

@@ -42,10 +42,7 @@ Corners = dict[int, tuple[int, torch.Tensor]]
 
 
 def copy_corners(corners: Corners, params: Sequence[torch.Tensor]) -> Corners:
-    """Copy ``_version`` and the first elements of the first and the last parameter.
-
-    Return both by parameter index; ``corners``, an earlier copy, if no version changed.
-    """
+    """Copy version and first values of the first and last parameter, if changed."""
     if corners and all(params[i]._version == n for i, (n, _) in corners.items()):
         return corners
     ends = {0, len(params) - 1}
@@ -101,10 +98,7 @@ def find_manual_update(reducer: Reducer, corners: Corners) -> str:
 
 
 def _were_put_back(corners: Corners, reducer: Reducer) -> bool:
-    """Return whether parameters changed in place have their old values again.
-
-    Compares ``corners``, a copy of some values. False if all gradients are zero there.
-    """
+    """Return whether parameters changed in place are as in ``corners`` again."""
     versions, params = reducer.ledger.versions, reducer.params
     grads = [grad for i in corners if (grad := params[i].grad) is not None]
     dense = [grad for grad in grads if grad.layout is torch.strided]

@@ -24,7 +24,13 @@ from torch.optim.optimizer import (
 from minidp.config import Unsynced
 from minidp.console import warn
 from minidp.core import Phase, Reducer, untraced, untraced_itself
-from minidp.errors import DoubleStepError, MiniDPError, UnsyncedGradientsError, explain
+from minidp.errors import (
+    DoubleStepError,
+    ItemCountError,
+    MiniDPError,
+    UnsyncedGradientsError,
+    explain,
+)
 from minidp.replica import Replica, ReplicaCheck
 
 from .late_parameters import LateParameters
@@ -77,6 +83,8 @@ class Guard:
         # our hooks: then its gradients may be those of that backward.
         never = (0, 0) if ledger.bypassed is None else self._at_any_step
         step = Step(self, optimizer, self._at_step.get(optimizer, never))
+        if is_ours:
+            self._check_counts()
         if ledger.sync_enabled:
             ledger.steps += is_ours
             self._complain(step.find_problem())
@@ -106,6 +114,7 @@ class Guard:
         they are the same later, such an update was undone, which is no mistake.
         """
         reducer = self.reducer
+        self._check_counts()
         refuse_forward(reducer)
         self._local_steps.note_forward()
         if self.policy == "ignore":
@@ -123,10 +132,7 @@ class Guard:
                 self._complain(problem)
 
     def expect_in_backward(self, optimizer: Optimizer) -> None:
-        """Register an optimizer that steps in backwards; elsewhere `check` raises.
-
-        ValueError if registered already, or if it has no parameter of this wrapper.
-        """
+        """Register an optimizer that steps in backwards; elsewhere `check` raises."""
         name = type(optimizer).__name__
         if any(optimizer in guard._in_backward for guard in _live_guards()):
             raise ValueError(
@@ -170,13 +176,21 @@ class Guard:
             return False  # inside no_sync() not every local gradient is recorded
         return i not in ledger.unsynced
 
+    def _check_counts(self) -> None:
+        """Raise for item counts of the last step that were not looked at (CUDA)."""
+        if (items := self.reducer.queue.averaging.items) is not None:
+            try:
+                items.check()
+            except ItemCountError as error:
+                self.reducer.fail(error)
+                raise
+
     def _complain(self, problem: str) -> None:
         if problem and self.policy == "raise":
             error = UnsyncedGradientsError(problem)
+            # In these phases other ranks wait for missing gradients.
             if self.reducer.phase.now in (Phase.REDUCING, Phase.PAUSED):
-                self.reducer.communicator.tell_others(
-                    error
-                )  # they wait for missing gradients
+                self.reducer.communicator.tell_others(error)
             try:
                 raise error
             finally:
@@ -186,10 +200,8 @@ class Guard:
             warn(problem)
 
     def _holds_ours(self, optimizer: Optimizer) -> bool:
-        for group in optimizer.param_groups:
-            if not self.index.keys().isdisjoint(map(id, group["params"])):
-                return True
-        return False
+        groups = optimizer.param_groups
+        return any(id(param) in self.index for g in groups for param in g["params"])
 
 
 _guards: WeakValueDictionary[int, Guard] = WeakValueDictionary()  # live ones, by id

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,12 @@ class Channel:
         self.read_statuses({alarm.rank for alarm in alarms})
         started = {rank: status.started for rank, status in self.statuses.items()}
         self.alarms = {a.rank: a for a in alarms if started.get(a.rank, 0) <= a.started}
+
+    def exchange(self, topic: str, rider: Callable[[dict[int, Any]], Any]) -> None:
+        """Post what ``rider`` returns; rank 0 calls it with what all have posted."""
+        ranks = range(self.size) if self.rank == 0 else ()
+        posted = read_json(self._store, topic, ranks)
+        post_json(self._store, topic, self.rank, rider(posted))
 
     def read_statuses(self, ranks: Iterable[int]) -> None:
         """Read the published statuses of ``ranks`` from the store into `statuses`."""

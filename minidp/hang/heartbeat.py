@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minidp.comm import STORE_SECONDS, Communicator, PeerMonitor, Report, own_store
 from minidp.core import Reducer
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MAX_INTERVAL = 1.0  # seconds between two beats
+RIDE_SECONDS = 0.25  # between two beats that carry more than the status
 FIRST_PAUSE = 0.002  # seconds; mostly all ranks skip a backward at the same time
 BEATS_OF_SILENCE = 3  # intervals without a beat: the rank does not run
 
@@ -45,6 +46,8 @@ class Heartbeat(PeerMonitor):
         self._moved = time.monotonic()
         self._beat = 0
         self._questions: list[Inquiry | Skip] = []
+        # By topic: what else travels with a beat.
+        self._riders: dict[str, Callable[[dict[int, Any]], Any]] = {}
         self.move_to(communicator.group, key)
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
@@ -64,10 +67,7 @@ class Heartbeat(PeerMonitor):
         return "it cannot finish any more" if is_lost else ""
 
     def report(self, started: int) -> Report:
-        """Ask which ranks are missing in collective ``started``; wait for the answer.
-
-        If none comes in some seconds, return that the store does not answer.
-        """
+        """Ask which ranks are missing in collective ``started``; wait a few seconds."""
         silence = BEATS_OF_SILENCE * self._beat_seconds
         inquiry = Inquiry(started, silence)
         self._ask(inquiry)
@@ -89,6 +89,15 @@ class Heartbeat(PeerMonitor):
         skip = Skip(step, steps)
         self._ask(skip)
         return skip
+
+    def exchange_often(
+        self, topic: str, rider: Callable[[dict[int, Any]], Any]
+    ) -> bool:
+        """Post what ``rider`` returns four times a second; see `PeerMonitor`."""
+        self._riders[topic] = rider
+        self._beat_seconds = min(RIDE_SECONDS, self._beat_seconds)
+        self._wake()
+        return True
 
     def _ask(self, question: Inquiry | Skip) -> None:
         self._asked = time.monotonic()
@@ -122,6 +131,8 @@ class Heartbeat(PeerMonitor):
                     channel.read_alarms()
                 if questions:
                     channel.read_statuses({*range(channel.size)} - {self.rank})
+                for topic, rider in self._riders.items():
+                    channel.exchange(topic, rider)
         except RuntimeError as error:
             channel.lose(error)
         for question in questions:

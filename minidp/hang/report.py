@@ -153,11 +153,7 @@ class Skip(FutureWork):
         self._step, self._steps = step, steps
 
     def try_answer(self, channel: Channel) -> bool:
-        """Set the result if statuses read from ``channel`` suffice; return if set.
-
-        "": all others made as many optimizer steps. A text: one with fewer runs the
-        backward, or the store is gone.
-        """
+        """Set the result if statuses read from ``channel`` suffice; return if set."""
         here = {r: s for r, s in channel.statuses.items() if s.step == self._step}
         behind = [r for r, status in here.items() if status.steps < self._steps]
         reducing = [str(rank) for rank in behind if here[rank].is_reducing]

@@ -44,10 +44,7 @@ class Watchdog:
         self._judged: list[Heartbeat] = []  # whose collectives may hang on a device
 
     def start_heartbeat(self, reducer: Reducer, key: str) -> None:
-        """Publish a replica's status from now on; let its errors name missing ranks.
-
-        No-op without a time limit or other ranks; without a store, only warn.
-        """
+        """Publish a replica's status from now on; let its errors name missing ranks."""
         communicator = reducer.communicator
         if communicator.limit is None or communicator.group.size() == 1:
             return
@@ -110,10 +107,7 @@ class Watchdog:
             logger.exception("The watchdog failed; hang reports may be incomplete.")
 
     def _leave_with_the_process(self) -> None:
-        """At exit, let the thread tell other ranks of it (1 s), then silence it (1 s).
-
-        Half a record in a store that is a file makes all its readers wait for ever.
-        """
+        """At exit, tell other ranks of it (1 s), then stop serving (1 s)."""
         thread = self._thread
         if thread is None or self._pid != os.getpid() or self._is_mute:
             return
@@ -126,10 +120,7 @@ class Watchdog:
         thread.join(EXIT_SECONDS)
 
     def _end_what_hangs(self, heartbeat: Heartbeat) -> None:
-        """If a collective is late on an accelerator, start a thread to deal with it.
-
-        That ends the process, or extends the limit if a missing rank may still come.
-        """
+        """If a collective is late on an accelerator, start a thread to `_judge` it."""
         communicator = heartbeat.communicator
         late = None if communicator is None else communicator.find_late_on_device()
         if communicator and late and heartbeat not in self._judged:

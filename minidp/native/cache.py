@@ -60,10 +60,7 @@ def nearest(recipe: Recipe) -> tuple[Path | None, list[str]]:
 
 @contextmanager
 def workspace() -> Iterator[Path]:
-    """Yield an empty folder for a build, deleted at exit; first delete old ones.
-
-    Call only under the cache's lock.
-    """
+    """Yield an empty folder for a build, deleted at exit; the lock must be held."""
     for leftover in folder().glob(f"{_PREFIX}*"):
         # Its builder is dead: a living one would hold the lock.
         shutil.rmtree(leftover, ignore_errors=True)
@@ -75,10 +72,7 @@ def workspace() -> Iterator[Path]:
 
 
 def publish(recipe: Recipe, built: Path) -> Path:
-    """Move a new binary into the cache, with its record; delete the recipe's old ones.
-
-    Return the new path. Call only under the cache's lock.
-    """
+    """Put a new binary into the cache instead of old ones; return its path."""
     home = folder() / recipe.key
     home.mkdir(exist_ok=True)
     digest = hash_file(built)

@@ -16,7 +16,7 @@ import subprocess
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def build_into_cache(
         binary = None if force else _built_before(recipe, say)
         if binary is not None:
             return binary
-        with _locked(say), cache.workspace() as workspace:
+        with _lock(say), cache.workspace() as workspace:
             log = cache.folder() / f"{recipe.key}.log"
             shell = _Shell(log, say, tick, is_verbose=verbose)
             binary = None if force else _built_before(recipe, say)
@@ -73,21 +73,16 @@ def _built_before(recipe: Recipe, say: Say) -> Path | None:
     return binary
 
 
-@contextmanager
-def _locked(say: Say) -> Iterator[None]:
-    """Create the cache's folder; in the block, hold its lock (after other builds)."""
+def _lock(say: Say) -> AbstractContextManager[object]:
+    """Take the lock of the cache (after other builds); the block's end releases it."""
     folder = cache.folder()
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock")
     try:
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
         say(f"waiting for the lock of {folder}: another process is building")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+        return lock.acquire()
 
 
 def _build(recipe: Recipe, workspace: Path, shell: _Shell) -> Path:

@@ -85,11 +85,10 @@ class Recipe:
     def changes_since(self, old: Mapping[str, str]) -> list[str]:
         """Return a text per input that changed since a build; ``old``: inputs of that.
 
-        None: its binary can be used. A compiler or nvcc that is missing now is no
-        difference: a binary outlives its compiler, for example in a container's second
-        stage.
+        [] if its binary can be used.
         """
         new = self.parts
+        # A binary outlives its compiler, for example in a container's second stage.
         gone = {name for name in ("compiler", "nvcc") if not new[name]}
         return [
             _describe_change(name, old.get(name, ""), new.get(name, ""))

@@ -83,10 +83,7 @@ def library() -> ModuleType | None:
 
 
 def status() -> Status:
-    """Load the extension as `library` does; return whether it is loaded, and why.
-
-    Raise nothing but ValueError, for another MINIDP_NATIVE than `read_mode` knows.
-    """
+    """Load the extension as `library` does; return whether it is loaded, and why."""
     return _decide()[1]
 
 
@@ -114,16 +111,13 @@ def _decide() -> tuple[ModuleType | None, Status]:
         if _decided is None:
             _decided = attempt(read_mode())
             found = _decided[1]
-            missed = logging.WARNING if found.mode == "build" else logging.INFO
+            missed = _notable() if found.mode == "build" else logging.INFO
             _LOG.log(logging.DEBUG if found.is_loaded else missed, found.reason)
         return _decided
 
 
 def read_mode() -> str:
-    """Return MINIDP_NATIVE; if not set, "build" after such an install, else "auto".
-
-    ValueError unless it is one of auto, build, 0 and 1.
-    """
+    """Return MINIDP_NATIVE; if not set, "build" after such an install, else "auto"."""
     default = "build" if _MARK.exists() else "auto"
     mode = os.environ.get("MINIDP_NATIVE") or default
     if mode not in ("auto", "build", "0", "1"):
@@ -150,14 +144,17 @@ def attempt(mode: str) -> tuple[ModuleType | None, Status]:
         binary, misfits = cache.nearest(recipe)
         if mode in ("1", "build") and (binary is None or misfits):
             # Silence would look like a hang.
-            _LOG.warning("Building the C++ extension, once: it takes about 20 s.")
+            _LOG.log(
+                _notable(), "Building the C++ extension, once: it takes about 20 s."
+            )
             binary = build_into_cache(recipe, _LOG.info)
         elif binary is None:
             sources = "" if recipe.sources(".cpp") else f" {recipe.folder} is empty."
             what = f"The native kernels are not built.{sources}"
             raise NativeError(f"{what} What to do: {BUILD}")
         elif misfits:
-            _LOG.warning("The native extension is stale and not used: %s.", misfits[0])
+            text = "The native extension is stale and not used: %s."
+            _LOG.log(_notable(), text, misfits[0])
             why = "; ".join(misfits)
             raise NativeError(f"The binary is stale: {why}. What to do: {BUILD}")
         path = binary
@@ -169,6 +166,12 @@ def attempt(mode: str) -> tuple[ModuleType | None, Status]:
         reason = f"Looking for a binary failed: {type(error).__name__}: {error}"
     is_loaded = module is not None
     return module, Status(mode, is_loaded, path, reason, cache.folder(), **found)
+
+
+def _notable() -> int:
+    """Return the log level of what one process per host tells its user."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    return logging.WARNING if is_first else logging.INFO
 
 
 def load(path: Path) -> ModuleType:

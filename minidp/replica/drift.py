@@ -7,9 +7,7 @@
 The second look is for weights that are moved with local gradients, or disturbed by
 random numbers of each rank, and moved back before the step.
 
-"auto" must be silent wherever torch's users want replicas to differ. It considers the
-reasons (`LOCAL_UPDATES`, `ON_PURPOSE`) and the size of the difference: other hardware
-rounds differently.
+"auto" is silent where torch's users want replicas to differ: it knows such reasons.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from minidp.comm import (
 )
 from minidp.config import AUTO
 from minidp.console import warn
-from minidp.core import BucketQueue
+from minidp.core import BucketQueue, Observer
 from minidp.errors import MAX_NAMES, ReplicaMismatchError, explain
 
 from .digest import digest_of, sum_of_bits
@@ -66,10 +64,9 @@ class _Snapshot(NamedTuple):
     digest: torch.Tensor
 
 
-class ReplicaCheck:
+class ReplicaCheck(Observer):
     """Compare replicas every so many steps: at a backward's end, or before a step."""
 
-    uses_grads = False
     awaits_step = True  # optimizers step after backwards, not inside them
 
     def __init__(
@@ -110,9 +107,8 @@ class ReplicaCheck:
     ) -> None:
         """Store this replica's checksum before a forward; `finished` will compare it.
 
-        ``step``: synchronised backwards so far. Replaces the checksum of a forward
-        without backward. "auto" omits module buffers and, once replicas agreed, frozen
-        parameters.
+        ``step``: synchronised backwards so far. "auto" omits module buffers and, once
+        replicas agreed, frozen parameters.
         """
         if self._is_auto:
             buffers = {}
@@ -128,9 +124,6 @@ class ReplicaCheck:
         self._under_way = None
 
     # -- at the end of a backward ------------------------------------------------------
-
-    def reduced(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Do nothing when one bucket is reduced; see `finished`."""
 
     def finished(self) -> None:
         """End a backward: compare checksums, a collective, if `begin` stored one.

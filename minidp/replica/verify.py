@@ -37,10 +37,7 @@ _objects: Counter[tuple[str, str]] = Counter()  # (group name, kind) -> objects 
 
 
 def next_key(group: ProcessGroup, kind: str) -> str:
-    """Count an object of this kind that uses ``group``; return the text ``kind/count``.
-
-    Equal on all ranks if they make such objects in the same order.
-    """
+    """Return ``kind/n`` for the n-th object of this kind that uses ``group``."""
     _objects[group_name(group), kind] += 1
     return f"{kind}/{_objects[group_name(group), kind]}"
 
@@ -149,21 +146,16 @@ def _explain_difference(replicas: Sequence[dict[str, str]], rank: int) -> str:
                 f"rank {other} rejected its arguments: {replica[_REJECTED]}",
                 remedy=f"look at the traceback of rank {other}",
             )
-    root = replicas[0]
-    # Not by `!=`: the order counts.
-    other = next(
-        r for r, each in enumerate(replicas) if [*each.items()] != [*root.items()]
-    )
-    found = replicas[other]
+    items = [[*each.items()] for each in replicas]  # their order counts, too
+    other = next(r for r, each in enumerate(items) if each != items[0])
+    root, found = replicas[0], replicas[other]
     if root.keys() != found.keys():
         what = (
             f"Rank {other} lacks [{', '.join(n for n in root if n not in found)}] of "
             f"rank 0, and has besides [{', '.join(n for n in found if n not in root)}]."
         )
     elif [*root] != [*found]:
-        here, there = next(
-            pair for pair in zip(root, found, strict=True) if pair[0] != pair[1]
-        )
+        here, there = next((a, b) for a, b in zip(root, found, strict=True) if a != b)
         what = (
             f"Expected {here}, as on rank 0; rank {other} has {there} in its place "
             "(another registration order)."

@@ -50,10 +50,7 @@ _joined = ExitStack()  # never closed: until the process ends
 
 
 def join() -> None:
-    """In a child process: swap torch's class, or not, and seed, as variable `RUN` says.
-
-    A process that keeps torch's class dies with its parent. `sitecustomize` calls this.
-    """
+    """In a child process: swap torch's class, or not, and seed, as `RUN` says."""
     orders = json.loads(os.environ[RUN])
     if orders["swaps"]:
         swap_here()
@@ -74,8 +71,7 @@ def seed(rank: int) -> None:
 def never_take_down(ddp: Any) -> None:
     """Leak the reducer, logger and process group of a torch DDP model, on purpose.
 
-    Their destructors may deadlock with a thread if the model outlives the group. The
-    reducer's hooks are removed with the model. No-op without a reducer.
+    Their destructors may deadlock with a thread if the model outlives the group.
     """
     reducer = getattr(ddp, "reducer", None)
     if reducer is None:

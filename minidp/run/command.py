@@ -14,7 +14,7 @@ from minidp.comm import gather_json, launcher_store, post_json
 from minidp.config import add_options, misspelt, read_environment, setting, variables
 from minidp.console import fold, positive_seconds, say_on_stderr
 from minidp.data_parallel import DataParallel
-from minidp.overlap import Timeline, from_json, report, to_json
+from minidp.overlap import Timeline, from_json, html_page, report, to_json
 from minidp.recording import Recording, record
 from minidp.swapping import swapped
 
@@ -62,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="--report, and keep what was recorded, for minidp report FILE (of several "
         "models the first; of the others FILE with .2, .3 and so on)",
     )
+    what = "--report, also as a page for the browser"
+    parser.add_argument("--html", type=Path, metavar="FILE", help=what)
     add_script(parser, "a script that trains")
     group = parser.add_argument_group("comparison with torch's DDP")
     group.add_argument(
@@ -108,13 +110,11 @@ def add_script(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Run or compare the script, here or on ``-n`` ranks; return the exit status.
-
-    2 if it cannot be run; 1 for nothing to report or compare, or for a difference.
-    """
+    """Run or compare the script, here or on ``-n`` ranks; return the exit status."""
     script = Script(options.script, options.arguments, options.is_module)
     # Absolute: the script may change its working directory.
     options.save = options.save and options.save.absolute()
+    options.html = options.html and options.html.absolute()
     with setting(variables(options)):
         problem = _problem(script, options)
         if problem:
@@ -127,11 +127,11 @@ def main(options: Namespace) -> int:
         for warning in misspelt():
             say_once(f"minidp run: {warning}")
         if options.num_ranks is not None:
-            names = "report save compare copy before limit"
+            names = "report save html compare copy before limit"
             flags = _words(options, *names.split())
             return start_ranks(options.num_ranks, "run", flags, script)
         if options.compare:
-            return run_both(script, options, _words(options, "report", "save"))
+            return run_both(script, options, _words(options, "report", "save", "html"))
         return _run_on_minidp(script, options)
 
 
@@ -142,10 +142,10 @@ def _problem(script: Script, options: Namespace) -> str:
         problem = script.problem()
     if problem:
         return problem
-    path = options.save
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        why = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        return f"--save {path}: {why}"
+    for name, path in (("save", options.save), ("html", options.html)):
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            why = f"there is no folder {path.parent}"
+            return f"--{name} {path}: {'it is a folder' if path.is_dir() else why}"
     try:
         read_environment()
     except ValueError as error:
@@ -169,10 +169,7 @@ def _words(options: Namespace, *names: str) -> list[str]:
 
 
 def _run_on_minidp(script: Script, options: Namespace) -> int:
-    """Run the script with torch's class swapped; print reports; return the status.
-
-    Raises what the script raises, but prints an error by a missing launcher: status 1.
-    """
+    """Run the script with torch's class swapped; print reports; return the status."""
     outcomes = begin_phase(options) if options.phase else None
     models = WrappedModels(script, options, outcomes)
     alone = (
@@ -201,17 +198,15 @@ def _run_on_minidp(script: Script, options: Namespace) -> int:
 
 
 class WrappedModels:
-    """Register the models that the script wraps, and record them for --report.
-
-    ``outcomes`` stores the models, too, if this run is part of a comparison.
-    """
+    """Register the models that the script wraps; record, store and report them."""
 
     def __init__(
         self, script: Script, options: Namespace, outcomes: OutcomeRecorder | None
     ) -> None:
         self._script, self._outcomes = script, outcomes
-        self._saves: Path | None = options.save
-        self._reports = options.report or options.save is not None
+        self._files = {options.save: to_json, options.html: html_page}
+        self._files.pop(None, None)
+        self._reports = options.report or bool(self._files)
         self._names: list[str] = []  # of the models' classes
         self._largest = 0  # size of the largest process group of a model
         self._recordings: list[Recording] = []
@@ -244,10 +239,7 @@ class WrappedModels:
                 recording.__exit__(None, None, None)
 
     def finish(self, status: int) -> int:
-        """Print the report, or that no model was wrapped; return the exit status.
-
-        That is ``status``, but 1 if it is 0 and there is nothing to report or compare.
-        """
+        """Print the report, or that no model was wrapped; return the exit status."""
         if self._largest == 1:
             say_once(
                 "minidp run: this was a world of one rank, so nothing was averaged. "
@@ -261,7 +253,9 @@ class WrappedModels:
         text = f"{target} wrapped no model in DistributedDataParallel in this process"
         if status:
             text = f"{target} ended with exit status {status}; it{text[len(target) :]}"
-            if {"--report", "--save", "--compare"} & set(self._script.arguments):
+            if {"--report", "--save", "--html", "--compare"} & set(
+                self._script.arguments
+            ):
                 text += f". (Options of minidp run stand before {target})"
         elif self._reports or self._outcomes is not None:
             status = 1
@@ -275,7 +269,7 @@ class WrappedModels:
         return status
 
     def _report(self) -> None:
-        """Send recordings to rank 0; there print reports and write --save's files."""
+        """Send recordings to rank 0; there print reports and write files."""
         mine = [recording.timelines[0] for recording in self._recordings]
         for number, timelines in enumerate(_gathered(mine)):
             title = f"report of {self._names[number]}"
@@ -283,10 +277,12 @@ class WrappedModels:
                 title += f" (model {number + 1} of {len(mine)})"
             words = fold(report(timelines), sys.stderr)
             say_on_stderr(f"minidp run: {title}\n{words}")
-            if self._saves is not None:
-                name = self._saves.name + (f".{number + 1}" if number else "")
-                path = self._saves.with_name(name)
-                path.write_text(to_json(timelines))
+            for first, write in self._files.items():
+                more, end = f".{number + 1}" * bool(number), first.suffix
+                name = first.name + more  # a browser goes by the end: page.2.html
+                name = f"{first.stem}{more}{end}" if end == ".html" else name
+                path = first.with_name(name)
+                path.write_text(write(timelines), encoding="utf-8")
                 say_on_stderr(f"minidp run: wrote {path}")
 
 

@@ -45,10 +45,7 @@ HOST_SECONDS = 1800.0  # for the first rank of a host to copy, or to run a comma
 
 
 class _CannotCompareError(Exception):
-    """A comparison cannot be made: a run did not start, or left no outcome.
-
-    The text says why. Not for a script that fails: its exit status is returned.
-    """
+    """A run did not start or left no outcome, although the script did not fail."""
 
 
 def run_both(script: Script, options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -99,15 +96,20 @@ class _Comparison:
             )
             return torchs
         ours = self._run("minidp", [*flags, *script.words], str(here), os.environ)
-        return ours if isinstance(ours, int) else _print(torchs, ours, why_not)
+        if isinstance(ours, int):
+            return ours
+        if not ours.num_models:
+            return 1  # the run on minidp has said so
+        is_same, text = compare(torchs, ours, why_not)
+        rank = from_environment("RANK", 0)
+        if not rank or not is_same:
+            say_on_stderr(f"minidp run: torch's DDP and minidp on rank {rank}\n{text}")
+        return int(not is_same)
 
     def _run(
         self, library: str, words: Sequence[str], cwd: str, env: Mapping[str, str]
     ) -> Outcome | int:
-        """Run --before, once per host, and the script; return its outcome or status.
-
-        _CannotCompareError: --before failed, a step was too slow, no outcome is left.
-        """
+        """Run --before, once per host, and the script; return its outcome or status."""
         before, limit = self._options.before, self._options.limit
         if before is not None:
             status = self._once_per_host(
@@ -172,8 +174,7 @@ class _Comparison:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
+    with socket.create_server(("", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
@@ -264,20 +265,6 @@ class OutcomeRecorder:
         partial = self._path.with_suffix(".partial")
         torch.save(asdict(self.outcome()), partial)
         partial.replace(self._path)
-
-
-def _print(torchs: Outcome, ours: Outcome, why_not_copied: str) -> int:
-    """Print the verdict on rank 0 and on ranks that differ; return 1 if they differ.
-
-    1 also if the run on minidp wrapped no model. ``why_not_copied``: see `_copy`.
-    """
-    if not ours.num_models:
-        return 1  # the run on minidp has said so
-    is_same, text = compare(torchs, ours, why_not_copied)
-    rank = from_environment("RANK", 0)
-    if not rank or not is_same:
-        say_on_stderr(f"minidp run: torch's DDP and minidp on rank {rank}\n{text}")
-    return int(not is_same)
 
 
 def compare(torchs: Outcome, ours: Outcome, why_not_copied: str) -> tuple[bool, str]:

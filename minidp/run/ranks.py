@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 import traceback
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from minidp.console import say_on_stderr
 
@@ -68,27 +66,17 @@ def why_no_ranks(number: int | None) -> str:
 def start_ranks(number: int, command: str, flags: Sequence[str], script: Script) -> int:
     """Run ``minidp COMMAND FLAGS`` on several ranks of this machine, as torchrun does.
 
-    Return 0, or the exit status of the first rank that failed. Set OMP_NUM_THREADS=1
-    for several ranks, if it is not set.
+    Return 0, or the exit status of the first rank that failed.
     """
     threads = ""
     if number > 1 and "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
         threads = "; each with OMP_NUM_THREADS=1, as it is not set"
     say_on_stderr(f"minidp {command}: {script.target} on {number} ranks here{threads}.")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=number,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # any free port
-        local_addr="localhost",
-        max_restarts=0,
-    )
-    words = ["-u", "-m", f"minidp.{command}", *flags, *script.words]
+    words = ["--standalone", "--nnodes=1", f"--nproc-per-node={number}"]
+    words += ["--max-restarts=0", "--local-addr=localhost", "-m", f"minidp.{command}"]
     try:
-        elastic_launch(config, sys.executable)(*words)
+        torchrun.run(torchrun.parse_args([*words, *flags, *script.words]))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         status = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode

@@ -83,10 +83,7 @@ class Script:
 
 @contextmanager
 def after_wrapping(kind: type, told: Callable[[Any], None]) -> Iterator[None]:
-    """In the block, call ``told(model)`` after each construction of a ``kind``.
-
-    It replaces ``kind.__init__``: a derived class goes on with its own after ``told``.
-    """
+    """In the block, call ``told(model)`` after each construction of a ``kind``."""
     plain: Any = kind.__dict__["__init__"]
 
     @functools.wraps(plain)

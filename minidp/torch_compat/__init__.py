@@ -6,6 +6,4 @@ Read `names` (the class that is `minidp.DataParallel`), `reducer` (``ddp.reducer
 
 from .names import DataParallel
 
-__all__ = [
-    "DataParallel",
-]
+__all__ = ["DataParallel"]

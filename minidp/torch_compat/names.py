@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel, scatter_gather
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from minidp import comm_hooks, data_parallel
 from minidp.console import warn
-from minidp.core import EveryParameter, Reducer, expectation_for, untraced
-from minidp.data_parallel import M_co, arguments, map_tensors
+from minidp.core import EveryParameter, Observer, Reducer, expectation_for, untraced
+from minidp.data_parallel import M_co, arguments
 from minidp.guard import refuse_forward
 from minidp.replica import parameters, verify
 
@@ -36,7 +36,7 @@ BUILTIN_HOOKS = {
 }
 
 
-class _PlantedOptimizers:
+class _PlantedOptimizers(Observer):
     """Step optimizers that parameters hold in ``_in_backward_optimizers``."""
 
     uses_grads = True
@@ -60,16 +60,11 @@ class _PlantedOptimizers:
         self._stepped.clear()
 
 
-class _LogsUnused:
+class _LogsUnused(Observer):
     """Log parameters that no rank used, for TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL."""
-
-    uses_grads = False
 
     def __init__(self, reducer: Reducer) -> None:
         self._queue, self._names = reducer.queue, reducer.names
-
-    def reduced(self, params: Sequence[nn.Parameter]) -> None:
-        """Do nothing for one bucket: usage is known at the end of the backward."""
 
     def finished(self) -> None:
         """Log the names of parameters that no rank used in this backward, if any."""
@@ -104,6 +99,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         self.gradient_as_bucket_view = config.gradient_as_bucket_view
         self.static_graph = config.static_graph
         self.batched_grad_copy = config.batched_grad_copy
+        self.average_over = self._given.average_over
         self.skip_all_reduce_unused_params = config.skip_all_reduce_unused_params
         self.bucket_bytes_cap = config.caps.rest_bytes
         self.bucket_bytes_cap_list = list(config.caps.list_bytes)
@@ -209,21 +205,13 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         tensors = list(self.modules_buffers if bufs is None else bufs)
         verify.broadcast_state(tensors, self.process_group, authoritative_rank)
 
-    # -- helpers from the days of one process for several GPUs -------------------------
+    # -- torch's own methods, which need no more than our attributes -------------------
 
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        """Return ``inputs`` and ``kwargs`` split over devices, as two tuples."""
-        return scatter_gather.scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: Any) -> Any:
-        """Return inputs moved to one device (by index), in tuples as torch does."""
-        device = torch.device(self.device_type, device_id)
-        moved = map_tensors((inputs, kwargs), lambda tensor: tensor.to(device))
-        return moved[:1], moved[1:]
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Return outputs of several devices joined on ``output_device``."""
-        return scatter_gather.gather(outputs, output_device, dim=self.dim)
+    scatter = DistributedDataParallel.scatter
+    to_kwargs = DistributedDataParallel.to_kwargs
+    gather = DistributedDataParallel.gather
+    _set_ddp_sink_clone = DistributedDataParallel._set_ddp_sink_clone
+    _get_active_ddp_module = DistributedDataParallel._get_active_ddp_module
 
     # -- changes after wrapping --------------------------------------------------------
 
@@ -245,11 +233,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         reducer.adopt(reducer.queue.configure(config))
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Use another group from now on, and reset the reducer; no communication.
-
-        If this rank is not in it, keep the old one. Buckets are rebuilt once more;
-        replicas are no longer compared.
-        """
+        """Use another group, if this rank is in it; reset, without communication."""
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
         self._reducer.reset(self.process_group)
@@ -268,9 +252,6 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     def _check_reducer_finalized(self) -> None:
         refuse_forward(self._reducer)
 
-    def _set_ddp_sink_clone(self, val: bool) -> None:  # noqa: FBT001 -- torch's
-        """Do nothing: minidp never clones outputs."""
-
     # -- what there is -----------------------------------------------------------------
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
@@ -279,11 +260,6 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         self.logger.set_rate(sample_rate)
-
-    @classmethod
-    def _get_active_ddp_module(cls) -> Any:
-        """Return the DDP object whose forward dynamo believes to run, or None."""
-        return DistributedDataParallel._active_ddp_module
 
     named_module_buffers = property(attrgetter("_replication.buffers"))
     _bucket_config = property(attrgetter("_reducer.queue.config.caps"))

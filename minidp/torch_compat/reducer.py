@@ -24,6 +24,7 @@ class ReducerNames:
         self._check_reducer_finalized = ddp._check_reducer_finalized
         self._update_process_group = ddp._update_process_group
         self._remove_autograd_hooks = ddp._remove_autograd_hooks
+        self._delay_all_reduce = self._reducer.end_now
         self._set_ddp_runtime_logging_sample_rate = ddp.logger.set_rate
         self.get_backward_stats = ddp.logger.ready_times
 
@@ -102,14 +103,7 @@ class ReducerNames:
         """Call the grad hook of parameter ``i``, whose gradient is in ``.grad``."""
         self._reducer.hooks.python_hook(i)(None, None)
 
-    def _delay_all_reduce(self) -> None:
-        """End the backward: missing gradients count as unused, if that is allowed."""
-        self._reducer.end_now()
-
     def _reset_state(self) -> None:
-        """Drop the backward under way on this rank, without communication.
-
-        Buckets are rebuilt once more, also if a saved layout was rebuilt.
-        """
+        """Drop the backward under way on this rank; rebuild buckets once more."""
         self._reducer.reset(self._ddp.process_group)
         self._reducer.rebuild_policy.reset(rebuilds_again=True)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-import json
 import random
 import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +18,7 @@ from minidp.autotune.trials import NUM_TRIALS, Search
 from minidp.autotune.tuner import STEPS, AutotunePolicy
 from minidp.layout.plan import Layout, build_layout, delayed
 from minidp.overlap.timeline import AUTO, AUTO_TRIES
+from tests.distributed.test_bucket_layout import Net
 
 LAST = 1 + STEPS * NUM_TRIALS  # backwards until the layout stays
 
@@ -34,18 +33,6 @@ MODES: dict[str, dict[str, Any]] = {
     "view": {"gradient_as_bucket_view": True},
     "batched": {"batched_grad_copy": True},
 }
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(7, 7) for _ in range(4)])
-        self.spare = nn.Linear(7, 1)
-
-    def forward(self, x: torch.Tensor, *, with_spare: bool = True) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.spare(x).sum() if with_spare else x.square().sum()
 
 
 def made(kind: Any, ctx: Any, **options: Any) -> Any:
@@ -253,34 +240,6 @@ def test_a_layout_is_final_when_it_has_settled(pool):
         assert not is_due
 
 
-def from_file(ctx: Any, path: str) -> Any:
-    ddp = made(DataParallel, ctx, bucket_layout=path)
-    step(ctx, ddp, 0)
-    step(ctx, ddp, 1)
-    return ddp.bucket_layout
-
-
-def test_a_file_gives_the_layout(pool, tmp_path):
-    names = [name for name, _ in Net().named_parameters()]
-    buckets = [names[:3], names[3:]]
-    numel = {name: param.numel() for name, param in Net().named_parameters()}
-    elements = [[numel[name] for name in bucket] for bucket in buckets]
-    form = {"format": 1, "rebuilt": True}
-    plain = form | {"buckets": buckets, "elements": elements}
-    path = tmp_path / "buckets.json"
-    path.write_text(json.dumps(plain | {"tuned": {"note": "is not looked at"}}))
-    assert pool.run(from_file, 2, str(path)) == [plain] * 2
-
-
 def test_one_rank_has_nothing_to_tune(lone_group):
     ddp = DataParallel(Net(), process_group=lone_group, bucket_cap_mb="auto")
     assert not isinstance(ddp._reducer.rebuild_policy, AutotunePolicy)
-
-
-@pytest.mark.parametrize("text", ["", "{", '{"format": 7}'])
-def test_a_bad_file_is_named(lone_group, tmp_path, text):
-    path = tmp_path / "buckets.json"
-    if text:
-        path.write_text(text)
-    with pytest.raises(ValueError, match=r"(?s)bucket_layout.*(buckets.json|format)"):
-        DataParallel(Net(), process_group=lone_group, bucket_layout=str(path))

@@ -18,16 +18,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 
 from minidp import DataParallel, comm_hooks
-from tests.support import oracle
-from tests.support.both import grads, on_both, same
+from tests.support import both, oracle
+from tests.support.both import both_equal, grads, same
 
-MODES: list[dict[str, Any]] = [
-    {},
-    {"gradient_as_bucket_view": True},
-    {"find_unused_parameters": True},
-    {"static_graph": True},
-    {"batched_grad_copy": True},
-]
+MODES = [*both.MODES, {"batched_grad_copy": True}]
 modes = pytest.mark.parametrize("mode", MODES, ids=lambda m: "-".join(m) or "default")
 world_sizes = pytest.mark.parametrize("world_size", [2, 3])
 SMALL = {"bucket_cap_mb": 64 / 2**20}  # several buckets
@@ -69,15 +63,9 @@ def train(
 
 
 def on_both_ranks(pool: Any, scenario: Any, world_size: int, *args: Any) -> list[Any]:
-    results = pool.run(run_both, world_size, scenario, *args)
-    for rank, (theirs, ours) in enumerate(results):
-        assert not isinstance(theirs, str), f"torch fails: {theirs}"
-        assert same(theirs, ours), f"rank {rank}: torch {theirs}, minidp {ours}"
-    return [ours for _, ours in results]
-
-
-def run_both(ctx: Any, scenario: Any, *args: Any) -> tuple[Any, Any]:
-    return on_both(ctx, lambda c, wrap: scenario(c, wrap, *args))
+    ours = both_equal(pool, scenario, *args, world_size=world_size)
+    assert not any(isinstance(each, str) for each in ours), f"both fail: {ours}"
+    return ours
 
 
 # -- torch's hooks, unmodified ---------------------------------------------------------

@@ -23,17 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _find_tensors
 
 from minidp import DataParallel, Recorder, comm_hooks
-from tests.support.both import Scalars, grads, on_both, same, x_of
+from tests.support.both import Scalars, both_equal, done, grads, on_both, same, x_of
 from tests.support.fresh import run_fresh
 
 POST, PRE = _BufferCommHookLocation.POST_FORWARD, _BufferCommHookLocation.PRE_FORWARD
-
-
-def both_equal(pool, scenario, *args, world_size=2):
-    results = pool.run(on_both, world_size, scenario, *args)
-    for rank, (theirs, ours) in enumerate(results):
-        assert same(theirs, ours), f"rank {rank}: torch {theirs}, minidp {ours}"
-    return [ours for _, ours in results]
 
 
 def values(ddp):
@@ -241,9 +234,7 @@ def late_futures(ctx):
     ddp.zero_grad()
 
     def owe(number):
-        future: Any = torch.futures.Future()
-        future.set_result(number)
-        return future.then(lambda f: awaited.append(f.value()))
+        return done(number).then(lambda f: awaited.append(f.value()))
 
     ddp.reducer._install_post_backward_futures([owe(1)])
     ddp.reducer._install_post_backward_futures([owe(2)])

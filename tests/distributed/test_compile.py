@@ -5,23 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.both import grads, on_both, same
+from tests.support.both import MODES, grads, modes, on_both, same
 from tests.support.compiling import Counting, clean_compiler, compiled_backwards
-
-MODES: list[dict[str, Any]] = [
-    {},
-    {"gradient_as_bucket_view": True},
-    {"find_unused_parameters": True},
-    {"static_graph": True},
-]
-modes = pytest.mark.parametrize("mode", MODES, ids=lambda m: "-".join(m) or "default")
 
 
 class Net(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from minidp import DataParallel
-from tests.support.both import grads, on_both, same
+from tests.support.both import both_equal, grads, same
 from tests.support.tracing import collective_trace
 
 
@@ -53,15 +53,10 @@ def as_in_torch(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
     return history
 
 
-def run_both(ctx: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-    return on_both(ctx, lambda c, wrap: as_in_torch(c, wrap, options))
-
-
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
 def test_side_by_side_where_torch_is_right(pool: Any, options: dict[str, Any]) -> None:
-    for theirs, ours in pool.run(run_both, 2, options):
-        assert not isinstance(ours, str), ours
-        assert same(theirs, ours)
+    ours = both_equal(pool, as_in_torch, options)
+    assert not any(isinstance(each, str) for each in ours), ours
 
 
 def averages(ctx: Any, module: nn.Module) -> list[torch.Tensor]:

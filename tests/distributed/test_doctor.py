@@ -169,6 +169,7 @@ def test_training_faults(pool, wrapper, tmp_path):
             "flag needed": {},
             "saves": {"saving": "failed"},
             "prints": {"printing": "warning"},
+            "ragged": {"mean of means": "warning"},
         }
 
 
@@ -202,10 +203,13 @@ def training_faults(ctx, wrapper, folder):
         "flag needed": train(net=Net(spare=True), find_unused_parameters=True),
         "saves": train(("saves",)),
         "prints": train(("prints",)),
+        "ragged": train(("ragged",)),
     }
 
 
 def step(model, optimizer, x, deeds, *, is_last):
+    if "ragged" in deeds:
+        x = x[: 8 - dist.get_rank()]
     accumulates = "accumulates" in deeds or "no_sync" in deeds
     if "no_sync" in deeds and not is_last:
         with model.no_sync():

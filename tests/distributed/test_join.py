@@ -4,60 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from minidp import DataParallel
-from tests.distributed.test_special_cases import both_equal, modes
-from tests.support.both import Scalars, grads, on_both, x_of
+from tests.support.both import Scalars, both_equal, grads, on_both, x_of
 from tests.support.fresh import run_fresh
-
-divisors = pytest.mark.parametrize("by_initial", [True, False])
-
-
-class Net(nn.Module):
-    """Two branches, batch norm, parameters in more than one bucket if asked."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-        self.first = nn.Linear(3, 3)
-        self.second = nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.first(self.norm(x)) + self.second(x)
-
-
-def inputs(rank, i):
-    return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * rank + i))
-
-
-def trained(
-    ctx,
-    wrap,
-    counts,
-    mode,
-    join,
-    quiet=(),
-):
-    """Per step the gradients, then the state: with SGD, and forwards in no_sync."""
-    ddp = wrap(Net(), **mode)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    seen = []
-    with ddp.join(**join):
-        for i in range(counts[ctx.rank]):
-            if i in quiet:
-                with ddp.no_sync():
-                    ddp(inputs(ctx.rank, i)).sum().backward()
-                continue
-            ddp(inputs(ctx.rank, i)).pow(2).sum().backward()
-            seen.append(grads(ddp))
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen, [t.clone() for t in ddp.state_dict().values()]
+from tests.support.training import by_divisor
 
 
 def steps_of(ctx, ddp, uses, join):
@@ -69,29 +24,6 @@ def steps_of(ctx, ddp, uses, join):
             ddp(x_of(ctx), use).backward()
             seen.append([None if g is None else g.item() for g in grads(ddp)])
     return seen
-
-
-@modes
-@divisors
-@pytest.mark.parametrize("counts", [[1, 3], [4, 2], [3, 3], [1, 2, 3]])
-def test_join_as_torch(pool, mode, by_initial, counts):
-    join = {"divide_by_initial_world_size": by_initial}
-    ours = both_equal(pool, trained, len(counts), counts, mode, join)
-    for left, right in zip(ours[0][1], ours[1][1], strict=True):
-        assert torch.equal(left, right)
-
-
-@modes
-def test_join_with_no_sync(pool, mode):
-    both_equal(pool, trained, 2, [2, 4], mode, {}, (1, 3))
-
-
-@pytest.mark.parametrize("idle", [0, 1])
-def test_rank_without_any_input(pool, idle):
-    counts = [3, 3]
-    counts[idle] = 0
-    both_equal(pool, trained, 2, counts, {"bucket_cap_mb": 0.00001}, {})
-    both_equal(pool, trained, 2, [2, 2], {}, {"enable": False})
 
 
 def test_static_graph_and_a_rank_without_input_in_the_first_iteration(
@@ -110,13 +42,6 @@ def static_and_late(ctx):
         ddp(factor * x_of(ctx)).backward()
         joined.append([ddp.module.w[0].grad.item()])
     return joined
-
-
-def by_divisor(state, bucket):
-    """A hook that follows the number of active ranks, as ours do."""
-    buffer = bucket.buffer().div_(bucket.divisor())
-    work = dist.all_reduce(buffer, group=bucket.process_group(), async_op=True)
-    return work.get_future().then(lambda _: buffer)
 
 
 def hooked(ctx):

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import _create_work_from_future
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 import minidp
 from minidp import DataParallel
-from tests.support.both import Scalars, same
+from tests.support.both import Scalars, done, same
 
 
 class OnlyWaits(dist.Work):
@@ -102,9 +101,7 @@ class BringsNewTensors(Delegating):
     def allreduce(self, tensors: Any, opts: Any) -> Any:
         summed = [tensor.clone() for tensor in tensors]
         self.group.allreduce(summed, opts).wait()
-        future: Future[Any] = Future()
-        future.set_result(summed)
-        return _create_work_from_future(future)
+        return _create_work_from_future(done(summed))
 
 
 class Nameless(Delegating):
@@ -185,9 +182,7 @@ def test_it_trains_with_torchs_bits(pool: Any, name: str, options: str) -> None:
 def refusals(ctx: Any) -> Any:
     class BringsText(Delegating):
         def allreduce(self, tensors: Any, opts: Any) -> Any:
-            future: Future[Any] = Future()
-            future.set_result("done")
-            return _create_work_from_future(future)
+            return _create_work_from_future(done("done"))
 
     net = DataParallel(Scalars(), process_group=BringsText(ctx.group, None))
     with pytest.raises(minidp.CollectiveError) as caught:
@@ -242,9 +237,7 @@ class Lonely(dist.ProcessGroup):
 
     def _done(self, name: str, result: Any) -> Any:
         self.log.append(name)
-        future: Future[Any] = Future()
-        future.set_result(result)
-        work = _create_work_from_future(future)
+        work = _create_work_from_future(done(result))
         return work if self.kind is None else self.kind(work, self.log)
 
     def allreduce(self, tensors: Any, opts: Any) -> Any:

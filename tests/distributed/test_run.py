@@ -204,6 +204,7 @@ NEVER = "raise AssertionError"
         ({"RANK": "0"}, ["-n", "2"], "this process is one already"),
         ({}, ["--save", "none/steps"], "steps: there is no folder"),
         ({}, ["--save", "."], "it is a folder"),
+        ({}, ["--html", "none/page.html"], "page.html: there is no folder"),
         ({"MINIDP_HANG_TIMEOUT": "soon"}, [], "MINIDP_HANG_TIMEOUT=soon: expected a"),
         ({"WORLD_SIZE": "2", "RANK": "0"}, ["--compare"], "torchrun or -n start"),
     ],
@@ -339,11 +340,14 @@ for _ in range(3):
 
 
 def test_models_that_a_script_drops_are_let_go(tmp_path, train, ran, lone_group):
-    status, err = ran("--save", str(tmp_path / "steps"), train(DROPS))
+    names = ("--save", str(tmp_path / "steps"), "--html", str(tmp_path / "page.html"))
+    status, err = ran(*names, train(DROPS))
     assert status == 0
     assert "minidp run: report of Linear (model 3 of 3)\n" in err
     for name in ("steps", "steps.2", "steps.3"):
         assert len(from_json((tmp_path / name).read_text())) == 1
+    for name in ("page.html", "page.2.html", "page.3.html"):
+        assert "1 step" in (tmp_path / name).read_text()
 
 
 AS_PYTHON = """

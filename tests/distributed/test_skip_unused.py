@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from minidp import DataParallel
-from tests.support.both import Scalars, grads, on_both, same, x_of
+from tests.support.both import Scalars, done, grads, on_both, same, x_of
 from tests.support.tracing import collective_trace
 
 ALONE = {
@@ -137,9 +137,7 @@ def hook_turns(ctx: Any) -> Any:
 
     def hook(state: Any, bucket: Any) -> Any:
         turns.append((bucket.index(), bucket.is_last()))
-        future: Any = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+        return done(bucket.buffer())
 
     ddp = wrap(ctx, Scalars(4))
     ddp.register_comm_hook(None, hook)
@@ -161,12 +159,8 @@ def reduced_count(ctx: Any, make: Any) -> Any:
     return seen
 
 
-def run_both(ctx: Any, scenario: Any, *args: Any) -> Any:
-    return on_both(ctx, lambda c, make: scenario(c, make, *args))
-
-
 def test_number_of_reduced_buckets_is_torchs(pool: Any) -> None:
-    assert pool.run(run_both, 2, reduced_count) == [([4, 2, 1, 3],) * 2] * 2
+    assert pool.run(on_both, 2, reduced_count) == [([4, 2, 1, 3],) * 2] * 2
 
 
 def without_find_unused(ctx: Any, mode: dict[str, Any]) -> Any:
@@ -187,36 +181,6 @@ def test_alone_it_has_no_effect(pool: Any, mode: Any) -> None:
 # ------------------------------------------------------------------ batched_grad_copy
 
 
-def batched(ctx: Any, make: Any, options: dict[str, Any]) -> Any:
-    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-    ddp = make(net, batched_grad_copy=True, **options)
-    history = []
-    for step in range(4):
-        if step != 1:
-            ddp.zero_grad(set_to_none=step != 2)
-        x = torch.linspace(-1, 1, 6).reshape(2, 3) * (ctx.rank + 1 + step)
-        ddp(x).square().sum().backward()
-        history.append(grads(net))
-    return history
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"gradient_as_bucket_view": True},
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-        {"bucket_cap_mb_list": [0.00002]},
-    ],
-    ids=str,
-)
-def test_batched_grad_copy_is_torchs(pool: Any, options: Any) -> None:
-    """Not the same bits as without, at three ranks."""
-    for theirs, ours in pool.run(run_both, 3, batched, options):
-        assert same(theirs, ours)
-
-
 def batched_create_graph(ctx: Any, make: Any) -> Any:
     ddp = make(Scalars(), batched_grad_copy=True)
     ddp(torch.full((1,), 5.0)).square().sum().backward(create_graph=True)
@@ -227,6 +191,6 @@ def batched_create_graph(ctx: Any, make: Any) -> Any:
 
 def test_difference_batched_create_graph(pool: Any) -> None:
     """Torch divides twice."""
-    for theirs, ours in pool.run(run_both, 2, batched_create_graph):
+    for theirs, ours in pool.run(on_both, 2, batched_create_graph):
         assert ours == (50.0, 25.0)  # the second order is local, and scaled
         assert theirs == (25.0, 12.5)

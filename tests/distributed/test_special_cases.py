@@ -15,32 +15,23 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from minidp import DataParallel, comm_hooks
-from tests.support.both import Scalars, grads, on_both, same, x_of
+from tests.support.both import (
+    MODES,
+    Scalars,
+    both_equal,
+    grads,
+    modes,
+    on_both,
+    same,
+    x_of,
+)
 
-MODES: list[dict[str, Any]] = [
-    {},
-    {"gradient_as_bucket_view": True},
-    {"find_unused_parameters": True},
-    {"static_graph": True},
-]
-modes = pytest.mark.parametrize("mode", MODES, ids=lambda m: "-".join(m) or "default")
 VIEWS = [(False,), (True,)]
-
-
-def run_both(ctx: Any, scenario: Any, *args: Any) -> tuple[Any, Any]:
-    return on_both(ctx, lambda c, wrap: scenario(c, wrap, *args))
 
 
 def run_ours(ctx: Any, scenario: Any, *args: Any) -> Any:
     torch.manual_seed(0)
     return scenario(ctx, partial(DataParallel, process_group=ctx.group), *args)
-
-
-def both_equal(pool: Any, scenario: Any, world_size: int = 2, *args: Any) -> list[Any]:
-    results = pool.run(run_both, world_size, scenario, *args)
-    for rank, (theirs, ours) in enumerate(results):
-        assert same(theirs, ours), f"rank {rank}: torch {theirs}, minidp {ours}"
-    return [ours for _, ours in results]
 
 
 AS_IN_TORCH: list[Any] = []
@@ -122,7 +113,7 @@ def no_sync_rows(ctx: Any, wrap: Any, mode: dict[str, Any]) -> list[float]:
 
 @modes
 def test_no_sync_table(pool: Any, mode: dict[str, Any]) -> None:
-    assert both_equal(pool, no_sync_rows, 2, mode) == [
+    assert both_equal(pool, no_sync_rows, mode) == [
         [1.5, 3.0, 1.0, 3.0, 1.0, 1.5, 11.5, 16.5, 2.5, 15.0, 16.0],
         [1.5, 3.0, 2.0, 3.0, 2.0, 1.5, 21.5, 16.5, 3.5, 15.0, 17.0],
     ]
@@ -162,7 +153,7 @@ def test_checkpoint_matrix_is_at_least_as_good_as_torchs(
     pool: Any, mode: dict[str, Any], order: str, reentrant: bool
 ) -> None:
     """Torch raises 'marked twice' in three cells; minidp in two of them."""
-    results = pool.run(run_both, 2, checkpointed, mode, order, reentrant)
+    results = pool.run(on_both, 2, checkpointed, mode, order, reentrant)
     fails = reentrant and order == "aa" and "static_graph" not in mode
     for theirs, ours in results:
         if fails:
@@ -255,7 +246,7 @@ def test_gradient_penalty(pool: Any, mode: dict[str, Any], ranks: list[int]) -> 
     if "static_graph" in mode:  # torch drifts, and desynchronises its collectives
         ours = pool.run(run_ours, 2, penalised, mode, ranks)
     else:
-        ours = both_equal(pool, penalised, 2, mode, ranks)
+        ours = both_equal(pool, penalised, mode, ranks)
     assert isinstance(ours[0], list)
     assert same(*ours)
 
@@ -463,7 +454,7 @@ def outputs(ctx: Any, wrap: Any, kind: str, mode: str) -> Any:
     ],
 )
 def test_any_output(pool: Any, kind: str, mode: str, torch_is_wrong: Any) -> None:
-    results = pool.run(run_both, 2, outputs, kind, mode)
+    results = pool.run(on_both, 2, outputs, kind, mode)
     for theirs, ours in results:
         assert not isinstance(ours, str), ours
         assert kind in torch_is_wrong or same(theirs, ours), f"{theirs} != {ours}"
@@ -634,7 +625,7 @@ def wrapped_twice_with_views(ctx: Any, wrap: Any) -> Any:
 
 
 def test_two_wrappers_with_views_on_one_parameter_are_refused(pool: Any) -> None:
-    for theirs, ours in pool.run(run_both, 2, wrapped_twice_with_views):
+    for theirs, ours in pool.run(on_both, 2, wrapped_twice_with_views):
         assert "not the expected DDP bucket view" in theirs
         assert ours.startswith("GradientError: [rank ")
         assert "not the expected DDP bucket view" in ours
@@ -721,4 +712,4 @@ def test_a_copy_on_one_rank_does_not_disturb_reset(pool: Any) -> None:
 
 @pytest.mark.parametrize(("scenario", "world_size", "args"), AS_IN_TORCH)
 def test_as_in_torch(pool: Any, scenario: Any, world_size: int, args: Any) -> None:
-    both_equal(pool, scenario, world_size, *args)
+    both_equal(pool, scenario, *args, world_size=world_size)

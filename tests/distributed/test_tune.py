@@ -41,6 +41,22 @@ def tuned(ctx: Any, out: str, steps: int, wraps: int) -> Any:
     return session.finish(), DataParallel.__init__ is before
 
 
+def progress(ctx: Any, out: str) -> list[str]:
+    """What a rank says of the layouts on trial."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, tune.tuned(Path(out)):
+        patch.setattr(tune, "say_progress", said.append)
+        train(ctx, tune.NEEDED + 1, 1)
+    return said
+
+
+def test_it_says_how_far_it_is(pool, tmp_path):
+    said, _ = pool.run(progress, 2, str(tmp_path / "buckets.json"))
+    assert len(said) == 8
+    assert said[0] == "minidp tune: layout 1 of 8 from step 1 of 50 on"
+    assert said[-1] == "minidp tune: layout 8 of 8 from step 43 of 50 on"
+
+
 def test_each_model_gets_a_file(pool, tmp_path):
     out = tmp_path / "buckets.json"
     results = pool.run(tuned, 2, str(out), tune.NEEDED + 1, 2)

@@ -22,6 +22,7 @@ from torch.futures import Future
 
 from minidp import DataParallel, MiniDPError, UnsyncedGradientsError
 from tests.fault.bad_inputs import DOCUMENTED, Broken, bag, dies
+from tests.support.both import done
 
 # ------------------------------------------- what a future may bring, of the buffer
 
@@ -126,12 +127,6 @@ TAMPERS = {
 TOUCHES = EFFECTS | TAMPERS
 
 # ------------------------------------------------------------------- how it delivers
-
-
-def done(value):
-    future = Future()
-    future.set_result(value)
-    return future
 
 
 def failed(error):

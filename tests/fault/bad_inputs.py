@@ -268,6 +268,7 @@ SENSIBLE = {
     },
     "bucket_cap_mb_list": {"two": [8 / 2**20, 1.0], "a tuple": (1,)},
     "unsynced": {"raise": "raise", "warn": "warn", "ignore": "ignore"},
+    "average_over": {"ranks": "ranks"},  # "items" needs counts
     "hang_timeout": {"5": 5, "none": None},
     "check_replicas_every": {"2": 2, "0": 0},
     "bucket_layout": {

@@ -22,6 +22,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from tests.fault.play import BOTH, Net, Outcome, Pattern, plain, play
+from tests.support.both import done
 
 RIGHT, ERROR, LATE = Outcome.RIGHT, Outcome.ERROR, Outcome.LATE
 SILENT, HANG, CRASH = Outcome.SILENT, Outcome.HANG, Outcome.CRASH
@@ -272,7 +273,7 @@ def post_local_sgd(stage):
         if stage.is_over:
             group = stage.model.process_group
             torch.distributed.all_reduce(bucket.buffer().div_(2), group=group)
-        return bring(bucket.buffer())
+        return done(bucket.buffer())
 
     stage.model.register_comm_hook(None, hook)
     for k in range(12):
@@ -983,7 +984,7 @@ def comm_hook(act, ranks):
             if is_wrong and stage.rank in ranks and not stage.is_over:
                 work.wait()
                 return act(averaged)
-            return work.get_future().then(lambda done: done.value()[0])
+            return work.get_future().then(lambda summed: summed.value()[0])
 
         stage.begin()
         stage.model.register_comm_hook(None, hook)
@@ -996,12 +997,6 @@ def comm_hook(act, ranks):
     return run
 
 
-def bring(value):
-    future = torch.futures.Future()
-    future.set_result(value)
-    return future
-
-
 def fail(_buffer):
     raise ValueError("user code")
 
@@ -1009,15 +1004,15 @@ def fail(_buffer):
 NAN = " brings NaN"
 for name, act, on_all, on_one in [
     (" raises", fail, ERROR, HANG),
-    ("'s future raises", lambda buffer: bring(buffer).then(fail), ERROR, HANG),
+    ("'s future raises", lambda buffer: done(buffer).then(fail), ERROR, HANG),
     (" returns None", lambda _buffer: None, CRASH, CRASH),
     (" returns a tensor", lambda buffer: buffer, ERROR, HANG),
-    ("'s future brings None", lambda _buffer: bring(None), ERROR, HANG),
-    ("'s future brings a list", lambda buffer: bring([buffer]), ERROR, HANG),
-    ("'s future is too short", lambda b: bring(b[:-1].clone()), ERROR, HANG),
-    ("'s future is too long", lambda b: bring(torch.cat([b, b])), RIGHT, RIGHT),
-    ("'s future has another dtype", lambda b: bring(b.double()), RIGHT, RIGHT),
-    (NAN, lambda b: bring(torch.full_like(b, float("nan"))), SILENT, SILENT),
+    ("'s future brings None", lambda _buffer: done(None), ERROR, HANG),
+    ("'s future brings a list", lambda buffer: done([buffer]), ERROR, HANG),
+    ("'s future is too short", lambda b: done(b[:-1].clone()), ERROR, HANG),
+    ("'s future is too long", lambda b: done(torch.cat([b, b])), RIGHT, RIGHT),
+    ("'s future has another dtype", lambda b: done(b.double()), RIGHT, RIGHT),
+    (NAN, lambda b: done(torch.full_like(b, float("nan"))), SILENT, SILENT),
 ]:
     for where, ranks, ends in [
         ("all ranks", BOTH, on_all),

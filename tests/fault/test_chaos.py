@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.fault.chaos import ROOT, Run, Trial, draw, judge, named_in
+from tests.fault.chaos import ROOT, Run, Trial, draw, judge
 from tests.fault.saboteur import DEEDS, Plan, moments
 
 RUNS = 8
@@ -94,17 +94,3 @@ def test_what_is_wrong_is_said(tmp_path, change, options, complaint):
     files = {n: t for n, t in (GOOD | change).items() if t is not None}
     complaints = verdict_of(tmp_path, files, **options).complaints
     assert (complaint in complaints) if complaint else complaints == []
-
-
-@pytest.mark.parametrize(
-    ("text", "ranks"),
-    [
-        ("[Rank 0]: Rank 2 failed to pass monitoredBarrier in 5000 ms", {2}),
-        ("CollectiveError: [rank 0] ... Missing: rank 1. Rank 1 does not", {1}),
-        ("Missing: rank 1, 3. Rank 1 runs", {1, 3}),
-        ("errors while waiting for send/recv from rank 0. Please", {0}),
-        ("Connection closed by peer", set()),
-    ],
-)
-def test_names(text, ranks):
-    assert named_in(text) == ranks

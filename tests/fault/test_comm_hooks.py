@@ -13,8 +13,9 @@ from torch.futures import Future
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from minidp import CommHookError, DataParallel, MiniDPError, comm_hooks
-from tests.fault.bad_hooks import done, fail, failed
+from tests.fault.bad_hooks import fail, failed
 from tests.fault.test_faults import TwoLayers, attempt, trains
+from tests.support.both import done
 from tests.support.fresh import run_fresh
 
 SECONDS = 3.0  # timeout of the process group

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -278,21 +277,6 @@ def test_a_stopped_host_of_the_store_does_not_hold_up_the_report() -> None:
         store_host_stops, 2, group_timeout=60.0, timeout=15.0, errors="return"
     )
     assert error.startswith("CollectiveError: [rank 1] ")
-
-
-def a_slow_rank(ctx: Any) -> Any:
-    """Later than a slice, earlier than the limit: nothing happens."""
-    torch.manual_seed(0)
-    ddp = DataParallel(TwoLayers(), hang_timeout=15.0)
-    ddp(torch.ones(1, 4)).sum().backward()
-    if ctx.rank == 1:
-        done = threading.Event()
-        done.wait(1.5)
-    return trains(ctx, ddp), ddp._reducer.communicator.has_failed
-
-
-def test_a_slow_rank_is_waited_for() -> None:
-    assert run_fresh(a_slow_rank, 2, group_timeout=60.0) == [(True, False)] * 2
 
 
 def hook_never_brings(ctx: Any) -> Any:

@@ -6,13 +6,23 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel
 
 Wrap = Callable[..., Any]
+# The options that change how a gradient travels.
+MODES: list[dict[str, Any]] = [
+    {},
+    {"gradient_as_bucket_view": True},
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+]
+modes = pytest.mark.parametrize("mode", MODES, ids=lambda m: "-".join(m) or "default")
 
 
 def on_both(ctx: Any, scenario: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
@@ -36,6 +46,20 @@ def on_both(ctx: Any, scenario: Callable[..., Any], *args: Any) -> tuple[Any, An
     return results[0], results[1]
 
 
+def both_equal(
+    pool: Any, scenario: Callable[..., Any], *args: Any, world_size: int = 2
+) -> list[Any]:
+    """Run a scenario as `on_both` on the pool; return minidp's results, of each rank.
+
+    Raises:
+        AssertionError: torch's result is another one.
+    """
+    results = pool.run(on_both, world_size, scenario, *args)
+    for rank, (theirs, ours) in enumerate(results):
+        assert same(theirs, ours), f"rank {rank}: torch {theirs}, minidp {ours}"
+    return [ours for _, ours in results]
+
+
 def same(a: Any, b: Any) -> bool:
     """Equality bit for bit through lists, tuples and dicts."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -52,6 +76,31 @@ def grads(module: nn.Module) -> list[torch.Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
 
 
+class Scale(nn.Module):
+    """One parameter of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``w * x``"""
+        return self.w * x
+
+
+class Chain(nn.Module):
+    """Gradients arrive in the order c, b, a."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.ones(2)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, *, skip_b: bool = False) -> torch.Tensor:
+        """A function of all parameters, or of all but b."""
+        middle = (x * self.a).exp()
+        return (middle if skip_b else (middle * self.b).exp()) * self.c
+
+
 class Scalars(nn.Module):
     """n parameters of one element; forward sums the used ones times x."""
 
@@ -66,6 +115,26 @@ class Scalars(nn.Module):
         for i in chosen:
             total = total + self.w[i] * x
         return total
+
+
+class Two(nn.Module):
+    """The loss may use one of two parameters, or both: b's gradient comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(1))
+        self.b = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, use: str = "ab") -> torch.Tensor:
+        """``sum(parameter * x for parameter in use)``."""
+        return torch.stack([getattr(self, name) * x for name in use]).sum(0)
+
+
+def done(value: Any) -> Future[Any]:
+    """A future that has brought a value, as comm hooks return."""
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
 
 
 def x_of(ctx: Any) -> torch.Tensor:

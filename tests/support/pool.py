@@ -35,7 +35,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -134,7 +133,6 @@ class Pool:
         devices: Sequence[str] = (),
         subgroups: Sequence[Ranks] = _SUBGROUPS,
     ) -> None:
-        self.restart_reasons: list[str] = []
         self._world_size, self._group_timeout = world_size, group_timeout
         self._env, self._backend, self._devices = env or {}, backend, tuple(devices)
         self._subgroups = tuple(
@@ -142,8 +140,6 @@ class Pool:
             for ranks in subgroups
             if max(ranks) < world_size and len(ranks) < world_size
         )
-        self._start_seconds: list[float] = []
-        self._job_seconds: list[float] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None  # of these ranks:
         self._connections: list[mp_connection.Connection] = []
         self._processes: list[Any] = []
@@ -191,13 +187,12 @@ class Pool:
         try:
             outcomes = self._run(Job(module, name, ranks, args, strict_warnings), limit)
         except BaseException:  # interrupted: nobody knows what the ranks are doing
-            self._discard("interrupted")
+            self.close()
             raise
         seconds = time.monotonic() - begin
-        self._job_seconds.append(seconds)
         failed = [outcome for outcome in outcomes if isinstance(outcome, RankError)]
-        if reason := self._what_is_broken(failed, seconds):
-            self._discard(f"{name}: {reason}")
+        if self._is_broken(failed, seconds):
+            self.close()
         if errors == "raise" and failed:
             first, *others = sorted(failed, key=lambda e: (e.kind != "Exited", e.at))
             first.others = tuple(others)
@@ -230,7 +225,6 @@ class Pool:
         except BaseException:
             self.close()
             raise
-        self._start_seconds.append(time.monotonic() - begin)
 
     def close(self) -> None:
         """End these processes (and only these), whatever they are doing."""
@@ -244,18 +238,6 @@ class Pool:
             self._folder.cleanup()
         self._folder, self._connections, self._processes = None, [], []
         self._replies = {}
-
-    def costs(self) -> list[str]:
-        """What the pool has cost so far, and why it was restarted, in lines."""
-        job, start = (
-            statistics.median(seconds or [0.0])
-            for seconds in (self._job_seconds, self._start_seconds)
-        )
-        return [
-            f"rank pool: {len(self._job_seconds)} jobs, median {1e3 * job:.1f} ms; "
-            f"{len(self._start_seconds)} starts, median {start:.2f} s",
-            *(f"rank pool restarted: {reason}" for reason in self.restart_reasons),
-        ]
 
     def _start_rank(self, context: Any, rank: int) -> None:
         assert self._folder is not None
@@ -342,30 +324,25 @@ class Pool:
         assert self._folder is not None
         return Path(self._folder.name, f"rank{rank}.stacks")
 
-    def _discard(self, reason: str) -> None:
-        self.restart_reasons.append(reason)
-        self.close()
-
-    def _what_is_broken(self, failed: Sequence[RankError], seconds: float) -> str:
-        """Why the next job cannot use these processes; empty if it can."""
-        for error in failed:
-            if error.kind in ("Exited", "Hang"):
-                return f"rank {error.rank}: {error.kind}"
-            # One failed transfer closes a gloo connection for good.  The text of the
-            # cause is in the traceback even where the package wrapped the exception.
-            if "gloo/" in error.traceback or error.is_a("DistError"):
-                return f"rank {error.rank}: a collective failed"
+    def _is_broken(self, failed: Sequence[RankError], seconds: float) -> bool:
+        """Whether the next job cannot use these processes."""
+        # One failed transfer closes a gloo connection for good.  The text of the cause
+        # is in the traceback even where the package wrapped the exception.
+        if any(
+            error.kind in ("Exited", "Hang")
+            or error.is_a("DistError")
+            or "gloo/" in error.traceback
+            for error in failed
+        ):
+            return True
         if failed and seconds >= self._group_timeout:
-            return "an error after the group's timeout"
-        made = {rank: reply.groups_made for rank, reply in self._replies.items()}
-        if len(set(made.values())) > 1:
-            return f"ranks made different numbers of groups: {made}"
-        for ranks in {
-            ranks for reply in self._replies.values() for ranks in reply.issued
-        }:
-            counts = {
-                r: self._replies[r].issued[ranks] for r in ranks if r in self._replies
-            }
-            if len(set(counts.values())) > 1:
-                return f"group {ranks} is out of step: {counts} collectives"
-        return ""
+            return True
+        # Ranks that are out of step: in groups that they made, in collectives.
+        replies = self._replies
+        if len({reply.groups_made for reply in replies.values()}) > 1:
+            return True
+        groups = {ranks for reply in replies.values() for ranks in reply.issued}
+        return any(
+            len({replies[r].issued[ranks] for r in ranks if r in replies}) > 1
+            for ranks in groups
+        )

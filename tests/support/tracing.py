@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from minidp import comm
-from minidp.comm import collectives, used_map
+from minidp.comm import collectives, item_counts, used_map
 
 Trace = list[tuple[str, int, str]]
 
@@ -40,7 +40,7 @@ def collective_trace() -> Iterator[Trace]:
         shared = _recording(trace, "all_reduce", share, 0, lambda buffer: buffer.values)
         patch = mock.patch.object(comm.SharedBuffer, "all_reduce", shared)
         stack.enter_context(patch)
-        for module in (comm, used_map):
+        for module in (comm, used_map, item_counts):
             stack.enter_context(mock.patch.object(module, "all_reduce", reduce))
         yield trace
 

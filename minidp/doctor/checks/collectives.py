@@ -125,17 +125,10 @@ def check_gradients(
     device: torch.device,
     wrap: Callable[..., nn.Module] = DataParallel,
 ) -> Finding:
-    """Run one backward of a probe in ``wrap`` and in torch's DDP; compare gradients.
-
-    Failed if they differ between ranks or from the ranks' mean; a warning if ``wrap``
-    and torch's DDP give different bits.
-    """
-
-    def wrapped_in(wrap: Callable[..., nn.Module]) -> list[torch.Tensor]:
-        wrapped = wrap(_probe().to(device), process_group=group)
-        return _gradients(wrapped, group.rank(), device)
-
-    ours, torchs = wrapped_in(wrap), wrapped_in(DistributedDataParallel)
+    """Run one backward of a probe in ``wrap`` and in torch's DDP; compare gradients."""
+    classes = (wrap, DistributedDataParallel)
+    wrapped = (each(_probe().to(device), process_group=group) for each in classes)
+    ours, torchs = (_gradients(each, group.rank(), device) for each in wrapped)
     alone = [_gradients(_probe().to(device), r, device) for r in range(group.size())]
     mean = [torch.stack(all_ranks).mean(0) for all_ranks in zip(*alone, strict=True)]
     pairs = [*zip(ours, mean, strict=True)]
@@ -156,8 +149,8 @@ def check_gradients(
         found = f"a probe model has other gradients on {odd} than on rank 0"
         return failed(found, remedy)
     if odd_names:
-        odd = join(odd_names)
-        return failed(f"of a probe model: {odd} did not get the ranks' mean", remedy)
+        found = f"of a probe model: {join(odd_names)} did not get the ranks' mean"
+        return failed(found, remedy)
     found = "a probe model gets the mean of all ranks, bit for bit the same on each"
     if not all(map(torch.equal, ours, torchs)):
         return warning(f"{found}; torch's DDP gives other bits", remedy)

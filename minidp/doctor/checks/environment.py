@@ -51,11 +51,7 @@ def read_launch(env: Mapping[str, str]) -> Launch:
 
 
 def judge_launch(env: Mapping[str, str]) -> Found:
-    """Check RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-
-    Skipped if none is set; a warning if only LOCAL_RANK is missing; failed if others
-    are missing, are no numbers, or contradict each other.
-    """
+    """Check that a launch's variables are set and fit together; skipped if none is."""
     missing = [name for name in LAUNCH if not env.get(name)]
     if len(missing) == len(LAUNCH):
         found = f"this process is alone: none of {join(LAUNCH)} is set"
@@ -129,11 +125,7 @@ def judge_threads(processes: int) -> Finding:
 
 
 def judge_gpus(env: Mapping[str, str], num_processes: int) -> Finding:
-    """Compare GPUs with the host's processes: failed if torch sees fewer GPUs.
-
-    A warning if it sees more, or if CUDA_VISIBLE_DEVICES leaves just one; skipped if
-    none.
-    """
+    """Compare how many GPUs torch sees with how many processes this host has."""
     num_gpus = torch.cuda.device_count()
     found = f"{num_gpus} GPUs for {num_processes} processes on this host"
     if num_gpus == 0:

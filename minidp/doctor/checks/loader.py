@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, Subset
@@ -34,11 +35,7 @@ def splits(sampler: Any) -> bool:
 
 
 def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
-    """Check that a sampler gives this rank its own part of the dataset.
-
-    Failed if it is made for another rank; a warning if each rank reads all; skipped for
-    iterable datasets and unknown samplers.
-    """
+    """Check that a sampler gives this rank its own part of the dataset."""
     if not hasattr(loader, "dataset"):
         found = f"a {type(loader).__name__} has no dataset to split"
         return failed(found, "pass the DataLoader of the training data")
@@ -88,7 +85,8 @@ def read_loader(loader: Any) -> dict[str, Any]:
     inner, indices = dataset, getattr(dataset, "indices", ())
     while isinstance(inner, Subset):
         inner = inner.dataset
-    transforms = ("transform", "transforms", "augment", "augmentation")
+    names = ("augment", "augmentation", "transform", "transforms")
+    transforms = [name for name in names if getattr(inner, name, None) is not None]
     return {
         "batches": _length(loader),
         "samples": _length(dataset),
@@ -97,16 +95,15 @@ def read_loader(loader: Any) -> dict[str, Any]:
         "seed": getattr(sampler, "seed", None),
         "epoch": getattr(sampler, "epoch", None),
         "subset": digest_of([*indices]) if isinstance(dataset, Subset) else None,
-        "transforms": [n for n in transforms if getattr(inner, n, None) is not None],
         "streams": digest_of_states(),
+        "draws": f"the dataset has a {join(transforms)}" if transforms else "",
     }
 
 
 def _length(sized: Any) -> int | None:
-    try:
+    with suppress(TypeError, NotImplementedError):
         return len(sized)
-    except (TypeError, NotImplementedError):
-        return None
+    return None
 
 
 def judge_batches(of_rank: Facts) -> Finding:
@@ -124,15 +121,11 @@ def judge_batches(of_rank: Facts) -> Finding:
 
 
 def judge_parts(of_rank: Facts) -> Found:
-    """Judge if ranks read separate parts: failed if samplers do not fit together.
-
-    A warning if ranks share a Subset. [] for one rank, or if neither all samplers split
-    nor all datasets are a Subset.
-    """
+    """Judge if ranks read separate parts; [] if neither samplers nor Subsets say it."""
     all_facts = [*of_rank.values()]
     subsets = [facts["subset"] for facts in all_facts]
     if len(all_facts) > 1 and all(facts["splits"] for facts in all_facts):
-        return _judge_splits(of_rank)
+        return _judge_splits(all_facts)
     if len(all_facts) == 1 or None in subsets:
         return []  # judge_sampler has reported on the sampler
     if len({*subsets}) < len(subsets):
@@ -140,8 +133,8 @@ def judge_parts(of_rank: Facts) -> Found:
     return ok("each rank has a Subset of its own")
 
 
-def _judge_splits(of_rank: Facts) -> Finding:
-    parts = [facts["part"] for facts in of_rank.values()]
+def _judge_splits(all_facts: Sequence[Mapping[str, Any]]) -> Finding:
+    parts = [facts["part"] for facts in all_facts]
     if len({*parts}) < len(parts):
         found = f"samplers for ranks {join(parts)}: some data is read twice, some never"
         remedy = "make the sampler after init_process_group(), without rank"
@@ -151,22 +144,15 @@ def _judge_splits(of_rank: Facts) -> Finding:
         "samples": "build the same dataset on all ranks; the sampler splits it",
         "epoch": "call sampler.set_epoch(epoch) on all ranks alike",
     }.items():
-        values = [facts[name] for facts in of_rank.values()]
+        values = [facts[name] for facts in all_facts]
         if any(value != values[0] for value in values):
             found = f"the ranks differ in {name} ({join(values)}): parts overlap"
             return failed(found, remedy)
     return ok("the ranks' samplers fit together")
 
 
-def judge_random_streams(of_rank: Facts) -> Finding:
-    """Return a warning if all ranks draw the same numbers and data has a transform."""
-    names = sorted({n for facts in of_rank.values() for n in facts["transforms"]})
-    who = f"the dataset has a {join(names)}" if names else ""
-    return judge_streams(of_rank, who)
-
-
 COMPARED = {
     "batches": judge_batches,
     "parts": judge_parts,
-    "random streams": judge_random_streams,
+    "random streams": judge_streams,
 }

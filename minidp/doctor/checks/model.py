@@ -53,11 +53,7 @@ def wrapped_module(model: nn.Module) -> nn.Module:
 
 
 def judge_devices(model: nn.Module, batch: Any) -> Iterator[Finding]:
-    """Check that parameters, module buffers and batch are on one device.
-
-    Failed without any, or for lazy modules; a warning for a GPU that is not
-    LOCAL_RANK's. The batch may be elsewhere if the wrapper has ``device_ids``.
-    """
+    """Check that parameters, module buffers and batch are on one device."""
     module = wrapped_module(model)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     if any(isinstance(child, LazyModuleMixin) for child in module.modules()):
@@ -116,10 +112,7 @@ def judge_own_gpu(device: torch.device) -> Iterator[Finding]:
 
 
 def judge_batch_norm(module: nn.Module, batch: Any, world_size: int) -> Finding:
-    """Return a warning if BatchNorm trains on fewer than 16 samples per rank.
-
-    SyncBatchNorm and a single rank are ok; skipped if the batch size is unknown.
-    """
+    """Return a warning if BatchNorm trains on fewer than 16 samples per rank."""
     synced = [m for m in module.modules() if isinstance(m, nn.SyncBatchNorm)]
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training]
     num_layers = len({*norms} - {*synced})
@@ -142,11 +135,7 @@ def judge_batch_norm(module: nn.Module, batch: Any, world_size: int) -> Finding:
 
 
 def check_unused(model: nn.Module, batch: Any) -> Finding:
-    """Run one forward; check ``find_unused_parameters`` against what its graph reaches.
-
-    Unused parameters without the option: failed (a warning if not wrapped). The option
-    without need: a warning. Skipped without a batch; failed if the forward raises.
-    """
+    """Run one forward; check ``find_unused_parameters`` against its graph."""
     if batch is None:
         return skipped("needs a forward", "pass a batch to check_model")
     module = wrapped_module(model)
@@ -219,8 +208,8 @@ def read_model(model: nn.Module) -> dict[str, Any]:
     drops = [n for n, m in module.named_modules() if isinstance(m, _DropoutNd) and m.p]
     facts: dict[str, Any] = {
         "is_wrapped": synchroniser(model) is not None,
-        "dropouts": drops,
         "streams": digest_of_states(),
+        "draws": f"dropout ({join(sorted(drops), 3)}) runs" if drops else "",
         "host": socket.gethostname(),
         "gpu": "",
         "unreadable": "",
@@ -241,10 +230,7 @@ def read_model(model: nn.Module) -> dict[str, Any]:
 
 
 def judge_replicas(of_rank: Facts) -> Finding:
-    """Compare parameters between ranks: failed if names, shapes or values differ.
-
-    Different values are ok unless all are wrapped: wrapping broadcasts rank 0's.
-    """
+    """Compare ranks' parameters: names, shapes and, if all are wrapped, values."""
     first, model = min(of_rank), of_rank[min(of_rank)]
     for rank, facts in of_rank.items():
         if facts["unreadable"]:
@@ -268,12 +254,6 @@ def judge_replicas(of_rank: Facts) -> Finding:
     return failed(found, remedy)
 
 
-def judge_random_streams(of_rank: Facts) -> Finding:
-    """Return a warning if all ranks draw the same numbers and the model has dropout."""
-    drops = sorted({name for facts in of_rank.values() for name in facts["dropouts"]})
-    return judge_streams(of_rank, f"dropout ({join(drops, 3)}) runs" if drops else "")
-
-
 def judge_gpus(of_rank: Facts) -> Found:
     """Judge if ranks share a GPU (`judge_owners`); [] if no rank's model is on one."""
     return judge_owners(of_rank) if any(f["gpu"] for f in of_rank.values()) else []
@@ -281,6 +261,6 @@ def judge_gpus(of_rank: Facts) -> Found:
 
 COMPARED = {
     "replicas": judge_replicas,
-    "random streams": judge_random_streams,
+    "random streams": judge_streams,
     "one GPU each": judge_gpus,
 }

@@ -21,11 +21,7 @@ _RETRY_SECONDS = 0.2
 
 
 def check_port(launch: Launch, seconds: float) -> Finding:
-    """Check that this process reaches the store's port; retry for ``seconds``.
-
-    Rank 0, unless torchrun serves the store, checks instead that the port is free (else
-    failed) and that MASTER_ADDR is an address of this host (else a warning).
-    """
+    """Check the store's port: rank 0 can open it, or others reach it in ``seconds``."""
     place, text = (launch.address, launch.port), f"{launch.address}:{launch.port}"
     try:
         resolved = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
@@ -79,10 +75,7 @@ def judge_interfaces(
     several_hosts: bool,
     has_gpus: bool,
 ) -> Iterator[Finding]:
-    """Judge the network interfaces of Gloo and (with GPUs) NCCL: failed if unusable.
-
-    ``addresses`` and ``host_address`` are what `read_interfaces` returns.
-    """
+    """Judge the network interfaces of Gloo and (with GPUs) NCCL."""
     here = f"this host has {join(addresses)}"
     wanted = env.get("GLOO_SOCKET_IFNAME", "")
     of_host = next((n for n, a in addresses.items() if a == host_address), "")

@@ -11,7 +11,7 @@ import platform
 import random
 import socket
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from minidp._version import __version__
-from minidp.doctor.findings import Finding, failed, named, ok, skipped, warning
+from minidp.doctor.findings import Finding, Found, failed, ok, skipped, warning
 from minidp.doctor.words import differing, join, of_ranks
 
 from .variables import judge_equal_variables, relevant
@@ -76,21 +76,8 @@ def uuid_of(device: torch.device) -> str:
     return str(properties.uuid)
 
 
-def judge_facts(of_rank: Mapping[int, Facts], rank: int, claims: int) -> list[Finding]:
-    """Judge all ranks' facts; ``claims``: number of processes that are ``rank``."""
-    return [
-        *named("ranks", judge_ranks(of_rank.values(), rank, claims)),
-        *named("versions", judge_versions(of_rank)),
-        *named("same variables", judge_equal_variables(of_rank)),
-        *named("one GPU each", judge_owners(of_rank)),
-    ]
-
-
 def judge_ranks(facts: Collection[Facts], rank: int, claims: int) -> Iterator[Finding]:
-    """Judge which ranks came: failed if WORLD_SIZEs differ; a warning if some did not.
-
-    Then failed if ``claims``, the number of processes that are ``rank``, exceeds 1.
-    """
+    """Judge which ranks came; ``claims`` processes say that they are ``rank``."""
     sizes = {each["world_size"] for each in facts}
     hosts = {each["host"] for each in facts}
     found = f"{len(facts)} of {max(sizes)} came, on {len(hosts)} host(s)"
@@ -174,11 +161,8 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
-def judge_streams(of_rank: Mapping[int, Mapping[str, Any]], who: str) -> Finding:
-    """Return a warning if all ranks draw the same random numbers, and ``who`` draws.
-
-    ``who``: what draws random numbers, as the subject of a sentence; "": nothing seen.
-    """
+def judge_streams(of_rank: Mapping[int, Facts]) -> Finding:
+    """Return a warning if ranks draw the same random numbers, and something draws."""
     first, *others = [facts["streams"] for facts in of_rank.values()]
     if not others:
         return ok("one rank: nothing to compare")
@@ -186,7 +170,15 @@ def judge_streams(of_rank: Mapping[int, Mapping[str, Any]], who: str) -> Finding
     same = ", ".join(names)
     if not same:
         return ok("each rank draws numbers of its own")
+    who = next(filter(None, (facts["draws"] for facts in of_rank.values())), "")
     if not who:
         return ok(f"equal on all ranks ({same}); nothing seen uses it")
     remedy = "after the model is made: torch.manual_seed(seed + rank); so random, numpy"
     return warning(f"{who}, and all ranks draw the same numbers ({same})", remedy)
+
+
+COMPARED: Mapping[str, Callable[[Mapping[int, Facts]], Found]] = {
+    "versions": judge_versions,
+    "same variables": judge_equal_variables,
+    "one GPU each": judge_owners,
+}

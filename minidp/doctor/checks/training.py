@@ -66,10 +66,7 @@ def judge_same_gradients(logs: Logs) -> Finding:
 
 
 def judge_same_replicas(logs: Logs) -> Finding:
-    """Compare parameters when the block began and ended: failed if they differ by rank.
-
-    At the end only a warning if optimizers stepped in ``no_sync()``: maybe local SGD.
-    """
+    """Compare the ranks' parameters when the block began and ended."""
     if not all(log["is_wrapped"] and len(log["values"]) == 2 for log in logs.values()):
         return _NOT_WRAPPED
     at_begin, at_end = (
@@ -111,6 +108,32 @@ def judge_accumulation(logs: Logs) -> Finding:
         found = f"{usual} synchronised backwards for each optimizer step"
         return warning(found, remedy)
     return ok(f"one synchronised backward for each of {len(seen)} steps")
+
+
+def judge_mean_of_means(logs: Logs) -> Finding:
+    """Return a warning if batches of one step differ in size, and no item counts."""
+    first = logs[min(logs)]
+    if not all(log["is_wrapped"] for log in logs.values()):
+        return _NOT_WRAPPED
+    if first["over_items"]:
+        return ok("gradients are averaged over items that the script counts")
+    steps = [*zip(*(log["samples"] for log in logs.values()), strict=False)]
+    odd = [k for k, step in enumerate(steps) if len({n for ns in step for n in ns}) > 1]
+    if not steps:
+        return skipped("no optimizer step seen on some rank")
+    if not odd:
+        return ok(f"all batches of a step have one size, in {len(steps)} steps")
+    sizes = zip(logs, steps[odd[0]], strict=True)
+    texts = [f"rank {rank}: {'+'.join(map(str, ns))}" for rank, ns in sizes]
+    found = (
+        f"batches of different sizes in {len(odd)} of {len(steps)} steps (step "
+        f"{odd[0]}: {join(texts, 4)}), and each has the same weight in the gradient"
+    )
+    remedy = (
+        'if the loss is a mean: DataParallel(..., average_over="items") and '
+        "loss = model.weigh_loss(loss, len(x)); or drop_last=True"
+    )
+    return warning(found, remedy)
 
 
 def judge_find_unused(logs: Logs) -> Finding:
@@ -157,6 +180,7 @@ COMPARED = {
     "gradients": judge_same_gradients,
     "replicas": judge_same_replicas,
     "accumulation": judge_accumulation,
+    "mean of means": judge_mean_of_means,
     "find_unused": judge_find_unused,
     "saving": judge_saving,
     "printing": judge_printing,

@@ -54,13 +54,22 @@ MEANINGS: Mapping[str, str] = {
     "MINIDP_NATIVE": "minidp's extension: 0 never, 1 insist, build, auto if built",
     "MINIDP_SHARED_MEMORY": "buckets of ranks on one host: 0 messages, 1 insist, auto",
     "OMP_NUM_THREADS": "threads per process",
+    "TORCHFT_LIGHTHOUSE": "torchft's lighthouse: it knows which replicas there are",
+    "TORCHFT_MANAGER_PORT": "the port of a replica's manager",
+    "TORCHFT_QUORUM_RETRIES": "how often a manager asks the lighthouse again",
+    "TORCHFT_CONNECT_TIMEOUT_SEC": "seconds to connect to lighthouse and managers",
+    "TORCHFT_QUORUM_TIMEOUT_SEC": "seconds that a step waits for enough replicas",
+    "TORCHFT_TIMEOUT_SEC": "seconds that a replica waits for one that is silent",
     **{
         each.variable: f"{each.name} of every DataParallel, whatever the script passes"
         for each in OPTIONS.values()
     },
 }
 _RENAMED = ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "DESYNC_DEBUG", "ENABLE_TIMING")
-_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_GLOO_", "TORCH_DISTRIBUTED_")
+_PREFIXES = (
+    *("NCCL_", "GLOO_", "TORCHFT_", "TORCH_NCCL_", "TORCH_GLOO_"),
+    "TORCH_DISTRIBUTED_",
+)
 # Settings that make training slower on purpose.
 _COSTS = {
     ("CUDA_LAUNCH_BLOCKING", "1"): "kernels no longer overlap with anything",

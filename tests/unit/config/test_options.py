@@ -74,13 +74,6 @@ def test_bad_caps_are_refused(cap_mb, cap_mb_list, error, text):
         bucket_caps(cap_mb, cap_mb_list, FIRST)
 
 
-@pytest.mark.parametrize("policy", ["Raise", "", None, 1])
-def test_other_unsynced_policies_are_refused(policy):
-    text = f"unsynced must be one of 'raise', 'warn', 'ignore', but got {policy!r}."
-    with pytest.raises(ValueError, match=re.escape(text)):
-        Safety(unsynced=policy)
-
-
 def test_what_is_neither_true_nor_false_is_refused_at_once():
     assert Safety(check_finite_grads=np.bool_(True)).check_finite_grads is True
     with pytest.raises(ValueError, match="ambiguous"):

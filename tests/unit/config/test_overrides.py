@@ -51,6 +51,7 @@ VALUES = {
     "gradient_as_bucket_view": ("True", True),
     "batched_grad_copy": ("no", False),
     "forward_sync_buffers": ("FALSE", False),
+    "average_over": ("items", "items"),
 }
 
 
@@ -75,6 +76,7 @@ def test_each_is_read_from_its_variable():
         ("hang_timeout", "-1", "hang_timeout must be a finite, positive number"),
         ("check_replicas_every", "1.5", "must be a number of steps (int)"),
         ("check_finite_grads", "2", "expected one of 1, true, yes, 0, false, no"),
+        ("average_over", "rank", "average_over must be one of 'ranks', 'items'"),
         ("bucket_cap_mb", "-1", "bucket_cap_mb must be finite and not negative"),
         ("bucket_cap_mb_list", "1;2", "expected a number, but got '1;2'"),
     ],

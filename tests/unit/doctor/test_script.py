@@ -220,8 +220,8 @@ def test_replicas(first, second, status, words):
     ],
 )
 def test_random_streams(digests, who, status):
-    of_rank = {r: {"streams": {"torch": digest}} for r, digest in enumerate(digests)}
-    says(judge_streams(of_rank, who), status)
+    streams = [{"streams": {"torch": digest}, "draws": who} for digest in digests]
+    says(judge_streams(dict(enumerate(streams))), status)
 
 
 class Stream(data.IterableDataset):
@@ -323,6 +323,8 @@ LOG = {
     "batches": [1, 2, 3],
     "gradients": [{"w": 5}, {"w": 6}],
     "backwards": [1, 1],
+    "over_items": False,
+    "samples": [[8], [8]],
     "unused": [],
     "epochs": [0, 1],
     "lines": 0,
@@ -360,6 +362,19 @@ FINDS = {"finds_unused": True}
         ("accumulation", {"backwards": [4, 4, 2]}, {}, WARNING, "4 synchronised"),
         ("accumulation", {"backwards": [1, 1, 2]}, {}, OK, "one"),
         ("accumulation", {"backwards": [0]}, {}, SKIPPED, "no synchronised"),
+        ("mean of means", {}, {}, OK, "one size, in 2 steps"),
+        (
+            "mean of means",
+            {"samples": [[8], [3]]},
+            {},
+            WARNING,
+            "rank 0: 3 and rank 1: 8",
+        ),
+        ("mean of means", {"samples": [[8, 8], [8]]}, {}, OK, "one size"),
+        ("mean of means", {"samples": [[8, 2], [8]]}, {}, WARNING, "rank 0: 8+2"),
+        ("mean of means", {"samples": [[8]], "over_items": True}, {}, OK, "counts"),
+        ("mean of means", {"samples": []}, {}, SKIPPED, "no optimizer step"),
+        ("mean of means", {"is_wrapped": False}, {}, SKIPPED, "not wrapped"),
         ("find_unused", {}, {}, OK, "not set"),
         ("find_unused", FINDS, {}, WARNING, "in 2 steps"),
         ("find_unused", FINDS, {"unused": ["w"]}, OK, "needed: w"),

@@ -13,18 +13,9 @@ from torch import nn
 
 from minidp import DataParallel, UnsyncedGradientsError
 from minidp.guard import local_updates
+from tests.support.both import Two
 
 X = torch.tensor([2.0])
-
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.ones(1))
-        self.b = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        return self.a * x + self.b * x
 
 
 @pytest.fixture(

@@ -20,6 +20,7 @@ from minidp import (
     UnfinishedReductionError,
     UnsyncedGradientsError,
 )
+from tests.support.both import Two, modes
 
 # Words of each error, and of its remedy.
 QUIET = (
@@ -38,18 +39,6 @@ NEVER = ("announced a synchronised backward that never came", "call backward() o
 INSIDE = ("steps inside the backward", "step after backward() returned")
 CAST = ("Parameters were cast after wrapping", "wrap the module again after a cast")
 X = torch.tensor([2.0])
-
-
-class Two(nn.Module):
-    """The loss may use one of the parameters, or both."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.ones(1))
-        self.b = nn.Parameter(torch.ones(1))
-
-    def forward(self, x, use="ab"):
-        return sum(getattr(self, name) * x for name in use)
 
 
 class Setting:
@@ -462,16 +451,7 @@ def two_optimizers(setting):
         torch.optim.SGD([param], lr=0.1).step()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"gradient_as_bucket_view": True},
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-    ],
-    ids=str,
-)
+@modes
 @pytest.mark.parametrize(
     ("step", "expected"),
     [
@@ -484,8 +464,8 @@ def two_optimizers(setting):
         (two_optimizers, 0.4),
     ],
 )
-def test_legal_training(lone_group, options, step, expected):
-    setting = Setting(lone_group, **options)
+def test_legal_training(lone_group, mode, step, expected):
+    setting = Setting(lone_group, **mode)
     for each in (Setting.train_step, step, step):
         each(setting)
     assert setting.a.item() == pytest.approx(expected, abs=1e-6)

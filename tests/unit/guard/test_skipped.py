@@ -6,21 +6,10 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 
 from minidp import DataParallel, UnsyncedGradientsError
+from tests.support.both import Two
 from tests.support.fresh import run_fresh
-
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.ones(1))
-        self.b = nn.Parameter(torch.ones(1))
-
-    def forward(self, x):
-        return self.a * x + self.b * x
-
 
 X = torch.tensor([2.0])
 

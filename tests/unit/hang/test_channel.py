@@ -27,15 +27,6 @@ def alarms_on(channel):
     return {other: alarm.why for other, alarm in channel.alarms.items()}
 
 
-def test_the_first_alarm_of_a_rank_reaches_the_others(channels):
-    send(channels[1], (4, "the cause"), (4, "its process ended"), started=4)
-    assert [alarms_on(channel) for channel in channels] == [
-        {1: "the cause"},
-        {},
-        {1: "the cause"},
-    ]
-
-
 def test_an_alarm_does_not_hold_when_the_rank_has_continued(channels):
     send(channels[1], (4, "an error that was caught"))
     assert alarms_on(channels[0]) == {1: "an error that was caught"}
@@ -43,13 +34,6 @@ def test_an_alarm_does_not_hold_when_the_rank_has_continued(channels):
     assert alarms_on(channels[0]) == {}
     send(channels[1], (5, "the end"))
     assert alarms_on(channels[0]) == {1: "the end"}
-
-
-def test_statuses_travel_as_they_are(channels):
-    there = RankStatus(3, "text", 7, "waiting", "f (x.py:3)", waits=True, seconds=1.5)
-    channels[2].send(there)
-    channels[0].read_statuses([1, 2])
-    assert channels[0].statuses == {2: there}
 
 
 def test_a_connection_is_closed_when_the_host_of_the_store_ends():

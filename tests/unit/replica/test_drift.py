@@ -20,6 +20,7 @@ from minidp import DataParallel, ReplicaMismatchError, comm_hooks
 from minidp.comm.hook import CommHook
 from minidp.replica.digest import digest_of, sum_of_bits
 from minidp.replica.drift import PATIENCE, is_foreign
+from tests.support.both import done
 
 
 def make(ctx, **options):
@@ -212,9 +213,7 @@ def trained(ctx, way):
 
 
 def own_average(_state, bucket):
-    future = torch.futures.Future()
-    future.set_result(bucket.buffer())  # of this rank alone
-    return future
+    return done(bucket.buffer())  # of this rank alone
 
 
 @pytest.mark.parametrize(

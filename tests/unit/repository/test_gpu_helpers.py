@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from tests.gpu import measure, places, scenarios, test_kernels, test_order
+from tests.gpu import measure, scenarios, test_order
 from tests.support.both import same
 from tests.support.fake_cuda import FakeCuda, install
 from tests.support.worker import Context
@@ -38,22 +36,6 @@ def test_who_waits_is_seen_and_who_does_not_is_not(ctx):
     assert measure.waits(busy, 1.0, torch.cuda.synchronize)
 
 
-def test_launches_are_what_the_device_did():
-    def event(name, device="CUDA", **more):
-        return SimpleNamespace(name=name, device_type=f"DeviceType.{device}", **more)
-
-    events = [event("copy"), event("copy", is_user_annotation=False)]
-    events += [event("fill", "CPU"), event("minidp::flatten 0")]
-    events += [event("anything", is_user_annotation=True)]
-    assert measure.launches_in(events) == {"copy": 2}
-
-
-def test_only_places_on_gpus_have_the_marker():
-    for param in places.at(places.EVERYWHERE).mark.args[1]:
-        on_gpu = not param.id.startswith("cpu")
-        assert [mark.name for mark in param.marks] == ["gpu"] * on_gpu
-
-
 def test_slow_branches_have_gradients_of_their_inputs(ctx):
     theirs, ours = scenarios.compare(ctx, test_order.slow_branches, {})
     assert same(theirs, ours)
@@ -72,9 +54,3 @@ def test_no_backward_waits_for_the_stand_in(ctx, options, hook):
 def test_a_copy_on_the_stand_in(ctx, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     assert test_order.copied(ctx, "side", "default", True)
-
-
-@pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_a_profile_without_kernels_is_an_error(ctx):
-    with pytest.raises(AssertionError, match="no kernels"):
-        test_kernels.added_launches(ctx, 2)

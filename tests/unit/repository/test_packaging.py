@@ -75,6 +75,9 @@ def test_all_sources_of_the_extension_are_shipped(project):
         for path in (ROOT / "minidp").glob(pattern)
     }
     assert set(recipes.source_files(link)) <= shipped
+    page = {path.name for path in (ROOT / "minidp" / "overlap").glob("*.[hj]*")}
+    assert page == {"page.html", "page.js", "forecast.js"}
+    assert page <= {path.name for path in shipped}
     assert all(path.is_file() for path in shipped)
 
 
@@ -94,7 +97,8 @@ def test_packages_that_are_imported_are_dependencies(project):
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 imported.add(node.module.partition(".")[0])
     outside = imported - set(sys.stdlib_module_names) - {"minidp"}
-    assert outside <= named
+    extras = {"torchft"} & set(project["project"]["optional-dependencies"])
+    assert outside <= named | extras
 
 
 # --------------------------------------------------------- what it says of itself

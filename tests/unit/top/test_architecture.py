@@ -52,23 +52,33 @@ ROOMS: dict[str, set[str]] = {
     | TOP,
     "torch_compat": {"data_parallel", "guard", "replica", "core", "comm", "comm_hooks"}
     | TOP,
+    "torchft": {"torch_compat", "core", "layout"} | TOP,
     "attachment": {"torch_compat", "guard", "replica", "core", "comm"},
     "swapping": {"torch_compat", "config", "console"},
     "report": {"overlap", "console"},
     "recording": {"attachment", "data_parallel", "overlap", "comm"} | TOP,
+    "speed": {"recording", "attachment", "data_parallel", "core", "trace"},
     "run": {"recording", "swapping", "data_parallel", "overlap", "comm"} | TOP,
     "tune": {"run", "swapping", "data_parallel", "autotune"} | TOP,
     "doctor": {"attachment", "torch_compat", "replica", "core", "comm"} | TOP,
     "__main__": {"doctor", "native", "report", "run", "tune"} | TOP,
     "__init__": {"torch_compat", "attachment", "comm", "comm_hooks", "doctor", "errors"}
-    | {"recording", "report", "swapping", "sync_batchnorm", "trace", "_version"},
+    | {
+        "recording",
+        "report",
+        "speed",
+        "swapping",
+        "sync_batchnorm",
+        "trace",
+        "_version",
+    },
 }
 FLOORS = 9  # of rooms; public modules stand between them
 PRIVATE_ENTRIES = 16  # in minidp/, that are no public modules
 PUBLIC = {
     *("attachment", "comm_hooks", "config", "data_parallel", "doctor", "errors"),
-    *("native", "recording", "report", "run", "swapping", "sync_batchnorm", "trace"),
-    "tune",
+    *("native", "recording", "report", "run", "speed", "swapping", "sync_batchnorm"),
+    *("torchft", "trace", "tune"),
 }
 DOOR_LINES = 80  # of an `__init__.py`: one screen, and the names
 # Modules that call torch.distributed, and those that only know its names.
@@ -79,13 +89,14 @@ KNOWS_TORCH_DISTRIBUTED = {
     "data_parallel/parts",
     "data_parallel/wrapper",  # torch's Joinable
     "torch_compat/names",
+    "torchft/quorum",  # what to reduce by
     "run/ranks",  # starts processes, as torchrun
     # The doctor's command runs in a process of its own, and tries what torch has there.
     "doctor/checks/collectives",
     "doctor/command",
 }
 
-FILE_LINES = 410  # goal 400
+FILE_LINES = 420  # goal 400; core/bucket.py has the rules of all copies
 FUNCTION_CODE_LINES_P90 = 30
 FUNCTION_CODE_LINES_MAX = 50
 CLASS_LINES = 260
@@ -93,7 +104,7 @@ CLASS_METHODS = 15
 ARGUMENTS = 6
 NESTING = 3
 CORE_FILES = 12
-CORE_LINES = 2530
+CORE_LINES = 2620  # the door is not counted
 
 # The constructor of 20 arguments, each of which the class's docstring explains.
 DICTATED_BY_TORCH = {"data_parallel/wrapper.DataParallel"}

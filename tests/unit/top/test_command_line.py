@@ -75,10 +75,12 @@ def test_report_of_one_rank_and_of_several(files, capsys):
 
 def test_all_exports(files, tmp_path):
     pytest.importorskip("matplotlib")
-    out = {kind: tmp_path / f"out.{kind}" for kind in ("png", "trace", "json")}
+    kinds = ("png", "html", "trace", "json")
+    out = {kind: tmp_path / f"out.{kind}" for kind in kinds}
     options = [word for kind, path in out.items() for word in (f"--{kind}", str(path))]
     assert main(["report", *files, *options]) == 0
     assert out["png"].read_bytes().startswith(b"\x89PNG")
+    assert out["html"].read_text().startswith("<!doctype html>")
     assert json.loads(out["trace"].read_text())["traceEvents"]
     merged = from_json(out["json"].read_text())
     assert [t.where.rank for t in merged] == [0, 1]

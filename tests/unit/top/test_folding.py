@@ -11,7 +11,7 @@ import termios
 import pytest
 
 from minidp.__main__ import main
-from minidp.console import fold, width_of
+from minidp.console import fold, say_progress, width_of
 from minidp.overlap.timeline import to_json
 from minidp.report import report
 from tests.support.timelines import step, timeline
@@ -41,6 +41,21 @@ def test_words_stay_whole_and_none_is_lost(monkeypatch, tmp_path):
     with (tmp_path / "f").open("w") as file:
         assert fold(LONG, file) == LONG
     assert width_of(file) is None  # closed
+
+
+def test_progress_is_shown_on_a_terminal_by_the_first_rank(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    for stream, rank, shown in (
+        (Terminal(), "0", "layout 1 of 8\n"),
+        (Terminal(), "1", ""),
+        (io.StringIO(), "0", ""),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setenv("RANK", rank)
+        say_progress("layout 1 of 8")
+        assert stream.getvalue() == shown
+    monkeypatch.setattr(sys, "stderr", None)
+    say_progress("nobody reads it")
 
 
 @pytest.mark.parametrize(("columns", "indent"), [(80, 35), (60, 4)])

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 
 from minidp import DataParallel, Event, Moment, Recorder
 from minidp.torch_compat.logging_data import ALWAYS
+from tests.support.both import Chain
 
 # ------------------------------------------------------------------------- the ring
 
@@ -25,19 +25,6 @@ def test_a_recorder_keeps_the_last_events_with_its_clock():
 
 
 # ----------------------------------------------------------------- a real backward
-
-
-class Chain(nn.Module):
-    """Gradients arrive in the order c, b, a."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.ones(2))
-        self.b = nn.Parameter(torch.ones(2))
-        self.c = nn.Parameter(torch.ones(2))
-
-    def forward(self, x):
-        return ((x * self.a).exp() * self.b).exp() * self.c
 
 
 @pytest.fixture

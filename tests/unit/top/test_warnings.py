@@ -13,7 +13,6 @@ from torch.nn.parallel import distributed
 
 import minidp
 from minidp import DataParallel
-from minidp.console import user_frame
 
 FILE = __file__
 
@@ -126,27 +125,10 @@ def test_a_library_that_wraps_is_not_ours(lone_group, tmp_path):
     assert [(w.filename, w.lineno) for w in found] == [(str(file), 3)]
 
 
-def test_shown_once_per_line(lone_group):
-    """As python's own filters have it: the place counts, and it is the user's."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            plainly(check_reduction=True)
-        plainly(check_reduction=True, broadcast_buffers=True)
-    assert len(found) == 2
-
-
 def test_a_swap_that_is_done_already():
     with minidp.swapped():
         found = caught(minidp.swap)
     assert found[0][1] == FILE
-
-
-def test_a_frame_without_a_user_is_the_outermost():
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-    assert user_frame(frame) is frame
 
 
 def test_a_command_line_without_a_file():
