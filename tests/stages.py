@@ -5,10 +5,12 @@
     bash tests/run.sh --nightly    long fuzzing, chaos, sanitizers, trainers, packaging
     bash tests/run.sh unit native  only these stages
 
-Stop at the first stage that fails. Ctrl-C ends all processes of the stage; the exit
-status is then 130. Environment variables: HYPOTHESIS_PROFILE replaces the profile of
-every stage; MINIDP_TEST_WORKERS is the number of pytest processes (default: two per
-core, because many tests wait); MINIDP_PYTHON: see examples/environment.sh.
+Stop at the first stage that fails. Tests that kill or time processes (TIMED) and fail
+beside other tests run once more, alone; the summary names those that then pass. Ctrl-C
+ends all processes of the stage; the exit status is then 130. Environment variables:
+HYPOTHESIS_PROFILE replaces the profile of every stage; MINIDP_TEST_WORKERS is the
+number of pytest processes (default: two per core, because many tests wait);
+MINIDP_PYTHON: see examples/environment.sh.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import json
 import os
 import shutil
 import signal
@@ -31,6 +34,17 @@ ROOT = Path(__file__).parents[1]
 COMPILER = os.environ.get("CXX", "c++")
 WORKERS = str(min(2 * len(os.sched_getaffinity(0)), 8))
 USES_TORCH = "tests/native/test_build.py::test_an_extension_that_uses_torch"
+# Their limits are seconds of a machine that may be busy. Tests of gradients are not
+# among them: one that fails once has found a race.
+TIMED = tuple(
+    f"tests/{name}"
+    for name in (
+        *("fault/", "page/", "torchft/", "distributed/test_doctor.py"),
+        *("distributed/test_launches.py", "distributed/test_run.py"),
+        *("distributed/test_speed.py", "unit/doctor/", "unit/top/test_command_line.py"),
+    )
+)
+MOST_REPEATED = 2  # failures in one stage; more of them are no accident
 NOT_GPU = ("-m", "not gpu")
 NOT_SLOW = ("-m", "not slow and not gpu")
 
@@ -220,13 +234,19 @@ def run(stages: Sequence[str], interruption: Interruption) -> int:
     for number, name in enumerate(stages, 1):
         print(f"\n=== stage {number} of {len(stages)}: {name}", flush=True)
         began = time.monotonic()
-        is_ok = all(execute(command, interruption) for command in STAGES[name])
+        repeated: list[str] = []
+        is_ok = all(
+            execute(command, interruption) or repeat(command, interruption, repeated)
+            for command in STAGES[name]
+        )
         end_descendants()
         outcome = "ok" if is_ok else "FAILED"
         if interruption.number:
             outcome = "interrupted"
         now = time.monotonic()
         results[name] = f"{outcome:12}{(now - began) / 60:6.1f} min"
+        if is_ok and repeated:
+            results[name] += f"   passed only alone: {', '.join(repeated)}"
         print(f"=== {name}: {outcome}, {(now - first) / 60:.1f} min in all", flush=True)
         if outcome != "ok":
             break
@@ -247,6 +267,8 @@ def execute(command: Command, interruption: Interruption) -> bool:
     if command.needs and not shutil.which(command.needs):
         print(f"skipped: {command.needs} is not installed", flush=True)
         return True
+    # What failed in an earlier stage, or in a run by hand, is not this command's.
+    Path(ROOT, ".pytest_cache/v/cache/lastfailed").unlink(missing_ok=True)
     process = subprocess.Popen(
         command.words,
         cwd=ROOT,
@@ -262,6 +284,26 @@ def execute(command: Command, interruption: Interruption) -> bool:
     elif status != 0:
         print(f"\nexit status {status}: {' '.join(command.words)}", flush=True)
     return status == 0
+
+
+def repeat(command: Command, interruption: Interruption, repeated: list[str]) -> bool:
+    """Run the tests of TIMED that failed once more, one at a time; True if all pass.
+
+    False at once if any other test failed, or more than MOST_REPEATED. The names of
+    what is run again are added to ``repeated``.
+    """
+    path = Path(ROOT, ".pytest_cache/v/cache/lastfailed")
+    if interruption.number or "pytest" not in command.words or not path.exists():
+        return False
+    failed = list(json.loads(path.read_text()))
+    if not 1 <= len(failed) <= MOST_REPEATED:
+        return False
+    if not all(name.startswith(TIMED) for name in failed):
+        return False
+    end_descendants()
+    repeated += failed
+    alone = python("-m", "pytest", "-p", "no:xdist", *failed, **command.env)
+    return execute(alone, interruption)
 
 
 def adopt_orphans() -> None:

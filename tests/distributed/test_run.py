@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import socket
 import subprocess
 import sys
 import weakref
@@ -25,6 +24,7 @@ from minidp.report import report
 from minidp.run.children import never_take_down
 from minidp.run.compare import Outcome, OutcomeRecorder, compare
 from minidp.run.script import Script
+from tests.support.ports import free_port
 
 TUTORIAL = '''
 """Toy training, as in the tutorial."""
@@ -495,21 +495,15 @@ if rank == 0:
 """
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return str(probe.getsockname()[1])
-
-
 def test_ranks_that_a_script_starts_by_a_command(tmp_path, train):
-    done = started("minidp.run", train(STARTS), free_port(), cwd=tmp_path)
+    done = started("minidp.run", train(STARTS), str(free_port()), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     name = "minidp.swapping DistributedDataParallel"
     assert sorted(done.stdout.splitlines()) == [f"0 {name}", f"1 {name}"]
 
 
 def test_a_rank_that_is_not_reached_is_named(tmp_path, train):
-    done = started("minidp.run", train(STARTS), free_port(), "-I", cwd=tmp_path)
+    done = started("minidp.run", train(STARTS), str(free_port()), "-I", cwd=tmp_path)
     assert done.returncode == 1  # gloo would have aborted it
     assert (
         "[rank 0] The model is wrapped by torch's DistributedDataParallel on rank 1, "

@@ -8,20 +8,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 from tests.support.fresh import run_fresh
+from tests.support.ports import free_port
 
 LIMIT = 200.0  # seconds for any process here; a hang is a failure
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def start(code, rank, port, *arguments):
@@ -93,6 +87,7 @@ def test_a_rank_that_raises_in_a_check_ends_it_for_all():
     codes, (report, _) = play("", raises, arguments=["--timeout", "100"])
     assert codes == [1, 1]
     said = {tuple(f["ranks"]): f["found"] for f in report["findings"] if f["ranks"]}
+    assert (1,) in said, report["findings"]
     assert said[1,] == "ValueError: of all things"
     # Rank 0 hears of it inside the check, or before it begins.
     assert said[0,].endswith("rank 1 left: its check 'clocks' failed")

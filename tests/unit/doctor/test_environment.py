@@ -36,6 +36,7 @@ from minidp.doctor.checks.variables import (
 )
 from minidp.doctor.findings import Status, named
 from minidp.doctor.timebox import Runner
+from tests.support.ports import free_port
 
 OK, WARNING, FAILED, SKIPPED = Status
 SOUND = {
@@ -95,9 +96,7 @@ def test_launch(changes, status, words):
 
 @pytest.fixture
 def free():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return str(probe.getsockname()[1])
+    return str(free_port())
 
 
 @pytest.fixture
