@@ -30,6 +30,8 @@ from .groups import group_timeout, is_plain_gloo
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from .used_map import UsedMap
+
 VARIABLE = "MINIDP_SHARED_MEMORY"
 MODES = ("auto", "0", "1")
 _SLICE_SECONDS = 0.5  # between two looks at whether the other processes live
@@ -203,6 +205,7 @@ def share(
     shapes: Sequence[tuple[int, torch.dtype]],
     communicator: Communicator,
     device: torch.device,
+    maps: Sequence[UsedMap] = (),
 ) -> list[SharedBuffer] | str:
     """Take shared memory for buckets on all ranks; return the reason if one cannot.
 
@@ -212,6 +215,7 @@ def share(
         shapes: number of elements and dtype of each bucket.
         communicator: the ranks.
         device: of the gradients.
+        maps: they exchange through shared memory from now on, if all ranks can.
 
     Raises:
         NativeError: MINIDP_SHARED_MEMORY=1 on this rank, and a rank cannot.
@@ -229,6 +233,7 @@ def share(
         (numel * dtype.itemsize // real.itemsize, real)
         for (numel, dtype), real in zip(shapes, reals, strict=True)
     ]
+    shapes += [(used_map.num_params, torch.int32) for used_map in maps]
     memory, obstacle = _own_memory(shapes, communicator)
     mine = [obstacle, 0, 0, 0, _build_number()]
     if memory is not None:
@@ -244,7 +249,10 @@ def share(
             refusals = [Obstacle(code) for (code,) in answers]
     if not any(refusals):
         numbers = range(len(shapes))
-        return [SharedBuffer(memory, k, group, ends) for k in numbers]
+        buffers = [SharedBuffer(memory, k, group, ends) for k in numbers]
+        for used_map in reversed(maps):
+            used_map.use(buffers.pop())
+        return buffers
     rank = next(r for r, refusal in enumerate(refusals) if refusal)
     return _refuse(f"rank {rank}: {_TEXTS[refusals[rank]]}", communicator)
 

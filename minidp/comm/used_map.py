@@ -9,6 +9,7 @@ import torch
 from .collectives import all_reduce, start_gathering
 from .communicator import Communicator
 from .groups import group_of_forwards
+from .shared_memory import SharedBuffer
 from .work import Work, wait_for
 
 
@@ -16,7 +17,8 @@ class UsedMap:
     """Sum over ranks, for each parameter, whether a rank used it; wait only if needed.
 
     ``uses_forward_group``: for an exchange that only some backwards launch. On the
-    buckets' group Gloo would match it with another collective.
+    buckets' group Gloo would match it with another collective. Shared memory (`use`)
+    cannot mix exchanges up.
     """
 
     def __init__(
@@ -28,12 +30,13 @@ class UsedMap:
         uses_forward_group: bool = False,
     ) -> None:
         self.uses_forward_group = uses_forward_group
-        self._num_params = num_params
+        self.num_params = num_params
         self._device = device
         self._communicator = communicator
         self._is_open = False  # launched, and `unused_everywhere` not called yet
         self._is_known = False  # this rank used every parameter
         self._work: Work | None = None  # may outlast the backward
+        self._shared: SharedBuffer | None = None  # through which it goes; None: group
         self._counts = self._rows(())  # the sum, or a row of each rank
 
     def launch(self, used: Collection[int]) -> None:
@@ -47,17 +50,28 @@ class UsedMap:
         self.settle()
         group = self._communicator.group
         rows = self._rows(used)
-        self._is_open, self._is_known = True, len(set(used)) == self._num_params
+        self._is_open, self._is_known = True, len(set(used)) == self.num_params
         with self._communicator.watching("launching the exchange of the used-map"):
-            if self.uses_forward_group:
+            if self._shared is not None:
+                self._counts = self._shared.values.view(1, -1).copy_(rows)
+                self._work = self._shared.all_reduce()
+            elif self.uses_forward_group:
                 others = group_of_forwards(group)
                 self._counts, self._work = start_gathering(rows[0], others)
             else:
                 self._counts, self._work = rows, all_reduce(rows, group)
             self._communicator.note_started(self._work)
 
+    def use(self, shared: SharedBuffer | None) -> None:
+        """Exchange through ``shared`` from now on (`share`); None: through the group.
+
+        ``shared``: int32, an element per parameter. Waits for an exchange in flight.
+        """
+        self.settle()
+        self._shared = shared
+
     def _rows(self, used: Collection[int]) -> torch.Tensor:
-        flags = [0] * self._num_params
+        flags = [0] * self.num_params
         for i in used:
             flags[i] = 1
         # From pinned memory: otherwise the host waits for the device's queue.
@@ -94,6 +108,8 @@ class UsedMap:
             with self._communicator.watching(doing):
                 wait_for(self._work)
             self._work = None
+            if self._shared is not None:
+                self._counts = self._counts.clone()  # lets the old memory go
 
     def drop(self) -> None:
         """Abandon the exchange in flight without waiting; allocate new memory."""

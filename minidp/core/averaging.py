@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from minidp import comm
@@ -54,10 +54,12 @@ class Averaging:
             )
         self.comm_hook = hook
 
-    def share(self, layout: Layout, *, asks: bool) -> list[comm.SharedBuffer]:
+    def share(
+        self, layout: Layout, maps: Sequence[comm.UsedMap], *, asks: bool
+    ) -> list[comm.SharedBuffer]:
         """Return buffers for the dense buckets; [] if `no_shared_memory` says why not.
 
-        A collective if ``asks``; else there are none.
+        A collective if ``asks``; else there are none. ``maps`` get buffers, too.
         """
         dense = [plan for plan in layout.buckets if not plan.sparse]
         found: list[comm.SharedBuffer] | str = "ranks have not looked for it yet"
@@ -66,7 +68,7 @@ class Averaging:
         elif asks:
             shapes = [(plan.length, plan.dtype) for plan in dense]
             device = layout.buckets[0].device
-            found = comm.share(shapes, self._communicator, device)
+            found = comm.share(shapes, self._communicator, device, maps)
         self.no_shared_memory = found if isinstance(found, str) else ""
         return [] if isinstance(found, str) else found
 

@@ -253,15 +253,17 @@ class BucketQueue:
 
         With ``shares`` a collective: buckets lie in shared memory if all ranks can.
         """
-        self.buckets = []  # frees memory before we take new memory
-        self._summing = []
+        self.buckets, self._summing = [], []  # frees memory before we take new memory
+        maps = self.used_map, self.reach_map
+        for used_map in maps:
+            used_map.use(None)
         self._context = None  # new buckets are not set apart
         if self.averaging.items is not None:
             layout = layout.with_tail(self.averaging.items.tail)
         self.layout = layout
         names = [spec.name for spec in self.specs]
         shared = (self._params, names, self.communicator, self.config)
-        buffers = iter(self.averaging.share(layout, asks=shares))
+        buffers = iter(self.averaging.share(layout, maps, asks=shares))
         self.buckets = [
             SparseBucket(plan, *shared)
             if plan.sparse

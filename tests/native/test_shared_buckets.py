@@ -33,8 +33,10 @@ NOT_ASKED = "ranks have not looked for it yet"
 
 
 def why_not(ddp: Any) -> str:
-    reason: str = ddp._reducer.queue.averaging.no_shared_memory
-    shared = [bucket.shared is not None for bucket in ddp._reducer.queue.buckets]
+    queue = ddp._reducer.queue
+    reason: str = queue.averaging.no_shared_memory
+    shared = [bucket.shared is not None for bucket in queue.buckets]
+    shared += [each._shared is not None for each in (queue.used_map, queue.reach_map)]
     assert all(shared) if not reason else not any(shared)
     return reason
 
