@@ -10,8 +10,8 @@ activations, gradients. `peak` is the worst moment from the construction through
 (of "auto" through 52 more, in which it tries layouts). `at rest` is what is left after
 the steps, when gradients are freed.
 
-On CPU it is the process's resident memory, which has what Gloo's threads allocate too,
-without the buckets of other ranks that lie in shared memory: their owners count them.
+On CPU it is the process's anonymous resident memory, which has what Gloo's threads
+allocate too, and its own buckets in shared memory; sampled a thousand times a second.
 The C library is told to return all but small pieces at once. What torch, DDP and Gloo
 keep for good is not counted. Expect a MiB or two of noise, a few for small models. On a
 GPU it is torch.cuda.max_memory_allocated.
@@ -23,7 +23,9 @@ import ctypes
 import functools
 import gc
 import os
+import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -52,7 +54,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from minidp import comm_hooks
 
 STEPS = 3  # DDP rebuilds its buckets after the first
-RESET = "/proc/self/clear_refs"
+SAMPLE_SECONDS = 0.0002
 M_MMAP_THRESHOLD, M_MMAP_MAX = -3, -4  # of glibc's mallopt
 LARGE = 2**16  # bytes: pieces from here on go back to the system when freed
 OPTIONS: dict[str, dict[str, Any]] = {  # of both
@@ -146,35 +148,38 @@ def _history(action: Callable[[], object]) -> tuple[int, int]:
         libc.mallopt(M_MMAP_MAX, 2**20)
         libc.mallopt(M_MMAP_THRESHOLD, LARGE)
         libc.malloc_trim(0)
-        before = _resident("VmRSS")
-        Path(RESET).write_text("5")  # resets the peak
-        kept = action()
-        others = _of_other_ranks()
-        peak, after = _resident("VmHWM") - others, _resident("VmRSS") - others
+        before, is_over = _resident(), threading.Event()
+        samples = [before]
+
+        def sample() -> None:
+            while not is_over.wait(SAMPLE_SECONDS):
+                samples.append(_resident())
+
+        sampler = threading.Thread(target=sample)
+        sampler.start()
+        try:
+            kept = action()
+        finally:
+            is_over.set()
+            sampler.join()
+        after = _resident()
+        peak = max(*samples, after)
     del kept
     return max(0, peak - before), max(0, after - before)
 
 
-def _of_other_ranks() -> int:
-    """Return the resident bytes of other ranks' buckets, whose files we have closed."""
-    own, found, is_others = set(), 0, False
+def _resident() -> int:
+    """Return this process's resident bytes, without other ranks' shared buckets.
+
+    Own shared buckets are those whose files we hold open; a rank closes the others'.
+    """
+    status = Path("/proc/self/status").read_text()
+    found = int(re.findall(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)[0]) * 1024
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # what listed the folder is closed again
-            own.add(path.stat().st_ino)
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        key, *values = line.split()
-        if not key.endswith(":"):  # the first line of a mapping: ... inode, path
-            is_others = "memfd:minidp" in line and int(values[3]) not in own
-        elif is_others and key == "Rss:":
-            found += int(values[0]) * 1024
+            if os.readlink(path).startswith("/memfd:minidp"):
+                found += path.stat().st_blocks * 512
     return found
-
-
-def _resident(name: str) -> int:
-    """Return the bytes of a line in the kernel's report."""
-    report = Path("/proc/self/status").read_text()
-    line = next(line for line in report.splitlines() if line.startswith(name + ":"))
-    return int(line.split()[1]) * 1024
 
 
 # -- what it means ---------------------------------------------------------------------
@@ -237,8 +242,8 @@ def main() -> int:
     reason = ""
     if is_cuda and torch.cuda.device_count() < args.ranks:
         reason = f"needs {args.ranks} GPU, found {torch.cuda.device_count()}"
-    if not is_cuda and not os.access(RESET, os.W_OK):
-        reason = f"needs {RESET}, which Linux has"
+    if not is_cuda and sys.platform != "linux":
+        reason = "needs /proc/self/status, which Linux has"
     if reason:
         print(f"No memory is measured: {reason}.", file=sys.stderr)
         return 0 if args.smoke else 2
