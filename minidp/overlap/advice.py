@@ -161,7 +161,7 @@ def _straggler(found: Analysis) -> Change:
         members = [b.members for b in one.buckets if b.number == place]
         names = "".join(f" ({layers_of(found.run.ranks[0], each)})" for each in members)
         why = f"falls {_ms(growth_s)} behind at bucket {place}{names}: balance the load"
-    gain_s = min(late.typical_s, one.exposed_s)
+    gain_s = min(late.typical_s, one.late_s, one.exposed_s)
     return Change(
         gain_s,
         "a balanced load",

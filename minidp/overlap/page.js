@@ -376,7 +376,8 @@ function drawStrip() {
   const place = $("strip"), width = place.clientWidth, height = 56, top = 14;
   const svg = make("svg", { height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
   const totals = data.steps.map((step, n) => totalsOf(n, state.rank));
-  const most = Math.max(...totals.map((each) => each.seconds)) || 1;
+  const longest = totals.reduce((best, each, n) => (each.seconds > totals[best].seconds ? n : best), 0);
+  const most = totals[longest].seconds || 1;
   const slot = (width - 2 * PAD) / Math.max(1, data.steps.length - 1); // as the slider's thumb
   totals.forEach((each, n) => {
     const tall = (s) => ((height - top) * s) / most;
@@ -391,7 +392,7 @@ function drawStrip() {
       svg.append(rect);
     }
   });
-  svg.append(make("text", { class: "soft", x: 0, y: 6 }, `${ms(most)} ms: the longest step`));
+  svg.append(make("text", { class: "soft", x: 0, y: 6 }, `${ms(most)} ms: the longest, step ${data.steps[longest].number}`));
   place.replaceChildren(svg);
 }
 
@@ -458,7 +459,8 @@ function drawSplit() {
 
 function drawTiles() {
   const { totals } = recorded(data.typical, data.shown), all = totals.hidden_s + totals.exposed_s;
-  const tiles = [["one step", `${ms(totals.seconds)} ms`]];
+  const name = `step ${data.steps[data.typical].number}, on rank ${data.ranks[data.shown]}; of all: ${data.spread[data.shown]}`;
+  const tiles = [[name, `${ms(totals.seconds)} ms`]];
   if (all) tiles.push(
     ["of communication is hidden", percent(totals.hidden_s / all)],
     ["communication is exposed", `${ms(totals.exposed_s)} ms`],
@@ -577,9 +579,9 @@ function drawForecast() {
     `${count(found.schedule.buckets.length, "bucket")}; each takes ${short(latency_s * 1e3, 2)} ms + its bytes at ` +
     `${short(bus / 1e9)} GB/s (${short(bus * BITS)} Gbit/s). Recorded steps differ, too: ${data.spread[data.shown]} ms.`;
   $("about-forecast").textContent =
-    `Both in ms after the backward began. The predicted lane has no late ranks: of the recorded buckets it would show ` +
-    `${ms(asRecorded)} ms exposed, where ${ms(model.exposed_s)} ms were measured. What the lane gains or loses against ` +
-    "that changes the measured step.";
+    `In ms after the backward began. The predicted lane has no slow ranks. As recorded it would have ${ms(asRecorded)} ms ` +
+    `exposed; ${ms(model.exposed_s)} ms were measured. What a change adds to the lane is added to the measured step.` +
+    (asRecorded < model.exposed_s / 2 ? " Most of what was exposed is not the network's: these predictions say little." : "");
   drawBeside(found);
   drawCaps();
 }
@@ -631,8 +633,8 @@ function drawCaps() {
 function aboutModel() {
   $("about-model").textContent =
     `Computed in this page from the median backward of rank ${data.ranks[data.shown]} and a network fitted to what was ` +
-    "recorded. The backward takes as long as it did, and ranks are as late as they were. Other numbers of ranks: in a " +
-    "ring, where latency grows with their number." +
+    "recorded. What slow ranks cost stays as it was. Other numbers of ranks: in a ring, where bytes and latency grow with " +
+    "their number." +
     (model.is_one_size ? " All recorded messages have one size: their latency is unknown and counts as 0, so small caps look better than they are." : "") +
     (model.shares_memory ? " These ranks share the memory of one host: for a network between hosts set bandwidth and latency." : "");
 }

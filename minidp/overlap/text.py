@@ -131,27 +131,35 @@ def _verdict(found: Analysis) -> list[str]:
 
 
 def _cause(bucket: BucketOverlap, backward_s: float, clock_error_s: float) -> str:
-    """Say in a clause when a bucket is full, and where its time goes until it is done.
+    """Say what a bucket's exposed time is, and when it was full and launched.
 
     Waiting for slow ranks and transfer are one part if the clocks' error exceeds half
     of their sum.
     """
-    left_s = max(0.0, backward_s - bucket.full_s)
-    both_s = bucket.late_s + bucket.wire_s
-    spans = [
+    # What is hidden comes first, and waiting before the transfer.
+    late_s = max(0.0, bucket.late_s - bucket.hidden_s)
+    exposed = [
+        (late_s, "waiting for slower ranks"),
+        (bucket.exposed_s - late_s, "on the wire"),
+    ]
+    if clock_error_s > (bucket.late_s + bucket.wire_s) / 2:
+        why = "which the clocks of the hosts are too inaccurate to tell apart"
+        what = f"waiting for slower ranks or on the wire, {why}"
+        exposed = [(bucket.exposed_s, what)]
+    before = [
         (bucket.waited_s - bucket.queued_s, "until it is launched"),
         (bucket.queued_s, "behind the buckets before it"),
-        (bucket.late_s, "until the slowest rank launches it"),
-        (bucket.wire_s, "on the wire"),
     ]
-    if clock_error_s > both_s / 2:
-        why = "which the clocks of the hosts are too inaccurate to tell apart"
-        spans[2:] = [(both_s, f"waiting for slower ranks or on the wire, {why}")]
-    then = [f"{ms(seconds)} ms {what}" for seconds, what in spans if seconds >= SHOWN]
-    return (
-        f"its last gradient comes {ms(left_s)} ms before the backward ends; then "
-        f"{', '.join(then)}"
+    parts, waits = (
+        ", ".join(
+            f"{ms(seconds)} ms {what}" for seconds, what in spans if seconds >= SHOWN
+        )
+        for spans in (exposed, before)
     )
+    left_s = max(0.0, backward_s - bucket.full_s)
+    then = f"; then {waits}" if waits else ""
+    full = f"Its last gradient comes {ms(left_s)} ms before the backward ends{then}"
+    return f"{parts}. {full}"
 
 
 def _split(found: Analysis) -> str:
