@@ -63,7 +63,9 @@ def python(*words: str, needs: str = "", **env: str) -> Command:
     return Command((sys.executable, *words), env, needs)
 
 
-def pytest(*words: str, native: bool = False, profile: str = "ci") -> Command:
+def pytest(
+    *words: str, native: bool = False, profile: str = "ci", **env: str
+) -> Command:
     """Run tests in several processes, with the C++ extension or without it."""
     workers = os.environ.get("MINIDP_TEST_WORKERS", WORKERS)
     return python(
@@ -71,6 +73,7 @@ def pytest(*words: str, native: bool = False, profile: str = "ci") -> Command:
         needs=COMPILER if native else "",
         MINIDP_NATIVE="1" if native else "0",
         HYPOTHESIS_PROFILE=os.environ.get("HYPOTHESIS_PROFILE", profile),
+        **env,
     )
 
 
@@ -183,6 +186,17 @@ STAGES: dict[str, Sequence[Command]] = {
         Command(("bash", f"tests/native/{name}.sh"), {"PYTHON": sys.executable}, "g++")
         for name in ("asan", "tsan")
     ],
+    # The extension's hooks and copies with messages, as between hosts.
+    "messages": [
+        BUILD,
+        pytest(
+            *("tests/property", *NATIVE, *NATIVE_UNIT, *NATIVE_DISTRIBUTED),
+            *(*NATIVE_FAULT, *NOT_SLOW),
+            native=True,
+            profile="brief",
+            MINIDP_SHARED_MEMORY="0",
+        ),
+    ],
     "mutants": [python("-m", "tests.mutants")],
     "native-torch": [pytest(USES_TORCH, native=True)],
     "trainers": [pytest("tests/trainers")],
@@ -205,8 +219,8 @@ TIERS = {
         *("page", "torchft"),
     ],
     "nightly": [
-        *("fuzz", "chaos", "sanitizers", "mutants", "native-torch", "trainers"),
-        *("packaging", "torchft-chaos", "gpu"),
+        *("fuzz", "chaos", "sanitizers", "messages", "mutants", "native-torch"),
+        *("trainers", "packaging", "torchft-chaos", "gpu"),
     ],
 }
 

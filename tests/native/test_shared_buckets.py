@@ -22,8 +22,8 @@ from tests.support.fresh import run_fresh
 pytestmark = [
     pytest.mark.usefixtures("library"),  # skips without a compiler
     pytest.mark.skipif(
-        os.environ.get("MINIDP_NATIVE") == "0",
-        reason="MINIDP_NATIVE=0: the ranks must not load the extension",
+        "0" in map(os.environ.get, ("MINIDP_NATIVE", "MINIDP_SHARED_MEMORY")),
+        reason="MINIDP_NATIVE=0 or MINIDP_SHARED_MEMORY=0: ranks must not share memory",
     ),
 ]
 
