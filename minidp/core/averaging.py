@@ -22,7 +22,7 @@ class Averaging:
         self.num_contributors: int | None = None  # ranks to average over; None: all
         self.comm_hook: comm.CommHook | None = None
         self.active_comm_hook: comm.CommHook | None = None  # `comm_hook` at `begin`
-        self.copy_divisor = 1  # of this backward's gradients; see `begin`
+        self.copy_divisor = 1  # of this backward's gradients; 1 if a comm hook divides
         self.wait_description = ""
         # Why buckets travel through the group; empty: they lie in shared memory.
         self.no_shared_memory = ""
@@ -33,7 +33,7 @@ class Averaging:
         return self.num_contributors or self._communicator.size
 
     def begin(self) -> None:
-        """Fix this backward's comm hook, `copy_divisor` (1 if a hook divides), text."""
+        """Set `active_comm_hook`, `copy_divisor`, `wait_description` for a backward."""
         hook = self.active_comm_hook = self.comm_hook
         self.copy_divisor = self.divisor if hook is None or self.items else 1
         self.wait_description = "waiting for the all-reduce"

@@ -138,7 +138,7 @@ def _noting_stream(
 
 
 class GradTable:
-    """Store the entry of each parameter, ready order, bucket counts; C++ has a twin."""
+    """Hold gradient or GradState per parameter, ready order, missing per bucket."""
 
     def __init__(self, num_params: int) -> None:
         self.entries: list[Entry] = [GradState.CLOSED] * num_params

@@ -112,7 +112,9 @@ def play(
 
 
 def lower_bound(backward: Backward, network: Network) -> float:
-    """Return a lower bound for the seconds until communication is done in any layout.
+    """Return a lower bound of `Schedule.done_s` over all layouts.
+
+    In seconds from the backward's begin until it and its communication are done.
 
     The bound lets gradients be sent byte by byte: bytes that become ready at some
     moment or later are sent after it, and the last message costs one latency.

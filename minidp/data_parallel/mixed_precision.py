@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Precision(NamedTuple):
-    """Hold the dtypes for parameters, reductions and buffers, each perhaps None."""
+    """Hold the dtypes of ``mixed_precision``; None: no cast, or see the field."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None  # None: `param_dtype`

@@ -106,7 +106,8 @@ class Replication:
     def add_stepper(self, stepper: Observer) -> None:
         """Register an observer that steps optimizers inside the backward.
 
-        Replicas that differ are then reported there, not before the next step.
+        Replicas that differ are then reported at the end of that backward: no call of
+        ``optimizer.step()`` could. Some buckets may have stepped by then.
         """
         self._reducer.queue.observers.append(stepper)
         if self.check is not None:

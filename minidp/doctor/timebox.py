@@ -91,7 +91,10 @@ class Runner:
         self.findings += named(name, finding)
 
     def attempt(self, action: Callable[[], Result], seconds: float = 0) -> list[Result]:
-        """Return [the action's result]; [] if it raises, or after ``seconds`` + 2 s."""
+        """Return [the action's result]; [] if it raises, or after ``seconds`` + 2 s.
+
+        Then sets `is_stuck`, and adds no finding; a late action's thread goes on.
+        """
         try:
             return [run_within(seconds + GRACE_SECONDS, action)]
         except Exception:

@@ -16,7 +16,7 @@ def join(items: Iterable[object], limit: int = 8) -> str:
 
 
 def of_ranks(ranks: Sequence[int]) -> str:
-    """Return the text ``rank 3`` or ``ranks 0, 1 and 2``."""
+    """Return ``rank 3`` or ``ranks 0, 1 and 2``; after eight ranks, ``and N more``."""
     return f"rank{'s' * (len(ranks) != 1)} {join(ranks)}"
 
 

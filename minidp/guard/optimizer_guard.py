@@ -170,7 +170,10 @@ class Guard:
         return [guard for guard in _live_guards() if guard is not self]
 
     def has_averaged(self, param: nn.Parameter) -> bool:
-        """Return whether this wrapper averaged ``param.grad``; False in no_sync()."""
+        """Return whether this wrapper has averaged ``param.grad``: others accept it.
+
+        False for another module's parameter, before a backward's end, in no_sync().
+        """
         i, ledger = self.index.get(id(param)), self.reducer.ledger
         if i is None or not ledger.finalized or not ledger.sync_enabled:
             return False  # inside no_sync() not every local gradient is recorded

@@ -84,7 +84,10 @@ class Channel:
 
 
 def connect(store: object) -> socket.socket | None:
-    """Open a connection to a store's host; None if the store has none that listens."""
+    """Connect to the host of a TCPStore, only to notice when that process ends.
+
+    None for other stores, or if it does not accept within two seconds.
+    """
     address = address_of(unprefixed(store))
     try:
         return address and socket.create_connection(address, CONNECT_SECONDS)

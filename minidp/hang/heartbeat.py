@@ -108,7 +108,7 @@ class Heartbeat(PeerMonitor):
 
     @property
     def interval(self) -> float:
-        """Seconds to the next `tick`: short after a question, then longer."""
+        """Seconds to the next `tick`; short while this rank asks who is missing."""
         pause = max(FIRST_PAUSE, time.monotonic() - self._asked)
         return min(pause, self._beat_seconds) if self._questions else self._beat_seconds
 

@@ -73,7 +73,7 @@ def row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Slot:
-    """Place one parameter's gradient in the flat buffer of its bucket."""
+    """Say where in the flat buffer of its bucket one parameter's gradient lies."""
 
     param_index: int
     offset: int  # elements from the start of the buffer

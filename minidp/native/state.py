@@ -83,7 +83,10 @@ def library() -> ModuleType | None:
 
 
 def status() -> Status:
-    """Load the extension as `library` does; return whether it is loaded, and why."""
+    """Load the extension; return whether it is loaded, and why not.
+
+    As `library`, may compile; but a failure only stands in what is returned.
+    """
     return _decide()[1]
 
 

@@ -140,7 +140,10 @@ def _bucket(
 
 
 def pieces(spans: Sequence[Span], begin: int, end: int) -> list[tuple[int, int, bool]]:
-    """Cut an interval at spans: return (begin ns, end ns, True if inside of one)."""
+    """Cut an interval into (begin ns, end ns, True if inside some span), in order.
+
+    Spans may overlap, in any order; no piece is empty.
+    """
     found, at = [], begin
     for span in sorted(spans, key=lambda span: span.begin_ns):
         first, last = max(at, span.begin_ns), min(end, span.end_ns)
