@@ -179,26 +179,24 @@ class SpeedWatch:
         return {
             "host": platform.node(),
             "steps": list(self._steps),
-            "sending": self._seconds_of_sending(),
+            "rate": self._sending_rate(),
             "full": {bucket: median(row[bucket] for row in full) for bucket in shared},
         }
 
-    def _seconds_of_sending(self) -> float:
-        """Return how long, per step, the network took for this rank's gradients.
-
-        Of the busiest connection that sent a good part of them; 0 if none did.
-        """
+    def _sending_rate(self) -> float:
+        """Return the rate of the connection that carries gradients; 0 if none does."""
         now, sent = self._number, sent_by_connection()
         while len(self._sent) > 1 and now - self._sent[1][0] >= min(WINDOWS):
             self._sent.popleft()
-        busiest = 0.0
+        most, rate = 0.0, 0.0
         for then, before in list(self._sent)[:1]:
+            most = max(now - then, 1) * self._nbytes / 4
             for name, each in sent.items():
-                old, steps = before.get(name, Sent(0, 0.0)), now - then
-                if steps and each.nbytes - old.nbytes >= steps * self._nbytes / 4:
-                    busiest = max(busiest, (each.seconds - old.seconds) / steps)
+                nbytes = each.nbytes - before.get(name, Sent(0, 0.0)).nbytes
+                if nbytes >= most:
+                    most, rate = nbytes, each.rate
         self._sent.append((now, sent))
-        return busiest
+        return rate
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
