@@ -34,8 +34,9 @@ _WORDS = {
 WINDOWS = {5: 0.25, 50: 0.1}
 LEAST_SECONDS = 0.001
 # A link is slow if its rate is below this share of its usual one and of the others'; if
-# it was never faster, below that share of the others'.
-SLOWER, NEVER_FASTER = 0.5, 0.25
+# it was never faster, below that share of the others'. To send at that rate must take
+# at least a share of the time that all ranks wait.
+SLOWER, NEVER_FASTER, EXPLAINED = 0.5, 0.25, 0.5
 LAST, FEW, MANY = 3, 6, 40  # rates of links: the last ones; at least as many; all kept
 
 
@@ -82,24 +83,29 @@ def describe(times: NDArray[np.float64], rank: int) -> Slow:
 
 
 def find_slow_link(
-    rates: NDArray[np.float64], waits: NDArray[np.float64], step: float
+    rates: NDArray[np.float64],
+    waits: NDArray[np.float64],
+    nbytes: Sequence[float],
+    step: float,
 ) -> Slow | None:
     """Return the rank whose network connection became slow, or was never fast.
 
-    ``rates``: bytes per second, shape (times, ranks). They are upper estimates, often
-    far too high. ``waits``: seconds per step in which even the rank that waits least
-    waits, at the same times: a ring is as slow as its slowest link.
+    ``rates``: bytes per second, shape (times, ranks). They are estimates, often far too
+    high. ``waits``: seconds per step in which even the rank that waits least waits, at
+    the same times: a ring is as slow as its slowest link. ``nbytes``: sent per step.
     """
-    if len(rates) < FEW or not rates.all():
+    if len(rates) < FEW:
         return None
     last = np.median(rates[-LAST:], axis=0)
-    usual = np.percentile(rates[:-LAST], 25, axis=0)
     before, wait = float(np.median(waits[:-LAST])), float(waits[-1])
     rank = int(last.argmin())
-    others = float(np.delete(usual, rank).min())
-    highest = SLOWER * min(usual[rank], np.delete(last, rank).min())
+    usual = float(np.median(rates[:-LAST, rank]))
+    lower = np.percentile(rates[:-LAST], 25, axis=0)  # nearer to what the link can do
+    others = float(np.delete(lower, rank).min())
+    highest = SLOWER * min(usual, np.delete(last, rank).min())
     if len(rates) == MANY and np.median(rates[:, rank]) < NEVER_FASTER * others:
         highest, before = NEVER_FASTER * others, 0.0
+    highest = min(highest, nbytes[rank] / (EXPLAINED * max(wait, LEAST_SECONDS)))
     cost = wait - before
     if last[rank] > highest or cost < max(max(WINDOWS.values()) * step, LEAST_SECONDS):
         return None
@@ -152,7 +158,7 @@ class Judge:
         self._since = 0  # its first slow step
         self._step = 0  # the last one judged
         # Rates of the ranks' links, and how long all waited, while no rank was slow.
-        self._links: deque[tuple[list[float], float]] = deque(maxlen=MANY)
+        self._links: deque[tuple[Sequence[float], float]] = deque(maxlen=MANY)
 
     def judge(self, posted: Mapping[int, Any]) -> None:
         """Judge each step that all ranks have posted since the last call."""
@@ -166,8 +172,8 @@ class Judge:
                     self._note(size, self._by_work(window, share), number, posted)
         is_by_work = self.slow is not None and self._window > 0
         if new and len(numbers) >= min(WINDOWS) and not is_by_work:
-            rates = [posted[rank]["rate"] for rank in sorted(posted)]
-            link = self._by_link(rates, times[:, -min(WINDOWS) :])
+            links = [posted[rank]["link"] for rank in sorted(posted)]
+            link = self._by_link(links, times[:, -min(WINDOWS) :])
             self._note(0, link, numbers[-1], posted)
         self._step = max([self._step, *numbers])
 
@@ -177,13 +183,18 @@ class Judge:
         now = describe(times, self.slow.rank)
         return now if now.cost > share / 2 * now.step else None
 
-    def _by_link(self, rates: list[float], times: NDArray[np.float64]) -> Slow | None:
+    def _by_link(
+        self, links: Sequence[tuple[float, float]], times: NDArray[np.float64]
+    ) -> Slow | None:
+        rates, nbytes = zip(*links, strict=True)
         wait = float(np.median(times[:, :, WAITING], axis=1).min())
         step = float(np.median(times.sum(axis=2)))
         if self.slow is None:
+            if not all(rates):  # unknown: no TCP, not Linux, or just begun
+                return None
             self._links.append((rates, wait))
             earlier, waits = zip(*self._links, strict=True)
-            return find_slow_link(np.array(earlier), np.array(waits), step)
+            return find_slow_link(np.array(earlier), np.array(waits), nbytes, step)
         # Ranks wait as long as before? Single rates are too high too often to tell.
         _, waited = self._links[-1]
         return self.slow if waited - wait < self.slow.cost / 2 else None

@@ -179,24 +179,27 @@ class SpeedWatch:
         return {
             "host": platform.node(),
             "steps": list(self._steps),
-            "rate": self._sending_rate(),
+            "link": self._link(),
             "full": {bucket: median(row[bucket] for row in full) for bucket in shared},
         }
 
-    def _sending_rate(self) -> float:
-        """Return the rate of the connection that carries gradients; 0 if none does."""
+    def _link(self) -> tuple[float, float]:
+        """Return the rate of the connection that carries gradients, and bytes per step.
+
+        Zeros if none does.
+        """
         now, sent = self._number, sent_by_connection()
         while len(self._sent) > 1 and now - self._sent[1][0] >= min(WINDOWS):
             self._sent.popleft()
-        most, rate = 0.0, 0.0
+        most, rate = self._nbytes / 4, 0.0
         for then, before in list(self._sent)[:1]:
-            most = max(now - then, 1) * self._nbytes / 4
             for name, each in sent.items():
-                nbytes = each.nbytes - before.get(name, Sent(0, 0.0)).nbytes
+                old = before.get(name, Sent(0, 0.0)).nbytes
+                nbytes = (each.nbytes - old) / max(now - then, 1)
                 if nbytes >= most:
                     most, rate = nbytes, each.rate
         self._sent.append((now, sent))
-        return rate
+        return rate, most if rate else 0.0
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
