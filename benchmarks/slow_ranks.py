@@ -35,6 +35,7 @@ from support.report import Report, Verdict, command_line, native_word, table
 from torch import nn
 
 import minidp
+from minidp.console import say_progress
 
 LINK = Link(1)
 SLOW_LINK = Link(0.1)
@@ -185,6 +186,8 @@ def main() -> int:
         ):
             continue
         link = LINK if injection.phase == "link" else None
+        said = f"injection {number + 1} of {args.injections}, {right.total()} named"
+        say_progress(f"{said}: {injection.phase}, {injection.ranks} ranks")
         lines = run_ranks(train, injection.ranks, injection, STEPS, link=link)
         problem = what_is_wrong(injection, lines)
         all_of[injection.phase] += 1
@@ -200,6 +203,7 @@ def main() -> int:
     for link in [None, *([] if refusal else [LINK])]:
         before = len(alarms)
         for ranks in (2, 4):
+            say_progress(f"{args.quiet // 2} quiet steps of {ranks} ranks, {link}")
             none = Injection(ranks, -1, "link" if link else "data", 0, 0.0)
             alarms += run_ranks(train, ranks, none, args.quiet // 2, link=link)
         report.show(

@@ -36,7 +36,7 @@ LEAST_SECONDS = 0.001
 # A link is slow if its rate is below this share of its usual one and of the others'; if
 # it was never faster, below that share of the others'. To send at that rate must take
 # at least a share of the time that all ranks wait.
-SLOWER, NEVER_FASTER, EXPLAINED = 0.5, 0.25, 0.5
+SLOWER, NEVER_FASTER, EXPLAINED = 0.4, 0.25, 0.7
 LAST, FEW, MANY = 3, 6, 40  # rates of links: the last ones; at least as many; all kept
 
 
