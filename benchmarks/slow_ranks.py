@@ -1,6 +1,6 @@
 """Does minidp.watch_speed name the slow rank? Slow one down, and read rank 0's log.
 
-    python benchmarks/slow_ranks.py                      # 5 minutes
+    python benchmarks/slow_ranks.py                      # 6 minutes
     python benchmarks/slow_ranks.py --smoke              # does it run? no numbers
 
 Each injection: two to four ranks train, and one of them sleeps in one phase of some
