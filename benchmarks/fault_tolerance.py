@@ -41,6 +41,7 @@ from support.report import (
 from torch import nn
 
 import minidp
+from minidp.console import say_progress
 
 os.environ.setdefault("RUST_LOG", "error")  # else torchft tells all it does
 try:
@@ -177,6 +178,7 @@ def main() -> int:
             report.show(f"{cell} is skipped: it {obstacle}")
             continue
         os.environ["MINIDP_SHARED_MEMORY"] = "0"
+        say_progress(f"{cell}, of {len(args.cells)} cells, {args.seconds:g} s each")
         found = run_ranks(
             *(measure, 2, cell, 0 if args.smoke else args.seconds),
             link=Link.of(where),

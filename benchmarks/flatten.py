@@ -53,6 +53,7 @@ from support.report import Report, Verdict, command_line, table
 from support.rounds import MIB, Plan, turn
 
 from minidp import native
+from minidp.console import say_progress
 from minidp.core import kernels
 from minidp.core.grad_hooks import is_copied_at_once, native_table
 
@@ -415,7 +416,9 @@ def main() -> int:
     columns += [f"speed /\n{CEILING} (95%)", "#wrong"]
     content = []
     for device in devices:
-        for cell in cells(device, smoke=args.smoke):
+        queue = list(cells(device, smoke=args.smoke))
+        for number, cell in enumerate(queue, start=1):
+            say_progress(f"{device}, cell {number} of {len(queue)}")
             for found in measure(cell, library, plan):
                 facts = f"{len(cell.shapes)} tensors, {cell.num_bytes / MIB:.3g} MiB; "
                 facts += f"{cell.num_buckets} in turn; "

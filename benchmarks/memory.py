@@ -52,6 +52,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from minidp import comm_hooks
+from minidp.console import say_progress
 
 STEPS = 3  # DDP rebuilds its buckets after the first
 SAMPLE_SECONDS = 0.0002
@@ -115,7 +116,10 @@ def measure(
     gc.freeze()  # what imports made; else each collection takes a quarter of a second
     found: dict[str, Memory] = {}
     # Some are measured twice: what torch, DDP and Gloo keep for good is there then.
-    for each in [*everyone[:4], everyone[-1], *everyone]:
+    queue = [*everyone[:4], everyone[-1], *everyone]
+    for number, each in enumerate(queue, start=1):
+        if dist.get_rank() == 0:
+            say_progress(f"{model}, {number} of {len(queue)}: {each.name}")
         gc.collect()
         history = _history(functools.partial(_train, each, net, where))
         most = torch.tensor(history)

@@ -33,6 +33,8 @@ from support.links import Link, Rate, address, measured_rate, why_not
 from support.ranks import run_ranks
 from support.report import Report, command_line, table
 
+from minidp.console import say_progress
+
 GBIT = (1.0, 2.0, 10.0)
 RANKS = (2, 3, 4)
 PORT = "29500"  # of the ranks' own network: it is always free
@@ -122,6 +124,7 @@ def rows(args: argparse.Namespace, nbytes: int) -> Iterator[list[str]]:
     for world_size in args.ranks or RANKS:
         for gbit in args.gbit or GBIT:
             link = Link(gbit)
+            say_progress(f"measuring {world_size} ranks at {gbit:g} Gbit/s")
             rate: Rate = run_ranks(measured_rate, world_size, nbytes, 5, link=link)
             share, latency = f"{rate.gbit / gbit:.0%}", f"{1e3 * rate.latency_s:.2f}"
             yield [str(world_size), f"{gbit:g}", f"{rate.gbit:.2f}", share, latency]

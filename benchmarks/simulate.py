@@ -61,6 +61,7 @@ from support.rounds import MIB
 from torch import Tensor, nn
 
 import minidp
+from minidp.console import say_progress
 from minidp.costmodel import (
     Backward,
     Network,
@@ -445,6 +446,7 @@ def validate(report: Report, *, smoke: bool) -> list[dict[str, Any]]:
     for gbit in REAL_GBIT[: 1 if smoke else None]:
         network = NOTHING
         for size in sizes:
+            say_progress(f"training {size} ranks at {gbit:g} of {REAL_GBIT} Gbit/s")
             task = functools.partial(measure_steps, work, REAL_CAPS, steps)
             measured, trials = run_ranks(task, size, link=Link(gbit))
             network = measured if size == 2 else network

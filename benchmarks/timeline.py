@@ -37,6 +37,7 @@ from support.report import Report, can_draw, command_line
 from torch.optim import SGD
 
 import minidp
+from minidp.console import say_progress
 
 LAYOUTS = {"default": None, "auto": "auto"}  # of bucket_cap_mb
 STEPS, RUNS = 24, 5  # recorded; of each layout, odd: so one is the median
@@ -132,6 +133,7 @@ def main() -> int:
             for name, cap in LAYOUTS.items():
                 folder = Path(scratch) / f"{name}{number}"
                 folder.mkdir()
+                say_progress(f"training {number + 1} of {RUNS}, bucket_cap_mb: {name}")
                 runs[name].append(run_ranks(task, args.ranks, cap, folder, link=link))
         for name, each in runs.items():
             steps = ", ".join(f"{1e3 * run.seconds:.0f}" for run in each)

@@ -77,6 +77,14 @@ def pytest(
     )
 
 
+def page(*words: str, profile: str = "ci") -> Command:
+    """Run tests of the page in one process: a browser serves all of them."""
+    return python(
+        *("-m", "pytest", "-p", "no:xdist", *words),
+        HYPOTHESIS_PROFILE=os.environ.get("HYPOTHESIS_PROFILE", profile),
+    )
+
+
 def conformance(native: str, needs: str = "") -> Command:
     """Run torch's own DDP tests on minidp."""
     return python("tests/conformance/run.py", needs=needs, MINIDP_NATIVE=native)
@@ -160,13 +168,8 @@ STAGES: dict[str, Sequence[Command]] = {
         BUILD_IF_POSSIBLE,
         python("-m", "tests.support.smoke", "benchmarks"),
     ],
-    # In one process: a browser serves all tests. Skipped where there is none.
-    "page": [
-        python(
-            *("-m", "pytest", "-p", "no:xdist", "tests/page"),
-            HYPOTHESIS_PROFILE=os.environ.get("HYPOTHESIS_PROFILE", "ci"),
-        )
-    ],
+    # Skipped where there is no browser.
+    "page": [page("tests/page")],
     # One test at a time: each has three replicas, whose deaths are timed.
     "torchft": [python("-m", "pytest", "-p", "no:xdist", "tests/torchft")],
     # ---- parts of the full tier
@@ -179,6 +182,9 @@ STAGES: dict[str, Sequence[Command]] = {
     # ---- nightly
     "fuzz": [
         pytest("tests/property", "tests/fault", "--timeout", "3600", profile="nightly")
+    ],
+    "page-fuzz": [
+        page(*tests("page", "forecast"), "--timeout", "3600", profile="nightly")
     ],
     "chaos": [python("-m", "tests.fault.chaos", "--runs", "200")],
     "torchft-chaos": [python("-m", "tests.torchft.chaos", "--kills", "300")],
@@ -219,8 +225,8 @@ TIERS = {
         *("page", "torchft"),
     ],
     "nightly": [
-        *("fuzz", "chaos", "sanitizers", "messages", "mutants", "native-torch"),
-        *("trainers", "packaging", "torchft-chaos", "gpu"),
+        *("fuzz", "page-fuzz", "chaos", "sanitizers", "messages", "mutants"),
+        *("native-torch", "trainers", "packaging", "torchft-chaos", "gpu"),
     ],
 }
 
@@ -371,6 +377,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.extras:  # for run.sh: what to install
         extras = {"benchmarks": "bench", "trainers": "trainers", "page": "page"}
         extras |= {"torchft": "torchft", "torchft-chaos": "torchft"}
+        extras |= {"page-fuzz": "page"}
         chosen = [extra for stage, extra in extras.items() if stage in stages]
         print(",".join(["test", "examples", *chosen]))
         return 0

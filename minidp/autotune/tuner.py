@@ -13,11 +13,13 @@ Rank 0 measures and decides. The others adopt its layout, as after torch's rebui
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minidp.comm import is_group
+from minidp.console import say_progress
 from minidp.core import Observer, RebuildPolicy, layout_after
 from minidp.costmodel import messages_of
 from minidp.layout import to_plain
@@ -35,6 +37,7 @@ logger = logging.getLogger("minidp")
 STEPS = 6  # backwards of one trial; the first has cold caches and is not counted
 TIMED_TRIALS = (0, 1)  # gradients are timed, for the model, in these trials
 TIMED_STEPS = (1, 2)  # ... and in these backwards of them
+LONG_SECONDS = 5.0  # trials that take longer in all say how far they are
 
 
 class AutotunePolicy(RebuildPolicy, Observer):
@@ -60,6 +63,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
     def _reset_trials(self) -> None:
         self.layout_by = "" if self._starts_rebuilt else AUTO_TRIES
         self._trial = -1  # -1: not begun
+        self._began = 0.0  # trial 0, seconds
         self._count = 0  # backwards since the last rebuild
         self._search: Search | None = None  # on rank 0
         self._stop_measuring()
@@ -91,8 +95,8 @@ class AutotunePolicy(RebuildPolicy, Observer):
         now = self._pipeline.layout
         self._count = 0
         self._trial += 1
-        if self.tries is not None and not self.is_settled:
-            self.tries(self._trial)
+        if not self.is_settled:
+            self._say_trial()
         self.layout_by = AUTO if self.is_settled else AUTO_TRIES
         order, self._order = self._order, None
         if self._trial > 0:
@@ -106,6 +110,20 @@ class AutotunePolicy(RebuildPolicy, Observer):
             self._stopwatch.start()
             self._stopwatch.enter(StepEvent.FORWARD_BEGIN)  # this one has begun
         return torchs
+
+    def _say_trial(self) -> None:
+        """Call `tries`; without it, print how far long trials are, on a terminal."""
+        number, now = self._trial, time.monotonic()
+        if self.tries is not None:
+            self.tries(number)
+        elif number == 0:
+            self._began = now
+        elif (now - self._began) * NUM_TRIALS / number > LONG_SECONDS:
+            left = (now - self._began) * (NUM_TRIALS - number) / number
+            say_progress(
+                f'minidp: bucket_cap_mb="auto" tries layout {number + 1} of '
+                f"{NUM_TRIALS}, {left:.0f} s to go"
+            )
 
     def plain_layout(
         self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig

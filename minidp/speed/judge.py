@@ -27,15 +27,17 @@ _WORDS = {
     FORWARD: "forward",
     BACKWARD: "backward",
     OPTIMIZER: "optimizer step",
-    WAITING: "network connection, sending its gradients",
+    WAITING: "network connection",
 }
 # A rank is slow if it takes longer than all others, by this share of a step, in all but
 # one of so many steps. What lasts may be smaller than what is seen at once.
 WINDOWS = {5: 0.25, 50: 0.1}
 LEAST_SECONDS = 0.001
-# A link is slow if it sends that many times as long as usual, and as all others do.
-LONGER, LONGEST = 2.0, 1.15
-FEW, MANY = 3, 40  # times that links were seen: enough to know what is usual; all kept
+# A link is slow if its rate is below this share of its usual one and of the others'; if
+# it was never faster, below that share of the others'. To send at that rate must take
+# at least a share of the time that all ranks wait.
+SLOWER, NEVER_FASTER, EXPLAINED = 0.4, 0.25, 0.7
+LAST, FEW, MANY = 3, 6, 40  # rates of links: the last ones; at least as many; all kept
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Slow:
 
     rank: int
     phase: int
-    seconds: float  # of that phase on this rank
-    others: float  # of the same phase on the other ranks, the median
+    here: float  # seconds of that phase on this rank; of a link: bytes per second
+    others: float  # the same on the other ranks, the median
     cost: float  # per step: the next slowest rank takes that much less
     step: float  # of a step
 
@@ -73,7 +75,7 @@ def describe(times: NDArray[np.float64], rank: int) -> Slow:
     return Slow(
         rank,
         phase,
-        seconds=float(typical[rank, phase]),
+        here=float(typical[rank, phase]),
         others=float(others[phase]),
         cost=float(own[rank] - np.delete(own, rank).max()),
         step=float(np.median(times[rank].sum(axis=1))),
@@ -81,23 +83,33 @@ def describe(times: NDArray[np.float64], rank: int) -> Slow:
 
 
 def find_slow_link(
-    sending: NDArray[np.float64], usual: NDArray[np.float64], times: NDArray[np.float64]
+    rates: NDArray[np.float64],
+    waits: NDArray[np.float64],
+    nbytes: Sequence[float],
+    step: float,
 ) -> Slow | None:
-    """Return the rank whose network is slow: it sends longest, and longer than usual.
+    """Return the rank whose network connection became slow, or was never fast.
 
-    ``sending``: seconds per step by rank, in which bytes were on their way; ``usual``:
-    the same before, or of the other ranks. All ranks must wait for a good part of a
-    step, since a ring is as slow as its slowest link. ``times`` as for `find_slow`.
+    ``rates``: bytes per second, shape (times, ranks). They are estimates, often far too
+    high. ``waits``: seconds per step in which even the rank that waits least waits, at
+    the same times: a ring is as slow as its slowest link. ``nbytes``: sent per step.
     """
-    rank = int(sending.argmax())
-    mine, others = float(sending[rank]), float(np.delete(sending, rank).max())
-    waiting = float(np.median(times[:, :, WAITING], axis=1).min())
-    step = float(np.median(times[rank].sum(axis=1)))
-    is_long = waiting > max(max(WINDOWS.values()) * step, LEAST_SECONDS)
-    if not is_long or mine < LONGEST * others or mine < LONGER * usual[rank]:
+    if len(rates) < FEW:
         return None
-    cost = min(waiting, mine - float(usual[rank]))
-    return Slow(rank, WAITING, mine, others, cost, step)
+    last = np.median(rates[-LAST:], axis=0)
+    before, wait = float(np.median(waits[:-LAST])), float(waits[-1])
+    rank = int(last.argmin())
+    usual = float(np.median(rates[:-LAST, rank]))
+    lower = np.percentile(rates[:-LAST], 25, axis=0)  # nearer to what the link can do
+    others = float(np.delete(lower, rank).min())
+    highest = SLOWER * min(usual, np.delete(last, rank).min())
+    if len(rates) == MANY and np.median(rates[:, rank]) < NEVER_FASTER * others:
+        highest, before = NEVER_FASTER * others, 0.0
+    highest = min(highest, nbytes[rank] / (EXPLAINED * max(wait, LEAST_SECONDS)))
+    cost = wait - before
+    if last[rank] > highest or cost < max(max(WINDOWS.values()) * step, LEAST_SECONDS):
+        return None
+    return Slow(rank, WAITING, float(last[rank]), others, cost, step)
 
 
 def align(
@@ -145,13 +157,12 @@ class Judge:
         self._window = 0  # in which that rank was found, steps; 0: by its link
         self._since = 0  # its first slow step
         self._step = 0  # the last one judged
-        # By rank, while no rank was slow.
-        self._sending: deque[NDArray[np.float64]] = deque(maxlen=MANY)
+        # Rates of the ranks' links, and how long all waited, while no rank was slow.
+        self._links: deque[tuple[Sequence[float], float]] = deque(maxlen=MANY)
 
     def judge(self, posted: Mapping[int, Any]) -> None:
         """Judge each step that all ranks have posted since the last call."""
         numbers, times = align([posted[rank]["steps"] for rank in sorted(posted)])
-        sending = np.array([posted[rank]["sending"] for rank in sorted(posted)])
         new = {n: end for end, n in enumerate(numbers, start=1) if n > self._step}
         for size, share in WINDOWS.items():
             every = size // min(WINDOWS)
@@ -159,8 +170,10 @@ class Judge:
                 if end >= size and number % every == 0:
                     window = times[:, end - size : end]
                     self._note(size, self._by_work(window, share), number, posted)
-        if new and len(numbers) >= min(WINDOWS):
-            link = self._by_link(sending, times[:, -min(WINDOWS) :])
+        is_by_work = self.slow is not None and self._window > 0
+        if new and len(numbers) >= min(WINDOWS) and not is_by_work:
+            links = [posted[rank]["link"] for rank in sorted(posted)]
+            link = self._by_link(links, times[:, -min(WINDOWS) :])
             self._note(0, link, numbers[-1], posted)
         self._step = max([self._step, *numbers])
 
@@ -171,17 +184,20 @@ class Judge:
         return now if now.cost > share / 2 * now.step else None
 
     def _by_link(
-        self, sending: NDArray[np.float64], times: NDArray[np.float64]
+        self, links: Sequence[tuple[float, float]], times: NDArray[np.float64]
     ) -> Slow | None:
-        if len(self._sending) >= FEW:
-            usual = np.median(self._sending, axis=0)
-        else:  # as the others
-            usual = np.array([np.delete(sending, r).max() for r in range(len(sending))])
+        rates, nbytes = zip(*links, strict=True)
+        wait = float(np.median(times[:, :, WAITING], axis=1).min())
+        step = float(np.median(times.sum(axis=2)))
         if self.slow is None:
-            self._sending.append(sending)
-            return find_slow_link(sending, usual, times)
-        rank = self.slow.rank
-        return self.slow if sending[rank] > usual[rank] * (1 + LONGER) / 2 else None
+            if not all(rates):  # unknown: no TCP, not Linux, or just begun
+                return None
+            self._links.append((rates, wait))
+            earlier, waits = zip(*self._links, strict=True)
+            return find_slow_link(np.array(earlier), np.array(waits), nbytes, step)
+        # Ranks wait as long as before? Single rates are too high too often to tell.
+        _, waited = self._links[-1]
+        return self.slow if waited - wait < self.slow.cost / 2 else None
 
     def _note(
         self, window: int, now: Slow | None, step: int, posted: Mapping[int, Any]
@@ -194,22 +210,27 @@ class Judge:
         elif self.slow is not None and now is None and window == self._window:
             self._log_end(self.slow, step)
             self.slow = None
+            for _ in range(0 if window else LAST):  # of the slow link
+                self._links.pop()
 
     def _log_begin(self, slow: Slow, posted: Mapping[int, Any]) -> None:
-        where = _WORDS[slow.phase]
+        where, is_link = _WORDS[slow.phase], slow.phase == WAITING
+        unit, factor = ("Mbit/s", 8e-6) if is_link else ("ms", 1e3)
         if slow.phase == BACKWARD:
             full = {rank: row["full"] for rank, row in posted.items()}
             where += self._layers(late_bucket(full, slow.rank))
         logger.warning(
-            "[rank 0] Rank %d (%s) slows all ranks down, since step %d: its %s takes "
-            "%.4g ms, that of the others %.4g ms. This costs %.4g ms of each step of "
+            "[rank 0] Rank %d (%s) slows all ranks down, since step %d: its %s "
+            "%.4g %s, that of the others %.4g %s. This costs %.4g ms of each step of "
             "%.4g ms (%.0f %%).",
             slow.rank,
             posted[slow.rank]["host"],
             self._since,
-            where,
-            slow.seconds * 1e3,
-            slow.others * 1e3,
+            f"{where} {'carries' if is_link else 'takes'}",
+            slow.here * factor,
+            unit,
+            slow.others * factor,
+            unit,
             slow.cost * 1e3,
             slow.step * 1e3,
             100 * slow.cost / slow.step,

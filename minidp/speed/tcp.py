@@ -1,8 +1,10 @@
-"""Read from the system how long this process's TCP connections have been sending.
+"""Read from the system how fast this process's TCP connections send.
 
-Linux counts per connection the microseconds in which bytes were unsent or not yet
-acknowledged, and of these the ones in which the receiver had no room (``tcp_info`` in
-``linux/tcp.h``). The rest is the time that the network took.
+Linux computes, from each acknowledgement, how fast its data reached the receiver
+(``tcpi_delivery_rate`` in ``linux/tcp.h``). A pause of the sender does not lower that,
+nor does a slow way back: late acknowledgements come together. The time in which a
+connection was busy would not do: where one direction is slow, that of the other grows,
+too, because its acknowledgements wait behind the data.
 """
 
 from __future__ import annotations
@@ -13,15 +15,15 @@ import struct
 from contextlib import suppress
 from typing import NamedTuple
 
-_ACKED_BYTES, _BUSY_MICROS = 120, 168  # offsets in tcp_info; then: no room, no buffer
-_BYTES = 192
+_ACKED_BYTES, _RATE = 120, 160  # offsets in tcp_info
+_BYTES = 168
 
 
 class Sent(NamedTuple):
-    """Hold what one connection has sent since it exists."""
+    """Hold what one connection has sent."""
 
-    nbytes: int  # that the receiver has acknowledged
-    seconds: float  # in which the network was busy with them
+    nbytes: int  # that the receiver has acknowledged, since the connection exists
+    rate: float  # bytes per second, of the last ones
 
 
 def sent_by_connection() -> dict[str, Sent]:
@@ -44,5 +46,5 @@ def _sent(descriptor: int) -> Sent:
     if len(info) < _BYTES:
         raise ValueError("an older kernel")
     (nbytes,) = struct.unpack_from("Q", info, _ACKED_BYTES)
-    busy, no_room = struct.unpack_from("QQ", info, _BUSY_MICROS)
-    return Sent(nbytes, (busy - no_room) / 1e6)
+    (rate,) = struct.unpack_from("Q", info, _RATE)
+    return Sent(nbytes, float(rate))

@@ -179,26 +179,27 @@ class SpeedWatch:
         return {
             "host": platform.node(),
             "steps": list(self._steps),
-            "sending": self._seconds_of_sending(),
+            "link": self._link(),
             "full": {bucket: median(row[bucket] for row in full) for bucket in shared},
         }
 
-    def _seconds_of_sending(self) -> float:
-        """Return how long, per step, the network took for this rank's gradients.
+    def _link(self) -> tuple[float, float]:
+        """Return the rate of the connection that carries gradients, and bytes per step.
 
-        Of the busiest connection that sent a good part of them; 0 if none did.
+        Zeros if none does.
         """
         now, sent = self._number, sent_by_connection()
         while len(self._sent) > 1 and now - self._sent[1][0] >= min(WINDOWS):
             self._sent.popleft()
-        busiest = 0.0
+        most, rate = self._nbytes / 4, 0.0
         for then, before in list(self._sent)[:1]:
             for name, each in sent.items():
-                old, steps = before.get(name, Sent(0, 0.0)), now - then
-                if steps and each.nbytes - old.nbytes >= steps * self._nbytes / 4:
-                    busiest = max(busiest, (each.seconds - old.seconds) / steps)
+                old = before.get(name, Sent(0, 0.0)).nbytes
+                nbytes = (each.nbytes - old) / max(now - then, 1)
+                if nbytes >= most:
+                    most, rate = nbytes, each.rate
         self._sent.append((now, sent))
-        return busiest
+        return rate, most if rate else 0.0
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -146,6 +146,28 @@ def test_rank_0_tries_several_layouts_and_says_once_what_was_chosen(pool):
     assert len(set(layouts)) >= 3
 
 
+def said(ctx: Any, long_seconds: float) -> list[str]:
+    """What a rank would print on a terminal, if trials that take so long are long."""
+    ddp = made(DataParallel, ctx, bucket_cap_mb="auto")
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuner, "say_progress", lines.append)
+        patch.setattr(tuner, "LONG_SECONDS", long_seconds)
+        for number in range(LAST + 2):
+            step(ctx, ddp, number)
+    return lines
+
+
+def test_long_trials_say_how_far_they_are(pool):
+    for lines in pool.run(said, 2, 0.0):
+        assert [line.partition(", ")[0] for line in lines] == [
+            f'minidp: bucket_cap_mb="auto" tries layout {number} of 8'
+            for number in range(2, 9)
+        ]
+        assert all(line.endswith(" s to go") for line in lines)
+    assert pool.run(said, 2, 1e9) == [[], []]
+
+
 def test_a_hook_with_a_state_keeps_its_buckets(pool):
     (lines, layouts, torchs), _ = pool.run(chosen, 2, "stateful")
     assert set(layouts[1:]) == {torchs}

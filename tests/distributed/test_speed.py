@@ -1,77 +1,171 @@
-"""`minidp.watch_speed` on ranks; how often it is right: benchmarks/slow_ranks.py."""
+"""`minidp.watch_speed` on ranks: one injection per phase, named with its rank.
+
+What is slow takes many times as long as everything else, so that a busy machine does
+not hide it. How often it is right when little is slow: benchmarks/slow_ranks.py.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import shutil
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import minidp
+from tests.support.nodes import run_on_nodes, why_not
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 0.1
+PHASES = {
+    "data": "time between steps (data loading, logging) takes ",
+    "forward": "forward takes ",
+    "backward": "backward (most of it before bucket 1: first.weight to first.weight) ",
+    "optimizer": "optimizer step takes ",
+}
+DEVICE = "cable"  # of run_on_nodes
+SHAPE = f"tc qdisc add dev {DEVICE} root tbf rate 50mbit burst 32kb latency 20ms"
 
 
-class Slow(nn.Module):
-    """A layer whose forward takes as long as it is told."""
+class SlowBackward(torch.autograd.Function):
+    """Sleep in the backward."""
 
-    seconds = 0.0
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
 
-    def __init__(self) -> None:
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+class Net(nn.Module):
+    """Two layers; ``naps`` has seconds to sleep, by phase."""
+
+    def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 4)
+        self.first = nn.Linear(width, width, bias=False)
+        self.last = nn.Linear(width, width, bias=False)
+        self.naps = dict.fromkeys(PHASES, 0.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(self.seconds)
-        return self.layer(x)
+        time.sleep(self.naps["forward"])
+        return self.last(SlowBackward.apply(self.first(x), self.naps["backward"]))
 
 
-def train(ctx: Any, attached: bool, resets: bool) -> Any:
-    """Train until rank 0 has logged that rank 1 is slow; return that, and numbers."""
-    lines: list[str] = []
+def logged(lines: list[str]) -> logging.Handler:
+    """Make a handler that adds messages to ``lines``."""
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore
-    logger = logging.getLogger("minidp")
-    logger.addHandler(handler)
-    model = Slow()
+    logging.getLogger("minidp").addHandler(handler)
+    return handler
+
+
+def train(ctx: Any, phase: str, attached: bool) -> Any:
+    """Train until rank 0 has logged that rank 1 is slow; return that, and numbers."""
+    lines: list[str] = []
+    handler = logged(lines)
+    model = Net()
+    options: dict[str, Any] = {"process_group": ctx.group, "bucket_cap_mb": 1e-5}
     if attached:
-        wrapper: Any = minidp.attach(model, process_group=ctx.group)
+        wrapper: Any = minidp.attach(model, **options)
+        wrapper.reset()
     else:
-        wrapper = minidp.DataParallel(model, process_group=ctx.group)
+        wrapper = minidp.DataParallel(model, **options)
     speed = minidp.watch_speed(wrapper)
     call = model if attached else wrapper
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if resets:
-        wrapper.reset()
-    model.seconds = 0.03 * ctx.rank
-    steps = 0
+    model.naps[phase] = SECONDS * ctx.rank
     done = torch.zeros(1)
-    while not done and steps < 300:
+    for _ in range(300):
+        time.sleep(model.naps["data"])
         call(torch.ones(2, 4)).sum().backward()
+        done.fill_(len(lines))
+        dist.all_reduce(done, group=ctx.group)  # no wait: all end the backward at once
+        if done:
+            break
+        time.sleep(model.naps["optimizer"])
         optimizer.step()
         optimizer.zero_grad()
-        steps += 1
-        done.fill_(len(lines))
-        torch.distributed.all_reduce(done, group=ctx.group)
     speed.stop()
-    logger.removeHandler(handler)
+    logging.getLogger("minidp").removeHandler(handler)
     return lines, speed.numbers()
 
 
-def check(results: Any) -> None:
-    (lines, numbers), (nothing, others) = results
+@pytest.mark.parametrize(
+    ("phase", "attached"), [*((phase, False) for phase in PHASES), ("forward", True)]
+)
+def test_rank_0_names_the_slow_rank_and_its_phase(
+    pool: Any, phase: str, attached: bool
+) -> None:
+    (lines, numbers), (nothing, others) = pool.run(train, 2, phase, attached)
     assert len(lines) == 1
     assert "Rank 1 (" in lines[0]
-    assert ": its forward takes " in lines[0]
+    assert f": its {PHASES[phase]}" in lines[0]
     assert nothing == []
     assert numbers["slow_rank"] == 1
     assert "slow_rank" not in others
-    assert others["forward_s"] > 0.03 > numbers["forward_s"]
+    assert others[f"{phase}_s"] > SECONDS / 2 > numbers[f"{phase}_s"]
 
 
-def test_rank_0_names_the_slow_rank(pool: Any) -> None:
-    check(pool.run(train, 2, False, False))
+def train_on_a_link() -> None:
+    """Train on one of two nodes; rank 1's sending gets slow; print what rank 0 logs."""
+    dist.init_process_group("gloo")
+    lines: list[str] = []
+    logged(lines)
+    model = minidp.DataParallel(Net(width=256))
+    minidp.watch_speed(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    done, is_shaped, began = torch.zeros(1), False, time.monotonic()
+    while not done:
+        model(torch.ones(2, 256)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.01)
+        if dist.get_rank() == 1 and not is_shaped and time.monotonic() - began > 3:
+            subprocess.run(SHAPE.split(), check=True)
+            is_shaped = True
+        done.fill_(bool(lines) or time.monotonic() - began > 40)
+        dist.all_reduce(done)
+    sys.stdout.write(f"{lines[:1]}\n")
+    dist.destroy_process_group()
 
 
-def test_it_works_for_attached_models_and_after_reset(pool: Any) -> None:
-    check(pool.run(train, 2, True, True))
+def why_no_link() -> str:
+    """Why no link can be shaped here; empty if it can."""
+    if why_not() or not shutil.which("tc"):
+        return why_not() or "needs tc"
+    make = f"ip link add {DEVICE} type veth; {SHAPE}"
+    attempt = subprocess.run(
+        ["unshare", "--net", "sh", "-ec", make], capture_output=True, text=True
+    )
+    return attempt.stderr.strip() and f"the kernel refuses: {attempt.stderr.strip()}"
+
+
+def test_rank_0_names_the_rank_whose_link_is_slow(tmp_path: Path) -> None:
+    if reason := why_no_link():
+        pytest.skip(f"no shaped link here: {reason}")
+    settings = ["MASTER_ADDR=10.77.0.1", "MASTER_PORT=29500", "WORLD_SIZE=2"]
+    commands = [
+        ["env", *settings, f"RANK={rank}", sys.executable, "-m", __name__]
+        for rank in (0, 1)
+    ]
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
+    first, second = run_on_nodes(commands, tmp_path, env, cwd=ROOT, timeout=90)
+    assert (first.returncode, second.returncode) == (0, 0), first.output
+    assert "Rank 1 (" in first.output
+    assert ": its network connection carries " in first.output
+
+
+if __name__ == "__main__":
+    train_on_a_link()

@@ -121,7 +121,7 @@ def test_any_backward(blank, backward, network, change, ranks, random):
     compare_best(blank, forecast, model)
 
 
-@settings(max_examples=30)
+@settings(max_examples=settings().max_examples // 4)  # of the profile
 @given(st.integers(0, 10**6), changes)
 def test_any_recording(blank, seed, change):
     found = analyse(aligned(recordings(seed)))

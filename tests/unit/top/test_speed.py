@@ -18,7 +18,9 @@ from torch import nn
 import minidp
 from minidp.speed.judge import (
     BACKWARD,
+    FEW,
     FORWARD,
+    MANY,
     PHASES,
     WAITING,
     Judge,
@@ -48,7 +50,7 @@ def test_a_rank_that_works_longer_is_found_with_its_phase(phase: str) -> None:
     assert slow is not None
     assert (slow.rank, PHASES[slow.phase]) == (2, phase)
     assert slow.cost == pytest.approx(0.020)
-    assert slow.seconds - slow.others == pytest.approx(0.020)
+    assert slow.here - slow.others == pytest.approx(0.020)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.005])
@@ -116,23 +118,46 @@ def test_the_bucket_before_which_time_is_lost() -> None:
     assert late_bucket({0: {"0": 0.01}, 1: {"0": 0.01, "1": 0.02}}, 1) is None
 
 
+USUAL = [1.0e8, 30e8, 1.2e8]  # bytes per second: estimates, often far too high
+NBYTES = [2e6] * 3  # per step
+
+
+def links(slow: float, times: int, rank: int = 1) -> Any:
+    """Rates of three ranks, of which the last ``times`` of ``rank`` are ``slow``."""
+    found = np.array([USUAL, np.roll(USUAL, 1), np.roll(USUAL, 2)] * 14)[:MANY]
+    if times:
+        found[-times:, rank] = slow
+    return found
+
+
 @pytest.mark.parametrize(
-    ("sending", "rank"),
+    ("slow", "times", "rank"),
     [
-        ([0.10, 0.25, 0.15], 1),
-        ([0.23, 0.25, 0.10], None),  # two ranks alike
-        ([0.10, 0.15, 0.10], None),  # not much longer than usual
+        (0.1e8, 3, 1),
+        (0.1e8, 1, None),  # one low estimate among the last three
+        (0.9e8, 3, None),  # not much slower than usual
+        (0.1e8, MANY, 1),  # from the beginning
     ],
 )
-def test_the_rank_whose_network_is_slow_sends_longest(
-    sending: list[float], rank: int | None
+def test_the_rank_whose_link_is_slow_has_a_low_rate(
+    slow: float, times: int, rank: int | None
 ) -> None:
-    usual, long = np.array([0.1] * 3), times(3, 5)
-    long[:, :, WAITING] += 0.2
-    slow = find_slow_link(np.array(sending), usual, long)
-    assert (None if slow is None else slow.rank) == rank
-    nobody_waits = find_slow_link(np.array(sending), usual, times(3, 5))
-    assert nobody_waits is None
+    waits = np.full(MANY, 0.01)
+    waits[-times:] = 0.2
+    found = find_slow_link(links(slow, times), waits, NBYTES, 0.25)
+    assert (None if found is None else found.rank) == rank
+    if found is not None:
+        assert found.here == slow
+        assert found.others == 1.0e8
+        assert found.cost == pytest.approx(0.2 if times == MANY else 0.19)
+
+
+def test_no_link_is_slow_if_ranks_wait_no_longer_or_not_for_it() -> None:
+    slow, waits = links(0.1e8, 3), np.full(MANY, 0.01)
+    assert find_slow_link(slow, waits, NBYTES, 0.25) is None
+    waits[-3:] = 0.2
+    assert find_slow_link(slow[-FEW + 1 :], waits[-FEW + 1 :], NBYTES, 0.25) is None
+    assert find_slow_link(slow, waits, [0.5e6] * 3, 0.25) is None  # sent in 0.05 s
 
 
 def test_what_the_connections_of_this_process_have_sent() -> None:
@@ -147,6 +172,7 @@ def test_what_the_connections_of_this_process_have_sent() -> None:
                 after = sent_by_connection()
     new = [sent for name, sent in after.items() if name not in before]
     assert sorted(sent.nbytes for sent in new) in ([0, 5000], [0, 5001])
+    assert max(new).rate > 0
 
 
 class OneBucket:
@@ -159,16 +185,19 @@ class OneBucket:
         buckets = (bucket,)
 
 
-def posted(first: int, steps: int, slow: float) -> dict[int, Any]:
+def posted(
+    first: int, steps: int, slow: float, wait: float = 0.0, rate: float = 0.0
+) -> dict[int, Any]:
     both = {}
     for rank in (0, 1):
         each = list(STEP)
         each[BACKWARD] += slow * rank
+        each[WAITING] += wait
         listed = [(number, each) for number in range(first, first + steps)]
         both[rank] = {
             "host": f"h{rank}",
             "steps": listed,
-            "sending": 0.0,
+            "link": (rate if rank else 1e8, 1e6),
             "full": {"0": each[BACKWARD]},
         }
     return both
@@ -196,6 +225,30 @@ def test_rank_0_logs_once_when_a_rank_becomes_slow_and_once_when_it_is_over(
     assert end == (
         "[rank 0] Rank 1 slows the others down no longer, at step 27. It did for 18 "
         "steps, which cost about 0.54 s."
+    )
+
+
+def test_a_slow_link_is_logged_with_rates_until_the_ranks_wait_no_longer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    judge = Judge(OneBucket())  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING, "minidp"):
+        for first in range(1, 40, 5):
+            judge.judge(posted(first, 5, 0.0, rate=1e8))
+        for first in range(41, 60, 5):
+            judge.judge(posted(first, 5, 0.0, wait=0.1, rate=1e7))
+        judge.judge(posted(61, 5, 0.0, wait=0.1, rate=30e8))  # too high once
+        for first in range(66, 90, 5):
+            judge.judge(posted(first, 5, 0.0, rate=1e8))
+    begin, end = caplog.messages
+    assert begin == (
+        "[rank 0] Rank 1 (h1) slows all ranks down, since step 46: its network "
+        "connection carries 80 Mbit/s, that of the others 800 Mbit/s. This costs 100 "
+        "ms of each step of 137 ms (73 %)."
+    )
+    assert end == (
+        "[rank 0] Rank 1 slows the others down no longer, at step 70. It did for 24 "
+        "steps, which cost about 2.4 s."
     )
 
 
