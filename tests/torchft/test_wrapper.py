@@ -240,10 +240,37 @@ def test_a_step_in_which_a_replica_dies_is_repeated_from_the_same_gradients(ligh
         each.die()
 
 
+class Counting(Replica):
+    """One whose batches have other numbers of items: 1 + 2 * its number."""
+
+    def __init__(self, number, lighthouse, **options):
+        super().__init__(number, lighthouse, average_over="items", **options)
+        self.totals = {}  # step -> items of each replica
+
+    def step(self, *, counts=True, quiet=1):
+        step = self.manager.current_step()
+        self.optimizer.zero_grad()
+        for number in range(2):
+            with self.model.no_sync() if number == 0 else nullcontext():
+                rows = batch(self.number, step)[: 1 + 2 * self.number] + number
+                loss = self.model(rows).square().sum(1)
+                if counts:
+                    self.model.count_items(len(rows), loss.sum())
+                loss.sum().backward()
+        self.optimizer.step()
+        if self.manager.current_step() > step:
+            self.seen[self.manager.current_step()] = flat(self.net)
+            self.totals[self.manager.current_step()] = self.model.item_totals
+
+
+@pytest.mark.parametrize("kind", ["ranks", "items"])
 @pytest.mark.parametrize("step", [1, 3], ids=["other buckets", "the same buckets"])
-def test_a_replica_that_fails_where_the_other_commits_catches_up(lighthouse, step):
+def test_a_replica_that_fails_where_the_other_commits_catches_up(
+    lighthouse, step, kind
+):
     """In step 1 the layout is agreed on: who commits it has other buckets in step 2."""
-    a, b = together(*(lambda k=k: Replica(k, lighthouse, **SMALL) for k in range(2)))
+    make = {"ranks": Replica, "items": Counting}[kind]
+    a, b = together(*(lambda k=k: make(k, lighthouse, **SMALL) for k in range(2)))
     together(lambda: a.train(step), lambda: b.train(step))
     all_reduce = b.manager.allreduce
 
@@ -259,9 +286,9 @@ def test_a_replica_that_fails_where_the_other_commits_catches_up(lighthouse, ste
 
     b.manager.allreduce = fails
     stood_in, stand_in = [], b.model._quorum._stand_in
-    b.model._quorum._stand_in = lambda buckets: (
-        stood_in.append(len(buckets)),
-        stand_in(buckets),
+    b.model._quorum._stand_in = lambda layout, others: (
+        stood_in.append(len(layout.buckets)),
+        stand_in(layout, others),
     )
     together(lambda: a.train(8), lambda: b.train(8))
     assert a.layout == b.layout
@@ -334,6 +361,72 @@ def test_accumulation_in_no_sync(lighthouse):
     assert any(torch.allclose(a.seen[4], one, rtol=1e-10) for one in expected)
     for each in replicas:
         each.die()
+
+
+def items_reference(start, step, replicas):
+    """Take one step from ``start`` with the mean over all items of ``replicas``."""
+    net = copy.deepcopy(start)
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+    optimizer.zero_grad()
+    rows = [batch(r, step)[: 1 + 2 * r] + n for r in replicas for n in range(2)]
+    net(torch.cat(rows)).square().sum(1).mean().backward()
+    optimizer.step()
+    return flat(net)
+
+
+def test_unequal_counts_are_averaged_over_the_items_of_the_participants(lighthouse):
+    """Also of those who are left when a replica dies, and of one that joins."""
+    replicas = together(
+        *(lambda k=k: Counting(k, lighthouse, **SMALL) for k in range(3))
+    )
+    together(*(lambda each=each: each.train(3) for each in replicas))
+    *survivors, victim = replicas
+    start = copy.deepcopy(victim.net)
+    together(*(each.step for each in replicas))
+    same(victim.seen[4], items_reference(start, 3, (0, 1, 2)))
+    assert victim.totals[4].of_ranks.tolist() == [2, 6, 10]
+    start = copy.deepcopy(victim.net)
+
+    def dies():
+        def die(_):
+            victim.die()
+            raise RuntimeError("dead")
+
+        victim.net.first.weight.register_post_accumulate_grad_hook(die)
+        with pytest.raises(RuntimeError):
+            victim.step()
+
+    together(dies, *(each.step for each in survivors))
+    for each in survivors:
+        same(each.seen[5], items_reference(start, 4, (0, 1)))
+        assert each.totals[5].of_ranks.tolist() == [2, 6]
+    joins = Counting(2, lighthouse, seed=9, **SMALL)
+    everybody = (*survivors, joins)
+    together(*(lambda each=each: each.train(9) for each in everybody))
+    assert min(joins.seen) > 5
+    for step, params in joins.seen.items():
+        assert torch.equal(params, survivors[0].seen[step])
+    first = joins.totals[min(joins.seen)].of_ranks.tolist()
+    assert first == [2, 6, 0]  # it has just caught up, and contributed nothing
+    assert joins.totals[9].of_ranks.tolist() == [2, 6, 10]
+    for each in everybody:
+        each.die()
+
+
+def test_a_replica_that_does_not_count_its_items_is_named(lighthouse):
+    a, b = together(*(lambda k=k: Counting(k, lighthouse, **SMALL) for k in (0, 2)))
+    together(lambda: a.train(3), lambda: b.train(3))
+
+    def fails(replica, counts):
+        with pytest.raises(minidp.ItemCountError, match="Rank 2 did not say") as found:
+            replica.step(counts=counts)
+        assert "rank 0: 2, rank 2: nothing" in str(found.value)
+        replica.model.reset()
+        replica.train(5)
+
+    together(lambda: fails(a, True), lambda: fails(b, False))
+    assert torch.equal(a.seen[5], b.seen[5])
+    a.die(), b.die()
 
 
 def test_nothing_waits_before_the_backward_has_ended(lighthouse):
