@@ -58,7 +58,7 @@ from .groups import (
     warn_without_store,
 )
 from .hook import CommHook, Hook, name_of
-from .item_counts import ROW, ItemCounts, ItemTotals, weighted
+from .item_counts import ItemCounts, ItemTotals, weighted
 from .nonfinite import AFTER, BEFORE, refuse_nonfinite
 from .shared_memory import SharedBuffer, read_mode, share
 from .used_map import UsedMap
@@ -66,15 +66,7 @@ from .work import FutureWork, Work, then, wait_for
 
 __all__ = ["CommHook", "GradBucket", "Hook", "Turn", "UsedMap", "name_of", "wait_for"]
 __all__ += ["STORE_SECONDS", "Communicator", "FutureWork", "InFlight", "ItemCounts"]
-__all__ += [
-    "ROW",
-    "ItemTotals",
-    "PeerMonitor",
-    "Report",
-    "SharedBuffer",
-    "Work",
-    "then",
-]
+__all__ += ["ItemTotals", "PeerMonitor", "Report", "SharedBuffer", "Work", "then"]
 __all__ += ["all_reduce", "barrier", "broadcast_coalesced", "broadcast_integers"]
 __all__ += ["gather_bytes", "gather_integers", "gather_json", "gather_rows", "share"]
 __all__ += ["ContextGrads", "NotedContexts", "is_own_rref", "is_rpc_up", "weighted"]

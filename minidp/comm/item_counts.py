@@ -215,18 +215,19 @@ class ItemCounts:
         self.is_sent = self.holds_averages = False
 
     def ranks(self, count: int) -> Sequence[int]:
-        """Return the numbers of the ``count`` ranks in the last reduction, by row."""
+        """Return the numbers of the ``count`` ranks of the last reduction, by row."""
         return range(count)
 
     def _refuse(self, rows: Sequence[Sequence[float]]) -> None:
         """Raise ItemCountError for rows (flags, count, loss), the same on all ranks."""
-        flags = [int(row[0]) for row in rows]
-        counts = [row[1] for row in rows]
-        ranks = self.ranks(len(rows))
-        silent = [r for r, flag in zip(ranks, flags, strict=True) if flag & _SILENT]
-        stale = [r for r, flag in zip(ranks, flags, strict=True) if flag & _STALE]
-        wrong = [r for r, n in zip(ranks, counts, strict=True) if not 0 <= n < math.inf]
-        if not (silent or stale or wrong) and sum(counts) > 0:
+        told = [
+            (r, int(row[0]), row[1])
+            for r, row in zip(self.ranks(len(rows)), rows, strict=True)
+        ]
+        silent = [r for r, flags, _ in told if flags & _SILENT]
+        stale = [r for r, flags, _ in told if flags & _STALE]
+        wrong = [r for r, _, n in told if not 0 <= n < math.inf]
+        if not (silent or stale or wrong) and sum(n for _, _, n in told) > 0:
             return
         remedy = _REMEDY
         if stale:
@@ -245,8 +246,8 @@ class ItemCounts:
         else:
             what = "All ranks counted 0 items: there is nothing to average"
         found = [
-            f"rank {r}: {'nothing' if r in silent else f'{count:g}'}"
-            for r, count in zip(ranks, counts, strict=True)
+            f"rank {r}: {'nothing' if flags & _SILENT else f'{n:g}'}"
+            for r, flags, n in told
         ]
         raise ItemCountError(
             explain(

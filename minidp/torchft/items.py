@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from minidp.comm import ROW, ItemCounts
+from minidp.comm import ItemCounts
 from minidp.core import Reducer
 
 from .quorum import Quorum, Sum
@@ -37,11 +37,12 @@ class ItemRows(ItemCounts):
     def send(self, device: torch.device) -> None:
         """Start to sum the counts; once more, with the same, if the quorum changes."""
         said, is_stale, quorum = self._said, self._is_stale, self._quorum
+        row = super().tail  # of the group of one rank
 
         def rows() -> torch.Tensor:
             self._said, self._is_stale = said, is_stale
-            message = torch.zeros(ROW * len(quorum.members()), device=device)
-            self.write(message[ROW * quorum.position() :])
+            message = torch.zeros(row * len(quorum.members()), device=device)
+            self.write(message[row * quorum.position() :])
             return message
 
         self._sum = Sum(quorum, rows)

@@ -53,6 +53,10 @@ class Replica(ProcessGroupDummy):  # type: ignore[misc]
 
     quorum: Quorum
 
+    def getBackendName(self) -> str:
+        """Return what a recording says of the backend."""
+        return "torchft"
+
     def allreduce(self, tensors: list[torch.Tensor], opts: object) -> Sum:
         """Start to sum a tensor over the participants, in place; wait for nothing."""
         tensor = tensors[0]
@@ -107,6 +111,7 @@ class Quorum:
         self.sums: list[Sum] = []  # of this backward, in launch order
         self.step = -1  # the manager's, when this backward began
         self.contributors = 1  # in this quorum, to divide by
+        self.seat = 0, 1  # index in the last `members`, and how many these were
         self.agreement = Agreement(reducer)
         self._reducer = reducer
         self._told: list[int] = []  # participants that were logged last
@@ -179,6 +184,7 @@ class Quorum:
             remedy += "and start this process again: its manager cannot go on"
             text = explain(rank, what, expected=expected, remedy=remedy)
             raise CollectiveError(text) from error
+        self.seat = self.position(), len(now)
         if now != self._told:
             step, who = manager.current_step(), ", ".join(map(str, now))
             logger.info("From step %d on the replicas in the quorum are %s.", step, who)

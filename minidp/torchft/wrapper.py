@@ -19,8 +19,10 @@ from typing import Any
 from torch import nn
 
 from minidp import torch_compat
+from minidp.comm import SharedBuffer
 from minidp.core import Averaging, Observer, Reducer
 from minidp.errors import UnsyncedGradientsError, explain
+from minidp.layout import Layout
 
 from .items import ItemRows
 from .quorum import Quorum, Replica
@@ -129,6 +131,15 @@ class _ByContributors(Averaging):
             self.items = ItemRows(quorum, reducer)
         self._quorum = quorum
         self.no_shared_memory = "the manager reduces the buckets"
+
+    @property
+    def seat(self) -> tuple[int, int]:
+        """This replica's index among those in the last quorum, and their number."""
+        return self._quorum.seat
+
+    def share(self, layout: Layout, *, asks: bool) -> list[SharedBuffer]:
+        """Return no buffers in shared memory."""
+        return []
 
     def begin(self) -> None:
         """Wait for the quorum, and fix this backward's divisor."""

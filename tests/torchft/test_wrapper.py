@@ -21,6 +21,7 @@ torchft = pytest.importorskip("torchft", reason="bash tests/run.sh torchft")
 
 from torchft._torchft import LighthouseServer
 
+from minidp.report import report
 from minidp.torchft import DataParallel
 from minidp.torchft.quorum import require_known
 
@@ -427,6 +428,29 @@ def test_a_replica_that_does_not_count_its_items_is_named(lighthouse):
     together(lambda: fails(a, True), lambda: fails(b, False))
     assert torch.equal(a.seen[5], b.seen[5])
     a.die(), b.die()
+
+
+def test_steps_are_recorded_and_measured(lighthouse):
+    replicas = together(*(lambda k=k: Replica(k, lighthouse, **SMALL) for k in (0, 1)))
+
+    def recorded(each):
+        speed = minidp.watch_speed(each.model)
+        with minidp.record(each.model) as recording:
+            each.train(8)
+        with pytest.raises(ValueError, match="save\\(\\) on each"):
+            recording.gather()
+        assert speed.numbers()["backward_s"] > 0
+        return recording
+
+    found = together(*(lambda each=each: recorded(each) for each in replicas))
+    for number, recording in enumerate(found):
+        text = recording.report()
+        assert text.startswith(f"rank {number} of 2; torchft on cpu")
+        assert "the manager reduces the buckets" in text
+        assert "There is none" not in text
+    assert "ranks 0, 1 of 2" in report([each.timelines[0] for each in found])
+    for each in replicas:
+        each.die()
 
 
 def test_nothing_waits_before_the_backward_has_ended(lighthouse):
