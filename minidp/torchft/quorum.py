@@ -246,11 +246,13 @@ class Quorum:
 
         Not views of buckets: they hold partial sums. With create_graph=True the sums
         have a history. With a synchronous quorum, or if this replica was catching up,
-        it would take part with gradients of other parameters than it has then.
+        it would take part with gradients of other parameters than it has then. Another
+        process of this replica may have noticed nothing, and begin the step anew.
         """
         manager, config = self.manager, self._reducer.queue.config
         is_local = not config.gradient_as_bucket_view and not torch.is_grad_enabled()
-        return is_local and manager._use_async_quorum and not manager._healing
+        is_alone = manager._use_async_quorum and manager._group_world_size == 1
+        return is_local and is_alone and not manager._healing
 
     def _repeat(self, sums: list[Sum]) -> None:
         """Sum the local gradients in ``.grad`` over a new quorum.

@@ -25,7 +25,7 @@ from minidp.report import report
 from minidp.torchft import DataParallel
 from minidp.torchft.quorum import require_known
 
-from .replica import make_manager
+from .replica import make_manager, make_store
 
 pytestmark = [
     pytest.mark.torchft,
@@ -66,10 +66,10 @@ def flat(net):
 class Replica:
     """One replica; `step` trains one step of the manager's."""
 
-    def __init__(self, number, lighthouse, *, seed=0, is_async=True, **options):
+    def __init__(self, number, lighthouse, *, seed=0, manager=None, **options):
         self.number, self.net = number, Net(seed)
         self.manager = make_manager(
-            number, lighthouse, self.load, self.save, use_async_quorum=is_async
+            number, lighthouse, self.load, self.save, **manager or {}
         )
         self.model = DataParallel(self.manager, self.net, **options)
         inner = torch.optim.SGD(self.net.parameters(), lr=RATE)
@@ -166,7 +166,7 @@ def test_gradients_are_averages_over_the_participants(lighthouse, is_async, opti
     replicas = together(
         *(
             lambda k=k: Replica(
-                k, lighthouse, seed=k, is_async=is_async, **options
+                k, lighthouse, seed=k, manager={"use_async_quorum": is_async}, **options
             ).train(5)
             for k in range(2)
         )
@@ -327,6 +327,59 @@ def test_with_bucket_views_such_a_step_is_not_committed(lighthouse):
     assert torch.equal(survivors[0].seen[5], survivors[1].seen[5])
     for each in survivors:
         each.die()
+
+
+def test_several_processes_per_replica(lighthouse):
+    """Rank r of each replica averages with rank r of the others; both commit or none.
+
+    A step in which a replica dies is not repeated: the other rank may not have noticed.
+    """
+
+    def replica(number, seed=0):
+        store = make_store()
+        options = [{"rank": r, "world_size": 2, "store": store} for r in range(2)]
+        return together(
+            *(
+                lambda r=r: Replica(
+                    number, lighthouse, seed=r + seed, manager=options[r], **SMALL
+                )
+                for r in range(2)
+            )
+        )
+
+    def train(steps, *replicas):
+        ranks = [rank for replica in replicas for rank in replica]
+        together(*(lambda rank=rank: rank.train(steps) for rank in ranks))
+
+    a, b, victim = replica(0), replica(1), replica(2)
+    train(3, a, b, victim)
+    assert a[0].model.participants == a[1].model.participants == [0, 1, 2]
+
+    def dies():
+        def die(_):
+            for rank in victim:
+                rank.die()
+            raise RuntimeError("dead")
+
+        victim[0].net.first.weight.register_post_accumulate_grad_hook(die)
+        victim[1].optimizer.zero_grad()  # both ask for the quorum
+        with pytest.raises(RuntimeError):
+            victim[0].step()
+
+    backwards = a[0].backwards
+    together(dies, *(rank.step for rank in (*a, *b)))
+    assert {rank.manager.current_step() for rank in (*a, *b)} == {3}
+    assert a[0].backwards == backwards + 1
+    joins = replica(2, seed=5)
+    train(9, a, b, joins)
+    for r in range(2):
+        assert torch.equal(a[r].seen[9], b[r].seen[9])
+        assert torch.equal(a[r].seen[9], joins[r].seen[9])
+        assert a[r].layout == joins[r].layout
+        assert a[r].model.participants == [0, 1, 2]
+    assert not torch.equal(a[0].seen[9], a[1].seen[9])
+    for rank in (*a, *b, *joins):
+        rank.die()
 
 
 def test_parameters_that_one_replica_does_not_use(lighthouse):
