@@ -196,7 +196,14 @@ class Quorum:
     def _received(self) -> dict[str, Any] | None:
         """Return another replica's `state`, if this one is catching up with it."""
         found = self.manager._healing and self.manager._pending_state_dict
-        return found["user"][KEY] if found else None
+        if not found:
+            return None
+        if KEY not in found["user"]:
+            what = "The replica that this one catches up with sends no bucket layout."
+            remedy = "wrap the model by minidp.torchft.DataParallel in all replicas"
+            raise MiniDPError(explain(self._reducer.rank, what, remedy=remedy))
+        state: dict[str, Any] = found["user"][KEY]
+        return state
 
     def _count(self) -> int:
         """Return how many replicas contribute; agree on a ready order if that is due.
@@ -263,7 +270,7 @@ class Quorum:
         self._find_out()
         received = self._received()
         if received is not None:
-            layout = self.agreement.layout_of(received["layout"])
+            layout = self.agreement.layout_of(received)
             if layout != self._reducer.queue.layout:
                 self._stand_in(layout, sums[len(self._reducer.queue.buckets) :])
                 return

@@ -506,6 +506,48 @@ def test_steps_are_recorded_and_measured(lighthouse):
         each.die()
 
 
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        (nn.Module.float, SMALL, r"first\.weight: torch\.float32 \(40, 6\)"),
+        (
+            lambda net: setattr(net, "last", nn.Linear(40, 3).double()),
+            SMALL,
+            r"last\.bias: torch\.float64 \(3,\)",
+        ),
+        (lambda net: None, {"find_unused_parameters": True} | SMALL, "find_unused"),
+        (lambda net: None, {"bucket_cap_mb": 1}, "caps"),
+    ],
+    ids=["dtype", "shape", "find_unused_parameters", "bucket_cap_mb"],
+)
+def test_a_replica_with_another_model_is_named_and_the_others_go_on(
+    lighthouse, monkeypatch, change, options, words
+):
+    """Gloo ends a process that receives more than it expects."""
+    a, b = together(*(lambda k=k: Replica(k, lighthouse, **SMALL) for k in (0, 1)))
+    together(lambda: a.train(3), lambda: b.train(3))
+
+    class Other(Net):
+        def __init__(self, seed):
+            super().__init__(seed)
+            change(self)
+
+        def forward(self, x):
+            return super().forward(x.to(self.first.weight.dtype))
+
+    monkeypatch.setattr(sys.modules[__name__], "Net", Other)
+    other = Replica(2, lighthouse, **options)
+
+    def fails():
+        with pytest.raises(minidp.MiniDPError, match=f"Found:.*{words}"):
+            other.step()
+        other.die()
+
+    together(fails, lambda: a.train(6), lambda: b.train(6))
+    assert torch.equal(a.seen[6], b.seen[6])
+    a.die(), b.die()
+
+
 def test_nothing_waits_before_the_backward_has_ended(lighthouse):
     a, b = together(*(lambda k=k: Replica(k, lighthouse, **SMALL) for k in range(2)))
     together(lambda: a.train(3), lambda: b.train(3))
