@@ -241,7 +241,8 @@ class Quorum:
             error = manager.errored() or manager._pg.errored()
             if error is None or attempt == ATTEMPTS or not self._may_repeat():
                 break
-            logger.info("Step %d is repeated with the survivors: %s", self.step, error)
+            why = str(error).partition("\n")[0]  # without its traceback
+            logger.info("Step %d is repeated with the survivors: %s", self.step, why)
             manager.should_commit()  # False. The next quorum then gets a new group.
             manager.start_quorum()
             self._repeat(sums)
