@@ -105,7 +105,7 @@ def make_manager(replica, lighthouse, load, save, **options):
 
     store = options.pop("store", None) or make_store()
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=SECONDS),
+        pg=ProcessGroupGloo(timeout=options.pop("patience", SECONDS)),
         load_state_dict=load,
         state_dict=save,
         min_replica_size=1,

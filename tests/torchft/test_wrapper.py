@@ -9,6 +9,8 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # torchft's and those of its servers
 ]
 RATE = 0.05
+PATIENCE = timedelta(seconds=5)  # a thread that dies does not close its connections
 LOCK = threading.Lock()  # of the global random generator
 SMALL = {"bucket_cap_mb": 0.01}
 
@@ -68,8 +71,9 @@ class Replica:
 
     def __init__(self, number, lighthouse, *, seed=0, manager=None, **options):
         self.number, self.net = number, Net(seed)
+        options_of_manager = {"patience": PATIENCE} | (manager or {})
         self.manager = make_manager(
-            number, lighthouse, self.load, self.save, **manager or {}
+            number, lighthouse, self.load, self.save, **options_of_manager
         )
         self.model = DataParallel(self.manager, self.net, **options)
         inner = torch.optim.SGD(self.net.parameters(), lr=RATE)
@@ -205,26 +209,45 @@ def test_buckets_are_rebuilt_and_a_joining_replica_receives_the_layout(lighthous
         each.die()
 
 
-def test_a_step_in_which_a_replica_dies_is_repeated_from_the_same_gradients(lighthouse):
+@pytest.mark.parametrize(
+    ("way", "quiet", "options"),
+    [
+        ("both", 0, {}),
+        ("both", 1, {}),
+        ("left", 0, {"find_unused_parameters": True}),
+        ("both", 0, {"set_to_none": False}),
+    ],
+    ids=["plain", "no_sync", "find_unused_parameters", "zeros in .grad"],
+)
+def test_a_step_in_which_a_replica_dies_is_repeated_from_the_same_gradients(
+    lighthouse, way, quiet, options
+):
+    options = dict(options)
+    set_to_none = options.pop("set_to_none", True)
     replicas = together(
-        *(lambda k=k: Replica(k, lighthouse, **SMALL) for k in range(3))
+        *(lambda k=k: Replica(k, lighthouse, **SMALL, **options) for k in range(3))
     )
-    together(*(lambda each=each: each.train(3) for each in replicas))
+    for each in replicas:
+        zero_grad = each.optimizer.zero_grad
+        each.optimizer.zero_grad = partial(zero_grad, set_to_none=set_to_none)
+    together(*(lambda each=each: each.train(3, way, quiet=quiet) for each in replicas))
     *survivors, victim = replicas
     start = copy.deepcopy(victim.net)
     counts = [each.backwards for each in survivors]
+
+    def step(each):
+        each.step(way, quiet=quiet)
 
     def dies():
         def die(_):
             victim.die()
             raise RuntimeError("dead")
 
-        handle = victim.net.first.weight.register_post_accumulate_grad_hook(die)
+        victim.net.first.weight.register_post_accumulate_grad_hook(die)
         with pytest.raises(RuntimeError):
-            victim.step()
-        handle.remove()
+            step(victim)
 
-    together(dies, *(each.step for each in survivors))
+    together(dies, *(lambda each=each: step(each) for each in survivors))
     for each, count in zip(survivors, counts, strict=True):
         assert each.manager.current_step() == 4
         assert each.backwards == count + 1
@@ -234,7 +257,8 @@ def test_a_step_in_which_a_replica_dies_is_repeated_from_the_same_gradients(ligh
     optimizer = torch.optim.SGD(start.parameters(), lr=RATE)
     optimizer.zero_grad()
     for number in (0, 1):
-        (start(batch(number, 3)).square().mean() / 2).backward()
+        for more in range(quiet + 1):
+            (start(batch(number, 3) + more, way).square().mean() / 2).backward()
     optimizer.step()
     same(a.seen[4], flat(start))
     for each in survivors:
