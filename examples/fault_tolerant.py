@@ -161,10 +161,10 @@ class Job:
         return "q" not in keys.split()
 
     def end(self) -> None:
-        """Kill the replicas that still run."""
+        """Kill the replicas that still run, also if Ctrl-C comes twice."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         for process in self.processes.values():
             process.kill()
-            process.wait()
 
     def watch(self) -> None:
         """Print new steps; start again what ended too early."""
