@@ -108,12 +108,11 @@ def make_manager(replica, lighthouse, load, save, **options):
         pg=ProcessGroupGloo(timeout=options.pop("patience", SECONDS)),
         load_state_dict=load,
         state_dict=save,
-        min_replica_size=1,
         replica_id=str(replica),
         store_addr="localhost",
         store_port=store.port,
         lighthouse_addr=lighthouse,
-        **{"rank": 0, "world_size": 1, "timeout": SECONDS}
+        **{"rank": 0, "world_size": 1, "min_replica_size": 1, "timeout": SECONDS}
         | {"quorum_timeout": 2 * SECONDS}
         | options,
     )

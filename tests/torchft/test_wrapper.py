@@ -38,6 +38,7 @@ RATE = 0.05
 PATIENCE = timedelta(seconds=5)  # a thread that dies does not close its connections
 LOCK = threading.Lock()  # of the global random generator
 SMALL = {"bucket_cap_mb": 0.01}
+LEAST = {"min_replica_size": 3}
 
 
 class Net(nn.Module):
@@ -569,6 +570,41 @@ def test_a_replica_with_another_model_is_named_and_the_others_go_on(
 
     together(fails, lambda: a.train(6), lambda: b.train(6))
     assert torch.equal(a.seen[6], b.seen[6])
+    a.die(), b.die()
+
+
+def test_a_replica_that_stays_alone_names_what_is_missing(lighthouse):
+    a = Replica(0, lighthouse, manager={"quorum_timeout": timedelta(seconds=1)})
+    with pytest.raises(minidp.CollectiveError, match="No quorum was found for step 0"):
+        a.step()
+    a.die()
+
+
+def test_fewer_replicas_than_the_manager_wants_are_reported(lighthouse, caplog):
+    replicas = together(
+        *(lambda k=k: Replica(k, lighthouse, manager=LEAST) for k in (0, 1))
+    )
+    with caplog.at_level("WARNING", "minidp"):
+        together(*(each.step for each in replicas))
+    assert "Step 0 waits until 3 replicas (min_replica_size) are there." in caplog.text
+    for each in replicas:
+        assert each.manager.current_step() == 0
+        each.die()
+
+
+def test_a_replica_without_minidps_wrapper_is_named(lighthouse):
+    a, b = together(*(lambda k=k: Replica(k, lighthouse) for k in (0, 1)))
+    together(lambda: a.train(3), lambda: b.train(3))
+    for each in (a, b):
+        del each.manager._user_state_dicts["minidp"]
+    joins = Replica(2, lighthouse)
+
+    def fails():
+        with pytest.raises(minidp.MiniDPError, match="sends no bucket layout"):
+            joins.step()
+        joins.die()
+
+    together(fails, lambda: a.train(5), lambda: b.train(5))
     a.die(), b.die()
 
 
