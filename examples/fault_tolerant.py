@@ -54,6 +54,7 @@ def batch(replica: int, step: int) -> torch.Tensor:
 
 def train(replica: int, lighthouse: str, steps: int, pause: float) -> None:
     """Train until ``steps`` steps are committed; print a line of JSON for each."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first process
     torch.manual_seed(replica)  # the first one's parameters go to the others
     net = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1))
     inner = torch.optim.AdamW(net.parameters(), lr=1e-3)
@@ -140,16 +141,28 @@ class Job:
             stderr=self.errors,
             text=True,
         )
-        print(f"replica {replica} starts, pid {process.pid}", flush=True)
+        print(f"replica {replica} starts, pid {process.pid}")
 
     def kill(self, replica: int) -> None:
         """Kill a replica, as a machine that fails would."""
         if replica in self.processes:
-            print(f"replica {replica} is killed", flush=True)
+            print(f"replica {replica} is killed")
             self.processes[replica].send_signal(signal.SIGKILL)
+        else:
+            print(f"replica {replica} does not run now")
+
+    def obey(self, keys: str) -> bool:
+        """Kill the replicas whose numbers were typed; return False after `q`."""
+        for key in keys.split():
+            if key in map(str, range(REPLICAS)):
+                self.kill(int(key))
+            elif key != "q":
+                print(f"type 0 to {REPLICAS - 1} and Enter to kill a replica, q to end")
+        return "q" not in keys.split()
 
     def end(self) -> None:
-        """Kill the replicas that still run."""
+        """Kill the replicas that still run, also if Ctrl-C comes twice."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         for process in self.processes.values():
             process.kill()
 
@@ -173,7 +186,7 @@ class Job:
         if process.wait() == 0:
             self.ended.add(replica)
             return
-        print(f"replica {replica} has ended (status {process.returncode})", flush=True)
+        print(f"replica {replica} has ended (status {process.returncode})")
         self.back_at[replica] = time.monotonic() + BACK_AFTER
 
     def note(self, found: dict[str, Any]) -> None:
@@ -205,27 +218,38 @@ def main() -> None:
         return
     if os.environ.get("RANK", "0") != "0":  # torchrun has started more than one of us
         return
-    steps = 80 if args.smoke else args.steps
-    job = Job(steps, args.pause, verbose=args.verbose)
-    victim = 1 if args.smoke else None
-    keys = [] if args.smoke else [sys.stdin]
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    job = Job(80 if args.smoke else args.steps, args.pause, verbose=args.verbose)
+    try:
+        is_whole = run(job, is_test=args.smoke)
+    except KeyboardInterrupt:
+        is_whole = False
+    finally:
+        job.end()
+    if not is_whole:
+        print("ended before the last step")
+    equal = all(len(found) == 1 for found in job.digests.values())
+    print(f"replicas equal after each step: {'yes' if equal else 'NO'}")
+    sys.exit(not equal)
+
+
+def run(job: Job, *, is_test: bool) -> bool:
+    """Obey keys until all steps are trained (True) or `q` is typed (False)."""
+    victim = 1 if is_test else None
+    keys = [] if is_test or sys.stdin is None else [sys.stdin]
     while len(job.ended) < 2:  # a third one may be on its way, and needs another
         job.watch()
         if victim is not None and job.printed >= 10:
             job.kill(victim)
             victim = None
-        for _ in select.select(keys, [], [], 0)[0]:
-            key = sys.stdin.readline().strip()
-            if key == "q":
-                job.end()
-                return
-            if key.isdigit():
-                job.kill(int(key))
-            keys = keys if key else []  # an empty line: perhaps the input has ended
-    job.end()
-    equal = all(len(found) == 1 for found in job.digests.values())
-    print(f"replicas equal after each step: {'yes' if equal else 'NO'}")
-    sys.exit(not equal)
+        for source in select.select(keys, [], [], 0)[0]:
+            typed = os.read(source.fileno(), 1024)
+            if not typed:
+                keys = []  # the input has ended
+            elif not job.obey(typed.decode(errors="replace")):
+                return False
+    return True
 
 
 if __name__ == "__main__":

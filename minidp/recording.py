@@ -115,8 +115,14 @@ class Recording:
         A collective: all ranks of the model's process group call it, outside of a
         backward. Afterwards reports and exports cover all ranks. Returns this object.
         Raises CollectiveError if a rank does not call it in time; steps are kept.
+        Raises ValueError with `minidp.torchft`: replicas have no group for this.
         """
-        self._stopwatch.timeline()  # raises what the device reports
+        where = self._stopwatch.timeline().where  # raises what the device reports
+        if where.world_size > self._group.size():
+            raise ValueError(
+                "gather() does not reach the other replicas: only their manager does. "
+                "What to do: save() on each, and give all files to minidp report."
+            )
         communicator = Communicator(self._group, self._limit)
         try:
             with communicator.blocking("gathering recordings"):

@@ -24,7 +24,7 @@ from .work import Work
 
 _ROW = struct.Struct("=Bdd")  # flags, count, loss
 ROW = _ROW.size  # elements of a bucket per rank
-_SAID, _STALE = 1, 2  # flags
+_SILENT, _STALE = 1, 2  # flags
 _REMEDY = (
     "on every rank call count_items(n) or weigh_loss(loss, n) before backward(), with "
     "0 where a rank has no items; then call reset() on all ranks, and zero_grad()"
@@ -137,7 +137,7 @@ class ItemCounts:
         is_stale, self._is_stale = self._is_stale, False
         start = ROW * self._communicator.rank
         if tail.is_cpu and not any(isinstance(n, Tensor) for n in counts + losses):
-            flags = _SAID * bool(said) + _STALE * bool(is_stale)
+            flags = _SILENT * (not said) + _STALE * bool(is_stale)
             message = bytearray(len(tail))
             _ROW.pack_into(message, start, flags, sum(counts), sum(losses))
             tail.copy_(torch.frombuffer(message, dtype=torch.uint8))
@@ -146,7 +146,7 @@ class ItemCounts:
         tail.zero_()
         row = tail[start : start + ROW]
         row[1:] = words.view(torch.uint8)
-        row[0] = torch.as_tensor(is_stale).to(row) * _STALE + _SAID * bool(said)
+        row[0] = torch.as_tensor(is_stale).to(row) * _STALE + _SILENT * (not said)
 
     def send(self, device: torch.device) -> None:
         """Start to sum the counts in a message of their own: no bucket carries them."""
@@ -170,16 +170,16 @@ class ItemCounts:
         Raises ItemCountError as `check` does; on CUDA that is left to `check`.
         """
         self.settle()
-        sums = self._message if tail is None else tail
+        sums = self._message if tail is None else tail[: self.tail]
         assert sums is not None
         self._message, self.is_sent = None, False
         self.holds_averages = True
         if sums.is_cpu:
-            rows = bytes(map(int, sums[: self.tail].tolist()))
+            rows = bytes(map(int, sums.tolist()))
             self._facts = [*_ROW.iter_unpack(rows)]
             self._refuse(self._facts)
             return divisor / sum(count for _, count, _ in self._facts)
-        self._facts = facts = _decoded(sums[: self.tail])
+        self._facts = facts = _decoded(sums)
         copied = torch.empty_like(facts, device="cpu", pin_memory=True)
         copied.copy_(facts, non_blocking=True)
         event = torch.cuda.Event()
@@ -214,14 +214,20 @@ class ItemCounts:
         self._work = self._message = None
         self.is_sent = self.holds_averages = False
 
+    def ranks(self, count: int) -> Sequence[int]:
+        """Return the numbers of the ``count`` ranks of the last reduction, by row."""
+        return range(count)
+
     def _refuse(self, rows: Sequence[Sequence[float]]) -> None:
         """Raise ItemCountError for rows (flags, count, loss), the same on all ranks."""
-        flags = [int(row[0]) for row in rows]
-        counts = [row[1] for row in rows]
-        silent = [r for r, flag in enumerate(flags) if not flag & _SAID]
-        stale = [r for r, flag in enumerate(flags) if flag & _STALE]
-        wrong = [r for r, n in enumerate(counts) if not 0 <= n < math.inf]
-        if not (silent or stale or wrong) and sum(counts) > 0:
+        told = [
+            (r, int(row[0]), row[1])
+            for r, row in zip(self.ranks(len(rows)), rows, strict=True)
+        ]
+        silent = [r for r, flags, _ in told if flags & _SILENT]
+        stale = [r for r, flags, _ in told if flags & _STALE]
+        wrong = [r for r, _, n in told if not 0 <= n < math.inf]
+        if not (silent or stale or wrong) and sum(n for _, _, n in told) > 0:
             return
         remedy = _REMEDY
         if stale:
@@ -240,8 +246,8 @@ class ItemCounts:
         else:
             what = "All ranks counted 0 items: there is nothing to average"
         found = [
-            f"rank {r}: {'nothing' if r in silent else f'{counts[r]:g}'}"
-            for r in range(len(rows))
+            f"rank {r}: {'nothing' if flags & _SILENT else f'{n:g}'}"
+            for r, flags, n in told
         ]
         raise ItemCountError(
             explain(

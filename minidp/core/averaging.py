@@ -24,13 +24,17 @@ class Averaging:
         self.active_comm_hook: comm.CommHook | None = None  # `comm_hook` at `begin`
         self.copy_divisor = 1  # of this backward's gradients; 1 if a comm hook divides
         self.wait_description = ""
-        # Why buckets travel through the group; empty: they lie in shared memory.
-        self.no_shared_memory = ""
+        self.no_shared_memory = ""  # why a group reduces the buckets; empty: it is used
 
     @property
     def divisor(self) -> int:
         """The number of ranks to average over: `num_contributors`, or group size."""
         return self.num_contributors or self._communicator.size
+
+    @property
+    def seat(self) -> tuple[int, int]:
+        """This rank's number among those that average, and how many these are."""
+        return self._communicator.rank, self._communicator.size
 
     def begin(self) -> None:
         """Set `active_comm_hook`, `copy_divisor`, `wait_description` for a backward."""

@@ -177,6 +177,9 @@ class Examination:
             is_reachable = runner.findings[-1].status is not Status.FAILED
         has_gpus = torch.cuda.is_available()
         run("variables", lambda: variables.judge_variables(env))
+        if url := env.get("TORCHFT_LIGHTHOUSE"):
+            check = partial(network.check_lighthouse, url)
+            run("lighthouse", partial(check, runner.seconds))
         judge = network.judge_interfaces
         interfaces = partial(judge, env, several_hosts=several, has_gpus=has_gpus)
         run("interfaces", lambda: interfaces(*network.read_interfaces()))

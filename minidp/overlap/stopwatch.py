@@ -372,19 +372,19 @@ def where_of(reducer: Reducer) -> Where:
     group, device = reducer.communicator.group, reducer.queue.specs[0].device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     averaging = reducer.queue.averaging
-    hook = averaging.comm_hook
+    (rank, size), hook = averaging.seat, averaging.comm_hook
     # Equal in all containers of a host, which share its clock.
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
     versions = {"minidp": __version__, "torch": str(torch.__version__)}
     versions["python"] = platform.python_version()
     return Where(
-        rank=group.rank(),
-        world_size=group.size(),
+        rank=rank,
+        world_size=size,
         backend=str(group.name()),
         device=f"{device} {name}".strip(),
         host=boot or platform.node(),
         versions=versions,
         comm_hook="" if hook is None else hook.name,
         layout_by=reducer.rebuild_policy.layout_by,
-        no_shared_memory=averaging.no_shared_memory if group.size() > 1 else None,
+        no_shared_memory=averaging.no_shared_memory if size > 1 else None,
     )

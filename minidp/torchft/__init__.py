@@ -2,7 +2,7 @@
 
 Needs the extra ``minidp[torchft]``. Read `wrapper` (what a user sees), `quorum` (the
 one file that knows torchft: who takes part, one backward, a repeated one), `agreement`
-(the bucket layout follows the committed steps).
+(the bucket layout follows the committed steps), `items` (``average_over="items"``).
 """
 
 from .wrapper import DataParallel

@@ -10,7 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from minidp.core import RebuildPolicy, Reducer, layout_after
+from minidp.errors import MAX_NAMES, MiniDPError, explain
 from minidp.layout import Layout, read_plain, resumed_layout, to_plain
+
+# Options that decide on the messages of a backward.
+DECISIVE = "caps", "last_is_small", "find_unused_parameters", "averages_items"
 
 
 class NotByItself(RebuildPolicy):
@@ -51,12 +55,24 @@ class Agreement:
         self._agreed = step, to_plain(layout, queue.specs, rebuilt=True)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the layout of the backward of ``step``; in another thread, too."""
+        """Return parameters, and the layout for ``step``; in another thread, too."""
         queue, agreed = self._reducer.queue, self._agreed
         if agreed is not None and step > agreed[0]:
-            return {"layout": agreed[1]}
-        rebuilt = self._policy.has_rebuilt
-        return {"layout": to_plain(queue.layout, queue.specs, rebuilt=rebuilt)}
+            layout = agreed[1]
+        else:
+            rebuilt = self._policy.has_rebuilt
+            layout = to_plain(queue.layout, queue.specs, rebuilt=rebuilt)
+        return {"layout": layout, "facts": self._facts()}
+
+    def _facts(self) -> list[str]:
+        """Return in words what decides on the messages, besides the layout."""
+        queue, params = self._reducer.queue, self._reducer.params
+        config = queue.config
+        found = [
+            f"{spec.name}: {spec.dtype} {tuple(param.shape)}"
+            for spec, param in zip(queue.specs, params, strict=True)
+        ]
+        return found + [f"{name}={getattr(config, name)}" for name in DECISIVE]
 
     def follow(self, step: int) -> None:
         """Before the backward of ``step``: use what was agreed on, if committed."""
@@ -67,16 +83,33 @@ class Agreement:
     def receive(self, state: dict[str, Any]) -> None:
         """Use the `state` of another replica; once, if it is given twice."""
         if state is not self._received:
+            self.layout_of(state)
             self._received, self._agreed = state, None
             self.adopt(state["layout"])
 
-    def layout_of(self, plain: dict[str, Any]) -> Layout:
-        """Return a layout from what `state` made of it; ValueError if it cannot fit."""
-        return resumed_layout(read_plain(plain), self._reducer.queue.specs)
+    def layout_of(self, state: dict[str, Any]) -> Layout:
+        """Return the layout of another replica's `state`.
+
+        Raises MiniDPError if its model is another one: gloo ends a process that
+        receives more than it expects.
+        """
+        theirs, mine = state["facts"], self._facts()
+        if theirs != mine:
+            what = "This replica's model or options are not those of the others."
+            more, other = (
+                [fact for fact in one if fact not in others][:MAX_NAMES]
+                for one, others in ((theirs, mine), (mine, theirs))
+            )
+            expected, found = "; ".join(more) or "no more", "; ".join(other) or "less"
+            remedy = "start all replicas with the same model, dtype and options"
+            raise MiniDPError(
+                explain(0, what, expected=expected, found=found, remedy=remedy)
+            )
+        return resumed_layout(read_plain(state["layout"]), self._reducer.queue.specs)
 
     def adopt(self, plain: dict[str, Any]) -> None:
         """Replace the buckets, unless they are like that already."""
-        layout = self.layout_of(plain)
+        layout = resumed_layout(read_plain(plain), self._reducer.queue.specs)
         self._policy.has_rebuilt = plain["rebuilt"]
         if layout != self._reducer.queue.layout:
             self._reducer.adopt(layout)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch.distributed import ReduceOp
 
 from minidp.core import BucketState, Reducer
-from minidp.errors import MiniDPError, explain
+from minidp.errors import CollectiveError, MiniDPError, explain
+from minidp.layout import Layout
 
 from .agreement import Agreement
 
@@ -51,28 +53,34 @@ class Replica(ProcessGroupDummy):  # type: ignore[misc]
 
     quorum: Quorum
 
+    def getBackendName(self) -> str:
+        """Return what a recording says of the backend."""
+        return "torchft"
+
     def allreduce(self, tensors: list[torch.Tensor], opts: object) -> Sum:
         """Start to sum a tensor over the participants, in place; wait for nothing."""
-        total = Sum(self.quorum, tensors[0])
-        self.quorum.sums.append(total)
-        return total
+        tensor = tensors[0]
+        if tensor.dtype is torch.int32:  # a map of used parameters
+            return Sum(self.quorum, partial(tensor.copy_, tensor.clone()))
+        return Sum(self.quorum, lambda: tensor)  # `Quorum` fills buckets again
 
 
 class Sum:
-    """The sum of one tensor over the participants: a work, and its own future."""
+    """The sum of one tensor over the participants: a work, and its own future.
 
-    def __init__(self, quorum: Quorum, tensor: torch.Tensor) -> None:
-        self._quorum, self.tensor = quorum, tensor
-        # A map of used parameters. A bucket's gradients are still in ``.grad``.
-        self._before = tensor.clone() if tensor.dtype is torch.int32 else None
+    ``write`` returns the tensor to sum, in place, of this replica in this quorum.
+    """
+
+    def __init__(self, quorum: Quorum, write: Callable[[], torch.Tensor]) -> None:
+        self._quorum, self._write = quorum, write
         self.is_over = False
-        self.work: Any = quorum.launch(tensor)
+        quorum.sums.append(self)
+        self.launch()
 
-    def relaunch(self) -> None:
-        """Start again; unless it is a bucket, with the values of the first time."""
-        if self._before is not None:
-            self.tensor.copy_(self._before)
-        self.work = self._quorum.launch(self.tensor)
+    def launch(self) -> None:
+        """Start, or start again in another quorum."""
+        self.tensor = self._write()
+        self.work: Any = self._quorum.launch(self.tensor)
 
     def get_future(self) -> Sum:
         """Return itself: it has what `minidp.comm` asks of a future."""
@@ -102,6 +110,8 @@ class Quorum:
         self.manager = manager
         self.sums: list[Sum] = []  # of this backward, in launch order
         self.step = -1  # the manager's, when this backward began
+        self.contributors = 1  # in this quorum, to divide by
+        self.seat = 0, 1  # index in the last `members`, and how many these were
         self.agreement = Agreement(reducer)
         self._reducer = reducer
         self._told: list[int] = []  # participants that were logged last
@@ -116,11 +126,24 @@ class Quorum:
         """Whether this replica's gradients count, or it receives the others' only."""
         return bool(self.manager.is_participating())
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the manager will not commit this step."""
+        manager = self.manager
+        return (manager.errored() or manager._pg.errored()) is not None
+
     def members(self) -> list[int]:
         """Return the numbers of the replicas in the quorum, after waiting for it."""
         count = self.manager.num_participants()  # waits
         known = getattr(self.manager._pg, "_global_ranks", None)
-        return list(range(count)) if known is None else list(known)
+        if known is None:
+            return list(range(count))
+        return [rank // self.manager._group_world_size for rank in known]
+
+    def position(self) -> int:
+        """Return this replica's index in `members`, if its gradients count."""
+        known = getattr(self.manager._pg, "_rank", None)
+        return int(self.manager.participating_rank() or 0 if known is None else known)
 
     def launch(self, tensor: torch.Tensor) -> Any:
         """Start the manager's sum of ``tensor``, in place; return its work."""
@@ -137,7 +160,8 @@ class Quorum:
             self.agreement.follow(self.manager.current_step())
         else:
             self.agreement.receive(received)
-        return self._count()
+        self.contributors = self._count()
+        return self.contributors
 
     def _find_out(self) -> None:
         """Wait for the quorum; log who is in it, if others than before."""
@@ -151,15 +175,35 @@ class Quorum:
             remedy = "give it state_dict and load_state_dict of model and optimizer"
             what = "The manager cannot bring a joining replica up to date."
             raise MiniDPError(explain(rank, what, remedy=remedy))
-        if (now := self.members()) != self._told:
-            text = "From step %d on the replicas in the quorum are %s."
-            logger.info(text, manager.current_step(), ", ".join(map(str, now)))
+        try:
+            now, count = self.members(), int(manager.num_participants())
+        except Exception as error:  # whatever the quorum's thread raised
+            what = f"No quorum was found for step {manager.current_step()}: {error}."
+            expected = "min_replicas of the lighthouse to ask it in quorum_timeout"
+            remedy = "look for the lighthouse and for the replicas that are missing, "
+            remedy += "and start this process again: its manager cannot go on"
+            text = explain(rank, what, expected=expected, remedy=remedy)
+            raise CollectiveError(text) from error
+        self.seat = self.position(), len(now)
+        if now != self._told:
+            step, who = manager.current_step(), ", ".join(map(str, now))
+            logger.info("From step %d on the replicas in the quorum are %s.", step, who)
+            if count < (least := manager._min_replica_size):
+                text = "Step %d waits until %d replicas (min_replica_size) are there."
+                logger.warning(text, step, least)
             self._told = now
 
     def _received(self) -> dict[str, Any] | None:
         """Return another replica's `state`, if this one is catching up with it."""
         found = self.manager._healing and self.manager._pending_state_dict
-        return found["user"][KEY] if found else None
+        if not found:
+            return None
+        if KEY not in found["user"]:
+            what = "The replica that this one catches up with sends no bucket layout."
+            remedy = "wrap the model by minidp.torchft.DataParallel in all replicas"
+            raise MiniDPError(explain(self._reducer.rank, what, remedy=remedy))
+        state: dict[str, Any] = found["user"][KEY]
+        return state
 
     def _count(self) -> int:
         """Return how many replicas contribute; agree on a ready order if that is due.
@@ -176,7 +220,7 @@ class Quorum:
         numbers = [1, 1, *order] if order and is_due else [1] + [0] * (1 + len(specs))
         sums = torch.tensor(numbers, dtype=torch.int64, device=specs[0].device)
         self.launch(sums).wait()
-        if manager.errored() is not None:
+        if self.has_failed:
             return count
         contributors, has_order, *order = map(int, sums.tolist())
         if has_order:
@@ -197,7 +241,8 @@ class Quorum:
             error = manager.errored() or manager._pg.errored()
             if error is None or attempt == ATTEMPTS or not self._may_repeat():
                 break
-            logger.info("Step %d is repeated with the survivors: %s", self.step, error)
+            why = str(error).partition("\n")[0]  # without its traceback
+            logger.info("Step %d is repeated with the survivors: %s", self.step, why)
             manager.should_commit()  # False. The next quorum then gets a new group.
             manager.start_quorum()
             self._repeat(sums)
@@ -209,11 +254,13 @@ class Quorum:
 
         Not views of buckets: they hold partial sums. With create_graph=True the sums
         have a history. With a synchronous quorum, or if this replica was catching up,
-        it would take part with gradients of other parameters than it has then.
+        it would take part with gradients of other parameters than it has then. Another
+        process of this replica may have noticed nothing, and begin the step anew.
         """
         manager, config = self.manager, self._reducer.queue.config
         is_local = not config.gradient_as_bucket_view and not torch.is_grad_enabled()
-        return is_local and manager._use_async_quorum and not manager._healing
+        is_alone = manager._use_async_quorum and manager._group_world_size == 1
+        return is_local and is_alone and not manager._healing
 
     def _repeat(self, sums: list[Sum]) -> None:
         """Sum the local gradients in ``.grad`` over a new quorum.
@@ -224,25 +271,29 @@ class Quorum:
         self._find_out()
         received = self._received()
         if received is not None:
-            layout = self.agreement.layout_of(received["layout"])
+            layout = self.agreement.layout_of(received)
             if layout != self._reducer.queue.layout:
-                self._stand_in([(p.numel, p.dtype, p.device) for p in layout.buckets])
+                self._stand_in(layout, sums[len(self._reducer.queue.buckets) :])
                 return
             self.agreement.receive(received)
-        divisor = self._count()
+        self.contributors = self._count()
         for bucket in self._reducer.queue.buckets:
             bucket.state = BucketState.FILLING
-            bucket.flatten([param.grad for param in bucket.params], divisor)
+            bucket.flatten([param.grad for param in bucket.params], self.contributors)
             bucket.state = BucketState.IN_FLIGHT
         for each in sums:
-            each.relaunch()
+            each.launch()
 
-    def _stand_in(self, buckets: list[tuple[int, torch.dtype, torch.device]]) -> None:
+    def _stand_in(self, layout: Layout, others: list[Sum]) -> None:
         """Bring zeros to a step with other buckets, which is then not committed here.
 
         The reducer's own buckets cannot be replaced at the end of a backward.
+        ``others``: what follows the buckets.
         """
-        for numel, dtype, device in buckets:
-            zeros = torch.zeros(numel, dtype=dtype, device=device)
-            self.launch(torch.view_as_real(zeros) if dtype.is_complex else zeros).wait()
+        for plan in layout.buckets:
+            zeros = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
+            real = torch.view_as_real(zeros) if plan.dtype.is_complex else zeros
+            self.launch(real).wait()
+        for each in others:
+            each.launch()
         self.manager.report_error(RuntimeError("minidp: the others' buckets differ"))

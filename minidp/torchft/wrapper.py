@@ -19,9 +19,12 @@ from typing import Any
 from torch import nn
 
 from minidp import torch_compat
+from minidp.comm import SharedBuffer
 from minidp.core import Averaging, Observer, Reducer
 from minidp.errors import UnsyncedGradientsError, explain
+from minidp.layout import Layout
 
+from .items import ItemRows
 from .quorum import Quorum, Replica
 
 
@@ -60,6 +63,8 @@ class DataParallel(torch_compat.DataParallel):
         self._refuse_what_needs_history(reducer)
         self._quorum = group.quorum = Quorum(manager, reducer)
         reducer.queue.averaging = _ByContributors(self._quorum, reducer)
+        if reducer.queue.config.averages_items:
+            reducer.adopt(reducer.queue.layout)  # counts have a message of their own
         reducer.queue.observers.append(_Receives(self._quorum, reducer))
         # The optimizer guard asks it before each step, as it asks a comparison.
         self._guard.replica_check = _Commits(self._quorum)  # type: ignore[assignment]
@@ -75,8 +80,6 @@ class DataParallel(torch_compat.DataParallel):
         }.items():
             if is_wanted:
                 _refuse(name, why)
-        if config.averages_items:
-            _refuse('average_over="items"', "replicas come and go, and so do counts")
         if self._precision is not None or any(spec.sparse for spec in specs):
             what = "mixed_precision" if self._precision else "a sparse gradient"
             _refuse(what, "the manager reduces dense buckets, as they are")
@@ -124,8 +127,19 @@ class _ByContributors(Averaging):
 
     def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
         super().__init__(reducer.communicator, over_items=False)
+        if reducer.queue.config.averages_items:
+            self.items = ItemRows(quorum, reducer)
         self._quorum = quorum
         self.no_shared_memory = "the manager reduces the buckets"
+
+    @property
+    def seat(self) -> tuple[int, int]:
+        """This replica's index among those in the last quorum, and their number."""
+        return self._quorum.seat
+
+    def share(self, layout: Layout, *, asks: bool) -> list[SharedBuffer]:
+        """Return no buffers in shared memory."""
+        return []
 
     def begin(self) -> None:
         """Wait for the quorum, and fix this backward's divisor."""

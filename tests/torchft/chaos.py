@@ -232,6 +232,7 @@ def main():
     parser.add_argument("--out", help="a file for all notes, if a step was wrong")
     parser.add_argument("--kinds", nargs="*", default=KINDS)
     options = parser.parse_args()
+    os.environ.setdefault("RUST_LOG", "error")  # else torchft tells all it does
     began = time.time()
     notes, kills, wrong = play(
         options.kills, options.wrapper, options.seed, options.kinds

@@ -96,22 +96,25 @@ class Stepper(torch.optim.SGD):
         self.param_groups[0]["params"] = everything
 
 
+def make_store():
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
 def make_manager(replica, lighthouse, load, save, **options):
     from torchft import Manager, ProcessGroupGloo
 
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = options.pop("store", None) or make_store()
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=SECONDS),
+        pg=ProcessGroupGloo(timeout=options.pop("patience", SECONDS)),
         load_state_dict=load,
         state_dict=save,
-        min_replica_size=1,
         replica_id=str(replica),
         store_addr="localhost",
         store_port=store.port,
-        rank=0,
-        world_size=1,
         lighthouse_addr=lighthouse,
-        **{"timeout": SECONDS, "quorum_timeout": 2 * SECONDS} | options,
+        **{"rank": 0, "world_size": 1, "min_replica_size": 1, "timeout": SECONDS}
+        | {"quorum_timeout": 2 * SECONDS}
+        | options,
     )
     manager.kept = store
     return manager

@@ -9,6 +9,8 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,10 +23,11 @@ torchft = pytest.importorskip("torchft", reason="bash tests/run.sh torchft")
 
 from torchft._torchft import LighthouseServer
 
+from minidp.report import report
 from minidp.torchft import DataParallel
 from minidp.torchft.quorum import require_known
 
-from .replica import make_manager
+from .replica import make_manager, make_store
 
 pytestmark = [
     pytest.mark.torchft,
@@ -32,8 +35,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # torchft's and those of its servers
 ]
 RATE = 0.05
+PATIENCE = timedelta(seconds=5)  # a thread that dies does not close its connections
 LOCK = threading.Lock()  # of the global random generator
 SMALL = {"bucket_cap_mb": 0.01}
+LEAST = {"min_replica_size": 3}
 
 
 class Net(nn.Module):
@@ -65,10 +70,11 @@ def flat(net):
 class Replica:
     """One replica; `step` trains one step of the manager's."""
 
-    def __init__(self, number, lighthouse, *, seed=0, is_async=True, **options):
+    def __init__(self, number, lighthouse, *, seed=0, manager=None, **options):
         self.number, self.net = number, Net(seed)
+        options_of_manager = {"patience": PATIENCE} | (manager or {})
         self.manager = make_manager(
-            number, lighthouse, self.load, self.save, use_async_quorum=is_async
+            number, lighthouse, self.load, self.save, **options_of_manager
         )
         self.model = DataParallel(self.manager, self.net, **options)
         inner = torch.optim.SGD(self.net.parameters(), lr=RATE)
@@ -165,7 +171,7 @@ def test_gradients_are_averages_over_the_participants(lighthouse, is_async, opti
     replicas = together(
         *(
             lambda k=k: Replica(
-                k, lighthouse, seed=k, is_async=is_async, **options
+                k, lighthouse, seed=k, manager={"use_async_quorum": is_async}, **options
             ).train(5)
             for k in range(2)
         )
@@ -204,26 +210,45 @@ def test_buckets_are_rebuilt_and_a_joining_replica_receives_the_layout(lighthous
         each.die()
 
 
-def test_a_step_in_which_a_replica_dies_is_repeated_from_the_same_gradients(lighthouse):
+@pytest.mark.parametrize(
+    ("way", "quiet", "options"),
+    [
+        ("both", 0, {}),
+        ("both", 1, {}),
+        ("left", 0, {"find_unused_parameters": True}),
+        ("both", 0, {"set_to_none": False}),
+    ],
+    ids=["plain", "no_sync", "find_unused_parameters", "zeros in .grad"],
+)
+def test_a_step_in_which_a_replica_dies_is_repeated_from_the_same_gradients(
+    lighthouse, way, quiet, options
+):
+    options = dict(options)
+    set_to_none = options.pop("set_to_none", True)
     replicas = together(
-        *(lambda k=k: Replica(k, lighthouse, **SMALL) for k in range(3))
+        *(lambda k=k: Replica(k, lighthouse, **SMALL, **options) for k in range(3))
     )
-    together(*(lambda each=each: each.train(3) for each in replicas))
+    for each in replicas:
+        zero_grad = each.optimizer.zero_grad
+        each.optimizer.zero_grad = partial(zero_grad, set_to_none=set_to_none)
+    together(*(lambda each=each: each.train(3, way, quiet=quiet) for each in replicas))
     *survivors, victim = replicas
     start = copy.deepcopy(victim.net)
     counts = [each.backwards for each in survivors]
+
+    def step(each):
+        each.step(way, quiet=quiet)
 
     def dies():
         def die(_):
             victim.die()
             raise RuntimeError("dead")
 
-        handle = victim.net.first.weight.register_post_accumulate_grad_hook(die)
+        victim.net.first.weight.register_post_accumulate_grad_hook(die)
         with pytest.raises(RuntimeError):
-            victim.step()
-        handle.remove()
+            step(victim)
 
-    together(dies, *(each.step for each in survivors))
+    together(dies, *(lambda each=each: step(each) for each in survivors))
     for each, count in zip(survivors, counts, strict=True):
         assert each.manager.current_step() == 4
         assert each.backwards == count + 1
@@ -233,17 +258,45 @@ def test_a_step_in_which_a_replica_dies_is_repeated_from_the_same_gradients(ligh
     optimizer = torch.optim.SGD(start.parameters(), lr=RATE)
     optimizer.zero_grad()
     for number in (0, 1):
-        (start(batch(number, 3)).square().mean() / 2).backward()
+        for more in range(quiet + 1):
+            (start(batch(number, 3) + more, way).square().mean() / 2).backward()
     optimizer.step()
     same(a.seen[4], flat(start))
     for each in survivors:
         each.die()
 
 
+class Counting(Replica):
+    """One whose batches have other numbers of items: 1 + 2 * its number."""
+
+    def __init__(self, number, lighthouse, **options):
+        super().__init__(number, lighthouse, average_over="items", **options)
+        self.totals = {}  # step -> items of each replica
+
+    def step(self, *, counts=True, quiet=1):
+        step = self.manager.current_step()
+        self.optimizer.zero_grad()
+        for number in range(2):
+            with self.model.no_sync() if number == 0 else nullcontext():
+                rows = batch(self.number, step)[: 1 + 2 * self.number] + number
+                loss = self.model(rows).square().sum(1)
+                if counts:
+                    self.model.count_items(len(rows), loss.sum())
+                loss.sum().backward()
+        self.optimizer.step()
+        if self.manager.current_step() > step:
+            self.seen[self.manager.current_step()] = flat(self.net)
+            self.totals[self.manager.current_step()] = self.model.item_totals
+
+
+@pytest.mark.parametrize("kind", ["ranks", "items"])
 @pytest.mark.parametrize("step", [1, 3], ids=["other buckets", "the same buckets"])
-def test_a_replica_that_fails_where_the_other_commits_catches_up(lighthouse, step):
+def test_a_replica_that_fails_where_the_other_commits_catches_up(
+    lighthouse, step, kind
+):
     """In step 1 the layout is agreed on: who commits it has other buckets in step 2."""
-    a, b = together(*(lambda k=k: Replica(k, lighthouse, **SMALL) for k in range(2)))
+    make = {"ranks": Replica, "items": Counting}[kind]
+    a, b = together(*(lambda k=k: make(k, lighthouse, **SMALL) for k in range(2)))
     together(lambda: a.train(step), lambda: b.train(step))
     all_reduce = b.manager.allreduce
 
@@ -259,9 +312,9 @@ def test_a_replica_that_fails_where_the_other_commits_catches_up(lighthouse, ste
 
     b.manager.allreduce = fails
     stood_in, stand_in = [], b.model._quorum._stand_in
-    b.model._quorum._stand_in = lambda buckets: (
-        stood_in.append(len(buckets)),
-        stand_in(buckets),
+    b.model._quorum._stand_in = lambda layout, others: (
+        stood_in.append(len(layout.buckets)),
+        stand_in(layout, others),
     )
     together(lambda: a.train(8), lambda: b.train(8))
     assert a.layout == b.layout
@@ -301,6 +354,59 @@ def test_with_bucket_views_such_a_step_is_not_committed(lighthouse):
         each.die()
 
 
+def test_several_processes_per_replica(lighthouse):
+    """Rank r of each replica averages with rank r of the others; both commit or none.
+
+    A step in which a replica dies is not repeated: the other rank may not have noticed.
+    """
+
+    def replica(number, seed=0):
+        store = make_store()
+        options = [{"rank": r, "world_size": 2, "store": store} for r in range(2)]
+        return together(
+            *(
+                lambda r=r: Replica(
+                    number, lighthouse, seed=r + seed, manager=options[r], **SMALL
+                )
+                for r in range(2)
+            )
+        )
+
+    def train(steps, *replicas):
+        ranks = [rank for replica in replicas for rank in replica]
+        together(*(lambda rank=rank: rank.train(steps) for rank in ranks))
+
+    a, b, victim = replica(0), replica(1), replica(2)
+    train(3, a, b, victim)
+    assert a[0].model.participants == a[1].model.participants == [0, 1, 2]
+
+    def dies():
+        def die(_):
+            for rank in victim:
+                rank.die()
+            raise RuntimeError("dead")
+
+        victim[0].net.first.weight.register_post_accumulate_grad_hook(die)
+        victim[1].optimizer.zero_grad()  # both ask for the quorum
+        with pytest.raises(RuntimeError):
+            victim[0].step()
+
+    backwards = a[0].backwards
+    together(dies, *(rank.step for rank in (*a, *b)))
+    assert {rank.manager.current_step() for rank in (*a, *b)} == {3}
+    assert a[0].backwards == backwards + 1
+    joins = replica(2, seed=5)
+    train(9, a, b, joins)
+    for r in range(2):
+        assert torch.equal(a[r].seen[9], b[r].seen[9])
+        assert torch.equal(a[r].seen[9], joins[r].seen[9])
+        assert a[r].layout == joins[r].layout
+        assert a[r].model.participants == [0, 1, 2]
+    assert not torch.equal(a[0].seen[9], a[1].seen[9])
+    for rank in (*a, *b, *joins):
+        rank.die()
+
+
 def test_parameters_that_one_replica_does_not_use(lighthouse):
     ways = ("left", "right")
     replicas = together(
@@ -334,6 +440,172 @@ def test_accumulation_in_no_sync(lighthouse):
     assert any(torch.allclose(a.seen[4], one, rtol=1e-10) for one in expected)
     for each in replicas:
         each.die()
+
+
+def items_reference(start, step, replicas):
+    """Take one step from ``start`` with the mean over all items of ``replicas``."""
+    net = copy.deepcopy(start)
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+    optimizer.zero_grad()
+    rows = [batch(r, step)[: 1 + 2 * r] + n for r in replicas for n in range(2)]
+    net(torch.cat(rows)).square().sum(1).mean().backward()
+    optimizer.step()
+    return flat(net)
+
+
+def test_unequal_counts_are_averaged_over_the_items_of_the_participants(lighthouse):
+    """Also of those who are left when a replica dies, and of one that joins."""
+    replicas = together(
+        *(lambda k=k: Counting(k, lighthouse, **SMALL) for k in range(3))
+    )
+    together(*(lambda each=each: each.train(3) for each in replicas))
+    *survivors, victim = replicas
+    start = copy.deepcopy(victim.net)
+    together(*(each.step for each in replicas))
+    same(victim.seen[4], items_reference(start, 3, (0, 1, 2)))
+    assert victim.totals[4].of_ranks.tolist() == [2, 6, 10]
+    start = copy.deepcopy(victim.net)
+
+    def dies():
+        def die(_):
+            victim.die()
+            raise RuntimeError("dead")
+
+        victim.net.first.weight.register_post_accumulate_grad_hook(die)
+        with pytest.raises(RuntimeError):
+            victim.step()
+
+    together(dies, *(each.step for each in survivors))
+    for each in survivors:
+        same(each.seen[5], items_reference(start, 4, (0, 1)))
+        assert each.totals[5].of_ranks.tolist() == [2, 6]
+    joins = Counting(2, lighthouse, seed=9, **SMALL)
+    everybody = (*survivors, joins)
+    together(*(lambda each=each: each.train(9) for each in everybody))
+    assert min(joins.seen) > 5
+    for step, params in joins.seen.items():
+        assert torch.equal(params, survivors[0].seen[step])
+    first = joins.totals[min(joins.seen)].of_ranks.tolist()
+    assert first == [2, 6, 0]  # it has just caught up, and contributed nothing
+    assert joins.totals[9].of_ranks.tolist() == [2, 6, 10]
+    for each in everybody:
+        each.die()
+
+
+def test_a_replica_that_does_not_count_its_items_is_named(lighthouse):
+    a, b = together(*(lambda k=k: Counting(k, lighthouse, **SMALL) for k in (0, 2)))
+    together(lambda: a.train(3), lambda: b.train(3))
+
+    def fails(replica, counts):
+        with pytest.raises(minidp.ItemCountError, match="Rank 2 did not say") as found:
+            replica.step(counts=counts)
+        assert "rank 0: 2, rank 2: nothing" in str(found.value)
+        replica.model.reset()
+        replica.train(5)
+
+    together(lambda: fails(a, True), lambda: fails(b, False))
+    assert torch.equal(a.seen[5], b.seen[5])
+    a.die(), b.die()
+
+
+def test_steps_are_recorded_and_measured(lighthouse):
+    replicas = together(*(lambda k=k: Replica(k, lighthouse, **SMALL) for k in (0, 1)))
+
+    def recorded(each):
+        speed = minidp.watch_speed(each.model)
+        with minidp.record(each.model) as recording:
+            each.train(8)
+        with pytest.raises(ValueError, match="save\\(\\) on each"):
+            recording.gather()
+        assert speed.numbers()["backward_s"] > 0
+        return recording
+
+    found = together(*(lambda each=each: recorded(each) for each in replicas))
+    for number, recording in enumerate(found):
+        text = recording.report()
+        assert text.startswith(f"rank {number} of 2; torchft on cpu")
+        assert "the manager reduces the buckets" in text
+        assert "There is none" not in text
+    assert "ranks 0, 1 of 2" in report([each.timelines[0] for each in found])
+    for each in replicas:
+        each.die()
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        (nn.Module.float, SMALL, r"first\.weight: torch\.float32 \(40, 6\)"),
+        (
+            lambda net: setattr(net, "last", nn.Linear(40, 3).double()),
+            SMALL,
+            r"last\.bias: torch\.float64 \(3,\)",
+        ),
+        (lambda net: None, {"find_unused_parameters": True} | SMALL, "find_unused"),
+        (lambda net: None, {"bucket_cap_mb": 1}, "caps"),
+    ],
+    ids=["dtype", "shape", "find_unused_parameters", "bucket_cap_mb"],
+)
+def test_a_replica_with_another_model_is_named_and_the_others_go_on(
+    lighthouse, monkeypatch, change, options, words
+):
+    """Gloo ends a process that receives more than it expects."""
+    a, b = together(*(lambda k=k: Replica(k, lighthouse, **SMALL) for k in (0, 1)))
+    together(lambda: a.train(3), lambda: b.train(3))
+
+    class Other(Net):
+        def __init__(self, seed):
+            super().__init__(seed)
+            change(self)
+
+        def forward(self, x):
+            return super().forward(x.to(self.first.weight.dtype))
+
+    monkeypatch.setattr(sys.modules[__name__], "Net", Other)
+    other = Replica(2, lighthouse, **options)
+
+    def fails():
+        with pytest.raises(minidp.MiniDPError, match=f"Found:.*{words}"):
+            other.step()
+        other.die()
+
+    together(fails, lambda: a.train(6), lambda: b.train(6))
+    assert torch.equal(a.seen[6], b.seen[6])
+    a.die(), b.die()
+
+
+def test_a_replica_that_stays_alone_names_what_is_missing(lighthouse):
+    a = Replica(0, lighthouse, manager={"quorum_timeout": timedelta(seconds=1)})
+    with pytest.raises(minidp.CollectiveError, match="No quorum was found for step 0"):
+        a.step()
+    a.die()
+
+
+def test_fewer_replicas_than_the_manager_wants_are_reported(lighthouse, caplog):
+    replicas = together(
+        *(lambda k=k: Replica(k, lighthouse, manager=LEAST) for k in (0, 1))
+    )
+    with caplog.at_level("WARNING", "minidp"):
+        together(*(each.step for each in replicas))
+    assert "Step 0 waits until 3 replicas (min_replica_size) are there." in caplog.text
+    for each in replicas:
+        assert each.manager.current_step() == 0
+        each.die()
+
+
+def test_a_replica_without_minidps_wrapper_is_named(lighthouse):
+    a, b = together(*(lambda k=k: Replica(k, lighthouse) for k in (0, 1)))
+    together(lambda: a.train(3), lambda: b.train(3))
+    for each in (a, b):
+        del each.manager._user_state_dicts["minidp"]
+    joins = Replica(2, lighthouse)
+
+    def fails():
+        with pytest.raises(minidp.MiniDPError, match="sends no bucket layout"):
+            joins.step()
+        joins.die()
+
+    together(fails, lambda: a.train(5), lambda: b.train(5))
+    a.die(), b.die()
 
 
 def test_nothing_waits_before_the_backward_has_ended(lighthouse):

@@ -11,6 +11,7 @@ import struct
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from minidp.doctor.findings import Finding, failed, ok, warning
 from minidp.doctor.words import join
@@ -45,6 +46,20 @@ def check_port(launch: Launch, seconds: float) -> Finding:
                 remedy = "is rank 0 running, with the same MASTER_ADDR and MASTER_PORT?"
                 return failed(f"{found}: {why}", remedy)
         time.sleep(_RETRY_SECONDS)
+
+
+def check_lighthouse(url: str, seconds: float) -> Finding:
+    """Check that torchft's lighthouse answers at ``url``."""
+    place, said = urlsplit(url), f"TORCHFT_LIGHTHOUSE={url}"
+    try:
+        address = place.hostname or "", place.port or 0
+        socket.create_connection(address, seconds).close()
+    except (OSError, ValueError) as error:
+        remedy = (
+            "torchft_lighthouse starts one; its address looks like http://host:29510"
+        )
+        return failed(f"{said}: {error}", remedy)
+    return ok(f"{said} answers")
 
 
 def _check_own_port(text: str, address: Any, family: int) -> Finding:

@@ -23,6 +23,7 @@ from minidp.doctor.checks.environment import (
     read_launch,
 )
 from minidp.doctor.checks.network import (
+    check_lighthouse,
     check_port,
     judge_interfaces,
     nccl_interfaces,
@@ -137,6 +138,16 @@ def test_a_host_that_does_not_answer(monkeypatch):
     says(
         check_port(read_launch(SOUND), 2), FAILED, "no answer within 2 s -> a firewall"
     )
+
+
+def test_a_lighthouse_of_torchft_that_does_not_answer_fails():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        says(check_lighthouse(url, 20), OK, f"{url} answers")
+    for wrong in (url, "localhost", "http://localhost:port"):
+        finding = check_lighthouse(wrong, 2)
+        says(finding, FAILED, f"TORCHFT_LIGHTHOUSE={wrong}: ")
+        says(finding, FAILED, "-> torchft_lighthouse starts one")
 
 
 LAN = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": ""}

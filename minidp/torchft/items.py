@@ -1,0 +1,66 @@
+"""Count items (``average_over="items"``) where the number of ranks changes.
+
+A bucket's tail has a row for each rank, so its length would change with the quorum.
+Here the rows travel in a message of their own, written anew for each quorum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from minidp.comm import ItemCounts
+from minidp.core import Reducer
+
+from .quorum import Quorum, Sum
+
+
+class ItemRows(ItemCounts):
+    """Sum the counts of those who contribute, after the last bucket is launched.
+
+    A row is that of a replica in `Quorum.members`. The manager sets it to zero if the
+    replica is catching up: it counts as one without items.
+    """
+
+    tail = 0  # no elements in a bucket
+
+    def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
+        super().__init__(reducer.communicator)
+        self._quorum = quorum
+        self._sum: Sum | None = None
+
+    def ranks(self, count: int) -> Sequence[int]:
+        """Return the numbers of the replicas in the quorum."""
+        return self._quorum.members()
+
+    def send(self, device: torch.device) -> None:
+        """Start to sum the counts; once more, with the same, if the quorum changes."""
+        said, is_stale, quorum = self._said, self._is_stale, self._quorum
+        row = super().tail  # of the group of one rank
+
+        def rows() -> torch.Tensor:
+            self._said, self._is_stale = said, is_stale
+            message = torch.zeros(row * len(quorum.members()), device=device)
+            self.write(message[row * quorum.position() :])
+            return message
+
+        self._sum = Sum(quorum, rows)
+
+    def settle(self) -> None:
+        """Wait for all sums of the backward, if the counts were sent."""
+        if self._sum is not None:
+            self._message, self._sum = self._sum.wait(), None
+
+    def read(self, tail: torch.Tensor | None, divisor: int) -> float | torch.Tensor:
+        """As in `ItemCounts`; any number if the step will not be committed."""
+        self.settle()
+        if self._quorum.has_failed:
+            self._message, self.is_sent, self.holds_averages = None, False, True
+            return 1.0
+        return super().read(None, self._quorum.contributors)
+
+    def reset(self) -> None:
+        """Forget what was counted, sent and received."""
+        super().reset()
+        self._sum = None
