@@ -293,9 +293,10 @@ class DenseBucket(Bucket):
 
     def offer_grads(self) -> None:
         """Let `wait` write to ``.grad`` if C++ can; then `unflatten` all slots."""
-        native = None if self._tracked or not self._arrived else self.native
         if self.shared is not None:
-            self.shared.into = native if native and native.offer_tiles() else None
+            may = self.native and self._arrived and not (self._tracked or self.plan.tail)
+            takes = may and self.native.offer_tiles(self.factor)
+            self.shared.into = self.native if takes else None
 
     def unflatten(
         self, kept: Collection[int] = (), into: Sequence[Tensor | None] | None = None
@@ -335,7 +336,10 @@ class DenseBucket(Bucket):
         if not kept and not self._tracked and self._arrived:
             how = {"is_alone": self.is_alone, "scale": self.factor}
             with suppress(RuntimeError):  # a gradient overlaps itself
-                return bool(self.native.unflatten(self._arrived, **how))
+                if self.native.unflatten(self._arrived, **how):
+                    return True
+            if self.native.is_scaled:
+                self.factor = 1.0
         self.native.forget_copies()
         return False
 

@@ -201,15 +201,13 @@ class BucketQueue:
             _receive_counts(self, self.averaging.items)
             if steppers:  # they apply gradients before any guard sees them
                 self.averaging.items.check()
-        # Only plain averages go to .grad as they are.
-        offers = self._context is None and self.averaging.items is None
         for number, bucket in enumerate(self.buckets):
             if number not in self.skipped:
                 slots = bucket.position.items() if untouched else ()
                 kept = [k for i, k in slots if i in untouched]
-                if offers and not kept and isinstance(bucket, DenseBucket):
-                    bucket.offer_grads()
                 if bucket.state is BucketState.IN_FLIGHT:  # not waited for above
+                    if isinstance(bucket, DenseBucket) and not (kept or self._context):
+                        bucket.offer_grads()
                     self._wait(number)
                 self._copy_out(number, kept)
             for stepper in steppers:
@@ -311,7 +309,7 @@ def _receive_counts(queue: BucketQueue, items: comm.ItemCounts) -> None:
             tail = bucket.tail
     factor = items.read(tail, queue.averaging.copy_divisor)
     for bucket in queue.buckets:
-        bucket.factor, bucket.is_alone = factor, False
+        bucket.factor = factor
 
 
 def _check_finite(bucket: Bucket, step: int, when: str) -> None:

@@ -74,17 +74,17 @@ def item_totals(self: DataParallel) -> ItemTotals:
     return totals
 
 
-def watch(reducer: Reducer, output: object) -> None:
+def watch(reducer: Reducer, output: object, *, will_reduce: bool) -> None:
     """Let the backward of ``output`` look whether it begins on old averages."""
     items = reducer.queue.averaging.items
-    if items is not None and items.holds_averages:
-        sample = min(reducer.params[-8:], key=Tensor.numel)  # a bias, most often
+    if items is None or not items.holds_averages or will_reduce:
+        return  # one that reduces looks by itself
 
-        @untraced
-        def look(_grads: object) -> None:
-            items.look_at(sample.grad)
+    @untraced
+    def look(_grads: object) -> None:
+        items.look_at(reducer.params)
 
-        probe_outputs(output, look)
+    probe_outputs(output, look)
 
 
 def contributing_nothing(reducer: Reducer) -> AbstractContextManager[None]:
