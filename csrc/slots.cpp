@@ -235,7 +235,7 @@ bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone, dou
       forget_copies();
       return false;
     }
-    if (!is_alone || scale != 1 || !is_unchanged(k, grad, arrived[k])) {
+    if (!is_alone || !is_unchanged(k, grad, arrived[k])) {
       held.push_back(grad);
       grads.push_back(&held.back());
       slots.push_back(k);
@@ -268,7 +268,7 @@ bool Slots::unflatten_rows(
     if (!grad.defined() || !is_row(places_[k], grad, buffer)) {
       return false;
     }
-    if (!is_alone || scale != 1 || !is_unchanged(k, grad, arrived[k])) {
+    if (!is_alone || !is_unchanged(k, grad, arrived[k])) {
       rows.add(grad.data_ptr(), buffer + places_[k].begin, places_[k].numel);
       written.push_back(&grad);
     }

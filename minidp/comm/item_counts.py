@@ -25,7 +25,8 @@ from .work import Work
 
 _ROW = struct.Struct("=Bdd")  # flags, count, loss
 ROW = _ROW.size  # elements of a bucket per rank
-_SAID, _STALE = 1, 2  # flags
+# Flags: counted; began on averages; counted once per forward, of several; less often.
+_SAID, _STALE, _EACH, _FEWER = 1, 2, 4, 8
 _REMEDY = (
     "on every rank call count_items(n) or weigh_loss(loss, n) before backward(), with "
     "0 where a rank has no items; then call reset() on all ranks, and zero_grad()"
@@ -50,6 +51,18 @@ class _Step:
         default_factory=list
     )
     is_stale: Tensor | bool = False  # see `look_at`
+    forwards: int = 0  # in grad mode
+
+    @property
+    def flags(self) -> int:
+        """All flags but _STALE."""
+        calls = len(self.said)
+        flags = _SAID * bool(calls)
+        if calls == self.forwards > 1:
+            flags += _EACH
+        elif 0 < calls < self.forwards:
+            flags += _FEWER
+        return flags
 
 
 class ItemCounts:
@@ -103,6 +116,10 @@ class ItemCounts:
                 event.record(torch.cuda.current_stream(each.device))
         self._step.said.append((n, told, event))
 
+    def note_forward(self) -> None:
+        """Count a forward in grad mode."""
+        self._step.forwards += 1
+
     def look_at(self, params: Sequence[Tensor]) -> None:
         """Note if a backward begins on averages of an earlier one, not on zeros.
 
@@ -138,8 +155,8 @@ class ItemCounts:
         self.is_sent = True
         said, start = step.said, ROW * self._communicator.rank
         counts, losses = [count for count, _, _ in said], [loss for _, loss, _ in said]
-        if tail.is_cpu and not any([isinstance(n, Tensor) for n in counts + losses]):
-            flags = _SAID * bool(said) + _STALE * bool(step.is_stale)
+        if tail.is_cpu and not any(isinstance(n, Tensor) for n in counts + losses):
+            flags = step.flags + _STALE * bool(step.is_stale)
             message = bytearray(len(tail))
             _ROW.pack_into(message, start, flags, sum(counts), sum(losses))
             _put(message, tail)
@@ -151,7 +168,7 @@ class ItemCounts:
         tail.zero_()
         row = tail[start : start + ROW]
         row[1:] = words.view(torch.uint8)
-        row[0] = torch.as_tensor(step.is_stale).to(row) * _STALE + _SAID * bool(said)
+        row[0] = torch.as_tensor(step.is_stale).to(row) * _STALE + step.flags
 
     def send(self, device: torch.device) -> None:
         """Start to sum the counts in a message of their own: no bucket carries them."""
@@ -180,8 +197,8 @@ class ItemCounts:
         self._message, self.is_sent = None, False
         self.holds_averages = True
         if sums.is_cpu:
-            facts = [*_ROW.iter_unpack(_taken(sums)[: self.tail])]
-            self._facts = facts
+            facts: list[tuple[float, ...]]
+            self._facts = facts = [*_ROW.iter_unpack(_taken(sums)[: self.tail])]
             self._refuse(facts)
             return divisor / sum([count for _, count, _ in facts])
         self._facts = on_gpu = _decoded(sums[: self.tail])
@@ -221,15 +238,16 @@ class ItemCounts:
 
     def _refuse(self, rows: Sequence[Sequence[float]]) -> None:
         """Raise ItemCountError for rows (flags, count, loss), the same on all ranks."""
-        if all([row[0] == _SAID and 0 <= row[1] < math.inf for row in rows]):
-            if any([row[1] for row in rows]):
-                return
         flags = [int(row[0]) for row in rows]
         counts = [row[1] for row in rows]
+        few = [r for r, flag in enumerate(flags) if flag & _FEWER]
+        each = [r for r, flag in enumerate(flags) if flag & _EACH]
         silent = [r for r, flag in enumerate(flags) if not flag & _SAID]
         stale = [r for r, flag in enumerate(flags) if flag & _STALE]
         wrong = [r for r, n in enumerate(counts) if not 0 <= n < math.inf]
         remedy = _REMEDY
+        if not (silent or stale or wrong or (few and each)) and sum(counts) > 0:
+            return
         if stale:
             what = (
                 f"A backward added to averages of an earlier one, on rank {_few(stale)}"
@@ -241,6 +259,16 @@ class ItemCounts:
             )
         elif silent:
             what = f"Rank {_few(silent)} did not say how many items this step has"
+        elif few and each:
+            what = (
+                f"Rank {_few(few)} counted items fewer times than it called the model, "
+                f"but rank {_few(each)} once per call"
+            )
+            remedy = (
+                "count items once for each forward on all ranks; for one whose loss "
+                "has no items count_items(0), or call it under no_grad(); then call "
+                "reset() on all ranks, and zero_grad()"
+            )
         elif wrong:
             what = f"Rank {_few(wrong)} counted items by no finite number >= 0"
         else:

@@ -294,9 +294,9 @@ class DenseBucket(Bucket):
     def offer_grads(self) -> None:
         """Let `wait` write to ``.grad`` if C++ can; then `unflatten` all slots."""
         if self.shared is not None:
-            may = self.native and self._arrived and not (self._tracked or self.plan.tail)
-            takes = may and self.native.offer_tiles(self.factor)
-            self.shared.into = self.native if takes else None
+            native = None if self._tracked or self.plan.tail else self.native
+            takes = native and self._arrived and native.offer_tiles(self.factor)
+            self.shared.into = native if takes else None
 
     def unflatten(
         self, kept: Collection[int] = (), into: Sequence[Tensor | None] | None = None
@@ -334,7 +334,8 @@ class DenseBucket(Bucket):
         if self.native is None:
             return False
         if not kept and not self._tracked and self._arrived:
-            how = {"is_alone": self.is_alone, "scale": self.factor}
+            is_alone = self.is_alone and self.factor == 1.0
+            how = {"is_alone": is_alone, "scale": self.factor}
             with suppress(RuntimeError):  # a gradient overlaps itself
                 if self.native.unflatten(self._arrived, **how):
                     return True

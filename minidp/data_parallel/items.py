@@ -75,10 +75,13 @@ def item_totals(self: DataParallel) -> ItemTotals:
 
 
 def watch(reducer: Reducer, output: object, *, will_reduce: bool) -> None:
-    """Let the backward of ``output`` look whether it begins on old averages."""
+    """Count a forward; let its backward look whether it begins on old averages."""
     items = reducer.queue.averaging.items
-    if items is None or not items.holds_averages or will_reduce:
-        return  # one that reduces looks by itself
+    if items is None:
+        return
+    items.note_forward()
+    if not items.holds_averages or will_reduce:
+        return  # a backward that reduces looks by itself
 
     @untraced
     def look(_grads: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
@@ -190,6 +191,43 @@ def test_count_after_the_counts_were_sent(pool):
     for text, count in pool.run(counts_too_late, 2):
         assert "after this step's counts were sent" in text
         assert count == "6.0"
+
+
+def counts_some(ctx: Any, calls: tuple[int, ...], forwards: int) -> str:
+    """The error of a rank that counts that many of its micro-batches."""
+    ddp = wrap(ctx)
+
+    def step(mine: int) -> None:
+        for k in range(forwards):
+            with contextlib.nullcontext() if k + 1 == forwards else ddp.no_sync():
+                loss = loss_of(ddp, inputs(ctx.rank, size=2))
+                if k < mine:
+                    ddp.count_items(2)
+                loss.backward()
+
+    text = failure(lambda: step(calls[ctx.rank]))
+    if text:
+        ddp.reset()
+    ddp.zero_grad()
+    step(forwards)
+    assert ddp.item_totals.count == 2 * forwards * ctx.world_size
+    return text
+
+
+@pytest.mark.parametrize(
+    ("calls", "forwards", "who"),
+    [
+        ((2, 1), 2, "Rank 1 "),
+        ((2, 3), 3, "Rank 0 "),
+        ((1, 1), 3, ""),  # once for all: what the script means
+        ((1, 2), 3, ""),  # no rank shows that it should be three
+    ],
+)
+def test_rank_that_counts_some_of_its_micro_batches(pool, calls, forwards, who):
+    for text in pool.run(counts_some, 2, calls, forwards):
+        words = "counted items fewer times than it called the model"
+        assert (who + words if who else "") in text
+        assert bool(text) == bool(who)
 
 
 # ------------------------------------------------------------- ranks without items
@@ -442,6 +480,35 @@ def casts(ctx: Any, dtype: torch.dtype) -> tuple[bool, list[float]]:
 def test_mixed_precision(pool, dtype):
     counts = [SIZES[rank] + 1000.5 for rank in range(3)]
     assert pool.run(casts, 3, dtype) == [(True, counts)] * 3
+
+
+def large(ctx: Any, memory: str) -> tuple[bool, list[torch.Tensor]]:
+    """Sums of large buckets go straight to ``.grad``, in shared memory."""
+    torch.manual_seed(0)
+    with setting({"MINIDP_SHARED_MEMORY": memory}):
+        net = nn.Sequential(*(nn.Linear(300, 300) for _ in range(3)))
+        alone, found = copy.deepcopy(net), []
+        ddp = wrap(ctx, net, bucket_cap_mb=0.3)
+        for step in range(3):
+            ddp.zero_grad()
+            alone.zero_grad()
+            x = torch.randn(6, 300, generator=torch.Generator().manual_seed(step))
+            ddp.count_items(1 + ctx.rank)
+            (ddp(x) * (x + ctx.rank)).sum().backward()
+            outs = [(alone(x) * (x + r)).sum() for r in range(ctx.world_size)]
+            (sum(outs) / sum(range(1, ctx.world_size + 1))).backward()
+            expected = [p.grad for p in alone.parameters()]
+            found.append(close(net, expected, 1e-6))
+        return all(found), [p.grad for p in net.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sums_that_go_to_the_gradients_are_divided(pool, world_size):
+    shared = pool.run(large, world_size, "auto")
+    plain = pool.run(large, world_size, "0")
+    for right, grads in shared + plain:
+        assert right
+        assert all(map(torch.equal, grads, plain[0][1]))
 
 
 class Kinds(nn.Module):
