@@ -50,8 +50,18 @@ class _Step:
     said: list[tuple[Tensor | float, Tensor | float, torch.cuda.Event | None]] = field(
         default_factory=list
     )
-    is_stale: Tensor | bool = False  # see `look_at`
+    # Averages that a backward began on: parameter, .grad, its version, is it not zero?
+    averages: list[tuple[Tensor, Tensor, int, Tensor]] = field(default_factory=list)
     forwards: int = 0  # in grad mode
+
+    def is_stale(self) -> Tensor | bool:
+        """Return whether a backward added to an average."""
+        found = [
+            is_average
+            for param, grad, version, is_average in self.averages
+            if param.grad is not grad or grad._version != version
+        ]
+        return torch.stack(found).any() if found else False
 
     @property
     def flags(self) -> int:
@@ -71,6 +81,7 @@ class ItemCounts:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._step = _Step()
+        self.samples: Sequence[Tensor] = ()  # parameters at which `look` looks
         self.is_sent = False  # in the reduction that is open
         self.holds_averages = False  # no backward began since averages were written
         # Of the last reduction, by rank: flags, count, loss. A tensor on CUDA.
@@ -120,19 +131,19 @@ class ItemCounts:
         """Count a forward in grad mode."""
         self._step.forwards += 1
 
-    def look_at(self, params: Sequence[Tensor]) -> None:
-        """Note if a backward begins on averages of an earlier one, not on zeros.
+    def look(self) -> None:
+        """Note averages of an earlier backward, as one begins that may add to them.
 
-        Only the first call after averages were written looks, at the smallest of some
-        gradients. Such a sum is no mean over items: `read` raises.
+        Only the first call after averages were written looks, at `samples`. Such a sum
+        is no mean over items: `read` raises. An average that nothing is added to may
+        stay: of parameters that another optimizer steps, or that are frozen now.
         """
         if self.holds_averages:
             self.holds_averages = False
-            grads = [param.grad for param in params[-8:]]  # biases among them, often
-            some = [g for g in grads if g is not None and g.layout is torch.strided]
-            if some:
-                found = min(some, key=Tensor.numel).detach().any()
-                self._step.is_stale = bool(found) if found.is_cpu else found
+            for param in self.samples:
+                if (grad := param.grad) is not None:
+                    found = param, grad, grad._version, grad.detach().any()
+                    self._step.averages.append(found)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -156,7 +167,7 @@ class ItemCounts:
         said, start = step.said, ROW * self._communicator.rank
         counts, losses = [count for count, _, _ in said], [loss for _, loss, _ in said]
         if tail.is_cpu and not any(isinstance(n, Tensor) for n in counts + losses):
-            flags = step.flags + _STALE * bool(step.is_stale)
+            flags = step.flags + _STALE * bool(step.is_stale())
             message = bytearray(len(tail))
             _ROW.pack_into(message, start, flags, sum(counts), sum(losses))
             _put(message, tail)
@@ -168,7 +179,7 @@ class ItemCounts:
         tail.zero_()
         row = tail[start : start + ROW]
         row[1:] = words.view(torch.uint8)
-        row[0] = torch.as_tensor(step.is_stale).to(row) * _STALE + step.flags
+        row[0] = torch.as_tensor(step.is_stale()).to(row) * _STALE + step.flags
 
     def send(self, device: torch.device) -> None:
         """Start to sum the counts in a message of their own: no bucket carries them."""

@@ -266,6 +266,9 @@ class BucketQueue:
             else DenseBucket(plan, *shared, next(buffers, None))
             for plan in layout.buckets
         ]
+        if self.averaging.items is not None:  # those that have arrived when counts go
+            params = next((b.params for b in self.buckets if b.plan.tail), ())
+            self.averaging.items.samples = sorted(params, key=Tensor.numel)[:3]
         if self.config.gradient_as_bucket_view:
             for bucket in self.buckets:
                 bucket.alias_grads_to_views()

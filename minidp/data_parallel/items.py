@@ -85,7 +85,7 @@ def watch(reducer: Reducer, output: object, *, will_reduce: bool) -> None:
 
     @untraced
     def look(_grads: object) -> None:
-        items.look_at(reducer.params)
+        items.look()
 
     probe_outputs(output, look)
 

@@ -162,6 +162,39 @@ def test_backward_that_adds_to_averages(pool, local, options):
         assert "added to averages of an earlier one, on rank 0." in left_out
 
 
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.parts = nn.ModuleList([nn.Linear(3, 2).double() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, k: int) -> torch.Tensor:
+        return self.parts[k](x)
+
+
+def steps_by_turns(ctx: Any) -> list[Any]:
+    """Two parts of one model, each with an optimizer that zeroes its own gradients."""
+    ddp = wrap(ctx, Branches(), find_unused_parameters=True)
+    parts = ddp.module.parts
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+    found = []
+    for step in range(4):
+        k = step % 2
+        optimizers[k].zero_grad()
+        alone = copy.deepcopy(parts[k])
+        ddp.count_items(1 + ctx.rank)
+        (ddp(inputs(ctx.rank, step, 1 + ctx.rank), k) - 1).square().sum().backward()
+        x = torch.cat([inputs(r, step, 1 + r) for r in range(ctx.world_size)])
+        (loss_of(alone, x) / len(x)).backward()
+        found.append(close(parts[k], [p.grad for p in alone.parameters()]))
+        optimizers[k].step()
+    return found
+
+
+def test_averages_that_nothing_is_added_to_may_stay(pool):
+    assert pool.run(steps_by_turns, 2) == [[True] * 4] * 2
+
+
 def counts_too_late(ctx: Any) -> list[str]:
     """Of two backwards that bring one reduction: between them counts are gone."""
     ddp = wrap(ctx, Net(), bucket_cap_mb=0)

@@ -54,9 +54,12 @@ def test_a_gpu_writes_and_reads_the_same(dtype, is_stale, rank):
     for kind in (float, lambda n: torch.tensor(n, dtype=torch.float64)):
         mine = counts()
         mine._communicator = type("Some", (Two,), {"rank": rank})()
-        stale = torch.tensor(is_stale) if kind is not float else is_stale
-        said = [(kind(math.e), kind(-7.5), None)]
-        mine._step = item_counts._Step(said, is_stale=stale)
+        param = nn.Parameter(torch.ones(2))
+        param.grad = torch.full((2,), float(is_stale))
+        mine.samples, mine.holds_averages = [param], True
+        mine.look()
+        param.grad.add_(1)
+        mine._step.said.append((kind(math.e), kind(-7.5), None))
         tails.append(torch.full((34,), math.nan, dtype=dtype))
         mine.write(tails[-1])
     assert torch.equal(*tails)
