@@ -327,20 +327,15 @@ class DenseBucket(Bucket):
             self._tracked = {k: grad * factor for k, grad in self._tracked.items()}
 
     def _unflatten_natively(self, kept: Collection[int]) -> bool:
-        """Write reduced values to ``.grad`` in C++ (bucket views: make it the view).
-
-        False: Python must write all; a slot is kept or tracked, or does not fit.
-        """
+        """Do all of `unflatten` in C++; False if Python must: a slot is kept, misfits."""
         if self.native is None:
             return False
         if not kept and not self._tracked and self._arrived:
-            is_alone = self.is_alone and self.factor == 1.0
-            how = {"is_alone": is_alone, "scale": self.factor}
+            how = {"is_alone": self.is_alone, "scale": self.factor}
             with suppress(RuntimeError):  # a gradient overlaps itself
                 if self.native.unflatten(self._arrived, **how):
                     return True
-            if self.native.is_scaled:
-                self.factor = 1.0
+            self.factor = 1.0 if self.native.is_scaled else self.factor
         self.native.forget_copies()
         return False
 

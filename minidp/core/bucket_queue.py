@@ -205,9 +205,9 @@ class BucketQueue:
             if number not in self.skipped:
                 slots = bucket.position.items() if untouched else ()
                 kept = [k for i, k in slots if i in untouched]
+                if not (kept or self._context) and isinstance(bucket, DenseBucket):
+                    bucket.offer_grads()
                 if bucket.state is BucketState.IN_FLIGHT:  # not waited for above
-                    if isinstance(bucket, DenseBucket) and not (kept or self._context):
-                        bucket.offer_grads()
                     self._wait(number)
                 self._copy_out(number, kept)
             for stepper in steppers:
@@ -313,6 +313,7 @@ def _receive_counts(queue: BucketQueue, items: comm.ItemCounts) -> None:
     factor = items.read(tail, queue.averaging.copy_divisor)
     for bucket in queue.buckets:
         bucket.factor = factor
+        bucket.is_alone &= isinstance(factor, float) and factor == 1.0
 
 
 def _check_finite(bucket: Bucket, step: int, when: str) -> None:

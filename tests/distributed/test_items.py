@@ -162,7 +162,7 @@ def test_backward_that_adds_to_averages(pool, local, options):
         assert "added to averages of an earlier one, on rank 0." in left_out
 
 
-class Branches(nn.Module):
+class Turns(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -174,7 +174,7 @@ class Branches(nn.Module):
 
 def steps_by_turns(ctx: Any) -> list[Any]:
     """Two parts of one model, each with an optimizer that zeroes its own gradients."""
-    ddp = wrap(ctx, Branches(), find_unused_parameters=True)
+    ddp = wrap(ctx, Turns(), find_unused_parameters=True)
     parts = ddp.module.parts
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
     found = []
