@@ -167,7 +167,8 @@ void bind_slots(py::module_& module) {
           py::kw_only(),
           py::arg("as_view"))
       .def("copy_now", &Slots::copy_now)
-      .def("offer_tiles", &Slots::offer_tiles)
+      .def("offer_tiles", &Slots::offer_tiles, py::arg("scale") = 1.0)
+      .def_property_readonly("is_scaled", &Slots::is_scaled)
       .def("forget_copies", &Slots::forget_copies)
       .def(
           "flatten",
@@ -291,6 +292,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     check_pairs(views, grads);
     py::gil_scoped_release no_gil;
     minidp::unflatten(refs(grads), refs(views));
+  });
+  module.def("put_bytes", [](const py::bytes& bytes, const at::Tensor& to) {
+    return minidp::put_bytes(std::string_view(bytes), to);
+  });
+  module.def("take_bytes", [](const at::Tensor& from) {
+    return py::bytes(minidp::take_bytes(from));
   });
 #ifdef MINIDP_CUDA
   module.attr("has_cuda") = true;

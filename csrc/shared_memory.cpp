@@ -133,6 +133,7 @@ void sum_chunk(
     const Tiles* tiles) {
   const auto size = static_cast<int64_t>(ranks.size());
   alignas(kLine) T sum[kBlock];
+  static_assert(sizeof(sum) <= Tiles::kMost);
   for (int64_t at = begin; at < end; at += kBlock) {
     const int64_t n = std::min(kBlock, end - at);
     for (int64_t k = 1; k <= size; ++k) {

@@ -213,8 +213,12 @@ bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone, dou
   if (as_view_) {
     return point_at_views(arrived);
   }
-  if (unflatten_tiles()) {
+  is_scaled_ = false;
+  if (unflatten_tiles(scale)) {
     return true;
+  }
+  if (is_scaled_) {
+    scale = 1;
   }
   if (unflatten_rows(arrived, is_alone, scale)) {
     return true;
@@ -278,7 +282,7 @@ bool Slots::unflatten_rows(
   return true;
 }
 
-bool Slots::offer_tiles() {
+bool Slots::offer_tiles(double scale) {
   tiles_.clear();
   tiled_.clear();
   if (as_view_ || at::GradMode::is_enabled() || values_.nbytes() < kTiled) {
@@ -297,12 +301,14 @@ bool Slots::offer_tiles() {
     begin += places_[k].numel * static_cast<int64_t>(values_.element_size());
   }
   tiles_.past_cache = past_cache_;
+  tiles_.type = values_.scalar_type();
+  tiles_.scale = scale;
   return true;
 }
 
 // Copies what was not written to the tiles. If a gradient was replaced since, brings the buffer up
-// to date instead, and returns false.
-bool Slots::unflatten_tiles() {
+// to date instead, scaled, and returns false.
+bool Slots::unflatten_tiles(double scale) {
   if (tiles_.written.empty()) {
     return false;
   }
@@ -311,26 +317,31 @@ bool Slots::unflatten_tiles() {
   for (size_t k = 0; k < params_.size(); ++k) {
     are_there = are_there && grad_of(params_[k]).is_same(tiled_[k]);
   }
-  Rows rows;
-  rows.past_cache = past_cache_;
+  Rows sums;  // not in tiles
+  Rows back;
+  sums.past_cache = back.past_cache = past_cache_;
   const auto item = static_cast<int64_t>(values_.element_size());
-  const auto add = [&](char* tile, int64_t at, int64_t size) {
-    if (are_there) {
-      rows.add(tile, buffer + at, size / item);
-    } else {
-      rows.add(buffer + at, tile, size / item);
-    }
+  const auto scale_sums = [&](char* tile, int64_t at, int64_t size) {
+    sums.add(are_there ? tile : buffer + at, buffer + at, size / item);
+  };
+  const auto copy_back = [&](char* tile, int64_t at, int64_t size) {
+    back.add(buffer + at, tile, size / item);
   };
   std::sort(tiles_.written.begin(), tiles_.written.end());
   int64_t begin = 0;
   for (const auto& [from, to] : tiles_.written) {
-    tiles_.each(are_there ? begin : from, are_there ? from : to, add);
+    tiles_.each(begin, from, scale_sums);
+    if (!are_there) {
+      tiles_.each(from, to, copy_back);
+    }
     begin = to;
   }
-  if (are_there) {
-    tiles_.each(begin, static_cast<int64_t>(values_.nbytes()), add);
+  tiles_.each(begin, static_cast<int64_t>(values_.nbytes()), scale_sums);
+  if (are_there || scale != 1) {
+    copy_rows(sums, values_.scalar_type(), scale);
   }
-  copy_rows(rows, values_.scalar_type(), 1.0);
+  copy_rows(back, values_.scalar_type(), 1.0);
+  is_scaled_ = !are_there;
   fence_past_cache();  // after the tiles' own stores, too
   if (are_there) {
     for (const auto& grad : tiled_) {

@@ -40,13 +40,17 @@ class Slots {
       int64_t divisor);
 
   // Copies the buffer, scaled, into every .grad, or points .grad at it (scale is then 1).
-  // `arrived` is what was flattened. is_alone: no other rank contributed, so that a .grad which nobody wrote
-  // to since it was flattened has the values of the buffer already.
+  // `arrived` is what was flattened. is_alone: no other rank contributed, so that a .grad which
+  // nobody wrote to since it was flattened has the values of the buffer already.
   bool unflatten(const std::vector<at::Tensor>& arrived, bool is_alone, double scale);
 
-  // Offers the gradients as tiles: sums may be written there instead of to the buffer, and
+  // Offers the gradients as tiles: sums, scaled, may be written there instead of to the buffer, and
   // `unflatten` follows. False if that does not pay, or if a gradient is not everyday.
-  bool offer_tiles();
+  bool offer_tiles(double scale);
+  // Whether the last `unflatten` has scaled the buffer: for Python, if it returned false.
+  bool is_scaled() const {
+    return is_scaled_;
+  }
   Tiles* tiles() {
     return tiled_.empty() ? nullptr : &tiles_;
   }
@@ -67,7 +71,7 @@ class Slots {
   Place place_of(const at::Tensor& view) const;
   bool is_row(const Place& place, const at::Tensor& grad, const char* buffer) const;
   bool unflatten_rows(const std::vector<at::Tensor>& arrived, bool is_alone, double scale);
-  bool unflatten_tiles();
+  bool unflatten_tiles(double scale);
   bool lies_in_buffer(const at::Tensor& grad) const;
   bool fits(const at::Tensor& grad, const at::Tensor& view) const;
   Refs views_of(const std::vector<size_t>& slots) const;
@@ -87,6 +91,7 @@ class Slots {
   std::vector<at::Tensor> copied_;
   std::vector<int64_t> versions_;
   bool has_copies_ = false;
+  bool is_scaled_ = false;
   Tiles tiles_;
   std::vector<at::Tensor> tiled_;  // the gradients of `tiles_`
   bool as_view_;

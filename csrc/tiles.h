@@ -14,6 +14,10 @@ namespace minidp {
 // All numbers are bytes from the start of the buffer.
 class Tiles {
  public:
+  static constexpr int64_t kMost = 8192;
+
+  at::ScalarType type = at::kFloat;
+  double scale = 1;  // the sums are multiplied by it
   bool past_cache = false;
   std::vector<std::pair<int64_t, int64_t>> written;  // from and to, as `write` was called
 
@@ -29,7 +33,14 @@ class Tiles {
     begins_.push_back(begin);
   }
 
+  // At most kMost bytes.
   void write(int64_t begin, const void* from, int64_t nbytes) const {
+    alignas(64) char scaled[kMost];
+    if (scale != 1) {
+      const auto numel = nbytes / static_cast<int64_t>(c10::elementSize(type));
+      copy_row(scaled, from, numel, type, scale, /*past_cache=*/false);
+      from = scaled;
+    }
     const auto* source = static_cast<const char*>(from) - begin;
     each(begin, begin + nbytes, [&](char* to, int64_t at, int64_t size) {
       if (past_cache) {

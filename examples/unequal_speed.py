@@ -4,9 +4,9 @@ r"""Ranks of unequal speed: batches in proportion to speed, and the same loss cu
         examples/unequal_speed.py
 
 Rank 1 is slowed down, as an older GPU would be. First all ranks take equal batches, and
-the fast one waits. Then each rank measures how long a sample takes it, and takes its
-share of a global batch that stays the same. `average_over="items"` makes the gradient
-the mean over all samples, however they are split.
+the fast one waits. Meanwhile `minidp.watch_speed` measures how long each rank works.
+Then each takes its share of a global batch that stays the same. `average_over="items"`
+makes the gradient the mean over all samples, however they are split.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from minidp import DataParallel as DDP
+from minidp import watch_speed
 
 
 class Slowed(nn.Module):
@@ -43,36 +44,22 @@ def shares(speeds: list[float], batch: int) -> list[int]:
     return parts
 
 
-def measure_speeds(model: DDP, x: torch.Tensor) -> list[float]:
-    """Return each rank's samples per second: alone, without waiting for others."""
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        with model.no_sync():
-            mse_loss(model(x), x[:, :4]).backward()
-        times.append(time.perf_counter() - begin)
-    model.zero_grad()
-    speeds = [torch.zeros(()) for _ in range(dist.get_world_size())]
-    dist.all_gather(speeds, torch.tensor(len(x) / min(times)))
-    return [speed.item() for speed in speeds]
-
-
 def train(
-    arguments: argparse.Namespace, split: str
-) -> tuple[list[int], list[float], float]:
-    """Train from the same beginning; return losses, and seconds per step."""
+    arguments: argparse.Namespace, parts: list[int]
+) -> tuple[list[float], float, list[float]]:
+    """Train from the same beginning; return losses, seconds per step, and speeds.
+
+    ``parts``: samples of each rank. Speeds: samples per second that a rank works.
+    """
     rank = dist.get_rank()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 4))
     factor = arguments.slow if rank == 1 else 1
     model = DDP(Slowed(net, factor), average_over="items")
+    watch = watch_speed(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    parts = [arguments.batch // dist.get_world_size()] * dist.get_world_size()
-    if split == "in proportion":
-        speeds = measure_speeds(model, torch.randn(parts[0], 256))
-        parts = shares(speeds, arguments.batch)
     random = torch.Generator().manual_seed(1)  # all ranks draw the global batch
-    losses, times = [], []
+    losses, times, work = [], [], []
     for _ in range(arguments.steps):
         x = torch.randn(arguments.batch, 256, generator=random).split(parts)[rank]
         begin = time.perf_counter()
@@ -82,7 +69,12 @@ def train(
         optimizer.zero_grad()
         times.append(time.perf_counter() - begin)
         losses.append(model.item_totals.mean_loss.item())  # of the global batch
-    return parts, losses, sorted(times)[len(times) // 2]
+        took = watch.numbers()  # without waiting for other ranks
+        work.append(took["forward_s"] + took["backward_s"])
+    watch.stop()
+    speeds = [torch.zeros(()) for _ in parts]
+    dist.all_gather(speeds, torch.tensor(len(x) / min(work)))
+    return losses, sorted(times)[len(times) // 2], [s.item() for s in speeds]
 
 
 def main() -> None:
@@ -97,13 +89,20 @@ def main() -> None:
         arguments.steps, arguments.batch = 8, 128
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    found = {split: train(arguments, split) for split in ("equal", "in proportion")}
+    ranks = dist.get_world_size()
+    equal = [arguments.batch // ranks] * ranks
+    first, slow, speeds = train(arguments, equal)
+    in_proportion = shares(speeds, arguments.batch)
+    second, fast, _ = train(arguments, in_proportion)
     if dist.get_rank() == 0:
-        for split, (parts, losses, seconds) in found.items():
+        print(f"samples/s      {[round(speed) for speed in speeds]}")
+        for split, parts, losses, seconds in (
+            ("equal", equal, first, slow),
+            ("in proportion", in_proportion, second, fast),
+        ):
             curve = " ".join(f"{loss:.4f}" for loss in losses[:: len(losses) // 4])
-            print(f"{split:14}batches {parts}: {seconds * 1e3:6.1f} ms a step")
-            print(f"{'':14}loss {curve}")
-        (_, first, slow), (_, second, fast) = found.values()
+            print(f"{split:14} batches {parts}: {seconds * 1e3:6.1f} ms a step")
+            print(f"{'':14} loss {curve}")
         apart = max(abs(a / b - 1) for a, b in zip(first, second, strict=True))
         print(f"step time {fast / slow:.2f} of that with equal batches")
         print(f"losses differ by {apart:.1e} at most: rounding")

@@ -62,17 +62,29 @@ MUTANTS = [
     ),
     Mutant(
         "a lone rank's own gradients are taken for averages over items",
-        "bucket.factor, bucket.is_alone = factor, False",
-        "bucket.factor = factor",
+        "bucket.is_alone &= isinstance(factor, float) and factor == 1.0",
+        "pass",
+        native=True,
+    ),
+    Mutant(
+        "sums that go to the gradients are not divided by items",
+        "tiles_.scale = scale;",
+        "tiles_.scale = 1;",
+        native=True,
+    ),
+    Mutant(
+        "a rank that counts some of its micro-batches is not noticed",
+        "flags += _FEWER",
+        "pass",
     ),
     Mutant(
         "a backward on old averages is not noticed",
-        "found = grad.detach().any()",
-        "found = torch.tensor(False)",
+        "grad._version, grad.detach().any()",
+        "grad._version, torch.tensor(False)",
     ),
     Mutant(
         "a joined rank forgets what it counted",
-        "self._said, self._is_stale, self.holds_averages = mine",
+        "self._step, self.holds_averages = mine",
         "pass",
     ),
     Mutant(

@@ -11,11 +11,12 @@ import math
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from minidp import native
 from minidp.errors import MAX_NAMES, ItemCountError, explain
 
 from .collectives import all_reduce
@@ -24,7 +25,8 @@ from .work import Work
 
 _ROW = struct.Struct("=Bdd")  # flags, count, loss
 ROW = _ROW.size  # elements of a bucket per rank
-_SILENT, _STALE = 1, 2  # flags
+# Flags: no count; began on averages; counted once per forward, of several; less often.
+_SILENT, _STALE, _EACH, _FEWER = 1, 2, 4, 8
 _REMEDY = (
     "on every rank call count_items(n) or weigh_loss(loss, n) before backward(), with "
     "0 where a rank has no items; then call reset() on all ranks, and zero_grad()"
@@ -40,13 +42,37 @@ class ItemTotals:
     of_ranks: Tensor  # items of each rank, shape (ranks,)
 
 
-@dataclass(frozen=True, eq=False)
-class _Said:
-    """Hold what one call counted: float64 of shape (), or a float."""
+@dataclass(eq=False)
+class _Step:
+    """Hold what one rank did since its counts were sent."""
 
-    count: Tensor | float
-    loss: Tensor | float
-    event: torch.cuda.Event | None  # when tensors on a GPU are computed
+    # Per call count, loss, and when they are computed. A tensor if on a GPU: float64.
+    said: list[tuple[Tensor | float, Tensor | float, torch.cuda.Event | None]] = field(
+        default_factory=list
+    )
+    # Averages that a backward began on: parameter, .grad, its version, is it not zero?
+    averages: list[tuple[Tensor, Tensor, int, Tensor]] = field(default_factory=list)
+    forwards: int = 0  # in grad mode
+
+    def is_stale(self) -> Tensor | bool:
+        """Return whether a backward added to an average."""
+        found = [
+            is_average
+            for param, grad, version, is_average in self.averages
+            if param.grad is not grad or grad._version != version
+        ]
+        return torch.stack(found).any() if found else False
+
+    @property
+    def flags(self) -> int:
+        """All flags but _STALE."""
+        calls = len(self.said)
+        flags = _SILENT * (not calls)
+        if calls == self.forwards > 1:
+            flags += _EACH
+        elif 0 < calls < self.forwards:
+            flags += _FEWER
+        return flags
 
 
 class ItemCounts:
@@ -54,8 +80,8 @@ class ItemCounts:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._said: list[_Said] = []
-        self._is_stale: Tensor | bool = False  # see `look_at`
+        self._step = _Step()
+        self.samples: Sequence[Tensor] = ()  # parameters at which `look` looks
         self.is_sent = False  # in the reduction that is open
         self.holds_averages = False  # no backward began since averages were written
         # Of the last reduction, by rank: flags, count, loss. A tensor on CUDA.
@@ -94,33 +120,40 @@ class ItemCounts:
             told = torch.where(n == 0, 0.0, math.nan)
         else:
             told = math.nan if n else 0.0
-        on_gpu = [t for t in (n, told) if isinstance(t, Tensor) and t.is_cuda]
-        event = torch.cuda.Event() if on_gpu else None
-        for each in on_gpu[-1:]:
-            event.record(torch.cuda.current_stream(each.device))  # type: ignore[union-attr]
-        self._said.append(_Said(n, told, event))
+        event = None
+        for each in (n, told):
+            if isinstance(each, Tensor) and each.is_cuda:
+                event = torch.cuda.Event()
+                event.record(torch.cuda.current_stream(each.device))
+        self._step.said.append((n, told, event))
 
-    def look_at(self, grad: Tensor | None) -> None:
-        """Note if a backward begins on averages of an earlier one, not on zeros.
+    def note_forward(self) -> None:
+        """Count a forward in grad mode."""
+        self._step.forwards += 1
 
-        ``grad``: the ``.grad`` of some parameter. Only the first call after averages
-        were written looks. Such a sum is no mean over items: `read` raises.
+    def look(self) -> None:
+        """Note averages of an earlier backward, as one begins that may add to them.
+
+        Only the first call after averages were written looks, at `samples`. Such a sum
+        is no mean over items: `read` raises. An average that nothing is added to may
+        stay: of parameters that another optimizer steps, or that are frozen now.
         """
         if self.holds_averages:
             self.holds_averages = False
-            if grad is not None and grad.layout is torch.strided:
-                found = grad.detach().any()
-                self._is_stale = bool(found) if found.is_cpu else found
+            for param in self.samples:
+                if (grad := param.grad) is not None:
+                    found = param, grad, grad._version, grad.detach().any()
+                    self._step.averages.append(found)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Return a context in which this rank counts 0; its own state is kept."""
-        mine = self._said, self._is_stale, self.holds_averages
-        self._said, self._is_stale = [_Said(0.0, 0.0, None)], False
+        mine = self._step, self.holds_averages
+        self._step = _Step([(0.0, 0.0, None)])
         try:
             yield
         finally:
-            self._said, self._is_stale, self.holds_averages = mine
+            self._step, self.holds_averages = mine
 
     # -- what travels ------------------------------------------------------------------
 
@@ -129,24 +162,24 @@ class ItemCounts:
 
         ``tail``: 1-D, real, `tail` elements or more.
         """
-        said, self._said = self._said, []
+        step, self._step = self._step, _Step()
         self.is_sent = True
-        for event in filter(None, (each.event for each in said)):
-            torch.cuda.current_stream(tail.device).wait_event(event)
-        counts, losses = [each.count for each in said], [each.loss for each in said]
-        is_stale, self._is_stale = self._is_stale, False
-        start = ROW * self._communicator.rank
+        said, start = step.said, ROW * self._communicator.rank
+        counts, losses = [count for count, _, _ in said], [loss for _, loss, _ in said]
         if tail.is_cpu and not any(isinstance(n, Tensor) for n in counts + losses):
-            flags = _SILENT * (not said) + _STALE * bool(is_stale)
+            flags = step.flags + _STALE * bool(step.is_stale())
             message = bytearray(len(tail))
             _ROW.pack_into(message, start, flags, sum(counts), sum(losses))
-            tail.copy_(torch.frombuffer(message, dtype=torch.uint8))
+            _put(message, tail)
             return
+        for _, _, event in said:
+            if event is not None:
+                torch.cuda.current_stream(tail.device).wait_event(event)
         words = torch.stack([_sum(counts, tail.device), _sum(losses, tail.device)])
         tail.zero_()
         row = tail[start : start + ROW]
         row[1:] = words.view(torch.uint8)
-        row[0] = torch.as_tensor(is_stale).to(row) * _STALE + _SILENT * (not said)
+        row[0] = torch.as_tensor(step.is_stale()).to(row) * _STALE + step.flags
 
     def send(self, device: torch.device) -> None:
         """Start to sum the counts in a message of their own: no bucket carries them."""
@@ -175,17 +208,17 @@ class ItemCounts:
         self._message, self.is_sent = None, False
         self.holds_averages = True
         if sums.is_cpu:
-            rows = bytes(map(int, sums.tolist()))
-            self._facts = [*_ROW.iter_unpack(rows)]
-            self._refuse(self._facts)
-            return divisor / sum(count for _, count, _ in self._facts)
-        self._facts = facts = _decoded(sums)
-        copied = torch.empty_like(facts, device="cpu", pin_memory=True)
-        copied.copy_(facts, non_blocking=True)
+            facts: list[tuple[float, ...]]
+            self._facts = facts = [*_ROW.iter_unpack(_taken(sums))]
+            self._refuse(facts)
+            return divisor / sum([count for _, count, _ in facts])
+        self._facts = on_gpu = _decoded(sums)
+        copied = torch.empty_like(on_gpu, device="cpu", pin_memory=True)
+        copied.copy_(on_gpu, non_blocking=True)
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(facts.device))
+        event.record(torch.cuda.current_stream(on_gpu.device))
         self._late = copied, event
-        return torch.reciprocal(facts[:, 1].sum()) * divisor
+        return torch.reciprocal(on_gpu[:, 1].sum()) * divisor
 
     @property
     def totals(self) -> ItemTotals | None:
@@ -210,7 +243,7 @@ class ItemCounts:
 
     def reset(self) -> None:
         """Forget what was counted, sent and received."""
-        self._said, self._is_stale, self._late = [], False, None
+        self._step, self._late = _Step(), None
         self._work = self._message = None
         self.is_sent = self.holds_averages = False
 
@@ -224,12 +257,15 @@ class ItemCounts:
             (r, int(row[0]), row[1])
             for r, row in zip(self.ranks(len(rows)), rows, strict=True)
         ]
-        silent = [r for r, flags, _ in told if flags & _SILENT]
-        stale = [r for r, flags, _ in told if flags & _STALE]
+        silent, stale, each, few = (
+            [r for r, flags, _ in told if flags & flag]
+            for flag in (_SILENT, _STALE, _EACH, _FEWER)
+        )
         wrong = [r for r, _, n in told if not 0 <= n < math.inf]
-        if not (silent or stale or wrong) and sum(n for _, _, n in told) > 0:
-            return
+        total = sum(n for _, _, n in told)
         remedy = _REMEDY
+        if not (silent or stale or wrong or (few and each)) and total > 0:
+            return
         if stale:
             what = (
                 f"A backward added to averages of an earlier one, on rank {_few(stale)}"
@@ -241,6 +277,16 @@ class ItemCounts:
             )
         elif silent:
             what = f"Rank {_few(silent)} did not say how many items this step has"
+        elif few and each:
+            what = (
+                f"Rank {_few(few)} counted items fewer times than it called the model, "
+                f"but rank {_few(each)} once per call"
+            )
+            remedy = (
+                "count items once for each forward on all ranks; for one whose loss "
+                "has no items count_items(0), or call it under no_grad(); then call "
+                "reset() on all ranks, and zero_grad()"
+            )
         elif wrong:
             what = f"Rank {_few(wrong)} counted items by no finite number >= 0"
         else:
@@ -292,6 +338,20 @@ def _number(what: str, value: object) -> Tensor | float:
     raise TypeError(
         f"{what} must be a real number, or a tensor with one, but got {found}."
     )
+
+
+def _put(message: bytearray, tail: Tensor) -> None:
+    """Write a byte to each element of ``tail``, on CPU."""
+    library = native.library()
+    if library is None or not library.put_bytes(bytes(message), tail):
+        tail.copy_(torch.frombuffer(message, dtype=torch.uint8))
+
+
+def _taken(tail: Tensor) -> bytes:
+    """Return a byte for each element of ``tail``, on CPU."""
+    library = native.library()
+    message: bytes = b"" if library is None else library.take_bytes(tail)
+    return message or bytes(map(int, tail.tolist()))
 
 
 def _sum(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:

@@ -293,9 +293,10 @@ class DenseBucket(Bucket):
 
     def offer_grads(self) -> None:
         """Let `wait` write to ``.grad`` if C++ can; then `unflatten` all slots."""
-        native = None if self._tracked or not self._arrived else self.native
         if self.shared is not None:
-            self.shared.into = native if native and native.offer_tiles() else None
+            native = None if self._tracked or self.plan.tail else self.native
+            takes = native and self._arrived and native.offer_tiles(self.factor)
+            self.shared.into = native if takes else None
 
     def unflatten(
         self, kept: Collection[int] = (), into: Sequence[Tensor | None] | None = None
@@ -326,16 +327,15 @@ class DenseBucket(Bucket):
             self._tracked = {k: grad * factor for k, grad in self._tracked.items()}
 
     def _unflatten_natively(self, kept: Collection[int]) -> bool:
-        """Write reduced values to ``.grad`` in C++ (bucket views: make it the view).
-
-        False: Python must write all; a slot is kept or tracked, or does not fit.
-        """
+        """Do all of `unflatten` in C++; False if Python must: a slot is kept, misfits."""
         if self.native is None:
             return False
         if not kept and not self._tracked and self._arrived:
             how = {"is_alone": self.is_alone, "scale": self.factor}
             with suppress(RuntimeError):  # a gradient overlaps itself
-                return bool(self.native.unflatten(self._arrived, **how))
+                if self.native.unflatten(self._arrived, **how):
+                    return True
+            self.factor = 1.0 if self.native.is_scaled else self.factor
         self.native.forget_copies()
         return False
 

@@ -201,13 +201,11 @@ class BucketQueue:
             _receive_counts(self, self.averaging.items)
             if steppers:  # they apply gradients before any guard sees them
                 self.averaging.items.check()
-        # Only plain averages go to .grad as they are.
-        offers = self._context is None and self.averaging.items is None
         for number, bucket in enumerate(self.buckets):
             if number not in self.skipped:
                 slots = bucket.position.items() if untouched else ()
                 kept = [k for i, k in slots if i in untouched]
-                if offers and not kept and isinstance(bucket, DenseBucket):
+                if not (kept or self._context) and isinstance(bucket, DenseBucket):
                     bucket.offer_grads()
                 if bucket.state is BucketState.IN_FLIGHT:  # not waited for above
                     self._wait(number)
@@ -270,6 +268,9 @@ class BucketQueue:
             else DenseBucket(plan, *shared, next(buffers, None))
             for plan in layout.buckets
         ]
+        if self.averaging.items is not None:  # those that have arrived when counts go
+            params = next((b.params for b in self.buckets if b.plan.tail), ())
+            self.averaging.items.samples = sorted(params, key=Tensor.numel)[:3]
         if self.config.gradient_as_bucket_view:
             for bucket in self.buckets:
                 bucket.alias_grads_to_views()
@@ -313,7 +314,8 @@ def _receive_counts(queue: BucketQueue, items: comm.ItemCounts) -> None:
             tail = bucket.tail
     factor = items.read(tail, queue.averaging.copy_divisor)
     for bucket in queue.buckets:
-        bucket.factor, bucket.is_alone = factor, False
+        bucket.factor = factor
+        bucket.is_alone &= isinstance(factor, float) and factor == 1.0
 
 
 def _check_finite(bucket: Bucket, step: int, when: str) -> None:

@@ -381,4 +381,6 @@ def _expect_end(reference: weakref.ref[Reducer], _grads: Any) -> None:
     """Probe of the outputs: call `Reducer.expect_end`, if the reducer still exists."""
     reducer = reference()
     if reducer is not None:
+        if reducer.queue.averaging.items is not None:
+            reducer.queue.averaging.items.look()
         reducer.expect_end()

@@ -74,17 +74,20 @@ def item_totals(self: DataParallel) -> ItemTotals:
     return totals
 
 
-def watch(reducer: Reducer, output: object) -> None:
-    """Let the backward of ``output`` look whether it begins on old averages."""
+def watch(reducer: Reducer, output: object, *, will_reduce: bool) -> None:
+    """Count a forward; let its backward look whether it begins on old averages."""
     items = reducer.queue.averaging.items
-    if items is not None and items.holds_averages:
-        sample = min(reducer.params[-8:], key=Tensor.numel)  # a bias, most often
+    if items is None:
+        return
+    items.note_forward()
+    if not items.holds_averages or will_reduce:
+        return  # a backward that reduces looks by itself
 
-        @untraced
-        def look(_grads: object) -> None:
-            items.look_at(sample.grad)
+    @untraced
+    def look(_grads: object) -> None:
+        items.look()
 
-        probe_outputs(output, look)
+    probe_outputs(output, look)
 
 
 def contributing_nothing(reducer: Reducer) -> AbstractContextManager[None]:

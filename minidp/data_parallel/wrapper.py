@@ -235,7 +235,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         if will_reduce:
             self._reducer.arm(output)
         if with_grad:
-            items.watch(self._reducer, output)
+            items.watch(self._reducer, output, will_reduce=will_reduce)
             self._reducer.ledger.note_forward(synchronising=will_reduce)
             self._reducer.local_backwards.forward_ended(output, will_reduce=will_reduce)
         return output

@@ -36,11 +36,11 @@ class ItemRows(ItemCounts):
 
     def send(self, device: torch.device) -> None:
         """Start to sum the counts; once more, with the same, if the quorum changes."""
-        said, is_stale, quorum = self._said, self._is_stale, self._quorum
+        step, quorum = self._step, self._quorum
         row = super().tail  # of the group of one rank
 
         def rows() -> torch.Tensor:
-            self._said, self._is_stale = said, is_stale
+            self._step = step
             message = torch.zeros(row * len(quorum.members()), device=device)
             self.write(message[row * quorum.position() :])
             return message

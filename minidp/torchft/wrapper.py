@@ -14,12 +14,13 @@ the manager's (`quorum.Replica`) and whose divisor is the number of contributors
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from minidp import torch_compat
-from minidp.comm import SharedBuffer
+from minidp.comm import SharedBuffer, UsedMap
 from minidp.core import Averaging, Observer, Reducer
 from minidp.errors import UnsyncedGradientsError, explain
 from minidp.layout import Layout
@@ -137,7 +138,9 @@ class _ByContributors(Averaging):
         """This replica's index among those in the last quorum, and their number."""
         return self._quorum.seat
 
-    def share(self, layout: Layout, *, asks: bool) -> list[SharedBuffer]:
+    def share(
+        self, layout: Layout, maps: Sequence[UsedMap], *, asks: bool
+    ) -> list[SharedBuffer]:
         """Return no buffers in shared memory."""
         return []
 

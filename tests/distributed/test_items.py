@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
@@ -161,6 +162,39 @@ def test_backward_that_adds_to_averages(pool, local, options):
         assert "added to averages of an earlier one, on rank 0." in left_out
 
 
+class Turns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.parts = nn.ModuleList([nn.Linear(3, 2).double() for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, k: int) -> torch.Tensor:
+        return self.parts[k](x)
+
+
+def steps_by_turns(ctx: Any) -> list[Any]:
+    """Two parts of one model, each with an optimizer that zeroes its own gradients."""
+    ddp = wrap(ctx, Turns(), find_unused_parameters=True)
+    parts = ddp.module.parts
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+    found = []
+    for step in range(4):
+        k = step % 2
+        optimizers[k].zero_grad()
+        alone = copy.deepcopy(parts[k])
+        ddp.count_items(1 + ctx.rank)
+        (ddp(inputs(ctx.rank, step, 1 + ctx.rank), k) - 1).square().sum().backward()
+        x = torch.cat([inputs(r, step, 1 + r) for r in range(ctx.world_size)])
+        (loss_of(alone, x) / len(x)).backward()
+        found.append(close(parts[k], [p.grad for p in alone.parameters()]))
+        optimizers[k].step()
+    return found
+
+
+def test_averages_that_nothing_is_added_to_may_stay(pool):
+    assert pool.run(steps_by_turns, 2) == [[True] * 4] * 2
+
+
 def counts_too_late(ctx: Any) -> list[str]:
     """Of two backwards that bring one reduction: between them counts are gone."""
     ddp = wrap(ctx, Net(), bucket_cap_mb=0)
@@ -190,6 +224,43 @@ def test_count_after_the_counts_were_sent(pool):
     for text, count in pool.run(counts_too_late, 2):
         assert "after this step's counts were sent" in text
         assert count == "6.0"
+
+
+def counts_some(ctx: Any, calls: tuple[int, ...], forwards: int) -> str:
+    """The error of a rank that counts that many of its micro-batches."""
+    ddp = wrap(ctx)
+
+    def step(mine: int) -> None:
+        for k in range(forwards):
+            with contextlib.nullcontext() if k + 1 == forwards else ddp.no_sync():
+                loss = loss_of(ddp, inputs(ctx.rank, size=2))
+                if k < mine:
+                    ddp.count_items(2)
+                loss.backward()
+
+    text = failure(lambda: step(calls[ctx.rank]))
+    if text:
+        ddp.reset()
+    ddp.zero_grad()
+    step(forwards)
+    assert ddp.item_totals.count == 2 * forwards * ctx.world_size
+    return text
+
+
+@pytest.mark.parametrize(
+    ("calls", "forwards", "who"),
+    [
+        ((2, 1), 2, "Rank 1 "),
+        ((2, 3), 3, "Rank 0 "),
+        ((1, 1), 3, ""),  # once for all: what the script means
+        ((1, 2), 3, ""),  # no rank shows that it should be three
+    ],
+)
+def test_rank_that_counts_some_of_its_micro_batches(pool, calls, forwards, who):
+    for text in pool.run(counts_some, 2, calls, forwards):
+        words = "counted items fewer times than it called the model"
+        assert (who + words if who else "") in text
+        assert bool(text) == bool(who)
 
 
 # ------------------------------------------------------------- ranks without items
@@ -442,6 +513,35 @@ def casts(ctx: Any, dtype: torch.dtype) -> tuple[bool, list[float]]:
 def test_mixed_precision(pool, dtype):
     counts = [SIZES[rank] + 1000.5 for rank in range(3)]
     assert pool.run(casts, 3, dtype) == [(True, counts)] * 3
+
+
+def large(ctx: Any, memory: str) -> tuple[bool, list[torch.Tensor]]:
+    """Sums of large buckets go straight to ``.grad``, in shared memory."""
+    torch.manual_seed(0)
+    with setting({"MINIDP_SHARED_MEMORY": memory}):
+        net = nn.Sequential(*(nn.Linear(300, 300) for _ in range(3)))
+        alone, found = copy.deepcopy(net), []
+        ddp = wrap(ctx, net, bucket_cap_mb=0.3)
+        for step in range(3):
+            ddp.zero_grad()
+            alone.zero_grad()
+            x = torch.randn(6, 300, generator=torch.Generator().manual_seed(step))
+            ddp.count_items(1 + ctx.rank)
+            (ddp(x) * (x + ctx.rank)).sum().backward()
+            outs = [(alone(x) * (x + r)).sum() for r in range(ctx.world_size)]
+            (sum(outs) / sum(range(1, ctx.world_size + 1))).backward()
+            expected = [p.grad for p in alone.parameters()]
+            found.append(close(net, expected, 1e-6))
+        return all(found), [p.grad for p in net.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sums_that_go_to_the_gradients_are_divided(pool, world_size):
+    shared = pool.run(large, world_size, "auto")
+    plain = pool.run(large, world_size, "0")
+    for right, grads in shared + plain:
+        assert right
+        assert all(map(torch.equal, grads, plain[0][1]))
 
 
 class Kinds(nn.Module):

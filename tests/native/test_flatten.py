@@ -545,11 +545,12 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="memfd_create")
 
 
 @on_linux
+@pytest.mark.parametrize("scale", [1.0, 0.3])
 @pytest.mark.parametrize("is_replaced", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "dtype"), [*((SIZES, dtype) for dtype in REALS), (HUGE, REALS[0])]
 )
-def test_sums_go_to_the_gradients(library, sizes, dtype, is_replaced):
+def test_sums_go_to_the_gradients(library, sizes, dtype, is_replaced, scale):
     """Where a gradient was replaced after the wait, the buffer has the sums."""
     memory = library.SharedMemory(0, 1, [(sum(sizes), dtype)])  # the sum of one rank
     buffer = memory.buffer(0)
@@ -562,16 +563,18 @@ def test_sums_go_to_the_gradients(library, sizes, dtype, is_replaced):
     with torch.no_grad():
         assert slots.flatten([each.clone() for each in expected.split(sizes)], 1)
         assert torch.equal(buffer, expected)
-        assert slots.offer_tiles()
+        assert slots.offer_tiles(scale)
         memory.post(0)
         assert memory.wait(0, 1.0, slots)
+        expected *= scale
         before = [param.grad for param in params]
         assert torch.equal(torch.cat(before), expected)
         buffer.fill_(-1)  # not what `unflatten` copies, unless a gradient was replaced
         if is_replaced:
             params[1].grad = torch.zeros_like(params[1])
         versions = [param.grad._version for param in params]
-        assert slots.unflatten([None] * len(sizes))
+        assert slots.unflatten([None] * len(sizes), scale=scale)
+        assert slots.is_scaled is is_replaced
     found = [param.grad for param in params]
     assert torch.equal(torch.cat(found), expected)
     assert [grad._version for grad in found] == [old + 1 for old in versions]

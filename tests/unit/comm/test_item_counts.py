@@ -54,8 +54,12 @@ def test_a_gpu_writes_and_reads_the_same(dtype, is_stale, rank):
     for kind in (float, lambda n: torch.tensor(n, dtype=torch.float64)):
         mine = counts()
         mine._communicator = type("Some", (Two,), {"rank": rank})()
-        mine._said = [item_counts._Said(kind(math.e), kind(-7.5), None)]
-        mine._is_stale = torch.tensor(is_stale) if kind is not float else is_stale
+        param = nn.Parameter(torch.ones(2))
+        param.grad = torch.full((2,), float(is_stale))
+        mine.samples, mine.holds_averages = [param], True
+        mine.look()
+        param.grad.add_(1)
+        mine._step.said.append((kind(math.e), kind(-7.5), None))
         tails.append(torch.full((34,), math.nan, dtype=dtype))
         mine.write(tails[-1])
     assert torch.equal(*tails)
@@ -82,7 +86,7 @@ def test_count_is_copied_when_it_is_said():
     mine, n = counts(), torch.tensor(3.0)
     mine.add(n)
     n.fill_(100.0)
-    assert mine._said[0].count == 3.0
+    assert mine._step.said[0][0] == 3.0
 
 
 @pytest.mark.parametrize("n", [0, torch.tensor(0), 2, torch.tensor([2.0])])
