@@ -253,19 +253,17 @@ class ItemCounts:
 
     def _refuse(self, rows: Sequence[Sequence[float]]) -> None:
         """Raise ItemCountError for rows (flags, count, loss), the same on all ranks."""
-        told = [
-            (r, int(row[0]), row[1])
-            for r, row in zip(self.ranks(len(rows)), rows, strict=True)
-        ]
+        ranks = self.ranks(len(rows))
+        told = [(r, int(row[0]), row[1]) for r, row in zip(ranks, rows, strict=True)]
         silent, stale, each, few = (
             [r for r, flags, _ in told if flags & flag]
             for flag in (_SILENT, _STALE, _EACH, _FEWER)
         )
         wrong = [r for r, _, n in told if not 0 <= n < math.inf]
-        total = sum(n for _, _, n in told)
-        remedy = _REMEDY
-        if not (silent or stale or wrong or (few and each)) and total > 0:
+        is_wrong = silent or stale or wrong or (few and each)
+        if not is_wrong and sum(n for _, _, n in told) > 0:
             return
+        remedy = _REMEDY
         if stale:
             what = (
                 f"A backward added to averages of an earlier one, on rank {_few(stale)}"

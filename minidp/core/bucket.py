@@ -327,7 +327,7 @@ class DenseBucket(Bucket):
             self._tracked = {k: grad * factor for k, grad in self._tracked.items()}
 
     def _unflatten_natively(self, kept: Collection[int]) -> bool:
-        """Do all of `unflatten` in C++; False if Python must: a slot is kept, misfits."""
+        """Do all of `unflatten` in C++; False if Python must do it."""
         if self.native is None:
             return False
         if not kept and not self._tracked and self._arrived:

@@ -64,7 +64,7 @@ def test_a_gpu_writes_and_reads_the_same(dtype, is_stale, rank):
         mine.write(tails[-1])
     assert torch.equal(*tails)
     expected = torch.zeros(2, 3, dtype=torch.float64)
-    flags = 3.0 if is_stale else 1.0
+    flags = 2.0 if is_stale else 0.0
     expected[rank] = torch.tensor([flags, math.e, -7.5], dtype=torch.float64)
     assert torch.equal(item_counts._decoded(tails[0]), expected)
 
