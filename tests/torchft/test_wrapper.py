@@ -690,7 +690,6 @@ class Alone:
         ({"static_graph": True}, "static_graph"),
         ({"bucket_cap_mb": "auto"}, "bucket_cap_mb"),
         ({"check_replicas_every": 1}, "check_replicas_every"),
-        ({"average_over": "items"}, 'average_over="items"'),
         (
             {"skip_all_reduce_unused_params": True, "find_unused_parameters": True},
             "skip_all_reduce_unused_params",

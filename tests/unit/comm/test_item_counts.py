@@ -77,8 +77,7 @@ def test_counts_add_up_until_they_are_written():
     mine.write(tail)
     with pytest.raises(RuntimeError, match="after this step's counts were sent"):
         mine.add(1)
-    with pytest.raises(ItemCountError, match="Rank 0 did not say"):
-        mine.read(tail, 2)
+    assert mine.read(tail, 2) == 2 / 5.5
     mine.add(1)  # of the next step
 
 
@@ -133,7 +132,7 @@ def test_counts_that_a_gpu_brings_later_stop_the_step(lone_group, by):
     ddp.count_items(2)
     ddp(torch.ones(1, 2)).sum().backward()
     items = ddp._reducer.queue.averaging.items
-    items._late = torch.tensor([[1.0, math.nan, 0.0]], dtype=torch.float64), Arrived()
+    items._late = torch.tensor([[0.0, math.nan, 0.0]], dtype=torch.float64), Arrived()
     before = ddp.module.weight.detach().clone()
     act = optimizer.step if by == "step" else lambda: ddp(torch.ones(1, 2))
     with pytest.raises(ItemCountError, match="Rank 0 counted items by no finite"):
