@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -259,7 +260,8 @@ class ItemCounts:
             [r for r, flags, _ in told if flags & flag]
             for flag in (_SILENT, _STALE, _EACH, _FEWER)
         )
-        wrong = [r for r, _, n in told if not 0 <= n < math.inf]
+        most = sys.float_info.max / len(rows)  # their sum is finite
+        wrong = [r for r, _, n in told if not 0 <= n <= most]
         is_wrong = silent or stale or wrong or (few and each)
         if not is_wrong and sum(n for _, _, n in told) > 0:
             return

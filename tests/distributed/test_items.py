@@ -125,6 +125,7 @@ def says(ctx: Any, counts: list[Any], options: Any) -> tuple[str, bool, bool, st
         ([5, torch.tensor(-2)], "Rank 1 counted items by no finite number >= 0"),
         ([10**400, 1], "Rank 0 counted items by no finite number"),
         ([math.inf, math.nan], "Rank 0, 1 counted items"),
+        ([1e308, 1], "Rank 0 counted items by no finite number"),
     ],
     ids=str,
 )
