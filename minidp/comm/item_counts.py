@@ -28,6 +28,7 @@ _ROW = struct.Struct("=Bdd")  # flags, count, loss
 ROW = _ROW.size  # elements of a bucket per rank
 # Flags: no count; began on averages; counted once per forward, of several; less often.
 _SILENT, _STALE, _EACH, _FEWER = 1, 2, 4, 8
+_MOST = sys.float_info.max  # of the sum of all counts
 _REMEDY = (
     "on every rank call count_items(n) or weigh_loss(loss, n) before backward(), with "
     "0 where a rank has no items; then call reset() on all ranks, and zero_grad()"
@@ -260,8 +261,7 @@ class ItemCounts:
             [r for r, flags, _ in told if flags & flag]
             for flag in (_SILENT, _STALE, _EACH, _FEWER)
         )
-        most = sys.float_info.max / len(rows)  # their sum is finite
-        wrong = [r for r, _, n in told if not 0 <= n <= most]
+        wrong = [r for r, _, n in told if not 0 <= n <= _MOST / len(rows)]
         is_wrong = silent or stale or wrong or (few and each)
         if not is_wrong and sum(n for _, _, n in told) > 0:
             return
