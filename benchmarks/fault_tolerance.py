@@ -172,13 +172,14 @@ def main() -> int:
         args, "What surviving costs while nobody dies", backend=CPU_BACKEND, timed=timed
     )
     results = {}
-    for cell in ["mlp:loopback"] if args.smoke else args.cells:
+    cells = ["mlp:loopback"] if args.smoke else args.cells
+    for number, cell in enumerate(cells, start=1):
         where = cell.split(":")[1]
         if where != LOOPBACK and (obstacle := why_not()):
             report.show(f"{cell} is skipped: it {obstacle}")
             continue
         os.environ["MINIDP_SHARED_MEMORY"] = "0"
-        say_progress(f"{cell}, of {len(args.cells)} cells, {args.seconds:g} s each")
+        say_progress(f"cell {number} of {len(cells)}: {cell}")
         found = run_ranks(
             *(measure, 2, cell, 0 if args.smoke else args.seconds),
             link=Link.of(where),

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from support import links
 from support.estimates import Estimate
-from support.links import Link
+from support.links import LOOPBACK, Link
 from support.ranks import run_ranks
 from support.report import Report, Verdict, command_line, native_word, table
 from torch import nn
@@ -203,12 +203,14 @@ def main() -> int:
     for link in [None, *([] if refusal else [LINK])]:
         before = len(alarms)
         for ranks in (2, 4):
-            say_progress(f"{args.quiet // 2} quiet steps of {ranks} ranks, {link}")
+            say_progress(
+                f"{args.quiet // 2} quiet steps of {ranks} ranks, {link or LOOPBACK}"
+            )
             none = Injection(ranks, -1, "link" if link else "data", 0, 0.0)
             alarms += run_ranks(train, ranks, none, args.quiet // 2, link=link)
         report.show(
             f"{len(alarms) - before} lines in {args.quiet // 2 * 2} quiet steps "
-            f"(2 ranks, then 4; {link or 'loopback'})"
+            f"(2 ranks, then 4; {link or LOOPBACK})"
         )
     for _, text in alarms:
         report.show(text)
