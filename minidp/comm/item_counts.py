@@ -29,10 +29,6 @@ ROW = _ROW.size  # elements of a bucket per rank
 # Flags: no count; began on averages; counted once per forward, of several; less often.
 _SILENT, _STALE, _EACH, _FEWER = 1, 2, 4, 8
 _MOST = sys.float_info.max  # of the sum of all counts
-_REMEDY = (
-    "on every rank call count_items(n) or weigh_loss(loss, n) before backward(), with "
-    "0 where a rank has no items; then call reset() on all ranks, and zero_grad()"
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,40 +253,9 @@ class ItemCounts:
         """Raise ItemCountError for rows (flags, count, loss), the same on all ranks."""
         ranks = self.ranks(len(rows))
         told = [(r, int(row[0]), row[1]) for r, row in zip(ranks, rows, strict=True)]
-        silent, stale, each, few = (
-            [r for r, flags, _ in told if flags & flag]
-            for flag in (_SILENT, _STALE, _EACH, _FEWER)
-        )
-        wrong = [r for r, _, n in told if not 0 <= n <= _MOST / len(rows)]
-        is_wrong = silent or stale or wrong or (few and each)
-        if not is_wrong and sum(n for _, _, n in told) > 0:
+        if (problem := _problem(told)) is None:
             return
-        remedy = _REMEDY
-        if stale:
-            what = (
-                f"A backward added to averages of an earlier one, on rank {_few(stale)}"
-            )
-            remedy = (
-                "call zero_grad() after each step; to accumulate, run all but the last "
-                "forward and backward inside no_sync(); call reset() on all ranks, and "
-                "zero_grad()"
-            )
-        elif silent:
-            what = f"Rank {_few(silent)} did not say how many items this step has"
-        elif few and each:
-            what = (
-                f"Rank {_few(few)} counted items fewer times than it called the model, "
-                f"but rank {_few(each)} once per call"
-            )
-            remedy = (
-                "count items once for each forward on all ranks; for one whose loss "
-                "has no items count_items(0), or call it under no_grad(); then call "
-                "reset() on all ranks, and zero_grad()"
-            )
-        elif wrong:
-            what = f"Rank {_few(wrong)} counted items by no finite number >= 0"
-        else:
-            what = "All ranks counted 0 items: there is nothing to average"
+        what, expected, remedy = problem
         found = [
             f"rank {r}: {'nothing' if flags & _SILENT else f'{n:g}'}"
             for r, flags, n in told
@@ -299,18 +264,69 @@ class ItemCounts:
             explain(
                 self._communicator.rank,
                 f"{what}.",
-                expected="the number of its items from each rank, and zeros in .grad",
+                expected=expected,
                 found=_few(found),
-                remedy=remedy,
+                remedy=f"{remedy}; then call reset() on all ranks, and zero_grad()",
             )
         )
+
+
+def _problem(told: Sequence[tuple[int, int, float]]) -> tuple[str, str, str] | None:
+    """Return what is wrong, what was expected, what to do; None: a mean can be taken.
+
+    ``told``: rank, flags and count of each rank.
+    """
+    silent, stale, each, few = (
+        [r for r, flags, _ in told if flags & flag]
+        for flag in (_SILENT, _STALE, _EACH, _FEWER)
+    )
+    wrong = [r for r, _, n in told if not 0 <= n <= _MOST / len(told)]
+    expected = "the number of its items from each rank"
+    if stale:
+        return (
+            f"A backward added to averages of an earlier one, on {_names(stale)}",
+            "zeros, or None, in .grad",
+            "call zero_grad() after each step; to accumulate, run all but the last "
+            "forward and backward inside no_sync()",
+        )
+    if silent:
+        return (
+            f"No number of items was said on {_names(silent)}",
+            expected,
+            "on every rank call count_items(n) or weigh_loss(loss, n) before "
+            "backward(), with 0 where a rank has no items",
+        )
+    if few and each:
+        return (
+            "Items were counted fewer times than the model was called on "
+            f"{_names(few)}, but once per call on {_names(each)}",
+            expected,
+            "count items once for each forward on all ranks; for one whose loss has no "
+            "items count_items(0), or call it under no_grad()",
+        )
+    if wrong:
+        return (
+            f"The number of items is negative, too large or NaN on {_names(wrong)}",
+            expected,
+            "look at how it is computed there",
+        )
+    if sum(n for _, _, n in told) > 0:
+        return None
+    return (
+        "All ranks counted 0 items: there is nothing to average",
+        expected,
+        "skip this step on all ranks; if there should be items, look at n",
+    )
 
 
 def weighted(loss: Tensor, count: object) -> Tensor:
     """Return ``loss * count``, a sum of losses; zero if ``count`` is, also for NaN."""
     if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() > 1:
+        is_tensor = isinstance(loss, Tensor)
+        found = f"{loss.dtype}, shape {tuple(loss.shape)}" if is_tensor else repr(loss)
         raise TypeError(
-            f"weigh_loss needs a loss of one floating-point number, but got {loss!r}."
+            "weigh_loss needs a loss of one floating-point number, a mean, but got "
+            f"{found}. What to do: take the mean; or for a sum count_items(n, loss)."
         )
     n = _number("The number of items", count)
     if isinstance(n, Tensor):
@@ -368,6 +384,10 @@ def _decoded(sums: Tensor) -> Tensor:
     table = sums.view(-1, ROW).to(torch.uint8)
     words = table[:, 1:].clone(memory_format=torch.contiguous_format)
     return torch.cat([table[:, :1], words.view(torch.float64)], 1)
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {_few(ranks)}"
 
 
 def _few(items: Sequence[object]) -> str:

@@ -143,7 +143,11 @@ class TrainingLog:
         batches = self.facts["batches"]
         trains = torch.is_grad_enabled() and self.model.training
         tensors = find_tensors([args, kwargs]) if trains else []
-        self._samples += [len(t) for t in tensors if t.dim()][:1]
+        # Of token ids the length of the texts counts, too.
+        sizes = [
+            len(t) if t.is_floating_point() else t.numel() for t in tensors if t.dim()
+        ]
+        self._samples += sizes[:1]
         if trains and len(batches) < NUM_COMPARED:
             sums = [int(sum_of_bits(t)) for t in tensors if not t.is_meta]
             if sums:

@@ -115,17 +115,17 @@ def says(ctx: Any, counts: list[Any], options: Any) -> tuple[str, bool, bool, st
 @pytest.mark.parametrize(
     ("counts", "expected"),
     [
-        ([4, None], "Rank 1 did not say"),
-        ([None, None], "Rank 0, 1 did not say"),
-        ([None, 0], "Rank 0 did not say"),
+        ([4, None], "No number of items was said on rank 1"),
+        ([None, None], "No number of items was said on ranks 0, 1"),
+        ([None, 0], "No number of items was said on rank 0"),
         ([0, 0], "All ranks counted 0 items"),
-        ([math.nan, 1], "Rank 0 counted items by no finite number"),
-        ([torch.tensor(math.nan), 1], "Rank 0 counted items by no finite number"),
-        ([1, -1], "Rank 1 counted items by no finite number >= 0"),
-        ([5, torch.tensor(-2)], "Rank 1 counted items by no finite number >= 0"),
-        ([10**400, 1], "Rank 0 counted items by no finite number"),
-        ([math.inf, math.nan], "Rank 0, 1 counted items"),
-        ([1e308, 1], "Rank 0 counted items by no finite number"),
+        ([math.nan, 1], "negative, too large or NaN on rank 0"),
+        ([torch.tensor(math.nan), 1], "negative, too large or NaN on rank 0"),
+        ([1, -1], "negative, too large or NaN on rank 1"),
+        ([5, torch.tensor(-2)], "negative, too large or NaN on rank 1"),
+        ([10**400, 1], "negative, too large or NaN on rank 0"),
+        ([math.inf, math.nan], "NaN on ranks 0, 1"),
+        ([1e308, 1], "negative, too large or NaN on rank 0"),
     ],
     ids=str,
 )
@@ -251,16 +251,16 @@ def counts_some(ctx: Any, calls: tuple[int, ...], forwards: int) -> str:
 @pytest.mark.parametrize(
     ("calls", "forwards", "who"),
     [
-        ((2, 1), 2, "Rank 1 "),
-        ((2, 3), 3, "Rank 0 "),
+        ((2, 1), 2, "on rank 1, but"),
+        ((2, 3), 3, "on rank 0, but"),
         ((1, 1), 3, ""),  # once for all: what the script means
         ((1, 2), 3, ""),  # no rank shows that it should be three
     ],
 )
 def test_rank_that_counts_some_of_its_micro_batches(pool, calls, forwards, who):
     for text in pool.run(counts_some, 2, calls, forwards):
-        words = "counted items fewer times than it called the model"
-        assert (who + words if who else "") in text
+        words = "counted fewer times than the model was called "
+        assert (words + who if who else "") in text
         assert bool(text) == bool(who)
 
 

@@ -497,7 +497,9 @@ def test_a_replica_that_does_not_count_its_items_is_named(lighthouse):
     together(lambda: a.train(3), lambda: b.train(3))
 
     def fails(replica, counts):
-        with pytest.raises(minidp.ItemCountError, match="Rank 2 did not say") as found:
+        with pytest.raises(
+            minidp.ItemCountError, match="No number of items was said on rank 2"
+        ) as found:
             replica.step(counts=counts)
         assert "rank 0: 2, rank 2: nothing" in str(found.value)
         replica.model.reset()

@@ -122,7 +122,8 @@ def judge_mean_of_means(logs: Logs) -> Finding:
     if not steps:
         return skipped("no optimizer step seen on some rank")
     if not odd:
-        return ok(f"all batches of a step have one size, in {len(steps)} steps")
+        found = f"all batches of a step have one size, in {len(steps)} steps"
+        return ok(f"{found}; labels that the loss ignores are not seen here")
     sizes = zip(logs, steps[odd[0]], strict=True)
     texts = [f"rank {rank}: {'+'.join(map(str, ns))}" for rank, ns in sizes]
     found = (
@@ -131,7 +132,8 @@ def judge_mean_of_means(logs: Logs) -> Finding:
     )
     remedy = (
         'if the loss is a mean: DataParallel(..., average_over="items") and '
-        "loss = model.weigh_loss(loss, len(x)); or drop_last=True"
+        "loss = model.weigh_loss(loss, n), n: samples, or labels that count; or "
+        "drop_last=True"
     )
     return warning(found, remedy)
 

@@ -370,7 +370,7 @@ FINDS = {"finds_unused": True}
             WARNING,
             "rank 0: 3 and rank 1: 8",
         ),
-        ("mean of means", {"samples": [[8, 8], [8]]}, {}, OK, "one size"),
+        ("mean of means", {"samples": [[8, 8], [8]]}, {}, OK, "ignores are not seen"),
         ("mean of means", {"samples": [[8, 2], [8]]}, {}, WARNING, "rank 0: 8+2"),
         ("mean of means", {"samples": [[8]], "over_items": True}, {}, OK, "counts"),
         ("mean of means", {"samples": []}, {}, SKIPPED, "no optimizer step"),
