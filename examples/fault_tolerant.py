@@ -187,6 +187,8 @@ class Job:
             self.ended.add(replica)
             return
         print(f"replica {replica} has ended (status {process.returncode})")
+        if len(self.processes) == 1:
+            print("one replica is left: it waits until another one is back")
         self.back_at[replica] = time.monotonic() + BACK_AFTER
 
     def note(self, found: dict[str, Any]) -> None:
@@ -194,7 +196,7 @@ class Job:
         step = found["step"]
         self.digests.setdefault(step, set()).add(found["digest"])
         if found["catches up"]:
-            print(f"replica {found['replica']} has caught up at step {step}")
+            print(f"replica {found['replica']} has joined, and is at step {step}")
         elif step > self.printed:
             self.printed = step
             who = ", ".join(map(str, found["in quorum"]))
@@ -220,6 +222,10 @@ def main() -> None:
         return
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    print(
+        f"Type 0 to {REPLICAS - 1} and Enter to kill a replica (or kill -9 its pid), q"
+    )
+    print("to end. Replicas take some ten seconds to start.")
     job = Job(80 if args.smoke else args.steps, args.pause, verbose=args.verbose)
     try:
         is_whole = run(job, is_test=args.smoke)
@@ -230,7 +236,11 @@ def main() -> None:
     if not is_whole:
         print("ended before the last step")
     equal = all(len(found) == 1 for found in job.digests.values())
-    print(f"replicas equal after each step: {'yes' if equal else 'NO'}")
+    if not job.digests:
+        print("no step was committed: nothing is compared")
+    else:
+        text = f"replicas equal after each of {len(job.digests)} steps"
+        print(f"{text}: {'yes' if equal else 'NO'}")
     sys.exit(not equal)
 
 

@@ -123,7 +123,8 @@ if TYPE_CHECKING:  # a checker that saw __getattr__ would believe in any name
 else:
 
     def __getattr__(name: str) -> Any:
-        if name in _LAZY:
+        # Not in dir(), because without its extra torchft raises an ImportError.
+        if name in (*_LAZY, "torchft"):
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -115,7 +115,13 @@ class Quorum:
         self.agreement = Agreement(reducer)
         self._reducer = reducer
         self._told: list[int] = []  # participants that were logged last
-        manager.register_state_dict_fn(KEY, self.agreement.receive, self.state)
+        try:
+            manager.register_state_dict_fn(KEY, self.agreement.receive, self.state)
+        except AssertionError:  # how torchft says that the key is there
+            raise ValueError(
+                "This manager has a minidp.torchft.DataParallel already. What to do: "
+                "wrap both networks in one module, or make a manager for each."
+            ) from None
 
     def state(self) -> dict[str, Any]:
         """Return what a joining replica receives."""
@@ -133,10 +139,13 @@ class Quorum:
         return (manager.errored() or manager._pg.errored()) is not None
 
     def members(self) -> list[int]:
-        """Return the numbers of the replicas in the quorum, after waiting for it."""
+        """Return the numbers of the replicas in the quorum, after waiting for it.
+
+        Without numbers at the end of all ids, or with one twice: places in the quorum.
+        """
         count = self.manager.num_participants()  # waits
         known = getattr(self.manager._pg, "_global_ranks", None)
-        if known is None:
+        if known is None or len(set(known)) < count:  # ids without numbers of their own
             return list(range(count))
         return [rank // self.manager._group_world_size for rank in known]
 

@@ -56,6 +56,8 @@ class DataParallel(torch_compat.DataParallel):
     """
 
     def __init__(self, manager: Any, module: nn.Module, **options: Any) -> None:
+        if isinstance(manager, nn.Module):
+            raise TypeError("The manager is the first argument, the module the second.")
         for name in {"process_group", "device_mesh"} & options.keys():
             _refuse(f"the argument {name}", "the manager has the process group")
         group = Replica(0, 1)
@@ -89,7 +91,8 @@ class DataParallel(torch_compat.DataParallel):
     def participants(self) -> list[int]:
         """Numbers of the replicas in the quorum: the digits at the end of their ids.
 
-        Waits for the quorum. Includes those that are still catching up.
+        Places in the quorum if ids end with no number, or two with the same. Waits for
+        the quorum. Includes those that are still catching up.
         """
         return self._quorum.members()
 
@@ -120,7 +123,10 @@ class DataParallel(torch_compat.DataParallel):
 
 
 def _refuse(what: str, why: str) -> None:
-    raise ValueError(f"minidp.torchft.DataParallel does not have {what}: {why}.")
+    raise ValueError(
+        f"minidp.torchft.DataParallel does not have {what}: {why}. What to do: leave "
+        "it out (also the environment variable that sets it)."
+    )
 
 
 class _ByContributors(Averaging):

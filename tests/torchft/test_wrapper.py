@@ -682,6 +682,7 @@ class Alone:
         self._user_state_dicts, self._quorum_future = {"model": None}, None
 
     def register_state_dict_fn(self, key, load, save):
+        assert key not in self._user_state_dicts  # as torchft's
         self._user_state_dicts[key] = save
 
 
@@ -722,6 +723,25 @@ def test_what_does_not_go_with_a_manager_is_refused(call):
         call(DataParallel(Alone(), Net()))
 
 
+def test_two_models_on_one_manager_are_refused():
+    manager = Alone()
+    DataParallel(manager, Net())
+    with pytest.raises(ValueError, match="already"):
+        DataParallel(manager, Net())
+
+
+def test_arguments_in_the_other_order_are_refused():
+    with pytest.raises(TypeError, match="manager is the first"):
+        DataParallel(Net(), Alone())
+
+
+def test_the_module_is_an_attribute_of_the_package():
+    done = run_python(
+        "import minidp; print('torchft' in dir(minidp), minidp.torchft.DataParallel)"
+    )
+    assert done.stdout.startswith("False <class 'minidp.torchft."), done.stderr
+
+
 def test_a_backward_without_quorum_names_the_remedy():
     model = DataParallel(Alone(), Net())
     with pytest.raises(minidp.MiniDPError, match="no quorum was started"):
@@ -742,9 +762,8 @@ def test_another_version_is_refused():
         require_known("9.9")
 
 
-def test_without_torchft_the_error_names_the_extra():
-    script = "import sys; sys.modules['torchft'] = None; import minidp.torchft"
-    done = subprocess.run(
+def run_python(script):
+    return subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
@@ -752,5 +771,12 @@ def test_without_torchft_the_error_names_the_extra():
         timeout=60,
         check=False,
     )
+
+
+@pytest.mark.parametrize(
+    "way", ["import minidp.torchft", "import minidp; minidp.torchft"]
+)
+def test_without_torchft_the_error_names_the_extra(way):
+    done = run_python(f"import sys; sys.modules['torchft'] = None; {way}")
     assert "ImportError: minidp.torchft needs torchft" in done.stderr
     assert "pip install 'minidp[torchft]'" in done.stderr

@@ -51,12 +51,14 @@ def check_port(launch: Launch, seconds: float) -> Finding:
 def check_lighthouse(url: str, seconds: float) -> Finding:
     """Check that torchft's lighthouse answers at ``url``."""
     place, said = urlsplit(url), f"TORCHFT_LIGHTHOUSE={url}"
+    if not place.scheme or not place.hostname:
+        return failed(f"{said} is no address", "write it like http://host:29510")
     try:
         address = place.hostname or "", place.port or 0
         socket.create_connection(address, seconds).close()
     except (OSError, ValueError) as error:
         remedy = (
-            "torchft_lighthouse starts one; its address looks like http://host:29510"
+            "torchft_lighthouse starts one; or look at host and port: http://host:29510"
         )
         return failed(f"{said}: {error}", remedy)
     return ok(f"{said} answers")

@@ -144,7 +144,9 @@ def test_a_lighthouse_of_torchft_that_does_not_answer_fails():
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         says(check_lighthouse(url, 20), OK, f"{url} answers")
-    for wrong in (url, "localhost", "http://localhost:port"):
+    for wrong in ("localhost", "localhost:29510", "http://"):
+        says(check_lighthouse(wrong, 2), FAILED, f"{wrong} is no address")
+    for wrong in (url, "http://localhost", "http://localhost:port"):
         finding = check_lighthouse(wrong, 2)
         says(finding, FAILED, f"TORCHFT_LIGHTHOUSE={wrong}: ")
         says(finding, FAILED, "-> torchft_lighthouse starts one")
