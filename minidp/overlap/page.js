@@ -268,7 +268,7 @@ function describe(number) {
   if (!bucket) {
     const more = data.ranks.length > 1 ? " Dotted purple: waiting for slower ranks." : "";
     $("detail").textContent =
-      "Pick a bucket to see its layers. Dashed line: the end of the backward; what is on the wire after it is exposed, " +
+      "Pick a bucket to see its layers. Dashed line: the end of the backward; what waits or is on the wire after it is exposed, " +
       `and makes the step longer.${more}`;
     return;
   }
@@ -459,7 +459,7 @@ function drawSplit() {
 
 function drawTiles() {
   const { totals } = recorded(data.typical, data.shown), all = totals.hidden_s + totals.exposed_s;
-  const name = `step ${data.steps[data.typical].number}, on rank ${data.ranks[data.shown]}; of all: ${data.spread[data.shown]}`;
+  const name = `typical step: ${data.steps[data.typical].number}, on rank ${data.ranks[data.shown]}; of all: ${data.spread[data.shown]}`;
   const tiles = [[name, `${ms(totals.seconds)} ms`]];
   if (all) tiles.push(
     ["of communication is hidden", percent(totals.hidden_s / all)],

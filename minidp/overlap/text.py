@@ -110,11 +110,14 @@ def _verdict(found: Analysis) -> list[str]:
     if not total or first.where.world_size == 1:
         return ["Is communication hidden? There is none."]
     share = one.exposed_s / one.seconds
+    late_s = sum(min(bucket.late_s, bucket.hidden_s) for bucket in one.buckets)
     answer = (
         f"Is communication hidden? {one.hidden_s / total:.0%} of the gradients' "
         f"{ms(total)} ms per step; {ms(one.exposed_s)} ms are exposed "
         f"({spread_text(found.shown.exposed_spread_s)}), {share:.0%} of the step."
     )
+    if late_s > 0.5 * one.hidden_s:
+        answer += f" {ms(late_s)} ms of what is hidden are waiting for slower ranks."
     if share < WORTH:
         return [answer]
     worst = max(one.buckets, key=lambda bucket: bucket.exposed_s)
@@ -257,8 +260,8 @@ def network_lines(found: Analysis) -> list[str]:
         f"bucket takes {takes}its bytes at {_bandwidth(fitted.bytes_per_s * on_bus)}"
         f"{unknown}{hook * bool(where.comm_hook)}",
         f"No bucket layout is predicted below {ms(forecast.bound_s)} ms per step, "
-        "where each byte is sent as soon as it is computed; this one takes "
-        f"{forecast.step_s / forecast.bound_s:.2f} times as long",
+        "where each byte is sent as soon as it is computed and no rank is late; this "
+        f"one takes {forecast.step_s / forecast.bound_s:.2f} times as long",
     ]
 
 
