@@ -373,7 +373,7 @@ function listenToTips() {
 }
 
 function drawStrip() {
-  const place = $("strip"), width = place.clientWidth, height = 56, top = 14;
+  const place = $("strip"), width = place.clientWidth, height = 80, top = 14;
   const svg = make("svg", { height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
   const totals = data.steps.map((step, n) => totalsOf(n, state.rank));
   const longest = totals.reduce((best, each, n) => (each.seconds > totals[best].seconds ? n : best), 0);

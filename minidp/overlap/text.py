@@ -55,6 +55,9 @@ def report(timelines: Sequence[Timeline]) -> str:
 def headline(found: Analysis) -> list[str]:
     """Return what was recorded; whether communication is hidden, why; the advice."""
     few = "Record a few dozen steps; these few say: " * (found.shown.num_steps < FEW)
+    least, most = found.shown.spread_s
+    if most > 2 * least:
+        few = f"Steps differ ({spread_text((least, most))}), so one says little: {few}"
     return [_header(found), *_verdict(found), f"Advice: {few}{advise(found)}"]
 
 

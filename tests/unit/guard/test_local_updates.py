@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -243,7 +245,7 @@ def test_a_corner_without_gradient_proves_nothing(lone_group):
 
 
 def steps_of(ctx, kinds, average_every=0, policy="raise"):
-    """Warnings while it trains, and what is logged when the object goes.
+    """Train; return a weak reference to the object, which logs when it goes.
 
     Of ``kinds``: l, a local backward and step; s, a synchronised one, w, one window of
     accumulation; p, a step inside no_sync() with averaged gradients.
@@ -266,6 +268,7 @@ def steps_of(ctx, kinds, average_every=0, policy="raise"):
             for param in ddp.parameters():
                 dist.all_reduce(param.data, group=ctx.group)
                 param.data = param.data / 2  # as Accelerate's LocalSGD does
+    return weakref.ref(ddp)
 
 
 class Caught(logging.Handler):
@@ -284,8 +287,11 @@ def told(ctx, *args):
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            steps_of(ctx, *args)
-        gc.collect()
+            ddp = steps_of(ctx, *args)
+        deadline = time.monotonic() + 10
+        while ddp() is not None and time.monotonic() < deadline:
+            gc.collect()  # the watchdog's thread may hold the object for a moment
+            time.sleep(0.01)
     finally:
         local_updates.PATIENCE = before
         logging.getLogger("minidp").removeHandler(log)
