@@ -188,7 +188,7 @@ class ItemCounts:
             self._communicator.note_started(self._work)
 
     def settle(self) -> None:
-        """Wait for the message of `send`, if there is one."""
+        """Wait for the sum of the counts that `send` started, if it has."""
         if self._work is not None:
             with self._communicator.watching("waiting for the sum of item counts"):
                 self._communicator.wait(self._work)

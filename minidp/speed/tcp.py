@@ -27,7 +27,11 @@ class Sent(NamedTuple):
 
 
 def sent_by_connection() -> dict[str, Sent]:
-    """Return what each TCP connection of this process has sent; {} if not on Linux."""
+    """Return bytes so far and rate of each open TCP connection of this process.
+
+    The key is the system's name of the socket: compare two calls by it. {} if the
+    system does not count them (not Linux, or an old kernel).
+    """
     found = {}
     for descriptor in (
         os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ()

@@ -108,7 +108,10 @@ class Agreement:
         return resumed_layout(read_plain(state["layout"]), self._reducer.queue.specs)
 
     def adopt(self, plain: dict[str, Any]) -> None:
-        """Replace the buckets, unless they are like that already."""
+        """Use the layout, and its flag "rebuilt", that `state` returns as "layout".
+
+        The buckets are replaced only if it differs. ValueError if it does not fit.
+        """
         layout = resumed_layout(read_plain(plain), self._reducer.queue.specs)
         self._policy.has_rebuilt = plain["rebuilt"]
         if layout != self._reducer.queue.layout:
