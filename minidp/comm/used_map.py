@@ -68,6 +68,8 @@ class UsedMap:
         ``shared``: int32, an element per parameter. Waits for an exchange in flight.
         """
         self.settle()
+        if self._shared is not None:
+            self._counts = self._counts.clone()  # lets the old memory go
         self._shared = shared
 
     def _rows(self, used: Collection[int]) -> torch.Tensor:
@@ -108,8 +110,6 @@ class UsedMap:
             with self._communicator.watching(doing):
                 wait_for(self._work)
             self._work = None
-            if self._shared is not None:
-                self._counts = self._counts.clone()  # lets the old memory go
 
     def drop(self) -> None:
         """Abandon the exchange in flight without waiting; allocate new memory."""

@@ -24,7 +24,7 @@ class Averaging:
         self.active_comm_hook: comm.CommHook | None = None  # `comm_hook` at `begin`
         self.copy_divisor = 1  # of this backward's gradients; 1 if a comm hook divides
         self.wait_description = ""
-        self.no_shared_memory = ""  # why a group reduces the buckets; empty: it is used
+        self.no_shared_memory = ""  # why buckets use the group; empty: shared
 
     @property
     def divisor(self) -> int:

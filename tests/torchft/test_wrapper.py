@@ -93,6 +93,17 @@ class Replica:
     def layout(self):
         return self.model._reducer.queue.layout
 
+    def die_in_backward(self, step=None):
+        """Take a step, in whose backward this replica dies."""
+
+        def die(_):
+            self.die()
+            raise RuntimeError("dead")
+
+        self.net.first.weight.register_post_accumulate_grad_hook(die)
+        with pytest.raises(RuntimeError):
+            (step or self.step)()
+
     def step(self, *ways, quiet=0):
         step = self.manager.current_step()
         self.optimizer.zero_grad()
@@ -239,16 +250,10 @@ def test_a_step_in_which_a_replica_dies_is_repeated_from_the_same_gradients(
     def step(each):
         each.step(way, quiet=quiet)
 
-    def dies():
-        def die(_):
-            victim.die()
-            raise RuntimeError("dead")
-
-        victim.net.first.weight.register_post_accumulate_grad_hook(die)
-        with pytest.raises(RuntimeError):
-            step(victim)
-
-    together(dies, *(lambda each=each: step(each) for each in survivors))
+    together(
+        lambda: victim.die_in_backward(lambda: step(victim)),
+        *(lambda each=each: step(each) for each in survivors),
+    )
     for each, count in zip(survivors, counts, strict=True):
         assert each.manager.current_step() == 4
         assert each.backwards == count + 1
@@ -334,17 +339,8 @@ def test_with_bucket_views_such_a_step_is_not_committed(lighthouse):
     together(*(lambda each=each: each.train(3) for each in replicas))
     *survivors, victim = replicas
 
-    def dies():
-        def die(_):
-            victim.die()
-            raise RuntimeError("dead")
-
-        victim.net.first.weight.register_post_accumulate_grad_hook(die)
-        with pytest.raises(RuntimeError):
-            victim.step()
-
     before = flat(survivors[0].net)
-    together(dies, *(each.step for each in survivors))
+    together(victim.die_in_backward, *(each.step for each in survivors))
     for each in survivors:
         assert each.manager.current_step() == 3
         assert torch.equal(flat(each.net), before)
@@ -466,16 +462,7 @@ def test_unequal_counts_are_averaged_over_the_items_of_the_participants(lighthou
     assert victim.totals[4].of_ranks.tolist() == [2, 6, 10]
     start = copy.deepcopy(victim.net)
 
-    def dies():
-        def die(_):
-            victim.die()
-            raise RuntimeError("dead")
-
-        victim.net.first.weight.register_post_accumulate_grad_hook(die)
-        with pytest.raises(RuntimeError):
-            victim.step()
-
-    together(dies, *(each.step for each in survivors))
+    together(victim.die_in_backward, *(each.step for each in survivors))
     for each in survivors:
         same(each.seen[5], items_reference(start, 4, (0, 1)))
         assert each.totals[5].of_ranks.tolist() == [2, 6]
