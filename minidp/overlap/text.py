@@ -259,8 +259,9 @@ def network_lines(found: Analysis) -> list[str]:
         takes, unknown = "", "; all have one size, so this includes the latency"
     hook = "; computed from the gradients' bytes: the comm hook may send others"
     return [
-        f"Bus bandwidth: {_bandwidth(nbytes / wire_s if wire_s else 0.0)} achieved; a "
-        f"bucket takes {takes}its bytes at {_bandwidth(fitted.bytes_per_s * on_bus)}"
+        f"Bus bandwidth: {_bandwidth(nbytes / wire_s if wire_s else 0.0)}, bytes over "
+        f"the time on the wire; predictions give a bucket {takes}its bytes at "
+        f"{_bandwidth(fitted.bytes_per_s * on_bus)}"
         f"{unknown}{hook * bool(where.comm_hook)}",
         f"No bucket layout is predicted below {ms(forecast.bound_s)} ms per step, "
         "where each byte is sent as soon as it is computed and no rank is late; this "
