@@ -45,7 +45,7 @@ def advise(found: Analysis) -> str:
     few = f"Only {_ms(one.exposed_s)} are exposed, too little to gain anything."
     if one.exposed_s < worth:
         return few
-    late, change = _straggler(found), _best_change(found)
+    late, change = straggler(found), _best_change(found)
     if late.gain_s >= max(worth, _cap_gain(found)):
         return late.advice
     # Of a bucket, waiting comes before its bytes, and what is hidden comes first.
@@ -137,7 +137,7 @@ def _accumulation(found: Analysis) -> Change:
     return Change(half_s, name, advice)
 
 
-def _straggler(found: Analysis) -> Change:
+def straggler(found: Analysis) -> Change:
     """Return the change "balance the load" for the rank latest at the last bucket.
 
     The advice says where most of its lateness arises. Gain 0 unless it is late in three

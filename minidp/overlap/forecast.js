@@ -62,14 +62,15 @@ function networkOf(model, change) {
   };
 }
 
-// Predicts a step with a change {cap (MiB), bus, latency, ranks, half}. gain_s is
-// negative if the step becomes longer.
+// Predicts a step with a change {cap (MiB), bus, latency, ranks, half, balanced}. gain_s
+// is negative if the step becomes longer. balanced: no rank is late, as in the advice.
 function predict(model, change) {
   const groups = groupsOf(model, change.cap);
   const nbytes = model.backward.nbytes.map((n) => (change.half ? Math.floor(n / 2) : n));
   const schedule = play({ ...model.backward, nbytes }, groups, networkOf(model, change));
   const now = play(model.backward, model.groups, model.network).exposed_s;
-  const gain_s = Math.min(now - schedule.exposed_s, model.exposed_s);
+  const balance_s = change.balanced ? model.balance_s : 0;
+  const gain_s = Math.min(now - schedule.exposed_s + balance_s, model.exposed_s);
   const exposed_s = model.exposed_s - gain_s;
   return { schedule, gain_s, exposed_s, step_s: model.step_s - gain_s };
 }

@@ -21,7 +21,7 @@ const ROW = 20, GAP = 12, AXIS = 34, PAD = 8; // px
 const state = {
   step: data.typical, rank: data.shown, bucket: null, // a bucket that was picked
   view: null, // [begin, end] in ns of the step; null: all of it
-  change: { cap: null, bus: null, latency: null, ranks: null, half: false },
+  change: { cap: null, bus: null, latency: null, ranks: null, half: false, balanced: false },
 };
 
 // ---------------------------------------------------------------------------- helpers
@@ -180,6 +180,7 @@ function button(label, isPressed, act, ...children) {
 function drawBar(svg, bar, { at, y, left, right }) {
   const x = Math.max(left, at(bar.begin)), end = Math.min(right, at(bar.end));
   if (end < left || x > right) return;
+  if (THIN.includes(bar.kind) && end - x < 1) return; // would look like dust
   const width = Math.max(1, end - x);
   const thin = THIN.includes(bar.kind) ? 5 : 0;
   const rect = make("rect", { class: classOf(bar.kind), x, y: y + thin, width, height: ROW - 4 - 2 * thin });
@@ -279,7 +280,7 @@ function describe(number) {
     `Full ${ms(Math.max(0, after))} ms before the backward ends; waits ${ms(bucket.waited)} ms, ` +
     (data.ranks.length > 1 ? `then ${ms(bucket.late)} ms for slower ranks; ` : "") +
     `${ms(bucket.wire)} ms on the wire; hidden ${ms(bucket.hidden)} ms, exposed ${ms(bucket.exposed)} ms. ` +
-    `Layers: ${sizesOf(bucket.members, 12)}.`;
+    `Layers: ${sizesOf(bucket.members, 100)}.`;
 }
 
 function zoom(factor, center) {
@@ -298,13 +299,6 @@ function setView([a, b]) {
 function pan(share) {
   const [a, b] = state.view || whole().limits;
   setView([a + share * (b - a), b + share * (b - a)]);
-}
-
-function zoomToBackward() {
-  const { ranks } = whole(), slices = ranks.flatMap((one) => one.buckets.flatMap((b) => b.slices));
-  const begin = Math.min(...ranks.map((one) => one.backward[0]));
-  const end = Math.max(...ranks.map((one) => one.backward[1]), ...slices.map((s) => s.end));
-  setView([begin - 0.02 * (end - begin), end + 0.02 * (end - begin)]);
 }
 
 function listenToTimeline() {
@@ -534,12 +528,17 @@ function makeSliders() {
     makeSliders.all.push(slider);
     $("sliders").append(make("div", {}, make("label", { for: input.id }, make("span", {}, slider.name), output), input));
   }
-  const half = make("input", { type: "checkbox", id: "s-half" });
-  half.addEventListener("change", () => change({ half: half.checked }));
-  $("sliders").append(make("label", { class: "check", for: "s-half" }, half, "Send half the bytes (fp16_compress_hook)"));
-  makeSliders.all.push({ refresh: () => { half.checked = state.change.half; } });
+  makeCheck("half", "Send half the bytes (fp16_compress_hook)");
+  if (model.balance_s > 0) makeCheck("balanced", "Balance the load: no rank is late at the last bucket");
 }
 makeSliders.all = [];
+
+function makeCheck(key, name) {
+  const box = make("input", { type: "checkbox", id: `s-${key}` });
+  box.addEventListener("change", () => change({ [key]: box.checked }));
+  $("sliders").append(make("label", { class: "check", for: box.id }, box, name));
+  makeSliders.all.push({ refresh: () => { box.checked = state.change[key]; } });
+}
 
 function changeOf(gain_s) {
   const share = percent(Math.abs(gain_s) / model.step_s);
@@ -547,17 +546,21 @@ function changeOf(gain_s) {
 }
 
 function makePresets() {
-  const nothing = { ...state.change }, best = bestCap(model, nothing);
-  const presets = [
-    ["As recorded", nothing],
-    [`Best cap: ${best.cap} MiB (${changeOf(best.gain_s)})`, { ...nothing, cap: best.cap }],
-    ["10 Gbit/s", { ...nothing, bus: slidersOf()[1].values.includes(10) ? 10 * (1 / BITS) : null }],
-  ];
-  for (const [name, settings] of presets) {
-    const node = make("button", { type: "button" }, name);
-    node.addEventListener("click", () => change(settings));
-    $("presets").append(node);
-  }
+  const nothing = { ...state.change }, fast = slidersOf()[1].values.includes(10) ? 10 * (1 / BITS) : null;
+  preset("As recorded", () => nothing);
+  const best = preset("", () => ({ cap: bestCap(model, state.change).cap }));
+  preset("10 Gbit/s", () => ({ ...nothing, bus: fast }));
+  makeSliders.all.push({ refresh: () => {
+    const { cap, gain_s } = bestCap(model, state.change);
+    best.textContent = `Best cap here: ${cap} MiB (${changeOf(gain_s)})`;
+  } });
+}
+
+function preset(name, settings) {
+  const node = make("button", { type: "button" }, name);
+  node.addEventListener("click", () => change(settings()));
+  $("presets").append(node);
+  return node;
 }
 
 function change(settings) {
@@ -573,21 +576,25 @@ function drawForecast() {
     : `Predicted ${about(found.step_s)} instead of ${about(model.step_s)} per step ` +
       `(${changeOf(found.gain_s)}), ${about(found.exposed_s)} exposed instead of ${about(model.exposed_s)}`;
   const { latency_s, bytes_per_s } = networkOf(model, state.change);
-  const bus = bytes_per_s * bytesOnBus(state.change.ranks || model.ranks);
-  const asRecorded = play(model.backward, model.groups, model.network).exposed_s;
+  const onBus = bytesOnBus(state.change.ranks || model.ranks), bus = bytes_per_s * onBus;
+  const times = onBus * (state.change.half ? 0.5 : 1);
   $("predicted-more").textContent =
-    `${count(found.schedule.buckets.length, "bucket")}; each takes ${short(latency_s * 1e3, 2)} ms + its bytes at ` +
-    `${short(bus / 1e9)} GB/s (${short(bus * BITS)} Gbit/s). Recorded steps differ, too: ${data.spread[data.shown]} ms.`;
+    `${count(found.schedule.buckets.length, "bucket")}; each takes ${short(latency_s * 1e3, 2)} ms + ` +
+    `${times === 1 ? "" : `${short(times)} times `}its bytes at ${short(bus / 1e9)} GB/s (${short(bus * BITS)} Gbit/s). ` +
+    `Recorded steps differ, too: ${data.spread[data.shown]} ms.`;
+  const asRecorded = play(model.backward, model.groups, model.network).exposed_s;
+  const isWeak = asRecorded < model.exposed_s / 2;
   $("about-forecast").textContent =
-    `In ms after the backward began. The predicted lane has no slow ranks. As recorded it would have ${ms(asRecorded)} ms ` +
-    `exposed; ${ms(model.exposed_s)} ms were measured. What a change adds to the lane is added to the measured step.` +
-    (asRecorded < model.exposed_s / 2 ? " Most of what was exposed is not the network's: these predictions say little." : "");
+    `In ms after the backward began; recorded: step ${data.steps[data.typical].number}. The network alone would have exposed ` +
+    `${ms(asRecorded)} ms; ${ms(model.exposed_s)} ms were measured.` +
+    (asRecorded < model.exposed_s ? " Dotted in the predicted lane: the rest, slow ranks above all; it stays as it was." : "") +
+    (isWeak ? " Most of what was exposed is not the network's: these predictions say little." : "");
   drawBeside(found);
   drawCaps();
 }
 
 // Draws the recorded typical step and the predicted one on a common axis.
-function drawBeside({ schedule }) {
+function drawBeside({ schedule, exposed_s }) {
   const one = recorded(data.typical, data.shown), [begin, end] = one.backward;
   const move = (bar) => ({ ...bar, begin: bar.begin - begin, end: bar.end - begin, bucket: undefined });
   const { computes, sent } = barsOf(one, data.shown);
@@ -600,6 +607,11 @@ function drawBeside({ schedule }) {
     const pieces = [["wire, hidden", start, cut], ["wire, exposed", cut, done]].filter((p) => p[1] < p[2]);
     row.push(...pieces.map(([kind, a, b]) => ({ kind, begin: a * 1e9, end: b * 1e9, text: `${number}`, tip })));
   });
+  const last_s = Math.max(end_s, ...schedule.buckets.map(({ done }) => done)), rest_s = exposed_s - schedule.exposed_s;
+  if (rest_s > 0) {
+    const tip = `${ms(rest_s)} ms were exposed for other reasons than the network, slow ranks above all`;
+    row.push({ kind: "late (slower ranks)", begin: last_s * 1e9, end: (last_s + rest_s) * 1e9, text: "rest", tip });
+  }
   const backward = { kind: "backward", begin: 0, end: end_s * 1e9, text: "median backward", tip: `backward: ${ms(end_s)} ms, the median over steps` };
   const lanes = [
     { label: "recorded", ends: [end - begin], rows: [{ bars: computes.filter((b) => b.kind === "backward").map(move) }, { label: "network", bars: sent.bars.map(move) }] },
@@ -633,7 +645,7 @@ function drawCaps() {
 function aboutModel() {
   $("about-model").textContent =
     `Computed in this page from the median backward of rank ${data.ranks[data.shown]} and a network fitted to what was ` +
-    "recorded. What slow ranks cost stays as it was. Other numbers of ranks: in a ring, where bytes and latency grow with " +
+    "recorded. What slow ranks cost stays as it was, unless you balance the load. Other numbers of ranks: in a ring, where bytes and latency grow with " +
     "their number." +
     (model.is_one_size ? " All recorded messages have one size: their latency is unknown and counts as 0, so small caps look better than they are." : "") +
     (model.shares_memory ? " These ranks share the memory of one host: for a network between hosts set bandwidth and latency." : "");
@@ -689,7 +701,7 @@ function start() {
   $("rank").addEventListener("change", (event) => show({ rank: Number(event.target.value) }));
   const clicks = {
     "to-typical": () => show({ step: data.typical }), "zoom-in": () => zoom(0.7), "zoom-out": () => zoom(1 / 0.7),
-    "pan-left": () => pan(-0.2), "pan-right": () => pan(0.2), "zoom-backward": zoomToBackward,
+    "pan-left": () => pan(-0.2), "pan-right": () => pan(0.2),
     "zoom-all": () => setView([-Infinity, Infinity]),
   };
   for (const [id, act] of Object.entries(clicks)) $(id).addEventListener("click", act);

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .advice import layers_of
+from .advice import layers_of, straggler
 from .analysis import Slice, StepOverlap, overlap_of, slices
 from .forecast import CAPS_MB, Analysis, Forecast, analyse, backward_of
 from .skew import BACKWARD, FORWARD, Run, Skew, aligned
@@ -122,9 +122,12 @@ def _latest(skew: Skew, found: Analysis) -> str:
     before = where.get(place, f"in its backward, until bucket {place}{layers} is full")
     late = skew.late[last][rank]
     often = f"at least {ms(late.often_s)} ms in three of four steps"
+    others = (
+        "the median of the others" if len(found.run.ranks) > 2 else "the other rank"
+    )
     return (
-        f"Rank {rank} is the last to launch bucket {last}, the last one: "
-        f"{ms(late.typical_s)} ms behind the median of the others, "
+        f"Rank {rank} launches bucket {last}, the last one, {ms(late.typical_s)} ms "
+        f"behind {others}, "
         f"{often if late.often_s > 0 else 'but not in all steps'}. "
         f"The largest part, {ms(growth_s)} ms, it falls behind {before}."
     )
@@ -190,6 +193,7 @@ def _model(forecast: Forecast, found: Analysis) -> dict[str, Any]:
         "is_one_size": forecast.is_one_size,
         "step_s": forecast.step_s,
         "exposed_s": forecast.exposed_s,
+        "balance_s": straggler(found).gain_s,
         "caps": CAPS_MB,
         "ranks": found.run.ranks[0].where.world_size,
         "shares_memory": found.run.ranks[0].where.no_shared_memory == "",

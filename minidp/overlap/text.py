@@ -131,7 +131,7 @@ def _verdict(found: Analysis) -> list[str]:
         f"ends. Bucket {name} takes longest, {ms(worst.exposed_s)} ms"
     )
     if worst.exposed_s >= 0.5 * one.exposed_s:
-        why = f"{ms(worst.exposed_s)} ms of them are bucket {name}"
+        why = f"{ms(worst.exposed_s)} ms of what is exposed are bucket {name}"
     error_s = 0.0 if found.skew is None else found.skew.error_s
     return [answer, f"Why? {why}: {_cause(worst, one.backward_s, error_s)}."]
 
@@ -255,12 +255,13 @@ def network_lines(found: Analysis) -> list[str]:
     nbytes = sum(bucket.dense_bytes for bucket in dense) * on_bus
     fitted = forecast.network
     takes, unknown = f"{fitted.latency_s * 1e3:.2g} ms + ", ""
+    times = "" if on_bus == 1 else f"{_digits(on_bus)} times "
     if forecast.is_one_size:
         takes, unknown = "", "; all have one size, so this includes the latency"
     hook = "; computed from the gradients' bytes: the comm hook may send others"
     return [
         f"Bus bandwidth: {_bandwidth(nbytes / wire_s if wire_s else 0.0)}, bytes over "
-        f"the time on the wire; predictions give a bucket {takes}its bytes at "
+        f"the time on the wire; predictions give a bucket {takes}{times}its bytes at "
         f"{_bandwidth(fitted.bytes_per_s * on_bus)}"
         f"{unknown}{hook * bool(where.comm_hook)}",
         f"No bucket layout is predicted below {ms(forecast.bound_s)} ms per step, "

@@ -16,6 +16,7 @@ from minidp.overlap.text import PHASES, report
 from minidp.overlap.timeline import Param
 from tests.page.recordings import recordings
 from tests.page.test_forecast import NOTHING, predicted
+from tests.support import timelines as by_hand
 
 PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True}
 HOSTILE = "</script><img src=x onerror=alert(1)>&amp;'\"<!--data-->/*page.js*/"
@@ -124,6 +125,34 @@ def test_sliders_predict_what_python_predicts(opened):
     change = NOTHING | {"bus": 1.25e9}
     sentence = _predicted(forecast.step_s, predicted(forecast, change, 4)[0])
     assert sentence[len("predicted ") :] in text(page, "predicted")
+
+
+def test_the_best_cap_is_that_of_the_other_settings(opened):
+    page = opened(recordings(5, **FOUR))
+    for setting in ("10 Gbit/s", "As recorded"):
+        page.get_by_role("button", name=setting).click()
+        best = page.get_by_role("button", name="Best cap here")
+        promised = best.inner_text().partition("(")[2]  # "5% shorter)"
+        cap = best.inner_text().removeprefix("Best cap here: ").partition(" (")[0]
+        best.click()
+        assert page.inner_text("output[for=s-cap]") == cap
+        assert f"({promised}" in text(page, "predicted")
+
+
+def test_a_balanced_load_gains_what_the_advice_says(opened):
+    """Rank 1 comes 40 ms late to bucket 1 in each step."""
+    late = []
+    for rank, at in enumerate((30, 70)):
+        buckets = [(12, 12, 14, 75), (at, at, 74, 75)]
+        more = {"backward": (10, at + 1), "end": 100, "optimizers": []}
+        steps = [by_hand.step(n, buckets, at=100 * n, **more) for n in range(4)]
+        late.append(by_hand.timeline(steps, rank=rank))
+    page = opened(late)
+    assert "predicted 60 ms instead of 100 ms per step" in text(page, "answers")
+    page.get_by_label("Balance the load").check()
+    assert text(page, "predicted").startswith("Predicted 60 ms instead of 100 ms")
+    page.get_by_role("button", name="As recorded").click()
+    assert text(page, "predicted").startswith("As recorded: 100 ms per step")
 
 
 def test_keys_move_through_steps_time_and_buckets(opened):

@@ -333,9 +333,9 @@ def test_the_straggler_is_named_with_its_layers_and_the_reasons_add_up():
     assert (
         "Is communication hidden? 7% of the gradients' 46.0 ms per step; 43.0 ms are "
         "exposed (p10 43.0, p90 43.0), 43% of the step.\n"
-        "Why? 43.0 ms of them are bucket 1 (layers.0): 39.0 ms waiting for slower "
-        "ranks, 4.0 ms on the wire. Its last gradient comes 1.0 ms before the backward "
-        "ends.\n"
+        "Why? 43.0 ms of what is exposed are bucket 1 (layers.0): 39.0 ms waiting for "
+        "slower ranks, 4.0 ms on the wire. Its last gradient comes 1.0 ms before the "
+        "backward ends.\n"
     ) in report(straggling(40))
     assert "Rank" not in advice_for(*straggling(1))
 

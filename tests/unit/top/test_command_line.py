@@ -62,7 +62,9 @@ def test_report_of_one_rank_and_of_several(files, capsys):
     assert printed == done.stdout  # `python -m minidp.report`
     assert printed.startswith("rank 0 of 2; gloo on cpu; torch 2.13\n")
     assert "Is communication hidden? 44% of the gradients' 18.0 ms per step;" in printed
-    assert "Why? 10.0 ms of them are bucket 1 (layers.0): 10.0 ms on" in printed
+    assert (
+        "Why? 10.0 ms of what is exposed are bucket 1 (layers.0): 10.0 ms on" in printed
+    )
     assert "rec.gather() tells it apart" in printed
     assert "When each rank comes" not in printed
     assert main(["report", *files]) == 0
