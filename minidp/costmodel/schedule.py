@@ -35,6 +35,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from minidp.layout import fill
+
 from .network import ROUNDING, Network
 
 
@@ -46,6 +48,12 @@ class Backward:
     nbytes: tuple[int, ...]
     end_s: float  # from the begin to the end of the backward
     kinds: tuple[int, ...] = ()  # different kinds share no bucket; (): one kind
+    order: tuple[int, ...] = ()  # parameter indices
+
+    def positions(self, buckets: Iterable[Sequence[int]]) -> list[list[int]]:
+        """Convert buckets of parameter indices to buckets of positions."""
+        position = {i: k for k, i in enumerate(self.order)}
+        return [[position[i] for i in members] for members in buckets]
 
     def kind(self, position: int) -> int:
         """Return the number of the (dtype, device) of the gradient at ``position``."""
@@ -57,8 +65,8 @@ def in_ready_order(
     nbytes: Sequence[int],
     kinds: Sequence[tuple[Hashable, bool]],
     end_s: float,
-) -> tuple[Backward, tuple[int, ...]]:
-    """Sort gradients by ready time; return a `Backward` and their parameter indices.
+) -> Backward:
+    """Sort gradients by ready time; return them as a `Backward`.
 
     By parameter index: ``ready_s``, seconds, cut to 0 .. ``end_s`` (None: last);
     ``kinds``, what all gradients of a bucket share, and True for a sparse one, which is
@@ -68,13 +76,13 @@ def in_ready_order(
     order = sorted(times, key=lambda i: (times[i], -i))
     kind_of = [(kinds[i], i if kinds[i][1] else -1) for i in order]
     numbers = {kind: n for n, kind in enumerate(dict.fromkeys(kind_of))}
-    backward = Backward(
+    return Backward(
         tuple(max(0.0, min(times[i], end_s)) for i in order),
         tuple(nbytes[i] for i in order),
         end_s,
         tuple(numbers[kind] for kind in kind_of),
+        tuple(order),
     )
-    return backward, tuple(order)
 
 
 @dataclass(frozen=True)
@@ -126,34 +134,13 @@ def lower_bound(backward: Backward, network: Network) -> float:
     )
 
 
-def capped_groups(
-    backward: Backward, limits: Sequence[int], *, from_the_end: bool = False
-) -> list[list[int]]:
-    """Fill buckets in ready order by torch's rule; return them as `play` takes them.
+def capped_groups(backward: Backward, limits: Sequence[int]) -> list[list[int]]:
+    """Fill buckets in ready order by torch's rule (see `fill`); return them for `play`.
 
-    A bucket is closed when it has reached its limit. Each kind (dtype, device) uses the
-    limits (bytes) one after the other, and stays at the last one. Buckets that reach no
-    limit come last. ``from_the_end`` fills from the last gradient: the last bucket gets
-    the first limit.
+    ``limits``: bytes at which the first, second, ... bucket of each kind is full.
     """
-    open_groups: dict[int, list[int]] = {}
-    filled: dict[int, int] = defaultdict(int)  # kind -> bytes of its open group
-    closed: dict[int, int] = defaultdict(int)  # kind -> number of its closed groups
-    groups: list[list[int]] = []
-    order = range(len(backward.ready_s))
-    for k in reversed(order) if from_the_end else order:
-        kind = backward.kind(k)
-        group = open_groups.pop(kind, [])  # put back last: sorted by last use
-        group.append(k)
-        filled[kind] += backward.nbytes[k]
-        if filled[kind] >= limits[min(closed[kind], len(limits) - 1)]:
-            groups.append(group)
-            filled[kind] = 0
-            closed[kind] += 1
-        else:
-            open_groups[kind] = group
-    groups += open_groups.values()
-    return [sorted(group) for group in (groups[::-1] if from_the_end else groups)]
+    gradients = enumerate(backward.nbytes)
+    return fill(((k, backward.kind(k), n) for k, n in gradients), limits)
 
 
 def best_groups(

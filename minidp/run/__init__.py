@@ -7,10 +7,10 @@ on minidp), `folder` (copy the working directory for the run on torch).
 """
 
 from .children import reached_children
-from .command import DESCRIPTION, add_arguments, add_script, main
-from .ranks import add_num_ranks, lacks_launcher, say_once, start_ranks, why_no_ranks
+from .command import add_arguments, add_script, main
+from .ranks import add_num_ranks, run_here, say_once, start_ranks, why_no_ranks
 from .script import Script, after_wrapping
 
-__all__ = ["DESCRIPTION", "Script", "add_arguments", "add_num_ranks", "add_script"]
-__all__ += ["after_wrapping", "lacks_launcher", "main", "reached_children", "say_once"]
+__all__ = ["Script", "add_arguments", "add_num_ranks", "add_script"]
+__all__ += ["after_wrapping", "main", "reached_children", "run_here", "say_once"]
 __all__ += ["start_ranks", "why_no_ranks"]

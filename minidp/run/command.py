@@ -24,7 +24,7 @@ from .ranks import (
     add_num_ranks,
     from_environment,
     how_to_start,
-    lacks_launcher,
+    run_here,
     say_once,
     start_ranks,
     why_no_ranks,
@@ -48,7 +48,7 @@ cannot be run at all, 1 if there is nothing to report or compare, or a differenc
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``minidp run`` to ``parser``."""
-    parser.usage = "%(prog)s [OPTIONS] [-m] SCRIPT [ARGS]"
+    parser.description = DESCRIPTION
     add_num_ranks(parser)
     parser.add_argument(
         "--report",
@@ -100,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_script(parser: argparse.ArgumentParser, what: str) -> None:
     """Add ``-m``, SCRIPT (with help text ``what``) and ARGS to ``parser``."""
+    parser.usage = "%(prog)s [OPTIONS] [-m] SCRIPT [ARGS]"
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="SCRIPT is a module's name"
     )
@@ -182,13 +183,7 @@ def _run_on_minidp(script: Script, options: Namespace) -> int:
     with reached_children(swaps=True, is_compared=outcomes is not None):
         try:
             with swapped(), after_wrapping(DataParallel, models.add):
-                status = script.run()
-        except Exception as error:
-            why = lacks_launcher(error, "run", script)
-            if not why:
-                raise
-            say_on_stderr(f"minidp run: {why}")
-            return 1
+                status = run_here("run", script)
         finally:
             models.stop()
         status = models.finish(status)

@@ -82,9 +82,10 @@ class _Comparison:
         environment = {n: value for n, value in os.environ.items() if n != RUN}
         if self._store is not None:
             # At the same port the second run would find keys that the first leaves.
-            port = self._once(
-                "port", is_first=not from_environment("RANK", 0), do=_free_port
-            )
+            with socket.create_server(("", 0)) as free:
+                own = free.getsockname()[1]
+            is_first = not from_environment("RANK", 0)
+            port = self._once("port", is_first=is_first, do=lambda: own)
             environment["MASTER_PORT"] = str(port)
             environment["TORCHELASTIC_USE_AGENT_STORE"] = str(False)
         script = script.seen_from(here)
@@ -171,11 +172,6 @@ class _Comparison:
         if not found:
             raise _CannotCompareError(f"the first rank posted no result ({topic})")
         return found[0]
-
-
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _stacks(outcome: Path) -> Path:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
-import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from minidp.console import say_on_stderr
+from minidp.console import OURS, say_on_stderr
 
 from .script import Script
 
 # Variables that a launcher sets for each rank.
 _VARIABLES = re.compile(r"\b(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT)\b")
-_OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 def from_environment(name: str, default: int) -> int:
@@ -94,23 +92,26 @@ def how_to_start(command: str, script: Script) -> str:
     return f"minidp {command} -n 2 {' '.join(script.words)}"
 
 
-def lacks_launcher(error: BaseException, command: str, script: Script) -> str:
-    """Return a text if an error is due to running without a launcher; else ""."""
-    variable = _VARIABLES.search(str(error))
-    is_lookup = isinstance(error, KeyError) or "environment variable" in str(error)
-    if (
-        "RANK" in os.environ
-        or not variable
-        or not is_lookup
-        or variable[0] in os.environ
-    ):
-        return ""
-    place = script.target
-    for frame in traceback.extract_tb(error.__traceback__):
-        if not frame.filename.startswith(("<frozen ", *_OURS)):
-            place = f"{frame.filename}, line {frame.lineno},"
-    return (
-        f"{place} needs {variable[0]}, which a launcher of ranks sets, but this is one "
-        "process without a launcher. For two ranks on this machine: "
-        f"{how_to_start(command, script)}"
-    )
+def run_here(command: str, script: Script) -> int:
+    """Run the script in this process; return its exit status.
+
+    If it raises because no launcher has started this process, say so, and exit.
+    """
+    try:
+        return script.run()
+    except Exception as error:
+        variable = _VARIABLES.search(str(error))
+        is_lookup = isinstance(error, KeyError) or "environment variable" in str(error)
+        has_launcher = "RANK" in os.environ
+        if has_launcher or not variable or not is_lookup or variable[0] in os.environ:
+            raise
+        place = script.target
+        for frame in traceback.extract_tb(error.__traceback__):
+            if not frame.filename.startswith(("<frozen ", *OURS)):
+                place = f"{frame.filename}, line {frame.lineno},"
+        say_on_stderr(
+            f"minidp {command}: {place} needs {variable[0]}, which a launcher of ranks "
+            "sets, but this is one process without a launcher. For two ranks on this "
+            f"machine: {how_to_start(command, script)}"
+        )
+        sys.exit(1)

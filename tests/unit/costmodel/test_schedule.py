@@ -68,8 +68,9 @@ def test_gradients_in_ready_order():
     """Of equal times, the last parameter comes first; a missing gradient comes last."""
     kinds = [("a", False), ("a", False), ("a", True), ("a", True), ("b", False)]
     times = {0: 9.0, 1: None, 2: -0.1, 3: 2.0, 4: 2.0}
-    backward, order = in_ready_order(times, [10, 20, 30, 40, 50], kinds, 5.0)
-    assert order == (2, 4, 3, 0, 1)
+    backward = in_ready_order(times, [10, 20, 30, 40, 50], kinds, 5.0)
+    assert backward.order == (2, 4, 3, 0, 1)
+    assert backward.positions([[0, 1], [2]]) == [[3, 4], [0]]
     assert backward.ready_s == (0.0, 2.0, 2.0, 5.0, 5.0)
     assert backward.nbytes == (30, 50, 40, 10, 20)
     assert backward.kinds == (0, 1, 2, 3, 3)  # a sparse gradient is a kind of its own
@@ -85,9 +86,8 @@ def test_the_bound_counts_what_is_sent_after_each_moment():
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2)), max_size=25),
     st.lists(st.integers(0, 400), min_size=1, max_size=3),
-    st.booleans(),
 )
-def test_capped_groups_are_those_of_the_layout(params, limits, from_the_end):
+def test_capped_groups_are_those_of_the_layout(params, limits):
     dtypes = [torch.float32, torch.bfloat16, torch.float64]
     specs = [
         plan.ParamSpec("p", (n,), (1,), dtypes[kind], torch.device("cpu"))
@@ -101,8 +101,8 @@ def test_capped_groups_are_those_of_the_layout(params, limits, from_the_end):
     )
     order = range(len(params))
     if params:
-        layout = plan.rebuilt_layout(specs, limits, order, from_the_end=from_the_end)
-        found = capped_groups(backward, limits, from_the_end=from_the_end)
+        layout = plan.rebuilt_layout(specs, limits, order)
+        found = capped_groups(backward, limits)
         assert found == [sorted(bucket.indices) for bucket in layout.buckets]
 
 
