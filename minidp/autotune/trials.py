@@ -3,7 +3,7 @@
     trial    layout                                            purpose
     0        torch's                                           the baseline
     1        buckets of 1/32 of all bytes                      the cost of a message
-    2        the best one by the model (`costmodel/schedule`)
+    2        the best one by the model (`costmodel`)
     3        the best one if gradients become ready later      2 may be too tight
     4        torch's again                                     drift
     5 to 7   of the two best others the less measured one      noise

@@ -1,7 +1,7 @@
 """Predict what another layout or fewer bytes would gain.
 
-Every prediction is a difference within the model of `costmodel/schedule`, subtracted
-from the measured step: what the model leaves out stays in.
+Every prediction is a difference within the model of `costmodel`, subtracted from the
+measured step: what the model leaves out stays in.
 """
 
 from __future__ import annotations

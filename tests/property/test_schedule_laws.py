@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from minidp.costmodel.schedule import (
+from minidp.costmodel import (
     Backward,
     Network,
     best_groups,
