@@ -36,7 +36,7 @@ from .run import (
     run_here,
     say_once,
     start_ranks,
-    why_no_ranks,
+    why_not,
 )
 from .swapping import swapped
 
@@ -71,10 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     script = Script(arguments.script, arguments.arguments, arguments.is_module)
     with swapped():  # finding a module imports the packages around it
-        problem = script.problem()
-    if not problem and not arguments.out.absolute().parent.is_dir():
-        problem = f"there is no folder for {arguments.out}"
-    problem = problem or why_no_ranks(arguments.num_ranks)
+        problem = why_not(script, arguments.num_ranks, out=arguments.out)
     if problem:
         say_once(f"minidp tune: {problem}.")
         return 2

@@ -27,7 +27,7 @@ from .ranks import (
     run_here,
     say_once,
     start_ranks,
-    why_no_ranks,
+    why_not,
 )
 from .script import Script, after_wrapping
 
@@ -140,13 +140,10 @@ def _problem(script: Script, options: Namespace) -> str:
     """Return why script or options cannot be used; "" if nothing is wrong."""
     # Finding a module imports the packages around it, which may import the class.
     with nullcontext() if options.phase == "torch" else swapped():
-        problem = script.problem()
+        files = {"save": options.save, "html": options.html}
+        problem = why_not(script, options.num_ranks, **files)
     if problem:
         return problem
-    for name, path in (("save", options.save), ("html", options.html)):
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            why = f"there is no folder {path.parent}"
-            return f"--{name} {path}: {'it is a folder' if path.is_dir() else why}"
     try:
         read_environment()
     except ValueError as error:
@@ -154,7 +151,7 @@ def _problem(script: Script, options: Namespace) -> str:
     is_alone = from_environment("WORLD_SIZE", 1) == 1
     if options.compare and not is_alone and launcher_store("compare") is None:
         return "--compare needs ranks that torchrun or -n start"
-    return why_no_ranks(options.num_ranks)
+    return ""
 
 
 def _words(options: Namespace, *names: str) -> list[str]:

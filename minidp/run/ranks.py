@@ -8,6 +8,7 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -51,12 +52,18 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
-def why_no_ranks(number: int | None) -> str:
-    """Return why ``-n`` is refused: a launcher started this process; else ""."""
-    if number is None or "RANK" not in os.environ:
+def why_not(script: Script, num_ranks: int | None, **files: Path | None) -> str:
+    """Return why the script, ``-n`` or output files cannot be used; else ""."""
+    if problem := script.problem():
+        return problem
+    for name, path in files.items():
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            why = f"there is no folder {path.parent}"
+            return f"--{name} {path}: {'it is a folder' if path.is_dir() else why}"
+    if num_ranks is None or "RANK" not in os.environ:
         return ""
     return (
-        f"-n {number} starts ranks, but this process is one already, of torchrun or "
+        f"-n {num_ranks} starts ranks, but this process is one already, of torchrun or "
         "another launcher (RANK is set): leave one of the two out"
     )
 
