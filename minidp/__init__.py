@@ -40,8 +40,8 @@ its ``__init__.py`` says what it is for, in which order to read it, what others 
     core/           one gradient: hook -> bucket -> all-reduce -> .grad     READ THIS
     comm_hooks      ready-made comm hooks
     comm/           process groups, collectives that end in time, comm hooks
+    costmodel       how long communication takes
     layout/         parameters -> buckets -> slots, as integers
-    costmodel/      how long communication takes
     native/         find, build and load the optional extension in csrc/
     config/         options: validated, frozen, and from outside the script
     console         what a person sees: print, fold lines, warn

@@ -11,29 +11,13 @@ from ._version import __version__
 from .console import parse, say
 from .native import __main__ as native
 
-# Per command: its room, what it is for, its description (None: the room sets it).
-COMMANDS: dict[str, tuple[Any, str, str | None]] = {
-    "doctor": (doctor, "what is wrong with this machine, this job, this script?", None),
-    "native": (
-        native,
-        "build the optional C++ extension, or say whether it loads",
-        native.DESCRIPTION,
-    ),
-    "report": (
-        report,
-        "is communication hidden, if not, why, and what to change",
-        report.__doc__,
-    ),
-    "run": (
-        run,
-        "run an unmodified script that uses torch's DDP, on minidp",
-        run.DESCRIPTION,
-    ),
-    "tune": (
-        tune,
-        "run a script once, and write the best bucket layout to a file",
-        tune.__doc__,
-    ),
+# Per command: its room, and what it is for.
+COMMANDS: dict[str, tuple[Any, str]] = {
+    "doctor": (doctor, "what is wrong with this machine, this job, this script?"),
+    "native": (native, "build the optional C++ extension, or say whether it loads"),
+    "report": (report, "is communication hidden, if not, why, and what to change"),
+    "run": (run, "run an unmodified script that uses torch's DDP, on minidp"),
+    "tune": (tune, "run a script once, and write the best bucket layout to a file"),
 }
 
 
@@ -45,12 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"minidp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter
-    for name, (room, purpose, description) in COMMANDS.items():
-        added = commands.add_parser(
-            name, help=purpose, description=description, formatter_class=raw
-        )
+    for name, (room, purpose) in COMMANDS.items():
+        added = commands.add_parser(name, help=purpose, formatter_class=raw)
         room.add_arguments(added)
-        added.set_defaults(main=native.run if room is native else room.main)
+        added.set_defaults(main=room.main)
     options = parse(parser, arguments)
     if "main" not in options:
         say(parser.format_help())

@@ -76,9 +76,21 @@ def wrapper_of(model: object, function: str) -> DataParallel:
         found = model.data_parallel
     elif isinstance(model, nn.Module):
         found = attached_to(model) or model
-    if not isinstance(found, DataParallel):
-        raise TypeError(_not_ours(model, function))
-    return found
+    if isinstance(found, DataParallel):
+        return found
+    kind = type(model)
+    hint = (
+        "wrap the module with minidp.DataParallel, and pass the wrapper; or start a "
+        "script that you do not want to edit by minidp run --report"
+    )
+    if isinstance(getattr(model, "_orig_mod", None), DataParallel):
+        hint = "this is a compiled one: pass the DataParallel that was compiled"
+    elif isinstance(getattr(model, "module", None), DataParallel):
+        hint = "pass its .module"
+    raise TypeError(
+        f"{function}() needs a minidp.DataParallel, but got {kind.__module__}."
+        f"{kind.__qualname__}. What to do: {hint}."
+    )
 
 
 class Recording:
@@ -180,19 +192,3 @@ class Recording:
         ModuleNotFoundError without matplotlib; ValueError if no gradient was reduced.
         """
         draw(self.timelines, path)
-
-
-def _not_ours(model: object, function: str) -> str:
-    kind = type(model)
-    hint = (
-        "wrap the module with minidp.DataParallel, and pass the wrapper; or start a "
-        "script that you do not want to edit by minidp run --report"
-    )
-    if isinstance(getattr(model, "_orig_mod", None), DataParallel):
-        hint = "this is a compiled one: pass the DataParallel that was compiled"
-    elif isinstance(getattr(model, "module", None), DataParallel):
-        hint = "pass its .module"
-    return (
-        f"{function}() needs a minidp.DataParallel, but got {kind.__module__}."
-        f"{kind.__qualname__}. What to do: {hint}."
-    )

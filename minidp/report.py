@@ -26,6 +26,7 @@ EXPORTS = (("html", html_page), ("trace", chrome_trace), ("json", to_json))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``minidp report`` to ``parser``."""
+    parser.description = __doc__
     parser.add_argument(
         "files",
         metavar="FILE",
@@ -75,4 +76,4 @@ def _read(name: str) -> tuple[Timeline, ...]:
 
 
 if __name__ == "__main__":
-    run_command("minidp report", __doc__, add_arguments, main)
+    run_command("minidp report", add_arguments, main)

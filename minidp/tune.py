@@ -25,18 +25,18 @@ from typing import Any
 
 from .autotune import NUM_TRIALS, STEPS, AutotunePolicy, Choice
 from .config import AUTO, NONE, OPTIONS, add_options, numbered, setting, variables
-from .console import run_command, say_on_stderr, say_progress
+from .console import run_command, say_on_stderr
 from .data_parallel import DataParallel
 from .run import (
     Script,
     add_num_ranks,
     add_script,
     after_wrapping,
-    lacks_launcher,
     reached_children,
+    run_here,
     say_once,
     start_ranks,
-    why_no_ranks,
+    why_not,
 )
 from .swapping import swapped
 
@@ -46,7 +46,7 @@ NEEDED = STEPS * NUM_TRIALS + 2  # steps: the forward of the last one decides
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``minidp tune`` to ``parser``."""
-    parser.usage = "%(prog)s [OPTIONS] [-m] SCRIPT [ARGS]"
+    parser.description = __doc__
     parser.add_argument(
         "--out",
         type=Path,
@@ -71,10 +71,7 @@ def main(arguments: argparse.Namespace) -> int:
     """
     script = Script(arguments.script, arguments.arguments, arguments.is_module)
     with swapped():  # finding a module imports the packages around it
-        problem = script.problem()
-    if not problem and not arguments.out.absolute().parent.is_dir():
-        problem = f"there is no folder for {arguments.out}"
-    problem = problem or why_no_ranks(arguments.num_ranks)
+        problem = why_not(script, arguments.num_ranks, out=arguments.out)
     if problem:
         say_once(f"minidp tune: {problem}.")
         return 2
@@ -82,21 +79,10 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.num_ranks is not None:
             flags = ["--out", str(arguments.out)]
             return start_ranks(arguments.num_ranks, "tune", flags, script)
-        return _tune(script, arguments.out)
-
-
-def _tune(script: Script, out: Path) -> int:
-    with reached_children("tune", swaps=True):
-        try:
-            with swapped(), tuned(out) as layouts:
-                status = script.run()
-        except Exception as error:
-            why = lacks_launcher(error, "tune", script)
-            if not why:
-                raise
-            say_on_stderr(f"minidp tune: {why}")
-            return 1
-    return status or layouts.finish()
+        out = arguments.out
+        with reached_children("tune", swaps=True), swapped(), tuned(out) as layouts:
+            status = run_here("tune", script)
+        return status or layouts.finish()
 
 
 @contextmanager
@@ -106,11 +92,6 @@ def tuned(out: Path) -> Iterator[TunedLayouts]:
     changes = {OPTIONS[name].variable: text for name, text in OVERRIDES.items()}
     with setting(changes), after_wrapping(DataParallel, layouts.add):
         yield layouts
-
-
-def _say_trial(trial: int) -> None:
-    step = f"step {STEPS * trial + 1} of {NEEDED}"
-    say_progress(f"minidp tune: layout {trial + 1} of {NUM_TRIALS} from {step} on")
 
 
 class TunedLayouts:
@@ -130,7 +111,6 @@ class TunedLayouts:
         order = ddp._reducer.rebuild_policy
         if isinstance(order, AutotunePolicy):
             order.told = functools.partial(self._write, number)
-            order.tries = _say_trial
 
     def _write(self, number: int, plain: dict[str, Any], choice: Choice) -> None:
         path = numbered(self._out, number)
@@ -172,4 +152,4 @@ class TunedLayouts:
 
 
 if __name__ == "__main__":
-    run_command("minidp tune", __doc__, add_arguments, main)
+    run_command("minidp tune", add_arguments, main)

@@ -3,7 +3,7 @@
     trial    layout                                            purpose
     0        torch's                                           the baseline
     1        buckets of 1/32 of all bytes                      the cost of a message
-    2        the best one by the model (`costmodel/schedule`)
+    2        the best one by the model (`costmodel`)
     3        the best one if gradients become ready later      2 may be too tight
     4        torch's again                                     drift
     5 to 7   of the two best others the less measured one      noise
@@ -16,7 +16,7 @@ unless another one was clearly faster.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -28,9 +28,11 @@ from minidp.costmodel import (
     capped_groups,
     fit_network,
     in_ready_order,
+    messages_of,
     play,
 )
 from minidp.layout import Layout, ParamSpec, build_layout, delayed
+from minidp.overlap import Step
 
 NUM_TRIALS = 8
 FINALS = 5  # from this trial on, layouts are tried again
@@ -41,45 +43,43 @@ LATE_SHARE = 12  # trial 3: each bucket has at most 1/12 of all bytes, or one pa
 CLEARLY = 0.98
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Hold the times of one synchronised backward, in seconds since it began."""
-
-    ready_s: tuple[float | None, ...]  # by parameter index; empty: not timed
-    computed_s: float  # when every gradient is computed
-    reduced_s: float  # when every gradient is averaged
-    messages: tuple[tuple[int, float], ...]  # bytes and seconds of each message
-
-
 @dataclass
 class Trial:
-    """Hold the samples of all backwards that used one layout; summarise their times."""
+    """Hold the recorded steps that used one layout; summarise their backwards."""
 
     layout: Layout
-    samples: list[Sample] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     predicted_s: float | None = None  # exposed seconds by the model
 
     @property
-    def judged(self) -> Sequence[Sample]:
-        """The samples to compare: those without timed grad hooks, else all."""
-        return [s for s in self.samples if not s.ready_s] or self.samples
+    def judged(self) -> Sequence[Step]:
+        """The steps to compare: those without timed grad hooks, else all."""
+        return [step for step in self.steps if not step.ready_ns] or self.steps
 
     @property
     def seconds(self) -> float:
-        """Median seconds of the compared samples until every gradient is averaged."""
-        return median(sample.reduced_s for sample in self.judged)
+        """Median seconds of the compared steps from backward to averaged gradients."""
+        return median(step.reduced_s for step in self.judged)
 
     @property
     def exposed_s(self) -> float:
-        """Median seconds, of compared samples, from computed to averaged gradients."""
-        return median(sample.reduced_s - sample.computed_s for sample in self.judged)
+        """Median seconds, of compared steps, from computed to averaged gradients."""
+        return median(step.reduced_s - step.backward.seconds for step in self.judged)
 
     @property
     def noise_s(self) -> float:
-        """Standard error of `seconds`, estimated from the quartiles of its samples."""
-        times = [sample.reduced_s for sample in self.judged]
+        """Standard error of `seconds`, estimated from the quartiles of its steps."""
+        times = [step.reduced_s for step in self.judged]
         spread = _quantile(times, 0.75) - _quantile(times, 0.25)
         return 0.93 * spread / math.sqrt(len(times))
+
+    def messages(self) -> Iterator[tuple[int, float]]:
+        """Yield bytes and seconds of each message of all steps."""
+        # 0: unknown.
+        sizes = [0 if each.sparse else each.nbytes for each in self.layout.buckets]
+        for step in self.steps:
+            spans = [(sizes[t.number], t.launched_ns, t.done_ns) for t in step.buckets]
+            yield from ((nbytes, ns / 1e9) for nbytes, ns in messages_of(spans))
 
     def is_clearly_faster(self, other: Trial) -> bool:
         """Return whether this layout is faster by over 2 % and by more than noise."""
@@ -129,9 +129,9 @@ class Search:
         self._torchs = Trial(torchs)
         self._trials = {torchs: self._torchs}
 
-    def add(self, layout: Layout, samples: Sequence[Sample]) -> None:
-        """Add samples of backwards that used ``layout`` to the `Trial` of it."""
-        self._trials.setdefault(layout, Trial(layout)).samples.extend(samples)
+    def add(self, layout: Layout, steps: Sequence[Step]) -> None:
+        """Add steps that used ``layout`` to the `Trial` of it."""
+        self._trials.setdefault(layout, Trial(layout)).steps.extend(steps)
 
     def proposal(self, trial: int) -> Layout:
         """Return the layout of a trial; from NUM_TRIALS on, the one that stays.
@@ -140,7 +140,7 @@ class Search:
         less timed one of the two fastest others. 2 and 3 store predicted seconds;
         ValueError if too few sizes were measured.
         """
-        if trial in (0, 4) or not self._torchs.samples:
+        if trial in (0, 4) or not self._torchs.steps:
             return self._torchs.layout
         if trial >= NUM_TRIALS:
             return self.choice().best.layout
@@ -148,17 +148,16 @@ class Search:
             others = [one for one in self._timed() if one is not self._torchs]
             two = sorted(others, key=lambda one: one.seconds)[:2]
             return min(two or [self._torchs], key=lambda one: len(one.judged)).layout
-        found = self._backward(late=trial == 3)
-        if found is None:
+        backward = self._backward(late=trial == 3)
+        if backward is None:
             return self._torchs.layout
-        backward, order = found
         total = sum(backward.nbytes)
         if trial == 1:
             groups = capped_groups(backward, [max(total // SMALL_SHARE, 1)])
         else:
             room = total // LATE_SHARE if trial == 3 else None
             groups = best_groups(backward, self._network(), max_bytes=room)
-        assignment = [[order[k] for k in group] for group in groups]
+        assignment = [[backward.order[k] for k in group] for group in groups]
         layout = build_layout(self._specs, assignment + delayed(self._specs))
         one = self._trials.setdefault(layout, Trial(layout))
         if trial > 1 and one.predicted_s is None:
@@ -175,40 +174,41 @@ class Search:
         return Choice(best, self._torchs)
 
     def _timed(self) -> list[Trial]:
-        return [one for one in self._trials.values() if one.samples]
+        return [one for one in self._trials.values() if one.steps]
 
     def _prediction(self, layout: Layout) -> float | None:
         """Return a layout's exposed seconds by the model; None if not predictable."""
-        found = self._backward(late=False)
-        if found is None:
+        backward = self._backward(late=False)
+        if backward is None:
             return None
-        backward, order = found
-        position = {i: k for k, i in enumerate(order)}  # without delayed parameters
-        buckets = [m for m in layout.assignment if m[0] in position]
-        groups = [[position[i] for i in members] for members in buckets]
+        # The backward has no delayed parameters.
+        groups = backward.positions(
+            m for m in layout.assignment if m[0] in backward.order
+        )
         try:
             return play(backward, groups, self._network()).exposed_s
         except ValueError:  # too few messages of too few sizes
             return None
 
     def _network(self) -> Network:
-        samples = [s for one in self._trials.values() for s in one.samples]
-        return fit_network(m for sample in samples for m in sample.messages)
+        trials = self._trials.values()
+        return fit_network(message for one in trials for message in one.messages())
 
-    def _backward(self, *, late: bool) -> tuple[Backward, tuple[int, ...]] | None:
-        """Return median (or 80 %: ``late``) times; and the parameter per position."""
-        samples = [s for one in self._timed() for s in one.samples if s.ready_s]
-        if not samples:
+    def _backward(self, *, late: bool) -> Backward | None:
+        """Return a backward of median (``late``: 80 %) times; None if none is known."""
+        steps = [s for one in self._timed() for s in one.steps if s.ready_ns]
+        if not steps:
             return None
         share = 0.8 if late else 0.5
         times: dict[int, float | None] = {}
         for i, spec in enumerate(self._specs):
             if not spec.delayed:
-                taken = [t for s in samples if (t := s.ready_s[i]) is not None]
+                spans = [(s.backward.begin_ns, s.ready_ns[i]) for s in steps]
+                taken = [(at - begin) / 1e9 for begin, at in spans if at is not None]
                 times[i] = _quantile(taken, share) if taken else None
         kinds = [((spec.dtype, spec.device), spec.sparse) for spec in self._specs]
         nbytes = [spec.nbytes for spec in self._specs]
-        end_s = _quantile([sample.computed_s for sample in samples], share)
+        end_s = _quantile([step.backward.seconds for step in steps], share)
         return in_ready_order(times, nbytes, kinds, end_s)
 
 

@@ -16,22 +16,17 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minidp.comm import is_group
+from minidp.config import ReducerConfig, SavedLayout
 from minidp.console import say_progress
-from minidp.core import Observer, RebuildPolicy, layout_after
-from minidp.costmodel import messages_of
-from minidp.layout import to_plain
-from minidp.overlap import AUTO, AUTO_TRIES, Step, Stopwatch
+from minidp.core import BucketQueue, GradHooks, Observer, RebuildPolicy, layout_after
+from minidp.layout import Layout, ParamSpec, to_plain
+from minidp.overlap import AUTO, AUTO_TRIES, Stopwatch
 from minidp.trace import StepEvent
 
-from .trials import NUM_TRIALS, Choice, Sample, Search
-
-if TYPE_CHECKING:
-    from minidp.config import ReducerConfig, SavedLayout
-    from minidp.core import BucketQueue, GradHooks
-    from minidp.layout import Layout, ParamSpec
+from .trials import NUM_TRIALS, Choice, Search
 
 logger = logging.getLogger("minidp")
 STEPS = 6  # backwards of one trial; the first has cold caches and is not counted
@@ -46,7 +41,6 @@ class AutotunePolicy(RebuildPolicy, Observer):
     def __init__(self, saved: SavedLayout | None) -> None:
         super().__init__(saved)
         self.told: Callable[[dict[str, Any], Choice], None] | None = None
-        self.tries: Callable[[int], None] | None = None  # given the trial that begins
         self._stopwatch: Stopwatch | None = None  # on rank 0, while trials run
         self._reset_trials()
 
@@ -112,18 +106,16 @@ class AutotunePolicy(RebuildPolicy, Observer):
         return torchs
 
     def _say_trial(self) -> None:
-        """Call `tries`; without it, print how far long trials are, on a terminal."""
+        """Print on a terminal how far trials are, if they are long or for `told`."""
         number, now = self._trial, time.monotonic()
-        if self.tries is not None:
-            self.tries(number)
-        elif number == 0:
+        if number == 0:
             self._began = now
-        elif (now - self._began) * NUM_TRIALS / number > LONG_SECONDS:
-            left = (now - self._began) * (NUM_TRIALS - number) / number
-            say_progress(
-                f'minidp: bucket_cap_mb="auto" tries layout {number + 1} of '
-                f"{NUM_TRIALS}, {left:.0f} s to go"
-            )
+        spent = now - self._began
+        left = spent * (NUM_TRIALS - number) / max(number, 1)
+        if self.told is not None or spent + left > LONG_SECONDS:
+            until = f", {left:.0f} s to go" * bool(number)
+            text = f"tries layout {number + 1} of {NUM_TRIALS}{until}"
+            say_progress(f'minidp: bucket_cap_mb="auto" {text}')
 
     def plain_layout(
         self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig
@@ -160,12 +152,13 @@ class AutotunePolicy(RebuildPolicy, Observer):
         assert self._stopwatch is not None
         is_last = self._trial == NUM_TRIALS
         steps, _ = self._stopwatch.steps()
-        search.add(now, [sample_of(step, now) for step in steps[1:]])
+        search.add(now, steps[1:])
         self._stopwatch.clear()
         self._stopwatch.timed_steps = TIMED_STEPS * (self._trial in TIMED_TRIALS)
         if is_last:
             self._stop_measuring()
-        if self._hook_may_know_buckets():
+        hook = self._pipeline.averaging.comm_hook
+        if not (hook is None or hook.state is None or is_group(hook.state)):
             if is_last:
                 logger.info(
                     'bucket_cap_mb="auto": the layout stays as it is, because the comm '
@@ -184,24 +177,3 @@ class AutotunePolicy(RebuildPolicy, Observer):
                 plain = to_plain(layout, self._pipeline.specs, rebuilt=True)
                 self.told(plain, choice)
         return layout
-
-    def _hook_may_know_buckets(self) -> bool:
-        """Return whether a comm hook has a state other than a process group."""
-        hook = self._pipeline.averaging.comm_hook
-        return not (hook is None or hook.state is None or is_group(hook.state))
-
-
-def sample_of(step: Step, layout: Layout) -> Sample:
-    """Convert a recorded step to a `Sample`, of times since its backward began."""
-    begin, end = step.backward.begin_ns, step.backward.end_ns
-    spans = []
-    for times in step.buckets:
-        bucket = layout.buckets[times.number]
-        nbytes = 0 if bucket.sparse else bucket.nbytes  # 0: unknown
-        spans.append((nbytes, times.launched_ns - begin, times.done_ns - begin))
-    return Sample(
-        tuple(None if ns is None else (ns - begin) / 1e9 for ns in step.ready_ns),
-        (end - begin) / 1e9,
-        (step.finalize_end_ns - begin) / 1e9,
-        tuple((nbytes, ns / 1e9) for nbytes, ns in messages_of(spans)),
-    )

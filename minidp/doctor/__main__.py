@@ -4,4 +4,4 @@ from minidp.console import run_command
 from minidp.doctor import add_arguments, main
 
 if __name__ == "__main__":
-    run_command("python -m minidp.doctor", None, add_arguments, main)
+    run_command("python -m minidp.doctor", add_arguments, main)

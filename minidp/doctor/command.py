@@ -55,7 +55,6 @@ with minidp.doctor.watch(model, loader).
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Set the description and epilog of ``parser``; add --json, --timeout, --wait."""
     parser.description, parser.epilog = DESCRIPTION, EPILOG
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--json", action="store_true", help="print JSON instead of the table")
     for name, default, text in (
@@ -151,11 +150,11 @@ class Examination:
 
     def own_report(self) -> Report:
         """Return a report of this rank's findings alone; no communication."""
-        launch, findings = self._launch, self.runner.findings
+        launch, findings = self._launch, {0: self.runner.findings}
         if launch is None:
-            return merge("minidp doctor", {0: findings}, 1)
+            return merge("minidp doctor", findings, 1)
         title = f"minidp doctor: rank {launch.rank}"
-        return merge(title, {launch.rank: findings}, launch.world_size)
+        return merge(title, findings, launch.world_size)
 
     def _alone(self) -> bool:
         """Run the checks of this process alone; return whether the store answers."""

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from minidp.comm import STORE_SECONDS, Communicator, PeerMonitor, Report, own_store
 from minidp.core import Reducer
 
-from .channel import Channel
-from .rank_status import Alarm, RankStatus, status_of
+from .rank_status import Alarm, Channel, RankStatus, status_of
 from .report import Inquiry, Skip
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ import torch
 
 from minidp.comm import FutureWork, Report
 
-from .channel import Channel
-from .rank_status import RankStatus
+from .rank_status import Channel, RankStatus
 
 _STILL_SECONDS = 3.0  # a few heartbeats
 _MAX_TOLD = 8  # ranks

@@ -16,8 +16,8 @@ last bits of a sum depend on a gradient's place in its bucket.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -163,38 +163,47 @@ class Layout:
         return tuple(bucket.indices for bucket in self.buckets)
 
 
+def fill(
+    items: Iterable[tuple[int, Hashable, float]], limits: Sequence[int]
+) -> list[list[int]]:
+    """Fill buckets by torch's rule; return the numbers of the items in each bucket.
+
+    ``items``: number, kind and bytes; kinds share no bucket. ``limits``: bytes at which
+    the first, second, ... bucket of a kind is full; the last repeats. Buckets below
+    their limit come last, by their last item (torch: by a hash map).
+    """
+    open_bucket: dict[Hashable, list[int]] = {}
+    num_closed: Counter[Hashable] = Counter()
+    filled: defaultdict[Hashable, float] = defaultdict(float)  # bytes
+    closed: list[list[int]] = []
+    for i, kind, nbytes in items:
+        # Popped and inserted again, which keeps the dict sorted by last use.
+        open_bucket[kind] = [*open_bucket.pop(kind, []), i]
+        filled[kind] += nbytes
+        if filled[kind] >= limits[min(num_closed[kind], len(limits) - 1)]:
+            closed.append(open_bucket.pop(kind))
+            filled[kind] = 0
+            num_closed[kind] += 1
+    return closed + list(open_bucket.values())
+
+
 def assign(
     specs: Sequence[ParamSpec],
     limits: Sequence[int],
     order: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Fill buckets by torch's rules; return the parameter indices of each bucket.
+    """`fill` buckets with parameters; return the parameter indices of each bucket.
 
-    No delayed parameters. ``limits``: bytes at which the first, second, ... bucket of a
-    (dtype, device) is full; the last repeats. ``order``: ready order; None: by index,
-    and buckets are then sorted by their smallest one. Else buckets below their limit
-    come last, by their last parameter (torch: by a hash map).
+    No delayed parameters; a sparse one has a bucket of its own. ``order``: ready order;
+    None: by index, and buckets are then sorted by their smallest one.
     """
-    open_bucket: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    num_closed: Counter[tuple[torch.dtype, torch.device]] = Counter()
-    filled: Counter[tuple[torch.dtype, torch.device]] = Counter()  # bytes
-    closed: list[list[int]] = []
-    for i in range(len(specs)) if order is None else order:
-        spec = specs[i]
-        key = (spec.dtype, spec.device)
-        if spec.delayed:
-            continue
-        if spec.sparse:
-            closed.append([i])
-            continue
-        # Popped and inserted again, which keeps the dict sorted by last use.
-        open_bucket[key] = [*open_bucket.pop(key, []), i]
-        filled[key] += spec.nbytes
-        if filled[key] >= limits[min(num_closed[key], len(limits) - 1)]:
-            closed.append(open_bucket.pop(key))
-            filled[key] = 0
-            num_closed[key] += 1
-    buckets = closed + list(open_bucket.values())
+    numbers = range(len(specs)) if order is None else order
+    items: list[tuple[int, Hashable, float]] = [
+        (i, i, math.inf) if spec.sparse else (i, (spec.dtype, spec.device), spec.nbytes)
+        for i, spec in ((i, specs[i]) for i in numbers)
+        if not spec.delayed
+    ]
+    buckets = fill(items, limits)
     return sorted(buckets, key=min) if order is None else buckets
 
 

@@ -14,7 +14,6 @@ from minidp.errors import MiniDPError
 from .state import attempt, build, read_mode
 
 _ERASE = "\r\x1b[K"  # the line in which the terminal's cursor is
-DESCRIPTION = "minidp's optional native kernels."
 _EPILOG = """\
 environment variables:
   MINIDP_NATIVE        auto (default): use a binary that fits, if there is one;
@@ -28,6 +27,7 @@ environment variables:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the commands and their options to ``parser``."""
+    parser.description = "minidp's optional native kernels."
     parser.epilog = _EPILOG
     commands = parser.add_subparsers(dest="action", required=True)
     making = commands.add_parser("build", help="compile csrc/, unless it is compiled")
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def main(options: argparse.Namespace) -> int:
     """Run ``build`` or ``status``; return 0, 1 (failed, not loaded) or 130 (Ctrl-C)."""
     try:
         if options.action == "build":
@@ -117,4 +117,4 @@ class _Display:
 
 
 if __name__ == "__main__":
-    run_command("python -m minidp.native", DESCRIPTION, add_arguments, run)
+    run_command("python -m minidp.native", add_arguments, main)

@@ -123,16 +123,11 @@ def _accumulation(found: Analysis) -> Change:
         why = "the clocks of the hosts do not tell waiting from transfer"
         if not any(bucket.dense_bytes for bucket in one.buckets):
             why = "the bytes of a sparse gradient are unknown"
-    name = "no_sync() for every other backward"
-    how = "with no_sync() for all but the last of several backwards: of two"
-    if one.step.local_forwards:  # the script accumulates already
-        name = "twice as many backwards under no_sync()"
-        how = "with more backwards under no_sync(): of two such steps in one"
-    half_s = one.exposed_s / 2
+    name, half_s = "more backwards under no_sync()", one.exposed_s / 2
     advice = (
         f"{_ms(one.exposed_s)} are exposed, and {why}: do more per step, with larger "
-        f"batches, or {how}, predicted {_ms(one.seconds - half_s)} for each instead of "
-        f"{_ms(one.seconds)}."
+        f"batches, or with {name}: of two such steps in one, predicted "
+        f"{_ms(one.seconds - half_s)} for each instead of {_ms(one.seconds)}."
     )
     return Change(half_s, name, advice)
 

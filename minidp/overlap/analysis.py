@@ -177,30 +177,25 @@ def slices(found: StepOverlap) -> Iterator[Slice]:
         ("forward", "forward", step.forwards),
         ("backward", "backward", (step.backward,)),
         ("optimizer", "optimizer step", step.optimizers),
+        ("backward", "finalize", (Span(step.backward.end_ns, step.finalize_end_ns),)),
     ):
         for span in spans:
             yield Slice(row, name, span.begin_ns, span.end_ns)
-    yield Slice("backward", "finalize", step.backward.end_ns, step.finalize_end_ns)
+    busy = (step.backward, *step.optimizers)
     for bucket in found.buckets:
-        yield from _slices_of_bucket(step, bucket)
-
-
-def _slices_of_bucket(step: Step, bucket: BucketOverlap) -> Iterator[Slice]:
-    times, busy = bucket.times, (step.backward, *step.optimizers)
-    first = step.first_gradient_ns(bucket.members) or times.full_ns
-    found = [
-        ("filling", first, times.full_ns),
-        ("waited", times.full_ns, bucket.turn_ns),
-        ("late (slower ranks)", bucket.turn_ns, bucket.start_ns),
-        *(
-            ("wire, hidden" if hides else "wire, exposed", begin, end)
-            for begin, end, hides in pieces(busy, bucket.start_ns, times.done_ns)
-        ),
-        ("done, not copied out", times.done_ns, times.copied_out_ns),
-    ]
-    for name, begin, end in found:
-        if begin < end:
-            yield Slice(bucket.number, name, begin, end)
+        times = bucket.times
+        first = step.first_gradient_ns(bucket.members) or times.full_ns
+        stages = [
+            ("filling", first, times.full_ns),
+            ("waited", times.full_ns, bucket.turn_ns),
+            ("late (slower ranks)", bucket.turn_ns, bucket.start_ns),
+        ]
+        for begin, end, hides in pieces(busy, bucket.start_ns, times.done_ns):
+            stages.append((f"wire, {'hidden' if hides else 'exposed'}", begin, end))
+        stages.append(("done, not copied out", times.done_ns, times.copied_out_ns))
+        for name, begin, end in stages:
+            if begin < end:
+                yield Slice(bucket.number, name, begin, end)
 
 
 # -------------------------------------------------------------------- the typical step

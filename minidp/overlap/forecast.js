@@ -1,4 +1,4 @@
-// Predict other settings: a port of costmodel/schedule.py and forecast.py, with their
+// Predict other settings: a port of costmodel.py and forecast.py, with their
 // names. tests/page compares the numbers of both.
 "use strict";
 

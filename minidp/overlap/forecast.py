@@ -1,7 +1,7 @@
 """Predict what another layout or fewer bytes would gain.
 
-Every prediction is a difference within the model of `costmodel/schedule`, subtracted
-from the measured step: what the model leaves out stays in.
+Every prediction is a difference within the model of `costmodel`, subtracted from the
+measured step: what the model leaves out stays in.
 """
 
 from __future__ import annotations
@@ -100,18 +100,18 @@ def forecast_of(run: Run, overlap: Overlap) -> Forecast | None:
     if network is None:
         return None
     typical = overlap.typical
-    backward, order = backward_of(typical.timeline)
-    position = {i: k for k, i in enumerate(order)}
-    groups = [[position.pop(i) for i in bucket.members] for bucket in typical.buckets]
-    groups += [[k] for k in sorted(position.values())]  # buckets that were not reduced
+    backward = backward_of(typical.timeline)
+    groups = backward.positions(bucket.members for bucket in typical.buckets)
+    reduced = {k for group in groups for k in group}
+    groups += [[k] for k in range(len(backward.order)) if k not in reduced]
     is_one_size = len({nbytes for nbytes, _ in samples}) == 1
     return Forecast(
         backward, groups, network, is_one_size, typical.seconds, typical.exposed_s
     )
 
 
-def backward_of(timeline: Timeline) -> tuple[Backward, tuple[int, ...]]:
-    """Return a backward of median times, and the parameter indices in its ready order.
+def backward_of(timeline: Timeline) -> Backward:
+    """Return a backward of median times.
 
     Gradients: see `_ready_times`. Its end: of the steps with the last step's layout.
     """

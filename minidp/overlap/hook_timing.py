@@ -18,6 +18,7 @@ class HookTiming:
     """
 
     def __init__(self, hooks: GradHooks, clock: Callable[[], Any]) -> None:
+        self.is_on = False
         self._hooks = hooks
         self._clock = clock
         self._is_in_cpp = hooks.table is not None and clock is time.perf_counter_ns
@@ -27,7 +28,9 @@ class HookTiming:
 
     def switch(self, *, on: bool) -> None:
         """Start or stop recording hook times; do not call during a backward."""
-        table = self._hooks.table
+        if on is self.is_on:
+            return
+        self.is_on, table = on, self._hooks.table
         if table is not None:
             table.stamp_by(self._stamp if on and not self._is_in_cpp else None)
             table.is_timed = on

@@ -600,7 +600,7 @@ function drawBeside({ schedule, exposed_s }) {
   const { computes, sent } = barsOf(one, data.shown);
   const { end_s } = model.backward, row = [];
   schedule.buckets.forEach(({ group, nbytes, full, start, done }, number) => {
-    const members = group.map((k) => model.order[k]);
+    const members = group.map((k) => model.backward.order[k]);
     const tip = `predicted bucket ${number}: ${mib(nbytes)} MiB are sent\nfull at ${ms(full)} ms, on the wire from ${ms(start)} to ${ms(done)} ms\n` +
       `${layersOf(members)}\n${sizesOf(members, 5)}`;
     const cut = Math.min(Math.max(start, end_s), done);

@@ -14,7 +14,7 @@ from typing import Any
 
 from .advice import layers_of, straggler
 from .analysis import Slice, StepOverlap, overlap_of, slices
-from .forecast import CAPS_MB, Analysis, Forecast, analyse, backward_of
+from .forecast import CAPS_MB, Analysis, Forecast, analyse
 from .skew import BACKWARD, FORWARD, Run, Skew, aligned
 from .text import (
     PHASES,
@@ -183,11 +183,9 @@ def _packed(found: Iterable[Slice], at: int) -> list[int]:
 
 
 def _model(forecast: Forecast, found: Analysis) -> dict[str, Any]:
-    """Return what `forecast.js` predicts from; ``order``: indices in ready order."""
-    now, shown = forecast.backward, found.shown.typical
+    """Return what `forecast.js` predicts from."""
     return {
-        "backward": vars(now),
-        "order": backward_of(shown.timeline)[1],
+        "backward": vars(forecast.backward),
         "groups": forecast.groups,
         "network": vars(forecast.network),
         "is_one_size": forecast.is_one_size,

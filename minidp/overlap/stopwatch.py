@@ -15,7 +15,7 @@ import platform
 import sys
 import time
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 KEEP_STEPS = 200
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_ORDER = (Moment.FULL, Moment.LAUNCHED, Moment.DONE, Moment.COPIED_OUT)
 Mark = Any  # one read of a clock: nanoseconds, or a CUDA event
 Pairs = list[list[Mark]]  # begin and end; the end is None until it happens
 
@@ -109,7 +108,7 @@ class StepMarks:
     optimizers: Pairs = field(default_factory=list)
     # In order: of the backward, of finalize, its end.
     phases: dict[StepEvent, Mark] = field(default_factory=dict)
-    moments: dict[tuple[Moment, int], Mark] = field(default_factory=dict)
+    moments: dict[int, dict[Moment, Mark]] = field(default_factory=dict)  # by bucket
     stamps: Sequence[Mark | None] = ()  # of the grad hooks, by parameter index
     layout: Layout | None = None  # set when all buckets are reduced and copied out
 
@@ -134,7 +133,6 @@ class Stopwatch:
         self._marks: StepMarks | None = None  # of the step that runs now
         self._finished: deque[StepMarks] = deque(maxlen=keep)
         self._num_begun = 0
-        self._is_timing = False
 
     def start(self) -> None:
         """Start recording: receive bucket and phase events; prepare to time hooks."""
@@ -144,7 +142,7 @@ class Stopwatch:
     def stop(self) -> ProcessGroup:
         """Stop recording; keep the step under way if reduced. Return the group."""
         self._queue.tracer.listeners.remove(self)
-        self._time_hooks(on=False)
+        self._timing.switch(on=False)
         del self._timing
         self._close(None)
         return self._queue.communicator.group
@@ -153,12 +151,7 @@ class Stopwatch:
         """Drop finished steps; the current one becomes step 0, its hooks not timed."""
         self._finished.clear()
         self._num_begun = int(self._marks is not None)
-        self._time_hooks(on=False)
-
-    def _time_hooks(self, *, on: bool) -> None:
-        if on is not self._is_timing:
-            self._is_timing = on
-            self._timing.switch(on=on)
+        self._timing.switch(on=False)
 
     # -- events, see `trace.Listener` --------------------------------------------------
 
@@ -166,7 +159,7 @@ class Stopwatch:
         """Store when a bucket first reached ``moment``; ignore it before a backward."""
         marks = self._marks
         if marks is not None and StepEvent.BACKWARD_BEGIN in marks.phases:
-            marks.moments.setdefault((moment, bucket), self._clock.read())
+            marks.moments.setdefault(bucket, {}).setdefault(moment, self._clock.read())
 
     def enter(self, phase: StepEvent) -> None:
         """Store when a phase began or ended; ignore it before the first forward.
@@ -206,11 +199,11 @@ class Stopwatch:
             case StepEvent.FINALIZE_END:
                 marks.phases[phase] = now
                 marks.layout = self._queue.layout
-                marks.stamps = self._timing.take() if self._is_timing else ()
+                marks.stamps = self._timing.take() if self._timing.is_on else ()
 
     def _open(self, now: Mark) -> StepMarks:
         self._marks = StepMarks(self._queue.tracer.backward, now)
-        self._time_hooks(on=self._num_begun in self.timed_steps)
+        self._timing.switch(on=self._num_begun in self.timed_steps)
         self._num_begun += 1
         return self._marks
 
@@ -254,8 +247,10 @@ def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
     optimizers, locals_ = spans(marks.optimizers), spans(marks.local_backwards)
     last = max([finalized, *(span.end_ns for span in (*optimizers, *locals_))])
     stamps = [None if stamp is None else ns(stamp) for stamp in marks.stamps]
-    numbers = sorted(n for moment, n in marks.moments if moment is Moment.COPIED_OUT)
-    times = [[marks.moments.get((m, n)) for m in _ORDER] for n in numbers]
+    moments = {
+        number: {moment: ns(mark) for moment, mark in marked.items()}
+        for number, marked in sorted(marks.moments.items())
+    }
     return Step(
         number=marks.number,
         layout=layout,
@@ -264,9 +259,9 @@ def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
         finalize_end_ns=finalized,
         end_ns=last if marks.end is None else ns(marks.end),
         buckets=tuple(
-            _bucket(n, [None if mark is None else ns(mark) for mark in row])
-            for n, row in zip(numbers, times, strict=True)
-            if row[0] is not None and row[1] is not None
+            _bucket(number, times)
+            for number, times in moments.items()
+            if {Moment.FULL, Moment.LAUNCHED, Moment.COPIED_OUT} <= times.keys()
         ),
         optimizers=optimizers,
         # A hook may have run in another backward than this one.
@@ -276,15 +271,16 @@ def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
     )
 
 
-def _bucket(number: int, times: Sequence[Any]) -> BucketTimes:
+def _bucket(number: int, times: Mapping[Moment, int]) -> BucketTimes:
     """Return a bucket's times (full, launched, done, copied), each >= the one before.
 
     Marks of several streams differ by a tick. DONE, which a callback may mark late or
     not at all, is at most COPIED_OUT.
     """
-    full, launched, done, copied = times
-    done = copied if done is None else min(done, copied)
-    return BucketTimes(number, *accumulate((full, launched, done, copied), max))
+    copied = times[Moment.COPIED_OUT]
+    done = min(times.get(Moment.DONE, copied), copied)
+    order = (times[Moment.FULL], times[Moment.LAUNCHED], done, copied)
+    return BucketTimes(number, *accumulate(order, max))
 
 
 class ModelStopwatch(Stopwatch):

@@ -48,7 +48,9 @@ def report(timelines: Sequence[Timeline]) -> str:
     if found.forecast is not None:
         parts.append("\n".join(network_lines(found)))
     if found.skew is not None:
-        parts.append(_skew(found.skew, found))
+        rows, notes = skew_rows(found.skew, found)
+        head = "When each rank comes, in ms behind the median of the others (medians "
+        parts.append("\n".join([f"{head}over steps):", *_table(rows), *notes]))
     return "\n\n".join(parts)
 
 
@@ -310,12 +312,6 @@ def skew_rows(skew: Skew, found: Analysis) -> tuple[list[list[str]], list[str]]:
     if skew.error_s:
         notes.append(f"The clocks of hosts are known to +-{ms(skew.error_s)} ms.")
     return rows, notes
-
-
-def _skew(skew: Skew, found: Analysis) -> str:
-    rows, notes = skew_rows(skew, found)
-    what = "When each rank comes, in ms behind the median of the others (medians over "
-    return "\n".join([f"{what}steps):", *_table(rows), *notes])
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -71,6 +71,11 @@ class Step:
         """When the first forward begins, those under ``no_sync()`` included."""
         return min(span.begin_ns for span in (*self.forwards, *self.local_forwards))
 
+    @property
+    def reduced_s(self) -> float:
+        """Return the seconds from the backward's begin to the end of finalize."""
+        return (self.finalize_end_ns - self.backward.begin_ns) / 1e9
+
     def first_gradient_ns(self, members: Sequence[int]) -> int | None:
         """Return when (ns) the first gradient of parameters came; None: not timed."""
         found = [t for i in members if self.ready_ns and (t := self.ready_ns[i])]

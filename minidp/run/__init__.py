@@ -2,15 +2,15 @@
 
 Read `command` (options and order; the report), `script` (run a script as Python would),
 `ranks` (start the ranks, as torchrun does), `children` and `at_start/` (swap torch's
-class also in processes that the script starts), `compare` (run a script on torch, then
-on minidp), `folder` (copy the working directory for the run on torch).
+class also in processes that the script starts), `compare` (run a script on torch, in a
+copy of the working directory, then on minidp).
 """
 
 from .children import reached_children
-from .command import DESCRIPTION, add_arguments, add_script, main
-from .ranks import add_num_ranks, lacks_launcher, say_once, start_ranks, why_no_ranks
+from .command import add_arguments, add_script, main
+from .ranks import add_num_ranks, run_here, say_once, start_ranks, why_not
 from .script import Script, after_wrapping
 
-__all__ = ["DESCRIPTION", "Script", "add_arguments", "add_num_ranks", "add_script"]
-__all__ += ["after_wrapping", "lacks_launcher", "main", "reached_children", "say_once"]
-__all__ += ["start_ranks", "why_no_ranks"]
+__all__ = ["Script", "add_arguments", "add_num_ranks", "add_script"]
+__all__ += ["after_wrapping", "main", "reached_children", "run_here", "say_once"]
+__all__ += ["start_ranks", "why_not"]

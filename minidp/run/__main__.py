@@ -2,7 +2,7 @@
 
 from minidp.console import run_command
 
-from . import DESCRIPTION, add_arguments, main
+from . import add_arguments, main
 
 if __name__ == "__main__":
-    run_command("minidp run", DESCRIPTION, add_arguments, main)
+    run_command("minidp run", add_arguments, main)

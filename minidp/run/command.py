@@ -24,10 +24,10 @@ from .ranks import (
     add_num_ranks,
     from_environment,
     how_to_start,
-    lacks_launcher,
+    run_here,
     say_once,
     start_ranks,
-    why_no_ranks,
+    why_not,
 )
 from .script import Script, after_wrapping
 
@@ -48,7 +48,7 @@ cannot be run at all, 1 if there is nothing to report or compare, or a differenc
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``minidp run`` to ``parser``."""
-    parser.usage = "%(prog)s [OPTIONS] [-m] SCRIPT [ARGS]"
+    parser.description = DESCRIPTION
     add_num_ranks(parser)
     parser.add_argument(
         "--report",
@@ -100,6 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_script(parser: argparse.ArgumentParser, what: str) -> None:
     """Add ``-m``, SCRIPT (with help text ``what``) and ARGS to ``parser``."""
+    parser.usage = "%(prog)s [OPTIONS] [-m] SCRIPT [ARGS]"
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="SCRIPT is a module's name"
     )
@@ -139,13 +140,10 @@ def _problem(script: Script, options: Namespace) -> str:
     """Return why script or options cannot be used; "" if nothing is wrong."""
     # Finding a module imports the packages around it, which may import the class.
     with nullcontext() if options.phase == "torch" else swapped():
-        problem = script.problem()
+        files = {"save": options.save, "html": options.html}
+        problem = why_not(script, options.num_ranks, **files)
     if problem:
         return problem
-    for name, path in (("save", options.save), ("html", options.html)):
-        if path and (path.is_dir() or not path.parent.is_dir()):
-            why = f"there is no folder {path.parent}"
-            return f"--{name} {path}: {'it is a folder' if path.is_dir() else why}"
     try:
         read_environment()
     except ValueError as error:
@@ -153,7 +151,7 @@ def _problem(script: Script, options: Namespace) -> str:
     is_alone = from_environment("WORLD_SIZE", 1) == 1
     if options.compare and not is_alone and launcher_store("compare") is None:
         return "--compare needs ranks that torchrun or -n start"
-    return why_no_ranks(options.num_ranks)
+    return ""
 
 
 def _words(options: Namespace, *names: str) -> list[str]:
@@ -182,13 +180,7 @@ def _run_on_minidp(script: Script, options: Namespace) -> int:
     with reached_children(swaps=True, is_compared=outcomes is not None):
         try:
             with swapped(), after_wrapping(DataParallel, models.add):
-                status = script.run()
-        except Exception as error:
-            why = lacks_launcher(error, "run", script)
-            if not why:
-                raise
-            say_on_stderr(f"minidp run: {why}")
-            return 1
+                status = run_here("run", script)
         finally:
             models.stop()
         status = models.finish(status)

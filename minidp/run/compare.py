@@ -1,7 +1,8 @@
 """Run a script on torch's DDP, then on minidp, and compare: ``minidp run --compare``.
 
 Each run is a process of its own (`begin_phase`). The run on torch is in a copy of the
-folder, so that the run on minidp does not find its checkpoints. A command of the user
+folder, so that the run on minidp does not find its checkpoints; virtual environments,
+git repositories and unreadable files are linked there. A command of the user
 (``--before``) may delete checkpoints elsewhere.
 """
 
@@ -19,7 +20,8 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -35,13 +37,13 @@ from minidp.console import say_on_stderr
 from minidp.swapping import TORCHS
 
 from .children import never_take_down, reached_children, seed
-from .folder import copy, too_large
 from .ranks import from_environment, say_once
 from .script import Script, after_wrapping
 
 WARM_UP = 5  # steps that rebuild buckets and allocate memory
 EXIT_SECONDS = 60.0  # for a run on torch to exit after its outcome is written
 HOST_SECONDS = 1800.0  # for the first rank of a host to copy, or to run a command
+MAX_BYTES, MAX_FILES = 500 * 2**20, 20_000  # of a folder, limits without --copy
 
 
 class _CannotCompareError(Exception):
@@ -82,9 +84,10 @@ class _Comparison:
         environment = {n: value for n, value in os.environ.items() if n != RUN}
         if self._store is not None:
             # At the same port the second run would find keys that the first leaves.
-            port = self._once(
-                "port", is_first=not from_environment("RANK", 0), do=_free_port
-            )
+            with socket.create_server(("", 0)) as free:
+                own = free.getsockname()[1]
+            is_first = not from_environment("RANK", 0)
+            port = self._once("port", is_first=is_first, do=lambda: own)
             environment["MASTER_PORT"] = str(port)
             environment["TORCHELASTIC_USE_AGENT_STORE"] = str(False)
         script = script.seen_from(here)
@@ -173,9 +176,63 @@ class _Comparison:
         return found[0]
 
 
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as probe:
-        return int(probe.getsockname()[1])
+# ------------------------------------------------------------- a copy of the folder
+
+
+def too_large(folder: Path) -> str:
+    """Return why a folder is too large to copy; "" up to 20,000 files and 500 MiB."""
+    num_bytes = 0
+    for num_files, path in enumerate(_entries(folder), 1):
+        with suppress(OSError):  # removed meanwhile
+            num_bytes += path.lstat().st_size if path.is_file() else 0
+        if num_files > MAX_FILES:
+            return f"it holds more than {MAX_FILES} files"
+        if num_bytes > MAX_BYTES:
+            return f"it holds more than {MAX_BYTES // 2**20} MiB"
+    return ""
+
+
+def copy(folder: Path, to: Path) -> None:
+    """Copy a folder to a new one; link environments, .git and unreadable files."""
+    entries = list(_entries(folder))  # first: the copy may lie in the folder itself
+    to.mkdir(parents=True)
+    for path in entries:
+        place = to / path.relative_to(folder)
+        if path.is_symlink():
+            target = Path(os.path.normpath(path.parent / os.readlink(path)))
+            is_inside = target.is_relative_to(folder)
+            place.symlink_to(to / target.relative_to(folder) if is_inside else target)
+        elif path.is_dir() and _is_linked(path):
+            place.symlink_to(path)
+        elif path.is_dir():
+            place.mkdir()
+        elif path.is_file():
+            _copy_file(path, place)
+
+
+def _copy_file(path: Path, place: Path) -> None:
+    try:
+        shutil.copy2(path, place)
+    except (PermissionError, FileNotFoundError):  # not readable, or removed meanwhile
+        place.unlink(missing_ok=True)
+        if path.exists():
+            place.symlink_to(path)
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """Yield what is below a folder, parents first; nothing inside `_is_linked` ones."""
+    for where, folders, files in os.walk(folder):
+        yield from (Path(where, name) for name in (*folders, *files))
+        folders[:] = [name for name in folders if not _is_linked(Path(where, name))]
+
+
+def _is_linked(folder: Path) -> bool:
+    """Return whether `copy` links a folder: a Python environment, or .git."""
+    marks = ("pyvenv.cfg", "conda-meta")
+    return folder.name == ".git" or any((folder / mark).exists() for mark in marks)
+
+
+# --------------------------------------------------------------------------- one run
 
 
 def _stacks(outcome: Path) -> Path:

@@ -5,22 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from minidp.console import say_on_stderr
+from minidp.console import OURS, say_on_stderr
 
 from .script import Script
 
 # Variables that a launcher sets for each rank.
 _VARIABLES = re.compile(r"\b(RANK|WORLD_SIZE|LOCAL_RANK|MASTER_ADDR|MASTER_PORT)\b")
-_OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 def from_environment(name: str, default: int) -> int:
@@ -53,12 +52,18 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
-def why_no_ranks(number: int | None) -> str:
-    """Return why ``-n`` is refused: a launcher started this process; else ""."""
-    if number is None or "RANK" not in os.environ:
+def why_not(script: Script, num_ranks: int | None, **files: Path | None) -> str:
+    """Return why the script, ``-n`` or output files cannot be used; else ""."""
+    if problem := script.problem():
+        return problem
+    for name, path in files.items():
+        if path and (path.is_dir() or not path.parent.is_dir()):
+            why = f"there is no folder {path.parent}"
+            return f"--{name} {path}: {'it is a folder' if path.is_dir() else why}"
+    if num_ranks is None or "RANK" not in os.environ:
         return ""
     return (
-        f"-n {number} starts ranks, but this process is one already, of torchrun or "
+        f"-n {num_ranks} starts ranks, but this process is one already, of torchrun or "
         "another launcher (RANK is set): leave one of the two out"
     )
 
@@ -94,23 +99,26 @@ def how_to_start(command: str, script: Script) -> str:
     return f"minidp {command} -n 2 {' '.join(script.words)}"
 
 
-def lacks_launcher(error: BaseException, command: str, script: Script) -> str:
-    """Return a text if an error is due to running without a launcher; else ""."""
-    variable = _VARIABLES.search(str(error))
-    is_lookup = isinstance(error, KeyError) or "environment variable" in str(error)
-    if (
-        "RANK" in os.environ
-        or not variable
-        or not is_lookup
-        or variable[0] in os.environ
-    ):
-        return ""
-    place = script.target
-    for frame in traceback.extract_tb(error.__traceback__):
-        if not frame.filename.startswith(("<frozen ", *_OURS)):
-            place = f"{frame.filename}, line {frame.lineno},"
-    return (
-        f"{place} needs {variable[0]}, which a launcher of ranks sets, but this is one "
-        "process without a launcher. For two ranks on this machine: "
-        f"{how_to_start(command, script)}"
-    )
+def run_here(command: str, script: Script) -> int:
+    """Run the script in this process; return its exit status.
+
+    If it raises because no launcher has started this process, say so, and exit.
+    """
+    try:
+        return script.run()
+    except Exception as error:
+        variable = _VARIABLES.search(str(error))
+        is_lookup = isinstance(error, KeyError) or "environment variable" in str(error)
+        has_launcher = "RANK" in os.environ
+        if has_launcher or not variable or not is_lookup or variable[0] in os.environ:
+            raise
+        place = script.target
+        for frame in traceback.extract_tb(error.__traceback__):
+            if not frame.filename.startswith(("<frozen ", *OURS)):
+                place = f"{frame.filename}, line {frame.lineno},"
+        say_on_stderr(
+            f"minidp {command}: {place} needs {variable[0]}, which a launcher of ranks "
+            "sets, but this is one process without a launcher. For two ranks on this "
+            f"machine: {how_to_start(command, script)}"
+        )
+        sys.exit(1)

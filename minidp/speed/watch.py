@@ -8,28 +8,24 @@ import time
 import weakref
 from collections import deque
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
 from torch.optim.optimizer import (
+    Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
-from minidp.core import untraced
+from minidp.attachment import Attachment
+from minidp.core import Reducer, untraced
+from minidp.data_parallel import DataParallel
 from minidp.recording import wrapper_of
 from minidp.trace import Moment, StepEvent
 
 from .judge import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES, WAITING, WINDOWS, Judge
 from .tcp import Sent, sent_by_connection
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim.optimizer import Optimizer
-    from torch.utils.hooks import RemovableHandle
-
-    from minidp.attachment import Attachment
-    from minidp.core import Reducer
-    from minidp.data_parallel import DataParallel
 
 logger = logging.getLogger("minidp")
 

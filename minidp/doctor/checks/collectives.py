@@ -9,11 +9,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
 from minidp.comm import Communicator, share
@@ -23,9 +23,6 @@ from minidp.replica import sum_of_bits
 from minidp.torch_compat import DataParallel
 
 from .ranks import judge_clocks
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 SIZES = (4, 64 * 2**10, 2**20, 16 * 2**20)  # bytes
 _ROUNDS = 5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -123,17 +123,15 @@ def judge_batches(of_rank: Facts) -> Finding:
 def judge_parts(of_rank: Facts) -> Found:
     """Judge if ranks read separate parts; [] if neither samplers nor Subsets say it."""
     all_facts = [*of_rank.values()]
-    subsets = [facts["subset"] for facts in all_facts]
-    if len(all_facts) > 1 and all(facts["splits"] for facts in all_facts):
-        return _judge_splits(all_facts)
-    if len(all_facts) == 1 or None in subsets:
+    if len(all_facts) == 1:
         return []  # judge_sampler has reported on the sampler
-    if len({*subsets}) < len(subsets):
-        return warning("ranks have the same Subset of the data", _SPLIT)
-    return ok("each rank has a Subset of its own")
-
-
-def _judge_splits(all_facts: Sequence[Mapping[str, Any]]) -> Finding:
+    if not all(facts["splits"] for facts in all_facts):
+        subsets = [facts["subset"] for facts in all_facts]
+        if None in subsets:
+            return []
+        if len({*subsets}) < len(subsets):
+            return warning("ranks have the same Subset of the data", _SPLIT)
+        return ok("each rank has a Subset of its own")
     parts = [facts["part"] for facts in all_facts]
     if len({*parts}) < len(parts):
         found = f"samplers for ranks {join(parts)}: some data is read twice, some never"

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from minidp.autotune.trials import NUM_TRIALS, Sample, Search, Trial, _sizes
+from minidp.autotune.trials import NUM_TRIALS, Search, Trial, _sizes
 from minidp.layout.plan import ParamSpec, build_layout, initial_layout
+from tests.support.timelines import step
 
 MS = 1e-3
 KIB = 2**10
@@ -23,19 +24,25 @@ SPECS = [spec(i) for i in range(8)]  # 1 KiB each; the last one is ready first
 TORCHS = initial_layout(SPECS, [8 * KIB])
 
 
-def backward(
-    seconds, *, ready=True, latency=2 * MS, bandwidth=1e6, sizes=(KIB, 8 * KIB)
-):
-    """Gradients come 1 ms apart, from the last parameter on; the end is at 8 ms."""
-    times = tuple((8 - i) * MS for i in range(8)) if ready else ()
-    messages = tuple((n, latency + n / bandwidth) for n in sizes)
-    return Sample(times, 8 * MS, seconds, messages)
+def backward(seconds, layout=TORCHS, *, ready=True):
+    """Gradients come 1 ms apart, from the last parameter on; the end is at 8 ms.
+
+    Then each bucket takes 2 ms, and 1 ms for each 1000 bytes.
+    """
+    at, buckets = 8.0, []
+    for bucket in layout.buckets:
+        done = at + 2 + bucket.nbytes / 1000
+        buckets.append((8, at, done, done))
+        at = done
+    times = [8 - i for i in range(8)] if ready else ()
+    one = step(0, buckets, backward=(0, 8), ready=times)
+    return dataclasses.replace(one, finalize_end_ns=round(1e9 * seconds))
 
 
 def search_with(torchs_seconds, specs=SPECS, torchs=TORCHS):
     search = Search(specs, torchs)
-    timed = [backward(torchs_seconds + 1.0) for _ in range(2)]
-    plain = [backward(torchs_seconds, ready=False) for _ in range(3)]
+    timed = [backward(torchs_seconds + 1.0, torchs) for _ in range(2)]
+    plain = [backward(torchs_seconds, torchs, ready=False) for _ in range(3)]
     search.add(torchs, timed + plain)
     return search
 
@@ -50,6 +57,7 @@ def test_trials_without_measurements_of_others():
     small = search.proposal(1)
     assert [i for members in small.assignment for i in members] == list(range(8))[::-1]
     assert sizes(small) == [1] * 8
+    search.add(small, [backward(20 * MS, small)])
     planned = search.proposal(2)
     assert 1 < len(planned.buckets) <= 8
     # One bucket of 8 KiB would be exposed for 10.2 ms, 8 buckets for 17.2 ms.
@@ -63,9 +71,8 @@ def play(search, seconds_of):
     """All trials, each with the time that a layout takes; the one that stays."""
     for trial in range(1, NUM_TRIALS):
         layout = search.proposal(trial)
-        search.add(
-            layout, [backward(seconds_of(layout), ready=False) for _ in range(5)]
-        )
+        seconds = seconds_of(layout)
+        search.add(layout, [backward(seconds, layout, ready=False) for _ in range(5)])
     return search.proposal(NUM_TRIALS)
 
 
@@ -84,13 +91,15 @@ def test_the_fastest_stays():
 def test_the_two_best_meet_again_equally_often():
     """What one trial says may be chance: here, that the layout of trial 1 is fast."""
     search = search_with(20 * MS)
-    small, planned, tried = search.proposal(1), search.proposal(2), []
+    small, tried = search.proposal(1), []
+    search.add(small, [backward(5 * MS, small, ready=False)])
+    planned = search.proposal(2)
     slow, now = 15 * MS, {small: 5 * MS, planned: 6 * MS}
     for trial in range(1, NUM_TRIALS):
         layout = search.proposal(trial)
         tried.append(layout)
         seconds = now.get(layout, slow)
-        search.add(layout, [backward(seconds, ready=False) for _ in range(5)])
+        search.add(layout, [backward(seconds, layout, ready=False) for _ in range(5)])
         now[small] = 9 * MS  # as it is, most of the time
     finals = tried[4:]
     assert set(finals) == {small, planned}
@@ -120,21 +129,21 @@ def test_noise_is_not_speed(spread, is_clear):
     assert trial(19 * MS).is_clearly_faster(trial(20 * MS)) == is_clear
 
 
-@pytest.mark.parametrize("samples", [[backward(1.0, ready=False)], []])
-def test_without_ready_times_torchs_stays(samples):
+@pytest.mark.parametrize("steps", [[backward(1.0, ready=False)], []])
+def test_without_ready_times_torchs_stays(steps):
     search = Search(SPECS, TORCHS)
-    search.add(TORCHS, samples)
+    search.add(TORCHS, steps)
     assert all(search.proposal(trial) == TORCHS for trial in range(5))
-    if samples:
+    if steps:
         assert play(search, lambda _: 1.0) == TORCHS
     assert search.proposal(NUM_TRIALS) == TORCHS
 
 
 def test_a_gradient_that_never_comes_travels_last():
     search = Search(SPECS, TORCHS)
-    times = (*(backward(1.0).ready_s[:7]), None)
-    sample = dataclasses.replace(backward(20 * MS), ready_s=times)
-    search.add(TORCHS, [sample] * 3)
+    one = backward(20 * MS)
+    one = dataclasses.replace(one, ready_ns=(*one.ready_ns[:7], None))
+    search.add(TORCHS, [one] * 3)
     assert search.proposal(1).assignment[-1] == (7,)
 
 

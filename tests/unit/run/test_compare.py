@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
-from minidp.run import folder as module
-from minidp.run.folder import copy, too_large
+from minidp.run import compare as module
+from minidp.run.compare import copy, too_large
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
 """Predict when the buckets of a layout are reduced, and find the best layout.
 
+Two parts: latency and bandwidth are fitted to measured collectives; then the auto
+search (`autotune/`) and the forecasts of a report (`overlap/`) ask what a layout does.
+
 The model knows when each gradient becomes ready in a backward, and a network whose
 messages take ``latency + bytes / bandwidth``. Buckets are sent one after the other in
 launch order, each when it is full and the bucket before it is done::
@@ -31,11 +34,116 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from statistics import median
+from typing import Any
 
-from .network import ROUNDING, Network
+import numpy as np
+
+from minidp.layout import fill
+
+ROUNDS = 20  # rounds of reweighting; the fit converges within a few
+ROUNDING = 1e-9  # relative error of a sum of many times
+TRUSTED = 1.5  # a size that errs by more than this many median errors weighs less
+
+
+@dataclass(frozen=True)
+class Network:
+    """Model a message of ``n`` bytes as ``latency_s + n / bytes_per_s`` seconds."""
+
+    latency_s: float
+    bytes_per_s: float  # of a bucket; an all-reduce sends each byte several times
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the predicted seconds of a message of ``nbytes`` bytes."""
+        return self.latency_s + nbytes / self.bytes_per_s
+
+
+def messages_of(
+    spans: Iterable[tuple[int, float, float]],
+) -> Iterator[tuple[int, float]]:
+    """Yield (bytes, seconds) of each message, as if they were sent one at a time.
+
+    ``spans`` hold bytes (0: unknown), launch and end, in launch order. Gloo runs two
+    collectives at a time: if a later one ends before an earlier one, their common time
+    is divided by their bytes, or none is yielded if the bytes of one are unknown.
+    """
+    free, began = 0.0, 0.0
+    together: list[int] = []
+    for nbytes, launched, done in spans:
+        if done > free:
+            yield from _shares(together, free - began)
+            began, together = max(free, launched), [nbytes]
+            free = done
+        else:
+            together.append(nbytes)
+    yield from _shares(together, free - began)
+
+
+def _shares(together: Sequence[int], time: float) -> Iterator[tuple[int, float]]:
+    """Divide ``time`` among messages by size; yield (size, part), none if any is 0."""
+    if time > 0 and all(together):
+        for nbytes in together:
+            yield nbytes, time * nbytes / sum(together)
+
+
+def fit_network(samples: Iterable[tuple[int, float]]) -> Network:
+    """Return latency and bandwidth fitted to collectives timed one at a time.
+
+    seconds
+       |              .'
+       |          .'        slope = 1 / bandwidth
+       |      .'
+       |  .'
+       |' <- latency
+       +--------------------- bytes of a bucket
+
+    The fit is a line of least relative squares through the median of each size, where
+    rounds of reweighting suppress outliers. A line that is no network is corrected:
+
+    * a negative latency becomes 0, and the line goes through zero;
+    * if large messages take no longer than small ones, the bandwidth becomes bytes
+      over seconds of the largest message: the true one is not smaller.
+
+    Raises ValueError unless the messages are of two sizes at least.
+    """
+    times: dict[int, list[float]] = defaultdict(list)
+    for nbytes, seconds in samples:
+        times[nbytes].append(seconds)
+    if len(times) < 2:
+        raise ValueError(
+            "Latency and bandwidth need messages of at least two sizes, but those "
+            f"measured are of {len(times)} size(s)."
+        )
+    sizes = np.array(sorted(times), float)
+    medians = np.array([median(times[nbytes]) for nbytes in sorted(times)])
+    # A relative error counts the same at every size.
+    weights = np.array([len(times[nbytes]) for nbytes in sorted(times)]) / medians**2
+    trust = np.ones_like(medians)
+    for _ in range(ROUNDS):
+        network = _fit_line(sizes, medians, weights * trust)
+        predicted = network.latency_s + sizes / network.bytes_per_s
+        errors = abs(1 - predicted / medians)
+        # Two sizes lie on their line.
+        usual = max(TRUSTED * float(np.median(errors)), ROUNDING)
+        trust = usual / np.maximum(errors, usual)
+    return network
+
+
+def _fit_line(x: Any, y: Any, weights: Any) -> Network:
+    """Fit a weighted line, seconds ``y`` by bytes ``x``; correct as `fit_network`."""
+    mean_x, mean_y = np.average(x, weights=weights), np.average(y, weights=weights)
+    slope = weights @ ((x - mean_x) * (y - mean_y)) / (weights @ (x - mean_x) ** 2)
+    if slope <= 0:
+        slope = y[-1] / x[-1]
+    elif slope * mean_x > mean_y:  # through zero
+        slope = weights @ (x * y) / (weights @ x**2)
+    return Network(float(max(0.0, mean_y - slope * mean_x)), float(1 / slope))
+
+
+# ------------------------------------------------------------------------- schedules
 
 
 @dataclass(frozen=True)
@@ -46,6 +154,12 @@ class Backward:
     nbytes: tuple[int, ...]
     end_s: float  # from the begin to the end of the backward
     kinds: tuple[int, ...] = ()  # different kinds share no bucket; (): one kind
+    order: tuple[int, ...] = ()  # parameter indices
+
+    def positions(self, buckets: Iterable[Sequence[int]]) -> list[list[int]]:
+        """Convert buckets of parameter indices to buckets of positions."""
+        position = {i: k for k, i in enumerate(self.order)}
+        return [[position[i] for i in members] for members in buckets]
 
     def kind(self, position: int) -> int:
         """Return the number of the (dtype, device) of the gradient at ``position``."""
@@ -57,8 +171,8 @@ def in_ready_order(
     nbytes: Sequence[int],
     kinds: Sequence[tuple[Hashable, bool]],
     end_s: float,
-) -> tuple[Backward, tuple[int, ...]]:
-    """Sort gradients by ready time; return a `Backward` and their parameter indices.
+) -> Backward:
+    """Sort gradients by ready time; return them as a `Backward`.
 
     By parameter index: ``ready_s``, seconds, cut to 0 .. ``end_s`` (None: last);
     ``kinds``, what all gradients of a bucket share, and True for a sparse one, which is
@@ -68,13 +182,13 @@ def in_ready_order(
     order = sorted(times, key=lambda i: (times[i], -i))
     kind_of = [(kinds[i], i if kinds[i][1] else -1) for i in order]
     numbers = {kind: n for n, kind in enumerate(dict.fromkeys(kind_of))}
-    backward = Backward(
+    return Backward(
         tuple(max(0.0, min(times[i], end_s)) for i in order),
         tuple(nbytes[i] for i in order),
         end_s,
         tuple(numbers[kind] for kind in kind_of),
+        tuple(order),
     )
-    return backward, tuple(order)
 
 
 @dataclass(frozen=True)
@@ -126,34 +240,13 @@ def lower_bound(backward: Backward, network: Network) -> float:
     )
 
 
-def capped_groups(
-    backward: Backward, limits: Sequence[int], *, from_the_end: bool = False
-) -> list[list[int]]:
-    """Fill buckets in ready order by torch's rule; return them as `play` takes them.
+def capped_groups(backward: Backward, limits: Sequence[int]) -> list[list[int]]:
+    """Fill buckets in ready order by torch's rule (see `fill`); return them for `play`.
 
-    A bucket is closed when it has reached its limit. Each kind (dtype, device) uses the
-    limits (bytes) one after the other, and stays at the last one. Buckets that reach no
-    limit come last. ``from_the_end`` fills from the last gradient: the last bucket gets
-    the first limit.
+    ``limits``: bytes at which the first, second, ... bucket of each kind is full.
     """
-    open_groups: dict[int, list[int]] = {}
-    filled: dict[int, int] = defaultdict(int)  # kind -> bytes of its open group
-    closed: dict[int, int] = defaultdict(int)  # kind -> number of its closed groups
-    groups: list[list[int]] = []
-    order = range(len(backward.ready_s))
-    for k in reversed(order) if from_the_end else order:
-        kind = backward.kind(k)
-        group = open_groups.pop(kind, [])  # put back last: sorted by last use
-        group.append(k)
-        filled[kind] += backward.nbytes[k]
-        if filled[kind] >= limits[min(closed[kind], len(limits) - 1)]:
-            groups.append(group)
-            filled[kind] = 0
-            closed[kind] += 1
-        else:
-            open_groups[kind] = group
-    groups += open_groups.values()
-    return [sorted(group) for group in (groups[::-1] if from_the_end else groups)]
+    gradients = enumerate(backward.nbytes)
+    return fill(((k, backward.kind(k), n) for k, n in gradients), limits)
 
 
 def best_groups(

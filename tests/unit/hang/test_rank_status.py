@@ -7,8 +7,7 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from minidp.hang.channel import Channel, connect, is_closed
-from minidp.hang.rank_status import Alarm, RankStatus
+from minidp.hang.rank_status import Alarm, Channel, RankStatus, connect, is_closed
 
 
 @pytest.fixture
