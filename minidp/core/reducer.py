@@ -27,11 +27,12 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from minidp import comm
+from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig
 from minidp.errors import GradientError, InternalError, lost_hooks
 from minidp.layout import Layout, ParamSpec
@@ -43,9 +44,6 @@ from .expected import expectation_for
 from .grad_hooks import GradHooks, GradState, PendingGrads
 from .local_grads import Ledger, LocalBackwards, origin_now
 from .rebuild import RebuildPolicy, agreed_layout
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("minidp")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -262,7 +260,8 @@ class Reducer:
             entries = self.context.read(bucket.params)
             self.pending.replace(bucket.plan.indices, entries)
         with self._lock:
-            if self.queue.flatten_and_launch(number, entries, self.pending.filled):
+            self.queue.flatten(number, entries, self.pending.filled)
+            if self.queue.launch_due():
                 if self.expected.shares_used_map:
                     self.expected.launch_used_map(self)
                 if self._is_compiled:  # runs no final callback
@@ -299,7 +298,8 @@ class Reducer:
             if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
                 self.ledger.note_bypass(self.params)
                 self.queue.tracer.enter(StepEvent.BACKWARD_BYPASSED)
-            if self.phase.now is not Phase.REDUCING or self.queue.is_launched:
+            is_launched = self.queue.next == len(self.queue.buckets)
+            if self.phase.now is not Phase.REDUCING or is_launched:
                 return
             if self.expected.fills_in_missing:
                 self._fill_in_missing()
