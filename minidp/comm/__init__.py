@@ -65,3 +65,19 @@ from .nonfinite import AFTER, BEFORE, refuse_nonfinite
 from .shared_memory import SharedBuffer, read_mode, share
 from .used_map import UsedMap
 from .work import FutureWork, Work, then, wait_for
+
+__all__ = ["CommHook", "GradBucket", "Hook", "Turn", "UsedMap", "name_of", "wait_for"]
+__all__ += ["STORE_SECONDS", "Communicator", "FutureWork", "InFlight", "ItemCounts"]
+__all__ += ["ItemTotals", "PeerMonitor", "Report", "SharedBuffer", "Work", "then"]
+__all__ += ["all_reduce", "barrier", "broadcast_coalesced", "broadcast_integers"]
+__all__ += ["gather_bytes", "gather_integers", "gather_json", "gather_rows", "share"]
+__all__ += ["ContextGrads", "NotedContexts", "is_own_rref", "is_rpc_up", "weighted"]
+__all__ += ["explain_mixed_backwards", "explain_partly_used", "explain_stepping"]
+__all__ += ["backend_name", "default_first_bucket_bytes", "default_group", "group_name"]
+__all__ += ["is_builtin", "is_group", "is_initialized", "is_python_group", "read_mode"]
+__all__ += ["exchange_device", "fresh_group", "group_of_forwards", "joined_group"]
+__all__ += ["die_with_parent", "keep_for_good", "renew_side_groups", "side_group"]
+__all__ += ["address_of", "group_store", "has_store", "launcher_store", "mark_group"]
+__all__ += ["own_store", "post_json", "read_json", "start_broadcast", "unprefixed"]
+__all__ += ["AFTER", "BEFORE", "MESSAGE_BYTES", "ProcessGroup", "refuse_nonfinite"]
+__all__ += ["warn_without_store"]

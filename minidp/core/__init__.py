@@ -35,3 +35,23 @@ from .grad_hooks import GradHook, GradHooks
 from .local_grads import Ledger, Origin
 from .rebuild import RebuildPolicy, layout_after
 from .reducer import Phase, Reducer
+
+__all__ = ["Averaging", "BucketQueue", "BucketState", "EveryParameter", "GradHook"]
+__all__ += [
+    "NO_TASK",
+    "GradHooks",
+    "Ledger",
+    "Observer",
+    "Origin",
+    "Phase",
+    "RebuildPolicy",
+    "Reducer",
+]
+__all__ += [
+    "current_task",
+    "expectation_for",
+    "find_tensors",
+    "layout_after",
+    "probe_outputs",
+]
+__all__ += ["reachable_nodes", "untraced", "untraced_itself"]

@@ -7,3 +7,5 @@ module after wrapping), `local_updates` (made by hand, or inside no_sync()).
 
 from .mistakes import refuse_forward
 from .optimizer_guard import Guard, is_averaged
+
+__all__ = ["Guard", "is_averaged", "refuse_forward"]

@@ -12,3 +12,7 @@ from .plan import (
     row_major_stride,
 )
 from .saved import read_plain, resumed_layout, to_plain
+
+__all__ = ["BucketPlan", "Layout", "ParamSpec", "build_layout"]
+__all__ += ["chunks_by_bytes", "delayed", "initial_layout", "read_plain"]
+__all__ += ["rebuilt_layout", "resumed_layout", "row_major_stride", "to_plain"]

@@ -8,3 +8,6 @@ from . import parameters, verify
 from .digest import sum_of_bits
 from .drift import ReplicaCheck
 from .parameters import DETOUR, Replica, check_data, examine
+
+__all__ = ["DETOUR", "Replica", "ReplicaCheck", "check_data", "examine", "parameters"]
+__all__ += ["sum_of_bits", "verify"]
