@@ -284,8 +284,8 @@ class PendingGrads:
 
     # -- a gradient arrives, or does not -----------------------------------------------
 
-    def arrive(self, i: int, grad: Tensor | None, *, at_once: bool = True) -> None:
-        """Record a gradient, copied now if ``at_once``; `on_full` if the bucket's last.
+    def arrive(self, i: int, grad: Tensor | None) -> None:
+        """Record a gradient, and copy it now; `on_full` if it is the bucket's last.
 
         If `fill_missing` was called for ``i``, only replace that entry, uncopied.
         """
@@ -294,10 +294,7 @@ class PendingGrads:
             self.filled.discard(i)
             self.entries[i] = grad
             return
-        entry: Entry = grad
-        if at_once and grad is not None:
-            entry = self.reducer.queue.copy_now(i, grad)
-        self._settle(i, entry)
+        self._settle(i, None if grad is None else self.reducer.queue.copy_now(i, grad))
 
     def fill_missing(
         self, i: int, grad: Tensor | None, *, travels: bool = True

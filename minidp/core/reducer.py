@@ -277,7 +277,7 @@ class Reducer:
         if task in self._tasks:
             return
         with self._lock:
-            if self.phase.now is Phase.ARMED:
+            if self.phase.now is Phase.ARMED and self.queue.tracer.listeners:
                 self.queue.tracer.enter(StepEvent.BACKWARD_BEGIN)
             end = functools.partial(self.end_now, task)
             self._tasks[task] = weakref.ref(end)
