@@ -22,9 +22,6 @@ from .communicator import STORE_SECONDS, Communicator, InFlight, PeerMonitor, Re
 from .dist_autograd import (
     ContextGrads,
     NotedContexts,
-    explain_mixed_backwards,
-    explain_partly_used,
-    explain_stepping,
     is_own_rref,
     is_rpc_up,
 )
@@ -72,7 +69,6 @@ __all__ += ["ItemTotals", "PeerMonitor", "Report", "SharedBuffer", "Work", "then
 __all__ += ["all_reduce", "barrier", "broadcast_coalesced", "broadcast_integers"]
 __all__ += ["gather_bytes", "gather_integers", "gather_json", "gather_rows", "share"]
 __all__ += ["ContextGrads", "NotedContexts", "is_own_rref", "is_rpc_up", "weighted"]
-__all__ += ["explain_mixed_backwards", "explain_partly_used", "explain_stepping"]
 __all__ += ["backend_name", "default_first_bucket_bytes", "default_group", "group_name"]
 __all__ += ["is_builtin", "is_group", "is_initialized", "is_python_group", "read_mode"]
 __all__ += ["exchange_device", "fresh_group", "group_of_forwards", "joined_group"]

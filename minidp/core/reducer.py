@@ -206,9 +206,7 @@ class Reducer:
             if self.phase.now is Phase.ARMED:
                 self._open(i)
             elif self.phase.now is Phase.PAUSED:
-                if self.contexts.of_backward(i) != self.context:
-                    text = comm.explain_mixed_backwards(self.rank, self.names[i])
-                    raise GradientError(text)
+                self.contexts.refuse_another(i, self.context, self.names[i])
                 self._is_compiled = autograd.is_compiled_backward()
                 self.phase.enter(Phase.REDUCING)
                 self.pending.resume()
@@ -226,7 +224,7 @@ class Reducer:
             autograd.accept_compiled(self.rank, needs_end=expected.fills_in_missing)
         self.context = self.contexts.of_backward(first) if self._uses_rpc else None
         if self.context and any(each.uses_grads for each in queue.observers):
-            raise GradientError(comm.explain_stepping(self.rank))
+            self.context.refuse_steps()
         self.phase.enter(Phase.REDUCING)
         queue.start(shares_reach=expected.shares_reach, context=self.context)
         sees_all = queue.tracer.recorder is not None or self.context
