@@ -234,7 +234,7 @@ class Reducer:
         self.pending.open(expected.entries(usual), divisor, self.hooks.shared())
         for i in expected.absent:
             travels = queue.layout.bucket_of[i] not in queue.skipped
-            self.pending.fill_missing(i, self.params[i].grad, travels=travels)
+            self.pending.fill_missing(i, travels=travels)
 
     def _record(self, i: int) -> None:
         """Trace and record a gradient as a hook would; copy it at once."""
@@ -243,7 +243,7 @@ class Reducer:
         number = pending.bucket_of[i]
         if pending.num_left[number] == len(self.queue.buckets[number].params):
             tracer.note(Moment.FIRST_GRADIENT, number)
-        pending.arrive(i, self.params[i].grad)
+        pending.arrive(i)
 
     @_failing
     def on_full(self, number: int) -> None:
@@ -314,7 +314,7 @@ class Reducer:
         if self.expected.shares_used_map and self.expected.map_goes_first:
             self.expected.launch_used_map(self)
         for i in missing:  # the last one queues `_finalize`, which autograd still runs
-            self.pending.fill_missing(i, self.params[i].grad)
+            self.pending.fill_missing(i)
 
     @_failing
     def _finalize(self) -> None:
