@@ -29,18 +29,24 @@ Gradients that a hook cannot compress (16-bit, sparse) are averaged uncompressed
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from .comm import FutureWork, GradBucket, Hook, name_of, then, wait_for
+from .comm import (
+    FutureWork,
+    GradBucket,
+    Hook,
+    ProcessGroup,
+    Work,
+    name_of,
+    then,
+    wait_for,
+)
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
-
-    Group = ProcessGroup | None  # None: the bucket's own
+Group = ProcessGroup | None  # None: the bucket's own
 
 __all__ = ["Fp32State", "GradBucket", "Int8State", "all_reduce_hook"]
 __all__ += ["bf16_compress_hook", "bf16_compress_wrapper"]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from .comm import (
     Communicator,
+    ProcessGroup,
     all_reduce,
     gather_rows,
     is_group,
@@ -38,9 +39,6 @@ from .comm import (
 )
 from .core import untraced
 from .errors import CollectiveError, explain
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # How far a rank takes part in the backward.
 NO_BACKWARD, PARAMETERS_ONLY, INPUTS_TOO = range(3)

@@ -160,7 +160,7 @@ MUTANTS = [
     ),
     Mutant(
         "a gradient that nobody used becomes zeros",
-        "kept = [k for i, k in bucket.position.items() if i in untouched]",
+        "kept = [k for i, k in slots if i in untouched]",
         "kept = []",
     ),
     Mutant(
@@ -190,8 +190,8 @@ MUTANTS = [
     ),
     Mutant(
         "module buffers are not broadcast",
-        "broadcast_state(list(self.buffers.values()), group, root)",
-        "broadcast_state([], group, root)",
+        "broadcast_coalesced(list(self.buffers.values()), group, root)",
+        "broadcast_coalesced([], group, root)",
     ),
     Mutant(
         "C++: halves are scaled in their own precision",

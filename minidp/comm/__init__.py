@@ -8,6 +8,7 @@ hooks), `used_map` (parameters that any rank used), `item_counts` (``average_ove
 """
 
 from .collectives import (
+    MESSAGE_BYTES,
     all_reduce,
     barrier,
     broadcast_coalesced,
@@ -21,14 +22,12 @@ from .communicator import STORE_SECONDS, Communicator, InFlight, PeerMonitor, Re
 from .dist_autograd import (
     ContextGrads,
     NotedContexts,
-    explain_mixed_backwards,
-    explain_partly_used,
-    explain_stepping,
     is_own_rref,
     is_rpc_up,
 )
 from .grad_bucket import GradBucket, Turn
 from .groups import (
+    ProcessGroup,
     address_of,
     backend_name,
     default_first_bucket_bytes,
@@ -70,11 +69,11 @@ __all__ += ["ItemTotals", "PeerMonitor", "Report", "SharedBuffer", "Work", "then
 __all__ += ["all_reduce", "barrier", "broadcast_coalesced", "broadcast_integers"]
 __all__ += ["gather_bytes", "gather_integers", "gather_json", "gather_rows", "share"]
 __all__ += ["ContextGrads", "NotedContexts", "is_own_rref", "is_rpc_up", "weighted"]
-__all__ += ["explain_mixed_backwards", "explain_partly_used", "explain_stepping"]
 __all__ += ["backend_name", "default_first_bucket_bytes", "default_group", "group_name"]
 __all__ += ["is_builtin", "is_group", "is_initialized", "is_python_group", "read_mode"]
 __all__ += ["exchange_device", "fresh_group", "group_of_forwards", "joined_group"]
 __all__ += ["die_with_parent", "keep_for_good", "renew_side_groups", "side_group"]
 __all__ += ["address_of", "group_store", "has_store", "launcher_store", "mark_group"]
 __all__ += ["own_store", "post_json", "read_json", "start_broadcast", "unprefixed"]
-__all__ += ["AFTER", "BEFORE", "refuse_nonfinite", "warn_without_store"]
+__all__ += ["AFTER", "BEFORE", "MESSAGE_BYTES", "ProcessGroup", "refuse_nonfinite"]
+__all__ += ["warn_without_store"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,12 +17,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from minidp.layout import chunks_by_bytes
 
-from .groups import is_python_group
+from .groups import ProcessGroup, is_python_group
 from .work import FutureWork, PythonWork, Work, completed, wait_for
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
+MESSAGE_BYTES = 250 * 2**20  # of one coalesced broadcast
 MAX_IN_FLIGHT = 2  # coalesced broadcasts; more would only hold more memory
 
 
@@ -126,16 +123,13 @@ def broadcast_integers(
 
 
 def broadcast_coalesced(
-    tensors: Sequence[torch.Tensor],
-    group: ProcessGroup,
-    message_bytes: int,
-    root: int = 0,
+    tensors: Sequence[torch.Tensor], group: ProcessGroup, root: int = 0
 ) -> None:
     """Collective: overwrite ``tensors`` (any shapes, dtypes) with the root's, in place.
 
-    Sent as raw bytes: a message of about ``message_bytes`` carries all dtypes of a
-    device; at most two messages are in flight. Version counters do not change, so that
-    a graph may have saved a tensor. RuntimeError for sparse and quantized tensors.
+    Sent as raw bytes: a message of about 250 MiB carries all dtypes of a device; at
+    most two messages are in flight. Version counters do not change, so that a graph may
+    have saved a tensor. RuntimeError for sparse and quantized tensors.
     """
     for tensor in tensors:
         is_sparse = tensor.layout is not torch.strided
@@ -154,7 +148,7 @@ def broadcast_coalesced(
         [neighbours[i] for i in chunk]
         for _, of_device in itertools.groupby(members, key=lambda t: t.device)
         for neighbours in [list(of_device)]
-        for chunk in chunks_by_bytes([t.nbytes for t in neighbours], message_bytes)
+        for chunk in chunks_by_bytes([t.nbytes for t in neighbours], MESSAGE_BYTES)
     ]
     in_flight: list[tuple[list[torch.Tensor], torch.Tensor, Work]] = []
     with torch.no_grad(), _unsafe_preserve_version_counter(tuple(members)):

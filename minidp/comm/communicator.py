@@ -13,17 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from minidp.errors import CollectiveError, CommHookError, MiniDPError, explain
 
-from .groups import group_timeout, is_mixed, is_timed, keep_for_good
+from .groups import ProcessGroup, group_timeout, is_mixed, is_timed, keep_for_good
 from .work import Work, current_deadline, is_done_within
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("minidp")
 SLICE_SECONDS = 0.5

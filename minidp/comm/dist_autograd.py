@@ -107,6 +107,25 @@ class NotedContexts:
             )
         )
 
+    def refuse_another(self, i: int, context: ContextGrads | None, name: str) -> None:
+        """Raise GradientError if `of_backward` is not ``context``, where others are.
+
+        ``i``, ``name``: index and name of the parameter whose hook runs.
+        """
+        if self.of_backward(i) == context:
+            return
+        raise GradientError(
+            explain(
+                self._communicator.rank,
+                "Two backwards of one reduction put their gradients into different "
+                "places: a context of distributed autograd, and .grad or another "
+                "context.",
+                names=[name],
+                remedy="bring all gradients of a forward by one kind of backward, in "
+                "one context; call reset() on all ranks to go on",
+            )
+        )
+
 
 @dataclass(frozen=True)
 class ContextGrads:
@@ -133,44 +152,32 @@ class ContextGrads:
         without = [k for k, grad in enumerate(grads) if grad is None]
         missing = [names[k] for k in without if k not in kept]
         if missing:
-            raise GradientError(explain_partly_used(self.rank, missing))
+            raise self.partly_used(missing)
         return [None if k in kept else grad for k, grad in enumerate(grads)]
 
+    def partly_used(self, names: Sequence[str]) -> GradientError:
+        """Return the error for parameters with gradients on some ranks only."""
+        text = explain(
+            self.rank,
+            "Parameters have a gradient on some ranks only, in a backward of "
+            "distributed autograd.",
+            names=names,
+            expected="a gradient in the context of every rank, or of none",
+            remedy="let every rank use them (add 0 * parameter.sum() to the loss), or "
+            "train this module with loss.backward()",
+        )
+        return GradientError(text)
 
-def explain_partly_used(rank: int, names: Sequence[str]) -> str:
-    """Return the error text for parameters with gradients on some ranks only."""
-    return explain(
-        rank,
-        "Parameters have a gradient on some ranks only, in a backward of distributed "
-        "autograd.",
-        names=names,
-        expected="a gradient in the context of every rank, or of none",
-        remedy="let every rank use them (add 0 * parameter.sum() to the loss), or "
-        "train this module with loss.backward()",
-    )
-
-
-def explain_mixed_backwards(rank: int, name: str) -> str:
-    """Return the error text for gradients of one reduction in two places."""
-    return explain(
-        rank,
-        "Two backwards of one reduction put their gradients into different places: a "
-        "context of distributed autograd, and .grad or another context.",
-        names=[name],
-        remedy="bring all gradients of a forward by one kind of backward, in one "
-        "context; call reset() on all ranks to go on",
-    )
-
-
-def explain_stepping(rank: int) -> str:
-    """Return the error text for optimizer steps inside a distributed backward."""
-    return explain(
-        rank,
-        "An optimizer steps in the backward, but this is a backward of distributed "
-        "autograd, which leaves no gradients in .grad.",
-        remedy="use torch.distributed.optim.DistributedOptimizer after the backward, "
-        "or loss.backward()",
-    )
+    def refuse_steps(self) -> None:
+        """Raise GradientError: optimizers cannot step inside this backward."""
+        text = explain(
+            self.rank,
+            "An optimizer steps in the backward, but this is a backward of distributed "
+            "autograd, which leaves no gradients in .grad.",
+            remedy="use torch.distributed.optim.DistributedOptimizer after the "
+            "backward, or loss.backward()",
+        )
+        raise GradientError(text)
 
 
 def _newest_contexts() -> list[int]:

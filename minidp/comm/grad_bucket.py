@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from minidp.layout import BucketPlan, row_major_stride
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from .groups import ProcessGroup
 
 
 @dataclass(frozen=True)

@@ -19,19 +19,17 @@ import signal
 import time
 from collections.abc import Collection, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch._C import _distributed_c10d as c10d_C
+from torch.distributed import ProcessGroup as ProcessGroup  # for all rooms
 from torch.distributed import distributed_c10d as c10d
 
 from .work import Work, is_done_within
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("minidp")
 EXIT_SECONDS = 2.0

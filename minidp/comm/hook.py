@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 import torch
 from torch.futures import Future
@@ -16,11 +16,8 @@ from torch.futures import Future
 from minidp.errors import CommHookError, explain
 
 from .grad_bucket import GradBucket
-from .groups import joined_group
+from .groups import ProcessGroup, joined_group
 from .work import FutureWork
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Hook = Callable[[Any, Any], Future[torch.Tensor]]
 _TORCHS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 from torch.autograd.graph import Node
 from torch.profiler import record_function
 
-from minidp.comm import explain_partly_used
 from minidp.config import ReducerConfig, aside
 from minidp.errors import (
     GradientError,
@@ -299,7 +298,7 @@ def _unused_everywhere(reducer: Reducer) -> Collection[int]:
         # All ranks raise, before any of them has written averages.
         counts, size = used_map.last_counts.tolist(), reducer.communicator.size
         if partly := [names[i] for i, n in enumerate(counts) if 0 < n < size]:
-            raise GradientError(explain_partly_used(reducer.rank, partly))
+            raise reducer.context.partly_used(partly)
     elsewhere = reducer.pending.filled - unused
     frozen = [names[i] for i in elsewhere if not reducer.params[i].requires_grad]
     if frozen:

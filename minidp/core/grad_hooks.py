@@ -98,14 +98,14 @@ def _small_hook(params: Sequence[Tensor], pending: PendingGrads) -> GradHook:
     return grad_hook
 
 
-def _large_hook(params: Sequence[Tensor], pending: PendingGrads) -> GradHook:
+def _large_hook(pending: PendingGrads) -> GradHook:
     """Return the hook that copies a large gradient at once; else as `_small_hook`."""
     entries, reducer, unset = pending.entries, pending.reducer, GradState.UNSET
 
     @untraced
     def grad_hook(i: int, _grad_inputs: Any, _grad_outputs: Any) -> None:
         if entries[i] is unset or _admits(reducer, i):
-            pending.arrive(i, params[i].grad)
+            pending.arrive(i)
 
     return grad_hook
 
@@ -193,7 +193,7 @@ def native_table(params: Sequence[Tensor], reducer: Reducer) -> Any | None:
         pending = reducer.pending  # a strong reference to the table would be a cycle
         if pending.native is not None and pending.native.is_owner():
             return True  # the native hook goes on
-        pending.arrive(i, params[i].grad)
+        pending.arrive(i)
         return False
 
     # A bound method of the reducer would keep it alive.
@@ -212,6 +212,7 @@ class PendingGrads:
 
     def __init__(self, params: Sequence[Tensor], reducer: Reducer) -> None:
         self.reducer = reducer
+        self._params = params
         self.native = native_table(params, reducer)
         self.table: GradTable = self.native or GradTable(len(params))
         # Bound once: hooks read these for every gradient.
@@ -284,31 +285,27 @@ class PendingGrads:
 
     # -- a gradient arrives, or does not -----------------------------------------------
 
-    def arrive(self, i: int, grad: Tensor | None, *, at_once: bool = True) -> None:
-        """Record a gradient, copied now if ``at_once``; `on_full` if the bucket's last.
+    def arrive(self, i: int) -> None:
+        """Record ``.grad``, and copy it now; `on_full` if it is the bucket's last.
 
         If `fill_missing` was called for ``i``, only replace that entry, uncopied.
         """
+        grad = self._params[i].grad
         self.table.note_ready(i)
         if i in self.filled:
             self.filled.discard(i)
             self.entries[i] = grad
             return
-        entry: Entry = grad
-        if at_once and grad is not None:
-            entry = self.reducer.queue.copy_now(i, grad)
-        self._settle(i, entry)
+        self._settle(i, None if grad is None else self.reducer.queue.copy_now(i, grad))
 
-    def fill_missing(
-        self, i: int, grad: Tensor | None, *, travels: bool = True
-    ) -> None:
+    def fill_missing(self, i: int, *, travels: bool = True) -> None:
         """Record ``i``, which does not arrive, in `filled` with its present ``.grad``.
 
         Calls `on_full` if its bucket is full. Not ``travels`` (bucket skipped): None.
         """
         self.filled.add(i)
         if travels:
-            self._settle(i, grad)
+            self._settle(i, self._params[i].grad)
         else:
             self.entries[i] = None
 
@@ -348,7 +345,7 @@ class GradHooks:
         self._params = params = tuple(params)
         with torch.enable_grad():
             self.nodes = [get_gradient_edge(param).node for param in params]
-        small, large = _small_hook(params, pending), _large_hook(params, pending)
+        small, large = _small_hook(params, pending), _large_hook(pending)
         self._hooks = [large if is_copied_at_once(p) else small for p in params]
         for i, param in enumerate(params):
             if param.is_cuda:

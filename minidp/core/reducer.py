@@ -27,11 +27,12 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from minidp import comm
+from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig
 from minidp.errors import GradientError, InternalError, lost_hooks
 from minidp.layout import Layout, ParamSpec
@@ -43,9 +44,6 @@ from .expected import expectation_for
 from .grad_hooks import GradHooks, GradState, PendingGrads
 from .local_grads import Ledger, LocalBackwards, origin_now
 from .rebuild import RebuildPolicy, agreed_layout
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("minidp")
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -208,9 +206,7 @@ class Reducer:
             if self.phase.now is Phase.ARMED:
                 self._open(i)
             elif self.phase.now is Phase.PAUSED:
-                if self.contexts.of_backward(i) != self.context:
-                    text = comm.explain_mixed_backwards(self.rank, self.names[i])
-                    raise GradientError(text)
+                self.contexts.refuse_another(i, self.context, self.names[i])
                 self._is_compiled = autograd.is_compiled_backward()
                 self.phase.enter(Phase.REDUCING)
                 self.pending.resume()
@@ -228,7 +224,7 @@ class Reducer:
             autograd.accept_compiled(self.rank, needs_end=expected.fills_in_missing)
         self.context = self.contexts.of_backward(first) if self._uses_rpc else None
         if self.context and any(each.uses_grads for each in queue.observers):
-            raise GradientError(comm.explain_stepping(self.rank))
+            self.context.refuse_steps()
         self.phase.enter(Phase.REDUCING)
         queue.start(shares_reach=expected.shares_reach, context=self.context)
         sees_all = queue.tracer.recorder is not None or self.context
@@ -238,7 +234,7 @@ class Reducer:
         self.pending.open(expected.entries(usual), divisor, self.hooks.shared())
         for i in expected.absent:
             travels = queue.layout.bucket_of[i] not in queue.skipped
-            self.pending.fill_missing(i, self.params[i].grad, travels=travels)
+            self.pending.fill_missing(i, travels=travels)
 
     def _record(self, i: int) -> None:
         """Trace and record a gradient as a hook would; copy it at once."""
@@ -247,7 +243,7 @@ class Reducer:
         number = pending.bucket_of[i]
         if pending.num_left[number] == len(self.queue.buckets[number].params):
             tracer.note(Moment.FIRST_GRADIENT, number)
-        pending.arrive(i, self.params[i].grad)
+        pending.arrive(i)
 
     @_failing
     def on_full(self, number: int) -> None:
@@ -262,7 +258,8 @@ class Reducer:
             entries = self.context.read(bucket.params)
             self.pending.replace(bucket.plan.indices, entries)
         with self._lock:
-            if self.queue.flatten_and_launch(number, entries, self.pending.filled):
+            self.queue.flatten(number, entries, self.pending.filled)
+            if self.queue.launch_due():
                 if self.expected.shares_used_map:
                     self.expected.launch_used_map(self)
                 if self._is_compiled:  # runs no final callback
@@ -278,7 +275,7 @@ class Reducer:
         if task in self._tasks:
             return
         with self._lock:
-            if self.phase.now is Phase.ARMED:
+            if self.phase.now is Phase.ARMED and self.queue.tracer.listeners:
                 self.queue.tracer.enter(StepEvent.BACKWARD_BEGIN)
             end = functools.partial(self.end_now, task)
             self._tasks[task] = weakref.ref(end)
@@ -299,7 +296,8 @@ class Reducer:
             if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
                 self.ledger.note_bypass(self.params)
                 self.queue.tracer.enter(StepEvent.BACKWARD_BYPASSED)
-            if self.phase.now is not Phase.REDUCING or self.queue.is_launched:
+            is_launched = self.queue.next == len(self.queue.buckets)
+            if self.phase.now is not Phase.REDUCING or is_launched:
                 return
             if self.expected.fills_in_missing:
                 self._fill_in_missing()
@@ -316,7 +314,7 @@ class Reducer:
         if self.expected.shares_used_map and self.expected.map_goes_first:
             self.expected.launch_used_map(self)
         for i in missing:  # the last one queues `_finalize`, which autograd still runs
-            self.pending.fill_missing(i, self.params[i].grad)
+            self.pending.fill_missing(i)
 
     @_failing
     def _finalize(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from minidp.comm import (
+    ProcessGroup,
     default_first_bucket_bytes,
     default_group,
     is_group,
@@ -33,7 +34,6 @@ from minidp.sync_batchnorm import refuse_torchs
 from .mixed_precision import Precision, precision_from
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 _NOT_KEPT = ("self", "module", "dim", "process_group", "device_mesh")

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from minidp.autotune import AutotunePolicy
-from minidp.comm import CommHook, Communicator, is_builtin
+from minidp.comm import CommHook, Communicator, ProcessGroup, is_builtin
 from minidp.config import AUTO
 from minidp.core import Reducer
 from minidp.guard import Guard
@@ -26,8 +26,6 @@ from .mixed_precision import MixedPrecision, reduce_in_low_precision
 from .replication import Replication
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from .wrapper import DataParallel
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from minidp.comm import group_of_forwards
+from minidp.comm import broadcast_coalesced, group_of_forwards
 from minidp.core import Observer, Reducer
 from minidp.replica import ReplicaCheck, parameters, verify
 
@@ -16,7 +16,7 @@ from .arguments import Arguments
 
 
 class Replication:
-    """Broadcast a module\'s state when told to, and compare it between ranks."""
+    """Broadcast a module's state when told to, and compare it between ranks."""
 
     def __init__(
         self, reducer: Reducer, module: nn.Module, ignored: set[str], key: str
@@ -42,7 +42,7 @@ class Replication:
             return
         with self._reducer.communicator.blocking("broadcasting module buffers"):
             group = group_of_forwards(self._reducer.communicator.group)
-            verify.broadcast_state(list(self.buffers.values()), group, root)
+            broadcast_coalesced(list(self.buffers.values()), group, root)
 
     def broadcast_parameters(self, module: nn.Module, root: int) -> None:
         """Collective: copy rank ``root``'s parameters, also frozen ones, to all."""
@@ -50,7 +50,7 @@ class Replication:
         # Delayed parameters may belong to another module; send each tensor once.
         state = list({id(p): p for p in (*own, *self._reducer.params)}.values())
         with self._reducer.communicator.blocking("broadcasting parameters"):
-            verify.broadcast_state(state, self._reducer.communicator.group, root)
+            broadcast_coalesced(state, self._reducer.communicator.group, root)
 
     def start(self, checked: Arguments, *, verifies: bool) -> None:
         """Collective: raise if modules differ by rank; copy rank 0's state; `connect`.
@@ -73,7 +73,9 @@ class Replication:
                 )
                 self.connect()
             else:
-                verify.take_delayed(checked.replica, group)
+                managed = checked.replica.managed
+                delayed = [managed[name] for name in checked.replica.delayed]
+                broadcast_coalesced(delayed, group)
         communicator.peers.move_to(group, self._key)
         if verifies:
             self._reducer.adopt(self._reducer.queue.layout, shares=True)

@@ -8,14 +8,10 @@ its collectives, the memory that these may still write to, and futures of comm h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from minidp import comm
+from minidp.comm import ProcessGroup
 from minidp.core import BucketState, Reducer
 from minidp.errors import CollectiveError, explain
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 PATIENCE_SECONDS = 5.0  # a rank may first report who is missing
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from typing_extensions import TypeVar
 
-from minidp.comm import CommHook, Hook, default_group
+from minidp.comm import CommHook, Hook, ProcessGroup, default_group
 from minidp.config import AUTO, AverageOver, Unsynced, replacements
 from minidp.core import untraced, untraced_itself
 from minidp.guard import refuse_forward
@@ -32,7 +32,6 @@ from .sync_gradients import average_now, failing
 M_co = TypeVar("M_co", bound=nn.Module, covariant=True, default=nn.Module)
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.optimizer import Optimizer
 

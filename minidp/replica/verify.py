@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from minidp.comm import (
+    ProcessGroup,
     broadcast_coalesced,
     exchange_device,
     gather_bytes,
@@ -23,15 +24,12 @@ from minidp.comm import (
 from minidp.errors import ReplicaMismatchError, explain
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from .parameters import Replica
 
 GREETING = -1  # torch's DDP sends its number of parameters where this is expected
 # Kind of a wrapper until `start_equal` gives it a name that no other had. Torchrun
 # keeps the store when it restarts processes: the attempt tells old keys from new ones.
 WRAPPED = f"wrapped in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-MESSAGE_BYTES = 250 * 2**20  # one coalesced broadcast
 _REJECTED = "rejected"
 _objects: Counter[tuple[str, str]] = Counter()  # (group name, kind) -> objects so far
 
@@ -66,7 +64,7 @@ def start_equal(
     mine |= {f"option {name}": str(value) for name, value in options.items()}
     number = verify(mine, group, device)
     buffers = module_buffers.values() if sends_buffers else ()
-    broadcast_state([*replica.parameters.values(), *buffers], group)
+    broadcast_coalesced([*replica.parameters.values(), *buffers], group)
     return f"verified/{number}"
 
 
@@ -77,18 +75,6 @@ def _describe(tensor: torch.Tensor) -> str:
         f"shape {tuple(tensor.shape)}, {layout}, {tensor.dtype}, "
         f"on {tensor.device.type}"
     )
-
-
-def take_delayed(replica: Replica, group: ProcessGroup) -> None:
-    """Collective: overwrite parameters whose gradients travel last with rank 0's."""
-    broadcast_state([replica.managed[name] for name in replica.delayed], group)
-
-
-def broadcast_state(
-    tensors: Sequence[torch.Tensor], group: ProcessGroup, root: int = 0
-) -> None:
-    """Collective: overwrite parameters or module buffers with rank ``root``'s."""
-    broadcast_coalesced(tensors, group, MESSAGE_BYTES, root)
 
 
 def verify(

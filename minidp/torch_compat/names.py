@@ -18,11 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from minidp import comm_hooks, data_parallel
+from minidp.comm import MESSAGE_BYTES, broadcast_coalesced
 from minidp.console import warn
 from minidp.core import EveryParameter, Observer, Reducer, expectation_for, untraced
 from minidp.data_parallel import M_co, arguments
 from minidp.guard import refuse_forward
-from minidp.replica import parameters, verify
+from minidp.replica import parameters
 
 from .dynamo_split import run_splitting
 from .logging_data import LoggingData
@@ -104,7 +105,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         self.bucket_bytes_cap = config.caps.rest_bytes
         self.bucket_bytes_cap_list = list(config.caps.list_bytes)
         self.bucket_bytes_cap_default = config.caps.has_small_first
-        self.broadcast_bucket_size = verify.MESSAGE_BYTES
+        self.broadcast_bucket_size = MESSAGE_BYTES
         self.mixed_precision = self._given.mixed_precision
         super()._wire(checked, kind)
         self.logger = LoggingData(self)
@@ -203,7 +204,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     ) -> None:
         """Collective: copy one rank's ``bufs`` (None: module buffers) to all ranks."""
         tensors = list(self.modules_buffers if bufs is None else bufs)
-        verify.broadcast_state(tensors, self.process_group, authoritative_rank)
+        broadcast_coalesced(tensors, self.process_group, authoritative_rank)
 
     # -- torch's own methods, which need no more than our attributes -------------------
 

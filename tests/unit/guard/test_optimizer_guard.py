@@ -167,21 +167,21 @@ def test_local_part(setting, mistake, words, names):
     setting.refuses(words, names)
 
 
-def test_it_stays_refused_until_synchronised(setting):
+@pytest.mark.parametrize(
+    ("synchronise", "expected"),
+    [
+        (lambda ddp: ddp(X).backward(), 0.6),  # averages what was accumulated
+        (DataParallel.sync_gradients, 0.8),
+    ],
+)
+def test_it_stays_refused_until_synchronised(setting, synchronise, expected):
     setting.local_backward()
     setting.refuses(QUIET, "b", torch.optim.SGD([setting.b]).step)
     for _ in range(2):
         setting.refuses(QUIET, "a, b")
-    setting.ddp(X).backward()  # averages what was accumulated
+    synchronise(setting.ddp)
     setting.optimizer.step()
-    assert setting.a.item() == pytest.approx(0.6)
-
-
-def test_sync_gradients_is_the_remedy(setting):
-    setting.local_backward()
-    setting.ddp.sync_gradients()
-    setting.optimizer.step()
-    assert setting.a.item() == pytest.approx(0.8)
+    assert setting.a.item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -517,21 +517,16 @@ def test_frozen_branch_of_a_gan(lone_group):
 # ------------------------------------------------------------- policies, lifetime
 
 
-def test_warn(lone_group):
-    setting = Setting(lone_group, unsynced="warn")
+@pytest.mark.parametrize(("policy", "num_warnings"), [("warn", 1), ("ignore", 0)])
+def test_policies_that_let_the_step_run(lone_group, policy, num_warnings):
+    setting = Setting(lone_group, unsynced=policy)
     setting.local_backward()
-    with pytest.warns(UserWarning, match="never averaged") as caught:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         setting.optimizer.step()
-    assert [w.filename for w in caught] == [__file__]  # it points at the step
-    assert setting.a.item() == pytest.approx(0.8)
-
-
-def test_ignore(lone_group):
-    setting = Setting(lone_group, unsynced="ignore")
-    setting.local_backward()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        setting.optimizer.step()
+    # They point at the step.
+    assert [w.filename for w in caught] == [__file__] * num_warnings
+    assert all("never averaged" in str(w.message) for w in caught)
     assert setting.a.item() == pytest.approx(0.8)
 
 
