@@ -25,6 +25,10 @@ MODES: list[dict[str, Any]] = [
 modes = pytest.mark.parametrize("mode", MODES, ids=lambda m: "-".join(m) or "default")
 
 
+class Raised(str):
+    """The class and text of an error, in the place of a result."""
+
+
 def on_both(ctx: Any, scenario: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
     """(torch's, minidp's) result of ``scenario(ctx, wrap, *args)``, or error's text.
 
@@ -42,8 +46,22 @@ def on_both(ctx: Any, scenario: Callable[..., Any], *args: Any) -> tuple[Any, An
             try:
                 results.append(scenario(ctx, wrap, *args))
             except RuntimeError as error:
-                results.append(f"{type(error).__name__}: {error}")
+                results.append(Raised(f"{type(error).__name__}: {error}"))
     return results[0], results[1]
+
+
+def wrapped(ctx: Any, module: nn.Module, **options: Any) -> DataParallel[Any]:
+    """Wrap a module with minidp on the group of ``ctx``."""
+    return DataParallel(module, process_group=ctx.group, **options)
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return the error that ``call()`` raises, as "Class: text"; "" if none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def both_equal(
@@ -74,6 +92,23 @@ def same(a: Any, b: Any) -> bool:
 def grads(module: nn.Module) -> list[torch.Tensor | None]:
     """Copies of all gradients."""
     return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def history_of(
+    module: nn.Module, loss: Callable[[int], torch.Tensor], n: int = 3
+) -> list[list[torch.Tensor | None]]:
+    """The gradients of some steps, each after `zero_grad`."""
+    history = []
+    for step in range(n):
+        module.zero_grad()
+        loss(step).backward()
+        history.append(grads(module))
+    return history
+
+
+def values(module: nn.Module) -> list[float | None]:
+    """The gradients of parameters with one element each."""
+    return [None if g is None else g.item() for g in grads(module)]
 
 
 class Scale(nn.Module):
