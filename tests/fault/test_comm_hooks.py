@@ -17,6 +17,7 @@ from tests.fault.bad_hooks import fail, failed
 from tests.fault.test_faults import TwoLayers, attempt, trains
 from tests.support.both import done
 from tests.support.fresh import run_fresh
+from tests.support.ranks import on_ranks
 
 SECONDS = 3.0  # timeout of the process group
 BOO, FUTURE = ValueError("boo"), "returned a future that failed: "
@@ -116,7 +117,8 @@ def test_bad_hook(how: str, ranks: list[int], own_state: bool) -> None:
             ), errors[0]
 
 
-def never_completes(ctx: Any) -> Any:
+@on_ranks(2, fresh={"group_timeout": SECONDS})
+def test_reset_does_not_wait_for_a_future_that_never_completes(ctx):
     """All ranks: bucket 0 is in flight for ever, and the backward raises."""
     stuck = False
 
@@ -131,14 +133,10 @@ def never_completes(ctx: Any) -> Any:
     stuck = False
     old = ddp.process_group
     ddp.reset()
-    return error, ddp.process_group is old, trains(ctx, ddp)
-
-
-def test_reset_does_not_wait_for_a_future_that_never_completes() -> None:
-    for error, kept, ok in run_fresh(never_completes, 2, group_timeout=SECONDS):
-        assert error == "ValueError: boo"
-        assert not kept, "what was in flight is abandoned, with its group"
-        assert ok
+    error, kept, ok = error, ddp.process_group is old, trains(ctx, ddp)
+    assert error == "ValueError: boo"
+    assert not kept, "what was in flight is abandoned, with its group"
+    assert ok
 
 
 def stalled(ctx: Any, how: str) -> str:
