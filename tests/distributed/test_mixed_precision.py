@@ -14,6 +14,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from minidp import DataParallel, comm_hooks
 from tests.support.both import grads, same
+from tests.support.ranks import on_ranks
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 Pair = namedtuple("Pair", "first second")
@@ -162,22 +163,19 @@ class Doubles(nn.Module):
         return (self.w * x * self.own).sum() + (self.z * x).abs().sum()
 
 
-def left_alone(ctx):
+@on_ranks(2)
+def test_ignored_complex_and_integer_tensors_are_not_cast(ctx):
     module = Doubles()
     names = ["own", "mine"]
     DataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
     mixed = _MixedPrecision(BF16, BF16, BF16)
     ddp = DataParallel(module, process_group=ctx.group, mixed_precision=mixed)
     ddp(torch.full((2,), ctx.rank + 1.0)).backward()
-    return module.seen, module.count.dtype, module.z.grad, module.own.grad
-
-
-def test_ignored_complex_and_integer_tensors_are_not_cast(pool):
-    for rank, (seen, count, z, own) in enumerate(pool.run(left_alone, 2)):
-        assert seen == [BF16, BF16, FP32, torch.complex64, FP32]
-        assert count is torch.int64
-        assert torch.equal(own, torch.full((2,), rank + 1.0))
-        assert torch.equal(z, torch.full((2,), 1.5, dtype=torch.complex64))
+    assert module.seen == [BF16, BF16, FP32, torch.complex64, FP32]
+    assert module.count.dtype is torch.int64
+    assert torch.equal(module.own.grad, torch.full((2,), ctx.rank + 1.0))
+    mean = torch.full((2,), 1.5, dtype=torch.complex64)
+    assert torch.equal(module.z.grad, mean)
 
 
 def recurrent_and_sparse(ctx):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from minidp import DataParallel, SyncBatchNorm
 from minidp.comm.groups import side_group
 from tests.support.both import grads, same
+from tests.support.ranks import on_ranks
 
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 RELATIVE = {  # to the largest element
@@ -425,7 +426,8 @@ def test_other_ranks_hear_of_torchs_layer(pool):
     assert second in first
 
 
-def side_groups(ctx: Any) -> Any:
+@on_ranks(2)
+def test_layers_share_a_group_that_reset_renews(ctx):
     """Is it a group of its own, kept by a second layer, and renewed by reset()?"""
     layers = [SyncBatchNorm(2, process_group=ctx.group) for _ in range(2)]
     ddp = DataParallel(nn.Sequential(nn.Linear(2, 2), *layers), process_group=ctx.group)
@@ -439,11 +441,7 @@ def side_groups(ctx: Any) -> Any:
         ddp.reset()
     found.append(side_group(ctx.group, "layers"))
     pairs = zip(found, [ctx.group, *found], strict=False)
-    return [mine is other for mine, other in pairs]
-
-
-def test_layers_share_a_group_that_reset_renews(pool):
-    assert pool.run(side_groups, 2) == [[False, True, False, True, False]] * 2
+    assert [a is b for a, b in pairs] == [False, True, False, True, False]
 
 
 def halves(ctx: Any) -> Any:
