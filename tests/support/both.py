@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel
 
-Wrap = Callable[..., Any]
 # The options that change how a gradient travels.
 MODES: list[dict[str, Any]] = [
     {},
@@ -62,20 +61,6 @@ def error_of(call: Callable[[], object]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-def both_equal(
-    pool: Any, scenario: Callable[..., Any], *args: Any, world_size: int = 2
-) -> list[Any]:
-    """Run a scenario as `on_both` on the pool; return minidp's results, of each rank.
-
-    Raises:
-        AssertionError: torch's result is another one.
-    """
-    results = pool.run(on_both, world_size, scenario, *args)
-    for rank, (theirs, ours) in enumerate(results):
-        assert same(theirs, ours), f"rank {rank}: torch {theirs}, minidp {ours}"
-    return [ours for _, ours in results]
 
 
 def same(a: Any, b: Any) -> bool:
