@@ -38,6 +38,7 @@ for _name, _count, _options in [
     *(("ci", 120, _SAME), ("brief", 60, _SAME), ("fast", 20, _SAME)),
     ("nightly", 2000, {"print_blob": True, "suppress_health_check": _SLOW_IS_FINE}),
 ]:
+    _count = int(os.environ.get("MINIDP_EXAMPLES", _count))
     hypothesis.settings.register_profile(
         _name, max_examples=_count, deadline=None, **_options
     )

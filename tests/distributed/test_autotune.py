@@ -19,6 +19,7 @@ from minidp.autotune.tuner import STEPS, AutotunePolicy
 from minidp.layout.plan import Layout, build_layout, delayed
 from minidp.overlap.timeline import AUTO, AUTO_TRIES
 from tests.distributed.test_bucket_layout import Net
+from tests.support.ranks import on_ranks
 
 LAST = 1 + STEPS * NUM_TRIALS  # backwards until the layout stays
 
@@ -72,13 +73,15 @@ def wild(seed: int) -> Any:
     return proposal
 
 
-def beside_torch(ctx: Any, mode: str, world_tolerance: float) -> Any:
-    """(largest difference to torch's gradients, layouts seen, backwards to settle)."""
+@on_ranks()
+@pytest.mark.parametrize(("where", "mode"), [*((2, m) for m in MODES), (3, "default")])
+def test_bits_are_torchs_whatever_the_layout_and_ranks_have_equal_ones(ctx, mode):
+    """On three ranks sums are added in another order in another layout."""
     options = MODES[mode]
     theirs = made(DistributedDataParallel, ctx, **options)
     ours = made(DataParallel, ctx, bucket_cap_mb="auto", **options)
     with_all = mode not in ("find_unused", "skip_unused")
-    worst, layouts, settled = 0.0, [], 0
+    layouts, settled, tolerance = [], 0, 1e-6 if ctx.world_size > 2 else 0.0
     with pytest.MonkeyPatch.context() as patch:
         # Another seed on each rank: only rank 0's layouts may count.
         patch.setattr(Search, "proposal", wild(ctx.rank))
@@ -88,33 +91,22 @@ def beside_torch(ctx: Any, mode: str, world_tolerance: float) -> Any:
             b = step(ctx, ours, number, with_spare=with_spare)
             for left, right in zip(a, b, strict=True):
                 assert (left is None) == (right is None)
-                if left is not None:
-                    worst = max(worst, float((left - right).abs().max()))
+                assert left is None or (left - right).abs().max() <= tolerance
             layouts.append(ours._reducer.queue.layout.assignment)
             order = ours._reducer.rebuild_policy
             settled += not order.is_settled
             assert order.layout_by == (AUTO if order.is_settled else AUTO_TRIES)
-    assert worst <= world_tolerance
-    return layouts, settled
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_two_ranks_have_torchs_bits_whatever_the_layout(pool, mode):
-    (layouts, settled), other = pool.run(beside_torch, 2, mode, 0.0)
-    assert (layouts, settled) == other
     assert len(set(layouts)) >= 5  # else this has shown nothing
     first = 1 if mode != "static_graph" else 2  # the first one counts uses
     assert settled == LAST - 1 + first
     assert len(set(layouts[settled:])) == 1
+    return layouts
 
 
-def test_three_ranks_have_equal_layouts(pool):
-    results = pool.run(beside_torch, 3, "default", 1e-6)
-    assert results[0] == results[1] == results[2]
-
-
-def chosen(ctx: Any, hook: str) -> Any:
-    """(lines logged, layouts seen, bits equal to those of a fixed cap)."""
+@on_ranks(2)
+@pytest.mark.parametrize("hook", ["", "stateless", "stateful"])
+def test_rank_0_tries_several_layouts_and_says_once_what_was_chosen(ctx, hook):
+    """A hook with a state keeps its buckets."""
     ours = made(DataParallel, ctx, bucket_cap_mb="auto")
     fixed = made(DataParallel, ctx)
     for ddp in (ours, fixed):
@@ -133,20 +125,22 @@ def chosen(ctx: Any, hook: str) -> Any:
             step(ctx, ours, number)
             step(ctx, fixed, number)
             layouts.append(ours._reducer.queue.layout.assignment)
-    return lines, layouts, fixed._reducer.queue.layout.assignment
+    torchs = fixed._reducer.queue.layout.assignment
+    assert len(lines) == (ctx.rank == 0)
+    for line in lines:
+        assert ("comm hook" in line) == (hook == "stateful")
+        assert hook or "exposed communication" in line
+    if hook == "stateful":
+        assert set(layouts[1:]) == {torchs}
+    else:
+        assert hook or layouts[STEPS - 1] == torchs
+        assert len(set(layouts)) >= 3
+    return layouts
 
 
-def test_rank_0_tries_several_layouts_and_says_once_what_was_chosen(pool):
-    (lines, layouts, torchs), (others, theirs, _) = pool.run(chosen, 2, "")
-    assert others == []
-    assert len(lines) == 1
-    assert "exposed communication" in lines[0]
-    assert layouts == theirs
-    assert layouts[STEPS - 1] == torchs
-    assert len(set(layouts)) >= 3
-
-
-def said(ctx: Any, long_seconds: float) -> list[str]:
+@on_ranks(2)
+@pytest.mark.parametrize("long_seconds", [0.0, 1e9])
+def test_long_trials_say_how_far_they_are(ctx, long_seconds):
     """What a rank would print on a terminal, if trials that take so long are long."""
     ddp = made(DataParallel, ctx, bucket_cap_mb="auto")
     lines: list[str] = []
@@ -155,30 +149,15 @@ def said(ctx: Any, long_seconds: float) -> list[str]:
         patch.setattr(tuner, "LONG_SECONDS", long_seconds)
         for number in range(LAST + 2):
             step(ctx, ddp, number)
-    return lines
+    assert [line.partition(", ")[0] for line in lines] == [
+        f'minidp: bucket_cap_mb="auto" tries layout {number} of 8'
+        for number in range(2, 9 if long_seconds == 0 else 2)
+    ]
+    assert all(line.endswith(" s to go") for line in lines)
 
 
-def test_long_trials_say_how_far_they_are(pool):
-    for lines in pool.run(said, 2, 0.0):
-        assert [line.partition(", ")[0] for line in lines] == [
-            f'minidp: bucket_cap_mb="auto" tries layout {number} of 8'
-            for number in range(2, 9)
-        ]
-        assert all(line.endswith(" s to go") for line in lines)
-    assert pool.run(said, 2, 1e9) == [[], []]
-
-
-def test_a_hook_with_a_state_keeps_its_buckets(pool):
-    (lines, layouts, torchs), _ = pool.run(chosen, 2, "stateful")
-    assert set(layouts[1:]) == {torchs}
-    assert len(lines) == 1
-    assert "comm hook" in lines[0]
-    (lines, layouts, _), _ = pool.run(chosen, 2, "stateless")
-    assert len(set(layouts)) >= 3
-    assert "comm hook" not in lines[0]
-
-
-def uneven(ctx: Any) -> Any:
+@on_ranks(2)
+def test_uneven_inputs(ctx):
     """Ranks that run out keep the others company through all rebuilds."""
     ddp = made(DataParallel, ctx, bucket_cap_mb="auto")
     with pytest.MonkeyPatch.context() as patch:
@@ -186,39 +165,27 @@ def uneven(ctx: Any) -> Any:
         with ddp.join():
             for number in range(LAST + 2 if ctx.rank == 1 else 9):
                 step(ctx, ddp, number)
-    reducer = ddp._reducer
-    return reducer.rebuild_policy.is_settled, reducer.queue.layout.assignment
+    assert ddp._reducer.rebuild_policy.is_settled
+    return ddp._reducer.queue.layout.assignment
 
 
-def test_uneven_inputs(pool):
-    (mine, layout), (theirs, other) = pool.run(uneven, 2)
-    assert mine
-    assert theirs
-    assert layout == other
-
-
-def reset_midway(ctx: Any) -> Any:
+@on_ranks(2)
+def test_reset_starts_over(ctx):
     ddp = made(DataParallel, ctx, bucket_cap_mb="auto")
     for number in range(STEPS * 2):
         step(ctx, ddp, number)
     ddp.reset()
     order = ddp._reducer.rebuild_policy
     listeners = ddp._reducer.queue.tracer.listeners
-    before = (order.is_settled, order.has_rebuilt, len(listeners))
+    assert (order.is_settled, order.has_rebuilt, len(listeners)) == (False, False, 0)
     for number in range(LAST + 1):
         step(ctx, ddp, number)
-    return before, order.is_settled, len(listeners)
+    assert (order.is_settled, len(listeners)) == (True, 0)
 
 
-def test_reset_starts_over(pool):
-    for before, settled, listeners in pool.run(reset_midway, 2):
-        assert before == (False, False, 0)
-        assert settled
-        assert listeners == 0
-
-
-def gone(ctx: Any, steps: int) -> list[str]:
-    """What is left of an object that is dropped after some steps."""
+@on_ranks(2)
+@pytest.mark.parametrize("steps", [0, 1, STEPS + 2, LAST + 1])
+def test_no_object_survives(ctx, steps):
     gc.collect()
     gc.disable()
     try:
@@ -230,17 +197,13 @@ def gone(ctx: Any, steps: int) -> list[str]:
         parts = (ddp, reducer, reducer.queue, reducer.rebuild_policy, reducer.hooks)
         seen = [weakref.ref(part) for part in parts]
         del ddp, reducer, parts
-        return [type(ref()).__name__ for ref in seen if ref() is not None]
+        assert [type(ref()).__name__ for ref in seen if ref() is not None] == []
     finally:
         gc.enable()
 
 
-@pytest.mark.parametrize("steps", [0, 1, STEPS + 2, LAST + 1])
-def test_no_object_survives(pool, steps):
-    assert pool.run(gone, 2, steps) == [[], []]
-
-
-def saved(ctx: Any) -> Any:
+@on_ranks(2)
+def test_a_layout_is_final_when_it_has_settled(ctx):
     ddp = made(DataParallel, ctx, bucket_cap_mb="auto")
     found = []
     for number in range(LAST + 2):
@@ -251,15 +214,9 @@ def saved(ctx: Any) -> Any:
     )
     step(ctx, again, 0)
     step(ctx, again, 1)
-    same = again._reducer.queue.layout == ddp._reducer.queue.layout
-    return found, same, again._reducer.rebuild_policy.is_due
-
-
-def test_a_layout_is_final_when_it_has_settled(pool):
-    for found, same, is_due in pool.run(saved, 2):
-        assert found == [False] * LAST + [True] * 2
-        assert same
-        assert not is_due
+    assert again._reducer.queue.layout == ddp._reducer.queue.layout
+    assert found == [False] * LAST + [True] * 2
+    assert not again._reducer.rebuild_policy.is_due
 
 
 def test_one_rank_has_nothing_to_tune(lone_group):

@@ -23,14 +23,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation, _find_tensors
 
 from minidp import DataParallel, Recorder, comm_hooks
-from tests.support.both import Scalars, both_equal, done, grads, on_both, same, x_of
+from tests.support.both import (
+    Scalars,
+    done,
+    grads,
+    on_both,
+    same,
+    values,
+    wrapped,
+    x_of,
+)
 from tests.support.fresh import run_fresh
+from tests.support.ranks import as_in_torch, on_ranks
 
 POST, PRE = _BufferCommHookLocation.POST_FORWARD, _BufferCommHookLocation.PRE_FORWARD
-
-
-def values(ddp):
-    return [None if g is None else g.item() for g in grads(ddp)]
 
 
 # --------------------------------------------------------------------------- the names
@@ -187,7 +193,9 @@ class Marked(Scalars):
         self.register_buffer("mark", torch.zeros(1))
 
 
-def buffer_hooked(ctx, wrap, location):
+@as_in_torch(2)
+@pytest.mark.parametrize("location", [PRE, POST])
+def test_module_buffer_hooks(ctx, wrap, location):
     """Averages a module buffer; the works are awaited in the next backward."""
     seen: list[str] = []
     works: list[Any] = []
@@ -215,14 +223,10 @@ def buffer_hooked(ctx, wrap, location):
     return history, seen
 
 
-@pytest.mark.parametrize("location", [PRE, POST])
-def test_module_buffer_hooks(pool, location):
-    both_equal(pool, buffer_hooked, location)
-
-
-def late_futures(ctx):
+@on_ranks(2)
+def test_futures_are_awaited_and_nobody_is_left_out(ctx):
     """A future that fails; then several at once, with a clipped step besides."""
-    ddp = DataParallel(Scalars(), process_group=ctx.group)
+    ddp = wrapped(ctx, Scalars())
     optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
     awaited: list[int] = []
     failed: Any = torch.futures.Future()
@@ -240,25 +244,21 @@ def late_futures(ctx):
     ddp.reducer._install_post_backward_futures([owe(2)])
     ddp.step_in_backward(optimizer, clip_grad_norm=0.25)
     ddp(x_of(ctx)).backward()
-    left = len(ddp._reducer.queue.owed)
+    assert len(ddp._reducer.queue.owed) == 0
     never: Any = torch.futures.Future()
     ddp.reducer._install_post_backward_futures([never])
     ddp.reducer._reset_state()  # whatever was owed is forgotten
     ddp(x_of(ctx)).backward()
-    return awaited, left, ddp.module.w[0].item()
-
-
-def test_futures_are_awaited_and_nobody_is_left_out(pool):
-    for awaited, left, value in pool.run(late_futures, 2):
-        assert awaited == [1, 2]
-        assert left == 0
-        assert value == pytest.approx(0.5)
+    assert awaited == [1, 2]
+    assert ddp.module.w[0].item() == pytest.approx(0.5)
 
 
 # ------------------------------------------------------------- changes after wrapping
 
 
-def late_static(ctx, wrap, when):
+@as_in_torch(2)
+@pytest.mark.parametrize("when", ["early", "twice", "late"])
+def test_set_static_graph(ctx, wrap, when):
     ddp = wrap(Scalars(2))
     if when == "twice":
         ddp._set_static_graph()
@@ -281,12 +281,8 @@ def late_static(ctx, wrap, when):
     return history, ddp.static_graph, ddp._get_ddp_logging_data()["static_graph"]
 
 
-@pytest.mark.parametrize("when", ["early", "twice", "late"])
-def test_set_static_graph(pool, when):
-    both_equal(pool, late_static, when)
-
-
-def moved(ctx, wrap):
+@as_in_torch(3)
+def test_update_process_group(ctx, wrap):
     """From three ranks to two of them, the other way round."""
     ddp = wrap(Scalars(2))
     ddp(x_of(ctx)).backward()
@@ -298,6 +294,7 @@ def moved(ctx, wrap):
         ddp.zero_grad()
         ddp(x_of(ctx)).backward()
     found = values(ddp), ddp._has_rebuilt_buckets
+    assert found[0] == [2.5, 2.5]
     for uses in ([0, 1], [0]):
         ddp._check_reducer_finalized()
         ddp(x_of(ctx), uses).backward()
@@ -308,12 +305,13 @@ def moved(ctx, wrap):
     return found
 
 
-def test_update_process_group(pool):
-    _, *others = both_equal(pool, moved, world_size=3)
-    assert [found for found, _ in others] == [[2.5, 2.5]] * 2
-
-
-def without_hooks(ctx, wrap, options):
+@as_in_torch(2)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"find_unused_parameters": True}, {"static_graph": True}],
+    ids=str,
+)
+def test_remove_autograd_hooks(ctx, wrap, options):
     ddp = wrap(Scalars(2), **options)
     ddp(x_of(ctx)).backward()
     ddp._remove_autograd_hooks()
@@ -326,19 +324,11 @@ def without_hooks(ctx, wrap, options):
     return values(ddp), [p.item() for p in ddp.parameters()]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"find_unused_parameters": True}, {"static_graph": True}],
-    ids=str,
-)
-def test_remove_autograd_hooks(pool, options):
-    both_equal(pool, without_hooks, options)
-
-
 # ------------------------------------------------------------------------ the reducer
 
 
-def as_a_pipeline_stage(ctx, wrap):
+@as_in_torch(2)
+def test_prepare_for_backward(ctx, wrap):
     """What torch.distributed.pipelining does with a DDP inside a stage."""
     ddp = wrap(Scalars(2))
     history = []
@@ -353,16 +343,13 @@ def as_a_pipeline_stage(ctx, wrap):
                 output.backward()
         ddp.reducer.prepare_for_backward(list(_find_tensors(outputs[-1])))
         outputs[-1].backward()
-        history.append((values(ddp), ddp.require_forward_param_sync))
+        assert values(ddp) == [9.0, 9.0]
+        history.append(ddp.require_forward_param_sync)
     return history
 
 
-def test_prepare_for_backward(pool):
-    for ours in both_equal(pool, as_a_pipeline_stage):
-        assert [found for found, _ in ours] == [[9.0, 9.0]] * 3
-
-
-def reducer_entries(ctx, wrap):
+@as_in_torch(2)
+def test_reducer_entries(ctx, wrap):
     ddp = wrap(Scalars(3), bucket_cap_mb_list=[0.000005])
     reducer = ddp.reducer
     reducer.prepare_for_forward()
@@ -390,25 +377,17 @@ def reducer_entries(ctx, wrap):
     return seen
 
 
-def test_reducer_entries(pool):
-    both_equal(pool, reducer_entries)
-
-
-def changing_graph(ctx, wrap):
+@as_in_torch(2)
+def test_graph_static(ctx, wrap):
     ddp = wrap(Scalars(2), find_unused_parameters=True)
-    seen = []
-    for uses in ([0], [0], [0, 1], [0]):
+    maps = []
+    for uses, is_static in (([0], True), ([0], True), ([0, 1], False), ([0], False)):
         ddp(x_of(ctx), uses).backward()
         ddp(x_of(ctx), uses)
-        used = ddp.reducer._get_local_used_map().tolist()
-        seen.append((ddp.reducer._ddp_graph_static(), used))
+        assert ddp.reducer._ddp_graph_static() == is_static
+        maps.append(ddp.reducer._get_local_used_map().tolist())
         ddp(x_of(ctx), uses).backward()
-    return seen
-
-
-def test_graph_static(pool):
-    for ours in both_equal(pool, changing_graph):
-        assert [is_static for is_static, _ in ours] == [True, True, False, False]
+    return maps
 
 
 def test_legacy_helpers(lone_group):
@@ -464,7 +443,8 @@ def test_logging_data(pool, options):
         assert ours[1]["forward_compute_time"] > 0
 
 
-def conditional_keys(ctx, wrap):
+@as_in_torch(2)
+def test_conditional_keys(ctx, wrap):
     ddp = wrap(Scalars(2))
     kind = dist.BuiltinCommHookType.ALLREDUCE
     ddp._register_builtin_comm_hook(kind)
@@ -479,10 +459,6 @@ def conditional_keys(ctx, wrap):
     return [{k: data.get(k) for k in picked} for data in (before, after)], (
         "Expected to have finished reduction" in after["error"]
     )
-
-
-def test_conditional_keys(pool):
-    both_equal(pool, conditional_keys)
 
 
 def test_sample_rate(lone_group):
@@ -510,7 +486,8 @@ def test_backward_stats(lone_group):
 # -------------------------------------------------------------------------- device mesh
 
 
-def tensor_parallel(ctx):
+@on_ranks(4)
+def test_tensor_parallel_inside(ctx):
     """Two by two: replicas of a block that is sharded over two ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -531,14 +508,8 @@ def tensor_parallel(ctx):
             optimizer.step()
             optimizer.zero_grad()
         results.append((history, [p.detach().clone() for p in params]))
-    return results
-
-
-def test_tensor_parallel_inside(pool):
-    results = pool.run(tensor_parallel, 4)
-    for rank, (theirs, ours) in enumerate(results):
-        assert same(theirs, ours), f"rank {rank}: {theirs}, {ours}"
-        assert len(ours[0][0]) == 4
+    assert same(*results)
+    assert len(params) == 4
 
 
 # -------------------------------------------------------------------------- environment
@@ -575,30 +546,28 @@ def test_distributed_debug(level):
         assert again == [1.5] * 3
 
 
-def rebuilt(ctx):
-    seen = []
-    for wrap in (DistributedDataParallel, DataParallel):
-        torch.manual_seed(0)
-        net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-        dist._DEFAULT_FIRST_BUCKET_BYTES = 20_000  # type: ignore[attr-defined]
-        ddp: Any = wrap(net)
-        for _ in range(3):
-            ddp.zero_grad()
-            ddp(torch.ones(2, 64) * (ctx.rank + 1)).sum().backward()
-        ddp(torch.ones(2, 64))
-        data = ddp._get_ddp_logging_data()
-        keys = ("rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices")
-        seen.append(([data[key] for key in keys], grads(net)))
-    return seen
+LAST_CAP = {
+    "PYTORCH_DDP_USE_SIDE_STREAM": "0",
+    "DDP_DISABLE_COMM_MEM": "0",
+    "DDP_SET_LAST_BUCKET_CAP": "1",
+}
 
 
-def test_environment_variables():
+@as_in_torch(2, fresh={"env": LAST_CAP, "timeout": 90.0, "group_timeout": 20})
+def test_environment_variables(ctx, wrap):
     """The small bucket is the last one; the two others change nothing here."""
-    env = {"PYTORCH_DDP_USE_SIDE_STREAM": "0", "DDP_DISABLE_COMM_MEM": "0"}
-    env["DDP_SET_LAST_BUCKET_CAP"] = "1"
-    for theirs, ours in run_fresh(rebuilt, 2, env=env, timeout=90.0, group_timeout=20):
-        assert same(theirs, ours), (theirs[0], ours[0])
-        (sizes, indices), _ = ours
-        assert indices.split(", ")[-1].startswith("0 1")  # ascending, too
-        first, last = map(int, sizes.split(", "))
-        assert first > last >= 20_000
+    net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 20_000  # type: ignore[attr-defined]
+    ddp = wrap(net)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.ones(2, 64) * (ctx.rank + 1)).sum().backward()
+    ddp(torch.ones(2, 64))
+    data = ddp._get_ddp_logging_data()
+    sizes, indices = (
+        data[f"rebuilt_{name}"] for name in ("bucket_sizes", "per_bucket_param_indices")
+    )
+    assert indices.split(", ")[-1].startswith("0 1")  # ascending, too
+    first, last = map(int, sizes.split(", "))
+    assert first > last >= 20_000
+    return sizes, indices, grads(net)

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.both import MODES, grads, modes, on_both, same
+from tests.support.both import MODES, grads, on_both, same
 from tests.support.compiling import Counting, clean_compiler, compiled_backwards
+from tests.support.ranks import as_in_torch, on_ranks
 
 
 class Net(nn.Module):
@@ -81,58 +82,53 @@ def trained(ctx, wrap, place, mode, backend, config):
         return history(ctx, wrap, place, mode, how, mode in MODES[:2])
 
 
-def assert_as_torch_and_uncompiled(pool, place, mode, backend="", world_size=2):
-    plain = pool.run(on_both, world_size, trained, "", mode, "", {})
-    compiled = pool.run(on_both, world_size, trained, place, mode, backend, {})
-    for (_, ours_plain), (theirs, ours) in zip(plain, compiled, strict=True):
-        assert same(theirs, ours), f"torch {theirs}, minidp {ours}"
-        assert place == "step" or same(ours_plain, ours)
-        assert same(compiled[0][1][0], ours[0])  # the same gradients on all ranks
+SLOW = pytest.mark.slow
+VIEWS = {"gradient_as_bucket_view": True}
 
 
-@modes
-def test_compiled_wrapper(pool, mode):
-    assert_as_torch_and_uncompiled(pool, "wrapper", mode)
+@on_ranks()
+@pytest.mark.parametrize(
+    ("where", "place", "mode", "backend"),
+    [
+        *((2, "wrapper", mode, "") for mode in MODES),
+        *((2, place, VIEWS, "") for place in ("in place", "module", "step")),
+        *((2, "wrapper", {}, "aot_eager"), (1, "wrapper", {}, "")),
+        *(pytest.param(2, "step", mode, "aot_eager", marks=SLOW) for mode in MODES),
+    ],
+    ids=str,
+)
+def test_compiled_as_on_torch_and_as_uncompiled(ctx, place, mode, backend):
+    _, plain = on_both(ctx, trained, "", mode, "", {})
+    theirs, ours = on_both(ctx, trained, place, mode, backend, {})
+    assert not isinstance(ours, str), ours
+    assert same(theirs, ours)
+    assert place == "step" or same(plain, ours)
+    return ours[0]  # the same gradients on all ranks
 
 
-@pytest.mark.parametrize("place", ["in place", "module", "step"])
-def test_places_to_compile(pool, place):
-    assert_as_torch_and_uncompiled(pool, place, {"gradient_as_bucket_view": True})
-
-
-def test_aot_autograd_and_one_rank(pool):
-    assert_as_torch_and_uncompiled(pool, "wrapper", {}, "aot_eager")
-    assert_as_torch_and_uncompiled(pool, "wrapper", {}, world_size=1)
-
-
-@pytest.mark.slow
-@modes
-def test_compiled_step(pool, mode):
-    assert_as_torch_and_uncompiled(pool, "step", mode, "aot_eager")
-
-
-def test_python_reducer_of_torch_changes_nothing(pool):
-    plain = pool.run(on_both, 2, trained, "", {}, "", {})
+@on_ranks(2)
+def test_python_reducer_of_torch_changes_nothing(ctx):
+    _, expected = on_both(ctx, trained, "", {}, "", {})
     config = {"optimize_ddp": "python_reducer"}
-    compiled = pool.run(on_both, 2, trained, "wrapper", {}, "", config)
-    for (_, expected), (_, found) in zip(plain, compiled, strict=True):
-        assert same(expected, found)
+    _, found = on_both(ctx, trained, "wrapper", {}, "", config)
+    assert same(expected, found)
 
 
-@pytest.mark.slow
-def test_inductor(pool):
-    plain = pool.run(on_both, 2, trained, "", {}, "", {})
-    how = ("wrapper", {}, "inductor", {})
-    compiled = pool.run(on_both, 2, trained, *how, limit=200)
-    for (_, expected), (_, ours) in zip(plain, compiled, strict=True):
-        torch.testing.assert_close(ours, expected)
-    assert same(compiled[0][1][0], compiled[1][1][0])
+@on_ranks(2, limit=200)
+@SLOW
+def test_inductor(ctx):
+    _, expected = on_both(ctx, trained, "", {}, "", {})
+    _, ours = on_both(ctx, trained, "wrapper", {}, "inductor", {})
+    torch.testing.assert_close(ours, expected)
+    return ours[0]
 
 
 # -- with other features ---------------------------------------------------------------
 
 
-def with_feature(ctx, wrap, feature):
+@as_in_torch(2)
+@pytest.mark.parametrize("feature", ["reentrant", "non-reentrant", "amp"])
+def test_checkpoint_and_amp_in_a_compiled_wrapper(ctx, wrap, feature):
     with clean_compiler():
         ddp = wrap(Net(checkpointed=feature.removeprefix("amp")))
         compiled = torch.compile(ddp, backend="eager")
@@ -146,14 +142,6 @@ def with_feature(ctx, wrap, feature):
             scaler.step(optimizer)
             scaler.update()
         return grads(ddp), [p.detach().clone() for p in ddp.parameters()]
-
-
-@pytest.mark.parametrize("feature", ["reentrant", "non-reentrant", "amp"])
-def test_checkpoint_and_amp_in_a_compiled_wrapper(pool, feature):
-    results = pool.run(on_both, 2, with_feature, feature)
-    for theirs, ours in results:
-        assert same(theirs, ours), f"torch {theirs}, minidp {ours}"
-        assert same(ours, results[0][1])
 
 
 # -- compiled autograd -----------------------------------------------------------------
@@ -187,28 +175,29 @@ def in_backwards(autograd):
     return compiled_backwards(autograd)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("mode", MODES[:2], ids=lambda m: "-".join(m) or "default")
 @pytest.mark.parametrize(
     ("autograd", "place"),
-    [("captured", ""), pytest.param("eager", "wrapper", marks=pytest.mark.slow)],
+    [("captured", ""), pytest.param("eager", "wrapper", marks=SLOW)],
 )
-def test_compiled_autograd_gives_the_same_gradients(pool, mode, autograd, place):
+def test_compiled_autograd_gives_the_same_gradients(ctx, mode, autograd, place):
     """Torch refuses."""
-    plain = pool.run(on_both, 2, some_steps, "", mode, "")
-    compiled = pool.run(on_both, 2, some_steps, autograd, mode, place)
-    for (_, expected), (theirs, ours) in zip(plain, compiled, strict=True):
-        assert "Compiled autograd is not compatible with C++ DDP Reducer" in theirs
-        assert same(expected, ours), ours
+    _, expected = on_both(ctx, some_steps, "", mode, "")
+    theirs, ours = on_both(ctx, some_steps, autograd, mode, place)
+    assert "Compiled autograd is not compatible with C++ DDP Reducer" in theirs
+    assert same(expected, ours), ours
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("mode", MODES[2:], ids=lambda m: "-".join(m))
-def test_compiled_autograd_refuses_modes_that_need_the_end(pool, mode):
-    for theirs, ours in pool.run(on_both, 2, refused_then_reset, mode):
-        assert "Compiled autograd is not compatible with C++ DDP Reducer" in theirs
-        assert ours[0].startswith("[rank ")
-        assert "Compiled autograd does not say when a backward ends" in ours[0]
-        assert "compiled_autograd = False" in ours[0]
-        assert same(ours[1], ours[2])
+def test_compiled_autograd_refuses_modes_that_need_the_end(ctx, mode):
+    theirs, (refusal, after_reset, fresh) = on_both(ctx, refused_then_reset, mode)
+    assert "Compiled autograd is not compatible with C++ DDP Reducer" in theirs
+    assert refusal.startswith("[rank ")
+    assert "Compiled autograd does not say when a backward ends" in refusal
+    assert "compiled_autograd = False" in refusal
+    assert same(after_reset, fresh)
 
 
 def refused_then_reset(ctx, wrap, mode):

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from minidp import DataParallel
-from tests.support.both import both_equal, grads, same
+from minidp import DataParallel, ReplicaMismatchError
+from tests.support.both import grads, same, wrapped
+from tests.support.ranks import as_in_torch, on_ranks
 from tests.support.tracing import collective_trace
 
 
@@ -36,7 +37,9 @@ def delaying(module: nn.Module, *prefixes: str, until: int = 0) -> dict[str, Any
     return {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": hooked}
 
 
-def as_in_torch(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
+@as_in_torch(2)
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+def test_side_by_side_where_torch_is_right(ctx, wrap, options):
     """Torch reduces when the hooked gradient comes: that of the first parameter."""
     module = Mixed()
     module.register_parameter("scale", nn.Parameter(torch.ones(3)))
@@ -53,12 +56,6 @@ def as_in_torch(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
     return history
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
-def test_side_by_side_where_torch_is_right(pool: Any, options: dict[str, Any]) -> None:
-    ours = both_equal(pool, as_in_torch, options)
-    assert not any(isinstance(each, str) for each in ours), ours
-
-
 def averages(ctx: Any, module: nn.Module) -> list[torch.Tensor]:
     """The mean of the ranks' gradients, by hand."""
     module(batch(ctx)).backward()
@@ -71,20 +68,7 @@ def averages(ctx: Any, module: nn.Module) -> list[torch.Tensor]:
     return found  # type: ignore[return-value]
 
 
-def in_any_dtype(ctx: Any, dtypes: Any, late: list[str], until: int) -> Any:
-    torch.manual_seed(ctx.rank)
-    module = Mixed(dtypes)
-    options = delaying(module, *late, until=until)
-    ddp = DataParallel(module, process_group=ctx.group, **options)
-    expected = averages(ctx, module)
-    with collective_trace() as trace:
-        ddp(batch(ctx)).backward()
-    found = grads(module)
-    ddp.zero_grad()
-    ddp(batch(ctx)).backward()  # rebuilt
-    return found, grads(module), expected, [t for t in trace if t[0] == "all_reduce"]
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     "dtypes",
     [
@@ -96,39 +80,39 @@ def in_any_dtype(ctx: Any, dtypes: Any, late: list[str], until: int) -> Any:
 )
 @pytest.mark.parametrize("late", [["layers.0"], ["layers.1", "layers.3"], ["layers"]])
 @pytest.mark.parametrize("until", [0, -1])
-def test_any_dtype_and_any_hooked_parameter(
-    pool: Any, dtypes: Any, late: list[str], until: int
-) -> None:
+def test_any_dtype_and_any_hooked_parameter(ctx, dtypes, late, until):
     """All delayed, or the hooked gradient first: torch is unusable, or wrong."""
-    for found, again, expected, trace in pool.run(in_any_dtype, 2, dtypes, late, until):
-        assert same(found, again)
-        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
-        delayed = [dtypes[i] for i in range(4) if f"layers.{i}".startswith(tuple(late))]
-        last = trace[-len(set(delayed)) :]
-        assert set(last) == {
-            ("all_reduce", 12 * delayed.count(dtype), str(dtype)) for dtype in delayed
-        }
+    torch.manual_seed(ctx.rank)
+    module = Mixed(dtypes)
+    options = delaying(module, *late, until=until)
+    ddp = DataParallel(module, process_group=ctx.group, **options)
+    expected = averages(ctx, module)
+    with collective_trace() as trace:
+        ddp(batch(ctx)).backward()
+    found = grads(module)
+    ddp.zero_grad()
+    ddp(batch(ctx)).backward()  # rebuilt
+    assert same(found, grads(module))
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    delayed = [dtypes[i] for i in range(4) if f"layers.{i}".startswith(tuple(late))]
+    last = [t for t in trace if t[0] == "all_reduce"][-len(set(delayed)) :]
+    assert set(last) == {
+        ("all_reduce", 12 * delayed.count(dtype), str(dtype)) for dtype in delayed
+    }
 
 
-def sparse(ctx: Any) -> Any:
+@on_ranks(2)
+def test_sparse_gradients_may_be_delayed(ctx):
     module = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 1))
-    delayed = delaying(module, "0.weight", "1.bias")
-    ddp = DataParallel(module, process_group=ctx.group, **delayed)
-    found = []
+    ddp = wrapped(ctx, module, **delaying(module, "0.weight", "1.bias"))
+    factors = torch.tensor([[0.5], [0.5], [0.0], [1.0]])
     for _ in range(3):
         ddp.zero_grad()
         ddp(torch.tensor([ctx.rank, 3])).sum().backward()
         grad = module[0].weight.grad
-        found.append((grad.is_sparse, grad.to_dense(), module[1].weight.detach()))
-    return found
-
-
-def test_sparse_gradients_may_be_delayed(pool: Any) -> None:
-    factors = torch.tensor([[0.5], [0.5], [0.0], [1.0]])
-    for found in pool.run(sparse, 2):
-        for is_sparse, grad, head in found:
-            assert is_sparse
-            torch.testing.assert_close(grad, factors * head)
+        assert grad.is_sparse
+        expected = factors * module[1].weight.detach()
+        torch.testing.assert_close(grad.to_dense(), expected)
 
 
 def without_init_sync(ctx: Any) -> Any:
@@ -144,39 +128,25 @@ def test_delayed_parameters_start_equal_even_without_init_sync(pool: Any) -> Non
     assert [*is_same] == [False] * 4 + [True] * 2 + [False] * 2
 
 
-def of_another_module(ctx: Any) -> Any:
+@on_ranks(2)
+def test_parameters_of_another_module_may_be_delayed(ctx):
     """What is not in the module, or is on its ignore list."""
     module, other = Mixed(), nn.Linear(3, 3)
     ignored, inner = "layers.0.weight", module.layers[0].weight
     DataParallel._set_params_and_buffers_to_ignore_for_model(module, [ignored])
-    ddp = DataParallel(
-        module,
-        process_group=ctx.group,
-        find_unused_parameters=True,
-        delay_all_reduce_named_params=[
-            ("other.weight", other.weight),
-            (ignored, inner),
-        ],
-        param_to_hook_all_reduce=other.weight,
-    )
+    named = [("other.weight", other.weight), (ignored, inner)]
+    options = {"find_unused_parameters": True, "delay_all_reduce_named_params": named}
+    ddp = wrapped(ctx, module, param_to_hook_all_reduce=other.weight, **options)
     (ddp(batch(ctx)) + other(batch(ctx)).sum()).backward()
     return [other.weight.grad, inner.grad]
 
 
-def test_parameters_of_another_module_may_be_delayed(pool: Any) -> None:
-    assert same(*pool.run(of_another_module, 2))
-
-
-def ranks_differ(ctx: Any, what: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["delayed", "skip_all_reduce_unused_params"])
+def test_what_ranks_send_must_be_the_same(ctx, what):
     module = Mixed()
     options: dict[str, Any] = {what: ctx.rank == 1}
     if what == "delayed":
         options = delaying(module, f"layers.{ctx.rank}")
-    DataParallel(module, process_group=ctx.group, **options)
-
-
-@pytest.mark.parametrize("what", ["delayed", "skip_all_reduce_unused_params"])
-def test_what_ranks_send_must_be_the_same(pool: Any, what: str) -> None:
-    for error in pool.run(ranks_differ, 2, what, errors="return"):
-        assert error.is_a("ReplicaMismatchError")
-        assert f"option {what}" in error.message
+    with pytest.raises(ReplicaMismatchError, match=f"option {what}"):
+        wrapped(ctx, module, **options)

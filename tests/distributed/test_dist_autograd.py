@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.optim import DistributedOptimizer
 
 import minidp
-from minidp import DataParallel
-from tests.support.both import Scalars, on_both, same, x_of
+from tests.support.both import Scalars, on_both, same, wrapped, x_of
+from tests.support.ranks import on_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -46,18 +45,14 @@ def rpc_workers(ctx, folder):
         rpc.shutdown()
 
 
+# Always these ranks: RPC names its groups by how many there were.
+on_three_ranks = on_ranks(3)
+
+
 def over_rpc(ctx, folder, scenario, *args):
+    """(torch's, minidp's) result."""
     with rpc_workers(ctx, folder):
         return on_both(ctx, scenario, *args)
-
-
-def run(pool, scenario, *args):
-    """Per rank (torch's, minidp's) result.
-
-    On three ranks, always the same ones: RPC names its groups by how many there were.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        return pool.run(over_rpc, 3, folder, scenario, *args)
 
 
 class Net(nn.Module):
@@ -96,23 +91,24 @@ def train(ctx, wrap, options, hook):
     return [*log, [p.detach().clone() for p in ddp.parameters()]]
 
 
+@on_three_ranks
 @pytest.mark.parametrize("name", [*OPTIONS, "hook"])
-def test_gradients_in_the_context_are_averages(pool, name):
+def test_gradients_in_the_context_are_averages(ctx, name, tmp_path):
     hook = default_hooks.fp16_compress_hook if name == "hook" else None
-    results = run(pool, train, OPTIONS.get(name, {}), hook)
-    for theirs, ours in results:
-        assert isinstance(ours, list), ours
-        assert same(theirs, ours)
-        assert same(ours, results[0][1]), "ranks differ"
+    theirs, ours = over_rpc(ctx, tmp_path, train, OPTIONS.get(name, {}), hook)
+    assert isinstance(ours, list), ours
+    assert same(theirs, ours)
+    return ours
 
 
-def test_torch_fails_with_batched_copies(pool):
-    batched = run(pool, train, {"batched_grad_copy": True}, None)
-    plain = run(pool, train, {}, None)
-    for (theirs, ours), (expected, _) in zip(batched, plain, strict=True):
-        assert "INTERNAL ASSERT" in theirs
-        # Divided, not multiplied: a last bit, which later steps blow up.
-        torch.testing.assert_close(expected[0], ours[0])
+@on_three_ranks
+def test_torch_fails_with_batched_copies(ctx, tmp_path):
+    with rpc_workers(ctx, tmp_path):
+        theirs, ours = on_both(ctx, train, {"batched_grad_copy": True}, None)
+        expected, _ = on_both(ctx, train, {}, None)
+    assert "INTERNAL ASSERT" in theirs
+    # Divided, not multiplied: a last bit, which later steps blow up.
+    torch.testing.assert_close(expected[0], ours[0])
 
 
 def gradient(ddp, context):
@@ -136,13 +132,14 @@ def several_backwards(ctx, wrap, options):
     return log
 
 
+@on_three_ranks
 @pytest.mark.parametrize("name", OPTIONS)
-def test_several_backwards_in_a_context(pool, name):
-    for theirs, ours in run(pool, several_backwards, OPTIONS[name]):
-        if name != "views":  # torch writes averages over what .grad holds
-            assert same(theirs, ours)
-        assert ours[:4] == [[2.0] * 2, [22.0] * 2, ours[2], [26.0] * 2]
-        assert ours[4:] == [[2.0] * 2, [2.0] * 2]
+def test_several_backwards_in_a_context(ctx, name, tmp_path):
+    theirs, ours = over_rpc(ctx, tmp_path, several_backwards, OPTIONS[name])
+    if name != "views":  # torch writes averages over what .grad holds
+        assert same(theirs, ours)
+    assert ours[:4] == [[2.0] * 2, [22.0] * 2, ours[2], [26.0] * 2]
+    assert ours[4:] == [[2.0] * 2, [2.0] * 2]
 
 
 class Two(nn.Module):
@@ -167,18 +164,20 @@ def disjoint(ctx, wrap):
         return gradient(ddp, context)
 
 
-def test_two_backwards_may_share_a_reduction(pool):
-    for theirs, ours in run(pool, disjoint):
-        assert theirs == ours == [2.0, 2.0]
+@on_three_ranks
+def test_two_backwards_may_share_a_reduction(ctx, tmp_path):
+    assert over_rpc(ctx, tmp_path, disjoint) == ([2.0, 2.0], [2.0, 2.0])
 
 
-def refused(ctx, wrap):
+@on_three_ranks
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [(False, ["different places", "b.w.0"]), (True, ["steps in the backward"])],
+)
+def test_what_cannot_be_done_in_a_context(ctx, steps, says, tmp_path):
     """Half of a reduction in .grad, half in a context; an optimizer in the backward."""
-    if wrap(Scalars()).__class__ is not DataParallel:
-        return []
-    failures = []
-    for steps in (False, True):
-        ddp = wrap(Two())
+    with rpc_workers(ctx, tmp_path):
+        ddp = wrapped(ctx, Two())
         if steps:
             ddp.step_in_backward(torch.optim.SGD(ddp.parameters(), lr=1.0))
         a, b = ddp(x_of(ctx))
@@ -186,39 +185,25 @@ def refused(ctx, wrap):
             a.backward()
         with dist_autograd.context() as context, pytest.raises(RuntimeError):
             dist_autograd.backward(context, [b])
-        failures.append(ddp._reducer.failure)
-    return failures
+        assert all(text in ddp._reducer.failure for text in says)
 
 
-def test_what_cannot_be_done_in_a_context(pool):
-    for _, (places, steps) in run(pool, refused):
-        assert "different places" in places
-        assert "b.w.0" in places
-        assert "steps in the backward" in steps
-
-
-def used_on_rank_0(ctx, wrap):
-    ddp = wrap(Scalars(2), find_unused_parameters=True)
-    if not isinstance(ddp, DataParallel):
-        return ""
-    with dist_autograd.context() as context:
-        loss = ddp(x_of(ctx), range(2 if ctx.rank == 0 else 1)).sum()
-        with pytest.raises(RuntimeError):
-            dist_autograd.backward(context, [loss])
-    with pytest.raises(minidp.ReducerFailedError):
-        ddp(x_of(ctx))
-    failure = ddp._reducer.failure
-    ddp.reset()
-    with dist_autograd.context() as context:  # unused by all ranks: it stays away
-        dist_autograd.backward(context, [ddp(x_of(ctx), [0]).sum()])
-        return failure, gradient(ddp, context)
-
-
-def test_used_on_some_ranks_only(pool):
-    for _, (failure, after) in run(pool, used_on_rank_0):
-        assert "on some ranks only" in failure
-        assert "w.1" in failure
-        assert after == [2.0, None]
+@on_three_ranks
+def test_used_on_some_ranks_only(ctx, tmp_path):
+    with rpc_workers(ctx, tmp_path):
+        ddp = wrapped(ctx, Scalars(2), find_unused_parameters=True)
+        with dist_autograd.context() as context:
+            loss = ddp(x_of(ctx), range(2 if ctx.rank == 0 else 1)).sum()
+            with pytest.raises(RuntimeError):
+                dist_autograd.backward(context, [loss])
+        with pytest.raises(minidp.ReducerFailedError):
+            ddp(x_of(ctx))
+        assert "on some ranks only" in ddp._reducer.failure
+        assert "w.1" in ddp._reducer.failure
+        ddp.reset()
+        with dist_autograd.context() as context:  # unused by all ranks: it stays away
+            dist_autograd.backward(context, [ddp(x_of(ctx), [0]).sum()])
+            assert gradient(ddp, context) == [2.0, None]
 
 
 class Referring(nn.Module):
@@ -241,9 +226,10 @@ def through_an_rref(ctx, wrap):
     return log
 
 
-def test_outputs_are_found_behind_an_rref(pool):
-    for theirs, ours in run(pool, through_an_rref):
-        assert theirs == ours == [[2.0, False], [4.0, False]]
+@on_three_ranks
+def test_outputs_are_found_behind_an_rref(ctx, tmp_path):
+    expected = [[2.0, False], [4.0, False]]
+    assert over_rpc(ctx, tmp_path, through_an_rref) == (expected, expected)
 
 
 # ------------------------------------------------- threads that share a forward, no RPC
@@ -251,7 +237,6 @@ def test_outputs_are_found_behind_an_rref(pool):
 
 def two_threads(ctx, wrap, options):
     """The second backward runs inside the first one, on a thread of its own."""
-    torch.manual_seed(0)
     ddp = wrap(nn.ModuleList([nn.Linear(40, 40) for _ in range(2)]), **options)
     layers = ddp.module
     layers.forward = lambda x: [layer(x).square().sum() for layer in layers]
@@ -275,10 +260,10 @@ def two_threads(ctx, wrap, options):
     return log
 
 
+@on_three_ranks
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0}], ids=str)
-def test_two_threads_run_backwards_of_one_forward(pool, options):
-    results = pool.run(on_both, 3, two_threads, options)
-    for theirs, ours in results:
-        assert isinstance(ours, list), ours
-        assert same(theirs, ours)
-        assert same(ours, results[0][1])
+def test_two_threads_run_backwards_of_one_forward(ctx, options):
+    theirs, ours = on_both(ctx, two_threads, options)
+    assert isinstance(ours, list), ours
+    assert same(theirs, ours)
+    return ours

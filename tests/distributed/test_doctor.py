@@ -16,6 +16,7 @@ import minidp
 from minidp import doctor
 from minidp.doctor.checks import collectives
 from tests.support.broken import NoReduce
+from tests.support.ranks import on_ranks
 
 
 def attached(net, **options):
@@ -55,24 +56,8 @@ def unwell(report):
     }
 
 
-def test_model_faults(pool):
-    for found in pool.run(model_faults, 2):
-        assert found == {
-            "sound": {},
-            "small batch": {"batch norm": "warning"},
-            "unused": {"unused parameters": "failed"},
-            "flag": {"unused parameters": "warning"},
-            "same dropout": {"random streams": "warning"},
-            "other seeds": {"replicas": "failed"},
-            "attached": {},
-            "attached, flag": {"unused parameters": "warning"},
-            "attached, other seeds": {"replicas": "failed"},
-            "one rank's buffer": {"devices": "failed"},
-            "not wrapped": {},
-        }
-
-
-def model_faults(ctx):
+@on_ranks(2)
+def test_model_faults(ctx):
     def check(net, wrap=True, seed=None, **options):
         if wrap:
             net = minidp.DataParallel(net, process_group=ctx.group, **options)
@@ -86,52 +71,32 @@ def model_faults(ctx):
         torch.manual_seed(ctx.rank)
         return Net(**options)
 
-    x = torch.ones(8, 2)
-    found = {
-        "sound": check(Net()),
-        "small batch": check(Net(norm=True)),
-        "unused": check(Net(spare=True)),
-        "flag": check(Net(), find_unused_parameters=True),
-        "same dropout": check(Net(drop=True), seed=0),
-        "other seeds": check(seeded(), init_sync=False),
-        "attached": check(attached(Net(), process_group=ctx.group), wrap=False),
-        "attached, flag": check(
-            attached(Net(), process_group=ctx.group, find_unused_parameters=True),
-            wrap=False,
-        ),
-        "attached, other seeds": check(
-            attached(seeded(), process_group=ctx.group, init_sync=False), wrap=False
-        ),
-    }
+    def attach(net, **options):
+        return attached(net, process_group=ctx.group, **options)
+
+    x, unused = torch.ones(8, 2), "unused parameters"
+    assert check(Net()) == {}
+    assert check(Net(norm=True)) == {"batch norm": "warning"}
+    assert check(Net(spare=True)) == {unused: "failed"}
+    assert check(Net(), find_unused_parameters=True) == {unused: "warning"}
+    assert check(Net(drop=True), seed=0) == {"random streams": "warning"}
+    assert check(seeded(), init_sync=False) == {"replicas": "failed"}
+    assert check(attach(Net()), wrap=False) == {}
+    net = attach(Net(), find_unused_parameters=True)
+    assert check(net, wrap=False) == {unused: "warning"}
+    net = attach(seeded(), init_sync=False)
+    assert check(net, wrap=False) == {"replicas": "failed"}
+    assert check(seeded(), wrap=False) == {}
     net = Net()
     if ctx.rank == 1:
         net.register_buffer("late", torch.ones(1, device="meta"))
     report = doctor.check_model(net, process_group=ctx.group, quiet=True)
     assert [f.ranks for f in report if f.status.value == "failed"] == [(1,)]
-    found["one rank's buffer"] = unwell(report)
-    found["not wrapped"] = check(seeded(), wrap=False)
-    return found
+    assert unwell(report) == {"devices": "failed"}
 
 
-def test_loader_faults(pool):
-    for found in pool.run(loader_faults, 2):
-        assert found == {
-            "sound": {},
-            "own subset": {},
-            "no sampler": {"sampler": "warning"},
-            "shuffled": {"sampler": "warning"},
-            "always rank 0": {"sampler": "failed", "parts": "failed"},
-            "own seeds": {"parts": "failed"},
-            "own lengths": {"batches": "failed", "parts": "failed"},
-            "same augmentation": {"random streams": "warning"},
-        }
-
-
-class Augmented(TensorDataset):
-    transform = staticmethod(torch.flip)
-
-
-def loader_faults(ctx):
+@on_ranks(2)
+def test_loader_faults(ctx):
     def split(data=DATA, **options):
         options = {"num_replicas": 2, "rank": ctx.rank, **options}
         return DataLoader(data, 4, sampler=DistributedSampler(data, **options))
@@ -144,36 +109,26 @@ def loader_faults(ctx):
         return unwell(report)
 
     half = Subset(DATA, range(32 * ctx.rank, 32 * ctx.rank + 32))
-    return {
-        "sound": check(split()),
-        "own subset": check(DataLoader(half, 4, shuffle=True)),
-        "no sampler": check(DataLoader(DATA, 4)),
-        "shuffled": check(DataLoader(DATA, 4, shuffle=True)),
-        "always rank 0": check(split(rank=0)),
-        "own seeds": check(split(seed=ctx.rank)),
-        "own lengths": check(split(TensorDataset(*DATA[: 32 + 16 * ctx.rank]))),
-        "same augmentation": check(split(Augmented(*DATA.tensors)), seed=0),
-    }
+    other_length = TensorDataset(*DATA[: 32 + 16 * ctx.rank])
+    augmented = split(Augmented(*DATA.tensors))
+    both = {"parts": "failed"}
+    assert check(split()) == {}
+    assert check(DataLoader(half, 4, shuffle=True)) == {}
+    assert check(DataLoader(DATA, 4)) == {"sampler": "warning"}
+    assert check(DataLoader(DATA, 4, shuffle=True)) == {"sampler": "warning"}
+    assert check(split(rank=0)) == {"sampler": "failed"} | both
+    assert check(split(seed=ctx.rank)) == both
+    assert check(split(other_length)) == {"batches": "failed"} | both
+    assert check(augmented, seed=0) == {"random streams": "warning"}
 
 
+class Augmented(TensorDataset):
+    transform = staticmethod(torch.flip)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_training_faults(pool, wrapper, tmp_path):
-    for found in pool.run(training_faults, 2, wrapper, str(tmp_path)):
-        assert found == {
-            "sound": {},
-            "accumulates with no_sync": {},
-            "no set_epoch": {"set_epoch": "warning"},
-            "same batches": {"batches": "failed"},
-            "accumulates": {"accumulation": "warning"},
-            "flag": {"find_unused": "warning"},
-            "flag needed": {},
-            "saves": {"saving": "failed"},
-            "prints": {"printing": "warning"},
-            "ragged": {"mean of means": "warning"},
-        }
-
-
-def training_faults(ctx, wrapper, folder):
+def test_training_faults(ctx, wrapper, tmp_path):
     def train(deeds=(), net=None, **options):
         net = net or Net()
         model = WRAPPERS[wrapper](net, process_group=ctx.group, **options)
@@ -190,21 +145,19 @@ def training_faults(ctx, wrapper, folder):
                 if "prints" in deeds or ctx.rank == 0:
                     print("epoch", epoch)
             if "saves" in deeds or ctx.rank == 0:
-                torch.save({}, f"{folder}/last.pt")
+                torch.save({}, tmp_path / "last.pt")
         return unwell(watched.report)
 
-    return {
-        "sound": train(),
-        "accumulates with no_sync": train(("no_sync",)),
-        "no set_epoch": train(("no set_epoch",)),
-        "same batches": train(("same batches",)),
-        "accumulates": train(("accumulates",)),
-        "flag": train(find_unused_parameters=True),
-        "flag needed": train(net=Net(spare=True), find_unused_parameters=True),
-        "saves": train(("saves",)),
-        "prints": train(("prints",)),
-        "ragged": train(("ragged",)),
-    }
+    assert train() == {}
+    assert train(("no_sync",)) == {}
+    assert train(("no set_epoch",)) == {"set_epoch": "warning"}
+    assert train(("same batches",)) == {"batches": "failed"}
+    assert train(("accumulates",)) == {"accumulation": "warning"}
+    assert train(find_unused_parameters=True) == {"find_unused": "warning"}
+    assert train(net=Net(spare=True), find_unused_parameters=True) == {}
+    assert train(("saves",)) == {"saving": "failed"}
+    assert train(("prints",)) == {"printing": "warning"}
+    assert train(("ragged",)) == {"mean of means": "warning"}
 
 
 def step(model, optimizer, x, deeds, *, is_last):
@@ -230,13 +183,9 @@ def watched_steps(ctx, model, step, end=lambda: None):
     return watched.report
 
 
-def test_torch_ddp_that_is_gone_around(pool):
+@on_ranks(2)
+def test_torch_ddp_that_is_gone_around(ctx):
     """Torch's DDP says nothing when ``.module`` is called; minidp raises by itself."""
-    for found in pool.run(gone_around, 2):
-        assert found == {"gradients": "failed", "replicas": "failed"}
-
-
-def gone_around(ctx):
     model = DistributedDataParallel(Net(), process_group=ctx.group)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
 
@@ -244,10 +193,22 @@ def gone_around(ctx):
         model.module(x).sum().backward()
         optimizer.step()
 
-    return unwell(watched_steps(ctx, model, step))
+    found = unwell(watched_steps(ctx, model, step))
+    assert found == {"gradients": "failed", "replicas": "failed"}
 
 
-def replicas_apart(ctx, wrapper, deed):
+@on_ranks(2)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    ("deed", "status", "found", "remedy"),
+    [
+        ("", "ok", "before and after", ""),
+        ("checkpoint on one rank", "failed", "ranks began with", "load a checkpoint"),
+        ("by hand", "failed", "equal before, but then", "what changes parameters on"),
+        ("steps inside no_sync", "warning", "equal before, but", "no_sync() (3 times)"),
+    ],
+)
+def test_watch_compares_replicas(ctx, wrapper, deed, status, found, remedy):
     """What `watch` says when nobody else compares replicas."""
     options = {} if wrapper == "torch" else {"check_replicas_every": 0}
     model = WRAPPERS[wrapper](Net(), process_group=ctx.group, **options)
@@ -268,36 +229,18 @@ def replicas_apart(ctx, wrapper, deed):
                 next(model.parameters()).mul_(1.01)
 
     report = watched_steps(ctx, model, step, end)
-    (found,) = [f for f in report if f.check == "replicas"]
-    return found.status.value, found.found, found.remedy
+    (finding,) = [f for f in report if f.check == "replicas"]
+    assert finding.status.value == status
+    assert found in finding.found
+    assert remedy in finding.remedy
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize(
-    ("deed", "status", "found", "remedy"),
-    [
-        ("", "ok", "before and after", ""),
-        ("checkpoint on one rank", "failed", "ranks began with", "load a checkpoint"),
-        ("by hand", "failed", "equal before, but then", "what changes parameters on"),
-        ("steps inside no_sync", "warning", "equal before, but", "no_sync() (3 times)"),
-    ],
-)
-def test_watch_compares_replicas(pool, wrapper, deed, status, found, remedy):
-    for theirs in pool.run(replicas_apart, 2, wrapper, deed):
-        assert theirs[0] == status
-        assert found in theirs[1]
-        assert remedy in theirs[2]
-
-
-def test_only_rank_0_prints(pool):
-    assert pool.run(who_prints, 2) == [True, False]
-
-
-def who_prints(ctx):
+@on_ranks(2)
+def test_only_rank_0_prints(ctx):
     text = io.StringIO()
     with redirect_stdout(text):
         doctor.check_model(Net(), process_group=ctx.group)
-    return "minidp doctor: the model" in text.getvalue()
+    assert ("minidp doctor: the model" in text.getvalue()) == (ctx.rank == 0)
 
 
 def checked_and_watched(ctx, model, step):
@@ -306,15 +249,11 @@ def checked_and_watched(ctx, model, step):
     return [unwell(checked), unwell(watched_steps(ctx, model, step))]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("mode", ["static_graph", "gradient_as_bucket_view"])
-def test_modes_and_loss_scaling_are_not_blamed(pool, wrapper, mode):
-    for found in pool.run(scaled_training, 2, wrapper, {mode: True}):
-        assert found == [{}, {}]
-
-
-def scaled_training(ctx, wrapper, options):
-    model = WRAPPERS[wrapper](Net(), process_group=ctx.group, **options)
+def test_modes_and_loss_scaling_are_not_blamed(ctx, wrapper, mode):
+    model = WRAPPERS[wrapper](Net(), process_group=ctx.group, **{mode: True})
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cpu")
 
@@ -326,16 +265,12 @@ def scaled_training(ctx, wrapper, options):
         scaler.update()
         optimizer.zero_grad()
 
-    return checked_and_watched(ctx, model, step)
+    assert checked_and_watched(ctx, model, step) == [{}, {}]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("deed", ["steps in the backward", "ignores a parameter"])
-def test_what_ranks_do_on_purpose_is_not_blamed(pool, deed):
-    for found in pool.run(on_purpose, 2, deed):
-        assert found == [{}, {}]
-
-
-def on_purpose(ctx, deed):
+def test_what_ranks_do_on_purpose_is_not_blamed(ctx, deed):
     net = Net()
     if deed == "ignores a parameter":
         names = ["last.weight", "last.bias"]
@@ -353,7 +288,7 @@ def on_purpose(ctx, deed):
             optimizer.step()
         optimizer.zero_grad()
 
-    return checked_and_watched(ctx, model, step)
+    assert checked_and_watched(ctx, model, step) == [{}, {}]
 
 
 CPU = torch.device("cpu")
@@ -373,42 +308,20 @@ class OtherBits(minidp.DataParallel):
         return super().forward(x) * (1 + 1e-6)
 
 
-def test_collectives_that_are_well(pool):
-    first, second = pool.run(communicate, 2)
-    assert first == second  # times are those of the slowest rank
-    assert [finding["status"] for finding in first] == ["ok"] * 3
-
-
-def communicate(ctx):
+@on_ranks(2)
+def test_collectives_that_are_well(ctx):
+    """Times are those of the slowest rank."""
     findings = [
         collectives.check_all_reduce(ctx.group, CPU, 4),
         collectives.check_gradients(ctx.group, CPU),
         collectives.check_clocks(ctx.group, CPU, clock=lambda: 5.0),
     ]
+    assert [finding.status.value for finding in findings] == ["ok"] * 3
     return [finding.as_json() for finding in findings]
 
 
-def test_collectives_that_are_broken(pool):
-    for found in pool.run(broken, 2):
-        assert found == [
-            ["warning", "rank 1 is +100.0 s off rank 0"],
-            # 6 rounds, in each of them one element, on one rank.
-            ["failed", "400 B: 6 elements are not the sum of all ranks"],
-            ["failed", "a probe model has other gradients on rank 1 than on rank 0"],
-            [
-                "failed",
-                "of a probe model: 0.weight, 0.bias, 2.weight and 2.bias did not get "
-                "the ranks' mean",
-            ],
-            [
-                "warning",
-                "a probe model gets the mean of all ranks, bit for bit the same on "
-                "each; torch's DDP gives other bits",
-            ],
-        ]
-
-
-def broken(ctx):
+@on_ranks(2)
+def test_collectives_that_are_broken(ctx):
     def break_one(value, *args, **options):
         all_reduce(value, *args, **options)
         if ctx.rank == 1 and value.numel() == 100:
@@ -422,4 +335,20 @@ def broken(ctx):
         dist.all_reduce = all_reduce
     wrappers = (NoReduce, Halved, OtherBits)
     grads = [collectives.check_gradients(ctx.group, CPU, wrap) for wrap in wrappers]
-    return [[f.status.value, f.found] for f in (clock, sums, *grads)]
+    found = [[f.status.value, f.found] for f in (clock, sums, *grads)]
+    assert found == [
+        ["warning", "rank 1 is +100.0 s off rank 0"],
+        # 6 rounds, in each of them one element, on one rank.
+        ["failed", "400 B: 6 elements are not the sum of all ranks"],
+        ["failed", "a probe model has other gradients on rank 1 than on rank 0"],
+        [
+            "failed",
+            "of a probe model: 0.weight, 0.bias, 2.weight and 2.bias did not get "
+            "the ranks' mean",
+        ],
+        [
+            "warning",
+            "a probe model gets the mean of all ranks, bit for bit the same on "
+            "each; torch's DDP gives other bits",
+        ],
+    ]

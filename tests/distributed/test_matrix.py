@@ -14,12 +14,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from minidp import DataParallel
 from tests.support import oracle
 from tests.support.both import Scalars, on_both, x_of
-from tests.support.training import Log, Plain, Training, difference, train
+from tests.support.training import Log, Plain, Training, difference, train_both
 
 # Which forwards use the part that may be unused, and on which ranks.
 CHANGING = ((True,), (True, False), (False,), (True,), (False, True), (False,))
@@ -175,20 +173,12 @@ def oddities_of(features: frozenset[str]) -> list[Oddity]:
     return [oddity for oddity in ODDITIES if oddity.features <= features]
 
 
-def run_both(ctx: Any, training: Training, with_torch: bool) -> tuple[Log, Log | None]:
-    """(minidp's, torch's) log of this rank."""
-    ours = train(training, DataParallel, ctx.group)
-    if not with_torch:
-        return ours, None
-    return ours, train(training, DistributedDataParallel, ctx.group)
-
-
 def check(pool: Any, features: frozenset[str], world_size: int) -> None:
     training = training_of(features, world_size)
     oracle.skip_unless_torch_takes(name for name, _ in training.options)
     odds = {oddity.torch: oddity for oddity in oddities_of(features)}
     runs_torch = not odds.keys() & {Torch.ABORTS, Torch.RACES}
-    results = pool.run(run_both, world_size, training, runs_torch)
+    results = pool.run(train_both, world_size, training, runs_torch)
     if Torch.RAISES in odds:
         for log in itertools.chain.from_iterable(results):
             assert log is None or odds[Torch.RAISES].why in log.error
@@ -235,19 +225,16 @@ def test_oddities_are_of_these_features_and_each_is_tested() -> None:
         assert oddity.features in PAIRS + MORE
 
 
-def skipped_view(ctx: Any) -> Any:
-    def run(_ctx: Any, wrap: Any) -> float:
-        module = Scalars(2)
-        module.w[1].grad = torch.tensor([3.0])
-        options = training_of(frozenset({"skip_unused", "views"}), 2).options
-        ddp = wrap(module, bucket_cap_mb=0, **dict(options))
-        ddp(x_of(ctx), [0]).sum().backward()
-        return module.w[1].grad.item()
-
-    return on_both(ctx, run)
+def skipped_view(ctx: Any, wrap: Any) -> float:
+    module = Scalars(2)
+    module.w[1].grad = torch.tensor([3.0])
+    options = training_of(frozenset({"skip_unused", "views"}), 2).options
+    ddp = wrap(module, bucket_cap_mb=0, **dict(options))
+    ddp(x_of(ctx), [0]).sum().backward()
+    return module.w[1].grad.item()
 
 
 def test_difference_old_gradient_view_in_a_skipped_bucket(pool: Any) -> None:
     """Torch divides it by the number of ranks, and then does not sum it."""
     oracle.skip_unless_torch_takes(FEATURES["skip_unused"].options)
-    assert pool.run(skipped_view, 2) == [(1.5, 3.0)] * 2
+    assert pool.run(on_both, 2, skipped_view) == [(1.5, 3.0)] * 2

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from minidp import DataParallel, comm_hooks
-from tests.support.both import grads, same
+from tests.support.both import grads, same, wrapped
+from tests.support.ranks import on_ranks
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 Pair = namedtuple("Pair", "first second")
@@ -78,39 +79,6 @@ def reduce_by_hand(ctx, found, assignment, mixed):
     return averages
 
 
-def train(ctx, mixed, options):
-    """Per step: gradients and parameters, found and expected."""
-    torch.manual_seed(0)
-    net = Net()
-    reference = copy.deepcopy(net)
-    ddp = DataParallel(net, process_group=ctx.group, mixed_precision=mixed, **options)
-    optimizers = [
-        torch.optim.SGD(module.parameters(), 0.01, momentum=0.9)
-        for module in (net, reference)
-    ]
-    history = []
-    for step in range(4):
-        mine = local_gradients(reference, mixed, inputs(ctx.rank, step))
-        if step == 2:  # accumulates
-            with ddp.no_sync():
-                ddp(*inputs(ctx.rank, 7)).float().square().sum().backward()
-            local = local_gradients(reference, mixed, inputs(ctx.rank, 7))
-            mine = [a + b for a, b in zip(local, mine, strict=True)]
-        ddp(*inputs(ctx.rank, step)).float().square().sum().backward()
-        assignment = ddp._reducer.queue.layout.assignment
-        expected = reduce_by_hand(ctx, mine, assignment, mixed)
-        history.append((grads(net), expected))
-        for param, grad in zip(reference.parameters(), expected, strict=True):
-            param.grad = grad
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        both = [[p.detach().clone() for p in m.parameters()] for m in (net, reference)]
-        history.append(tuple(both))
-    state = {key: value.dtype for key, value in ddp.state_dict().items()}
-    return history, net.seen, state
-
-
 PRECISIONS = [
     _MixedPrecision(BF16, BF16, BF16),
     _MixedPrecision(FP16, FP16, None),
@@ -134,15 +102,39 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("mixed", "world_size", "options"), CASES, ids=str)
-def test_against_a_plain_reference(pool, mixed, world_size, options):
-    for history, seen, state in pool.run(train, world_size, mixed, options):
-        for step, (found, expected) in enumerate(history):
-            assert same(found, expected), f"at {step}: {found}, not {expected}"
-        param, stored = mixed.param_dtype or FP32, mixed.buffer_dtype or FP32
-        assert seen == [torch.int64, param, torch.int64, param, stored]
-        assert state.pop("module.shift") is stored
-        assert set(state.values()) == {FP32}
+@on_ranks()
+@pytest.mark.parametrize(("mixed", "where", "options"), CASES, ids=str)
+def test_against_a_plain_reference(ctx, mixed, options):
+    """Gradients and parameters of each step."""
+    net = Net()
+    reference = copy.deepcopy(net)
+    ddp = wrapped(ctx, net, mixed_precision=mixed, **options)
+    optimizers = [
+        torch.optim.SGD(module.parameters(), 0.01, momentum=0.9)
+        for module in (net, reference)
+    ]
+    for step in range(4):
+        mine = local_gradients(reference, mixed, inputs(ctx.rank, step))
+        if step == 2:  # accumulates
+            with ddp.no_sync():
+                ddp(*inputs(ctx.rank, 7)).float().square().sum().backward()
+            local = local_gradients(reference, mixed, inputs(ctx.rank, 7))
+            mine = [a + b for a, b in zip(local, mine, strict=True)]
+        ddp(*inputs(ctx.rank, step)).float().square().sum().backward()
+        assignment = ddp._reducer.queue.layout.assignment
+        expected = reduce_by_hand(ctx, mine, assignment, mixed)
+        assert same(grads(net), expected)
+        for param, grad in zip(reference.parameters(), expected, strict=True):
+            param.grad = grad
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert same(list(net.parameters()), list(reference.parameters()))
+    state = {key: value.dtype for key, value in ddp.state_dict().items()}
+    param, stored = mixed.param_dtype or FP32, mixed.buffer_dtype or FP32
+    assert net.seen == [torch.int64, param, torch.int64, param, stored]
+    assert state.pop("module.shift") is stored
+    assert set(state.values()) == {FP32}
 
 
 # ------------------------------------------------------------- what is left alone
@@ -162,45 +154,38 @@ class Doubles(nn.Module):
         return (self.w * x * self.own).sum() + (self.z * x).abs().sum()
 
 
-def left_alone(ctx):
+@on_ranks(2)
+def test_ignored_complex_and_integer_tensors_are_not_cast(ctx):
     module = Doubles()
     names = ["own", "mine"]
     DataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
     mixed = _MixedPrecision(BF16, BF16, BF16)
     ddp = DataParallel(module, process_group=ctx.group, mixed_precision=mixed)
     ddp(torch.full((2,), ctx.rank + 1.0)).backward()
-    return module.seen, module.count.dtype, module.z.grad, module.own.grad
+    assert module.seen == [BF16, BF16, FP32, torch.complex64, FP32]
+    assert module.count.dtype is torch.int64
+    assert torch.equal(module.own.grad, torch.full((2,), ctx.rank + 1.0))
+    mean = torch.full((2,), 1.5, dtype=torch.complex64)
+    assert torch.equal(module.z.grad, mean)
 
 
-def test_ignored_complex_and_integer_tensors_are_not_cast(pool):
-    for rank, (seen, count, z, own) in enumerate(pool.run(left_alone, 2)):
-        assert seen == [BF16, BF16, FP32, torch.complex64, FP32]
-        assert count is torch.int64
-        assert torch.equal(own, torch.full((2,), rank + 1.0))
-        assert torch.equal(z, torch.full((2,), 1.5, dtype=torch.complex64))
-
-
-def recurrent_and_sparse(ctx):
+@on_ranks(2)
+def test_recurrent_and_sparse_modules(ctx):
     """Packed sequences are cast, and weights that a module keeps in a list."""
     lstm = nn.LSTM(2, 3)
-    mixed = _MixedPrecision(BF16, FP32, None)
-    ddp = DataParallel(lstm, process_group=ctx.group, mixed_precision=mixed)
+    ddp = wrapped(ctx, lstm, mixed_precision=_MixedPrecision(BF16, FP32, None))
     packed = nn.utils.rnn.pack_sequence([torch.ones(2, 2), torch.ones(1, 2)])
     output, _ = ddp(packed)
     output.data.float().sum().backward()
     assert all(map(lambda a, b: a is b, lstm._flat_weights, lstm.parameters()))
     assert output.data.dtype is BF16
     table = nn.Embedding(3, 2, sparse=True)
-    mixed = _MixedPrecision(BF16, BF16, None)
-    ddp = DataParallel(table, process_group=ctx.group, mixed_precision=mixed)
+    ddp = wrapped(ctx, table, mixed_precision=_MixedPrecision(BF16, BF16, None))
     ddp(torch.tensor([ctx.rank])).sum().backward()
-    dtypes = {p.grad.dtype for p in (*lstm.parameters(), *table.parameters())}
-    return dtypes, table.weight.grad.to_dense().tolist()
-
-
-def test_recurrent_and_sparse_modules(pool):
+    for param in (*lstm.parameters(), *table.parameters()):
+        assert param.grad.dtype is FP32
     expected = [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0]]
-    assert pool.run(recurrent_and_sparse, 2) == [({FP32}, expected)] * 2
+    assert table.weight.grad.to_dense().tolist() == expected
 
 
 # ----------------------------------------------------------------------- and the rest

@@ -15,8 +15,9 @@ from torch.nn.utils import clip_grad_norm_
 
 from minidp import DataParallel, comm_hooks
 from minidp.core.reducer import Phase
-from minidp.errors import DoubleStepError, MiniDPError, ReducerFailedError
-from tests.support.both import same
+from minidp.errors import MiniDPError, ReducerFailedError
+from tests.support.both import error_of, same, wrapped
+from tests.support.ranks import on_ranks
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 STEPS = 5
@@ -158,9 +159,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "options", "how"), CASES, ids=str)
-def test_parameters_are_those_of_the_plain_loop(
-    pool: Any, name: str, options: dict[str, Any], how: dict[str, Any]
-) -> None:
+def test_parameters_are_those_of_the_plain_loop(pool, name, options, how):
     world_size = 3 if name in ("sgd", "groups") else 2
     results = pool.run(train, world_size, name, options, how)
     for rank, (theirs, ours) in enumerate(results):
@@ -170,33 +169,26 @@ def test_parameters_are_those_of_the_plain_loop(
     assert same(results[0][1][0], results[1][1][0]) is not is_ignored
 
 
-def unused_stays(ctx: Any, skip: bool) -> Any:
+@on_ranks(2)
+@pytest.mark.parametrize("skip", [False, True])
+def test_globally_unused_parameters(ctx, skip):
+    """Without gradient no step; with one (here zeros) the usual one."""
     net = make_net(has_unused=True)
     before = net.never.weight.detach().clone()
-    ddp = DataParallel(
-        net,
-        process_group=ctx.group,
-        find_unused_parameters=True,
-        skip_all_reduce_unused_params=skip,
-        bucket_cap_mb_list=[0.00001],
-    )
+    options = {"find_unused_parameters": True, "bucket_cap_mb_list": [0.00001]}
+    ddp = wrapped(ctx, net, skip_all_reduce_unused_params=skip, **options)
     optimizer = torch.optim.SGD(net.parameters(), 0.1, weight_decay=0.5)
     ddp.step_in_backward(optimizer)
     ddp(batch(ctx, 0)).sum().backward()
-    is_same = torch.equal(before, net.never.weight)
+    assert torch.equal(before, net.never.weight)
     optimizer.zero_grad(set_to_none=False)
     net.never.weight.grad = torch.zeros(2, 2)  # decays from now on, as in a plain loop
     ddp(batch(ctx, 0)).sum().backward()
-    return is_same, torch.equal(net.never.weight, before - 0.1 * 0.5 * before)
+    assert torch.equal(net.never.weight, before - 0.1 * 0.5 * before)
 
 
-@pytest.mark.parametrize("skip", [False, True])
-def test_globally_unused_parameters(pool: Any, skip: bool) -> None:
-    """Without gradient no step; with one (here zeros) the usual one."""
-    assert pool.run(unused_stays, 2, skip) == [(True, True)] * 2
-
-
-def order_of_events(ctx: Any) -> list[str]:
+@on_ranks(2)
+def test_the_first_bucket_steps_before_the_last_one_is_awaited(ctx):
     """What happens to three buckets, with a hook whose futures tell who waits."""
     events: list[str] = []
 
@@ -213,7 +205,7 @@ def order_of_events(ctx: Any) -> list[str]:
         return future
 
     net = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
-    ddp = DataParallel(net, process_group=ctx.group, bucket_cap_mb_list=[0])
+    ddp = wrapped(ctx, net, bucket_cap_mb_list=[0])
     ddp.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
 
@@ -226,74 +218,57 @@ def order_of_events(ctx: Any) -> list[str]:
     optimizer.register_step_post_hook(lambda *_: events.append("stepped"))
     ddp.step_in_backward(optimizer)
     ddp(torch.ones(1, 2)).sum().backward()
-    return events
+    assert events == [
+        *("launch 0", "launch 1", "launch 2"),
+        *("wait 0", "step 2.weight", "stepped"),
+        *("wait 1", "step 1.weight", "stepped"),
+        *("wait 2", "step 0.weight", "stepped"),
+    ]
 
 
-def test_the_first_bucket_steps_before_the_last_one_is_awaited(pool: Any) -> None:
-    for events in pool.run(order_of_events, 2):
-        assert events == [
-            *("launch 0", "launch 1", "launch 2"),
-            *("wait 0", "step 2.weight", "stepped"),
-            *("wait 1", "step 1.weight", "stepped"),
-            *("wait 2", "step 0.weight", "stepped"),
-        ]
-
-
-def strict_guard(ctx: Any) -> Any:
+@on_ranks(2)
+def test_a_step_outside_is_refused(ctx):
     """Nobody complains about the steps inside; and everybody about one outside."""
     nets = [make_net(), make_net()]
-    ddps = [DataParallel(net, process_group=ctx.group) for net in nets]
+    ddps = [wrapped(ctx, net) for net in nets]
     optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
     for ddp, optimizer in zip(ddps, optimizers, strict=True):
         ddp.step_in_backward(optimizer)
     losses = [ddp(batch(ctx, 0)).sum() for ddp in ddps]
     sum(losses).backward()
     before = params_of(nets[0])
-    with pytest.raises(DoubleStepError) as caught:
-        optimizers[0].step()
-    now = params_of(nets[0])
-    return str(caught.value), same(before, now), same(now, params_of(nets[1]))
+    problem = error_of(optimizers[0].step)
+    kind = f"DoubleStepError: [rank {ctx.rank}] "
+    assert problem.startswith(f"{kind}This optimizer steps in the backward")
+    assert "What to do: remove the call of optimizer.step(); if a Grad" in problem
+    assert same(before, params_of(nets[0]))
+    assert same(before, params_of(nets[1]))
 
 
-def test_a_step_outside_is_refused(pool: Any) -> None:
-    for rank, (problem, untouched, alike) in enumerate(pool.run(strict_guard, 2)):
-        assert problem.startswith(f"[rank {rank}] This optimizer steps in the backward")
-        assert "What to do: remove the call of optimizer.step(); if a Grad" in problem
-        assert untouched
-        assert alike
-
-
-def synced_on_demand(ctx: Any) -> Any:
+@on_ranks(2)
+def test_sync_gradients_steps_and_no_sync_does_not(ctx):
     net = nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         net.weight.zero_()
-    ddp = DataParallel(net, process_group=ctx.group)
+    ddp = wrapped(ctx, net)
     ddp.step_in_backward(torch.optim.SGD(net.parameters(), 1.0))
     with ddp.no_sync():
         ddp(torch.ones(1, 2) * (ctx.rank + 1)).sum().backward()
-    local = net.weight.tolist()
+    assert net.weight.tolist() == [[0.0, 0.0]]
     ddp.sync_gradients()
-    return local, net.weight.tolist()
+    assert net.weight.tolist() == [[-1.5, -1.5]]
 
 
-def test_sync_gradients_steps_and_no_sync_does_not(pool: Any) -> None:
-    assert pool.run(synced_on_demand, 2) == [([[0.0, 0.0]], [[-1.5, -1.5]])] * 2
-
-
-def uneven(ctx: Any) -> Any:
+@on_ranks(2)
+def test_joined_ranks_step_along(ctx):
     net = nn.Linear(3, 2)
-    ddp = DataParallel(net, process_group=ctx.group)
+    ddp = wrapped(ctx, net)
     ddp.step_in_backward(torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
     with ddp.join():
         for step in range(2 + 2 * ctx.rank):
             ddp.zero_grad()
             ddp(batch(ctx, step)).sum().backward()
     return params_of(net)
-
-
-def test_joined_ranks_step_along(pool: Any) -> None:
-    first, second = pool.run(uneven, 2)
-    assert same(first, second)
 
 
 class Breaks(torch.optim.SGD):
@@ -305,14 +280,20 @@ class Breaks(torch.optim.SGD):
         return super().step(closure)
 
 
-def broken_step(ctx: Any) -> Any:
+@on_ranks(2)
+def test_a_step_that_raises_is_named_and_reset_leads_out(ctx):
     net = make_net()
-    ddp = DataParallel(net, process_group=ctx.group, bucket_cap_mb_list=[0.00005])
+    ddp = wrapped(ctx, net, bucket_cap_mb_list=[0.00005])
     optimizer = Breaks(net.parameters(), 0.1)
     ddp.step_in_backward(optimizer)
     optimizer.is_broken = True
     with pytest.raises(MiniDPError) as caught:
         ddp(batch(ctx, 0)).sum().backward()
+    assert str(caught.value).startswith(
+        f"[rank {ctx.rank}] Breaks.step() raised ValueError inside the backward: out "
+        "of luck What to do: call reset() on all ranks, and load parameters and "
+        "optimizer from a checkpoint"
+    )
     with pytest.raises(ReducerFailedError):
         ddp(batch(ctx, 0))
     assert ddp._reducer.phase.now is Phase.FAILED
@@ -321,21 +302,21 @@ def broken_step(ctx: Any) -> Any:
     ddp.reset()
     ddp.zero_grad()
     ddp(batch(ctx, 0)).sum().backward()
-    return str(caught.value), params_of(net)
+    return params_of(net)
 
 
-def test_a_step_that_raises_is_named_and_reset_leads_out(pool: Any) -> None:
-    results = pool.run(broken_step, 2)
-    for rank, (said, _) in enumerate(results):
-        assert said.startswith(
-            f"[rank {rank}] Breaks.step() raised ValueError inside the backward: out "
-            "of luck What to do: call reset() on all ranks, and load parameters and "
-            "optimizer from a checkpoint"
-        )
-    assert same(results[0][1], results[1][1])
-
-
-def fused(ctx: Any, kind: type, kwargs: dict[str, Any], only_some: bool) -> Any:
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("kind", "kwargs"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+        (torch.optim.Adam, {"lr": 0.1}),
+        (torch.optim.AdamW, {"lr": 0.1}),
+    ],
+)
+@pytest.mark.parametrize("only_some", [False, True])
+def test_fused_optimizers_are_torchs(ctx, kind, kwargs, only_some):
+    """On all ranks: torch's takes the default group, whatever the module's is."""
     results = []
     for wrapper in (DistributedDataParallel, DataParallel):
         net = make_net()
@@ -346,30 +327,23 @@ def fused(ctx: Any, kind: type, kwargs: dict[str, Any], only_some: bool) -> Any:
             ddp.zero_grad()
             ddp(batch(ctx, step)).square().sum().backward()
         results.append([(p.detach().clone(), p.grad.clone()) for p in net.parameters()])
-    return results
+    assert same(*results)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
-    ("kind", "kwargs"),
+    ("when", "view", "hook", "ignores"),
     [
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-        (torch.optim.Adam, {"lr": 0.1}),
-        (torch.optim.AdamW, {"lr": 0.1}),
+        ("before", False, False, False),
+        ("after", False, False, False),
+        ("before", True, False, False),
+        ("before", False, True, False),
+        ("before", False, False, True),
+        ("after", True, True, True),
     ],
 )
-@pytest.mark.parametrize("only_some", [False, True])
-def test_fused_optimizers_are_torchs(
-    pool: Any, kind: type, kwargs: dict[str, Any], only_some: bool
-) -> None:
-    """On all ranks: torch's takes the default group, whatever the module's is."""
-    for theirs, ours in pool.run(fused, 4, kind, kwargs, only_some):
-        assert same(theirs, ours)
-
-
-def own_optimizers(
-    ctx: Any, when: str, view: bool, hook: bool, ignores: bool
-) -> tuple[Any, Any, bool]:
-    """A plain loop on torch's DDP; the same with optimizers of the parameters' own."""
+def test_parameters_with_optimizers_of_their_own(ctx, when, view, hook, ignores):
+    """Torch's needs an accelerator for these, so it runs the plain loop."""
     results, kwargs = [], {"lr": 0.1, "momentum": 0.9}
     for overlapped in (False, True):
         net = make_net()
@@ -388,26 +362,5 @@ def own_optimizers(
                 optimizer.step()
                 optimizer.zero_grad()
         results.append(params_of(net))
-    return results[0], results[1], all(p.grad is None for p in net.parameters())
-
-
-@pytest.mark.parametrize(
-    ("when", "view", "hook", "ignores"),
-    [
-        ("before", False, False, False),
-        ("after", False, False, False),
-        ("before", True, False, False),
-        ("before", False, True, False),
-        ("before", False, False, True),
-        ("after", True, True, True),
-    ],
-)
-def test_parameters_with_optimizers_of_their_own(
-    pool: Any, when: str, view: bool, hook: bool, ignores: bool
-) -> None:
-    """Torch's needs an accelerator for these, so it runs the plain loop."""
-    for theirs, ours, are_none in pool.run(
-        own_optimizers, 2, when, view, hook, ignores
-    ):
-        assert same(theirs, ours)
-        assert are_none
+    assert same(*results)
+    assert all(p.grad is None for p in net.parameters())

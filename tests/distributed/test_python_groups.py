@@ -13,9 +13,9 @@ from torch import nn
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.nn.parallel import DistributedDataParallel
 
-import minidp
 from minidp import DataParallel
-from tests.support.both import Scalars, done, same
+from tests.support.both import Scalars, done, error_of, same, values, x_of
+from tests.support.ranks import on_ranks
 
 
 class OnlyWaits(dist.Work):
@@ -161,47 +161,38 @@ def train(ctx: Any, wrapper: Any, group: Any, options: dict[str, Any]) -> list[A
     return [*log, list(net.state_dict().values())]
 
 
-def on_group(ctx: Any, name: str, options: dict[str, Any]) -> Any:
-    group = GROUPS[name](ctx.group)
-    plain = {k: v for k, v in options.items() if k not in ("check_replicas_every",)}
-    if plain.get("bucket_cap_mb") == "auto":
-        del plain["bucket_cap_mb"]
-    expected = train(ctx, DistributedDataParallel, ctx.group, plain)
-    return same(expected, train(ctx, DataParallel, group, options)), group.log
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", GROUPS)
-def test_it_trains_with_torchs_bits(pool: Any, name: str, options: str) -> None:
-    for is_same, log in pool.run(on_group, 2, name, OPTIONS[options]):
-        assert is_same
-        # Futures for buckets and waits for the rest, as torch's DDP: tests count them.
-        assert name != "both" or {"wait", "get_future"} <= {*log}
+def test_it_trains_with_torchs_bits(ctx, name, options):
+    group = GROUPS[name](ctx.group)
+    plain = {} if options in ("compared", "auto") else OPTIONS[options]  # torch's
+    expected = train(ctx, DistributedDataParallel, ctx.group, plain)
+    assert same(expected, train(ctx, DataParallel, group, OPTIONS[options]))
+    # Futures for buckets and waits for the rest, as torch's DDP: tests count them.
+    assert name != "both" or {"wait", "get_future"} <= {*group.log}
 
 
-def refusals(ctx: Any) -> Any:
+@on_ranks(2)
+def test_a_future_that_brings_no_tensor(ctx):
     class BringsText(Delegating):
         def allreduce(self, tensors: Any, opts: Any) -> Any:
             return _create_work_from_future(done("done"))
 
     net = DataParallel(Scalars(), process_group=BringsText(ctx.group, None))
-    with pytest.raises(minidp.CollectiveError) as caught:
-        net(torch.ones(1)).sum().backward()
+    text = error_of(lambda: net(torch.ones(1)).sum().backward())
+    assert text.startswith("CollectiveError: ")
+    assert "a list of one tensor, or None" in text
+    assert "found str" in text or "brought str" in text
     net.reset()
     net.process_group.__class__ = Delegating
     net.zero_grad()
     net(torch.ones(1)).sum().backward()
-    return str(caught.value), net.module.w[0].grad.item()
+    assert values(net) == [1.0]
 
 
-def test_a_future_that_brings_no_tensor(pool: Any) -> None:
-    for text, after in pool.run(refusals, 2):
-        assert "a list of one tensor, or None" in text
-        assert "found str" in text or "brought str" in text
-        assert after == 1.0
-
-
-def what_it_says(ctx: Any) -> list[str]:
+@on_ranks(2)
+def test_it_says_once_what_does_not_work_there(ctx):
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore
@@ -215,14 +206,9 @@ def what_it_says(ctx: Any) -> list[str]:
             DataParallel(Scalars(), process_group=Delegating(ctx.group, None))
     finally:
         logger.removeHandler(handler)
-    return said
-
-
-def test_it_says_once_what_does_not_work_there(pool: Any) -> None:
-    for rank, said in enumerate(pool.run(what_it_says, 2)):
-        assert len(said) == 1
-        assert said[0].startswith(f"[rank {rank}] Delegating: ")
-        assert "without a report of who is missing" in said[0]
+    assert len(said) == 1
+    assert said[0].startswith(f"[rank {ctx.rank}] Delegating: ")
+    assert "without a report of who is missing" in said[0]
 
 
 # -------------------------------------------------- without any default process group
@@ -275,30 +261,27 @@ def test_one_rank_and_no_default_group(kind: Any) -> None:
 # ------------------------------------------------------------------ registered backends
 
 
-def registered(ctx: Any, name: str) -> Any:
+@on_ranks(2)
+def test_a_registered_backend_has_hang_reports(ctx):
     """A backend that torch makes: it has a name, and torch's store."""
 
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return Delegating(dist.ProcessGroupGloo(store, rank, size, timeout), Both)
 
-    dist.Backend.register_backend(name, create, devices=["cpu"])
+    dist.Backend.register_backend("delegating", create, devices=["cpu"])
     group = dist.new_group(
         dist.get_process_group_ranks(ctx.group),
-        backend=name,
+        backend="delegating",
         use_local_synchronization=True,
     )
+    assert type(group) is Delegating
     net = DataParallel(Scalars(), process_group=group, hang_timeout=5)
-    net(torch.full((1,), ctx.rank + 1.0)).sum().backward()
-    has_post = type(net._reducer.communicator.peers).__name__
+    net(x_of(ctx)).sum().backward()
+    assert type(net._reducer.communicator.peers).__name__ == "Heartbeat"
     net.reset()
     net.zero_grad()
-    net(torch.full((1,), ctx.rank + 1.0)).sum().backward()
-    return type(group).__name__, has_post, net.module.w[0].grad.item()
-
-
-def test_a_registered_backend_has_hang_reports(pool: Any) -> None:
-    results = pool.run(registered, 2, "delegating")
-    assert results == [("Delegating", "Heartbeat", 1.5)] * 2
+    net(x_of(ctx)).sum().backward()
+    assert values(net) == [1.5]
 
 
 def fake(options: dict[str, Any]) -> list[float]:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import minidp
 from minidp.overlap.skew import aligned
 from tests.support.both import same
-from tests.support.fresh import run_fresh
+from tests.support.ranks import on_ranks
 
 STEPS = 4
 
@@ -75,41 +75,34 @@ def test_recording_changes_no_bit_and_ranks_see_each_other(pool, tmp_path):
         assert any("wire, " in name for name in slices)
 
 
-def gather_alone(ctx):
+@on_ranks(2, fresh={})
+def test_a_rank_that_gathers_alone_keeps_its_own(ctx):
     """Rank 1 goes away instead."""
     model = minidp.DataParallel(net())
     with minidp.record(model) as rec:
         grads_of(model, ctx.rank)
     if ctx.rank == 1:
         dist.destroy_process_group()
-        return ""
+        return
     with pytest.raises(minidp.errors.CollectiveError) as caught:
         rec.gather()
     assert len(rec.timelines) == 1
-    return str(caught.value)
-
-
-def test_a_rank_that_gathers_alone_keeps_its_own():
-    said, _ = run_fresh(gather_alone, 2)
+    said = str(caught.value)
     assert said.startswith("[rank 0] The recordings of all ranks could not be")
     assert "call it on all ranks; or save() on each rank" in said
 
 
-def gather_late(ctx):
+@on_ranks(2, fresh={})
+def test_gathering_does_not_wait_for_ever(ctx):
     """Rank 1 has something else to do."""
     model = minidp.DataParallel(net(), hang_timeout=1)
     with minidp.record(model) as rec:
         grads_of(model, ctx.rank)
     if ctx.rank == 1:
         time.sleep(10)
-        return 0.0
+        return
     began = time.monotonic()
     with pytest.raises(minidp.errors.CollectiveError, match="within 1 s"):
         rec.gather()
     assert "One step" in rec.report()
-    return time.monotonic() - began
-
-
-def test_gathering_does_not_wait_for_ever():
-    seconds, _ = run_fresh(gather_late, 2)
-    assert 1 <= seconds < 8
+    assert 1 <= time.monotonic() - began < 8

@@ -9,7 +9,17 @@ import torch
 from torch import nn
 
 from minidp import DataParallel
-from tests.support.both import Scalars, done, grads, on_both, same, x_of
+from tests.support.both import (
+    Scalars,
+    done,
+    grads,
+    on_both,
+    same,
+    values,
+    wrapped,
+    x_of,
+)
+from tests.support.ranks import on_ranks
 from tests.support.tracing import collective_trace
 
 ALONE = {
@@ -20,29 +30,13 @@ ALONE = {
 
 
 def wrap(ctx: Any, module: nn.Module, **options: Any) -> DataParallel:
-    return DataParallel(module, process_group=ctx.group, **{**ALONE, **options})
-
-
-def values(module: nn.Module) -> list[float | None]:
-    return [None if g is None else g.item() for g in grads(module)]
-
-
-def travels(ctx: Any, options: dict[str, Any], uses: list[list[int]]) -> Any:
-    """(all-reduces, gradients) of a step; each rank uses its own parameters."""
-    module = Scalars(4)
-    ddp = wrap(ctx, module, **options)
-    seen = []
-    for _ in range(2):
-        ddp.zero_grad()
-        with collective_trace() as trace:
-            ddp(x_of(ctx), uses[ctx.rank]).sum().backward()
-        seen.append(([t[1:] for t in trace], values(module)))
-    return seen
+    return wrapped(ctx, module, **{**ALONE, **options})
 
 
 INT, FLOAT = (4, "torch.int32"), (1, "torch.float32")
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("uses", "num_buckets", "averages"),
     [
@@ -55,17 +49,24 @@ INT, FLOAT = (4, "torch.int32"), (1, "torch.float32")
     ids=str,
 )
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
-def test_only_buckets_that_some_rank_uses(
-    pool: Any, options: Any, uses: Any, num_buckets: int, averages: Any
-) -> None:
+def test_only_buckets_that_some_rank_uses(ctx, options, uses, num_buckets, averages):
     """One all-reduce more tells which; the used-map comes at the end, as ever."""
-    for seen in pool.run(travels, 2, options, uses):
-        for trace, found in seen:
-            assert trace == [INT, *[FLOAT] * num_buckets, INT]
-            assert found == averages
+    ddp = wrap(ctx, Scalars(4), **options)
+    for _ in range(2):
+        ddp.zero_grad()
+        with collective_trace() as trace:
+            ddp(x_of(ctx), uses[ctx.rank]).sum().backward()
+        assert [t[1:] for t in trace] == [INT, *[FLOAT] * num_buckets, INT]
+        assert values(ddp) == averages
 
 
-def trained_with_and_without(ctx: Any, options: dict[str, Any]) -> Any:
+@on_ranks(3)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.000008}],
+    ids=str,
+)
+def test_gradients_are_those_without_skipping(ctx, options):
     """Three ranks, changing sets, stale gradients, accumulation: skipping or not."""
     plan = [[[0, 1], [1], [1, 3]], [[2], [2], [2]], [[0, 3], [3], [0]], [[1], [0], [1]]]
     results = []
@@ -81,44 +82,22 @@ def trained_with_and_without(ctx: Any, options: dict[str, Any]) -> Any:
             ddp(x_of(ctx) / 3, uses[ctx.rank]).sum().backward()
             history.append(grads(module))
         results.append(history)
-    return results
+    assert same(*results)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.000008}],
-    ids=str,
-)
-def test_gradients_are_those_without_skipping(pool: Any, options: Any) -> None:
-    for usual, skipping in pool.run(trained_with_and_without, 3, options):
-        assert same(usual, skipping)
-
-
-def stale(ctx: Any) -> Any:
+@on_ranks(2)
+def test_stale_gradients_stay(ctx):
     module = Scalars(2)
     ddp = wrap(ctx, module)
     ddp(x_of(ctx)).sum().backward()
     kept = module.w[1].grad
     kept.fill_(7.0 + ctx.rank)
     ddp(x_of(ctx), [0]).sum().backward()
-    return module.w[1].grad is kept, values(module)
+    assert module.w[1].grad is kept
+    assert values(module) == [3.0, 7.0 + ctx.rank]
 
 
-def test_stale_gradients_stay(pool: Any) -> None:
-    assert pool.run(stale, 2) == [(True, [3.0, 7.0]), (True, [3.0, 8.0])]
-
-
-def two_forwards(ctx: Any, ends: slice) -> Any:
-    """Backwards of two forwards that use different parameters."""
-    module = Scalars(3)
-    ddp = wrap(ctx, module)
-    ddp(x_of(ctx), [0]).sum().backward()
-    ddp.zero_grad()
-    losses = [ddp(x_of(ctx), [i]).sum() for i in (1, 2)]
-    sum(losses[ends]).backward()
-    return values(module)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("ends", "expected"),
     [
@@ -127,12 +106,19 @@ def two_forwards(ctx: Any, ends: slice) -> Any:
         (slice(1, 2), [None, None, 1.5]),
     ],
 )
-def test_backward_of_another_forward(pool: Any, ends: slice, expected: Any) -> None:
+def test_backward_of_another_forward(ctx, ends, expected):
     """What any forward since the last reduction reaches may still come."""
-    assert pool.run(two_forwards, 2, ends) == [expected] * 2
+    module = Scalars(3)
+    ddp = wrap(ctx, module)
+    ddp(x_of(ctx), [0]).sum().backward()
+    ddp.zero_grad()
+    losses = [ddp(x_of(ctx), [i]).sum() for i in (1, 2)]
+    sum(losses[ends]).backward()
+    assert values(module) == expected
 
 
-def hook_turns(ctx: Any) -> Any:
+@on_ranks(2)
+def test_comm_hooks_hear_which_bucket_is_the_last_to_travel(ctx):
     turns = []
 
     def hook(state: Any, bucket: Any) -> Any:
@@ -142,11 +128,7 @@ def hook_turns(ctx: Any) -> Any:
     ddp = wrap(ctx, Scalars(4))
     ddp.register_comm_hook(None, hook)
     ddp(x_of(ctx), [1, 3]).sum().backward()  # buckets 2 and 0: the last comes first
-    return turns
-
-
-def test_comm_hooks_hear_which_bucket_is_the_last_to_travel(pool: Any) -> None:
-    assert pool.run(hook_turns, 2) == [[(0, False), (2, True)]] * 2
+    assert turns == [(0, False), (2, True)]
 
 
 def reduced_count(ctx: Any, make: Any) -> Any:
@@ -163,25 +145,22 @@ def test_number_of_reduced_buckets_is_torchs(pool: Any) -> None:
     assert pool.run(on_both, 2, reduced_count) == [([4, 2, 1, 3],) * 2] * 2
 
 
-def without_find_unused(ctx: Any, mode: dict[str, Any]) -> Any:
+@on_ranks(2)
+@pytest.mark.parametrize("mode", [{}, {"static_graph": True}], ids=str)
+def test_alone_it_has_no_effect(ctx, mode):
     module, seen = Scalars(2), []
     ddp = wrap(ctx, module, find_unused_parameters=False, **mode)
     for _ in range(3):
         ddp.zero_grad()
         ddp(x_of(ctx)).sum().backward()
         seen.append(values(module))
-    return seen
-
-
-@pytest.mark.parametrize("mode", [{}, {"static_graph": True}], ids=str)
-def test_alone_it_has_no_effect(pool: Any, mode: Any) -> None:
-    assert pool.run(without_find_unused, 2, mode) == [[[1.5, 1.5]] * 3] * 2
+    assert seen == [[1.5, 1.5]] * 3
 
 
 # ------------------------------------------------------------------ batched_grad_copy
 
 
-def batched_create_graph(ctx: Any, make: Any) -> Any:
+def batched_create_graph(_ctx: Any, make: Any) -> Any:
     ddp = make(Scalars(), batched_grad_copy=True)
     ddp(torch.full((1,), 5.0)).square().sum().backward(create_graph=True)
     first = ddp.module.w[0].grad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from minidp import DataParallel, SyncBatchNorm
 from minidp.comm.groups import side_group
-from tests.support.both import grads, same
+from tests.support.both import error_of, grads, same, wrapped
+from tests.support.ranks import on_ranks
 
 NORMS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 RELATIVE = {  # to the largest element
@@ -79,68 +81,83 @@ def train(layer: Any, sizes: Any, shape: Any, dtype: Any, case: Any, which: Any)
     return results, {n: b.clone() for n, b in layer.named_buffers()}
 
 
-def on_rank(ctx: Any, sizes: Any, shape: Any, dtype: Any, case: Any) -> Any:
-    layer = plain_layer(shape, dtype, **case.get("options", {}))
-    ours = SyncBatchNorm.convert_sync_batchnorm(layer, ctx.group)
-    return train(ours, sizes, shape, dtype, case, ctx.rank)
+EVERYTHING = slice(None)
 
 
-def close(found: Any, expected: Any, dtype: Any, what: str) -> None:
+def close(found: Any, expected: Any, dtype: Any, what: str, mine: slice = EVERYTHING):
+    """Compare with a rank's part, relative to the largest element of the whole."""
     if expected is None or found is None:
         assert found is expected, what
         return
+    scale = expected.double().abs().max().item() if expected.numel() else 1.0
+    expected = expected[mine] if expected.dim() else expected
     assert found.shape == expected.shape, what
     assert found.dtype == expected.dtype, what
-    scale = expected.double().abs().max().item() if expected.numel() else 1.0
     distance = (found.double() - expected.double()).abs()
     worst = distance.max().item() if distance.numel() else 0.0
     assert worst <= RELATIVE[dtype] * max(scale, 1e-3), f"{what}: {worst} of {scale}"
 
 
-def check(pool: Any, sizes: Any, shape: Any, dtype: Any = torch.float64, **case: Any):
-    """Every rank's share, and the sums of all ranks, are those of the full batch."""
-    layer = plain_layer(shape, dtype, **case.get("options", {}))
-    expected, module_buffers = train(layer, sizes, shape, dtype, case, "all")
-    ranks = pool.run(on_rank, len(sizes), sizes, shape, dtype, case)
-    for step, (y, dx, expected_grads, stride) in enumerate(expected):
-        mine = [results[step] for results, _ in ranks]
-        close(torch.cat([m[0] for m in mine]), y, dtype, f"outputs {step}")
-        if dx is None:
-            assert all(m[1] is None for m in mine)
-        else:
-            close(torch.cat([m[1] for m in mine]), dx, dtype, f"input grads {step}")
-        for i, grad in enumerate(expected_grads):
-            total = None if grad is None else sum(m[2][i] for m in mine)
-            close(total, grad, dtype, f"grads {step} {i}")
+def check(ctx: Any, sizes: Any, shape: Any, case: Any, dtype: Any = torch.float64):
+    """Every rank's share, and the sums of all ranks, are those of the full batch.
+
+    Returns the module buffers, which must be the same on all ranks.
+    """
+    given, options = (sizes, shape, dtype, case), case.get("options", {})
+    plain = plain_layer(shape, dtype, **options)
+    ours = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(plain), ctx.group)
+    expected, module_buffers = train(plain, *given, "all")
+    found, my_buffers = train(ours, *given, ctx.rank)
+    mine = slice(sum(sizes[: ctx.rank]), sum(sizes[: ctx.rank + 1]))
+    for step, (theirs, my) in enumerate(zip(expected, found, strict=True)):
+        close(my[0], theirs[0], dtype, f"outputs {step}", mine)
+        close(my[1], theirs[1], dtype, f"input grads {step}", mine)
+        for i, (grad, my_grad) in enumerate(zip(theirs[2], my[2], strict=True)):
+            close(
+                summed(ctx, None if grad is None else my_grad),
+                grad,
+                dtype,
+                f"grads {step} {i}",
+            )
         # Strides of a dense tensor in one memory format, less that of the samples.
-        assert all(m[3][1:] == stride[1:] for m in mine)
-    for _, found in ranks:
-        assert same(found, ranks[0][1]), "module buffers differ between ranks"
-        assert found.keys() == module_buffers.keys()
-        for name, value in module_buffers.items():
-            close(found[name], value, dtype, name)
+        assert my[3][1:] == theirs[3][1:]
+    assert my_buffers.keys() == module_buffers.keys()
+    for name, value in module_buffers.items():
+        close(my_buffers[name], value, dtype, name)
+    return my_buffers
+
+
+def summed(ctx: Any, mine: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of all ranks' gradients."""
+    if mine is None:
+        return None
+    total = mine.double()
+    torch.distributed.all_reduce(total, group=ctx.group)
+    return total.to(mine.dtype)
 
 
 # ----------------------------------------------------------------- equal to full batch
 
+
 SHAPES = [(0, 3), (0, 3, 4), (0, 3, 2, 3), (0, 2, 2, 3, 2)]
 
 
+@on_ranks()
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{len(s)}-D")
-@pytest.mark.parametrize("sizes", [(4, 4), (3, 5, 2), (6, 0), (0, 1, 4)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_equals_full_batch(pool, sizes, shape, dtype):
-    check(pool, sizes, shape, dtype)
+@pytest.mark.parametrize(
+    ("where", "sizes"), [(2, (4, 4)), (3, (3, 5, 2)), (2, (6, 0)), (3, (0, 1, 4))]
+)
+def test_fp32_equals_full_batch(ctx, sizes, shape):
+    return check(ctx, sizes, shape, {}, torch.float32)
 
 
-@pytest.mark.parametrize("sizes", [(4, 4), (5, 0, 2)], ids=str)
+@on_ranks()
+@pytest.mark.parametrize(("where", "sizes"), [(2, (4, 4)), (3, (5, 0, 2))])
 @pytest.mark.parametrize(
     "case",
     [
-        {"options": {"momentum": None}},
         {"options": {"momentum": 1.0}},
         {"options": {"momentum": 0.0}},
-        {"options": {"affine": False}},
         {"options": {"eps": 0.5}},
         # In eval mode such a layer uses the local batch, as torch's does.
         {"options": {"track_running_stats": False}, "steps": 2},
@@ -155,14 +172,21 @@ def test_equals_full_batch(pool, sizes, shape, dtype):
     ],
     ids=str,
 )
-def test_cases_equal_full_batch(pool, sizes, case):
-    check(pool, sizes, (0, 3, 2, 3), **case)
+def test_cases_equal_full_batch(ctx, sizes, case):
+    return check(ctx, sizes, (0, 3, 2, 3), case)
 
 
-def test_edges_equal_full_batch(pool):
-    check(pool, (6, 3), (0, 3, 4, 4), torch.bfloat16)
-    check(pool, (1, 1), (0, 3))  # one value on each rank
-    check(pool, (0, 0), (0, 3))  # nothing to learn from: running statistics stay
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("sizes", "shape", "dtype"),
+    [
+        ((6, 3), (0, 3, 4, 4), torch.bfloat16),
+        ((1, 1), (0, 3), torch.float64),  # one value on each rank
+        ((0, 0), (0, 3), torch.float64),  # nothing to learn from: statistics stay
+    ],
+)
+def test_edges_equal_full_batch(ctx, sizes, shape, dtype):
+    return check(ctx, sizes, shape, {}, dtype)
 
 
 @settings(max_examples=40)
@@ -176,85 +200,78 @@ def test_edges_equal_full_batch(pool):
     affine=st.booleans(),
 )
 def test_any_shape(pool, sizes, channels, rest, momentum, affine):
-    options = {"momentum": momentum, "affine": affine}
-    check(pool, tuple(sizes), (0, channels, *rest), options=options)
+    """In fp64: what is nearly zero there is all rounding in fewer bits."""
+    case = {"options": {"momentum": momentum, "affine": affine}}
+    shape = (0, channels, *rest)
+    first, *others = pool.run(check, len(sizes), tuple(sizes), shape, case)
+    assert all(same(first, other) for other in others)
 
 
-def far_from_zero(ctx: Any, x: Any) -> Any:
-    ours = SyncBatchNorm(1, affine=False, process_group=ctx.group)
-    return ours(x[ctx.rank]), ours.running_var
-
-
-def test_large_means_do_not_cancel(pool):
+@on_ranks(2)
+def test_large_means_do_not_cancel(ctx):
     """Means of 4096 and spread of 1: a float32 sum of squares keeps nothing of it."""
     x = torch.randn(2, 512, 1, dtype=torch.float64).mul(64).round().div(64) + 4096
-    expected = x.view(-1, 1) - x.mean()
+    expected = x - x.mean()
     expected /= (expected.square().mean() + 1e-5).sqrt()
-    results = pool.run(far_from_zero, 2, x.float())
-    found = torch.cat([y for y, _ in results])
-    assert (found - expected).abs().max() < 1e-3
-    for _, var in results:
-        assert abs(var.item() - (0.9 + 0.1 * x.var().item())) < 1e-5
+    ours = SyncBatchNorm(1, affine=False, process_group=ctx.group)
+    found = ours(x[ctx.rank].float())
+    assert (found - expected[ctx.rank]).abs().max() < 1e-3
+    assert abs(ours.running_var.item() - (0.9 + 0.1 * x.var().item())) < 1e-5
 
 
 # -------------------------------------------------------------------------- errors
 
 
-def forward_of(ctx: Any, shapes: Any, dtype: Any = None) -> Any:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "kind", "says"),
+    [
+        (
+            *([(0, 3), (1, 3)], torch.float32),
+            "ValueError: [rank {rank}] Expected more than 1 value per channel",
+            "torch.Size([{rank}, 3]) and only one value on all ranks",
+        ),
+        (
+            *([(2, 4), (2, 4)], torch.float32),
+            "RuntimeError: ",
+            "SyncBatchNorm of 3 channels got an input of shape (2, 4), with",
+        ),
+        (
+            *([(2, 3), (2, 3)], torch.long),
+            "NotImplementedError: ",
+            "needs floating-point inputs, but got torch.int64.",
+        ),
+    ],
+)
+def test_bad_inputs_are_told_before_others_wait(ctx, shapes, dtype, kind, says):
+    """One value on all ranks together; another shape; another dtype."""
     layer = SyncBatchNorm(3, process_group=ctx.group)
-    try:
-        layer(torch.ones(shapes[ctx.rank], dtype=dtype))
-    except (ValueError, RuntimeError) as error:
-        state = layer.state_dict()
-        return type(error).__name__, str(error), int(state["num_batches_tracked"])
-    return None
+    said = error_of(lambda: layer(torch.ones(shapes[ctx.rank], dtype=dtype)))
+    assert said.startswith(kind.format(rank=ctx.rank))
+    assert says.format(rank=ctx.rank) in said
+    assert layer.num_batches_tracked == 0
 
 
-def test_one_value_on_all_ranks_together(pool):
-    results = pool.run(forward_of, 2, [(0, 3), (1, 3)])
-    for rank, (kind, text, num_batches) in enumerate(results):
-        assert (kind, num_batches) == ("ValueError", 0)
-        assert text.startswith(f"[rank {rank}] Expected more than 1 value per channel")
-        assert f"torch.Size([{rank}, 3]) and only one value on all ranks" in text
-
-
-def test_inputs_are_checked_before_others_wait(pool):
-    for kind, text, _ in pool.run(forward_of, 2, [(2, 4), (2, 4)]):
-        assert kind == "RuntimeError"
-        assert "SyncBatchNorm of 3 channels got an input of shape (2, 4), with" in text
-    for kind, text, _ in pool.run(forward_of, 2, [(2, 3), (2, 3)], torch.long):
-        assert kind == "NotImplementedError"
-        assert text.endswith("needs floating-point inputs, but got torch.int64.")
-
-
-def graphs_differ(ctx: Any, create_graph: bool) -> str:
+@on_ranks(2)
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_rank_without_backward_is_named(ctx, create_graph):
+    """A double backward needs inputs that require gradients alike."""
     layer = SyncBatchNorm(3, process_group=ctx.group)
     x = torch.randn(4, 3, requires_grad=ctx.rank == 0)
     with torch.set_grad_enabled(create_graph or ctx.rank == 0):
         y = layer(x)
-    if not y.requires_grad:
-        return ""
-    try:
-        y.square().sum().backward(create_graph=create_graph)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def test_a_rank_without_backward_is_named(pool):
-    first, second = pool.run(graphs_differ, 2, False)
-    assert second == ""
-    assert first.startswith("CollectiveError: [rank 0] SyncBatchNorm cannot run its ba")
-    assert "every rank's forward to have a backward. Found: otherwise on" in first
-    assert "rank(s) 1. What to do: use no_grad() and requires_grad alike" in first
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
-def test_double_backward_needs_alike_inputs(pool):
-    for rank, text in enumerate(pool.run(graphs_differ, 2, True)):
-        assert text.startswith(f"CollectiveError: [rank {rank}] SyncBatchNorm cannot")
-        assert "Expected: every rank's input to require a gradient." in text
-        assert "on rank(s) 1." in text
+    if ctx.rank == 1 and not create_graph:
+        assert not y.requires_grad
+        return
+    said = error_of(lambda: y.square().sum().backward(create_graph=create_graph))
+    start = f"CollectiveError: [rank {ctx.rank}] SyncBatchNorm cannot run its ba"
+    assert said.startswith(start)
+    assert "rank(s) 1." in said
+    if create_graph:
+        assert "Expected: every rank's input to require a gradient." in said
+    else:
+        assert "every rank's forward to have a backward. Found: otherwise on" in said
+        assert "What to do: use no_grad() and requires_grad alike" in said
 
 
 def some_inputs_need_gradients(ctx: Any, parts: Any) -> Any:
@@ -290,22 +307,18 @@ def penalty(layer: Any, x: torch.Tensor) -> Any:
     return torch.autograd.grad(wanted, [x, *params], materialize_grads=True)
 
 
-def penalty_on_rank(ctx: Any, parts: Any, options: Any) -> Any:
-    layer = plain_layer(parts[0].shape, torch.float64, **options)
-    ours = SyncBatchNorm.convert_sync_batchnorm(layer, ctx.group)
-    return list(penalty(ours, parts[ctx.rank]))
-
-
+@on_ranks()
 @pytest.mark.parametrize("options", [{}, {"affine": False}], ids=str)
-@pytest.mark.parametrize("sizes", [(4, 4), (3, 0, 5)], ids=str)
-def test_gradient_penalty_equals_full_batch(pool, sizes, options):
+@pytest.mark.parametrize(("where", "sizes"), [(2, (4, 4)), (3, (3, 0, 5))])
+def test_gradient_penalty_equals_full_batch(ctx, sizes, options):
     parts = batches(sizes, (0, 3, 2, 2), 0, torch.float64)
     layer = plain_layer((0, 3, 2, 2), torch.float64, **options)
+    ours = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(layer), ctx.group)
     dx, *others = penalty(layer, torch.cat(parts))
-    results = pool.run(penalty_on_rank, len(sizes), parts, options)
-    close(torch.cat([r[0] for r in results]), dx, torch.float64, "input")
-    for i, grad in enumerate(others, 1):
-        close(sum(r[i] for r in results), grad, torch.float64, f"parameter {i}")
+    my_dx, *mine = penalty(ours, parts[ctx.rank])
+    close(my_dx, dx.split(sizes)[ctx.rank], torch.float64, "input")
+    for i, (my_grad, grad) in enumerate(zip(mine, others, strict=True), 1):
+        close(summed(ctx, my_grad), grad, torch.float64, f"parameter {i}")
 
 
 # -------------------------------------------------------------- inside DataParallel
@@ -346,37 +359,9 @@ def images(world_size: int, step: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def conv_net_on_ranks(ctx: Any, options: Any, how: str) -> Any:
-    net = SyncBatchNorm.convert_sync_batchnorm(conv_net(), ctx.group)
-    ddp = DataParallel(net, process_group=ctx.group, **options)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    found = []
-    for step in range(3):
-        optimizer.zero_grad()
-        head = ctx.rank if how == "own head" else 0
-        x = images(ctx.world_size, step)[ctx.rank]
-        loss_of(ddp(x, head, how == "checkpoint")).backward()
-        found.append(grads(net))
-        optimizer.step()
-    return found, dict(net.named_buffers())
-
-
-def conv_net_alone(net: nn.Module, world_size: int, how: str) -> Any:
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    expected = []
-    for step in range(3):
-        optimizer.zero_grad()
-        body = net.body(images(world_size, step).flatten(0, 1)).split(4)
-        heads = range(world_size) if how == "own head" else [0] * world_size
-        y = torch.cat([net.heads[h](b) for h, b in zip(heads, body, strict=True)])
-        (loss_of(y) / world_size).backward()
-        expected.append(grads(net))
-        optimizer.step()
-    return expected, dict(net.named_buffers())
-
-
+@on_ranks()
 @pytest.mark.parametrize(
-    ("how", "world_size", "options"),
+    ("how", "where", "options"),
     [
         ("plain", 2, {}),
         ("plain", 3, {"gradient_as_bucket_view": True}),
@@ -385,36 +370,44 @@ def conv_net_alone(net: nn.Module, world_size: int, how: str) -> Any:
     ],
 )
 @pytest.mark.parametrize("caps", [[25], [0.0001]], ids=["one bucket", "small buckets"])
-def test_conv_net_equals_full_batch(pool, how, world_size, options, caps):
+def test_conv_net_equals_full_batch(ctx, how, options, caps):
     """With small buckets and heads of their own, ranks launch at different points.
 
     On one group, the layer's sums then met a bucket of the other rank, and gloo ended
     the process.
     """
+    alone, size = conv_net(), ctx.world_size
+    net = SyncBatchNorm.convert_sync_batchnorm(conv_net(), ctx.group)
     # The second head of the others has no gradient on any rank.
     options = {**options, "find_unused_parameters": True, "bucket_cap_mb_list": caps}
-    ranks = pool.run(conv_net_on_ranks, world_size, options, how)
-    net = conv_net()
-    expected, module_buffers = conv_net_alone(net, world_size, how)
-    for found, found_buffers in ranks:
-        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            for name, a, b in zip(
-                dict(net.named_parameters()), ours, theirs, strict=True
-            ):
-                close(a, b, torch.float64, f"{name} in step {step}")
-        if how != "checkpoint":  # which runs the forward twice, running statistics too
-            for name, value in module_buffers.items():
-                close(found_buffers[name], value, torch.float64, name)
+    ddp = wrapped(ctx, net, **options)
+    optimizers = [torch.optim.SGD(n.parameters(), lr=0.1) for n in (net, alone)]
+    heads = range(size) if how == "own head" else [0] * size
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        x = images(size, step)
+        loss_of(ddp(x[ctx.rank], heads[ctx.rank], how == "checkpoint")).backward()
+        body = alone.body(x.flatten(0, 1)).split(4)
+        y = torch.cat([alone.heads[h](b) for h, b in zip(heads, body, strict=True)])
+        (loss_of(y) / size).backward()
+        named = dict(alone.named_parameters())
+        for name, mine, theirs in zip(named, grads(net), grads(alone), strict=True):
+            close(mine, theirs, torch.float64, f"{name} in step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+    if how != "checkpoint":  # which runs the forward twice, running statistics too
+        for (name, mine), theirs in zip(
+            net.named_buffers(), alone.buffers(), strict=True
+        ):
+            close(mine, theirs, torch.float64, name)
 
 
 def torchs_layer_on_one_rank(ctx: Any) -> str:
+    """What the constructor says."""
     norm = nn.SyncBatchNorm if ctx.rank == 1 else SyncBatchNorm
     module = nn.Sequential(nn.Linear(2, 2), norm(2, process_group=ctx.group))
-    try:
-        DataParallel(module, process_group=ctx.group)
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return error_of(lambda: wrapped(ctx, module))
 
 
 def test_other_ranks_hear_of_torchs_layer(pool):
@@ -425,7 +418,8 @@ def test_other_ranks_hear_of_torchs_layer(pool):
     assert second in first
 
 
-def side_groups(ctx: Any) -> Any:
+@on_ranks(2)
+def test_layers_share_a_group_that_reset_renews(ctx):
     """Is it a group of its own, kept by a second layer, and renewed by reset()?"""
     layers = [SyncBatchNorm(2, process_group=ctx.group) for _ in range(2)]
     ddp = DataParallel(nn.Sequential(nn.Linear(2, 2), *layers), process_group=ctx.group)
@@ -439,22 +433,15 @@ def side_groups(ctx: Any) -> Any:
         ddp.reset()
     found.append(side_group(ctx.group, "layers"))
     pairs = zip(found, [ctx.group, *found], strict=False)
-    return [mine is other for mine, other in pairs]
+    assert [a is b for a, b in pairs] == [False, True, False, True, False]
 
 
-def test_layers_share_a_group_that_reset_renews(pool):
-    assert pool.run(side_groups, 2) == [[False, True, False, True, False]] * 2
-
-
-def halves(ctx: Any) -> Any:
+@on_ranks(4)
+def test_a_layer_synchronises_within_its_group(ctx):
     pair = (0, 1) if ctx.rank < 2 else (2, 3)
     layer = SyncBatchNorm(1, affine=False, process_group=ctx.subgroups[pair])
     default = SyncBatchNorm(1)
     for each in (layer, default):
         each(torch.full((2, 1), float(ctx.rank)))
-    return layer.running_mean.item(), default.running_mean.item()
-
-
-def test_a_layer_synchronises_within_its_group(pool):
-    found = pool.run(halves, 4)
-    assert found == [pytest.approx((x, 0.15)) for x in (0.05, 0.05, 0.25, 0.25)]
+    assert layer.running_mean.item() == pytest.approx(0.05 if ctx.rank < 2 else 0.25)
+    assert default.running_mean.item() == pytest.approx(0.15)

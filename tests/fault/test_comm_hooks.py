@@ -12,11 +12,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from minidp import CommHookError, DataParallel, MiniDPError, comm_hooks
+from minidp import CommHookError, DataParallel, comm_hooks
 from tests.fault.bad_hooks import fail, failed
-from tests.fault.test_faults import TwoLayers, attempt, trains
-from tests.support.both import done
-from tests.support.fresh import run_fresh
+from tests.fault.test_faults import TwoLayers, backward, trains
+from tests.support.both import done, error_of, wrapped
+from tests.support.ranks import on_ranks
 
 SECONDS = 3.0  # timeout of the process group
 BOO, FUTURE = ValueError("boo"), "returned a future that failed: "
@@ -55,8 +55,7 @@ class Breakable:
 
 
 def past_the_rebuild(ctx: Any, hook: Any, state: Any = None) -> DataParallel:
-    torch.manual_seed(0)
-    ddp = DataParallel(TwoLayers(), process_group=ctx.group, bucket_cap_mb=64 / 2**20)
+    ddp = wrapped(ctx, TwoLayers(), bucket_cap_mb=64 / 2**20)
     ddp.register_comm_hook(state, hook)
     for _ in range(2):
         ddp.zero_grad()
@@ -65,29 +64,10 @@ def past_the_rebuild(ctx: Any, hook: Any, state: Any = None) -> DataParallel:
     return ddp
 
 
-def backward(ddp: DataParallel) -> None:
-    ddp(torch.ones(1, 4)).sum().backward()
+on_two_ranks = on_ranks(2, fresh={"group_timeout": SECONDS})
 
 
-def breaks(ctx: Any, how: str, ranks: list[int], own_state: bool) -> Any:
-    state = comm_hooks.Fp32State() if own_state else None
-    hook = Breakable(
-        comm_hooks.fp32_accumulate_hook if own_state else comm_hooks.all_reduce_hook
-    )
-    ddp = past_the_rebuild(ctx, hook, state)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    hook.how = how if ctx.rank in ranks else None
-    begin = time.monotonic()
-    errors = [attempt(lambda: backward(ddp))]
-    seconds = time.monotonic() - begin
-    errors += [attempt(optimizer.step), attempt(lambda: ddp(torch.ones(1, 4)))]
-    hook.how = None
-    ddp.reset()
-    for param in ddp.parameters():  # whole numbers: exact in bfloat16
-        param.data.copy_(torch.eye(4)[: len(param)] if param.dim() > 1 else param * 0)
-    return errors, seconds, trains(ctx, ddp)
-
-
+@on_two_ranks
 @pytest.mark.parametrize(
     ("how", "ranks", "own_state"),
     [
@@ -98,25 +78,36 @@ def breaks(ctx: Any, how: str, ranks: list[int], own_state: bool) -> Any:
         *(("an exception", ranks, True) for ranks in ([1], [0, 1])),
     ],
 )
-def test_bad_hook(how: str, ranks: list[int], own_state: bool) -> None:
-    results = run_fresh(breaks, 2, how, ranks, own_state, group_timeout=SECONDS)
-    for rank, (errors, seconds, ok) in enumerate(results):
-        assert errors[1].startswith(f"UnsyncedGradientsError: [rank {rank}] ")
-        assert errors[2].startswith(f"ReducerFailedError: [rank {rank}] ")
-        assert seconds < 2 * SECONDS
-        assert ok
-        if rank in ranks:
-            start = f"CommHookError: [rank {rank}] The comm hook Breakable "
-            assert errors[0].startswith(start), errors[0]
-            for text in (BAD[how][1], "(bucket 1)", "Parameters: a."):
-                assert text in errors[0]
-        else:  # it waited for a collective that its peer never started
-            assert errors[0].startswith(
-                (f"CommHookError: [rank {rank}] ", f"CollectiveError: [rank {rank}] ")
-            ), errors[0]
+def test_bad_hook(ctx, how, ranks, own_state):
+    state = comm_hooks.Fp32State() if own_state else None
+    hook = Breakable(
+        comm_hooks.fp32_accumulate_hook if own_state else comm_hooks.all_reduce_hook
+    )
+    ddp = past_the_rebuild(ctx, hook, state)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    hook.how = how if ctx.rank in ranks else None
+    begin = time.monotonic()
+    first = error_of(lambda: backward(ddp))
+    assert time.monotonic() - begin < 2 * SECONDS
+    second, third = error_of(optimizer.step), error_of(lambda: ddp(torch.ones(1, 4)))
+    assert second.startswith(f"UnsyncedGradientsError: [rank {ctx.rank}] ")
+    assert third.startswith(f"ReducerFailedError: [rank {ctx.rank}] ")
+    named = f"CommHookError: [rank {ctx.rank}] "
+    if ctx.rank in ranks:
+        assert first.startswith(f"{named}The comm hook Breakable ")
+        for text in (BAD[how][1], "(bucket 1)", "Parameters: a."):
+            assert text in first
+    else:  # it waited for a collective that its peer never started
+        assert first.startswith((named, f"CollectiveError: [rank {ctx.rank}] "))
+    hook.how = None
+    ddp.reset()
+    for param in ddp.parameters():  # whole numbers: exact in bfloat16
+        param.data.copy_(torch.eye(4)[: len(param)] if param.dim() > 1 else param * 0)
+    assert trains(ctx, ddp)
 
 
-def never_completes(ctx: Any) -> Any:
+@on_two_ranks
+def test_reset_does_not_wait_for_a_future_that_never_completes(ctx):
     """All ranks: bucket 0 is in flight for ever, and the backward raises."""
     stuck = False
 
@@ -126,22 +117,18 @@ def never_completes(ctx: Any) -> Any:
     ddp = past_the_rebuild(ctx, hook)
     stuck = True
     handle = ddp.module.a.weight.register_hook(lambda _: fail(BOO))
-    error = attempt(lambda: backward(ddp))
+    assert error_of(lambda: backward(ddp)) == "ValueError: boo"
     handle.remove()
     stuck = False
     old = ddp.process_group
     ddp.reset()
-    return error, ddp.process_group is old, trains(ctx, ddp)
+    assert ddp.process_group is not old  # abandoned, with what was in flight
+    assert trains(ctx, ddp)
 
 
-def test_reset_does_not_wait_for_a_future_that_never_completes() -> None:
-    for error, kept, ok in run_fresh(never_completes, 2, group_timeout=SECONDS):
-        assert error == "ValueError: boo"
-        assert not kept, "what was in flight is abandoned, with its group"
-        assert ok
-
-
-def stalled(ctx: Any, how: str) -> str:
+@on_ranks(2, fresh={"group_timeout": 2.0})
+@pytest.mark.parametrize("how", ["mixed_precision", "reducer"])
+def test_failed_collectives_are_not_swallowed(ctx, how):
     """Rank 1 does not come in time; rank 0 must not go on with local numbers."""
     options: dict[str, Any] = {"hang_timeout": None}  # the backend alone has to tell
     if how == "mixed_precision":
@@ -152,18 +139,10 @@ def stalled(ctx: Any, how: str) -> str:
     for _ in range(2):  # the second forward rebuilds the buckets
         ddp.zero_grad()
         ddp(torch.ones(1, 2)).sum().backward()
-    if ctx.rank == 1:
-        return ""
-    ddp.zero_grad()
-    return attempt(lambda: ddp(torch.ones(1, 2)).sum().backward())
-
-
-@pytest.mark.parametrize("how", ["mixed_precision", "reducer"])
-def test_failed_collectives_are_not_swallowed(how: str) -> None:
-    first, _ = run_fresh(stalled, 2, how, group_timeout=2.0)
-    assert first.startswith("CommHookError: [rank 0] ")
-    assert "returned a future that failed" in first
-    assert issubclass(CommHookError, MiniDPError)
+    if ctx.rank == 0:
+        ddp.zero_grad()
+        with pytest.raises(CommHookError, match=r"^\[rank 0\] .*a future that failed"):
+            ddp(torch.ones(1, 2)).sum().backward()
 
 
 READY_MADE = {
@@ -176,34 +155,28 @@ READY_MADE = {
 }
 
 
-def raises_once(ctx: Any, name: str) -> Any:
+@on_ranks(2, fresh={"group_timeout": 30.0})
+@pytest.mark.parametrize("name", READY_MADE)
+def test_ready_made_hooks_fail_in_time_and_recover(ctx, name):
     """Rank 1 raises in its backward; both ranks recover, and train on."""
     state, hook = READY_MADE[name]
     options: dict[str, Any] = {"bucket_cap_mb": 64 / 2**20, "hang_timeout": 2}
     ddp = DataParallel(TwoLayers(), **options)  # the default group
     ddp.register_comm_hook(state, hook)
-    backward = lambda: ddp(torch.ones(1, 4)).sum().backward()  # noqa: E731
-    backward()
-    backward()  # after the rebuild
+    backward(ddp)
+    backward(ddp)  # after the rebuild
     handle = None
     if ctx.rank == 1:
         handle = next(ddp.parameters()).register_hook(lambda _: fail(BOO))
     begun = time.monotonic()
-    error = attempt(backward)
+    error = error_of(lambda: backward(ddp))
     seconds = time.monotonic() - begun
     if handle is not None:
         handle.remove()
+    else:
+        assert "rank 1" in error
+        assert seconds < 15  # far less than the group's own limit
     ddp.reset()
     ddp.zero_grad()
-    backward()
-    return error, seconds, [param.grad for param in ddp.parameters()]
-
-
-@pytest.mark.parametrize("name", READY_MADE)
-def test_ready_made_hooks_fail_in_time_and_recover(name: str) -> None:
-    (error, seconds, first), (_, _, second) = run_fresh(
-        raises_once, 2, name, group_timeout=30.0
-    )
-    assert "rank 1" in error
-    assert seconds < 15  # far less than the group's own limit
-    assert all(map(torch.equal, first, second))
+    backward(ddp)
+    return [param.grad for param in ddp.parameters()]

@@ -18,7 +18,8 @@ from torch import nn
 
 from minidp import DataParallel
 from minidp.comm.groups import fresh_group
-from tests.support.both import same
+from tests.support.both import same, wrapped
+from tests.support.ranks import on_ranks
 
 STEPS = int(os.environ.get("MINIDP_STRESS_STEPS", "60"))
 
@@ -79,18 +80,6 @@ def train(
     return [*log, [p.detach().clone() for p in ddp.parameters()]]
 
 
-def two_threads(ctx: Any, key: str, options: dict[str, Any], steps: int) -> Any:
-    other = fresh_group(ctx.group, f"concurrency/{key}")
-    jobs = [
-        lambda: train(ctx.group, ctx.rank, 1, steps, options),
-        lambda: train(other, ctx.rank, 2, steps, options),
-    ]
-    alone = [job() for job in jobs]
-    together = in_threads(*jobs)
-    torch.distributed.destroy_process_group(other)
-    return same(alone, together), [log[-1] for log in together]
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "small buckets": {"bucket_cap_mb": 0},
@@ -100,12 +89,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_two_objects_step_from_two_threads(pool: Any, name: str) -> None:
-    key = f"{os.getpid()}/{name}"
-    (ok0, end0), (ok1, end1) = pool.run(two_threads, 2, key, OPTIONS[name], STEPS)
-    assert (ok0, ok1) == (True, True), "not as each alone, bit for bit"
-    assert same(end0, end1)
+def test_two_objects_step_from_two_threads(ctx, name):
+    """As each alone, bit for bit."""
+    other = fresh_group(ctx.group, f"concurrency/{name}")
+    jobs = [
+        lambda: train(ctx.group, ctx.rank, 1, STEPS, OPTIONS[name]),
+        lambda: train(other, ctx.rank, 2, STEPS, OPTIONS[name]),
+    ]
+    alone = [job() for job in jobs]
+    together = in_threads(*jobs)
+    torch.distributed.destroy_process_group(other)
+    assert same(alone, together)
+    return [log[-1] for log in together]
 
 
 # ---------------------------------------------------------------- one process, a stress
@@ -177,18 +174,25 @@ def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-def gan(ctx: Any, how: str, options: dict[str, Any], steps: int) -> str:
-    """Where gradients differ from those of all ranks' data; empty: nowhere."""
+def run(pair: Pair, turn: str, real: Any, z: Any, how: str) -> None:
+    """One backward of one of the two."""
+    loss = pair.discriminate(real, z, how) if turn == "d" else pair.generate(z)
+    if loss is not None:
+        loss.backward()
 
-    def wrap(module: nn.Module) -> nn.Module:
-        return DataParallel(module, process_group=ctx.group, **options)
 
-    pair, plain = Pair(wrap), Pair(lambda module: module)
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize("how", ["one backward", "one forward", "two backwards"])
+def test_generator_through_discriminator(ctx, how, options):
+    """Gradients are those of all ranks' data."""
+    pair = Pair(lambda module: wrapped(ctx, module, **options))
+    plain = Pair(lambda module: module)
     optimizers = {
         "g": torch.optim.Adam(pair.g.parameters(), lr=0.01, betas=(0.5, 0.9)),
         "d": torch.optim.RMSprop(pair.d.parameters(), lr=0.01),
     }
-    for step in range(steps):
+    for step in range(8):
         for turn in "dg":
             real, z = batch(ctx.rank, step)
             plain.g.load_state_dict(pair.g.module.state_dict())
@@ -203,22 +207,6 @@ def gan(ctx: Any, how: str, options: dict[str, Any], steps: int) -> str:
             for (name, p), q in zip(
                 model.named_parameters(), oracle.parameters(), strict=True
             ):
-                if not torch.allclose(p.grad, q.grad / ctx.world_size, atol=1e-6):
-                    return f"step {step}, {turn}, {name}: {p.grad}"
+                near = torch.allclose(p.grad, q.grad / ctx.world_size, atol=1e-6)
+                assert near, f"step {step}, {turn}, {name}"
             optimizers[turn].step()
-    return ""
-
-
-def run(pair: Pair, turn: str, real: Any, z: Any, how: str) -> None:
-    """One backward of one of the two."""
-    loss = pair.discriminate(real, z, how) if turn == "d" else pair.generate(z)
-    if loss is not None:
-        loss.backward()
-
-
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
-@pytest.mark.parametrize("how", ["one backward", "one forward", "two backwards"])
-def test_generator_through_discriminator(
-    pool: Any, how: str, options: dict[str, Any]
-) -> None:
-    assert pool.run(gan, 2, how, options, 8) == ["", ""]

@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from minidp import DataParallel
+from minidp import CollectiveError, DataParallel
+from tests.support.both import error_of, wrapped
 from tests.support.fresh import run_fresh
+from tests.support.ranks import on_ranks
 
 SECONDS = 3.0  # timeout of the process group
+attempt = error_of
 
 
 class TwoLayers(nn.Module):
@@ -26,17 +30,11 @@ class TwoLayers(nn.Module):
 
 
 def make(ctx: Any, **options: Any) -> DataParallel:
-    torch.manual_seed(0)
-    return DataParallel(TwoLayers(), process_group=ctx.group, **options)
+    return wrapped(ctx, TwoLayers(), **options)
 
 
-def attempt(step: Any) -> str:
-    """The error that ``step()`` raises, as 'Class: text'; empty when it does not."""
-    try:
-        step()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+def backward(ddp: DataParallel, *, skip: bool = False) -> None:
+    ddp(torch.ones(1, 4), skip=skip).sum().backward()
 
 
 def trains(ctx: Any, ddp: DataParallel) -> bool:
@@ -54,91 +52,78 @@ def trains(ctx: Any, ddp: DataParallel) -> bool:
     return right
 
 
-def one_rank_skips_a_layer(ctx: Any, options: dict[str, Any]) -> Any:
-    ddp = make(ctx, **options)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    x = torch.ones(1, 4)
-    errors = [attempt(lambda: ddp(x, skip=ctx.rank == 1).sum().backward())]
-    errors.append(attempt(optimizer.step))
-    errors.append(attempt(lambda: ddp(x)))
-    old = ddp.process_group
-    ddp.reset()
-    return errors, ddp.process_group is old, trains(ctx, ddp)
+on_two_ranks = on_ranks(2, fresh={"group_timeout": SECONDS})
 
 
+@on_two_ranks
 @pytest.mark.parametrize(
     "options",
     [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb_list": [0]}],
     ids=str,
 )
-def test_parameter_unused_on_one_rank(options: dict[str, Any]) -> None:
-    (waiting, kept, ok0), (skipping, _, ok1) = run_fresh(
-        one_rank_skips_a_layer, 2, options, group_timeout=SECONDS
-    )
-    assert waiting[0].startswith("CollectiveError: [rank 0] ")
-    assert "bucket 0" in waiting[0]
-    assert waiting[0].endswith("then call reset() on all live ranks.")
-    assert waiting[1].startswith("UnsyncedGradientsError: [rank 0] ")
-    assert waiting[2].startswith("ReducerFailedError: [rank 0] ")
-    assert skipping[0] == ""  # another backward might still bring them
-    assert skipping[1].startswith("UnsyncedGradientsError: [rank 1] ")
-    assert "rank 1: b.weight, b.bias." in skipping[1]
-    assert skipping[2].startswith("UnfinishedReductionError: [rank 1] ")
-    assert "rank 1: b.weight, b.bias." in skipping[2]
-    assert not kept, "a group with a collective left half done cannot be kept"
-    assert (ok0, ok1) == (True, True)
+def test_parameter_unused_on_one_rank(ctx, options):
+    ddp = make(ctx, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    first = error_of(lambda: backward(ddp, skip=ctx.rank == 1))
+    second, third = error_of(optimizer.step), error_of(lambda: ddp(torch.ones(1, 4)))
+    assert second.startswith(f"UnsyncedGradientsError: [rank {ctx.rank}] ")
+    if ctx.rank == 0:
+        assert first.startswith("CollectiveError: [rank 0] ")
+        assert "bucket 0" in first
+        assert first.endswith("then call reset() on all live ranks.")
+        assert third.startswith("ReducerFailedError: [rank 0] ")
+    else:
+        assert first == ""  # another backward might still bring them
+        assert third.startswith("UnfinishedReductionError: [rank 1] ")
+        assert "rank 1: b.weight, b.bias." in second
+        assert "rank 1: b.weight, b.bias." in third
+    old = ddp.process_group
+    ddp.reset()  # a group with a collective left half done cannot be kept
+    assert ctx.rank == 1 or ddp.process_group is not old
+    assert trains(ctx, ddp)
 
 
-def backward_raises(ctx: Any, ranks: list[int]) -> Any:
-    ddp = make(ctx, bucket_cap_mb=0)
+@on_two_ranks
+@pytest.mark.parametrize("ranks", [[0, 1], [1]])
+def test_backward_raises(ctx, ranks):
+    ddp, rank = make(ctx, bucket_cap_mb=0), ctx.rank
     for _ in range(2):  # past the rebuild: several buckets
-        ddp(torch.ones(1, 4)).sum().backward()
+        backward(ddp)
     ddp.zero_grad()
 
     def fail(_grad: torch.Tensor) -> None:
         raise ValueError("boo")
 
-    handle = ddp.module.a.weight.register_hook(fail) if ctx.rank in ranks else None
-    errors = [attempt(lambda: ddp(torch.ones(1, 4)).sum().backward())]
+    handle = ddp.module.a.weight.register_hook(fail) if rank in ranks else None
+    first = error_of(lambda: backward(ddp))
     if handle is not None:
         handle.remove()
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    errors.append(attempt(optimizer.step))
-    errors.append(attempt(lambda: ddp(torch.ones(1, 4))))
+    second, third = error_of(optimizer.step), error_of(lambda: ddp(torch.ones(1, 4)))
+    if rank in ranks:
+        assert first == "ValueError: boo"
+        assert third.startswith(f"UnfinishedReductionError: [rank {rank}] ")
+        assert "a.weight" in third
+    else:
+        assert first.startswith(f"CollectiveError: [rank {rank}] ")
+        assert third.startswith(f"ReducerFailedError: [rank {rank}] ")
+    assert second.startswith(f"UnsyncedGradientsError: [rank {rank}] ")
     old = ddp.process_group
-    ddp.reset()
-    kept, right = ddp.process_group is old, trains(ctx, ddp)
-    ddp(torch.ones(1, 4), skip=True).sum().backward()
+    ddp.reset()  # equal launches complete; unequal do not
+    assert (ddp.process_group is old) == (len(ranks) == 2)
+    assert trains(ctx, ddp)
+    backward(ddp, skip=True)
     ddp.reset()  # a second time, perhaps on a fresh group
-    return errors, kept, right and trains(ctx, ddp)
-
-
-@pytest.mark.parametrize("ranks", [[0, 1], [1]])
-def test_backward_raises(ranks: list[int]) -> None:
-    results = run_fresh(backward_raises, 2, ranks, group_timeout=SECONDS)
-    for rank, (errors, kept, ok) in enumerate(results):
-        if rank in ranks:
-            assert errors[0] == "ValueError: boo"
-            assert errors[2].startswith(f"UnfinishedReductionError: [rank {rank}] ")
-            assert "a.weight" in errors[2]
-        else:
-            assert errors[0].startswith(f"CollectiveError: [rank {rank}] ")
-            assert errors[2].startswith(f"ReducerFailedError: [rank {rank}] ")
-        assert errors[1].startswith(f"UnsyncedGradientsError: [rank {rank}] ")
-        assert kept == (len(ranks) == 2), "equal launches complete; unequal do not"
-        assert ok
+    assert trains(ctx, ddp)
 
 
 def killed(ctx: Any) -> Any:
     ddp = make(ctx)
-    ddp(torch.ones(1, 4)).sum().backward()
+    backward(ddp)
     ddp.zero_grad()
     if ctx.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return [
-        attempt(lambda: ddp(torch.ones(1, 4)).sum().backward()),
-        attempt(ddp.reset),
-    ]
+    return [error_of(lambda: backward(ddp)), error_of(ddp.reset)]
 
 
 def test_a_killed_rank_is_named() -> None:
@@ -149,35 +134,28 @@ def test_a_killed_rank_is_named() -> None:
     assert "no call on rank(s) 1" in survivor[1]
 
 
-def stops_early(ctx: Any) -> Any:
+@on_two_ranks
+def test_ranks_with_different_numbers_of_steps(ctx):
     ddp = make(ctx)
-    errors = []
-    for _ in range(2 if ctx.rank == 1 else 3):
+    for _ in range(2):
         ddp.zero_grad()
-        errors.append(attempt(lambda: ddp(torch.ones(1, 4)).sum().backward()))
+        backward(ddp)
+    if ctx.rank == 0:
+        ddp.zero_grad()
+        with pytest.raises(CollectiveError, match=r"^\[rank 0\] "):
+            backward(ddp)
     ddp.reset()
-    return errors, trains(ctx, ddp)
-
-
-def test_ranks_with_different_numbers_of_steps() -> None:
-    (waiting, ok0), (done, ok1) = run_fresh(stops_early, 2, group_timeout=SECONDS)
-    assert done == ["", ""]
-    assert waiting[:2] == ["", ""]
-    assert waiting[2].startswith("CollectiveError: [rank 0] ")
-    assert (ok0, ok1) == (True, True)
+    assert trains(ctx, ddp)
 
 
 def in_a_subgroup(ctx: Any) -> Any:
-    import torch.distributed as dist
-
     timeout = dist.distributed_c10d.timedelta(seconds=3)
     dist.new_group([0, 1], timeout=timeout)  # rank 1 is in one group more than rank 2
     pair = dist.new_group([1, 2], timeout=timeout)
     if ctx.rank == 0:
         return None
-    torch.manual_seed(0)
     ddp = DataParallel(TwoLayers(), process_group=pair)
-    error = attempt(lambda: ddp(torch.ones(1, 4), skip=ctx.rank == 2).sum().backward())
+    error = error_of(lambda: backward(ddp, skip=ctx.rank == 2))
     ddp.reset()
     ddp.zero_grad()
     ddp(torch.ones(1, 4) * ctx.rank).sum().backward()

@@ -1,18 +1,13 @@
 """Bad arguments and bad comm hooks: documented exceptions, no crash, nothing left.
 
-    python -m tests.fault.test_fuzz --inputs 10000 --hooks 5000
-
-tries as many as you like, and prints how many calls ended in what; the first that
-breaks a law is shrunk and raised.
+``MINIDP_EXAMPLES=2000`` tries five times as many of each; ``pytest -s`` prints how many
+calls ended in what.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
-import time
-import warnings
 from collections import Counter
 
 import hypothesis
@@ -25,7 +20,6 @@ from minidp.guard.optimizer_guard import Guard
 from tests.fault import bad_hooks, bad_inputs
 from tests.fault.bad_hooks import TINY, Case, try_hook
 from tests.fault.bad_inputs import DOCUMENTED, Broken, Call, make, try_call
-from tests.support.alone import lone_default_group
 
 pytestmark = [
     pytest.mark.usefixtures("lone_group"),
@@ -86,11 +80,15 @@ def test_bad_hooks(case):
     assert try_hook(case) == ("right" if is_right else "CommHookError")
 
 
-def fuzz(what, cases, count, **more):
-    """Count the outcomes of ``what`` on many cases."""
-    outcomes = Counter()
+@pytest.mark.parametrize(
+    ("what", "cases"),
+    [(try_call, bad_inputs.calls), (try_hook, bad_hooks.cases)],
+    ids=["constructor", "comm hooks"],
+)
+def test_random_ones(what, cases):
+    outcomes, count = Counter(), 5 * hypothesis.settings.default.max_examples
 
-    @hypothesis.settings(max_examples=count, **more)
+    @hypothesis.settings(max_examples=count)
     @hypothesis.given(cases)
     def run(case):
         outcomes[what(case)] += 1
@@ -101,16 +99,8 @@ def fuzz(what, cases, count, **more):
         run()
     finally:
         gc.unfreeze()
-    return outcomes
-
-
-@pytest.mark.parametrize(
-    ("what", "cases"),
-    [(try_call, bad_inputs.calls), (try_hook, bad_hooks.cases)],
-    ids=["constructor", "comm hooks"],
-)
-def test_random_ones(what, cases):
-    outcomes = fuzz(what, cases, 5 * hypothesis.settings.default.max_examples)
+        lines = [f"    {n:6d}  {end}\n" for end, n in outcomes.most_common()]
+        sys.stdout.write("".join(lines))
     assert len(outcomes) >= 3, outcomes  # some go right, some go wrong
     right = outcomes["accepted"] + outcomes["right"]
     assert outcomes.total() / 10 < right < outcomes.total() * 0.9, outcomes
@@ -184,33 +174,3 @@ def test_wrong_gradients_are_noticed(monkeypatch):
     monkeypatch.setattr(Guard, "check", lambda self, optimizer: None)
     with pytest.raises(Broken, match="stepped"):
         try_hook(Case(brings="None"))
-
-
-# ------------------------------------------------------------------------ by hand, long
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--inputs", type=int, default=10_000)
-    parser.add_argument("--hooks", type=int, default=5_000)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    checks = list(hypothesis.HealthCheck)
-    options = {"deadline": None, "database": None, "suppress_health_check": checks}
-    with lone_default_group():
-        for name, what, cases, count in (
-            ("constructor", try_call, bad_inputs.calls, arguments.inputs),
-            ("comm hooks", try_hook, bad_hooks.cases, arguments.hooks),
-        ):
-            if count:
-                begin = time.monotonic()
-                outcomes = fuzz(what, cases, count, print_blob=True, **options)
-                seconds = time.monotonic() - begin
-                lines = [f"{name}: {outcomes.total()} in {seconds:.0f} s"]
-                lines += [f"    {n:6d}  {end}" for end, n in outcomes.most_common()]
-                sys.stdout.write("\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -21,8 +21,10 @@ from torch.futures import Future
 
 from minidp import DataParallel, comm_hooks
 from minidp.config import options as config_options
-from tests.fault.test_faults import TwoLayers, attempt, trains
+from tests.fault.test_faults import TwoLayers, backward, trains
+from tests.support.both import error_of
 from tests.support.fresh import run_fresh
+from tests.support.ranks import on_ranks
 
 LIMIT = 2.0  # hang_timeout; that of the group is 60 s
 SLOW_MACHINE = 10.0  # seconds that we allow on top
@@ -59,7 +61,7 @@ def loads_data(ctx: Any, ddp: DataParallel) -> None:
 
 
 def takes_another_branch(ctx: Any, ddp: DataParallel) -> None:
-    ddp(torch.ones(1, 4), skip=True).sum().backward()
+    backward(ddp, skip=True)
     wait_for_others(ctx)
 
 
@@ -85,18 +87,16 @@ ABSENCES: dict[str, tuple[Callable[[Any, DataParallel], None], str]] = {
 }
 
 
-def absent_once(ctx: Any, how: str, options: dict[str, Any]) -> Any:
+def absent_once(ctx: Any, how: str) -> Any:
     """Rank 1 is absent from the fourth step; what the others get to know."""
-    torch.manual_seed(0)
-    ddp = DataParallel(TwoLayers(), hang_timeout=LIMIT, **options)
-    x = torch.ones(1, 4)
+    ddp = DataParallel(TwoLayers(), hang_timeout=LIMIT)
     for _ in range(3):
-        ddp(x).sum().backward()
+        backward(ddp)
     if ctx.rank == 1:
         ABSENCES[how][0](ctx, ddp)
         return None
     begin = time.monotonic()
-    error = attempt(lambda: ddp(x).sum().backward())
+    error = error_of(lambda: backward(ddp))
     seconds = time.monotonic() - begin
     if how == "stopped":
         store = dist.distributed_c10d._get_default_store()
@@ -112,7 +112,7 @@ def absent_once(ctx: Any, how: str, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("how", ABSENCES)
 def test_who_is_absent_is_named(how: str) -> None:
     results = run_fresh(
-        absent_once, 3, how, {}, group_timeout=60.0, timeout=15.0, errors="return"
+        absent_once, 3, how, group_timeout=60.0, timeout=15.0, errors="return"
     )
     for rank in (0, 2):
         error, seconds = results[rank]
@@ -151,8 +151,11 @@ def evaluates(store: Any, ctx: Any) -> None:
             nn.Linear(4, 4)(torch.ones(1, 4))
 
 
-def evaluates_alone(ctx: Any, place: str) -> Any:
-    torch.manual_seed(0)
+@on_ranks(3, fresh={"group_timeout": 60.0, "timeout": 60.0})
+@pytest.mark.parametrize(
+    "place", ["before wrapping", "before a backward", "before a broadcast"]
+)
+def test_a_rank_that_evaluates_alone_is_only_warned_of(ctx, place):
     counts = Counts()
     logging.getLogger("minidp").addHandler(counts)
     if place == "before wrapping" and ctx.rank == 1:
@@ -161,22 +164,14 @@ def evaluates_alone(ctx: Any, place: str) -> Any:
     if place == "before a broadcast":
         module.register_buffer("mean", torch.zeros(2), persistent=False)
     ddp = patient(module)
-    ddp(torch.ones(1, 4)).sum().backward()
+    backward(ddp)
     if place != "before wrapping" and ctx.rank == 1:
         evaluates(counts.store, ctx)
-    is_right = trains(ctx, ddp)
-    return is_right, counts.texts, ddp._reducer.communicator.has_failed
-
-
-@pytest.mark.parametrize(
-    "place", ["before wrapping", "before a backward", "before a broadcast"]
-)
-def test_a_rank_that_evaluates_alone_is_only_warned_of(place: str) -> None:
-    results = run_fresh(evaluates_alone, 3, place, group_timeout=60.0, timeout=60.0)
-    assert [(right, failed) for right, _, failed in results] == [(True, False)] * 3
-    for rank in (0, 2):
-        text = results[rank][1][0]
-        assert text.startswith(f"[rank {rank}] Still ")
+    assert trains(ctx, ddp)
+    assert not ddp._reducer.communicator.has_failed
+    if ctx.rank != 1:
+        text = counts.texts[0]
+        assert text.startswith(f"[rank {ctx.rank}] Still ")
         assert "Missing: rank 1" in text
         assert "until the process group's own limit (60 s)" in text
         if place != "before wrapping":
@@ -186,7 +181,6 @@ def test_a_rank_that_evaluates_alone_is_only_warned_of(place: str) -> None:
 
 def patiently_absent(ctx: Any, how: str) -> Any:
     """Rank 1 is killed, stopped, or waits where the others are not."""
-    torch.manual_seed(0)
     other_group = dist.new_group()
     # On one group, gloo would take one object's gradients for the other's.
     first, second = (
@@ -194,18 +188,17 @@ def patiently_absent(ctx: Any, how: str) -> Any:
         # It still waits when the first one gives up.
         patient(TwoLayers(), 10 * LIMIT, process_group=other_group),
     )
-    x = torch.ones(1, 4)
     for ddp in (first, second):
-        ddp(x).sum().backward()
+        backward(ddp)
     begin = time.monotonic()
     if ctx.rank == 1:
         if how == "barrier":
             dist.barrier(other_group)
             return None
         if how == "another object":
-            return attempt(lambda: second(x).sum().backward()), 0.0
+            return error_of(lambda: backward(second)), 0.0
         ABSENCES[how][0](ctx, first)
-    error = attempt(lambda: first(x).sum().backward())
+    error = error_of(lambda: backward(first))
     seconds = time.monotonic() - begin
     if how == "stopped":
         end_the_stopped()
@@ -245,7 +238,7 @@ def absent_early(ctx: Any, place: str) -> str:
         for _ in range(2):
             ddp(x).sum().backward()
         make = lambda: ddp(x).sum().backward()  # noqa: E731
-    error = "" if ctx.rank == 1 else attempt(make)
+    error = "" if ctx.rank == 1 else error_of(make)
     wait_for_others(ctx)
     return error
 
@@ -266,10 +259,10 @@ def test_who_is_absent_from_another_collective_is_named(place: str, words: str) 
 def store_host_stops(ctx: Any) -> str:
     """Rank 0 hosts the store: without it nothing is known about anybody."""
     ddp = DataParallel(TwoLayers(), hang_timeout=LIMIT)
-    ddp(torch.ones(1, 4)).sum().backward()
+    backward(ddp)
     if ctx.rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
-    return attempt(lambda: ddp(torch.ones(1, 4)).sum().backward())
+    return error_of(lambda: backward(ddp))
 
 
 def test_a_stopped_host_of_the_store_does_not_hold_up_the_report() -> None:
@@ -279,8 +272,8 @@ def test_a_stopped_host_of_the_store_does_not_hold_up_the_report() -> None:
     assert error.startswith("CollectiveError: [rank 1] ")
 
 
-def hook_never_brings(ctx: Any) -> Any:
-    torch.manual_seed(0)
+@on_ranks(2, fresh={"group_timeout": 60.0})
+def test_a_hook_that_never_brings_its_result_is_named(ctx):
     ddp = DataParallel(TwoLayers(), hang_timeout=LIMIT)
     stuck = [False]
 
@@ -288,45 +281,26 @@ def hook_never_brings(ctx: Any) -> Any:
         return Future() if stuck[0] else comm_hooks.all_reduce_hook(state, bucket)
 
     ddp.register_comm_hook(None, stuck_hook)
-    ddp(torch.ones(1, 4)).sum().backward()
+    backward(ddp)
     stuck[0] = True
-    error = attempt(lambda: ddp(torch.ones(1, 4)).sum().backward())
+    error = error_of(lambda: backward(ddp))
     stuck[0] = False
     ddp.reset()
-    return error, trains(ctx, ddp)
+    assert f"waiting for the comm hook {stuck_hook.__qualname__}" in error
+    assert "it did not finish within 2 s" in error
+    assert trains(ctx, ddp)
 
 
-def test_a_hook_that_never_brings_its_result_is_named() -> None:
-    for error, is_right in run_fresh(hook_never_brings, 2, group_timeout=60.0):
-        assert (
-            "waiting for the comm hook hook_never_brings.<locals>.stuck_hook" in error
-        )
-        assert "it did not finish within 2 s" in error
-        assert is_right
-
-
-def comes_back(ctx: Any) -> Any:
+@on_ranks(2, fresh={"group_timeout": 60.0})
+def test_reset_after_a_hang(ctx):
     """Everybody is alive: after reset() on all ranks the object trains."""
-    torch.manual_seed(0)
     ddp = DataParallel(TwoLayers(), hang_timeout=LIMIT)
-    ddp(torch.ones(1, 4)).sum().backward()
-    error = ""
-    if ctx.rank == 0:
-        error = attempt(lambda: ddp(torch.ones(1, 4)).sum().backward())
-    ddp.reset()
-    ok = trains(ctx, ddp)
-    # Old alarms are forgotten, new ones are heard: once more.
-    if ctx.rank == 1:
-        error = attempt(lambda: ddp(torch.ones(1, 4)).sum().backward())
-    ddp.reset()
-    return error, ok and trains(ctx, ddp)
-
-
-def test_reset_after_a_hang() -> None:
-    results = run_fresh(comes_back, 2, group_timeout=60.0)
-    for rank, (error, is_right) in enumerate(results):
-        assert f"Missing: rank {1 - rank}." in error
-        assert is_right
+    backward(ddp)
+    for rank in (0, 1):  # Old alarms are forgotten, new ones are heard: once more.
+        if ctx.rank == rank:
+            assert f"Missing: rank {1 - rank}." in error_of(lambda: backward(ddp))
+        ddp.reset()
+        assert trains(ctx, ddp)
 
 
 # -------------------------------------------------------------- the end of the process

@@ -1,14 +1,11 @@
 """Thousands of objects made, trained and dropped leave nothing behind.
 
 Counted are the bytes that malloc has handed out and the blocks of Python's allocator:
-exact, where the resident size jumps. The long version looks at that as well:
-
-    python -m tests.fault.test_leaks --cycles 2000
+exact, where the resident size jumps. ``MINIDP_LEAK_CYCLES=2000`` looks at that as well.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import gc
@@ -32,9 +29,8 @@ from torch import nn
 
 from minidp import DataParallel, MiniDPError, comm_hooks
 from tests.fault.bad_inputs import hooks_on, nodes_of
-from tests.support.alone import lone_default_group
 
-CYCLES = 120
+CYCLES = int(os.environ.get("MINIDP_LEAK_CYCLES", "120"))
 NUM_PERIODS = 12  # in which the memory is looked at
 # By world size. Each collective of two ranks leaves a little in Gloo: cycles of torch's
 # DDP add 1.4 KB there, as ours do.
@@ -295,24 +291,3 @@ def test_no_hook_stays_on_a_parameter_that_lives_on(lone_group: Any, name: str) 
     assert hooks_on(nodes) == []
     ddp = DataParallel(net, process_group=lone_group)
     assert ddp._reducer.hooks.shared() == []
-
-
-# ------------------------------------------------------------------------ by hand, long
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cycles", type=int, default=2000)
-    cycles = parser.parse_args().cycles
-    torch.set_num_threads(1)
-    bad = 0
-    with lone_default_group() as world:
-        for name in VARIANTS:
-            growth = measure_variant(SimpleNamespace(group=world), name, cycles)
-            bad += bool(problem(growth))
-            print(f"{name:18s} {problem(growth) or 'flat'}: {growth}", flush=True)  # noqa: T201
-    sys.exit(bad)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,10 @@
 """Random words of wrong uses: never silently different, never stuck, always mended.
 
-python -m tests.fault.test_wrong_words --words 5000 --world-size 2
+``MINIDP_EXAMPLES=5000`` plays as many; ``pytest -s`` prints what the words did.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import sys
@@ -82,9 +81,14 @@ class Stage:
 
 @pytest.fixture(scope="module")
 def stage() -> Any:
-    made = Stage()
+    made, begin = Stage(), time.monotonic()
     yield made
     made.pool.close()
+    seconds = time.monotonic() - begin
+    lines = [f"{name:40s} {count}" for name, count in made.counts.most_common()]
+    lines.append(f"longest letter {made.longest:.1f} s; {seconds:.0f} s in all")
+    lines += [f"aborted by Gloo: {word}" for word in made.aborted]
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 def ops(text: str) -> tuple[Op, ...]:
@@ -170,42 +174,3 @@ def test_pinned(stage: Stage, name: str) -> None:
 def test_a_missing_guard_is_noticed(stage: Stage) -> None:
     word = Word(ops("forward, backward, method 0, step"), (("unsynced", "ignore"),))
     assert "silently different" in stage.play(word, 2)
-
-
-# ------------------------------------------------------------------------ by hand, long
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--words", type=int, default=5000)
-    parser.add_argument("--world-size", type=int, default=2, choices=[2, 3])
-    arguments = parser.parse_args()
-    stage = Stage()
-    begin = time.monotonic()
-
-    @hypothesis.settings(
-        max_examples=arguments.words,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
-    @given(words(arguments.world_size))
-    def run(word: Word) -> None:
-        broken = stage.play(word, arguments.world_size)
-        if stage.counts["words"] % 100 == 0:
-            sys.stderr.write(f"{stage.counts['words']} words\n")
-        assert not broken, broken
-
-    try:
-        run()
-    finally:
-        stage.pool.close()
-        seconds = time.monotonic() - begin
-        lines = [f"{name:40s} {count}" for name, count in stage.counts.most_common()]
-        lines.append(f"longest letter {stage.longest:.1f} s; {seconds:.0f} s in all")
-        lines += [f"aborted by Gloo: {word}" for word in stage.aborted]
-        sys.stdout.write("\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel
 
 import minidp
 from minidp import DataParallel, comm_hooks
 from tests.support.both import grads, on_both
 from tests.support.models import ModelSpec, ParamShape, Patchwork
-from tests.support.training import Log, Training, train
+from tests.support.training import Training, train_both
 
 SMALL = {"bucket_cap_mb": 64 / 2**20}  # several buckets
 STEPS = 4
@@ -36,14 +35,13 @@ STEPS = 4
 def compare(ctx: Any, scenario: Any, *args: Any) -> tuple[Any, Any]:
     """(torch's, minidp's) result, each from the same random numbers."""
     with deterministic():
-        return on_both(ctx, lambda ctx, wrap: scenario(ctx, wrap, *args))
+        return on_both(ctx, scenario, *args)
 
 
-def compare_trainings(ctx: Any, training: Training) -> list[Log]:
-    """[torch's, minidp's] log of this rank."""
-    kinds: tuple[Any, Any] = (DistributedDataParallel, DataParallel)
+def compare_trainings(ctx: Any, training: Training) -> Any:
+    """(minidp's, torch's) log of this rank."""
     with deterministic():
-        return [train(training, kind, ctx.group, ctx.device) for kind in kinds]
+        return train_both(ctx, training)
 
 
 @contextlib.contextmanager

@@ -59,9 +59,9 @@ def test_training(ranks: Any, features: frozenset[str]) -> None:
     training = training_of(features, ranks.place.world_size)
     oracle.skip_unless_torch_takes(name for name, _ in training.options)
     logs = ranks.run(scenarios.compare_trainings, training)
-    for rank, (theirs, ours) in enumerate(logs):
+    for rank, (ours, theirs) in enumerate(logs):
         assert difference(theirs, ours) == "", f"rank {rank}"
-    check_numbers(training, [ours for _, ours in logs])
+    check_numbers(training, [ours for ours, _ in logs])
 
 
 @everywhere

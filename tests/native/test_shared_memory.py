@@ -18,6 +18,7 @@ from minidp.comm.communicator import Communicator
 from minidp.comm.shared_memory import SharedBuffer, share
 from minidp.errors import NativeError
 from tests.support.fresh import run_fresh
+from tests.support.ranks import on_ranks
 
 pytestmark = [
     pytest.mark.usefixtures("library"),  # skips without a compiler
@@ -83,7 +84,8 @@ def test_gloos_bits(pool, size, shapes):
     assert pool.run(differences, size, shapes) == [[]] * size
 
 
-def late_rank(ctx: Any) -> Any:
+@on_ranks(2)
+def test_a_waiting_rank_sleeps(ctx):
     """Rank 1 posts after a while; rank 0 sleeps, and must be woken."""
     buckets = take([(1000, torch.float32)], ctx)
     buckets[0].values.fill_(ctx.rank + 1.0)
@@ -94,18 +96,12 @@ def late_rank(ctx: Any) -> Any:
     early = work.is_completed()
     begun = time.process_time()
     work.wait()
-    return (
-        early,
-        future.done(),
-        time.process_time() - begun,
-        buckets[0].values[7].item(),
-    )
-
-
-def test_a_waiting_rank_sleeps(pool):
-    (early, done, seconds, value), (_, _, _, other) = pool.run(late_rank, 2)
-    assert (early, done, value, other) == (False, True, 3.0, 3.0)
-    assert seconds < 0.1  # of CPU time
+    seconds = time.process_time() - begun
+    assert buckets[0].values[7] == 3.0
+    if ctx.rank == 0:
+        assert not early
+        assert future.done()
+        assert seconds < 0.1  # of CPU time
 
 
 def killed_rank(ctx: Any) -> Any:
@@ -121,7 +117,8 @@ def test_a_rank_that_ends_is_named():
     assert "the process of rank 1 ended" in str(found[2])
 
 
-def train_in_child(ctx: Any) -> Any:
+@on_ranks(2, fresh={})
+def test_a_forked_child_has_a_copy(ctx):
     """A forked child reads and writes its parent's buffer; the ranks see nothing."""
     buckets = take([(10, torch.float32)], ctx)
     buffer = buckets[0].values
@@ -137,14 +134,12 @@ def train_in_child(ctx: Any) -> Any:
         os._exit(code)
     _, status = os.waitpid(child, 0)
     buckets[0].all_reduce().wait()
-    return os.waitstatus_to_exitcode(status), buffer.tolist()
+    assert os.waitstatus_to_exitcode(status) == 11 + ctx.rank
+    assert buffer.tolist() == [3.0] * 10
 
 
-def test_a_forked_child_has_a_copy():
-    assert run_fresh(train_in_child, 2) == [(11, [3.0] * 10), (12, [3.0] * 10)]
-
-
-def ask_in_child(ctx: Any) -> Any:
+@on_ranks(3, fresh={})
+def test_a_forked_child_that_asks_is_told(ctx):
     """A forked child asks for a sum that is in flight; its child reads the buffer."""
     buckets = take([(10, torch.float32)], ctx)
     buckets[0].values.fill_(1.0)
@@ -165,11 +160,7 @@ def ask_in_child(ctx: Any) -> Any:
         os._exit(code + os.waitstatus_to_exitcode(status))
     _, status = os.waitpid(child, 0)
     work.wait()
-    return os.waitstatus_to_exitcode(status)
-
-
-def test_a_forked_child_that_asks_is_told():
-    assert run_fresh(ask_in_child, 3) == [102] * 3
+    assert os.waitstatus_to_exitcode(status) == 102
 
 
 def mapped() -> list[tuple[int, int]]:
@@ -179,7 +170,8 @@ def mapped() -> list[tuple[int, int]]:
     return [(int(begin, 16), int(end, 16) - int(begin, 16)) for begin, end in ours]
 
 
-def free_in_child(ctx: Any) -> Any:
+@on_ranks(3, fresh={})
+def test_a_forked_child_frees_only_its_own(ctx):
     """A forked child maps memory where its parent has another rank's; frees ours."""
     buckets = take([(1000, torch.float32)], ctx)
     here = mapped()
@@ -202,23 +194,17 @@ def free_in_child(ctx: Any) -> Any:
             ctypes.memset(address, 1, 8)  # a signal ends us if it is gone
         os._exit(len(taken))
     _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status), len(here)
+    assert (os.waitstatus_to_exitcode(status), len(here)) == (2, 3)
 
 
-def test_a_forked_child_frees_only_its_own():
-    assert run_fresh(free_in_child, 3) == [(2, 3)] * 3
-
-
-def reasons(ctx: Any, modes: list[str]) -> Any:
-    os.environ["MINIDP_SHARED_MEMORY"] = modes[ctx.rank]
-    try:
-        return share([(10, torch.float32)], Communicator(ctx.group), CPU)
-    except NativeError as error:
-        return f"error: {error}"
-
-
+@on_ranks(2, fresh={})
 @pytest.mark.parametrize("mode", ["auto", "1"])
-def test_all_ranks_hear_why_not(mode):
-    found = run_fresh(reasons, 2, [mode, "0"])
-    assert all("rank 1: MINIDP_SHARED_MEMORY=0" in text for text in found)
-    assert found[0].startswith("error: [rank 0] ") == (mode == "1")
+def test_all_ranks_hear_why_not(ctx, mode):
+    os.environ["MINIDP_SHARED_MEMORY"] = [mode, "0"][ctx.rank]
+    said = ""
+    try:
+        why = share([(10, torch.float32)], Communicator(ctx.group), CPU)
+    except NativeError as error:
+        said = why = str(error)
+    assert "rank 1: MINIDP_SHARED_MEMORY=0" in why
+    assert ctx.rank == 1 or said.startswith("[rank 0] ") == (mode == "1")

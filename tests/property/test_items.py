@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from minidp import DataParallel, native
+from minidp import native
 from minidp.config import setting
+from tests.support.both import grads, same, wrapped
+from tests.support.ranks import on_ranks
 from tests.support.tracing import collective_trace
 
 RELATIVE = {torch.float32: 1e-6, torch.float64: 1e-14}
@@ -101,20 +102,11 @@ def whole(case: Case, step: int, net: nn.Module) -> tuple[list[Any], float, floa
     return [p.grad for p in net.parameters()], total.item() / count, count
 
 
-def errors_on_rank(
-    ctx: Any, case: Case
-) -> tuple[str, list[tuple[float, float, float]]]:
-    """Why memory is not shared; per step the errors of gradients, loss and count."""
-    with setting({"MINIDP_SHARED_MEMORY": case.memory}):
-        return train(ctx, case)
-
-
-def train(ctx: Any, case: Case) -> tuple[str, list[tuple[float, float, float]]]:
-    net = Net(case.dtype)
+def check_on_rank(ctx: Any, case: Case, why_not_shared: str) -> None:
+    """Gradients, loss and count are those of the whole batch, in every step."""
+    limit, net = RELATIVE[case.dtype], Net(case.dtype)
     alone = copy.deepcopy(net)
-    options = dict(case.options) | {"average_over": "items"}
-    ddp: Any = DataParallel(net, process_group=ctx.group, **options)
-    found = []
+    ddp: Any = wrapped(ctx, net, average_over="items", **dict(case.options))
     for step, sizes in enumerate(case.steps):
         ddp.zero_grad()
         *local, last = range(len(sizes[ctx.rank]))
@@ -124,13 +116,14 @@ def train(ctx: Any, case: Case) -> tuple[str, list[tuple[float, float, float]]]:
         micro_batch(case, ddp, (step, ctx.rank, last))
         expected, mean, count = whole(case, step, alone)
         totals = ddp.item_totals
-        logged = abs(totals.mean_loss.item() / mean - 1)
         if not case.weighs and case.counts_first:
-            logged = 0.0 if totals.mean_loss.isnan() else 1.0
-        mine = [p.grad for p in net.parameters()]
-        counted = abs(totals.count.item() / count - 1)
-        found.append((difference(mine, expected), logged, counted))
-    return ddp._reducer.queue.averaging.no_shared_memory, found
+            assert totals.mean_loss.isnan()
+        else:
+            assert abs(totals.mean_loss.item() / mean - 1) <= limit
+        assert difference([p.grad for p in net.parameters()], expected) <= limit
+        assert abs(totals.count.item() / count - 1) <= 1e-14
+    why = ddp._reducer.queue.averaging.no_shared_memory
+    assert why_not_shared in why if why_not_shared else not why
 
 
 def difference(mine: list[Any], expected: list[Any]) -> float:
@@ -178,56 +171,44 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(cases())
 def test_gradients_are_those_of_the_whole_batch(pool, case):
-    limit = RELATIVE[case.dtype]
     ranks, words = len(case.steps[0]), "=0" if case.memory == "0" else ""
     if ranks == 1:
         words = "one rank"
     elif native.library() is None and case.memory != "0":
         words = "extension"
-    for why, found in pool.run(errors_on_rank, ranks, case):
-        assert words in why if words else not why
-        for gradients, logged, counted in found:
-            assert gradients <= limit
-            assert logged <= limit
-            assert counted <= 1e-14
+    pool.run(check_with_memory, ranks, case, words)
 
 
-def both_ways(ctx: Any, options: dict[str, Any], n: int) -> tuple[bool, list[Any]]:
-    """Whether equal counts give the plain path's bits; the collectives of each."""
-    results, traces = [], []
-    for over in ("ranks", "items"):
-        net = Net(torch.float32)
-        ddp: Any = DataParallel(
-            net, process_group=ctx.group, average_over=over, **options
-        )
-        history = []
-        for step in range(3):
-            ddp.zero_grad()
-            random = torch.Generator().manual_seed(10 * step + ctx.rank)
-            x = torch.randn(8, 4, generator=random)
-            with collective_trace() as trace:
-                loss = ddp(x).square().mean()
-                (loss if over == "ranks" else ddp.weigh_loss(loss, n)).backward()
-            history += [p.grad.clone() for p in net.parameters()]
-        results.append(history)
-        traces.append([(name, dtype) for name, _, dtype in trace])
-    same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    return same, traces
+def check_with_memory(ctx: Any, case: Case, why_not_shared: str) -> None:
+    with setting({"MINIDP_SHARED_MEMORY": case.memory}):
+        check_on_rank(ctx, case, why_not_shared)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("memory", ["auto", "0"])
 @pytest.mark.parametrize("n", [1, 8, 4096])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("flag", ["", *FLAGS])
-def test_equal_counts_give_the_bits_of_the_plain_path(pool, flag, mode, n, memory):
+def test_equal_counts_give_the_bits_of_the_plain_path(ctx, flag, mode, n, memory):
     """Without a further collective: the counts are in a bucket that travels anyway."""
     options = {name: True for name in (flag, mode) if name}
-    for same, (plain, counted) in pool.run(both_ways_with, 2, options, n, memory):
-        assert same
-        assert counted == plain
-
-
-def both_ways_with(ctx: Any, options: Any, n: int, memory: str) -> Any:
     with setting({"MINIDP_SHARED_MEMORY": memory}):
-        assert os.environ["MINIDP_SHARED_MEMORY"] == memory
-        return both_ways(ctx, options, n)
+        plain, counted = (
+            bits_and_collectives(ctx, over, options, n) for over in ("ranks", "items")
+        )
+    assert same(plain, counted)
+
+
+def bits_and_collectives(ctx: Any, over: str, options: Any, n: int) -> Any:
+    """Gradients of three steps, and the collectives of the last."""
+    ddp: Any = wrapped(ctx, Net(torch.float32), average_over=over, **options)
+    history = []
+    for step in range(3):
+        ddp.zero_grad()
+        random = torch.Generator().manual_seed(10 * step + ctx.rank)
+        x = torch.randn(8, 4, generator=random)
+        with collective_trace() as trace:
+            loss = ddp(x).square().mean()
+            (loss if over == "ranks" else ddp.weigh_loss(loss, n)).backward()
+        history.append(grads(ddp))
+    return history, [(name, dtype) for name, _, dtype in trace]

@@ -8,11 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.parallel import DistributedDataParallel
 
-from minidp import DataParallel
 from tests.support import oracle
-from tests.support.training import Log, Plain, Training, difference, train
+from tests.support.training import Plain, Training, difference, train_both
 
 MODES = ["default", "find_unused_parameters", "static_graph"]
 FLAGS = ["gradient_as_bucket_view"] + ["batched_grad_copy"] * (
@@ -54,16 +52,9 @@ def torch_survives(training: Training) -> bool:
     return True
 
 
-def run_both(ctx: Any, training: Training) -> tuple[Log, Log | None]:
-    """(minidp's, torch's) log of this rank."""
-    ours = train(training, DataParallel, ctx.group)
-    if not torch_survives(training):
-        return ours, None
-    return ours, train(training, DistributedDataParallel, ctx.group)
-
-
 def check(pool: Any, training: Training) -> None:
-    results = pool.run(run_both, len(training.counts), training)
+    given = training, torch_survives(training)
+    results = pool.run(train_both, len(training.counts), *given)
     expected = Plain(training).run()
     for rank, (ours, _) in enumerate(results):
         found = difference(expected[rank], ours, tolerance=1e-4)

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel
 
-Wrap = Callable[..., Any]
 # The options that change how a gradient travels.
 MODES: list[dict[str, Any]] = [
     {},
@@ -23,6 +22,10 @@ MODES: list[dict[str, Any]] = [
     {"static_graph": True},
 ]
 modes = pytest.mark.parametrize("mode", MODES, ids=lambda m: "-".join(m) or "default")
+
+
+class Raised(str):
+    """The class and text of an error, in the place of a result."""
 
 
 def on_both(ctx: Any, scenario: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
@@ -42,22 +45,22 @@ def on_both(ctx: Any, scenario: Callable[..., Any], *args: Any) -> tuple[Any, An
             try:
                 results.append(scenario(ctx, wrap, *args))
             except RuntimeError as error:
-                results.append(f"{type(error).__name__}: {error}")
+                results.append(Raised(f"{type(error).__name__}: {error}"))
     return results[0], results[1]
 
 
-def both_equal(
-    pool: Any, scenario: Callable[..., Any], *args: Any, world_size: int = 2
-) -> list[Any]:
-    """Run a scenario as `on_both` on the pool; return minidp's results, of each rank.
+def wrapped(ctx: Any, module: nn.Module, **options: Any) -> DataParallel[Any]:
+    """Wrap a module with minidp on the group of ``ctx``."""
+    return DataParallel(module, process_group=ctx.group, **options)
 
-    Raises:
-        AssertionError: torch's result is another one.
-    """
-    results = pool.run(on_both, world_size, scenario, *args)
-    for rank, (theirs, ours) in enumerate(results):
-        assert same(theirs, ours), f"rank {rank}: torch {theirs}, minidp {ours}"
-    return [ours for _, ours in results]
+
+def error_of(call: Callable[[], object]) -> str:
+    """Return the error that ``call()`` raises, as "Class: text"; "" if none."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def same(a: Any, b: Any) -> bool:
@@ -74,6 +77,23 @@ def same(a: Any, b: Any) -> bool:
 def grads(module: nn.Module) -> list[torch.Tensor | None]:
     """Copies of all gradients."""
     return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def history_of(
+    module: nn.Module, loss: Callable[[int], torch.Tensor], n: int = 3
+) -> list[list[torch.Tensor | None]]:
+    """The gradients of some steps, each after `zero_grad`."""
+    history = []
+    for step in range(n):
+        module.zero_grad()
+        loss(step).backward()
+        history.append(grads(module))
+    return history
+
+
+def values(module: nn.Module) -> list[float | None]:
+    """The gradients of parameters with one element each."""
+    return [None if g is None else g.item() for g in grads(module)]
 
 
 class Scale(nn.Module):

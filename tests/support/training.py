@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from minidp import DataParallel
 
 LEARNING_RATE = 0.1
 CPU = torch.device("cpu")
@@ -154,6 +157,16 @@ def train(
             return log
     log.end(ddp.module)
     return log
+
+
+def train_both(
+    ctx: Any, training: Training, with_torch: bool = True
+) -> tuple[Log, Log | None]:
+    """(minidp's, torch's) log of this rank."""
+    ours = train(training, DataParallel, ctx.group, ctx.device)
+    if not with_torch:
+        return ours, None
+    return ours, train(training, DistributedDataParallel, ctx.group, ctx.device)
 
 
 def _wrapped(

@@ -191,10 +191,16 @@ def _answer(
     except SystemExit:
         raise
     except BaseException as error:
+        # Pytest explains no assertion here: the variables must do.
+        frames = error.__traceback__
+        told = traceback.TracebackException(
+            *(type(error), error, frames and frames.tb_next and frames.tb_next.tb_next),
+            capture_locals=isinstance(error, AssertionError),
+        )
         result = Failure(
             kinds=tuple(kind.__name__ for kind in type(error).__mro__),
             message=str(error),
-            traceback=traceback.format_exc(),
+            traceback="".join(told.format()),
         )
     sys.stdout.flush()
     sys.stderr.flush()
