@@ -165,7 +165,12 @@ class Search:
         return layout
 
     def choice(self) -> Choice:
-        """Choose the fastest trial, or torch's if it is hardly slower; return both."""
+        """Choose the fastest trial, or torch's if it is hardly slower; return both.
+
+        ValueError if no backward with torch's layout was timed.
+        """
+        if not self._torchs.steps:
+            raise ValueError("no backward with torch's layout was timed")
         best = min(self._timed(), key=lambda one: one.seconds)
         if not best.is_clearly_faster(self._torchs):
             best = self._torchs

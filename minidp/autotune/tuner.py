@@ -31,7 +31,7 @@ from .trials import NUM_TRIALS, Choice, Search
 logger = logging.getLogger("minidp")
 STEPS = 6  # backwards of one trial; the first has cold caches and is not counted
 TIMED_TRIALS = (0, 1)  # gradients are timed, for the model, in these trials
-TIMED_STEPS = (1, 2)  # ... and in these backwards of them
+TIMED_STEPS = (2, 3)  # ... and in these backwards of them
 LONG_SECONDS = 5.0  # trials that take longer in all say how far they are
 
 
@@ -41,7 +41,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
     def __init__(self, saved: SavedLayout | None) -> None:
         super().__init__(saved)
         self.told: Callable[[dict[str, Any], Choice], None] | None = None
-        self._stopwatch: Stopwatch | None = None  # on rank 0, while trials run
+        self._measurement: Measurement | None = None  # on rank 0, while trials run
         self._reset_trials()
 
     def measure(self, queue: BucketQueue, hooks: GradHooks) -> None:
@@ -59,7 +59,6 @@ class AutotunePolicy(RebuildPolicy, Observer):
         self._trial = -1  # -1: not begun
         self._began = 0.0  # trial 0, seconds
         self._count = 0  # backwards since the last rebuild
-        self._search: Search | None = None  # on rank 0
         self._stop_measuring()
 
     # -- rebuilds, see `RebuildPolicy` -------------------------------------------------
@@ -94,15 +93,12 @@ class AutotunePolicy(RebuildPolicy, Observer):
         self.layout_by = AUTO if self.is_settled else AUTO_TRIES
         order, self._order = self._order, None
         if self._trial > 0:
-            return now if self._search is None else self._decide(self._search, now)
+            return now if self._measurement is None else self._decide(now)
         self.has_rebuilt = True
         torchs = now if order is None else layout_after(order, specs, config)
         if self._pipeline.communicator.rank == 0:
-            self._search = Search(specs, torchs)
-            self._stopwatch = Stopwatch(self._pipeline, self._hooks, keep=STEPS)
-            self._stopwatch.timed_steps = TIMED_STEPS
-            self._stopwatch.start()
-            self._stopwatch.enter(StepEvent.FORWARD_BEGIN)  # this one has begun
+            self._measurement = Measurement(self._pipeline, self._hooks, torchs)
+            self._measurement.enter(StepEvent.FORWARD_BEGIN)  # this one has begun
         return torchs
 
     def _say_trial(self) -> None:
@@ -138,42 +134,66 @@ class AutotunePolicy(RebuildPolicy, Observer):
     # -- rank 0 ------------------------------------------------------------------------
 
     def _stop_measuring(self) -> None:
-        if self._stopwatch is not None:
-            self._stopwatch.stop()
-            self._stopwatch = None
+        if self._measurement is not None:
+            self._measurement.stop()
+            self._measurement = None
 
-    def _decide(self, search: Search, now: Layout) -> Layout:
-        """On rank 0: store the ended trial's times, return the next trial's layout.
+    def _decide(self, now: Layout) -> Layout:
+        """On rank 0: return the next trial's layout; pass the last to `told`, if set.
 
-        After the last trial: stop measuring, log and return the layout that stays, pass
-        it to `told`, if set. Return ``now`` instead, without `told`, if the comm hook
-        may know the buckets, or the measurements do not fit the model.
+        Not if the comm hook may know the buckets, or the measurements do not fit.
         """
-        assert self._stopwatch is not None
-        is_last = self._trial == NUM_TRIALS
-        steps, _ = self._stopwatch.steps()
-        search.add(now, steps[1:])
-        self._stopwatch.clear()
-        self._stopwatch.timed_steps = TIMED_STEPS * (self._trial in TIMED_TRIALS)
-        if is_last:
+        assert self._measurement is not None
+        layout, choice = self._measurement.decide(self._trial, now)
+        if self.is_settled:
             self._stop_measuring()
-        hook = self._pipeline.averaging.comm_hook
-        if not (hook is None or hook.state is None or is_group(hook.state)):
+        if choice is not None and self.told is not None:
+            self.told(to_plain(layout, self._pipeline.specs, rebuilt=True), choice)
+        return layout
+
+
+class Measurement:
+    """Measure the trials of one reducer's ``queue``; decide which layout is next."""
+
+    def __init__(self, queue: BucketQueue, hooks: GradHooks, torchs: Layout) -> None:
+        self._queue = queue
+        self._search = Search(queue.specs, torchs)
+        self._stopwatch = Stopwatch(queue, hooks, keep=STEPS)
+        self._stopwatch.timed_steps = TIMED_STEPS
+        self._stopwatch.start()
+        self.enter, self.stop = self._stopwatch.enter, self._stopwatch.stop
+
+    def decide(self, trial: int, now: Layout) -> tuple[Layout, Choice | None]:
+        """Store the times of the trial that ended; return the layout of ``trial``.
+
+        After the last trial: log and return the choice, too. ``now``, the layout of the
+        ended trial, stays if the comm hook may know the buckets, or the measurements do
+        not fit the model.
+        """
+        steps, layouts = self._stopwatch.steps()
+        ended = [step for step in steps if layouts[step.layout] == now.assignment]
+        self._search.add(now, ended[1:])
+        self._stopwatch.clear()
+        self._stopwatch.timed_steps = TIMED_STEPS * (trial in TIMED_TRIALS)
+        is_last = trial == NUM_TRIALS
+        if self._hook_may_know_buckets():
             if is_last:
                 logger.info(
                     'bucket_cap_mb="auto": the layout stays as it is, because the comm '
                     "hook has a state, which may depend on the buckets."
                 )
-            return now
+            return now, None
         try:
-            layout = search.proposal(self._trial)
+            layout = self._search.proposal(trial)
+            choice = self._search.choice() if is_last else None
         except ValueError as error:  # the measurements do not fit the model
             logger.warning('bucket_cap_mb="auto" keeps the layout: %s', error)
-            return now
-        if is_last:
-            choice = search.choice()
+            return now, None
+        if choice is not None:
             logger.info('bucket_cap_mb="auto": %s.', choice)
-            if self.told is not None:
-                plain = to_plain(layout, self._pipeline.specs, rebuilt=True)
-                self.told(plain, choice)
-        return layout
+        return layout, choice
+
+    def _hook_may_know_buckets(self) -> bool:
+        """Return whether a comm hook has a state other than a process group."""
+        hook = self._queue.averaging.comm_hook
+        return not (hook is None or hook.state is None or is_group(hook.state))

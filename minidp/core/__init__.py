@@ -33,7 +33,7 @@ from .bucket_queue import Averaging, BucketQueue, Observer
 from .expected import EveryParameter, expectation_for
 from .grad_hooks import GradHook, GradHooks
 from .local_grads import Ledger, Origin
-from .rebuild import RebuildPolicy, layout_after
+from .rebuild import RebuildPolicy, decode_layout, encode_layout, layout_after
 from .reducer import Phase, Reducer
 
 __all__ = ["Averaging", "BucketQueue", "BucketState", "EveryParameter", "GradHook"]
@@ -49,6 +49,8 @@ __all__ += [
 ]
 __all__ += [
     "current_task",
+    "decode_layout",
+    "encode_layout",
     "expectation_for",
     "find_tensors",
     "layout_after",

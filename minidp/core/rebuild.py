@@ -73,19 +73,20 @@ def agreed_layout(
         # Rank 0's broadcast can end before other ranks start theirs. If these then
         # broadcast another size first (module buffers), gloo aborts the process.
         barrier(group)
-        agreed = broadcast_integers(_encode(mine), group, device)
-    return build_layout(specs, _decode(agreed))
+        agreed = broadcast_integers(encode_layout(mine), group, device)
+    return decode_layout(agreed, specs)
 
 
-def _encode(layout: Layout) -> list[int]:
+def encode_layout(layout: Layout) -> list[int]:
     """Return all indices in bucket order, then as many bucket lengths, 0-padded."""
     lengths = [len(members) for members in layout.assignment]
     padding = [0] * (layout.num_params - len(lengths))
     return [i for members in layout.assignment for i in members] + lengths + padding
 
 
-def _decode(message: Sequence[int]) -> list[list[int]]:
-    """Return the parameter indices of each bucket from what `_encode` returned."""
+def decode_layout(message: Sequence[int], specs: Sequence[ParamSpec]) -> Layout:
+    """Return the layout of ``specs`` from what `encode_layout` returned."""
     half = len(message) // 2
     rest = iter(message[:half])
-    return [[next(rest) for _ in range(length)] for length in message[half:] if length]
+    lengths = filter(None, message[half:])
+    return build_layout(specs, [[next(rest) for _ in range(n)] for n in lengths])

@@ -1,6 +1,6 @@
 """Let the bucket layout be a part of the committed state, as the parameters are.
 
-Participating rank 0's ready order is agreed on in a backward, and used once its step is
+Participating rank 0's layout is agreed on in a backward, and used once its step is
 committed. A replica that has not committed it gets it with the state of one that has.
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from minidp.config import ReducerConfig
 from minidp.core import RebuildPolicy, Reducer, layout_after
 from minidp.errors import MAX_NAMES, MiniDPError, explain
-from minidp.layout import Layout, read_plain, resumed_layout, to_plain
+from minidp.layout import Layout, ParamSpec, read_plain, resumed_layout, to_plain
 
 # Options that decide on the messages of a backward.
-DECISIVE = "caps", "last_is_small", "find_unused_parameters", "averages_items"
+DECISIVE = "caps", "last_is_small", "find_unused_parameters", "averages_items", "tunes"
 
 
 class NotByItself(RebuildPolicy):
@@ -27,42 +28,57 @@ class NotByItself(RebuildPolicy):
         """Indices of parameters as their gradients became ready; [] if unknown."""
         return self._order or []
 
+    def plain_layout(
+        self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig
+    ) -> dict[str, Any]:
+        """Return layout ``now``, as `to_plain` does."""
+        return to_plain(now, specs, rebuilt=self.has_rebuilt)
+
 
 class Agreement:
-    """Decide on the layout of each backward of one reducer."""
+    """Decide on the layout of each backward of one reducer.
+
+    A plan is plain data: "layout" (`to_plain`), and what `tuning` adds.
+    """
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = reducer
-        self._policy = NotByItself(reducer.queue.config.saved_layout)
+        queue = reducer.queue
+        self._policy = NotByItself(queue.config.saved_layout)
         reducer.rebuild_policy = self._policy
+        rebuilt = self._policy.has_rebuilt
+        plain = to_plain(queue.layout, queue.specs, rebuilt=rebuilt)
+        self.plan: dict[str, Any] = {"layout": plain}  # of the committed steps
         self._agreed: tuple[int, dict[str, Any]] | None = None  # in which step, on what
         self._received: object = None  # the last state that came from another replica
 
-    @property
-    def is_due(self) -> bool:
-        """Whether this backward agrees on an order; equal on all replicas."""
+    def begin(self, step: int, quorum: int | None) -> bool:
+        """Return whether the backward of ``step`` agrees on a layout; equal on all.
+
+        ``quorum``: its number; None if it has one replica. What was agreed on in a step
+        that is not committed is forgotten.
+        """
+        self._agreed = None
         follows = self._reducer.queue.config.follows_ready_order
-        return follows and not self._policy.has_rebuilt
+        return follows and not self.plan["layout"]["rebuilt"]
 
-    def proposal(self) -> list[int]:
-        """Return this replica's ready order; [] if unknown."""
-        return self._policy.order
+    def proposal(self) -> Layout | None:
+        """Return the layout that this replica would agree on; None if it knows none."""
+        queue, order = self._reducer.queue, self._policy.order
+        return layout_after(order, queue.specs, queue.config) if order else None
 
-    def agree(self, step: int, order: Sequence[int]) -> None:
-        """Use the layout for ``order`` as soon as ``step`` is committed."""
-        queue = self._reducer.queue
-        layout = layout_after(order, queue.specs, queue.config)
-        self._agreed = step, to_plain(layout, queue.specs, rebuilt=True)
+    def agree(self, step: int, quorum: int | None, layout: Layout | None) -> None:
+        """Use participating rank 0's `proposal` as soon as ``step`` is committed."""
+        if layout is not None:
+            plain = to_plain(layout, self._reducer.queue.specs, rebuilt=True)
+            self._agreed = step, {"layout": plain}
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return parameters, and the layout for ``step``; in another thread, too."""
-        queue, agreed = self._reducer.queue, self._agreed
+        """Return parameters, and the plan for ``step``; in another thread, too."""
+        plan, agreed = self.plan, self._agreed
         if agreed is not None and step > agreed[0]:
-            layout = agreed[1]
-        else:
-            rebuilt = self._policy.has_rebuilt
-            layout = to_plain(queue.layout, queue.specs, rebuilt=rebuilt)
-        return {"layout": layout, "facts": self._facts()}
+            plan = agreed[1]
+        return {"plan": plan, "facts": self._facts()}
 
     def _facts(self) -> list[str]:
         """Return in words what decides on the messages, besides the layout."""
@@ -78,14 +94,13 @@ class Agreement:
         """Before the backward of ``step``: use what was agreed on, if committed."""
         if self._agreed is not None and step > self._agreed[0]:
             self.adopt(self._agreed[1])
-            self._agreed = None
 
     def receive(self, state: dict[str, Any]) -> None:
         """Use the `state` of another replica; once, if it is given twice."""
         if state is not self._received:
             self.layout_of(state)
             self._received, self._agreed = state, None
-            self.adopt(state["layout"])
+            self.adopt(state["plan"])
 
     def layout_of(self, state: dict[str, Any]) -> Layout:
         """Return the layout of another replica's `state`.
@@ -105,14 +120,12 @@ class Agreement:
             raise MiniDPError(
                 explain(0, what, expected=expected, found=found, remedy=remedy)
             )
-        return resumed_layout(read_plain(state["layout"]), self._reducer.queue.specs)
+        plain = read_plain(state["plan"]["layout"])
+        return resumed_layout(plain, self._reducer.queue.specs)
 
-    def adopt(self, plain: dict[str, Any]) -> None:
-        """Use the layout, and its flag "rebuilt", that `state` returns as "layout".
-
-        The buckets are replaced only if it differs. ValueError if it does not fit.
-        """
-        layout = resumed_layout(read_plain(plain), self._reducer.queue.specs)
-        self._policy.has_rebuilt = plain["rebuilt"]
+    def adopt(self, plan: dict[str, Any]) -> None:
+        """Use a plan; the buckets are replaced only if its layout is another one."""
+        layout = resumed_layout(read_plain(plan["layout"]), self._reducer.queue.specs)
+        self.plan, self._policy.has_rebuilt = plan, plan["layout"]["rebuilt"]
         if layout != self._reducer.queue.layout:
             self._reducer.adopt(layout)

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from minidp.core import BucketState, Reducer
+from minidp.core import BucketState, Reducer, decode_layout, encode_layout
 from minidp.errors import CollectiveError, MiniDPError, explain
 from minidp.layout import Layout
 
 from .agreement import Agreement
+from .tuning import Tuning
 
 try:
     from torchft.process_group import ProcessGroupDummy
@@ -112,7 +113,8 @@ class Quorum:
         self.step = -1  # the manager's, when this backward began
         self.contributors = 1  # in this quorum, to divide by
         self.seat = 0, 1  # index in the last `members`, and how many these were
-        self.agreement = Agreement(reducer)
+        tunes = reducer.queue.config.tunes
+        self.agreement = Tuning(reducer) if tunes else Agreement(reducer)
         self._reducer = reducer
         self._told: list[int] = []  # participants that were logged last
         try:
@@ -215,25 +217,30 @@ class Quorum:
         return state
 
     def _count(self) -> int:
-        """Return how many replicas contribute; agree on a ready order if that is due.
+        """Return how many replicas contribute; agree on a layout if that is due.
 
         In step 0 the manager also counts those whose gradients it sets to zero.
         """
         manager, specs = self.manager, self._reducer.queue.specs
-        self.step = manager.current_step()
+        self.step = step = manager.current_step()
         count = max(int(manager.num_participants()), 1)
-        is_due = self.agreement.is_due
-        if self.step and not is_due:
+        quorum = manager._quorum_id if self.seat[1] > 1 else None
+        is_due = self.agreement.begin(step, quorum)
+        if step and not is_due:
             return count
-        order = self.agreement.proposal() if manager.participating_rank() == 0 else []
-        numbers = [1, 1, *order] if order and is_due else [1] + [0] * (1 + len(specs))
+        mine = None
+        if is_due and manager.participating_rank() == 0:
+            mine = self.agreement.proposal()
+        numbers = [0] * 2 * len(specs) if mine is None else encode_layout(mine)
+        numbers = [1, int(mine is not None), *numbers]
         sums = torch.tensor(numbers, dtype=torch.int64, device=specs[0].device)
         self.launch(sums).wait()
         if self.has_failed:
             return count
-        contributors, has_order, *order = map(int, sums.tolist())
-        if has_order:
-            self.agreement.agree(self.step, order)
+        contributors, is_known, *numbers = map(int, sums.tolist())
+        if is_due:
+            layout = decode_layout(numbers, specs) if is_known else None
+            self.agreement.agree(step, quorum, layout)
         return max(contributors, 1)
 
     # -- it ends -----------------------------------------------------------------------

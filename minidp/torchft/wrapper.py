@@ -76,7 +76,6 @@ class DataParallel(torch_compat.DataParallel):
         config, specs = reducer.queue.config, reducer.queue.specs
         why = "a replica that joins knows nothing of the others' earlier backwards"
         for name, is_wanted in {
-            'bucket_cap_mb="auto" (but bucket_layout is welcome)': config.tunes,
             "static_graph": config.static_graph,
             "skip_all_reduce_unused_params": config.skip_all_reduce_unused_params,
             "check_replicas_every": self._replication.check is not None,
@@ -101,10 +100,10 @@ class DataParallel(torch_compat.DataParallel):
 
         Not a collective. Call ``zero_grad()`` next.
         """
-        quorum, layout = self._quorum, self._quorum.state()["layout"]
+        quorum, plan = self._quorum, self._quorum.state()["plan"]
         quorum.manager.report_error(RuntimeError("minidp: reset() was called"))
         super().reset()
-        quorum.agreement.adopt(layout)
+        quorum.agreement.adopt(plan)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Raise ValueError."""

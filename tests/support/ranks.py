@@ -98,6 +98,7 @@ def _made(
         if fresh is None:
             check(given["pool"].run(call, where, *more, limit=limit))
         else:
+            assert isinstance(where, int)  # groups are the pool's
             check(run_fresh(call, where, *more, **fresh))
 
     added = ["pool"] * (fresh is None) + ["where"] * (len(places) != 1)

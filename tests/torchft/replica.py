@@ -8,6 +8,7 @@ each replica has contributed to the average.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -121,13 +122,27 @@ def make_manager(replica, lighthouse, load, save, **options):
 
 
 def wrap(name, manager, net):
-    if name == "minidp":
+    if name != "torchft":
         import minidp.torchft
 
-        return minidp.torchft.DataParallel(manager, net, bucket_cap_mb=0.01)
+        cap = "auto" if name == "auto" else 0.01
+        if name == "auto":
+            try_anything(os.getpid())
+        return minidp.torchft.DataParallel(manager, net, bucket_cap_mb=cap)
     from torchft import DistributedDataParallel
 
     return DistributedDataParallel(manager, net, bucket_cap_mb=0.01)
+
+
+def try_anything(seed):
+    """Let this replica propose random layouts, a new one after each two steps."""
+    from minidp.autotune.trials import Search
+    from minidp.torchft import tuning
+    from tests.distributed.test_autotune import wild
+
+    numbers = itertools.count(seed)
+    Search.proposal = lambda search, trial: wild(next(numbers))(search, trial)
+    tuning.STEPS = 1
 
 
 def train(replica, lighthouse, folder, wrapper="minidp"):

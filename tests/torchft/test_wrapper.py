@@ -678,7 +678,6 @@ class Alone:
     [
         ({"process_group": None}, "process_group"),
         ({"static_graph": True}, "static_graph"),
-        ({"bucket_cap_mb": "auto"}, "bucket_cap_mb"),
         ({"check_replicas_every": 1}, "check_replicas_every"),
         (
             {"skip_all_reduce_unused_params": True, "find_unused_parameters": True},

@@ -52,7 +52,7 @@ ROOMS: dict[str, set[str]] = {
     | TOP,
     "torch_compat": {"data_parallel", "guard", "replica", "core", "comm", "comm_hooks"}
     | TOP,
-    "torchft": {"torch_compat", "core", "comm", "layout"} | TOP,
+    "torchft": {"torch_compat", "autotune", "overlap", "core", "comm", "layout"} | TOP,
     "attachment": {"torch_compat", "guard", "replica", "core", "comm"},
     "swapping": {"torch_compat", "config", "console"},
     "report": {"overlap", "console"},
