@@ -52,6 +52,8 @@ class StepEvent(Enum):
     BACKWARD_BYPASSED = "backward reached no gradient: torch.autograd.grad"
     FINALIZE_BEGIN = "every gradient is computed"
     FINALIZE_END = "every bucket is reduced"
+    OPTIMIZER_BEGIN = "step of an optimizer that holds a parameter begins"
+    OPTIMIZER_END = "step of an optimizer that holds a parameter ended"
 
 
 @dataclass(frozen=True)

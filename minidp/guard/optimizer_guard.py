@@ -32,6 +32,7 @@ from minidp.errors import (
     explain,
 )
 from minidp.replica import Replica, ReplicaCheck
+from minidp.trace import StepEvent
 
 from .local_updates import Corners, LocalSteps, copy_corners, find_manual_update
 from .mistakes import (
@@ -110,6 +111,12 @@ class Guard:
         is_local = not ledger.sync_enabled and bool(ledger.unsynced)
         if is_local and self.policy != "ignore" and self._holds_ours(optimizer):
             self._local_steps.note_step()
+
+    def trace(self, optimizer: Optimizer, event: StepEvent) -> None:
+        """Tell those who record that a step of an optimizer of ours begins or ended."""
+        tracer = self.reducer.queue.tracer
+        if tracer.listeners and self._holds_ours(optimizer):
+            tracer.enter(event)
 
     def check_forward(self, module: nn.Module) -> None:
         """Raise if the last backward failed or is unfinished; look for other mistakes.
@@ -240,6 +247,7 @@ def _install_hooks() -> None:
 def _after_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for guard in _live_guards():
         guard.note_step(optimizer)
+        guard.trace(optimizer, StepEvent.OPTIMIZER_END)
 
 
 def _check_all(optimizer: Optimizer) -> None:
@@ -254,6 +262,9 @@ def _before_any_step(
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
         _check_all(optimizer)
+    for guard in _live_guards():
+        guard.trace(optimizer, StepEvent.OPTIMIZER_BEGIN)
+    if not callable(closure):
         return None
 
     @untraced_itself

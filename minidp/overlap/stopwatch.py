@@ -1,9 +1,8 @@
 """Record the times of a reducer's steps.
 
     note     an event of a bucket                      any thread
-    enter    a phase of the step begins or ends        data_parallel, core
+    enter    a phase of the step begins or ends        data_parallel, core, guard
     take     the times of grad hooks, in some steps    core
-    hooks    before and after optimizer steps          torch
 
 While steps run, only a few clock marks per bucket are kept; `Stopwatch.steps` converts
 them. The auto search uses a plain `Stopwatch`, `minidp.record` a `ModelStopwatch`.
@@ -22,14 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from minidp._version import __version__
-from minidp.core import untraced
 from minidp.trace import Moment, StepEvent
 
 from .hook_timing import HookTiming
@@ -37,7 +30,6 @@ from .timeline import BucketTimes, ClockOffset, Param, Span, Step, Timeline, Whe
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.utils.hooks import RemovableHandle
 
     from minidp.core import BucketQueue, GradHooks, Reducer
     from minidp.layout import Layout
@@ -173,7 +165,13 @@ class Stopwatch:
                 self._close(now)
                 marks = self._open(now)
             marks.forwards.append([now, None])
-        elif marks is not None:  # else recording began in the middle of a step
+        elif marks is None:
+            pass  # recording began in the middle of a step
+        elif phase is StepEvent.OPTIMIZER_BEGIN:
+            marks.optimizers.append([now, None])
+        elif phase is StepEvent.OPTIMIZER_END and marks.optimizers:
+            marks.optimizers[-1][1] = now
+        else:
             self._enter(phase, now, marks)
 
     def _enter(self, phase: StepEvent, now: Mark, marks: StepMarks) -> None:
@@ -284,14 +282,13 @@ def _bucket(number: int, times: Mapping[Moment, int]) -> BucketTimes:
 
 
 class ModelStopwatch(Stopwatch):
-    """Record a reducer's steps, and those of its optimizers, for a `Timeline`."""
+    """Record a reducer's steps for a `Timeline`, one at a time."""
 
     def __init__(
         self, reducer: Reducer, *, keep: int = KEEP_STEPS, clock: Clock | None = None
     ) -> None:
         super().__init__(reducer.queue, reducer.hooks, keep=keep, clock=clock)
         self._reducer: Reducer | None = reducer
-        self._managed = set(map(id, reducer.params))
         specs = reducer.queue.specs
         kinds = [f"{'sparse ' * s.sparse}{s.dtype} on {s.device}" for s in specs]
         self._params = tuple(
@@ -299,10 +296,9 @@ class ModelStopwatch(Stopwatch):
             for spec, kind in zip(specs, kinds, strict=True)
         )
         self._where = where_of(reducer)
-        self._handles: list[RemovableHandle] = []
 
     def start(self) -> None:
-        """Start recording; also listen to the steps of all optimizers.
+        """Start recording.
 
         Raises RuntimeError after `stop`, or if another `ModelStopwatch` records this.
         """
@@ -318,37 +314,15 @@ class ModelStopwatch(Stopwatch):
                 "minidp.record() block around, or leave that block first."
             )
         super().start()
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before_optimizer),
-            register_optimizer_step_post_hook(self._after_optimizer),
-        ]
 
     def stop(self) -> ProcessGroup:
-        """Stop recording, unhook optimizers, drop the reducer; return its group."""
+        """Stop recording, drop the reducer; return its group."""
         group = super().stop()
-        for handle in self._handles:
-            handle.remove()
         assert self._reducer is not None
         self._where = where_of(self._reducer)  # reset() may have changed the group
-        self._handles.clear()
         self._reducer = None
         del self._queue, self._hooks
         return group
-
-    @untraced
-    def _before_optimizer(self, optimizer: Optimizer, *_arguments: Any) -> None:
-        if self._marks is not None and self._holds_managed(optimizer):
-            self._marks.optimizers.append([self._clock.read(), None])
-
-    @untraced
-    def _after_optimizer(self, optimizer: Optimizer, *_arguments: Any) -> None:
-        marks = self._marks
-        if marks is not None and marks.optimizers and self._holds_managed(optimizer):
-            marks.optimizers[-1][1] = self._clock.read()
-
-    def _holds_managed(self, optimizer: Optimizer) -> bool:
-        groups = optimizer.param_groups
-        return any(id(p) in self._managed for group in groups for p in group["params"])
 
     def timeline(self, clock: ClockOffset | None = None) -> Timeline:
         """Return a `Timeline` of the kept steps; wait for the device.

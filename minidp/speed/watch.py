@@ -5,21 +5,14 @@ from __future__ import annotations
 import logging
 import platform
 import time
-import weakref
 from collections import deque
 from statistics import median
 from typing import Any
 
 from torch import nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.utils.hooks import RemovableHandle
 
 from minidp.attachment import Attachment
-from minidp.core import Reducer, untraced
+from minidp.core import Reducer
 from minidp.data_parallel import DataParallel
 from minidp.recording import wrapper_of
 from minidp.trace import Moment, StepEvent
@@ -41,6 +34,8 @@ _ENDS = {
     StepEvent.BACKWARD_BYPASSED: BACKWARD,
     StepEvent.FINALIZE_BEGIN: BACKWARD,
     StepEvent.FINALIZE_END: WAITING,
+    StepEvent.OPTIMIZER_BEGIN: OPTIMIZER,  # gradients are clipped
+    StepEvent.OPTIMIZER_END: OPTIMIZER,
 }
 WARMUP_STEPS = 2  # not judged: caches are cold, buckets are rebuilt
 
@@ -76,7 +71,6 @@ class SpeedWatch:
     def __init__(self, reducer: Reducer) -> None:
         communicator, self._tracer = reducer.communicator, reducer.queue.tracer
         self._size = communicator.size
-        self._managed = set(map(id, reducer.params))
         self._judge = Judge(reducer) if communicator.rank == 0 else None
         # Number and seconds by phase, of the last steps.
         self._steps: deque[tuple[int, list[float]]] = deque(maxlen=2 * max(WINDOWS))
@@ -90,11 +84,6 @@ class SpeedWatch:
         self._has_reduced = False  # the step that runs
         self._number = 0  # of finished steps
         self._tracer.listeners.append(self)
-        self._handles = [
-            register_optimizer_step_pre_hook(self._optimizer_event),
-            register_optimizer_step_post_hook(self._optimizer_event),
-        ]
-        weakref.finalize(reducer, _remove, self._handles)
         exchanges = communicator.peers.exchange_often("speed", self._exchange)
         if communicator.size > 1 and not exchanges:
             logger.warning(
@@ -108,7 +97,6 @@ class SpeedWatch:
         """Measure nothing any more; `numbers` keeps the last numbers."""
         if self in self._tracer.listeners:
             self._tracer.listeners.remove(self)
-        _remove(self._handles)
 
     def numbers(self) -> dict[str, float]:
         """Return this rank's last steps as plain numbers, for a metrics logger.
@@ -143,10 +131,7 @@ class SpeedWatch:
             self._backward_began = now
         elif event is StepEvent.FINALIZE_END:
             self._has_reduced = True
-        self._count(_ENDS[event], now)
-
-    def _count(self, phase: int, now: float) -> None:
-        self._now[phase] += now - self._mark
+        self._now[_ENDS[event]] += now - self._mark
         self._mark = now
 
     def _close(self) -> None:
@@ -156,12 +141,6 @@ class SpeedWatch:
             self._full.append(self._full_now)
         self._now, self._full_now = [0.0] * len(PHASES), {}
         self._has_reduced = False
-
-    @untraced
-    def _optimizer_event(self, optimizer: Optimizer, *_arguments: Any) -> None:
-        groups = optimizer.param_groups
-        if any(id(p) in self._managed for group in groups for p in group["params"]):
-            self._count(OPTIMIZER, time.perf_counter())
 
     # -- other ranks, in the watchdog's thread -----------------------------------------
 
@@ -196,8 +175,3 @@ class SpeedWatch:
                     most, rate = nbytes, each.rate
         self._sent.append((now, sent))
         return rate, most if rate else 0.0
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
