@@ -8,7 +8,8 @@ Read first the forward in `minidp.data_parallel`, which arms the reducer, and
     expected        which gradients a backward must bring: one class per mode
     bucket          copy gradients into one flat buffer and back; gradients as views
     kernels         the arithmetic of these copies; CUDA streams
-    bucket_queue    the divisor, the comm hook; launch in index order, wait, copy out
+    bucket_queue    launch in index order, wait, copy out
+    averaging       the divisor; the comm hook; who may share memory
 
 From there the collectives are in `minidp.comm`. When the averages are in ``.grad``,
 `minidp.guard` checks each optimizer step. These files stand beside the path:
@@ -28,8 +29,9 @@ from .autograd import (
     untraced,
     untraced_itself,
 )
+from .averaging import Averaging
 from .bucket import BucketState
-from .bucket_queue import Averaging, BucketQueue, Observer
+from .bucket_queue import BucketQueue, Observer
 from .expected import EveryParameter, expectation_for
 from .grad_hooks import GradHook, GradHooks
 from .local_grads import Ledger, Origin

@@ -16,8 +16,7 @@ with a comm hook        what the hook does      what the hook does
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,6 +29,7 @@ from minidp.config import ReducerConfig
 from minidp.layout import Layout, ParamSpec, initial_layout, resumed_layout
 from minidp.trace import Moment, Tracer, traced
 
+from .averaging import Averaging
 from .bucket import Bucket, BucketState, DenseBucket
 from .grad_hooks import Entry
 from .sparse_bucket import SparseBucket
@@ -49,83 +49,6 @@ class Observer:
 
     def finished(self) -> None:
         """Called once, after the last bucket is reduced."""
-
-
-class Averaging:
-    """Hold by what a reducer averages, and why memory is not shared.
-
-    Over items, gradients travel divided by the ranks, so that 16 bits do not overflow;
-    the other factor, ranks / items, comes with the first dense bucket.
-    """
-
-    def __init__(self, communicator: comm.Communicator, *, over_items: bool) -> None:
-        self._communicator = communicator
-        self.items = comm.ItemCounts(communicator) if over_items else None
-        self.num_contributors: int | None = None  # ranks to average over; None: all
-        self.comm_hook: comm.CommHook | None = None
-        self.active_comm_hook: comm.CommHook | None = None  # `comm_hook` at `begin`
-        self.copy_divisor = 1  # of this backward's gradients; 1 if a comm hook divides
-        self.wait_description = ""
-        self.no_shared_memory = ""  # why buckets use the group; empty: shared
-
-    @property
-    def divisor(self) -> int:
-        """The number of ranks to average over: `num_contributors`, or group size."""
-        return self.num_contributors or self._communicator.size
-
-    @property
-    def seat(self) -> tuple[int, int]:
-        """This rank's number among those that average, and how many these are."""
-        return self._communicator.rank, self._communicator.size
-
-    def begin(self) -> None:
-        """Set `active_comm_hook`, `copy_divisor`, `wait_description` for a backward."""
-        hook = self.active_comm_hook = self.comm_hook
-        self.copy_divisor = self.divisor if hook is None or self.items else 1
-        self.wait_description = "waiting for the all-reduce"
-        if hook is not None:
-            self.wait_description = f"waiting for the comm hook {hook.name}, call"
-
-    def register(self, hook: comm.CommHook) -> None:
-        """Set the comm hook; RuntimeError if there is one, or if it averages items."""
-        if self.comm_hook is not None:
-            text = "register_comm_hook or register_builtin_comm_hook can only be called"
-            name = self.comm_hook.name
-            raise RuntimeError(f"{text} once, and {name} is registered.")
-        if self.items is not None:
-            raise RuntimeError(
-                f'The comm hook {hook.name} cannot be registered: average_over="items" '
-                "sends counts in a bucket, which a hook might change. What to do: "
-                "average over ranks, or use no hook."
-            )
-        self.comm_hook = hook
-
-    def share(
-        self, layout: Layout, maps: Sequence[comm.UsedMap], *, asks: bool
-    ) -> list[comm.SharedBuffer]:
-        """Return buffers for the dense buckets; [] if `no_shared_memory` says why not.
-
-        A collective if ``asks``; else there are none. ``maps`` get buffers, too.
-        """
-        dense = [plan for plan in layout.buckets if not plan.sparse]
-        found: list[comm.SharedBuffer] | str = "ranks have not looked for it yet"
-        if self.comm_hook is not None:
-            found = "a comm hook is registered"
-        elif asks:
-            shapes = [(plan.length, plan.dtype) for plan in dense]
-            device = layout.buckets[0].device
-            found = comm.share(shapes, self._communicator, device, maps)
-        self.no_shared_memory = found if isinstance(found, str) else ""
-        return [] if isinstance(found, str) else found
-
-    @contextmanager
-    def without_comm_hook(self) -> Iterator[None]:
-        """Return a context in which no comm hook is registered; restore it after."""
-        hook, self.comm_hook = self.comm_hook, None
-        try:
-            yield
-        finally:
-            self.comm_hook = hook
 
 
 class BucketQueue:
