@@ -209,7 +209,8 @@ def share(
 ) -> list[SharedBuffer] | str:
     """Take shared memory for buckets on all ranks; return the reason if one cannot.
 
-    A collective of a Gloo group: its ranks call it with equal shapes.
+    A collective if the group is Gloo's own, of two ranks or more, and the gradients are
+    on the CPU: its ranks call it with equal shapes. Else the reason comes at once.
 
     Args:
         shapes: number of elements and dtype of each bucket.

@@ -189,7 +189,7 @@ _SAME_PARAMETERS = "use static_graph only if every iteration uses the same param
 
 
 class StaticGraph(EveryParameter):
-    """Count arrivals once, then expect the same counts (``static_graph=True``)."""
+    """Count arrivals in the first backward, then expect the same (``static_graph``)."""
 
     map_goes_first = True
     cause_of_missing = (

@@ -156,7 +156,7 @@ class GradTable:
         self.refill()
 
     def refill(self) -> None:
-        """Clear the ready order; set each bucket's count to all its parameters."""
+        """Clear the ready order; a bucket's count is that of its parameters again."""
         self.ready.clear()
         self.num_left[:] = map(len, self._members)
 
@@ -286,9 +286,10 @@ class PendingGrads:
     # -- a gradient arrives, or does not -----------------------------------------------
 
     def arrive(self, i: int) -> None:
-        """Record ``.grad``, and copy it now; `on_full` if it is the bucket's last.
+        """Record ``.grad``, if possible copied; `on_full` after the bucket's last.
 
-        If `fill_missing` was called for ``i``, only replace that entry, uncopied.
+        Appends ``i`` to the ready order. If ``i`` was filled in, it leaves `filled`,
+        and its entry is replaced, uncopied and not counted again.
         """
         grad = self._params[i].grad
         self.table.note_ready(i)

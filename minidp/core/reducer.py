@@ -191,8 +191,8 @@ class Reducer:
     def admit(self, i: int) -> bool:
         """Open or resume a backward; return True if the hook shall record the gradient.
 
-        False if that is done here (traced, counted by the mode), or if the gradient is
-        local: IDLE, FINALIZING, FAILED. GradientError if the RPC context has changed.
+        False if it is recorded or counted here, or is local (IDLE, FINALIZING, FAILED)
+        and noted in the ledger. GradientError if the mode does not expect it.
         """
         with self._lock:
             if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):

@@ -78,7 +78,7 @@ class Meeting:
         return dict(sorted(said.items())), absent
 
     def who_left(self) -> dict[int, str]:
-        """Return why ranks called `leave`, by rank; RuntimeError: the store fails."""
+        """Return why others called `leave`, by rank; RuntimeError: the store fails."""
         return read_json(self._store, "left", {*range(self.world_size)} - {self.rank})
 
 

@@ -108,7 +108,7 @@ class BucketPlan:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements of all slots."""
+        """Number of elements of all slots, without the buffer's `tail`."""
         return sum(slot.numel for slot in self.slots)
 
     @property

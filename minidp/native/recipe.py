@@ -83,9 +83,10 @@ class Recipe:
         return _fingerprint(self.folder) != before
 
     def changes_since(self, old: Mapping[str, str]) -> list[str]:
-        """Return a text per input that changed since a build; ``old``: inputs of that.
+        """Return a text per input that differs from ``old``, those of another build.
 
-        [] if its binary can be used.
+        [] if its binary can be used. A compiler or nvcc that is missing now is no
+        change.
         """
         new = self.parts
         # A binary outlives its compiler, for example in a container's second stage.
@@ -98,7 +99,7 @@ class Recipe:
 
 
 def describe() -> Recipe:
-    """Return the recipe of this process, by asking compilers, torch, CPU and GPUs."""
+    """Return the recipe here and now: sources, compilers, torch, CPU and GPUs."""
     folder = source_folder()
     cxx = tuple(shlex.split(os.environ.get("CXX") or "c++"))
     nvcc, nvcc_version = _fitting_nvcc()

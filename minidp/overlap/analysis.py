@@ -29,7 +29,10 @@ Spread = tuple[float, float]  # p10, p90 over steps
 
 @dataclass(frozen=True)
 class BucketOverlap:
-    """Hold the seconds of each stage of one bucket, in one step of one rank."""
+    """Hold one bucket's wait, late and wire seconds, in one step of one rank.
+
+    The module's picture shows them; hidden and exposed split late + wire.
+    """
 
     number: int  # in launch order
     members: tuple[int, ...]  # parameter indices

@@ -173,7 +173,10 @@ class Skew:
         return max(by_rank, key=lambda rank: by_rank[rank].typical_s)
 
     def grows_at(self, rank: int) -> tuple[Place, float]:
-        """Return where a rank's lateness grows most, and the growth in seconds."""
+        """Return the place where a rank falls behind most, and by how many seconds.
+
+        Since the place before, by medians; the first place (FORWARD) counts from 0.
+        """
         growth, before = {}, 0.0
         for place, by_rank in self.late.items():
             growth[place] = by_rank[rank].typical_s - before

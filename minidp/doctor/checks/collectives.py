@@ -155,7 +155,7 @@ def check_gradients(
 
 
 def _probe() -> nn.Module:
-    """Return a small model, on the CPU, with the same parameter values on all ranks."""
+    """Return a small CPU model with the same parameter values at each call."""
     probe = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
     generator = torch.Generator().manual_seed(0)
     for param in probe.parameters():
