@@ -94,7 +94,7 @@ def _made(
         if function[0] is on_both:
             oracle.skip_unless_torch_takes(given.get("mode", ()))
         call, *more = *function, *(given[name] for name in names)
-        where = given["where"] if "where" in given else places[0]
+        where: Any = given["where"] if "where" in given else places[0]
         if fresh is None:
             check(given["pool"].run(call, where, *more, limit=limit))
         else:
