@@ -2,6 +2,7 @@
 
     python benchmarks/fault_tolerance.py                      # 4 minutes
     python benchmarks/fault_tolerance.py --cells mlp:2:4  # 2 Gbit/s, buckets of 4 MiB
+    python benchmarks/fault_tolerance.py --cells mlp:2:auto   # torchft's stay 25 MiB
     python benchmarks/fault_tolerance.py --smoke              # does it run? no numbers
 
 Needs the extra minidp[torchft]. Two replicas train on torchft's own DDP, on
@@ -41,6 +42,7 @@ from support.report import (
 from torch import nn
 
 import minidp
+from minidp.autotune import NUM_TRIALS, STEPS
 from minidp.console import say_progress
 
 os.environ.setdefault("RUST_LOG", "error")  # else torchft tells all it does
@@ -63,7 +65,9 @@ OVER_PLAIN = 1.03
 class Contestant:
     """A replica on one of the three, with its optimizer."""
 
-    def __init__(self, name: str, net: nn.Module, where: str, cap: float) -> None:
+    def __init__(self, name: str, net: nn.Module, where: str, cap: Any) -> None:
+        if cap == "auto" and name == TORCHFT:
+            cap = 25
         net = copy.deepcopy(net)
         self.params = list(net.parameters())
         inner = torch.optim.SGD(self.params, lr=1e-4)
@@ -124,21 +128,24 @@ def measure(cell: str, seconds: float) -> dict[str, Any]:
     smoke = not seconds
     net = make(MODELS[model], smoke=smoke)
     contestants = {
-        name: Contestant(name, net, where, float(cap))
+        name: Contestant(name, net, where, cap if cap == "auto" else float(cap))
         for name in (TORCHFT, OURS, PLAIN)
     }
+    warm_up = WARM_UP + (cap == "auto") * (STEPS + 1) * NUM_TRIALS
     generator = torch.Generator().manual_seed(dist.get_rank())
     times: dict[str, list[float]] = {name: [] for name in contestants}
     order, goes_on = list(contestants), torch.ones(1)
-    began, number = time.perf_counter(), 0
+    number = 0
     while goes_on:
         data, number = net.data(generator), number + 1
         order.append(order.pop(0))
         for name in order:
             taken = contestants[name].step(data)
-            if number > WARM_UP:
+            if number > warm_up:
                 times[name].append(taken)
-        is_over = number > WARM_UP + 4 and (
+        if number == warm_up:
+            began = time.perf_counter()
+        is_over = number > warm_up + 4 and (
             smoke or time.perf_counter() - began > seconds
         )
         goes_on = torch.tensor([0.0 if is_over else 1.0])

@@ -41,6 +41,7 @@ except ImportError as error:
 
 REPLICAS = 3
 BACK_AFTER = 2.0  # seconds until a replica that ended is started again
+SILENCE = 5.0  # seconds without a step until the first process says so
 PATIENCE = timedelta(seconds=20)  # for replicas that are there, but do not answer
 
 # ------------------------------------------------------------------------- one replica
@@ -128,6 +129,7 @@ class Job:
         self.back_at: dict[int, float] = {}
         self.digests: dict[int, set[str]] = {}
         self.printed = 0  # the last step
+        self.quiet_since = self.told = time.monotonic()  # no step; and that was said
         self.ended: set[int] = set()  # replicas that have trained all steps
         for replica in range(REPLICAS):
             self.start(replica)
@@ -175,6 +177,11 @@ class Job:
                 self.note(json.loads(line))
             elif not line:
                 self.buried(outputs[output])
+        if (now := time.monotonic()) > self.told + SILENCE:
+            who = ", ".join(map(str, self.processes)) or "none"
+            seconds = now - self.quiet_since
+            print(f"no step for {seconds:.0f} s; replicas that run or start: {who}")
+            self.told = now
         for replica, when in list(self.back_at.items()):
             if time.monotonic() > when:
                 del self.back_at[replica]
@@ -193,6 +200,7 @@ class Job:
 
     def note(self, found: dict[str, Any]) -> None:
         """Print a step when the first replica reports it."""
+        self.quiet_since = self.told = time.monotonic()
         step = found["step"]
         self.digests.setdefault(step, set()).add(found["digest"])
         if found["catches up"]:

@@ -117,9 +117,9 @@ class Agreement:
             )
             expected, found = "; ".join(more) or "no more", "; ".join(other) or "less"
             remedy = "start all replicas with the same model, dtype and options"
-            raise MiniDPError(
-                explain(0, what, expected=expected, found=found, remedy=remedy)
-            )
+            rank = self._reducer.rank
+            text = explain(rank, what, expected=expected, found=found, remedy=remedy)
+            raise MiniDPError(text)
         plain = read_plain(state["plan"]["layout"])
         return resumed_layout(plain, self._reducer.queue.specs)
 

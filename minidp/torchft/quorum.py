@@ -49,10 +49,31 @@ def require_known(version: str) -> None:
 require_known(metadata.version("torchft"))
 
 
+class Rank(int):
+    """Rank 0 of a group of one; as text, a rank of the manager's replica, by its id."""
+
+    text = "0"
+
+    def __str__(self) -> str:
+        """Return what errors say after the word "rank"."""
+        return self.text
+
+
 class Replica(ProcessGroupDummy):  # type: ignore[misc]
     """A group of one rank: collectives change nothing, but an all-reduce sums."""
 
     quorum: Quorum
+
+    def __init__(self, manager: Any) -> None:
+        super().__init__(0, 1)
+        self._me = Rank(0)
+        name = getattr(manager, "_replica_id", None)
+        if isinstance(name, str) and name:
+            self._me.text = f"{manager._group_rank} of replica {name}"
+
+    def rank(self) -> int:
+        """Return 0, whose text names the replica."""
+        return self._me
 
     def getBackendName(self) -> str:
         """Return what a recording says of the backend."""
@@ -82,6 +103,21 @@ class Sum:
         """Start, or start again in another quorum."""
         self.tensor = self._write()
         self.work: Any = self._quorum.launch(self.tensor)
+
+    def end(self) -> None:
+        """Wait for this all-reduce; report an error to the manager.
+
+        On the CPU without the manager's own `wait`: that makes futures, and hands each
+        to a thread with timers, which have nothing to do for a sum that has ended.
+        """
+        inner = getattr(self.work, "_work", None)
+        if inner is None or not self.tensor.is_cpu:
+            self.work.wait()
+            return
+        try:
+            inner.wait()
+        except Exception as error:  # whatever the process group raises
+            self._quorum.manager.report_error(error)
 
     def get_future(self) -> Sum:
         """Return itself: it has what `minidp.comm` asks of a future."""
@@ -115,7 +151,7 @@ class Quorum:
         self.seat = 0, 1  # index in the last `members`, and how many these were
         tunes = reducer.queue.config.tunes
         self.agreement = Tuning(reducer) if tunes else Agreement(reducer)
-        self._reducer = reducer
+        self._reducer, self.rank = reducer, reducer.rank
         self._told: list[int] = []  # participants that were logged last
         try:
             manager.register_state_dict_fn(KEY, self.agreement.receive, self.state)
@@ -176,7 +212,7 @@ class Quorum:
 
     def _find_out(self) -> None:
         """Wait for the quorum; log who is in it, if others than before."""
-        manager, rank = self.manager, self._reducer.rank
+        manager, rank = self.manager, self.rank
         if manager._quorum_future is None:
             remedy = "call zero_grad() of torchft's optimizer, or "
             remedy += "manager.start_quorum(), at the begin of each step"
@@ -212,7 +248,7 @@ class Quorum:
         if KEY not in found["user"]:
             what = "The replica that this one catches up with sends no bucket layout."
             remedy = "wrap the model by minidp.torchft.DataParallel in all replicas"
-            raise MiniDPError(explain(self._reducer.rank, what, remedy=remedy))
+            raise MiniDPError(explain(self.rank, what, remedy=remedy))
         state: dict[str, Any] = found["user"][KEY]
         return state
 
@@ -253,7 +289,7 @@ class Quorum:
         manager, sums = self.manager, self.sums
         for attempt in range(1, ATTEMPTS + 1):
             for each in sums:
-                each.work.wait()  # reports errors to the manager
+                each.end()
             error = manager.errored() or manager._pg.errored()
             if error is None or attempt == ATTEMPTS or not self._may_repeat():
                 break

@@ -46,7 +46,8 @@ class DataParallel(torch_compat.DataParallel):
     Args:
         manager: torchft's, for this module only.
         module: with the same parameters in all replicas.
-        options: those of `minidp.DataParallel`.
+        options: those of `minidp.DataParallel`. ``hang_timeout`` has no effect: the
+            timeout of the manager's process group holds.
 
     Raises:
         ValueError: an option, or a model, that does not go with changing replicas.
@@ -60,7 +61,7 @@ class DataParallel(torch_compat.DataParallel):
             raise TypeError("The manager is the first argument, the module the second.")
         for name in {"process_group", "device_mesh"} & options.keys():
             _refuse(f"the argument {name}", "the manager has the process group")
-        group = Replica(0, 1)
+        group = Replica(manager)
         super().__init__(module, process_group=group, **options)
         reducer = self._reducer
         self._refuse_what_needs_history(reducer)
@@ -188,7 +189,7 @@ class _Commits:
 
     def confirm(self) -> None:
         """Raise UnsyncedGradientsError for what `suspect` found."""
-        step = self._quorum.step
+        step, rank = self._quorum.step, self._quorum.rank
         what = f"An optimizer steps, but the manager has not committed step {step}."
         remedy = "step with torchft's optimizer, or if manager.should_commit()"
-        raise UnsyncedGradientsError(explain(0, what, remedy=remedy))
+        raise UnsyncedGradientsError(explain(rank, what, remedy=remedy))

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -294,6 +295,14 @@ class Counting(Replica):
             self.totals[self.manager.current_step()] = self.model.item_totals
 
 
+def then_do(work, call):
+    """Call ``call`` whenever somebody has waited for the manager's ``work``."""
+    inner = work._work
+    work._work = SimpleNamespace(
+        wait=lambda: (inner.wait(), call()), get_future=inner.get_future
+    )
+
+
 @pytest.mark.parametrize("kind", ["ranks", "items"])
 @pytest.mark.parametrize("step", [1, 3], ids=["other buckets", "the same buckets"])
 def test_a_replica_that_fails_where_the_other_commits_catches_up(
@@ -308,11 +317,9 @@ def test_a_replica_that_fails_where_the_other_commits_catches_up(
     def fails(tensor, **options):
         work = all_reduce(tensor, **options)
         if tensor.dtype is torch.float64:  # a bucket
-            wait, b.manager.allreduce = work.wait, all_reduce
-            work.wait = lambda: (
-                wait(),
-                b.manager.report_error(RuntimeError("lost")),
-            )
+            b.manager.allreduce = all_reduce
+            lost = RuntimeError("lost")
+            then_do(work, lambda: b.manager.report_error(lost))
         return work
 
     b.manager.allreduce = fails
@@ -553,7 +560,9 @@ def test_a_replica_with_another_model_is_named_and_the_others_go_on(
     other = Replica(2, lighthouse, **options)
 
     def fails():
-        with pytest.raises(minidp.MiniDPError, match=f"Found:.*{words}"):
+        with pytest.raises(
+            minidp.MiniDPError, match=rf"^\[rank 0 of replica 2\].*Found:.*{words}"
+        ):
             other.step()
         other.die()
 
@@ -564,7 +573,8 @@ def test_a_replica_with_another_model_is_named_and_the_others_go_on(
 
 def test_a_replica_that_stays_alone_names_what_is_missing(lighthouse):
     a = Replica(0, lighthouse, manager={"quorum_timeout": timedelta(seconds=1)})
-    with pytest.raises(minidp.CollectiveError, match="No quorum was found for step 0"):
+    words = r"\[rank 0 of replica 0\] No quorum was found for step 0"
+    with pytest.raises(minidp.CollectiveError, match=words):
         a.step()
     a.die()
 
@@ -604,8 +614,7 @@ def test_nothing_waits_before_the_backward_has_ended(lighthouse):
 
     def noted(tensor, **options):
         work = all_reduce(tensor, **options)
-        wait = work.wait
-        work.wait = lambda: (events.append("wait"), wait())
+        then_do(work, lambda: events.append("wait"))
         events.append("launch")
         return work
 

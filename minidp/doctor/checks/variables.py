@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from minidp.config import OPTIONS, PREFIX
-from minidp.doctor.findings import Finding, ok, warning
+from minidp.doctor.findings import Finding, failed, ok, warning
 from minidp.doctor.words import differing, join
 
 # Settings of one process or host, which may differ between ranks.
@@ -65,6 +65,7 @@ MEANINGS: Mapping[str, str] = {
         for each in OPTIONS.values()
     },
 }
+_NUMBERS = ("_SEC", "_RETRIES", "_PORT")
 _RENAMED = ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "DESYNC_DEBUG", "ENABLE_TIMING")
 _PREFIXES = (
     *("NCCL_", "GLOO_", "TORCHFT_", "TORCH_NCCL_", "TORCH_GLOO_"),
@@ -90,7 +91,7 @@ def relevant(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def judge_variables(env: Mapping[str, str]) -> list[Finding]:
-    """Explain each variable of communication: ok with its meaning, or a warning."""
+    """Explain each variable of communication: its meaning, or what is wrong with it."""
     findings = [_judge(name, value) for name, value in relevant(env).items()]
     return findings or [ok("no NCCL_*, GLOO_* or debugging variable is set")]
 
@@ -100,6 +101,10 @@ def _judge(name: str, value: str) -> Finding:
     if cost := _COSTS.get((name, value.upper())):
         remedy = f"fine while looking for a fault; else unset {name}"
         return warning(f"{said}: {cost}", remedy)
+    is_number = name.startswith("TORCHFT_") and name.endswith(_NUMBERS)
+    if is_number and not value.strip().isdecimal():
+        found = f"{said}: torchft ends when it reads it, because it is no whole number"
+        return failed(found, f"write it like {name}=60")
     if name in MEANINGS:
         return ok(f"{said}: {MEANINGS[name]}")
     if name in [f"NCCL_{bare}" for bare in _RENAMED]:

@@ -211,6 +211,9 @@ def test_this_machine_has_interfaces():
         ("CUDA_LAUNCH_BLOCKING", "0", OK, "waits for every kernel"),
         ("TORCH_DISTRIBUTED_DEBUG", "detail", WARNING, "every collective is checked"),
         ("NCCL_P2P_DISABLE", "1", WARNING, "host's memory"),
+        ("TORCHFT_TIMEOUT_SEC", "60", OK, "waits for one that is silent"),
+        ("TORCHFT_TIMEOUT_SEC", "abc", FAILED, "write it like TORCHFT_TIMEOUT_SEC=60"),
+        ("TORCHFT_QUORUM_RETRIES", "1.5", FAILED, "no whole number"),
     ],
 )
 def test_a_variable_that_is_set(name, value, status, words):
