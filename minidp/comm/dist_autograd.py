@@ -25,7 +25,7 @@ _rpc: Any = getattr(torch._C, "_distributed_rpc", None)  # not on all platforms
 
 
 def is_rpc_up() -> bool:
-    """Return whether this process has called ``init_rpc()``."""
+    """Return whether RPC runs here: after ``init_rpc()``, before ``shutdown()``."""
     return _rpc is not None and bool(_rpc._is_current_rpc_agent_set())
 
 

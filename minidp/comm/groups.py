@@ -109,7 +109,7 @@ def _backends(group: ProcessGroup) -> set[str]:
 
 
 def is_timed(group: ProcessGroup) -> bool:
-    """Return whether waits can time out: several ranks, Gloo as the only backend."""
+    """Return whether waits can time out: several ranks, torch's group, only Gloo."""
     if group.size() == 1 or is_python_group(group):
         return False
     return _backends(group) == {"gloo"}

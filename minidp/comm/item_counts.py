@@ -63,7 +63,7 @@ class _Step:
 
     @property
     def flags(self) -> int:
-        """All flags but _STALE."""
+        """This step's flags about calls, without _STALE, which may be on a GPU."""
         calls = len(self.said)
         flags = _SILENT * (not calls)
         if calls == self.forwards > 1:

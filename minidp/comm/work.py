@@ -118,7 +118,7 @@ class Work(Protocol):
         """Return whether the collective is done or failed."""
 
     def wait(self) -> Any:
-        """Wait for the collective; raise its error."""
+        """Wait, without a limit of ours; return the value, or raise the error."""
 
 
 def completed(value: Any) -> Future[Any]:

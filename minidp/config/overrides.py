@@ -253,7 +253,11 @@ def note_swapped(*, is_swapped: bool) -> None:
 
 
 def passing(**option: object) -> str:
-    """Return for an error how to pass an option: "pass name=value", or from outside."""
+    """Return for an error how to pass one option: "pass name=value".
+
+    Under ``minidp run`` its flag; else, if torch's class is swapped, its variable: such
+    a script does not call our constructor.
+    """
     ((name, value),) = option.items()
     return _from_outside(OPTIONS[name], value) or f"pass {name}={value!r}"
 

@@ -217,7 +217,10 @@ class Reducer:
         return False
 
     def _open(self, first: int) -> None:
-        """Start a backward, in the hook of parameter ``first``; raise if it cannot."""
+        """Enter REDUCING, in the hook of parameter ``first``; fill in absent ones.
+
+        GradientError if options exclude compiled autograd, or this RPC context.
+        """
         queue, expected = self.queue, self.expected
         self._is_compiled = autograd.is_compiled_backward()
         if self._is_compiled:

@@ -59,10 +59,10 @@ def keep(values: Mapping[str, Any]) -> SimpleNamespace:
 
 
 class Devices(NamedTuple):
-    """Hold where inputs are moved to, and on which device(s) the parameters are."""
+    """Hold torch's device arguments; inputs go to the first parameter's device."""
 
     device_ids: list[int] | None  # None: inputs are not moved
-    output_device: int | None
+    output_device: int | None  # for logging only: outputs are not moved
     device: torch.device  # of the first parameter
     is_multi_device: bool
 

@@ -171,9 +171,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module, and let the next backward average gradients.
+        """Run the module, return its output; let the next backward average gradients.
 
-        Collective when module buffers are broadcast, or buckets rebuilt (once).
+        Not in no_sync(). Collective in join(), to broadcast buffers or rebuild buckets.
 
         Raises:
             UnfinishedReductionError: the last backward left gradients missing.

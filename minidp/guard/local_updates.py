@@ -60,8 +60,8 @@ def corner_of(tensor: torch.Tensor) -> torch.Tensor:
 def find_manual_update(reducer: Reducer, corners: Corners) -> str:
     """Return an error if parameters changed after a backward that averaged nothing.
 
-    "" if not, or if ``corners`` (values copied before) show that changes were undone.
-    No_sync() gradients count as local no more if None, or zero in changed parameters.
+    "" if not, or if ``corners`` (values copied before) show that it was undone. First
+    drops from the ledger no_sync() gradients now None, or zero in changed parameters.
     """
     ledger, params = reducer.ledger, reducer.params
     if not ledger.versions and ledger.bypassed is None:

@@ -200,7 +200,10 @@ class Channel:
         self.alarms = {a.rank: a for a in alarms if started.get(a.rank, 0) <= a.started}
 
     def exchange(self, topic: str, rider: Callable[[dict[int, Any]], Any]) -> None:
-        """Post what ``rider`` returns; rank 0 calls it with what all have posted."""
+        """Call ``rider`` once, and post what it returns; wait for no rank.
+
+        Rank 0's gets what ranks have posted so far, by rank; the others' get {}.
+        """
         ranks = range(self.size) if self.rank == 0 else ()
         posted = read_json(self._store, topic, ranks)
         post_json(self._store, topic, self.rank, rider(posted))

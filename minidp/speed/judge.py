@@ -51,10 +51,10 @@ class Slow:
 
 
 def find_slow(times: NDArray[np.float64], share: float) -> Slow | None:
-    """Return the rank that takes longer than all others by ``share`` of a step.
+    """Return the rank whose own work is longer by ``share`` of a step, or None.
 
-    ``times``: seconds, shape (ranks, steps, phases), at least three steps. Its own work
-    must take longer in all steps but one, also than the others' in all steps but one.
+    ``times``: seconds, shape (ranks, steps, phases), at least three steps. Its second
+    shortest time must be that much, at least 1 ms, over all others' second longest.
     """
     own = np.sort(times[:, :, OWN].sum(axis=2), axis=1)
     low, high = own[:, 1], own[:, -2]

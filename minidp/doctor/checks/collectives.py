@@ -110,7 +110,7 @@ def check_clocks(
 
 
 def check_shared_memory(group: ProcessGroup, device: torch.device) -> Finding:
-    """Say whether all ranks can share the memory of buckets, and if not, why."""
+    """Report if ranks can share buckets' memory, else why: always ok. A collective."""
     found = share([(1, torch.float32)], Communicator(group), device)
     if isinstance(found, str):
         return ok(f"buckets travel through the process group: {found}")

@@ -77,7 +77,10 @@ def uuid_of(device: torch.device) -> str:
 
 
 def judge_ranks(facts: Collection[Facts], rank: int, claims: int) -> Iterator[Finding]:
-    """Judge which ranks came; ``claims`` processes say that they are ``rank``."""
+    """Judge which ranks came: a warning if some are missing, failed if sizes differ.
+
+    Also failed if ``claims``, the number of processes that say ``rank``, is over 1.
+    """
     sizes = {each["world_size"] for each in facts}
     hosts = {each["host"] for each in facts}
     found = f"{len(facts)} of {max(sizes)} came, on {len(hosts)} host(s)"
