@@ -250,7 +250,7 @@ def main():
     found = delays(notes, kills)
     print("seconds from the kill to the survivors' next committed step:")
     found["all"] = [s for each in found.values() for s in each]
-    for kind, seconds in found.items():
+    for kind, seconds in found.items() if found["all"] else ():
         median = statistics.median(seconds)
         print(
             f"  {kind:10} {len(seconds):4}  median {median:.3f}  max {max(seconds):.3f}"
