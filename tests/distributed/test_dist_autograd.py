@@ -155,10 +155,10 @@ class Two(nn.Module):
 
 def disjoint(ctx, wrap):
     """Two backwards share a reduction, of a forward outside of the context."""
-    ddp = wrap(Two())
+    ddp, other = wrap(Two()), wrap(Scalars())  # gc may end one that nobody holds
     a, b = ddp(x_of(ctx))
     with dist_autograd.context() as context:
-        dist_autograd.backward(context, [wrap(Scalars())(x_of(ctx)).sum()])
+        dist_autograd.backward(context, [other(x_of(ctx)).sum()])
         dist_autograd.backward(context, [a])
         dist_autograd.backward(context, [b])
         return gradient(ddp, context)
