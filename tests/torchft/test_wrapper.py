@@ -566,8 +566,9 @@ def test_a_replica_with_another_model_is_named_and_the_others_go_on(
             other.step()
         other.die()
 
-    together(fails, lambda: a.train(6), lambda: b.train(6))
-    assert torch.equal(a.seen[6], b.seen[6])
+    # Long enough that the other one finds them, however late it asks for a quorum.
+    together(fails, lambda: a.train(60), lambda: b.train(60))
+    assert torch.equal(a.seen[60], b.seen[60])
     a.die(), b.die()
 
 
