@@ -212,7 +212,8 @@ def test_buckets_are_rebuilt_and_a_joining_replica_receives_the_layout(lighthous
     assert a.layout == b.layout != first
     c = Replica(2, lighthouse, seed=5, **SMALL)
     assert c.layout == first
-    together(*(lambda each=each: each.train(12) for each in (a, b, c)))
+    # Long enough that the third one finds the others, however late it asks.
+    together(*(lambda each=each: each.train(60) for each in (a, b, c)))
     assert c.layout == a.layout
     assert c.seen
     for step, params in c.seen.items():
