@@ -34,14 +34,9 @@ from minidp.errors import (
 from minidp.replica import Replica, ReplicaCheck
 from minidp.trace import StepEvent
 
+from .late_parameters import LateParameters
 from .local_updates import Corners, LocalSteps, copy_corners, find_manual_update
-from .mistakes import (
-    LateParameters,
-    Step,
-    explain_late,
-    find_cast,
-    refuse_forward,
-)
+from .mistakes import Step, explain_late, find_cast, refuse_forward
 
 
 class Guard:
