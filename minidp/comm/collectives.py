@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from minidp.layout import chunks_by_bytes
 
 from .groups import ProcessGroup, is_python_group
-from .work import FutureWork, PythonWork, Work, completed, wait_for
+from .work import NoWork, PythonWork, Work, wait_for
 
 MESSAGE_BYTES = 250 * 2**20  # of one coalesced broadcast
 MAX_IN_FLIGHT = 2  # coalesced broadcasts; more would only hold more memory
@@ -34,7 +34,7 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
     is_plain = tensor.is_cpu and tensor.layout is torch.strided
     is_python = is_python_group(group)
     if is_plain and not is_python and group.size() == 1:
-        return FutureWork(completed(None))
+        return NoWork()
     # The group's own method: dist.all_reduce has three times the overhead, and inside
     # a coalescing manager of the caller it returns no work.
     options = dist.AllreduceOptions()

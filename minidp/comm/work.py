@@ -15,6 +15,21 @@ from torch._C._distributed_c10d import Work as TorchWork
 from torch.futures import Future
 
 
+class NoWork:
+    """Stand for a collective that one rank does not need: done, without a result."""
+
+    def get_future(self) -> Future[Any]:
+        """Return a completed future of None."""
+        return completed(None)
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self) -> None:
+        """Return None at once."""
+
+
 class FutureWork:
     """Let a future be waited for like the work of a collective, also with a limit."""
 

@@ -43,6 +43,7 @@ class BucketState(Enum):
     __hash__ = object.__hash__  # Enum's is a Python function
 
 
+_NO_STREAM: AbstractContextManager[object] = nullcontext()
 _FOLLOWING = dict(pairwise([*BucketState, BucketState.FILLING]))
 
 
@@ -118,7 +119,7 @@ class Bucket(ABC):
 
     def on_stream(self) -> AbstractContextManager[object]:
         """Return a context that selects the CUDA stream that filled the payload."""
-        return nullcontext() if self.streams is None else self.streams.launching()
+        return _NO_STREAM if self.streams is None else self.streams.launching()
 
     def wait(self) -> None:
         """Wait for `work`, copy a tensor it returns to the payload; enter FILLING."""
@@ -331,9 +332,9 @@ class DenseBucket(Bucket):
         if self.native is None:
             return False
         if not kept and not self._tracked and self._arrived:
-            how = {"is_alone": self.is_alone, "scale": self.factor}
+            arrived, is_alone = self._arrived, self.is_alone
             with suppress(RuntimeError):  # a gradient overlaps itself
-                if self.native.unflatten(self._arrived, **how):
+                if self.native.unflatten(arrived, is_alone=is_alone, scale=self.factor):
                     return True
             self.factor = 1.0 if self.native.is_scaled else self.factor
         self.native.forget_copies()

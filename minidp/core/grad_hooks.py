@@ -213,6 +213,7 @@ class PendingGrads:
     def __init__(self, params: Sequence[Tensor], reducer: Reducer) -> None:
         self.reducer = reducer
         self._params = params
+        self._is_on_cuda = any(param.is_cuda for param in params)
         self.native = native_table(params, reducer)
         self.table: GradTable = self.native or GradTable(len(params))
         # Bound once: hooks read these for every gradient.
@@ -332,7 +333,7 @@ class PendingGrads:
 
     def of_bucket(self, number: int) -> Sequence[Entry]:
         """Return entries by slot, COPIED ones too; move C++ streams to `written_on`."""
-        if self.native is not None:
+        if self.native is not None and self._is_on_cuda:
             self.written_on[number].update(self.native.take_streams(number))
         return self.table.gather(number)
 

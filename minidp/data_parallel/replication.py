@@ -57,7 +57,7 @@ class Replication:
 
         ``verifies=False`` (``init_sync``): copy only delayed parameters. Then let the
         heartbeat publish under a store key that all ranks share. Last, move the buckets
-        to shared memory if all ranks can.
+        to shared memory if all ranks can, and cast module buffers (mixed precision).
         """
         communicator = self._reducer.communicator
         group = communicator.group
@@ -79,6 +79,10 @@ class Replication:
         communicator.peers.move_to(group, self._key)
         if verifies:
             self._reducer.adopt(self._reducer.queue.layout, shares=True)
+        if checked.precision is not None and checked.precision.buffer_dtype is not None:
+            for value in self.buffers.values():
+                if value.is_floating_point():
+                    value.data = value.data.to(checked.precision.buffer_dtype)
 
     def connect(self) -> None:
         """Collective: create the process group for forwards; restart comparisons."""

@@ -155,10 +155,6 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self.forward_sync_buffers = checked.forward_sync
         self._wire(checked, verify.WRAPPED if init_sync else "unsynced")
         self._replication.start(checked, verifies=init_sync)
-        dtype = checked.precision and checked.precision.buffer_dtype
-        for value in self._replication.buffers.values():
-            if dtype and value.is_floating_point():
-                value.data = value.data.to(dtype)
 
     def _wire(self, checked: arguments.Arguments, kind: str) -> None:
         """Store devices, ignored names, and parts built for ``kind``: `parts.build`."""
@@ -230,7 +226,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         """Let the backward reduce (not in no_sync(), no_grad()); return ``output``."""
         with_grad = torch.is_grad_enabled()
         will_reduce = with_grad and self.require_backward_grad_sync
-        self.require_forward_param_sync = will_reduce  # else no buffers are broadcast
+        vars(self)["require_forward_param_sync"] = will_reduce  # Module's setattr: slow
         if will_reduce:
             self._reducer.arm(output)
         if with_grad:

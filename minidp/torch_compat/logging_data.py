@@ -10,8 +10,7 @@ import os
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,14 +62,9 @@ class LoggingData:
         self._sums: Counter[str] = Counter()  # of the times in all samples
         self._num_samples = 0
 
-    @contextmanager
-    def noting_errors(self) -> Iterator[None]:
-        """Store the text of an exception raised in the block, and raise it again."""
-        try:
-            yield
-        except Exception as error:
-            self.error = f"{type(error)}: {error}"  # no traceback: it would keep us
-            raise
+    def note(self, error: Exception) -> None:
+        """Store the text of an error of the wrapper, for the key ``error``."""
+        self.error = f"{type(error)}: {error}"  # no traceback: it would keep us
 
     def set_rate(self, rate: int) -> None:
         """Sample the first ten and each ``rate``-th iteration; ValueError if < 1."""

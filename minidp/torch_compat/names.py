@@ -125,8 +125,11 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
             self._adopt_planted_optimizers()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
             self.logger.forward_begins()
-        with self.logger.noting_errors():
+        try:
             return super()._pre_forward(*inputs, **kwargs)
+        except Exception as error:
+            self.logger.note(error)
+            raise
 
     _run_ddp_forward = run_splitting
 
@@ -143,8 +146,11 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     # -- hooks and optimizers ----------------------------------------------------------
 
     def register_comm_hook(self, state: object, hook: Any) -> None:  # noqa: D102
-        with self.logger.noting_errors():
+        try:
             super().register_comm_hook(state, hook)
+        except Exception as error:
+            self.logger.note(error)
+            raise
 
     def _register_builtin_comm_hook(self, kind: Any) -> None:
         """Register minidp's hook for torch's built-in ``kind``; warn if unknown."""
@@ -222,11 +228,12 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
             warn("The graph has been set to be static already.")
             return
         if self._reducer.ledger.armed:
-            with self.logger.noting_errors():
-                raise RuntimeError(
-                    "set_static_graph() should be called before training loop starts "
-                    "and after DistributedDataParallel is constructed."
-                )
+            error = RuntimeError(
+                "set_static_graph() should be called before training loop starts and "
+                "after DistributedDataParallel is constructed."
+            )
+            self.logger.note(error)
+            raise error
         self._given.static_graph = self.static_graph = True
         reducer = self._reducer
         config = replace(reducer.queue.config, static_graph=True)
