@@ -247,13 +247,17 @@ def test_the_map_in_the_package_lists_all_rooms_from_top_to_bottom():
         assert ROOMS[room] - {"_version"} <= set(listed[number + 1 :]), room
 
 
-def test_rooms_are_few():
+def private_entries() -> set[str]:
+    """Names in the package's folder that are no public modules."""
     # A folder without sources is what an older checkout left behind.
     paths = [p for p in PACKAGE.iterdir() if p.is_file() or any(p.glob("*.*p*"))]
     entries = {p.name.removesuffix(".py") for p in paths} - {"__init__", "__main__"}
-    entries.discard("__pycache__")
     assert entries >= PUBLIC
-    assert len(entries - PUBLIC) <= PRIVATE_ENTRIES, entries - PUBLIC
+    return entries - PUBLIC - {"__pycache__"}
+
+
+def test_rooms_are_few():
+    assert len(private_entries()) <= PRIVATE_ENTRIES, private_entries()
 
 
 def test_no_room_imports_one_above():
@@ -264,12 +268,17 @@ def test_no_room_imports_one_above():
         done.add(room)
 
 
-def test_floors_are_few():
-    floors: dict[str, int] = {}
+def floors() -> dict[str, int]:
+    """The floor of each room: one more than the highest that it imports."""
+    found: dict[str, int] = {}
     for room, below in ROOMS.items():
         own = (PACKAGE / room).is_dir()  # public modules are no floors
-        floors[room] = max((floors[r] for r in below), default=0) + own
-    assert max(floors.values()) <= FLOORS, floors
+        found[room] = max((found[r] for r in below), default=0) + own
+    return found
+
+
+def test_floors_are_few():
+    assert max(floors().values()) <= FLOORS, floors()
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -348,12 +357,21 @@ def test_public_names_are_sorted_and_exist():
 # ---------------------------------------------------------------------- budgets
 
 
-def test_files_are_short_and_core_is_readable_in_one_evening():
+def lines_of_files() -> dict[str, int]:
+    return {module: len(read(module).text.splitlines()) for module in MODULES}
+
+
+def lines_of_core() -> dict[str, int]:
     """With all that core imports from itself: it is its whole room."""
-    lines = {module: len(read(module).text.splitlines()) for module in MODULES}
-    assert {m: count for m, count in lines.items() if count > FILE_LINES} == {}
-    lines = {m: count for m, count in lines.items() if room_of(m) == "core"}
+    lines = {m: n for m, n in lines_of_files().items() if room_of(m) == "core"}
     lines.pop("core/__init__")
+    return lines
+
+
+def test_files_are_short_and_core_is_readable_in_one_evening():
+    lines = lines_of_files()
+    assert {m: count for m, count in lines.items() if count > FILE_LINES} == {}
+    lines = lines_of_core()
     assert len(lines) <= CORE_FILES
     assert sum(lines.values()) <= CORE_LINES, lines
 
@@ -384,6 +402,13 @@ def test_classes_are_short_and_have_few_methods(module):
         assert name in FACADES | DELEGATES or len(methods) <= CLASS_METHODS
 
 
+def public_methods() -> list[str]:
+    """Public names of DataParallel over its MRO, without those of nn.Module."""
+    bases = minidp.DataParallel.__mro__
+    own = [base for base in bases if base not in nn.Module.__mro__]
+    return sorted({name for base in own for name in vars(base) if name[0] != "_"})
+
+
 def test_data_parallel_has_no_mixins_and_few_methods():
     """One class that holds the parts, and one with torch's private names.
 
@@ -393,9 +418,7 @@ def test_data_parallel_has_no_mixins_and_few_methods():
     found = [base.__name__ for base in bases]
     assert found == ["DataParallel"] * 2 + ["Module", "Joinable", "ABC", *found[-2:]]
     assert found[-2:] == ["OfModule", "object"]
-    own = [base for base in bases if base not in nn.Module.__mro__]
-    public = {name for base in own for name in vars(base) if name[0] != "_"}
-    assert len(public) <= PUBLIC_METHODS, sorted(public)
+    assert len(public_methods()) <= PUBLIC_METHODS, public_methods()
     assert {name for name in vars(bases[-2]) if name[0] != "_"} == set()
 
 
