@@ -52,8 +52,8 @@ MUTANTS = [
     ),
     Mutant(
         "sum instead of average",
-        "self.copy_divisor = self.divisor if hook is None or self.items else 1",
-        "self.copy_divisor = 1",
+        "divisor = self.divisor if hook is None or self.items is not None else 1",
+        "divisor = 1",
     ),
     Mutant(
         "averages over items are not multiplied by the ranks",

@@ -9,7 +9,7 @@ Read first the forward in `minidp.data_parallel`, which arms the reducer, and
     bucket          copy gradients into one flat buffer and back; gradients as views
     kernels         the arithmetic of these copies; CUDA streams
     bucket_queue    launch in index order, wait, copy out
-    averaging       the divisor; the comm hook; who may share memory
+    averaging       by what to divide; the comm hook; item counts; shared memory
 
 From there the collectives are in `minidp.comm`. When the averages are in ``.grad``,
 `minidp.guard` checks each optimizer step. These files stand beside the path:

@@ -1,29 +1,59 @@
-"""Hold the divisor, the comm hook, item counts; take shared memory for the buckets."""
+"""Hold by what gradients are divided, the comm hook, and the counts of items.
+
+=====================  =================  =================  =======================
+mode                   each gradient      whole buffer       after the all-reduce
+=====================  =================  =================  =======================
+default                / ranks            -                  -
+``batched_grad_copy``  -                  / ranks            -
+over items             / ranks, or as     as the row above   x ranks / items of all
+                       the row above
+comm hook              -                  -                  what the hook does
+=====================  =================  =================  =======================
+
+Over items, gradients travel divided by the ranks, so that 16 bits do not overflow; the
+other factor, ranks / items, is known when the counts have come with the first dense
+bucket. The private hook of ``mixed_precision`` may meet items; users' hooks may not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from minidp import comm
 from minidp.layout import Layout
 
 
-class Averaging:
-    """Hold by what a reducer averages, and why memory is not shared.
+class DivideFactors(NamedTuple):
+    """Divisors of a bucket before the all-reduce; at least one of them is 1."""
 
-    Over items, gradients travel divided by the ranks, so that 16 bits do not overflow;
-    the other factor, ranks / items, comes with the first dense bucket.
+    pre: int = 1  # of each gradient, while it is copied
+    post: int = 1  # of the whole buffer, when it is full
+
+    @property
+    def product(self) -> int:
+        """By what each gradient is divided in the end."""
+        return self.pre * self.post
+
+
+class Averaging:
+    """Hold one reducer's divisors, comm hook and item counts; find shared memory.
+
+    ``batched``: ``batched_grad_copy``, divide whole buffers.
     """
 
-    def __init__(self, communicator: comm.Communicator, *, over_items: bool) -> None:
+    def __init__(
+        self, communicator: comm.Communicator, *, over_items: bool, batched: bool
+    ) -> None:
         self._communicator = communicator
+        self._is_batched = batched
         self.items = comm.ItemCounts(communicator) if over_items else None
         self.num_contributors: int | None = None  # ranks to average over; None: all
         self.comm_hook: comm.CommHook | None = None
         self.active_comm_hook: comm.CommHook | None = None  # `comm_hook` at `begin`
-        self.copy_divisor = 1  # of this backward's gradients; 1 if a comm hook divides
-        self.wait_description = ""
+        self.factors = DivideFactors()  # of this backward
+        self.wait_description = ""  # completed by " of bucket 3"
         self.no_shared_memory = ""  # why buckets use the group; empty: shared
 
     @property
@@ -33,13 +63,17 @@ class Averaging:
 
     @property
     def seat(self) -> tuple[int, int]:
-        """This rank's number among those that average, and how many these are."""
+        """This rank's number among the ranks that average, and how many these are."""
         return self._communicator.rank, self._communicator.size
 
     def begin(self) -> None:
-        """Set `active_comm_hook`, `copy_divisor`, `wait_description` for a backward."""
+        """Set `active_comm_hook`, `factors`, `wait_description` for a backward."""
         hook = self.active_comm_hook = self.comm_hook
-        self.copy_divisor = self.divisor if hook is None or self.items else 1
+        # With items and a hook (mixed precision) we divide: the hook sums, see `Turn`.
+        divisor = self.divisor if hook is None or self.items is not None else 1
+        self.factors = DivideFactors(pre=divisor)
+        if self._is_batched:
+            self.factors = DivideFactors(post=divisor)
         self.wait_description = "waiting for the all-reduce"
         if hook is not None:
             self.wait_description = f"waiting for the comm hook {hook.name}, call"

@@ -31,6 +31,7 @@ from minidp.errors import InternalError, misfit
 from minidp.layout import BucketPlan
 
 from . import kernels
+from .averaging import DivideFactors
 from .grad_hooks import Entry, GradState, is_copied_at_once
 
 
@@ -87,7 +88,10 @@ class Bucket(ABC):
 
     @abstractmethod
     def flatten(
-        self, entries: Sequence[Entry], divisor: int, undecided: Collection[int] = ()
+        self,
+        entries: Sequence[Entry],
+        factors: DivideFactors,
+        undecided: Collection[int] = (),
     ) -> None:
         """Bring every slot into the payload, divided; the bucket is then FULL.
 
@@ -198,35 +202,40 @@ class DenseBucket(Bucket):
     def copy_now(self, k: int, grad: Tensor, divisor: int) -> Entry:
         """Copy ``grad``, divided, to slot ``k``, return COPIED; or return it as it is.
 
-        As it is if it does not fit, lies in the buffer, or grad mode is on. Not divided
-        with ``batched_grad_copy``. With bucket views, ``.grad`` becomes the view now.
+        As it is if it does not fit, lies in the buffer, or grad mode is on. With bucket
+        views, ``.grad`` becomes the view now.
         """
         view = self.views[k]
         fits = grad.layout is torch.strided and grad.dtype is view.dtype
         is_here = grad is view or (self._as_view and self._memory.owns(grad))
         if not fits or grad.shape != view.shape or is_here or torch.is_grad_enabled():
             return grad
-        of_each = 1 if self.config.batched_grad_copy else divisor
-        kernels.multiply_into(view, grad, of_each)
+        kernels.multiply_into(view, grad, divisor)
         if self._as_view:
             self.params[k].grad = view  # frees the gradient's own memory
         return GradState.COPIED
 
     def flatten(
-        self, entries: Sequence[Entry], divisor: int, undecided: Collection[int] = ()
+        self,
+        entries: Sequence[Entry],
+        factors: DivideFactors,
+        undecided: Collection[int] = (),
     ) -> None:
-        """Copy in ``entries`` (None: zeros), divide, enter FULL; raise for a misfit."""
+        """Copy in ``entries`` (None: zeros), divide, enter FULL.
+
+        GradientError if a gradient's dtype, layout, shape or device is not its slot's.
+        """
         if self.streams is not None:
             self.streams.gather(entries)
         self._arrived = entries
-        of_each = 1 if self.config.batched_grad_copy else divisor
         is_usual = not self._is_apart and not (undecided and self._as_view)
         native = self.native if is_usual else None
-        if not (native and native.flatten(entries, of_each)):
-            self._flatten_in_python(tuple(entries), of_each, undecided)
-        if self.config.batched_grad_copy:
-            kernels.divide(self.payload, divisor)
-            self._tracked = {k: g * (1.0 / divisor) for k, g in self._tracked.items()}
+        if not (native and native.flatten(entries, factors.pre)):
+            self._flatten_in_python(tuple(entries), factors.pre, undecided)
+        if factors.post != 1:
+            kernels.divide(self.payload, factors.post)
+            reciprocal = 1.0 / factors.post
+            self._tracked = {k: g * reciprocal for k, g in self._tracked.items()}
         self._advance(BucketState.FULL)
 
     def _flatten_in_python(

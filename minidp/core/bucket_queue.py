@@ -5,13 +5,8 @@
     full:      bucket 2   bucket 0   bucket 1
     launched:             0          1, 2         same order on every rank
 
-======================  ======================  ======================
-mode                    division                collective
-======================  ======================  ======================
-default                 each gradient           all-reduce (SUM)
-``batched_grad_copy``   whole buffer            all-reduce (SUM)
-with a comm hook        what the hook does      what the hook does
-======================  ======================  ======================
+A bucket is reduced by an all-reduce (SUM) of its divided values, or by the comm hook,
+which gets them undivided: see `averaging`.
 """
 
 from __future__ import annotations
@@ -62,7 +57,11 @@ class BucketQueue:
         communicator: comm.Communicator,
     ) -> None:
         self.communicator = communicator
-        self.averaging = Averaging(communicator, over_items=config.averages_items)
+        self.averaging = Averaging(
+            communicator,
+            over_items=config.averages_items,
+            batched=config.batched_grad_copy,
+        )
         self.tracer = Tracer()
         self.checks_finite = False
         self.skipped: Collection[int] = ()  # bucket numbers that no rank launches now
@@ -110,7 +109,7 @@ class BucketQueue:
     def copy_now(self, i: int, grad: Tensor) -> Entry:
         """Call and return `Bucket.copy_now` for ``i``: COPIED, or ``grad`` uncopied."""
         bucket = self.buckets[self.layout.bucket_of[i]]
-        return bucket.copy_now(bucket.position[i], grad, self.averaging.copy_divisor)
+        return bucket.copy_now(bucket.position[i], grad, self.averaging.factors.pre)
 
     @traced("flatten", before=Moment.FULL)
     def flatten(
@@ -123,7 +122,7 @@ class BucketQueue:
         bucket, undecided = self.buckets[number], set[int]()
         if filled:
             undecided = {bucket.position[i] for i in filled if i in bucket.position}
-        bucket.flatten(entries, self.averaging.copy_divisor, undecided)
+        bucket.flatten(entries, self.averaging.factors, undecided)
 
     def launch_due(self) -> bool:
         """Launch buckets in index order, while the next one is FULL or skipped.
@@ -299,7 +298,7 @@ def _receive_counts(queue: BucketQueue, items: comm.ItemCounts) -> None:
         if bucket.plan.tail and number not in queue.skipped:
             queue._wait(number)
             tail = bucket.tail
-    factor = items.read(tail, queue.averaging.copy_divisor)
+    factor = items.read(tail, queue.averaging.factors.product)
     for bucket in queue.buckets:
         bucket.factor = factor
         bucket.is_alone &= isinstance(factor, float) and factor == 1.0

@@ -68,7 +68,10 @@ class EveryParameter:
         )
 
     def saw_outputs(self, output: object, nodes: Sequence[Node]) -> None:
-        """Learn from a synchronising forward's outputs; here no-op."""
+        """Search a synchronising forward's graph, if the mode does; here no-op.
+
+        ``nodes``: AccumulateGrad nodes by parameter index.
+        """
 
     def entries(self, usual: GradState) -> list[GradState]:
         """Return all parameters' entries at the start of a backward: here ``usual``."""
@@ -79,12 +82,15 @@ class EveryParameter:
 
         Not called for an UNSET entry: the hook records that by itself.
         """
-        if reducer.pending.entries[i] in (GradState.UNSET, GradState.VIA_REDUCER):
+        if reducer.pending.entries[i] is GradState.VIA_REDUCER:
             return True
         raise self.twice(reducer.rank, reducer.names[i])
 
     def launch_used_map(self, reducer: Reducer) -> None:
-        """Start to exchange which parameters this rank used (if `shares_used_map`)."""
+        """Start to exchange which parameters this rank used (if `shares_used_map`).
+
+        A no-op if that has started in this backward already.
+        """
         used = reducer.pending.used() | reducer.ledger.used_locally
         reducer.queue.used_map.launch(used)
 
@@ -101,12 +107,17 @@ class EveryParameter:
         """
         return self.kept
 
-    def ended(self, missing: Sequence[int], untouched: Collection[int]) -> None:
-        """Learn which did not arrive, and which no rank used; here no-op."""
+    def ended(
+        self,
+        missing: Sequence[int],
+        untouched: Collection[int],
+        *,
+        contributed: bool = True,
+    ) -> None:
+        """Learn which parameters did not arrive, and which no rank used; here no-op.
 
-    def shadowed(self, missing: Sequence[int], untouched: Collection[int]) -> None:
-        """Call `ended` for a reduction to which this rank contributed only zeros."""
-        self.ended(missing, untouched)
+        Not ``contributed``: this rank had no inputs, and sent zeros (`join`).
+        """
 
     def reset(self) -> None:
         """Forget what earlier backwards showed; here no-op."""
@@ -160,7 +171,10 @@ class FindUnused(EveryParameter):
         self.absent, self._has_searched = sorted(absent), True
 
     def takes(self, i: int, reducer: Reducer) -> bool:
-        """Return True if unset, or filled in as absent and not copied; else raise."""
+        """Return True for a first gradient, also one filled in as absent; else raise.
+
+        A filled one is replaced as long as its bucket is not flattened yet.
+        """
         if i in reducer.pending.filled:
             queue, number = reducer.queue, reducer.pending.bucket_of[i]
             is_filling = queue.buckets[number].state is BucketState.FILLING
@@ -172,7 +186,13 @@ class FindUnused(EveryParameter):
         """Return indices that no rank used, by `_unused_everywhere`; may wait."""
         return _unused_everywhere(reducer)
 
-    def ended(self, missing: Sequence[int], untouched: Collection[int]) -> None:
+    def ended(
+        self,
+        missing: Sequence[int],
+        untouched: Collection[int],
+        *,
+        contributed: bool = True,
+    ) -> None:
         """Keep ``missing`` for `saw_outputs`; clear `is_steady` if it has changed."""
         is_first = self._missing_last is None
         self.is_steady &= is_first or set(missing) == set(self._missing_last or ())
@@ -189,7 +209,12 @@ _SAME_PARAMETERS = "use static_graph only if every iteration uses the same param
 
 
 class StaticGraph(EveryParameter):
-    """Count arrivals in the first backward, then expect the same (``static_graph``)."""
+    """Count arrivals in the first backward, then expect the same (``static_graph``).
+
+    The first backward records no gradient: all are filled in at its end with their
+    ``.grad``, so that nothing overlaps. Later ones record each parameter's last arrival
+    that the counts predict.
+    """
 
     map_goes_first = True
     cause_of_missing = (
@@ -255,21 +280,25 @@ class StaticGraph(EveryParameter):
             raise self.twice(reducer.rank, reducer.names[min(late)])
         return self.kept
 
-    def ended(self, missing: Sequence[int], untouched: Collection[int]) -> None:
+    def ended(
+        self,
+        missing: Sequence[int],
+        untouched: Collection[int],
+        *,
+        contributed: bool = True,
+    ) -> None:
         """After the first backward, stop counting; never write ``untouched`` grads.
 
-        `absent` are then the parameters without any arrival.
+        `absent` are then the parameters without any arrival. Not ``contributed``: a
+        later backward of this rank will be its first, and counts.
         """
-        self.shadowed(missing, untouched)
-        if self._counts_arrivals:
-            self.absent = [i for i, n in enumerate(self._counts) if not n]
-        self._counts_arrivals = self.fills_in_missing = False
-
-    def shadowed(self, missing: Sequence[int], untouched: Collection[int]) -> None:
-        """Never write ``untouched`` grads, but go on counting if this rank counts."""
         if self._counts_arrivals:
             self.shares_used_map = False
             self.kept = frozenset(untouched)
+        if contributed:
+            if self._counts_arrivals:
+                self.absent = [i for i, n in enumerate(self._counts) if not n]
+            self._counts_arrivals = self.fills_in_missing = False
 
     def twice(self, rank: int, name: str) -> MiniDPError:
         """Return the error for a gradient that the first backward does not explain."""

@@ -232,8 +232,7 @@ class Reducer:
         queue.start(shares_reach=expected.shares_reach, context=self.context)
         sees_all = queue.tracer.recorder is not None or self.context
         usual = GradState.VIA_REDUCER if sees_all else GradState.UNSET
-        divides_later = queue.config.batched_grad_copy
-        divisor = 1 if divides_later else queue.averaging.copy_divisor
+        divisor = queue.averaging.factors.pre
         self.pending.open(expected.entries(usual), divisor, self.hooks.shared())
         for i in expected.absent:
             travels = queue.layout.bucket_of[i] not in queue.skipped

@@ -11,6 +11,7 @@ from minidp.errors import misfit
 
 from . import kernels
 from .bucket import Bucket, BucketState
+from .averaging import DivideFactors
 from .grad_hooks import Entry
 
 
@@ -18,7 +19,10 @@ class SparseBucket(Bucket):
     """Reduce one sparse gradient without a flat buffer."""
 
     def flatten(
-        self, entries: Sequence[Entry], divisor: int, undecided: Collection[int] = ()
+        self,
+        entries: Sequence[Entry],
+        factors: DivideFactors,
+        undecided: Collection[int] = (),
     ) -> None:
         """Copy the gradient (None: an empty one), divide; FULL. Raises if it is no COO.
 
@@ -42,7 +46,7 @@ class SparseBucket(Bucket):
             raise misfit(self.communicator.rank, self.names[0], expected, found)
         with torch.no_grad():
             self.payload = grad.detach().clone()
-            kernels.divide(self.payload, divisor)
+            kernels.divide(self.payload, factors.product)
         self._advance(BucketState.FULL)
 
     def unflatten(

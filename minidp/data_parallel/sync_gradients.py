@@ -41,7 +41,7 @@ def shadow_backward(reducer: Reducer) -> None:
         unused = _reduce(reducer, [None] * len(everything), used)
         if not expected.shares_used_map and not reducer.rebuild_policy.is_due:
             reducer.rebuild_policy.note(everything)
-        expected.shadowed(everything, unused)
+        expected.ended(everything, unused, contributed=False)
 
 
 def _reduce(
@@ -64,7 +64,7 @@ def _reduce(
             if number not in queue.skipped:
                 entries = [grads[i] for i in bucket.plan.indices]
                 undecided = [k for k, entry in enumerate(entries) if entry is None]
-                bucket.flatten(entries, queue.averaging.copy_divisor, undecided)
+                bucket.flatten(entries, queue.averaging.factors, undecided)
         queue.launch_due()
         if used is not None:
             used_map.launch(used)

@@ -133,8 +133,10 @@ class _ByContributors(Averaging):
     """Divide by the number of replicas that contribute to a backward."""
 
     def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
-        super().__init__(reducer.communicator, over_items=False)
-        if reducer.queue.config.averages_items:
+        config = reducer.queue.config
+        batched = config.batched_grad_copy
+        super().__init__(reducer.communicator, over_items=False, batched=batched)
+        if config.averages_items:
             self.items = ItemRows(quorum, reducer)
         self._quorum = quorum
         self.no_shared_memory = "the manager reduces the buckets"

@@ -11,6 +11,7 @@ from torch import nn
 from minidp.comm import Communicator
 from minidp.config import BucketCaps, ReducerConfig
 from minidp.core import kernels
+from minidp.core.averaging import DivideFactors
 from minidp.core.bucket import DenseBucket
 from minidp.core.grad_hooks import COPY_AT_ONCE_BYTES
 from minidp.core.sparse_bucket import SparseBucket
@@ -66,7 +67,7 @@ def test_alone_what_was_written_after_the_copy_is_undone(lone_group, numel):
     grads = give_grads(params)
     expected = [grad.clone() for grad in grads]
     entries = [bucket.copy_now(k, grad, 1) for k, grad in enumerate(grads)]
-    bucket.flatten(entries, 1)
+    bucket.flatten(entries, DivideFactors(1))
     params[0].grad.mul_(7)
     params[1].grad = grads[1] * 7
     finish(bucket, lone_group)
@@ -80,7 +81,7 @@ def test_alone_what_was_written_after_the_copy_is_undone(lone_group, numel):
 def synced(params, group):
     """A bucket after one synchronised backward with views."""
     bucket = bucket_of(params, as_view=True)
-    bucket.flatten(give_grads(params), 1)
+    bucket.flatten(give_grads(params), DivideFactors(1))
     finish(bucket, group)
     return bucket
 
@@ -91,7 +92,7 @@ def test_replaced_gradients_are_tolerated(lone_group):
     bucket = synced(params, lone_group)
     params[1].grad = bucket.payload[2:4]
     params[2].grad = params[2].grad.clone()
-    bucket.flatten([p.grad for p in params], 2)
+    bucket.flatten([p.grad for p in params], DivideFactors(2))
     assert bucket.payload.tolist() == [0.5, 1, 1.5, 2, 2.5, 3]
     finish(bucket, lone_group)
     assert params[2].grad is bucket.views[2]
@@ -104,7 +105,7 @@ def test_undecided_views_get_their_bytes_back_when_kept(lone_group, is_kept):
     bucket = synced(params, lone_group)
     before = torch.tensor([0.1, 0.2, 0.3])
     params[0].grad.copy_(before)
-    bucket.flatten([p.grad for p in params], 3, undecided={0})
+    bucket.flatten([p.grad for p in params], DivideFactors(3), undecided={0})
     finish(bucket, lone_group, kept=[0] * is_kept)
     assert params[0].grad is bucket.views[0]
     expected = before if is_kept else before / 3  # no ulp of drift
@@ -139,7 +140,7 @@ def test_gradients_that_require_grad_keep_their_history(lone_group, as_view):
     param.grad = leaf * leaf
     bucket = bucket_of([param], as_view=as_view)
     with torch.enable_grad():
-        bucket.flatten([param.grad], 2)
+        bucket.flatten([param.grad], DivideFactors(2))
     assert bucket.payload.tolist() == [4.5, 8.0]
     assert not bucket.payload.requires_grad
     with torch.no_grad():
@@ -165,7 +166,7 @@ def test_gradients_that_require_grad_keep_their_history(lone_group, as_view):
 def test_misfits_are_named(grad, found, as_view):
     bucket = bucket_of(make_params((3,), (2, 2)), as_view=as_view)
     with pytest.raises(GradientError, match="do not change dtype, shape") as caught:
-        bucket.flatten([torch.ones(3), grad], 1)
+        bucket.flatten([torch.ones(3), grad], DivideFactors(1))
     assert str(caught.value).startswith(
         "[rank 0] A gradient does not fit its bucket. Expected: torch.float32, "
         "torch.strided, shape (2, 2), on cpu. "
@@ -178,9 +179,9 @@ def test_a_gradient_of_another_shape_is_not_broadcast(shape):
     bucket = bucket_of(make_params((3,), (4,)))
     misfit = r"shape \(4,\), on cpu\. Found: .* Parameters: p1"
     with pytest.raises(GradientError, match=misfit):
-        bucket.flatten([torch.ones(3), torch.ones(shape)], 1)
+        bucket.flatten([torch.ones(3), torch.ones(shape)], DivideFactors(1))
     with pytest.raises(GradientError, match="Parameters: p0"):  # of the right total
-        bucket.flatten([torch.ones(1), torch.ones(6)], 1)
+        bucket.flatten([torch.ones(1), torch.ones(6)], DivideFactors(1))
 
 
 # --------------------------------------------------------------------------- sparse
@@ -200,7 +201,7 @@ def sparse_grad(row, value):
 def test_kept_sparse_gradient_stays(lone_group, embedding, grad):
     embedding.grad = grad
     bucket = bucket_of([embedding], sparse=True)
-    bucket.flatten([grad], 3, undecided={0})
+    bucket.flatten([grad], DivideFactors(3), undecided={0})
     finish(bucket, lone_group, kept=[0])
     assert embedding.grad is grad
     assert grad is None or grad.to_dense()[2].tolist() == [6, 6]
@@ -209,7 +210,7 @@ def test_kept_sparse_gradient_stays(lone_group, embedding, grad):
 def test_dense_gradient_in_a_sparse_bucket_is_a_misfit(embedding):
     bucket = bucket_of([embedding], sparse=True)
     with pytest.raises(GradientError) as caught:
-        bucket.flatten([torch.ones(4, 2)], 1)
+        bucket.flatten([torch.ones(4, 2)], DivideFactors(1))
     for part in ("[rank 0]", "sparse=True", "torch.strided", "Parameters: p0."):
         assert part in str(caught.value)
 
@@ -220,6 +221,6 @@ def test_a_bucket_is_launched_on_the_stream_where_it_was_read(monkeypatch, embed
     side, bucket = cuda.Stream(), bucket_of([embedding], sparse=True)
     bucket.streams = kernels.BucketStreams(torch.device("cuda", 0))
     with cuda.stream(side):
-        bucket.flatten([torch.zeros(4, 2).to_sparse()], 1)
+        bucket.flatten([torch.zeros(4, 2).to_sparse()], DivideFactors(1))
     with bucket.on_stream():
         assert cuda.current_stream() is side
