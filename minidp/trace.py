@@ -2,8 +2,8 @@
 
 A reducer without a recorder pays a call per step of a bucket (`traced`). With one, each
 gradient takes the slower of the two hook paths, and each event costs one clock read. A
-listener (`Stopwatch` of `overlap/`) gets only the events of buckets and phases; grad
-hooks are timed separately, which is cheaper::
+listener (`Stopwatch` of `overlap/`) gets only the events of buckets and phases, without
+FIRST_GRADIENT; grad hooks are timed separately, which is cheaper::
 
     FIRST_GRADIENT --- FULL --- LAUNCHED --- DONE --- COPIED_OUT
         |                |          |          |          '- reduced values are in .grad

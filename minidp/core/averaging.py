@@ -71,12 +71,14 @@ class Averaging:
         hook = self.active_comm_hook = self.comm_hook
         # With items and a hook (mixed precision) we divide: the hook sums, see `Turn`.
         divisor = self.divisor if hook is None or self.items is not None else 1
-        self.factors = DivideFactors(pre=divisor)
-        if self._is_batched:
-            self.factors = DivideFactors(post=divisor)
+        self.factors = self.factors_of(divisor)
         self.wait_description = "waiting for the all-reduce"
         if hook is not None:
             self.wait_description = f"waiting for the comm hook {hook.name}, call"
+
+    def factors_of(self, divisor: int) -> DivideFactors:
+        """Return ``divisor`` as that of gradients or, if ``batched``, of buffers."""
+        return DivideFactors(1, divisor) if self._is_batched else DivideFactors(divisor)
 
     def register(self, hook: comm.CommHook) -> None:
         """Set the comm hook; RuntimeError if there is one, or if it averages items."""

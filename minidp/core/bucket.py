@@ -7,7 +7,8 @@
 
     FILLING -----------> FULL -------------> IN_FLIGHT ------------> FILLING
 
-The payload is a flat buffer, or one sparse gradient. Only this file has the rules of
+The payload is a flat buffer, or one sparse gradient. In shared memory `wait` may write
+``.grad`` already (`DenseBucket.offer_grads`). Only this file has the rules of
 ``gradient_as_bucket_view``: ``param.grad is view`` after a synchronised backward, so
 that the next one accumulates into the buffer and `DenseBucket.flatten` only divides.
 ``zero_grad(set_to_none=True)`` breaks the alias; a later backward restores it.
@@ -38,12 +39,14 @@ from .grad_hooks import Entry, GradState, is_copied_at_once
 class BucketState(Enum):
     """Name the states of a bucket, each followed by the next, the last by the first."""
 
-    FILLING = "filling"  # gradients are missing
+    FILLING = "filling"  # gradients are missing, or averages wait to be copied out
     FULL = "full"  # flattened; waits for its turn to be launched
     IN_FLIGHT = "in flight"  # the collective is enqueued, nobody has waited for it
-    __hash__ = object.__hash__  # Enum's is a Python function
+    __hash__ = object.__hash__  # Enum's is a Python function: slow
 
 
+Entries = Sequence[Entry]  # per slot
+Slots = Collection[int]  # numbers of slots in a bucket
 _NO_STREAM: AbstractContextManager[object] = nullcontext()
 _FOLLOWING = dict(pairwise([*BucketState, BucketState.FILLING]))
 
@@ -80,7 +83,8 @@ class Bucket(ABC):
         self.work: comm.Work | None = None  # the collective in flight
         self.shared: comm.SharedBuffer | None = None  # the buffer, if all ranks map it
         self.is_alone = False  # it changes no value, because the group has one rank
-        self.factor: float | Tensor = 1.0  # by which `unflatten` multiplies, once
+        # Averages are multiplied by it, once: by `wait`, the extension or `_rescale`.
+        self.factor: float | Tensor = 1.0
 
     def copy_now(self, k: int, grad: Tensor, divisor: int) -> Entry:
         """Return ``grad`` uncopied; a dense bucket may copy it and return COPIED."""
@@ -88,16 +92,14 @@ class Bucket(ABC):
 
     @abstractmethod
     def flatten(
-        self,
-        entries: Sequence[Entry],
-        factors: DivideFactors,
-        undecided: Collection[int] = (),
+        self, entries: Entries, factors: DivideFactors, undecided: Slots = ()
     ) -> None:
         """Bring every slot into the payload, divided; the bucket is then FULL.
 
         ``entries``: per slot a gradient, None (contributes zeros) or COPIED.
         ``undecided``: slots whose parameter may turn out to be unused on all ranks. If
         ``.grad`` lies in the buffer, its values are saved for `unflatten`.
+        GradientError for a gradient of another dtype, layout, shape or device.
         """
 
     def all_reduce(self) -> comm.Work:
@@ -126,7 +128,7 @@ class Bucket(ABC):
         return _NO_STREAM if self.streams is None else self.streams.launching()
 
     def wait(self) -> None:
-        """Wait for `work`, copy a tensor it returns to the payload; enter FILLING."""
+        """Block until `work` is done; copy its result, if a tensor; enter FILLING."""
         assert self.work is not None
         result = self.communicator.wait(self.work)
         if isinstance(result, Tensor) and result is not self.payload:
@@ -137,18 +139,19 @@ class Bucket(ABC):
 
     @abstractmethod
     def unflatten(
-        self, kept: Collection[int] = (), into: Sequence[Tensor | None] | None = None
+        self, kept: Slots = (), into: Sequence[Tensor | None] | None = None
     ) -> None:
-        """Put the reduced values into ``.grad``, except for the slots in ``kept``.
+        """Write averages to ``.grad``, or to the tensors ``into``, not ``kept`` slots.
 
-        After ``set_apart(apart=True)``: into the tensor of each slot in ``into``.
+        ``into``, per slot, after ``set_apart(apart=True)``. With bucket views ``.grad``
+        becomes the view; ``kept`` views get the values that `flatten` saved.
         """
 
     def set_apart(self, *, apart: bool) -> None:  # noqa: B027 -- sparse: no views
-        """Switch between gradients in an RPC context and in ``.grad``; here no-op."""
+        """Say if gradients are in an RPC context, or (``apart`` False) in ``.grad``."""
 
     def alias_grads_to_views(self) -> None:  # noqa: B027 -- sparse: no views
-        """Copy each ``.grad`` into this new bucket, make it a view; here no-op."""
+        """Copy each ``.grad`` into this new bucket, and make it a view of that."""
 
     def _advance(self, state: BucketState) -> None:
         if _FOLLOWING[self.state] is not state:
@@ -215,16 +218,9 @@ class DenseBucket(Bucket):
             self.params[k].grad = view  # frees the gradient's own memory
         return GradState.COPIED
 
-    def flatten(
-        self,
-        entries: Sequence[Entry],
-        factors: DivideFactors,
-        undecided: Collection[int] = (),
+    def flatten(  # noqa: D102
+        self, entries: Entries, factors: DivideFactors, undecided: Slots = ()
     ) -> None:
-        """Copy in ``entries`` (None: zeros), divide, enter FULL.
-
-        GradientError if a gradient's dtype, layout, shape or device is not its slot's.
-        """
         if self.streams is not None:
             self.streams.gather(entries)
         self._arrived = entries
@@ -239,7 +235,7 @@ class DenseBucket(Bucket):
         self._advance(BucketState.FULL)
 
     def _flatten_in_python(
-        self, entries: tuple[Entry, ...], divisor: int, undecided: Collection[int]
+        self, entries: tuple[Entry, ...], divisor: int, undecided: Slots
     ) -> None:
         views, grads, in_place = self._classify(entries, undecided)
         if not self._copy_plan.may_fit(views, grads):
@@ -260,11 +256,12 @@ class DenseBucket(Bucket):
             kernels.divide(values, divisor)
 
     def _classify(
-        self, entries: tuple[Entry, ...], undecided: Collection[int]
+        self, entries: tuple[Entry, ...], undecided: Slots
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return views to fill, a gradient for each, and views that hold theirs.
 
-        Zeros slots without gradient; saves undecided ones whose ``.grad`` is the view.
+        A COPIED entry is in no result. Slots without gradient are set to zeros;
+        undecided ones whose ``.grad`` lies in the buffer are saved before.
         """
         everything = cast("list[Tensor]", list(entries))
         if set(map(type, entries)) == {Tensor} and not (
@@ -302,19 +299,18 @@ class DenseBucket(Bucket):
     # -- copy out ----------------------------------------------------------------------
 
     def offer_grads(self) -> None:
-        """Let `wait` write to ``.grad`` if C++ can; then `unflatten` all slots."""
+        """Let `wait` write averages to ``.grad``, in shared memory, if C++ can.
+
+        Not if it has a history, or the bucket a tail. `unflatten` all slots then.
+        """
         if self.shared is not None:
             native = None if self._tracked or self.plan.tail else self.native
             takes = native and self._arrived and native.offer_tiles(self.factor)
             self.shared.into = native if takes else None
 
-    def unflatten(
-        self, kept: Collection[int] = (), into: Sequence[Tensor | None] | None = None
+    def unflatten(  # noqa: D102
+        self, kept: Slots = (), into: Sequence[Tensor | None] | None = None
     ) -> None:
-        """Write reduced values to ``into`` if given, or ``.grad``; not ``kept`` slots.
-
-        With bucket views ``.grad`` becomes the view; ``kept`` views get saved values.
-        """
         if self._as_view or into is not None or isinstance(self.factor, Tensor):
             self._rescale()  # else the extension may multiply on the way
         for k in kept:
@@ -331,12 +327,13 @@ class DenseBucket(Bucket):
         self._arrived = ()
 
     def _rescale(self) -> None:
+        """Multiply the payload by `factor`, which is then 1."""
         factor, self.factor = self.factor, 1.0
         if isinstance(factor, Tensor) or factor != 1.0:
             kernels.rescale(self.payload, factor)
             self._tracked = {k: grad * factor for k, grad in self._tracked.items()}
 
-    def _unflatten_natively(self, kept: Collection[int]) -> bool:
+    def _unflatten_natively(self, kept: Slots) -> bool:
         """Do all of `unflatten` in C++; False if Python must do it."""
         if self.native is None:
             return False
@@ -345,11 +342,12 @@ class DenseBucket(Bucket):
             with suppress(RuntimeError):  # a gradient overlaps itself
                 if self.native.unflatten(arrived, is_alone=is_alone, scale=self.factor):
                     return True
-            self.factor = 1.0 if self.native.is_scaled else self.factor
+            if self.native.is_scaled:  # `wait` has multiplied, but could not write
+                self.factor = 1.0
         self.native.forget_copies()
         return False
 
-    def _unflatten_in_python(self, kept: Collection[int]) -> None:
+    def _unflatten_in_python(self, kept: Slots) -> None:
         self._rescale()
         grads = [param.grad for param in self.params]
         if self._as_view and not self._tracked:
@@ -363,9 +361,7 @@ class DenseBucket(Bucket):
         for k in sorted({*range(len(grads))} - {*kept}):
             self._unflatten_slot(k)
 
-    def _point_at_views(
-        self, grads: Sequence[Tensor | None], kept: Collection[int]
-    ) -> None:
+    def _point_at_views(self, grads: Sequence[Tensor | None], kept: Slots) -> None:
         for k, (view, grad) in enumerate(zip(self.views, grads, strict=True)):
             if grad is view or k in kept:
                 continue
@@ -397,11 +393,8 @@ class DenseBucket(Bucket):
             except RuntimeError:  # a hook put an expanded tensor there
                 param.grad = torch.empty_like(view).copy_(view)
 
-    def set_apart(self, *, apart: bool) -> None:
-        """Switch between gradients in an RPC context (``apart``) and in ``.grad``.
-
-        ``apart`` turns bucket views off: a ``.grad`` in the buffer becomes a copy.
-        """
+    def set_apart(self, *, apart: bool) -> None:  # noqa: D102
+        # There are no views then: a ``.grad`` that lies in the buffer becomes a copy.
         may_be_view = self.config.gradient_as_bucket_view
         self._is_apart, self._as_view = apart, may_be_view and not apart
         for param in self.params if apart and may_be_view else ():

@@ -31,7 +31,7 @@ from .sparse_bucket import SparseBucket
 
 
 class Observer:
-    """Be called by `BucketQueue.finish` per bucket and at the end; here no-op."""
+    """Base class of those that `BucketQueue.finish` calls; its methods do nothing."""
 
     uses_grads = False  # reads or changes ``.grad`` in `reduced`
 
@@ -193,7 +193,7 @@ class BucketQueue:
                 kept = [k for i, k in slots if i in untouched]
                 if not (kept or self._context) and isinstance(bucket, DenseBucket):
                     bucket.offer_grads()
-                if bucket.state is BucketState.IN_FLIGHT:  # not waited for above
+                if bucket.state is BucketState.IN_FLIGHT:  # the counts' bucket is not
                     self._wait(number)
                 self._copy_out(number, kept)
             for stepper in steppers:
@@ -254,7 +254,9 @@ class BucketQueue:
             else DenseBucket(plan, *shared, next(buffers, None))
             for plan in layout.buckets
         ]
-        if self.averaging.items is not None:  # those that have arrived when counts go
+        if self.averaging.items is not None:
+            # Gradients that have arrived when the counts are sent: by the smallest of
+            # them `ItemCounts.look` sees whether ``.grad`` still holds averages.
             params = next((b.params for b in self.buckets if b.plan.tail), ())
             self.averaging.items.samples = sorted(params, key=Tensor.numel)[:3]
         if self.config.gradient_as_bucket_view:

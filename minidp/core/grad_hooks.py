@@ -4,8 +4,15 @@
 grad hook writes it directly, and knows one mark: where the entry is UNSET, it records
 the gradient; at any other mark it first asks the reducer (`Reducer.admit`). Outside of
 a synchronised backward every entry is CLOSED. So the first gradient of a backward,
-which opens it, and each gradient of a local one reach the reducer. `PendingGrads` does
-what is rare: open and close a backward, pause one that another backward will complete.
+which opens it, and each gradient of a local one reach the reducer. `PendingGrads` opens
+and closes a backward, pauses one that another backward will complete, and records what
+needs more than an entry::
+
+    hook of a small gradient    entry, ready order, count
+    hook of a large gradient    PendingGrads.arrive: copy (BucketQueue.copy_now), entry,
+                                ready order, count
+    reducer (VIA_REDUCER)       the same, and trace it
+    the bucket's last one       Reducer.on_full, from each of them
 
 Index ``i`` is a parameter, ``k`` a slot in a bucket, ``number`` a bucket.
 
@@ -191,8 +198,10 @@ def native_table(params: Sequence[Tensor], reducer: Reducer) -> Any | None:
         if not reducer.admit(i):
             return False
         pending = reducer.pending  # a strong reference to the table would be a cycle
+        # The table belongs to the thread that opened the backward, perhaps just now:
+        # its native hooks go on, those on other threads leave the gradient to Python.
         if pending.native is not None and pending.native.is_owner():
-            return True  # the native hook goes on
+            return True
         pending.arrive(i)
         return False
 
@@ -380,7 +389,7 @@ class GradHooks:
         """
         if self.table is not None:
             return list(self._native.shared()) if self._params[0].is_cuda else []
-        if sum(map(len, self._dicts)) == len(self._dicts):
+        if sum(map(len, self._dicts)) == len(self._dicts):  # each node has ours only
             return []
         return [i for i, on_node in enumerate(self._dicts) if len(on_node) > 1]
 

@@ -79,8 +79,8 @@ class CopyPlan:
         self._numels = [view.numel() for view in views]
         self._is_row = all(view.dim() == 1 for view in views)
         pairs = list(zip(views, is_large, strict=True))
-        # The slots that are not large (a count of elements would not tell), and their
-        # memory in as few pieces as possible.
+        # If hooks have copied all large slots, these are left: and their memory, in as
+        # few pieces as possible. (Some other set may have as many elements.)
         self._small_ids = [id(view) for view, large in pairs if not large]
         self._small_runs = _runs(values, [(v.numel(), large) for v, large in pairs])
 

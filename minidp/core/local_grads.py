@@ -33,13 +33,18 @@ class Origin(Enum):
     OUTSIDE = "a graph without outputs of ours"
 
 
+def running(tasks: Mapping[int, Callable[[], object]]) -> list[int]:
+    """Return the graph tasks that still run; ``tasks``: weak end callbacks by task."""
+    return [task for task, end in tasks.items() if end() is not None]
+
+
 def origin_now(tasks: Mapping[int, Callable[[], object]]) -> Origin:
     """Return the origin of the gradient whose hook runs, if no forward was local.
 
-    ``tasks``: graph tasks that reached our outputs, with weak end callbacks. OUTSIDE if
-    none of them still runs, AGAIN if the current task is one of them, else NESTED.
+    ``tasks``: those that reached our outputs, as in `running`. OUTSIDE if none of them
+    still runs, AGAIN if the current task is one of them, else NESTED.
     """
-    through_outputs = [task for task, end in tasks.items() if end() is not None]
+    through_outputs = running(tasks)
     if not through_outputs:
         return Origin.OUTSIDE
     return Origin.AGAIN if autograd.current_task() in through_outputs else Origin.NESTED
@@ -51,8 +56,8 @@ class Ledger:
     def __init__(self) -> None:
         self.sync_enabled = True  # False inside no_sync()
         self.forwards = 0  # number of forwards in F (see the module's docstring)
-        self.armed = 0  # number of synchronising forwards, ever
-        self.finalized = 0  # number of synchronised backwards, ever
+        # Synchronising forwards, synchronised backwards; set anew by reset and join.
+        self.armed = self.finalized = 0
         self.steps = 0  # optimizer steps since the last synchronised backward
         self.used_locally: set[int] = set()  # since the last synchronised backward
         # Only the guard reads these five.
@@ -81,19 +86,32 @@ class Ledger:
     ) -> None:
         """Record that a local backward added to the ``.grad`` of parameter ``i``.
 
-        ``version``: its version counter. ``origin``: QUIET instead, if forwards ran
-        since the last synchronised backward. If none did, inside no_sync() only
-        `used_locally` changes: meant to stay local (a penalty, equal on all ranks).
+        ======================  ===================  =================================
+        forwards in F           inside no_sync()     what is recorded
+        ======================  ===================  =================================
+        some (all in no_sync,   yes or no            local, QUIET; `meant` if it was
+        or it would be                               not local before
+        synchronised)
+        none                    no                   local, ``origin``; not `meant`
+        none                    yes                  `used_locally` alone: it is to
+                                                     stay local (a penalty that is
+                                                     equal on all ranks)
+        ======================  ===================  =================================
+
+        ``version``: the parameter's version counter, kept when it becomes local.
         """
         self.used_locally.add(i)
-        if self.sync_enabled or self.forwards:
-            self.unsynced.add(i)
-            self.origins[i] = Origin.QUIET if self.forwards else origin
-            if self.forwards and i not in self.versions:
-                self.meant.add(i)  # its forward ran inside no_sync()
-            elif not self.forwards:
-                self.meant.discard(i)
-            self.versions.setdefault(i, version)
+        if self.forwards:
+            if i not in self.versions:
+                self.meant.add(i)
+            origin = Origin.QUIET
+        elif self.sync_enabled:
+            self.meant.discard(i)
+        else:
+            return
+        self.unsynced.add(i)
+        self.origins[i] = origin
+        self.versions.setdefault(i, version)
 
     def note_bypass(self, params: Sequence[Tensor]) -> None:
         """Keep versions in `bypassed`, as a backward reached outputs but no grad hook.
@@ -104,13 +122,13 @@ class Ledger:
             self.bypassed = [param._version for param in params]
 
     def drop(self, i: int) -> None:
-        """Record that the local part of parameter ``i``'s gradient was discarded."""
+        """Record that parameter ``i``'s gradient has no local part any more."""
         self.unsynced.discard(i)
         self.versions.pop(i, None)
         self.meant.discard(i)
 
     def enable_sync(self, enabled: object, params: Sequence[Tensor]) -> None:
-        """Leave (``enabled``) or enter no_sync(); no-op if that is so already.
+        """Leave no_sync() if ``enabled``, else enter; no-op if that is so already.
 
         Leaving sets `was_local` if parameters changed inside, sets noted versions to
         the present ones, and clears `bypassed`.

@@ -8,7 +8,8 @@
                           PAUSED           anything ---> FAILED ---> IDLE (reset only)
 
     arm            a synchronising forward ended                        data_parallel
-    admit          first gradient of a backward: open the table         grad hook
+    admit          a gradient that no hook may record by itself: the    grad hook
+                   first of a backward, a local one, a second one ...
     on_full        flatten a bucket, launch full ones in index order    grad hook
     end_now        the backward ended: complete it, or enter PAUSED     end of task
     _finalize      wait, copy out, close                                end of task
@@ -42,7 +43,7 @@ from . import autograd
 from .bucket_queue import BucketQueue
 from .expected import expectation_for
 from .grad_hooks import GradHooks, GradState, PendingGrads
-from .local_grads import Ledger, LocalBackwards, origin_now
+from .local_grads import Ledger, LocalBackwards, origin_now, running
 from .rebuild import RebuildPolicy, agreed_layout
 
 logger = logging.getLogger("minidp")
@@ -59,7 +60,7 @@ class Phase(Enum):
     FINALIZING = "finalizing"  # waiting for collectives, copying out
     FAILED = "failed"  # something raised; only reset() leads out
 
-    __hash__ = object.__hash__  # Enum's is a Python function
+    __hash__ = object.__hash__  # Enum's is a Python function: slow
 
 
 TRANSITIONS = {
@@ -92,7 +93,10 @@ class PhaseMachine:
 
 
 def _failing(method: Method) -> Method:
-    """Wrap a method: if it raises, call `Reducer.fail` (log if RPC is up), re-raise."""
+    """Wrap a method: if it raises, call `Reducer.fail`, and raise the error again.
+
+    The error is logged, too, if RPC is up.
+    """
 
     @autograd.untraced
     @functools.wraps(method)
@@ -175,7 +179,7 @@ class Reducer:
         """If a rebuild is due, broadcast rank 0's layout, and replace the buckets."""
         if self.rebuild_policy.is_due:
             mine = self.rebuild_policy.next_layout(self.queue.specs, self.queue.config)
-            # Also if the layout is equal, as torch does: new views are divided.
+            # Also if it is equal, as torch does: last bits change (see `kernels`).
             agreed = agreed_layout(mine, self.queue.specs, self.communicator)
             self.adopt(agreed, shares=True)
 
@@ -191,8 +195,8 @@ class Reducer:
     def admit(self, i: int) -> bool:
         """Open or resume a backward; return True if the hook shall record the gradient.
 
-        False if it is recorded or counted here, or is local (IDLE, FINALIZING, FAILED)
-        and noted in the ledger. GradientError if the mode does not expect it.
+        False if it was recorded here (VIA_REDUCER), counted (static graph) or noted as
+        local (IDLE, FINALIZING, FAILED). GradientError if the mode does not expect it.
         """
         with self._lock:
             if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
@@ -201,7 +205,7 @@ class Reducer:
                     self.ledger.note_local(i, version, origin)
                 self.local_backwards.begin()
                 return False
-            if self.phase.now is not Phase.REDUCING and not self._tasks:
+            if self.phase.now is not Phase.REDUCING and not running(self._tasks):
                 self.expect_end()
             if self.phase.now is Phase.ARMED:
                 self._open(i)
@@ -292,7 +296,7 @@ class Reducer:
         """
         with self._lock:
             self._tasks.pop(task, None)
-            if any(end() is not None for end in self._tasks.values()):
+            if running(self._tasks):
                 return  # a task around this one, or on another thread, still runs
             self._tasks.clear()
             if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
@@ -310,8 +314,7 @@ class Reducer:
     def _fill_in_missing(self) -> None:
         """Fill in missing gradients: all buckets launch. Raises if hooks are lost."""
         missing = self.pending.missing()
-        lost = [self.names[i] for i in self.hooks.lost(missing)]
-        if lost:
+        if lost := [self.names[i] for i in self.hooks.lost(missing)]:
             raise GradientError(lost_hooks(self.rank, lost))
         if self.expected.shares_used_map and self.expected.map_goes_first:
             self.expected.launch_used_map(self)
@@ -320,9 +323,9 @@ class Reducer:
 
     @_failing
     def _finalize(self) -> None:
+        """When the backward ends: wait, write averages to ``.grad``, return to IDLE."""
         tracer, expected = self.queue.tracer, self.expected
-        if tracer.listeners:
-            tracer.enter(StepEvent.FINALIZE_BEGIN)
+        tracer.enter(StepEvent.FINALIZE_BEGIN)
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
             filled = sorted(self.pending.filled)
@@ -331,7 +334,7 @@ class Reducer:
             self.queue.finish(untouched)
             if not expected.shares_used_map and not self.rebuild_policy.has_rebuilt:
                 self.rebuild_policy.note([*self.pending.ready, *filled])
-            if lacks_some:
+            if lacks_some:  # not earlier: StaticGraph may then stop to share its map
                 expected.ended(filled, untouched)
             self.ledger.settle(untouched)
             self.pending.close()
@@ -339,8 +342,7 @@ class Reducer:
                 self.contexts.reset()
             self.context = None
             self.phase.enter(Phase.IDLE)
-        if tracer.listeners:
-            tracer.enter(StepEvent.FINALIZE_END)
+        tracer.enter(StepEvent.FINALIZE_END)
 
     # -- failure -----------------------------------------------------------------------
 
@@ -378,7 +380,10 @@ def _detach(hooks: GradHooks, pending: PendingGrads) -> None:
 
 @autograd.untraced
 def _expect_end(reference: weakref.ref[Reducer], _grads: Any) -> None:
-    """Probe of the outputs: call `Reducer.expect_end`, if the reducer still exists."""
+    """Probe of the outputs: call `Reducer.expect_end`, if the reducer still exists.
+
+    Before that, over items, look whether gradients still hold the last averages.
+    """
     reducer = reference()
     if reducer is not None:
         if reducer.queue.averaging.items is not None:

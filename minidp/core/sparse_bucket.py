@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,19 +10,15 @@ from torch import Tensor
 from minidp.errors import misfit
 
 from . import kernels
-from .bucket import Bucket, BucketState
 from .averaging import DivideFactors
-from .grad_hooks import Entry
+from .bucket import Bucket, BucketState, Entries, Slots
 
 
 class SparseBucket(Bucket):
     """Reduce one sparse gradient without a flat buffer."""
 
     def flatten(
-        self,
-        entries: Sequence[Entry],
-        factors: DivideFactors,
-        undecided: Collection[int] = (),
+        self, entries: Entries, factors: DivideFactors, undecided: Slots = ()
     ) -> None:
         """Copy the gradient (None: an empty one), divide; FULL. Raises if it is no COO.
 
@@ -50,7 +46,7 @@ class SparseBucket(Bucket):
         self._advance(BucketState.FULL)
 
     def unflatten(
-        self, kept: Collection[int] = (), into: Sequence[Tensor | None] | None = None
+        self, kept: Slots = (), into: Sequence[Tensor | None] | None = None
     ) -> None:
         """Write the average to ``into`` or ``.grad``, unless kept; drop the payload."""
         param, reduced = self.params[0], self.payload

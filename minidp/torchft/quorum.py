@@ -329,9 +329,10 @@ class Quorum:
                 return
             self.agreement.receive(received)
         self.contributors = self._count()
+        factors = self._reducer.queue.averaging.factors_of(self.contributors)
         for bucket in self._reducer.queue.buckets:
             bucket.state = BucketState.FILLING
-            bucket.flatten([param.grad for param in bucket.params], self.contributors)
+            bucket.flatten([param.grad for param in bucket.params], factors)
             bucket.state = BucketState.IN_FLIGHT
         for each in sums:
             each.launch()

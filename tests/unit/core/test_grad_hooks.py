@@ -238,3 +238,32 @@ def test_large_gradients_are_copied_at_once():
     assert is_copied_at_once(torch.empty(numel))
     assert not is_copied_at_once(torch.empty(numel - 1))
     assert is_copied_at_once(torch.empty(numel // 2, dtype=torch.float64))
+
+
+class Boxed(nn.Module):
+    """Its second output is an object in which nobody looks for tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = Scale(), Scale()
+        self.outputs = iter((lambda y: y, lambda y: SimpleNamespace(y=y)))
+
+    def forward(self, x):
+        return next(self.outputs)(self.used(x))
+
+
+def test_a_backward_that_raised_before_any_gradient_hides_no_end(lone_group):
+    """The first hook of the next one queues the call that fills in the unused."""
+    ddp = DataParallel(Boxed(), process_group=lone_group, find_unused_parameters=True)
+    x = torch.ones(1, requires_grad=True)
+
+    def fail(_):
+        raise ValueError("user")
+
+    handle = ddp.module.used.w.register_hook(fail)
+    with pytest.raises(ValueError, match="user"):
+        ddp(x).sum().backward()
+    handle.remove()
+    ddp(x).y.sum().backward()
+    assert ddp._reducer.phase.is_idle
+    assert ddp.module.used.w.grad is not None
