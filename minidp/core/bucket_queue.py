@@ -67,10 +67,10 @@ class BucketQueue:
         self.skipped: Collection[int] = ()  # bucket numbers that no rank launches now
         self.observers: list[Observer] = []
         self.owed: list[torch.futures.Future[Any]] = []  # `finish` waits for these
-        shared = (len(params), specs[0].device, communicator)
-        self.used_map = comm.UsedMap(*shared)
+        common = (len(params), specs[0].device, communicator)
+        self.used_map = comm.UsedMap(*common)
         # For forwards that share what they reach, and reductions without a backward.
-        self.reach_map = comm.UsedMap(*shared, uses_forward_group=True)
+        self.reach_map = comm.UsedMap(*common, uses_forward_group=True)
         self._params = params
         self.specs = specs
         self.config = config
@@ -246,12 +246,12 @@ class BucketQueue:
             layout = layout.with_tail(self.averaging.items.tail)
         self.layout = layout
         names = [spec.name for spec in self.specs]
-        shared = (self._params, names, self.communicator, self.config)
+        common = (self._params, names, self.communicator, self.config)
         buffers = iter(self.averaging.share(layout, maps, asks=shares))
         self.buckets = [
-            SparseBucket(plan, *shared)
+            SparseBucket(plan, *common)
             if plan.sparse
-            else DenseBucket(plan, *shared, next(buffers, None))
+            else DenseBucket(plan, *common, next(buffers, None))
             for plan in layout.buckets
         ]
         if self.averaging.items is not None:

@@ -251,13 +251,13 @@ class PendingGrads:
     # -- a backward begins, ends, or is interrupted ------------------------------------
 
     def open(
-        self, entries: list[GradState], divisor: int, shared: Iterable[int] = ()
+        self, entries: list[GradState], divisor: int, via_reducer: Iterable[int] = ()
     ) -> None:
         """Set all entries; reset counts and ready order; C++ hooks use ``divisor``.
 
-        UNSET ones become VIA_REDUCER for parameters whose node is ``shared``.
+        UNSET ones of parameters ``via_reducer`` become VIA_REDUCER.
         """
-        for i in shared:
+        for i in via_reducer:
             if entries[i] is GradState.UNSET:
                 entries[i] = GradState.VIA_REDUCER
         if self.native is not None:
@@ -382,7 +382,7 @@ class GradHooks:
         keys = [handle.id for handle in self._handles]
         return [*zip(self._dicts, keys, self._hooks, strict=False)]
 
-    def shared(self) -> list[int]:
+    def hooked_by_others(self) -> list[int]:
         """Return indices of parameters whose node has other hooks besides ours.
 
         Not where native hooks copy at once: nobody changes what they have copied.

@@ -236,8 +236,8 @@ class Reducer:
         queue.start(shares_reach=expected.shares_reach, context=self.context)
         sees_all = queue.tracer.recorder is not None or self.context
         usual = GradState.VIA_REDUCER if sees_all else GradState.UNSET
-        divisor = queue.averaging.factors.pre
-        self.pending.open(expected.entries(usual), divisor, self.hooks.shared())
+        hooked = self.hooks.hooked_by_others()
+        self.pending.open(expected.entries(usual), queue.averaging.factors.pre, hooked)
         for i in expected.absent:
             travels = queue.layout.bucket_of[i] not in queue.skipped
             self.pending.fill_missing(i, travels=travels)

@@ -390,9 +390,9 @@ def _wrap_rightly(module):
     ddp = DataParallel(module)
     ddp(torch.ones(1)).sum().backward()
     _check_gradients(ddp, "wrapped once more")
-    if ddp._reducer.hooks.shared() and not isinstance(module, DataParallel):
+    if ddp._reducer.hooks.hooked_by_others() and not isinstance(module, DataParallel):
         gc.collect()
-        if ddp._reducer.hooks.shared():
+        if ddp._reducer.hooks.hooked_by_others():
             raise Broken("other hooks are on the parameters")
     _drop_grads(module)
 

@@ -290,4 +290,4 @@ def test_no_hook_stays_on_a_parameter_that_lives_on(lone_group: Any, name: str) 
     gc.collect()
     assert hooks_on(nodes) == []
     ddp = DataParallel(net, process_group=lone_group)
-    assert ddp._reducer.hooks.shared() == []
+    assert ddp._reducer.hooks.hooked_by_others() == []

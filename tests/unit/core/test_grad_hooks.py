@@ -136,12 +136,12 @@ def test_hooks_can_be_removed_twice(params, pending):
 
 def test_nodes_that_users_share_are_told(params, pending):
     hooks = GradHooks(params, pending)
-    assert hooks.shared() == []
+    assert hooks.hooked_by_others() == []
     handle = hooks.nodes[1].register_hook(lambda *_: None)
     # The native hooks copy each gradient before other hooks run.
-    assert hooks.shared() == ([] if pending.native else [1])
+    assert hooks.hooked_by_others() == ([] if pending.native else [1])
     handle.remove()
-    assert hooks.shared() == []
+    assert hooks.hooked_by_others() == []
 
 
 def test_hooks_need_no_grad_mode(params, pending):
