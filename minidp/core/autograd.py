@@ -51,7 +51,10 @@ def queue_final_callback(callback: Callable[[], None]) -> None:
 
 
 def find_tensors(output: object) -> list[Tensor]:
-    """Return tensors nested in lists, tuples, dict values, dataclasses, local RRefs."""
+    """Return tensors nested in lists, tuples, dict values, dataclasses, local RRefs.
+
+    [] for any other object: nobody looks into it.
+    """
     if isinstance(output, Tensor):
         return [output]
     parts: Iterable[object] = ()

@@ -97,9 +97,10 @@ class Averaging:
     def share(
         self, layout: Layout, maps: Sequence[comm.UsedMap], *, asks: bool
     ) -> list[comm.SharedBuffer]:
-        """Return buffers for the dense buckets; [] if `no_shared_memory` says why not.
+        """Collective if ``asks``: return a shared buffer for each dense bucket.
 
-        A collective if ``asks``; else there are none. ``maps`` get buffers, too.
+        Gives one to each of ``maps``, too. [] if not all ranks can share memory, and,
+        without communication, if not ``asks``. Sets `no_shared_memory`.
         """
         dense = [plan for plan in layout.buckets if not plan.sparse]
         found: list[comm.SharedBuffer] | str = "ranks have not looked for it yet"

@@ -145,7 +145,7 @@ def _noting_stream(
 
 
 class GradTable:
-    """Hold gradient or GradState per parameter, ready order, missing per bucket."""
+    """Hold per parameter its entry, per bucket how many gradients are still to come."""
 
     def __init__(self, num_params: int) -> None:
         self.entries: list[Entry] = [GradState.CLOSED] * num_params
@@ -296,7 +296,7 @@ class PendingGrads:
     # -- a gradient arrives, or does not -----------------------------------------------
 
     def arrive(self, i: int) -> None:
-        """Record ``.grad``, if possible copied; `on_full` after the bucket's last.
+        """Record ``.grad``, copied if it fits; `on_full` after a bucket's last.
 
         Appends ``i`` to the ready order. If ``i`` was filled in, it leaves `filled`,
         and its entry is replaced, uncopied and not counted again.

@@ -152,7 +152,11 @@ class Memory:
 
 
 def extension_for(tensors: Iterable[Tensor]) -> Any | None:
-    """Return the native extension if all are on CPU (CUDA: if asked for), or None."""
+    """Return the native extension if all tensors are on the CPU; else None.
+
+    CUDA tensors count as well with MINIDP_NATIVE=1, if it was built with CUDA. None
+    also if it is not loaded.
+    """
     library = native.library()
     if library is None:
         return None
@@ -181,7 +185,10 @@ class BucketStreams:
         self._flattened_on: torch.cuda.Stream | None = None
 
     def gather(self, grads: Iterable[object]) -> None:
-        """Make this stream wait for the hooks' streams, and record ``grads`` on it."""
+        """Make the current stream wait for the streams that wrote ``grads``.
+
+        Tells the allocator (``record_stream``) that the current one reads them.
+        """
         current = torch.cuda.current_stream(self._device)
         others = self.written_on - {current.cuda_stream}
         for handle in others:

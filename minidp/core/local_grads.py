@@ -178,7 +178,7 @@ class LocalBackwards:
         self._task = autograd.NO_TASK  # the graph task whose end is awaited
 
     def forward_ended(self, output: object, *, will_reduce: bool) -> None:
-        """Tell listeners that a forward ended; a local one's outputs call `begin`."""
+        """Tell listeners that a forward ended; if local, hook ``output`` to `begin`."""
         if will_reduce:
             self._tracer.enter(StepEvent.FORWARD_END)
         elif self._tracer.listeners:

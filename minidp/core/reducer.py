@@ -164,9 +164,9 @@ class Reducer:
         return self.communicator.rank
 
     def arm(self, output: object) -> None:
-        """Make the backward of ``output`` reduce: enter ARMED, probe the outputs.
+        """Make the backward of ``output`` reduce: enter ARMED; its begin is noticed.
 
-        The mode may search the graph, and start to exchange what it reaches.
+        The mode may search the graph, and start to exchange what backwards reach.
         """
         self.phase.enter(Phase.ARMED)
         self._uses_rpc = self.contexts.note_forward()
