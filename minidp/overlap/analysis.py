@@ -53,7 +53,7 @@ class BucketOverlap:
 
 @dataclass(frozen=True)
 class StepOverlap:
-    """Hold a step's seconds by phase; `hidden_s` and `late_s` overlap with others."""
+    """Hold a step's seconds by phase; `hidden_s` and `late_s` are parts of others."""
 
     seconds: float  # from the first forward to the next step's first forward
     local_forward_s: float  # under no_sync()
@@ -302,7 +302,7 @@ def typical_step(
 
 
 def to_show(buckets: Sequence[BucketOverlap], most: int) -> set[int]:
-    """Choose at most ``most`` buckets, by number: first, last, and the most exposed."""
+    """Return the numbers of at most ``most`` buckets: first, last, the most exposed."""
     ends = {bucket.number for bucket in (*buckets[:1], *buckets[-1:])}
     middle = sorted(buckets[1:-1], key=lambda bucket: -bucket.exposed_s)
     return ends | {bucket.number for bucket in middle[: most - len(ends)]}

@@ -80,6 +80,7 @@ def _paragraph(line: str, mark: str = "", name: str = "") -> str:
 
 
 def _data(found: Analysis) -> dict[str, Any]:
+    """Return what `page.js` draws: the typical step, and the last ones that fit."""
     run, shown = found.run, found.shown
     first = run.ranks[0]
     numbers = [steps[0].number for steps in run.common]
@@ -183,7 +184,7 @@ def _packed(found: Iterable[Slice], at: int) -> list[int]:
 
 
 def _model(forecast: Forecast, found: Analysis) -> dict[str, Any]:
-    """Return what `forecast.js` predicts from."""
+    """Return the numbers from which `forecast.js` predicts, with its names for them."""
     return {
         "backward": vars(forecast.backward),
         "groups": forecast.groups,

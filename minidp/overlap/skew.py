@@ -68,6 +68,7 @@ class Run:
 
 
 def _of_all(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
+    """Return per step number that all timelines hold its steps, a tuple by rank."""
     by_number = [{step.number: step for step in t.steps} for t in timelines]
     numbers = sorted(set.intersection(*(set(steps) for steps in by_number)))
     return [tuple(steps[number] for steps in by_number) for number in numbers]
@@ -204,6 +205,7 @@ def skew_of(run: Run) -> Skew | None:
 
 
 def _arrivals(step: Step) -> dict[Place, int]:
+    """Return when (ns) this rank came to its forward, backward, and bucket launches."""
     begins = {FORWARD: step.begin_ns, BACKWARD: step.backward.begin_ns}
     return begins | {bucket.number: bucket.launched_ns for bucket in step.buckets}
 
