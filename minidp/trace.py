@@ -143,7 +143,7 @@ _is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def label(doing: str, bucket: int | None = None) -> AbstractContextManager[object]:
-    """Mark a block as ``minidp::doing bucket=3`` for torch.profiler, while that runs."""
+    """Mark a block as ``minidp::doing bucket=3`` for torch.profiler, while it runs."""
     if not _is_profiling():
         return _NOTHING
     which = "" if bucket is None else f" bucket={bucket}"

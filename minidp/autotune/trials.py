@@ -74,7 +74,7 @@ class Trial:
         return 0.93 * spread / math.sqrt(len(times))
 
     def messages(self) -> Iterator[tuple[int, float]]:
-        """Yield bytes and seconds of each message of all steps."""
+        """Yield (bytes, seconds) of each message of all steps; see `messages_of`."""
         # 0: unknown.
         sizes = [0 if each.sparse else each.nbytes for each in self.layout.buckets]
         for step in self.steps:
@@ -138,7 +138,7 @@ class Search:
 
         0, 4 and, if no gradient was timed, all: torch's. 1 to 3: by the model. Then the
         less timed one of the two fastest others. 2 and 3 store predicted seconds;
-        ValueError if too few sizes were measured.
+        ValueError if all messages measured were of one size.
         """
         if trial in (0, 4) or not self._torchs.steps:
             return self._torchs.layout
@@ -165,9 +165,9 @@ class Search:
         return layout
 
     def choice(self) -> Choice:
-        """Choose the fastest trial, or torch's if it is hardly slower; return both.
+        """Choose torch's layout unless the fastest trial `is_clearly_faster`.
 
-        ValueError if no backward with torch's layout was timed.
+        Returns both. ValueError if no backward with torch's layout was timed.
         """
         if not self._torchs.steps:
             raise ValueError("no backward with torch's layout was timed")
@@ -196,6 +196,7 @@ class Search:
             return None
 
     def _network(self) -> Network:
+        """Return the network of all trials; ValueError if all messages had one size."""
         trials = self._trials.values()
         return fit_network(message for one in trials for message in one.messages())
 

@@ -35,7 +35,7 @@ class ItemRows(ItemCounts):
         return self._quorum.members()
 
     def send(self, device: torch.device) -> None:
-        """Start to sum the counts; once more, with the same, if the quorum changes."""
+        """Start to sum the counts; sum the same again if the quorum changes."""
         step, quorum = self._step, self._quorum
         row = super().tail  # of the group of one rank
 
@@ -53,7 +53,7 @@ class ItemRows(ItemCounts):
             self._message, self._sum = self._sum.wait(), None
 
     def read(self, tail: torch.Tensor | None, divisor: int) -> float | torch.Tensor:
-        """As in `ItemCounts`; any number if the step will not be committed."""
+        """As in `ItemCounts`; 1.0, of no meaning, if the step will not be committed."""
         self.settle()
         if self._quorum.has_failed:
             self._message, self.is_sent, self.holds_averages = None, False, True

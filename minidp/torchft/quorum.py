@@ -141,7 +141,7 @@ class Sum:
 
 
 class Quorum:
-    """Know who takes part in each backward of one reducer; sum, and sum again."""
+    """Find out who takes part in each backward; sum over them, again if one dies."""
 
     def __init__(self, manager: Any, reducer: Reducer) -> None:
         self.manager = manager
@@ -211,7 +211,11 @@ class Quorum:
         return self.contributors
 
     def _find_out(self) -> None:
-        """Wait for the quorum; log who is in it, if others than before."""
+        """Wait for the quorum; log who is in it, if others than before.
+
+        Raises MiniDPError if none was started or the manager cannot save the model,
+        CollectiveError if none was found.
+        """
         manager, rank = self.manager, self.rank
         if manager._quorum_future is None:
             remedy = "call zero_grad() of torchft's optimizer, or "
@@ -255,7 +259,8 @@ class Quorum:
     def _count(self) -> int:
         """Return how many replicas contribute; agree on a layout if that is due.
 
-        In step 0 the manager also counts those whose gradients it sets to zero.
+        Then, and in step 0, by an all-reduce over the quorum: in step 0 the manager
+        also counts those whose gradients it sets to zero.
         """
         manager, specs = self.manager, self._reducer.queue.specs
         self.step = step = manager.current_step()
@@ -282,9 +287,10 @@ class Quorum:
     # -- it ends -----------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait for all sums of the backward; if one failed, sum them once more.
+        """Wait for all sums of the backward; if one failed, sum over a new quorum.
 
-        If that cannot be, the manager knows, and will not commit the step.
+        At most three times in all, and if `_may_repeat`. Otherwise the manager knows
+        of the error, and will not commit the step.
         """
         manager, sums = self.manager, self.sums
         for attempt in range(1, ATTEMPTS + 1):

@@ -176,7 +176,7 @@ class _Receives(Observer):
 
 
 class _Commits:
-    """Tell the optimizer guard whether the manager has committed the step."""
+    """Tell the optimizer guard, in the place of a replica check, what is committed."""
 
     def __init__(self, quorum: Quorum) -> None:
         self._quorum = quorum
