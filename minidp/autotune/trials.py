@@ -58,7 +58,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Median seconds of the compared steps from backward to averaged gradients."""
+        """Median seconds of compared steps, backward's begin to averaged gradients."""
         return median(step.reduced_s for step in self.judged)
 
     @property
@@ -82,7 +82,7 @@ class Trial:
             yield from ((nbytes, ns / 1e9) for nbytes, ns in messages_of(spans))
 
     def is_clearly_faster(self, other: Trial) -> bool:
-        """Return whether this layout is faster by over 2 % and by more than noise."""
+        """Return whether this is faster by over 2 % and by more than both's noise."""
         noise = math.hypot(self.noise_s, other.noise_s)
         return self.seconds < min(CLEARLY * other.seconds, other.seconds - noise)
 
@@ -182,7 +182,7 @@ class Search:
         return [one for one in self._trials.values() if one.steps]
 
     def _prediction(self, layout: Layout) -> float | None:
-        """Return a layout's exposed seconds by the model; None if not predictable."""
+        """Predict exposed seconds; None if no gradient, or one size only, was timed."""
         backward = self._backward(late=False)
         if backward is None:
             return None
@@ -201,7 +201,7 @@ class Search:
         return fit_network(message for one in trials for message in one.messages())
 
     def _backward(self, *, late: bool) -> Backward | None:
-        """Return a backward of median (``late``: 80 %) times; None if none is known."""
+        """Return a backward of median (``late``: 80 %) times; None: none were timed."""
         steps = [s for one in self._timed() for s in one.steps if s.ready_ns]
         if not steps:
             return None

@@ -169,10 +169,10 @@ def straggler(found: Analysis) -> Change:
 
 
 def _also_late(skew: Skew, rank: int) -> str:
-    """Return a sentence on the latest rank, at any place, but for ``rank``; "" if none.
+    """Return a sentence on the rank that is latest, at any place, besides ``rank``.
 
-    It counts if in three of four steps it is later than the clocks' error, and than
-    half of the largest lateness of ``rank``.
+    "" unless in three of four steps it is later than the clocks' error, and than half
+    of the largest lateness of ``rank``.
     """
     largest_s = max(by_rank[rank].typical_s for by_rank in skew.late.values())
     found = [

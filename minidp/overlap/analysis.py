@@ -29,9 +29,10 @@ Spread = tuple[float, float]  # p10, p90 over steps
 
 @dataclass(frozen=True)
 class BucketOverlap:
-    """Hold one bucket's wait, late and wire seconds, in one step of one rank.
+    """Hold the seconds of one bucket's stages, in one step of one rank.
 
-    The module's picture shows them; hidden and exposed split late + wire.
+    Waited (for its turn), late (waiting for slower ranks), wire (bytes move). Hidden
+    and exposed are late + wire: while this rank computes, and while it does not.
     """
 
     number: int  # in launch order
@@ -206,7 +207,7 @@ def slices(found: StepOverlap) -> Iterator[Slice]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Hold one rank's typical step, and the spread of step and exposed seconds.
+    """Hold one rank's typical step, and p10 and p90 of step and exposed seconds.
 
     The steps are those that all ranks recorded with the last step's bucket layout;
     `typical_step` picks the same one of them for all ranks.

@@ -56,7 +56,7 @@ class Forecast:
         return min(now - then, self.exposed_s)
 
     def best_cap(self) -> tuple[float, float]:
-        """Return the best bucket cap of `CAPS_MB`, and its gain in seconds per step.
+        """Return the best bucket cap (MiB) of `CAPS_MB`, and its gain in s per step.
 
         That is the largest within 1 % of a step of the best gain, as each bucket costs
         time that the model does not know; of caps that give one bucket, the smallest.

@@ -175,7 +175,7 @@ class Stopwatch:
             self._enter(phase, now, marks)
 
     def _enter(self, phase: StepEvent, now: Mark, marks: StepMarks) -> None:
-        """Store an event of a step; of a step that was reduced, only what is local."""
+        """Store an event of a step; once it was reduced, only those of local work."""
         match phase:
             case StepEvent.FORWARD_END:
                 marks.forwards[-1][1] = now

@@ -153,7 +153,7 @@ def to_json(timelines: Sequence[Timeline]) -> str:
 
 
 def from_json(text: str, source: str = "the file") -> tuple[Timeline, ...]:
-    """Return the timelines in `to_json`'s text; ValueError, on ``source``, if bad."""
+    """Return the timelines in `to_json`'s text; ValueError names ``source`` if bad."""
     try:
         value = json.loads(text)
         problem = _problem(value)

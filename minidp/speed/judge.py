@@ -40,7 +40,7 @@ LAST, FEW, MANY = 3, 6, 40  # rates of links: the last ones; at least as many; a
 
 @dataclass(frozen=True)
 class Slow:
-    """Say which rank is slow, in which phase, and how many seconds that costs."""
+    """Say which rank is slow, in which phase, and what that costs in each step."""
 
     rank: int
     phase: int
@@ -181,7 +181,7 @@ class Judge:
         self._step = max([self._step, *numbers])
 
     def _by_work(self, times: NDArray[np.float64], share: float) -> Slow | None:
-        """Return the slow rank or None; one named before stays above ``share`` / 2."""
+        """Return the slow rank or None; one named before stays at ``share`` / 2."""
         if self.slow is None:
             return find_slow(times, share)
         now = describe(times, self.slow.rank)
@@ -190,7 +190,7 @@ class Judge:
     def _by_link(
         self, links: Sequence[tuple[float, float]], times: NDArray[np.float64]
     ) -> Slow | None:
-        """Return whose link is slow or None; one named before stays while all wait."""
+        """Return whose link is slow or None; one named stays until ranks wait less."""
         rates, nbytes = zip(*links, strict=True)
         wait = float(np.median(times[:, :, WAITING], axis=1).min())
         step = float(np.median(times.sum(axis=2)))

@@ -162,7 +162,7 @@ class Quorum:
             ) from None
 
     def state(self) -> dict[str, Any]:
-        """Return what a joining replica receives."""
+        """Return `Agreement.state` for the manager's step, for a joining replica."""
         return self.agreement.state(self.manager.current_step())
 
     @property
@@ -188,7 +188,7 @@ class Quorum:
         return [rank // self.manager._group_world_size for rank in known]
 
     def position(self) -> int:
-        """Return this replica's index in `members`, if its gradients count."""
+        """Return this replica's index in `members`; 0 if it has none."""
         known = getattr(self.manager._pg, "_rank", None)
         return int(self.manager.participating_rank() or 0 if known is None else known)
 
@@ -245,7 +245,7 @@ class Quorum:
             self._told = now
 
     def _received(self) -> dict[str, Any] | None:
-        """Return another replica's `state`, if this one is catching up with it."""
+        """Return the `state` of the replica that this one catches up with, or None."""
         found = self.manager._healing and self.manager._pending_state_dict
         if not found:
             return None

@@ -176,7 +176,7 @@ class _Receives(Observer):
 
 
 class _Commits:
-    """Tell the optimizer guard, in the place of a replica check, what is committed."""
+    """Stand in for the optimizer guard's replica check: is the step committed?"""
 
     def __init__(self, quorum: Quorum) -> None:
         self._quorum = quorum
