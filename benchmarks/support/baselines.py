@@ -33,7 +33,7 @@ def ours(**options: Any) -> Wrap:
 
 
 class OverItems(nn.Module):
-    """Count 8 items per rank with ``average_over="items"``: the bits of the plain mean."""
+    """``average_over="items"``, 8 items per rank: the bits of the plain mean."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

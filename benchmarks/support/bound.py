@@ -66,7 +66,7 @@ class BoundWatcher:
         return note
 
     def end_step(self, start_ns: int) -> None:
-        """Store the bound of the step that began at ``start_ns`` of `time.perf_counter_ns`."""
+        """Store the bound of the step that began at ``start_ns``."""
         ready_s = [(ns - start_ns) / 1e9 for ns in self._ready_ns]
         size = dist.get_world_size()
         self._bounds.append(least_seconds(ready_s, self._nbytes, self._link, size))

@@ -47,7 +47,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Line:
-    """A curve of ``y`` over ``x``, with a band from ``low`` to ``high`` if these are given."""
+    """A curve of ``y`` over ``x``; a band from ``low`` to ``high`` unless empty."""
 
     colour: str
     x: Sequence[float]

@@ -70,8 +70,8 @@ class Link:
     def join(self, rank: int, world_size: int, store: Store) -> str:
         """Move this process behind its end of the link; return the device's name.
 
-        All ranks 0 .. ``world_size`` - 1 (at least 2) call this with a common ``store``;
-        it waits for all of them. Raises ValueError for one rank.
+        All ranks 0 .. ``world_size`` - 1 (at least 2) call this with a common store,
+        and wait for each other. Raises ValueError for one rank.
         """
         if world_size < 2:
             raise ValueError(f"a link has 2 ranks or more, but got {world_size}")
