@@ -262,28 +262,6 @@ class Nested(nn.Module):
         return self.layer(first + second["y"]) * scale[0] * scale[1]
 
 
-def step_in_backward(ctx: Any, wrap: Any, optimizer: str, clip: float | None) -> Any:
-    """Parameters after each step; on torch's DDP the optimizer steps afterwards."""
-    ddp = wrap(net(ctx), **SMALL)
-    kinds = {
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
-    }
-    stepper = kinds[optimizer](ddp.parameters())
-    if isinstance(ddp, DataParallel):
-        ddp.step_in_backward(stepper, clip_grad_norm=clip)
-    history = []
-    for step in range(STEPS):
-        stepper.zero_grad()
-        ddp(inputs(ctx, step)).pow(2).sum().backward()
-        if not isinstance(ddp, DataParallel):
-            if clip is not None:
-                nn.utils.clip_grad_norm_(ddp.parameters(), clip)
-            stepper.step()
-        history.append(values(ddp))
-    return history
-
-
 def auto_layout(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
     """Until a layout stays; minidp only, gradients as with torch's layout."""
     ddp = wrap(net(ctx), **options)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed import test_overlap
 from tests.distributed.test_matrix import (
     FEATURES,
     MORE,
@@ -137,11 +138,20 @@ def test_device_ids_move_inputs(ranks: Any) -> None:
         assert ids == [output]
 
 
+def steps_in_the_backward(ctx: Any, *case: Any) -> Any:
+    with scenarios.deterministic():
+        return test_overlap.train(ctx, *case)
+
+
+SEVERAL_BUCKETS = {"bucket_cap_mb_list": [0.00005]}
+
+
 @everywhere
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_steps_in_the_backward(ranks: Any, optimizer: str, clip: float | None) -> None:
-    check(ranks, scenarios.step_in_backward, optimizer, clip)
+@pytest.mark.parametrize("how", [{}, {"clip": 0.3}], ids=["", "clipped"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_steps_in_the_backward(ranks: Any, name: str, how: dict[str, Any]) -> None:
+    for theirs, ours in ranks.run(steps_in_the_backward, name, SEVERAL_BUCKETS, how):
+        assert same(theirs, ours)
 
 
 @everywhere
