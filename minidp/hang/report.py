@@ -26,7 +26,10 @@ _MAX_TEXT = 1200  # characters of another rank's error
 
 
 class Sighting:
-    """Find out from statuses and alarms which ranks are missing in one collective."""
+    """Find out from statuses and alarms which ranks are missing in one collective.
+
+    ``silent``: ranks whose statuses are not renewed.
+    """
 
     def __init__(self, channel: Channel, started: int, silent: Collection[int]) -> None:
         self._statuses, self._alarms = channel.statuses, channel.alarms
@@ -37,8 +40,8 @@ class Sighting:
     def absent(self) -> list[int]:
         """Return the missing ranks: those that gave up; if none did, others.
 
-        These are silent, never published a status, or have started fewer collectives
-        and wait for none.
+        These are silent, or have published no status, or have started fewer
+        collectives and wait for none.
         """
         gone = [rank for rank in self._others if self._has_given_up(rank)]
         # If a rank gave up, others may be late for the same reason.
@@ -55,7 +58,7 @@ class Sighting:
         return status.started < self._started and not status.wait_description
 
     def may_still_come(self) -> bool:
-        """Return whether to wait longer: no rank is gone, and one is not waiting."""
+        """Return whether none gave up or is silent, and one waits for no others."""
         is_any_gone = bool(self._silent) or any(map(self._has_given_up, self._others))
         known = [self._statuses[r] for r in self._others if r in self._statuses]
         waiting = [
@@ -159,7 +162,7 @@ class Skip(FutureWork):
         self._step, self._steps = step, steps
 
     def try_answer(self, channel: Channel) -> bool:
-        """Set the result once it is known, or the store is lost; return if set."""
+        """Set the result if ``channel`` tells, or its store is lost; return if set."""
         here = {r: s for r, s in channel.statuses.items() if s.step == self._step}
         behind = [r for r, status in here.items() if status.steps < self._steps]
         reducing = [str(rank) for rank in behind if here[rank].is_reducing]

@@ -1,5 +1,7 @@
 """Record the times of a reducer's steps.
 
+What a `Stopwatch` is told, and by whom::
+
     note     an event of a bucket                      any thread
     enter    a phase of the step begins or ends        data_parallel, core, guard
     take     the times of grad hooks, in some steps    core

@@ -68,9 +68,9 @@ class Agreement:
         return layout_after(order, queue.specs, queue.config) if order else None
 
     def agree(self, step: int, quorum: int | None, layout: Layout | None) -> None:
-        """Use ``layout``, if any, as soon as ``step`` is committed.
+        """Use ``layout``, rank 0's `proposal`, as soon as ``step`` is committed.
 
-        It is participating rank 0's `proposal`.
+        None: keep the present one.
         """
         if layout is not None:
             plain = to_plain(layout, self._reducer.queue.specs, rebuilt=True)
@@ -84,7 +84,7 @@ class Agreement:
         return {"plan": plan, "facts": self._facts()}
 
     def _facts(self) -> list[str]:
-        """Return in words what decides on the messages, besides the layout."""
+        """Return parameters and options that all replicas must share, as texts."""
         queue, params = self._reducer.queue, self._reducer.params
         config = queue.config
         found = [
@@ -127,7 +127,7 @@ class Agreement:
         return resumed_layout(plain, self._reducer.queue.specs)
 
     def adopt(self, plan: dict[str, Any]) -> None:
-        """Use a plan; the buckets are replaced only if its layout is another one."""
+        """Use a plan: replace the buckets if its layout is another one."""
         layout = resumed_layout(read_plain(plan["layout"]), self._reducer.queue.specs)
         self.plan, self._policy.has_rebuilt = plan, plan["layout"]["rebuilt"]
         if layout != self._reducer.queue.layout:

@@ -1,7 +1,7 @@
 """Count items (``average_over="items"``) where the number of ranks changes.
 
-A bucket's tail has a row for each rank, so its length would change with the quorum.
-Here the rows travel in a message of their own, written anew for each quorum.
+Elsewhere the counts travel at the end of a bucket, with a row for each rank: their
+length would change with the quorum. Here they are a message of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .quorum import Quorum, Sum
 
 
 class ItemRows(ItemCounts):
-    """Sum the counts of those who contribute, after the last bucket is launched.
+    """Sum the replicas' counts of items, after the last bucket is launched.
 
     A row is that of a replica in `Quorum.members`. The manager sets it to zero if the
     replica is catching up: it counts as one without items.

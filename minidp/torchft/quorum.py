@@ -50,12 +50,12 @@ require_known(metadata.version("torchft"))
 
 
 class Rank(int):
-    """Rank 0 of a group of one; as text, a rank of the manager's replica, by its id."""
+    """The rank 0, which prints as the rank and id of the manager's replica."""
 
     text = "0"
 
     def __str__(self) -> str:
-        """Return what errors say after the word "rank"."""
+        """Return what error messages say after the word "rank": "0 of replica 3"."""
         return self.text
 
 
@@ -76,7 +76,7 @@ class Replica(ProcessGroupDummy):  # type: ignore[misc]
         return self._me
 
     def getBackendName(self) -> str:
-        """Return what a recording says of the backend."""
+        """Return "torchft", which recordings name as the backend."""
         return "torchft"
 
     def allreduce(self, tensors: list[torch.Tensor], opts: object) -> Sum:
@@ -100,7 +100,7 @@ class Sum:
         self.launch()
 
     def launch(self) -> None:
-        """Start, or start again in another quorum."""
+        """Write the tensor and start its sum; again after a change of the quorum."""
         self.tensor = self._write()
         self.work: Any = self._quorum.launch(self.tensor)
 
@@ -124,7 +124,7 @@ class Sum:
         return self
 
     def done(self) -> bool:
-        """Return whether a `wait` has returned."""
+        """Return whether all sums of this backward have been waited for."""
         return self.is_over
 
     def wait(self) -> torch.Tensor:
