@@ -86,7 +86,7 @@ def overlap_of(
         turn = min(max(bucket.launched_ns, free), bucket.done_ns)
         start = (last_launch or {}).get(bucket.number, turn)
         start = min(max(start, turn), bucket.done_ns)
-        buckets.append(_bucket(timeline, step, bucket, (turn, start)))
+        buckets.append(_bucket(timeline, step, bucket, turn, start))
         free = max(free, bucket.done_ns)
     end, finished = step.backward.end_ns, step.finalize_end_ns
     exposed = sum(bucket.exposed_s for bucket in buckets)
@@ -115,9 +115,8 @@ def overlap_of(
 
 
 def _bucket(
-    timeline: Timeline, step: Step, bucket: BucketTimes, turn_start: tuple[int, int]
+    timeline: Timeline, step: Step, bucket: BucketTimes, turn: int, start: int
 ) -> BucketOverlap:
-    turn, start = turn_start
     members = timeline.layouts[step.layout][bucket.number]
     params = [timeline.params[i] for i in members]
     nbytes = sum(param.nbytes for param in params)

@@ -83,7 +83,9 @@ def test_channels_last(ranks: Any, mode: dict[str, Any]) -> None:
 
 @everywhere
 @pytest.mark.parametrize("mode", [NO_OPTIONS, VIEWS, STATIC], ids=str)
-@pytest.mark.parametrize("hook", [h for h in scenarios.HOOKS if h != "bf16"])
+@pytest.mark.parametrize(
+    "hook", [*(h for h in scenarios.HOOKS if h != "bf16"), *scenarios.IN_CPP]
+)
 def test_comm_hook(ranks: Any, hook: str, mode: dict[str, Any]) -> None:
     check(ranks, scenarios.with_hook, hook, mode)
 
@@ -98,12 +100,6 @@ def test_bf16_hook(ranks: Any) -> None:
 @both
 def test_power_sgd(ranks: Any, mode: dict[str, Any]) -> None:
     check(ranks, scenarios.with_power_sgd, mode)
-
-
-@everywhere
-@pytest.mark.parametrize("hook", ["ALLREDUCE", "FP16_COMPRESS"])
-def test_builtin_hook(ranks: Any, hook: str) -> None:
-    check(ranks, scenarios.with_builtin_hook, hook)
 
 
 # -------------------------------------------------------------------------- around them
