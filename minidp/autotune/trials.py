@@ -138,7 +138,7 @@ class Search:
 
         0, 4 and, if no gradient was timed, all: torch's. 1 to 3: by the model. Then the
         less timed one of the two fastest others. 2 and 3 store predicted seconds;
-        ValueError if all messages measured were of one size.
+        ValueError if messages of fewer than two sizes were measured.
         """
         if trial in (0, 4) or not self._torchs.steps:
             return self._torchs.layout
@@ -196,7 +196,7 @@ class Search:
             return None
 
     def _network(self) -> Network:
-        """Return the network of all trials; ValueError if all messages had one size."""
+        """Return the network of all trials; ValueError for messages of one size."""
         trials = self._trials.values()
         return fit_network(message for one in trials for message in one.messages())
 

@@ -181,7 +181,7 @@ class Judge:
         self._step = max([self._step, *numbers])
 
     def _by_work(self, times: NDArray[np.float64], share: float) -> Slow | None:
-        """Return the slow rank or None; one named before stays at ``share`` / 2."""
+        """Return the slow rank or None; to stay named takes half of ``share``."""
         if self.slow is None:
             return find_slow(times, share)
         now = describe(times, self.slow.rank)
