@@ -64,11 +64,12 @@ class Network:
 def messages_of(
     spans: Iterable[tuple[int, float, float]],
 ) -> Iterator[tuple[int, float]]:
-    """Yield (bytes, seconds) of each message, as if they were sent one at a time.
+    """Yield (bytes, duration) of each message, as if they were sent one at a time.
 
-    ``spans`` hold bytes (0: unknown), launch and end, in launch order. Gloo runs two
-    collectives at a time: if a later one ends before an earlier one, their common time
-    is divided by their bytes, or none is yielded if the bytes of one are unknown.
+    ``spans``: (bytes, launch, end) in launch order, bytes 0: unknown. A message begins
+    when it is launched and the one before has ended. Gloo runs two at a time: messages
+    that end no later than an earlier one share its time by their bytes; if one's bytes
+    are unknown, none of them is yielded. Durations have the unit of the times.
     """
     free, began = 0.0, 0.0
     together: list[int] = []
@@ -83,14 +84,14 @@ def messages_of(
 
 
 def _shares(together: Sequence[int], time: float) -> Iterator[tuple[int, float]]:
-    """Divide ``time`` among messages by size; yield (size, part), none if any is 0."""
+    """Yield (bytes, part of ``time``) per message, by size; nothing if a size is 0."""
     if time > 0 and all(together):
         for nbytes in together:
             yield nbytes, time * nbytes / sum(together)
 
 
 def fit_network(samples: Iterable[tuple[int, float]]) -> Network:
-    """Return latency and bandwidth fitted to collectives timed one at a time.
+    """Return latency and bandwidth fitted to ``samples``, (bytes, seconds) of messages.
 
     seconds
        |              .'
@@ -133,7 +134,10 @@ def fit_network(samples: Iterable[tuple[int, float]]) -> Network:
 
 
 def _fit_line(x: Any, y: Any, weights: Any) -> Network:
-    """Fit a weighted line, seconds ``y`` by bytes ``x``; correct as `fit_network`."""
+    """Fit seconds ``y`` over bytes ``x`` (ascending) by weighted least squares.
+
+    A negative latency and a slope that is not positive are corrected: `fit_network`.
+    """
     mean_x, mean_y = np.average(x, weights=weights), np.average(y, weights=weights)
     slope = weights @ ((x - mean_x) * (y - mean_y)) / (weights @ (x - mean_x) ** 2)
     if slope <= 0:
@@ -157,12 +161,12 @@ class Backward:
     order: tuple[int, ...] = ()  # parameter indices
 
     def positions(self, buckets: Iterable[Sequence[int]]) -> list[list[int]]:
-        """Convert buckets of parameter indices to buckets of positions."""
+        """Convert parameter indices in ``buckets`` to positions in the ready order."""
         position = {i: k for k, i in enumerate(self.order)}
         return [[position[i] for i in members] for members in buckets]
 
     def kind(self, position: int) -> int:
-        """Return the number of the (dtype, device) of the gradient at ``position``."""
+        """Return the kind (dtype, device) of the gradient at ``position``, a number."""
         return self.kinds[position] if self.kinds else 0
 
 
@@ -174,9 +178,10 @@ def in_ready_order(
 ) -> Backward:
     """Sort gradients by ready time; return them as a `Backward`.
 
-    By parameter index: ``ready_s``, seconds, cut to 0 .. ``end_s`` (None: last);
-    ``kinds``, what all gradients of a bucket share, and True for a sparse one, which is
-    alone in its bucket.
+    All by parameter index: ``ready_s``, seconds since the backward began, cut to 0 ..
+    ``end_s`` (None: unknown, sorted last); ``kinds``, what all gradients of a bucket
+    share, and True for a sparse one, which is alone in its bucket. Of equal times, the
+    last parameter comes first.
     """
     times = {i: math.inf if time is None else time for i, time in ready_s.items()}
     order = sorted(times, key=lambda i: (times[i], -i))
@@ -226,9 +231,7 @@ def play(
 
 
 def lower_bound(backward: Backward, network: Network) -> float:
-    """Return a lower bound of `Schedule.done_s` over all layouts.
-
-    In seconds from the backward's begin until it and its communication are done.
+    """Return a lower bound of `Schedule.done_s` over all layouts, in seconds.
 
     The bound lets gradients be sent byte by byte: bytes that become ready at some
     moment or later are sent after it, and the last message costs one latency.
@@ -243,7 +246,8 @@ def lower_bound(backward: Backward, network: Network) -> float:
 def capped_groups(backward: Backward, limits: Sequence[int]) -> list[list[int]]:
     """Fill buckets in ready order by torch's rule (see `fill`); return them for `play`.
 
-    ``limits``: bytes at which the first, second, ... bucket of each kind is full.
+    ``limits``: bytes at which the first, second, ... bucket of each kind is full; the
+    last one repeats.
     """
     gradients = enumerate(backward.nbytes)
     return fill(((k, backward.kind(k), n) for k, n in gradients), limits)
@@ -252,12 +256,12 @@ def capped_groups(backward: Backward, limits: Sequence[int]) -> list[list[int]]:
 def best_groups(
     backward: Backward, network: Network, *, max_bytes: int | None = None
 ) -> list[list[int]]:
-    """Return the layout with the least exposed time; of equals, the fewest buckets.
+    """Return the layout, for `play`, with the least exposed time.
 
-    As `play` takes it. Exact, up to 1e-9 of a step, for one kind of parameters. For
-    several the best of a few: the best layout of each kind alone, merged; or the best
-    of all kinds as one, each bucket then split by kind. A parameter of more than
-    ``max_bytes`` has a bucket of its own.
+    Of equals, the fewest buckets. Exact, up to 1e-9 of a step, for one kind of
+    parameters. For several the best of a few: the best layout of each kind alone,
+    merged; or the best of all kinds as one, each bucket then split by kind. Buckets
+    have at most ``max_bytes`` (None: no limit); a larger parameter has its own.
     """
     everything = range(len(backward.ready_s))
     by_kind = _by_kind(backward, everything)
@@ -322,10 +326,11 @@ def _cuts_in_time(
     max_bytes: float,
     done_s: float,
 ) -> list[int] | None:
-    """Return cuts (positions) into buckets that are all done by ``done_s``, or None.
+    """Return cuts into buckets that are all done by ``done_s``; None if there are none.
 
-    From the last bucket to the first, each is as large as the time allows. A gradient
-    that is sent later than necessary, but in time, leaves more time to earlier buckets.
+    Cuts are positions, ascending, from 0 to the number of gradients; ``sums``: bytes
+    before each. From the last bucket to the first, each is as large as the time allows:
+    a gradient that is sent late, but in time, leaves more time to earlier buckets.
     """
     cuts = [len(backward.ready_s)]
     while cuts[-1] > 0:

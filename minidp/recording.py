@@ -67,9 +67,10 @@ def record(
 
 
 def wrapper_of(model: object, function: str) -> DataParallel:
-    """Return the wrapper behind what a user passed to ``function``, or raise TypeError.
+    """Return the `DataParallel` behind what a user passed to ``function``.
 
-    ``model``: a `DataParallel`, an `Attachment`, or an attached model.
+    ``model``: a `DataParallel`, an `Attachment`, or an attached model; else TypeError,
+    which names ``function``.
     """
     found: object = model
     if isinstance(model, Attachment):
@@ -126,7 +127,8 @@ class Recording:
 
         A collective: all ranks of the model's process group call it, outside of a
         backward. Afterwards reports and exports cover all ranks. Returns this object.
-        Raises CollectiveError if a rank does not call it in time; steps are kept.
+        Raises CollectiveError, and keeps this rank's steps, if a rank does not call it
+        within the model's ``hang_timeout``.
         Raises ValueError with `minidp.torchft`: replicas have no group for this.
         """
         where = self._stopwatch.timeline().where  # raises what the device reports
@@ -153,6 +155,7 @@ class Recording:
         return self
 
     def _of_all_ranks(self) -> tuple[Timeline, ...]:
+        """Collective: compare clocks by 20 barriers; return each rank's timeline."""
         group, device = self._group, exchange_device(self._group, self._device)
         mine = []
         for _ in range(ROUNDS):

@@ -101,7 +101,7 @@ class Listener(Protocol):
         """Receive an event of a bucket, on any thread."""
 
     def enter(self, phase: StepEvent) -> None:
-        """Receive the begin or the end of a phase of a step."""
+        """Receive the begin or end of a phase of a step, on the thread that runs it."""
 
 
 class Tracer:
@@ -143,7 +143,7 @@ _is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def label(doing: str, bucket: int | None = None) -> AbstractContextManager[object]:
-    """Return a range ``minidp::doing bucket=3`` for torch.profiler; a no-op if off."""
+    """Mark a block as ``minidp::doing bucket=3`` for torch.profiler, while it runs."""
     if not _is_profiling():
         return _NOTHING
     which = "" if bucket is None else f" bucket={bucket}"

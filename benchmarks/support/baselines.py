@@ -23,17 +23,17 @@ SETTLING = 52  # steps until the layout that bucket_cap_mb="auto" chose is in us
 
 
 def theirs(**options: Any) -> Wrap:
-    """Wrap by torch's DDP."""
+    """Return a function that wraps a module in torch's DDP."""
     return functools.partial(DistributedDataParallel, **options)
 
 
 def ours(**options: Any) -> Wrap:
-    """Wrap by minidp."""
+    """Return a function that wraps a module in minidp's `DataParallel`."""
     return functools.partial(minidp.DataParallel, **options)
 
 
 class OverItems(nn.Module):
-    """minidp's ``average_over="items"``; counts keep the bits of the plain mean."""
+    """``average_over="items"``, 8 items per rank: the bits of the plain mean."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -50,15 +50,14 @@ def _same_module(module: nn.Module) -> nn.Module:
 
 
 def bare(reference: str | None = None) -> Implementation:
-    """Return the model without a wrapper: each rank keeps its own gradients."""
+    """Measure the model without a wrapper: each rank keeps its own gradients."""
     return Implementation(BARE, _same_module, reference, averages=False)
 
 
 class AfterBackward(nn.Module):
-    """Averages all gradients in one all-reduce after the backward.
+    """Averages all gradients in one all-reduce; call `finish_step` after the backward.
 
-    Args:
-        module: the replica; must be the same on all ranks already.
+    Broadcasts nothing: ``module`` must be the same on all ranks already.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -103,6 +102,6 @@ def against_torch(
 
 
 def auto(world_size: int, **options: Any) -> Implementation:
-    """Return minidp with ``bucket_cap_mb="auto"``, which settles before it is timed."""
+    """Measure ``bucket_cap_mb="auto"``, after the untimed steps in which it chooses."""
     wrap = ours(bucket_cap_mb="auto", **options)
     return against_torch(AUTO, wrap, world_size, settling=SETTLING)

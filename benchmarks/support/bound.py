@@ -31,11 +31,8 @@ def least_seconds(
 ) -> float:
     """Compute the seconds from the start of a step that no bucket layout can beat.
 
-    Args:
-        ready_s: when this rank had each gradient, in seconds since the step began.
-        nbytes: the bytes of each gradient.
-        link: the link of each rank.
-        world_size: the number of ranks of a ring all-reduce.
+    ``ready_s``: when this rank had each gradient, in seconds since the step began.
+    ``nbytes``: of each gradient. ``world_size``: ranks of a ring all-reduce.
     """
     times_sent = 2 * (world_size - 1) / world_size  # reduce-scatter, then all-gather
     order = np.argsort(ready_s)
@@ -46,11 +43,9 @@ def least_seconds(
 
 
 class BoundWatcher:
-    """Computes the bound of each timed step of a wrapped model.
+    """Computes the bound of each timed step of a wrapped model, on ``link``.
 
-    Args:
-        model: any wrapper around one module.
-        link: the link of each rank.
+    Adds a hook to each parameter of ``model``, which stays.
     """
 
     def __init__(self, model: nn.Module, link: Link) -> None:
@@ -71,7 +66,7 @@ class BoundWatcher:
         return note
 
     def end_step(self, start_ns: int) -> None:
-        """Keep the bound of the step that began at this `time.perf_counter_ns`."""
+        """Store the bound of the step that began at ``start_ns``."""
         ready_s = [(ns - start_ns) / 1e9 for ns in self._ready_ns]
         size = dist.get_world_size()
         self._bounds.append(least_seconds(ready_s, self._nbytes, self._link, size))

@@ -41,13 +41,13 @@ class Bar:
 
     @property
     def length(self) -> float:
-        """All parts together."""
+        """Sum of the lengths of all parts."""
         return sum(part for part, _ in self.parts)
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve; with ``low`` and ``high`` it has a band."""
+    """A curve of ``y`` over ``x``; a band from ``low`` to ``high`` unless empty."""
 
     colour: str
     x: Sequence[float]
@@ -67,7 +67,7 @@ class Words:
 
 
 def colour_of(name: str) -> str:
-    """Return the colour of an implementation."""
+    """Return the colour of an implementation: minidp's, torch's, or another."""
     if name.startswith("minidp"):
         return OURS
     return THEIRS if name.startswith("torch") else OTHER

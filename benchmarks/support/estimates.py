@@ -29,12 +29,15 @@ class Estimate:
         return f"{self.value:.3f} ({self.low:.3f}-{self.high:.3f})"
 
     def scaled(self, factor: float) -> Estimate:
-        """Convert to another unit."""
+        """Return value and interval times ``factor``, to convert a unit."""
         return Estimate(self.value * factor, self.low * factor, self.high * factor)
 
 
 def _bootstrap(statistic: Callable[..., Times], *samples: Times) -> Estimate:
-    """Estimate ``statistic(*samples)``; it reduces the last axis, rounds are paired."""
+    """Estimate ``statistic(*samples)``, which reduces the last axis to one number.
+
+    ``samples``: one number per round, paired by round.
+    """
     stacked = np.stack(samples)
     num_rounds = stacked.shape[1]
     rng = np.random.default_rng(0)
@@ -44,12 +47,12 @@ def _bootstrap(statistic: Callable[..., Times], *samples: Times) -> Estimate:
 
 
 def median(times: Times) -> Estimate:
-    """Estimate the median."""
+    """Estimate the median of one number per round."""
     return _bootstrap(lambda each: np.median(each, axis=-1), times)
 
 
 def ratio(times: Times, base: Times) -> Estimate:
-    """Estimate how many times as long as a step of ``base`` a step takes."""
+    """Estimate the median over rounds of ``times / base``."""
     return median(times / base)
 
 

@@ -48,7 +48,7 @@ class Link:
 
     @classmethod
     def of(cls, name: str) -> Link | None:
-        """Parse Gbit/s, or ``loopback``: None."""
+        """Parse ``name``: Gbit/s, or ``loopback``, which gives None."""
         return None if name == LOOPBACK else cls(float(name))
 
     @property
@@ -70,10 +70,8 @@ class Link:
     def join(self, rank: int, world_size: int, store: Store) -> str:
         """Move this process behind its end of the link; return the device's name.
 
-        Args:
-            rank: from 0.
-            world_size: the number of ranks that join, 2 or more.
-            store: all ranks have it.
+        All ranks 0 .. ``world_size`` - 1 (at least 2) call this with a common store,
+        and wait for each other. Raises ValueError for one rank.
         """
         if world_size < 2:
             raise ValueError(f"a link has 2 ranks or more, but got {world_size}")
@@ -142,11 +140,9 @@ def why_not() -> str:
 
 @dataclass(frozen=True)
 class Rate:
-    """What an all-reduce achieves on a network.
+    """What an all-reduce achieves: Gbit/s that each rank sends, and receives.
 
-    Args:
-        gbit: Gbit/s that each rank sends, and receives.
-        latency_s: seconds of an all-reduce of 4 bytes.
+    ``latency_s``: seconds of an all-reduce of 4 bytes.
     """
 
     gbit: float

@@ -118,7 +118,7 @@ def one_parameter(numel: int, title: str) -> Shapes:
 
 
 class Mlp(Net):
-    """A few large square layers. With ``unused``, the last one takes no part."""
+    """Square layers with ReLU. With ``unused``, the last one takes no part."""
 
     def __init__(
         self, layers: int, width: int, batch: int, *, unused: bool = False

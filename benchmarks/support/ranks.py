@@ -29,7 +29,7 @@ KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank is told; see `run_ranks`."""
+    """What `run_ranks` sends to each rank."""
 
     world_size: int
     folder: Path  # common to all ranks

@@ -58,7 +58,7 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Median seconds of the compared steps from backward to averaged gradients."""
+        """Median seconds of compared steps, backward's begin to averaged gradients."""
         return median(step.reduced_s for step in self.judged)
 
     @property
@@ -74,7 +74,7 @@ class Trial:
         return 0.93 * spread / math.sqrt(len(times))
 
     def messages(self) -> Iterator[tuple[int, float]]:
-        """Yield bytes and seconds of each message of all steps."""
+        """Yield (bytes, seconds) of each message of all steps; see `messages_of`."""
         # 0: unknown.
         sizes = [0 if each.sparse else each.nbytes for each in self.layout.buckets]
         for step in self.steps:
@@ -82,7 +82,7 @@ class Trial:
             yield from ((nbytes, ns / 1e9) for nbytes, ns in messages_of(spans))
 
     def is_clearly_faster(self, other: Trial) -> bool:
-        """Return whether this layout is faster by over 2 % and by more than noise."""
+        """Return whether this is faster by over 2 % and by more than both's noise."""
         noise = math.hypot(self.noise_s, other.noise_s)
         return self.seconds < min(CLEARLY * other.seconds, other.seconds - noise)
 
@@ -138,7 +138,7 @@ class Search:
 
         0, 4 and, if no gradient was timed, all: torch's. 1 to 3: by the model. Then the
         less timed one of the two fastest others. 2 and 3 store predicted seconds;
-        ValueError if too few sizes were measured.
+        ValueError if messages of fewer than two sizes were measured.
         """
         if trial in (0, 4) or not self._torchs.steps:
             return self._torchs.layout
@@ -165,9 +165,9 @@ class Search:
         return layout
 
     def choice(self) -> Choice:
-        """Choose the fastest trial, or torch's if it is hardly slower; return both.
+        """Choose torch's layout unless the fastest trial `is_clearly_faster`.
 
-        ValueError if no backward with torch's layout was timed.
+        Returns both. ValueError if no backward with torch's layout was timed.
         """
         if not self._torchs.steps:
             raise ValueError("no backward with torch's layout was timed")
@@ -182,7 +182,7 @@ class Search:
         return [one for one in self._trials.values() if one.steps]
 
     def _prediction(self, layout: Layout) -> float | None:
-        """Return a layout's exposed seconds by the model; None if not predictable."""
+        """Predict exposed seconds; None if no gradient, or one size only, was timed."""
         backward = self._backward(late=False)
         if backward is None:
             return None
@@ -196,11 +196,12 @@ class Search:
             return None
 
     def _network(self) -> Network:
+        """Return the network of all trials; ValueError for messages of one size."""
         trials = self._trials.values()
         return fit_network(message for one in trials for message in one.messages())
 
     def _backward(self, *, late: bool) -> Backward | None:
-        """Return a backward of median (``late``: 80 %) times; None if none is known."""
+        """Return a backward of median (``late``: 80 %) times; None: none were timed."""
         steps = [s for one in self._timed() for s in one.steps if s.ready_ns]
         if not steps:
             return None

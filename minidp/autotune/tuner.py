@@ -102,7 +102,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
         return torchs
 
     def _say_trial(self) -> None:
-        """Print on a terminal how far trials are, if they are long or for `told`."""
+        """Print progress on a terminal if trials take over 5 s, or `told` is set."""
         number, now = self._trial, time.monotonic()
         if number == 0:
             self._began = now
@@ -139,9 +139,9 @@ class AutotunePolicy(RebuildPolicy, Observer):
             self._measurement = None
 
     def _decide(self, now: Layout) -> Layout:
-        """On rank 0: return the next trial's layout; pass the last to `told`, if set.
+        """On rank 0: return the next trial's layout; after the last, call `told`.
 
-        Not if the comm hook may know the buckets, or the measurements do not fit.
+        `Measurement.decide` says when ``now`` stays instead; then `told` is not called.
         """
         assert self._measurement is not None
         layout, choice = self._measurement.decide(self._trial, now)

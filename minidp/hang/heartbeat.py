@@ -60,13 +60,13 @@ class Heartbeat(PeerMonitor):
     # -- called by training threads ----------------------------------------------------
 
     def find_lost(self, started: int) -> str:
-        """Return a text if a known alarm dooms collective ``started``; else ""."""
+        """Return why collective ``started`` cannot finish; "" if no alarm says so."""
         alarms = list(self._channel.alarms.values())
         is_lost = any(alarm.started < started for alarm in alarms)
         return "it cannot finish any more" if is_lost else ""
 
     def report(self, started: int) -> Report:
-        """Ask which ranks are missing in collective ``started``; wait a few seconds."""
+        """Ask which ranks are missing in collective ``started``; wait at most 5 s."""
         silence = BEATS_OF_SILENCE * self._beat_seconds
         inquiry = Inquiry(started, silence)
         self._ask(inquiry)
@@ -84,7 +84,7 @@ class Heartbeat(PeerMonitor):
         self._wake()
 
     def ask_who_skips(self, step: int, steps: int) -> Skip:
-        """Queue a question: do all ranks skip backward ``step``? Return it at once."""
+        """Queue a `Skip`: do all ranks skip backward ``step``? Return it at once."""
         skip = Skip(step, steps)
         self._ask(skip)
         return skip
@@ -140,7 +140,7 @@ class Heartbeat(PeerMonitor):
                 self._questions.remove(question)
 
     def say_goodbye(self, why: str) -> None:
-        """Publish now that this rank joins no further collective, and ``why``."""
+        """Publish at once that this rank joins no further collective, and ``why``."""
         self.give_up(why)
         try:
             if not self._channel.problem:

@@ -26,7 +26,10 @@ _MAX_TEXT = 1200  # characters of another rank's error
 
 
 class Sighting:
-    """Find out from statuses and alarms which ranks are missing in one collective."""
+    """Find out from statuses and alarms which ranks are missing in one collective.
+
+    ``silent``: ranks whose statuses are not renewed.
+    """
 
     def __init__(self, channel: Channel, started: int, silent: Collection[int]) -> None:
         self._statuses, self._alarms = channel.statuses, channel.alarms
@@ -35,7 +38,11 @@ class Sighting:
         self._others = [r for r in range(channel.size) if r != channel.rank]
 
     def absent(self) -> list[int]:
-        """Return ranks that gave up; if none did, those silent, unknown or late."""
+        """Return the missing ranks: those that gave up; if none did, others.
+
+        These are silent, or have published no status, or have started fewer
+        collectives and wait for none.
+        """
         gone = [rank for rank in self._others if self._has_given_up(rank)]
         # If a rank gave up, others may be late for the same reason.
         return gone or [rank for rank in self._others if self._is_absent(rank)]
@@ -51,7 +58,7 @@ class Sighting:
         return status.started < self._started and not status.wait_description
 
     def may_still_come(self) -> bool:
-        """Return whether to wait longer: no rank is gone, some are busy elsewhere."""
+        """Return whether none gave up or is silent, and one waits for no others."""
         is_any_gone = bool(self._silent) or any(map(self._has_given_up, self._others))
         known = [self._statuses[r] for r in self._others if r in self._statuses]
         waiting = [
@@ -119,7 +126,10 @@ class Inquiry(FutureWork):
         self._first: dict[int, int] = {}  # rank -> beat
 
     def try_answer(self, channel: Channel) -> bool:
-        """Set the result if ``channel`` tells enough, or time is up; return if set."""
+        """Set the result if it is known, time is up or the store lost; return if set.
+
+        Known: a rank gave up before it, or each other one gave up or has a new beat.
+        """
         statuses, alarms, problem = channel.statuses, channel.alarms, channel.problem
         for rank, status in statuses.items():
             self._first.setdefault(rank, status.beat)
@@ -152,7 +162,7 @@ class Skip(FutureWork):
         self._step, self._steps = step, steps
 
     def try_answer(self, channel: Channel) -> bool:
-        """Set the result if statuses read from ``channel`` suffice; return if set."""
+        """Set the result if ``channel`` tells, or its store is lost; return if set."""
         here = {r: s for r, s in channel.statuses.items() if s.step == self._step}
         behind = [r for r, status in here.items() if status.steps < self._steps]
         reducing = [str(rank) for rank in behind if here[rank].is_reducing]

@@ -44,7 +44,10 @@ class Watchdog:
         self._judged: list[Heartbeat] = []  # whose collectives may hang on a device
 
     def start_heartbeat(self, reducer: Reducer, key: str) -> None:
-        """Publish a replica's status from now on; let its errors name missing ranks."""
+        """Publish a replica's status from now on; let its errors name missing ranks.
+
+        Does nothing for one rank or without time limit; warns without a store.
+        """
         communicator = reducer.communicator
         if communicator.limit is None or communicator.group.size() == 1:
             return
@@ -132,6 +135,7 @@ class Watchdog:
     def _judge(
         self, heartbeat: Heartbeat, communicator: Communicator, late: InFlight
     ) -> None:
+        """End the process, with a report, unless the limit of ``late`` is extended."""
         if communicator.extend(late):
             self._judged.remove(heartbeat)
             return

@@ -110,6 +110,7 @@ def _best_change(found: Analysis) -> Change:
 
 
 def _is_compressible(found: Analysis) -> bool:
+    """Return whether fp16 may help: float32, no comm hook, a bucket of over 64 KiB."""
     first = found.run.ranks[0]
     is_wide = all(param.kind.startswith(COMPRESSIBLE) for param in first.params)
     largest = max(bucket.nbytes for bucket in found.shown.typical.buckets)
@@ -118,6 +119,7 @@ def _is_compressible(found: Analysis) -> bool:
 
 
 def _accumulation(found: Analysis) -> Change:
+    """Return the change "do more per step"; gain: half of what is exposed."""
     one, why = found.shown.typical, "no bucket size would change that"
     if found.forecast is None:
         why = "the clocks of the hosts do not tell waiting from transfer"
@@ -167,9 +169,10 @@ def straggler(found: Analysis) -> Change:
 
 
 def _also_late(skew: Skew, rank: int) -> str:
-    """Return a sentence on the rank that is latest anywhere but for ``rank``, or "".
+    """Return a sentence on the rank that is latest, at any place, besides ``rank``.
 
-    In three of four steps it must be late by half of what ``rank`` is at most.
+    "" unless in three of four steps it is later than the clocks' error, and than half
+    of the largest lateness of ``rank``.
     """
     largest_s = max(by_rank[rank].typical_s for by_rank in skew.late.values())
     found = [

@@ -29,9 +29,10 @@ Spread = tuple[float, float]  # p10, p90 over steps
 
 @dataclass(frozen=True)
 class BucketOverlap:
-    """Hold one bucket's wait, late and wire seconds, in one step of one rank.
+    """Hold the seconds of one bucket's stages, in one step of one rank.
 
-    The module's picture shows them; hidden and exposed split late + wire.
+    Waited (for its turn), late (waiting for slower ranks), wire (bytes move). Hidden
+    and exposed are late + wire: while this rank computes, and while it does not.
     """
 
     number: int  # in launch order
@@ -53,7 +54,7 @@ class BucketOverlap:
 
 @dataclass(frozen=True)
 class StepOverlap:
-    """Hold a step's seconds by phase; `hidden_s` and `late_s` overlap with others."""
+    """Hold a step's seconds by phase; `hidden_s` and `late_s` are parts of others."""
 
     seconds: float  # from the first forward to the next step's first forward
     local_forward_s: float  # under no_sync()
@@ -85,7 +86,7 @@ def overlap_of(
         turn = min(max(bucket.launched_ns, free), bucket.done_ns)
         start = (last_launch or {}).get(bucket.number, turn)
         start = min(max(start, turn), bucket.done_ns)
-        buckets.append(_bucket(timeline, step, bucket, (turn, start)))
+        buckets.append(_bucket(timeline, step, bucket, turn, start))
         free = max(free, bucket.done_ns)
     end, finished = step.backward.end_ns, step.finalize_end_ns
     exposed = sum(bucket.exposed_s for bucket in buckets)
@@ -114,9 +115,8 @@ def overlap_of(
 
 
 def _bucket(
-    timeline: Timeline, step: Step, bucket: BucketTimes, turn_start: tuple[int, int]
+    timeline: Timeline, step: Step, bucket: BucketTimes, turn: int, start: int
 ) -> BucketOverlap:
-    turn, start = turn_start
     members = timeline.layouts[step.layout][bucket.number]
     params = [timeline.params[i] for i in members]
     nbytes = sum(param.nbytes for param in params)
@@ -206,7 +206,7 @@ def slices(found: StepOverlap) -> Iterator[Slice]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Hold one rank's typical step, and the spread of step and exposed seconds.
+    """Hold one rank's typical step, and p10 and p90 of step and exposed seconds.
 
     The steps are those that all ranks recorded with the last step's bucket layout;
     `typical_step` picks the same one of them for all ranks.
@@ -302,7 +302,7 @@ def typical_step(
 
 
 def to_show(buckets: Sequence[BucketOverlap], most: int) -> set[int]:
-    """Choose at most ``most`` buckets, by number: first, last, and the most exposed."""
+    """Return the numbers of at most ``most`` buckets: first, last, the most exposed."""
     ends = {bucket.number for bucket in (*buckets[:1], *buckets[-1:])}
     middle = sorted(buckets[1:-1], key=lambda bucket: -bucket.exposed_s)
     return ends | {bucket.number for bucket in middle[: most - len(ends)]}

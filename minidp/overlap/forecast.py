@@ -47,13 +47,16 @@ class Forecast:
         return self.step_s - max(0.0, self.exposed_s - least)
 
     def gain(self, backward: Backward, groups: Sequence[Sequence[int]]) -> float:
-        """Predict the seconds per step that a layout saves (negative: loses)."""
+        """Predict the seconds per step that a layout saves (negative: loses).
+
+        At most `exposed_s`. ``groups``: its buckets, as positions in ``backward``.
+        """
         now = play(self.backward, self.groups, self.network).exposed_s
         then = play(backward, groups, self.network).exposed_s
         return min(now - then, self.exposed_s)
 
     def best_cap(self) -> tuple[float, float]:
-        """Return the best bucket cap of `CAPS_MB`, and its gain in seconds per step.
+        """Return the best bucket cap (MiB) of `CAPS_MB`, and its gain in s per step.
 
         That is the largest within 1 % of a step of the best gain, as each bucket costs
         time that the model does not know; of caps that give one bucket, the smallest.
@@ -94,7 +97,7 @@ def analyse(run: Run) -> Analysis | None:
 
 
 def forecast_of(run: Run, overlap: Overlap) -> Forecast | None:
-    """Return the forecast for one rank; None for 1 rank, or if no message was timed."""
+    """Return one rank's forecast; None: the run has 1 rank, or no message was timed."""
     samples = samples_of(run)
     network = network_of(run, samples)
     if network is None:

@@ -14,7 +14,8 @@ class HookTiming:
     """Record when each grad hook of ``hooks`` runs, while switched on.
 
     `switch` swaps Python hooks on the nodes for ones that read ``clock`` first, and
-    back. C++ hooks read ``time.perf_counter_ns`` themselves, and call other clocks.
+    back. C++ hooks read ``time.perf_counter_ns`` without Python; for any other
+    ``clock`` they call `_stamp`.
     """
 
     def __init__(self, hooks: GradHooks, clock: Callable[[], Any]) -> None:
@@ -38,6 +39,7 @@ class HookTiming:
             on_node[key] = MethodType(self._timed[hook] if on else hook, i)
 
     def _stamp(self, i: int) -> None:
+        """Store the time of parameter ``i``; called by its C++ hook."""
         self._stamps[i] = self._clock()
 
     def take(self) -> list[Any]:
@@ -50,6 +52,8 @@ class HookTiming:
 
 
 def _timed(hook: GradHook, clock: Callable[[], Any], stamps: list[Any]) -> GradHook:
+    """Return ``hook`` with a clock read before it, stored in ``stamps``."""
+
     @untraced
     def grad_hook(i: int, grad_inputs: Any, grad_outputs: Any) -> None:
         stamps[i] = clock()

@@ -80,6 +80,7 @@ def _paragraph(line: str, mark: str = "", name: str = "") -> str:
 
 
 def _data(found: Analysis) -> dict[str, Any]:
+    """Return what `page.js` draws: as many last steps as fit, and the typical one."""
     run, shown = found.run, found.shown
     first = run.ranks[0]
     numbers = [steps[0].number for steps in run.common]
@@ -172,7 +173,7 @@ def _rank(one: StepOverlap, origin: int) -> dict[str, Any]:
 
 
 def _packed(found: Iterable[Slice], at: int) -> list[int]:
-    """Return kind and length (ns) of each slice, and of each gap, from ``at`` on."""
+    """Return kind and length (ns) of slices and of gaps (kind -1), from ``at`` on."""
     numbers = []
     for each in found:
         if each.begin_ns != at:
@@ -183,7 +184,7 @@ def _packed(found: Iterable[Slice], at: int) -> list[int]:
 
 
 def _model(forecast: Forecast, found: Analysis) -> dict[str, Any]:
-    """Return what `forecast.js` predicts from."""
+    """Return the numbers from which `forecast.js` predicts, with its names for them."""
     return {
         "backward": vars(forecast.backward),
         "groups": forecast.groups,

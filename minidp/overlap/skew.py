@@ -52,7 +52,7 @@ class Run:
 
     @cached_property
     def common(self) -> list[tuple[Step, ...]]:
-        """Steps (a tuple by rank) that all ranks recorded, with the last layout."""
+        """Steps that all ranks recorded with the last step's layout; tuples by rank."""
         return common_steps(self.ranks)
 
     @cached_property
@@ -68,6 +68,7 @@ class Run:
 
 
 def _of_all(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
+    """Return the steps whose number all timelines hold: for each a tuple by rank."""
     by_number = [{step.number: step for step in t.steps} for t in timelines]
     numbers = sorted(set.intersection(*(set(steps) for steps in by_number)))
     return [tuple(steps[number] for steps in by_number) for number in numbers]
@@ -204,12 +205,13 @@ def skew_of(run: Run) -> Skew | None:
 
 
 def _arrivals(step: Step) -> dict[Place, int]:
+    """Return when (ns) this rank came to its forward, backward, and bucket launches."""
     begins = {FORWARD: step.begin_ns, BACKWARD: step.backward.begin_ns}
     return begins | {bucket.number: bucket.launched_ns for bucket in step.buckets}
 
 
 def _late(rows: Sequence[Sequence[int]], numbers: Sequence[int]) -> dict[int, Late]:
-    """Return each rank's lateness at one place; ``rows``: per step, ns by rank."""
+    """Return the lateness of ranks ``numbers`` at one place; ``rows``: ns by rank."""
     times = np.array(rows) - np.array(rows)[:, :1]
     late = {}
     for column, number in enumerate(numbers):

@@ -1,5 +1,7 @@
 """Record the times of a reducer's steps.
 
+What a `Stopwatch` is told, and by whom::
+
     note     an event of a bucket                      any thread
     enter    a phase of the step begins or ends        data_parallel, core, guard
     take     the times of grad hooks, in some steps    core
@@ -81,7 +83,7 @@ class CudaClock(Clock):
         torch.cuda.synchronize(self._device)
 
     def resolve(self, mark: Mark, anchor: Mark) -> int:
-        """Convert an event to CPU clock ns; a near ``anchor`` limits rounding."""
+        """Convert an event to CPU clock ns; a near event ``anchor`` limits rounding."""
         until_anchor: float = self._origin.elapsed_time(anchor)
         from_anchor: float = anchor.elapsed_time(mark)
         return self._origin_ns + round(until_anchor * 1e6) + round(from_anchor * 1e6)
@@ -175,6 +177,7 @@ class Stopwatch:
             self._enter(phase, now, marks)
 
     def _enter(self, phase: StepEvent, now: Mark, marks: StepMarks) -> None:
+        """Store an event of a step; once it was reduced, only those of local work."""
         match phase:
             case StepEvent.FORWARD_END:
                 marks.forwards[-1][1] = now
@@ -214,7 +217,7 @@ class Stopwatch:
     # -- result ------------------------------------------------------------------------
 
     def steps(self) -> tuple[list[Step], list[tuple[tuple[int, ...], ...]]]:
-        """Return the kept steps and the layouts they refer to; wait for the device."""
+        """Return kept steps, and the layouts by `Step.layout`; wait for the device."""
         self._clock.settle()
         layouts: dict[tuple[tuple[int, ...], ...], int] = {}
         steps = []
@@ -282,7 +285,7 @@ def _bucket(number: int, times: Mapping[Moment, int]) -> BucketTimes:
 
 
 class ModelStopwatch(Stopwatch):
-    """Record a reducer's steps for a `Timeline`, one at a time."""
+    """Record a reducer's steps for a `Timeline`; only one of them may run at a time."""
 
     def __init__(
         self, reducer: Reducer, *, keep: int = KEEP_STEPS, clock: Clock | None = None
@@ -300,7 +303,7 @@ class ModelStopwatch(Stopwatch):
     def start(self) -> None:
         """Start recording.
 
-        Raises RuntimeError after `stop`, or if another `ModelStopwatch` records this.
+        Raises RuntimeError after `stop`, or while another one records this reducer.
         """
         if self._reducer is None:
             raise RuntimeError(
@@ -338,7 +341,7 @@ class ModelStopwatch(Stopwatch):
 
 
 def where_of(reducer: Reducer) -> Where:
-    """Return rank, device, host ... of a reducer; ``host`` is the boot id or a name."""
+    """Return a reducer's `Where`; ``host`` is the boot id, or the host's name."""
     group, device = reducer.communicator.group, reducer.queue.specs[0].device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     averaging = reducer.queue.averaging

@@ -55,7 +55,7 @@ def report(timelines: Sequence[Timeline]) -> str:
 
 
 def headline(found: Analysis) -> list[str]:
-    """Return what was recorded; whether communication is hidden, why; the advice."""
+    """Return what was recorded (two lines in one), `_verdict`, and the advice."""
     few = "Record a few dozen steps; these few say: " * (found.shown.num_steps < FEW)
     least, most = found.shown.spread_s
     if most > 2 * least:
@@ -110,6 +110,7 @@ def _header(found: Analysis) -> str:
 
 
 def _verdict(found: Analysis) -> list[str]:
+    """Return lines: is communication hidden? If 3 % of a step are exposed: why?"""
     one, first = found.shown.typical, found.run.ranks[0]
     total = one.hidden_s + one.exposed_s
     if not total or first.where.world_size == 1:
@@ -247,7 +248,7 @@ def _legend(found: Analysis) -> list[str]:
 
 
 def network_lines(found: Analysis) -> list[str]:
-    """Return sentences on bandwidth and on the best layout; needs a forecast."""
+    """Return two sentences: bandwidths; least step of any layout. Needs a forecast."""
     where, forecast = found.run.ranks[0].where, found.forecast
     assert forecast is not None
     dense = [bucket for bucket in found.shown.typical.buckets if bucket.dense_bytes]
@@ -283,7 +284,7 @@ def _digits(number: float) -> str:
 
 
 def skew_rows(skew: Skew, found: Analysis) -> tuple[list[list[str]], list[str]]:
-    """Return who comes last at each place: table rows with a head, and notes."""
+    """Return how late each rank is at each place: table rows with a head, and notes."""
     first = found.run.ranks[0]
     shown = [timeline.where.rank for timeline in found.run.ranks][:MAX_COLUMNS]
     rows = [["", "last is", "ms behind", *(f"rank {rank}" for rank in shown), "layers"]]

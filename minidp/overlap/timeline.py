@@ -77,7 +77,7 @@ class Step:
         return (self.finalize_end_ns - self.backward.begin_ns) / 1e9
 
     def first_gradient_ns(self, members: Sequence[int]) -> int | None:
-        """Return when (ns) the first gradient of parameters came; None: not timed."""
+        """Return when (ns) the first gradient of ``members`` came; None: not timed."""
         found = [t for i in members if self.ready_ns and (t := self.ready_ns[i])]
         return min(found, default=None)
 
@@ -132,6 +132,7 @@ class Timeline:
 
 
 def _moved(value: Any, ns: int) -> Any:
+    """Return steps, a step, a span or a time (None stays), ``ns`` later."""
     if isinstance(value, tuple):
         return tuple(_moved(each, ns) for each in value)
     if isinstance(value, int):
@@ -152,7 +153,7 @@ def to_json(timelines: Sequence[Timeline]) -> str:
 
 
 def from_json(text: str, source: str = "the file") -> tuple[Timeline, ...]:
-    """Return the timelines in a recording's JSON; ValueError names bad ``source``."""
+    """Return the timelines in `to_json`'s text; ValueError names ``source`` if bad."""
     try:
         value = json.loads(text)
         problem = _problem(value)
@@ -167,7 +168,7 @@ def from_json(text: str, source: str = "the file") -> tuple[Timeline, ...]:
 
 
 def _problem(value: Any) -> str:
-    """Return why parsed JSON has a wrong kind or version, or no rank; "" if it fits."""
+    """Return why parsed JSON is no recording of this version with a rank, else ""."""
     if isinstance(value, dict) and "traceEvents" in value:
         return "is a trace, not a recording"
     if not isinstance(value, dict) or value.get("kind") != KIND:

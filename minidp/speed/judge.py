@@ -40,7 +40,7 @@ LAST, FEW, MANY = 3, 6, 40  # rates of links: the last ones; at least as many; a
 
 @dataclass(frozen=True)
 class Slow:
-    """Say which rank is slow, in which phase, and how many seconds that costs."""
+    """Say which rank is slow, in which phase, and what that costs in each step."""
 
     rank: int
     phase: int
@@ -53,8 +53,9 @@ class Slow:
 def find_slow(times: NDArray[np.float64], share: float) -> Slow | None:
     """Return the rank whose own work is longer by ``share`` of a step, or None.
 
-    ``times``: seconds, shape (ranks, steps, phases), at least three steps. Its second
-    shortest time must be that much, at least 1 ms, over all others' second longest.
+    ``times``: seconds, shape (ranks, steps, phases), at least three steps. Work is all
+    but waiting. Its second shortest time must be that much, at least 1 ms, over all
+    others' second longest: one odd step of a rank decides nothing.
     """
     own = np.sort(times[:, :, OWN].sum(axis=2), axis=1)
     low, high = own[:, 1], own[:, -2]
@@ -65,7 +66,10 @@ def find_slow(times: NDArray[np.float64], share: float) -> Slow | None:
 
 
 def describe(times: NDArray[np.float64], rank: int) -> Slow:
-    """Return how ``rank`` differs from the others, whether or not it is slow."""
+    """Return how ``rank`` differs from the others, slow or not; ``times``: `find_slow`.
+
+    The phase: of all but waiting, where ``rank`` exceeds the others' median most.
+    """
     typical = np.median(times, axis=1)
     others = np.median(np.delete(typical, rank, axis=0), axis=0)
     phase = max(OWN, key=lambda each: typical[rank, each] - others[each])
@@ -86,11 +90,12 @@ def find_slow_link(
     nbytes: Sequence[float],
     step: float,
 ) -> Slow | None:
-    """Return the rank whose network connection became slow, or was never fast.
+    """Return the rank whose network connection became slow, or was never fast; or None.
 
-    ``rates``: bytes per second, shape (times, ranks). They are estimates, often far too
-    high. ``waits``: seconds per step in which even the rank that waits least waits, at
-    the same times: a ring is as slow as its slowest link. ``nbytes``: sent per step.
+    ``rates``: bytes per second, shape (times, ranks), estimates, often far too high.
+    ``waits``: seconds per step in which even the rank that waits least waits, at the
+    same times: a ring is as slow as its slowest link. ``nbytes``: sent per step, by
+    rank. ``step``: its seconds. Fewer than six times give None.
     """
     if len(rates) < FEW:
         return None
@@ -159,7 +164,7 @@ class Judge:
         self._links: deque[tuple[Sequence[float], float]] = deque(maxlen=MANY)
 
     def judge(self, posted: Mapping[int, Any]) -> None:
-        """Judge each step that all ranks have posted since the last call."""
+        """Judge each step that all ranks have ``posted`` since the last call."""
         numbers, times = align([posted[rank]["steps"] for rank in sorted(posted)])
         new = {n: end for end, n in enumerate(numbers, start=1) if n > self._step}
         for size, share in WINDOWS.items():
@@ -176,6 +181,7 @@ class Judge:
         self._step = max([self._step, *numbers])
 
     def _by_work(self, times: NDArray[np.float64], share: float) -> Slow | None:
+        """Return the slow rank or None; to stay named takes half of ``share``."""
         if self.slow is None:
             return find_slow(times, share)
         now = describe(times, self.slow.rank)
@@ -184,6 +190,7 @@ class Judge:
     def _by_link(
         self, links: Sequence[tuple[float, float]], times: NDArray[np.float64]
     ) -> Slow | None:
+        """Return whose link is slow or None; one named stays until ranks wait less."""
         rates, nbytes = zip(*links, strict=True)
         wait = float(np.median(times[:, :, WAITING], axis=1).min())
         step = float(np.median(times.sum(axis=2)))
@@ -200,7 +207,11 @@ class Judge:
     def _note(
         self, window: int, now: Slow | None, step: int, posted: Mapping[int, Any]
     ) -> None:
-        """Log if the slow rank changed, in the window in which it became slow."""
+        """Log a rank once when it becomes slow, and once when it no longer is.
+
+        ``now``: the slow rank of this ``window`` (0: by links), or None. The end counts
+        only in the window in which the rank was named.
+        """
         if self.slow is None and now is not None:
             self.slow, self._window = now, window
             self._since = step - (window or min(WINDOWS)) + 1

@@ -15,6 +15,7 @@ import struct
 from contextlib import suppress
 from typing import NamedTuple
 
+_FOLDER = "/proc/self/fd"  # of the process's open files and sockets
 _ACKED_BYTES, _RATE = 120, 160  # offsets in tcp_info
 _BYTES = 168
 
@@ -33,11 +34,10 @@ def sent_by_connection() -> dict[str, Sent]:
     system does not count them (not Linux, or an old kernel).
     """
     found = {}
-    for descriptor in (
-        os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ()
-    ):
+    descriptors = os.listdir(_FOLDER) if os.path.isdir(_FOLDER) else ()
+    for descriptor in descriptors:
         with suppress(OSError, ValueError):  # closed meanwhile, or no TCP connection
-            name = os.readlink(f"/proc/self/fd/{descriptor}")
+            name = os.readlink(f"{_FOLDER}/{descriptor}")
             if name.startswith("socket:"):
                 found[name] = _sent(int(descriptor))
     return found

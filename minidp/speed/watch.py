@@ -94,7 +94,7 @@ class SpeedWatch:
             )
 
     def stop(self) -> None:
-        """Measure nothing any more; `numbers` keeps the last numbers."""
+        """Stop measuring, once and for all; `numbers` keeps its last numbers."""
         if self in self._tracer.listeners:
             self._tracer.listeners.remove(self)
 
@@ -118,7 +118,7 @@ class SpeedWatch:
     # -- events, see `trace.Listener` --------------------------------------------------
 
     def note(self, moment: Moment, bucket: int) -> None:
-        """Store when a bucket was full."""
+        """Store seconds from the backward's begin until ``bucket`` was full."""
         if moment is Moment.FULL:
             self._full_now[bucket] = time.perf_counter() - self._backward_began
 
@@ -145,7 +145,7 @@ class SpeedWatch:
     # -- other ranks, in the watchdog's thread -----------------------------------------
 
     def _exchange(self, posted: dict[int, Any]) -> dict[str, Any]:
-        """Judge what all ranks have ``posted``, on rank 0; return what to post."""
+        """On rank 0, judge what all ranks ``posted``; return what this rank posts."""
         size = self._size
         if self._judge is not None and len(posted) == size:
             self._judge.judge(posted)
@@ -159,9 +159,9 @@ class SpeedWatch:
         }
 
     def _link(self) -> tuple[float, float]:
-        """Return the rate of the connection that carries gradients, and bytes per step.
+        """Return (bytes per second, bytes per step) of the connection that sends most.
 
-        Zeros if none does.
+        Zeros unless it sends a quarter of the parameters' bytes in each step.
         """
         now, sent = self._number, sent_by_connection()
         while len(self._sent) > 1 and now - self._sent[1][0] >= min(WINDOWS):

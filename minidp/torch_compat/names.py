@@ -163,13 +163,16 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     def _register_fused_optim(
         self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> None:
-        """Step ``optim(params, ...)`` in backwards; average by `all_reduce_hook`."""
+        """Step ``optim(params, ...)`` in backwards; average by `all_reduce_hook`.
+
+        ``optim_params`` None: all parameters that are averaged.
+        """
         params = self._reducer.params if optim_params is None else optim_params
         self.register_comm_hook(None, comm_hooks.all_reduce_hook)
         self.step_in_backward(optim(list(params), *args, **kwargs))
 
     def _adopt_planted_optimizers(self) -> None:
-        """Let ``_apply_optimizer_in_backward``, if used, step after averaging."""
+        """Let optimizers of ``_apply_optimizer_in_backward`` step after averaging."""
         params = [p for p in self._module_parameters if p.requires_grad]
         if not any(hasattr(p, "_in_backward_optimizers") for p in params):
             return
@@ -258,6 +261,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         self._replication.stop_comparing()
 
     def _check_reducer_finalized(self) -> None:
+        """Raise if the last backward failed or did not finish."""
         refuse_forward(self._reducer)
 
     # -- what there is -----------------------------------------------------------------

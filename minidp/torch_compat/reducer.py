@@ -32,13 +32,13 @@ class ReducerNames:
         """Do nothing: minidp prepares in the forward itself."""
 
     def prepare_for_backward(self, outputs: Any) -> None:
-        """Let the next backward of ``outputs`` reduce; raise if the last failed."""
+        """Let the next backward of ``outputs`` reduce; raise like a forward."""
         refuse_forward(self._reducer)
         self._reducer.arm(outputs)
         self._reducer.ledger.note_forward(synchronising=True)
 
     def _rebuild_buckets(self) -> bool:
-        """Check as in a forward; rebuild buckets if due (collective); return if so."""
+        """Rebuild buckets if due (collective); return if so. Raise like a forward."""
         refuse_forward(self._reducer)
         is_due = self._reducer.rebuild_policy.is_due
         self._reducer.rebuild_if_due()
@@ -82,7 +82,10 @@ class ReducerNames:
         work: Any,
         use_static_world_size: bool,  # noqa: FBT001 -- torch's
     ) -> None:
-        """Wait for ``work``, a count of ranks; divide by it, or by the world size."""
+        """Wait for ``work``, a count of ranks; divide by it from now on.
+
+        By the world size instead if ``use_static_world_size``.
+        """
         (count,) = work.get_future().wait()
         count = None if use_static_world_size else int(count.item())
         self._reducer.queue.averaging.num_contributors = count

@@ -19,7 +19,7 @@ DECISIVE = "caps", "last_is_small", "find_unused_parameters", "averages_items", 
 
 
 class NotByItself(RebuildPolicy):
-    """Keep the ready order, but let an `Agreement` say when buckets are rebuilt."""
+    """Store the ready order; leave it to an `Agreement` when to rebuild buckets."""
 
     is_due = False
 
@@ -68,20 +68,23 @@ class Agreement:
         return layout_after(order, queue.specs, queue.config) if order else None
 
     def agree(self, step: int, quorum: int | None, layout: Layout | None) -> None:
-        """Use participating rank 0's `proposal` as soon as ``step`` is committed."""
+        """Use ``layout``, rank 0's `proposal`, as soon as ``step`` is committed.
+
+        None: keep the present one.
+        """
         if layout is not None:
             plain = to_plain(layout, self._reducer.queue.specs, rebuilt=True)
             self._agreed = step, {"layout": plain}
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return parameters, and the plan for ``step``; in another thread, too."""
+        """Return the plan for ``step`` and facts of the model; in any thread."""
         plan, agreed = self.plan, self._agreed
         if agreed is not None and step > agreed[0]:
             plan = agreed[1]
         return {"plan": plan, "facts": self._facts()}
 
     def _facts(self) -> list[str]:
-        """Return in words what decides on the messages, besides the layout."""
+        """Return parameters and options that all replicas must share, as texts."""
         queue, params = self._reducer.queue, self._reducer.params
         config = queue.config
         found = [
@@ -96,7 +99,7 @@ class Agreement:
             self.adopt(self._agreed[1])
 
     def receive(self, state: dict[str, Any]) -> None:
-        """Use the `state` of another replica; once, if it is given twice."""
+        """Use another replica's `state`, only once; may raise as `layout_of`."""
         if state is not self._received:
             self.layout_of(state)
             self._received, self._agreed = state, None
@@ -124,7 +127,7 @@ class Agreement:
         return resumed_layout(plain, self._reducer.queue.specs)
 
     def adopt(self, plan: dict[str, Any]) -> None:
-        """Use a plan; the buckets are replaced only if its layout is another one."""
+        """Use a plan: replace the buckets if its layout is another one."""
         layout = resumed_layout(read_plain(plan["layout"]), self._reducer.queue.specs)
         self.plan, self._policy.has_rebuilt = plan, plan["layout"]["rebuilt"]
         if layout != self._reducer.queue.layout:

@@ -1,7 +1,7 @@
 """Count items (``average_over="items"``) where the number of ranks changes.
 
-A bucket's tail has a row for each rank, so its length would change with the quorum.
-Here the rows travel in a message of their own, written anew for each quorum.
+Elsewhere the counts travel at the end of a bucket, with a row for each rank: their
+length would change with the quorum. Here they are a message of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .quorum import Quorum, Sum
 
 
 class ItemRows(ItemCounts):
-    """Sum the counts of those who contribute, after the last bucket is launched.
+    """Sum the replicas' counts of items, after the last bucket is launched.
 
     A row is that of a replica in `Quorum.members`. The manager sets it to zero if the
     replica is catching up: it counts as one without items.
@@ -35,7 +35,7 @@ class ItemRows(ItemCounts):
         return self._quorum.members()
 
     def send(self, device: torch.device) -> None:
-        """Start to sum the counts; once more, with the same, if the quorum changes."""
+        """Start to sum the counts; sum the same again if the quorum changes."""
         step, quorum = self._step, self._quorum
         row = super().tail  # of the group of one rank
 
@@ -53,7 +53,7 @@ class ItemRows(ItemCounts):
             self._message, self._sum = self._sum.wait(), None
 
     def read(self, tail: torch.Tensor | None, divisor: int) -> float | torch.Tensor:
-        """As in `ItemCounts`; any number if the step will not be committed."""
+        """As in `ItemCounts`; 1.0, of no meaning, if the step will not be committed."""
         self.settle()
         if self._quorum.has_failed:
             self._message, self.is_sent, self.holds_averages = None, False, True

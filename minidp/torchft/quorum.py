@@ -50,12 +50,12 @@ require_known(metadata.version("torchft"))
 
 
 class Rank(int):
-    """Rank 0 of a group of one; as text, a rank of the manager's replica, by its id."""
+    """The rank 0, which prints as the rank and id of the manager's replica."""
 
     text = "0"
 
     def __str__(self) -> str:
-        """Return what errors say after the word "rank"."""
+        """Return what error messages say after the word "rank": "0 of replica 3"."""
         return self.text
 
 
@@ -76,7 +76,7 @@ class Replica(ProcessGroupDummy):  # type: ignore[misc]
         return self._me
 
     def getBackendName(self) -> str:
-        """Return what a recording says of the backend."""
+        """Return "torchft", which recordings name as the backend."""
         return "torchft"
 
     def allreduce(self, tensors: list[torch.Tensor], opts: object) -> Sum:
@@ -100,7 +100,7 @@ class Sum:
         self.launch()
 
     def launch(self) -> None:
-        """Start, or start again in another quorum."""
+        """Write the tensor and start its sum; again after a change of the quorum."""
         self.tensor = self._write()
         self.work: Any = self._quorum.launch(self.tensor)
 
@@ -124,7 +124,7 @@ class Sum:
         return self
 
     def done(self) -> bool:
-        """Return whether a `wait` has returned."""
+        """Return whether all sums of this backward have been waited for."""
         return self.is_over
 
     def wait(self) -> torch.Tensor:
@@ -141,7 +141,7 @@ class Sum:
 
 
 class Quorum:
-    """Know who takes part in each backward of one reducer; sum, and sum again."""
+    """Find out who takes part in each backward; sum over them, again if one dies."""
 
     def __init__(self, manager: Any, reducer: Reducer) -> None:
         self.manager = manager
@@ -162,7 +162,7 @@ class Quorum:
             ) from None
 
     def state(self) -> dict[str, Any]:
-        """Return what a joining replica receives."""
+        """Return `Agreement.state` for the manager's step, for a joining replica."""
         return self.agreement.state(self.manager.current_step())
 
     @property
@@ -188,7 +188,7 @@ class Quorum:
         return [rank // self.manager._group_world_size for rank in known]
 
     def position(self) -> int:
-        """Return this replica's index in `members`, if its gradients count."""
+        """Return this replica's index in `members`; 0 if it has none."""
         known = getattr(self.manager._pg, "_rank", None)
         return int(self.manager.participating_rank() or 0 if known is None else known)
 
@@ -211,7 +211,11 @@ class Quorum:
         return self.contributors
 
     def _find_out(self) -> None:
-        """Wait for the quorum; log who is in it, if others than before."""
+        """Wait for the quorum; log who is in it, if others than before.
+
+        Raises MiniDPError if none was started or the manager cannot save the model,
+        CollectiveError if none was found.
+        """
         manager, rank = self.manager, self.rank
         if manager._quorum_future is None:
             remedy = "call zero_grad() of torchft's optimizer, or "
@@ -241,7 +245,7 @@ class Quorum:
             self._told = now
 
     def _received(self) -> dict[str, Any] | None:
-        """Return another replica's `state`, if this one is catching up with it."""
+        """Return the `state` of the replica that this one catches up with, or None."""
         found = self.manager._healing and self.manager._pending_state_dict
         if not found:
             return None
@@ -255,7 +259,8 @@ class Quorum:
     def _count(self) -> int:
         """Return how many replicas contribute; agree on a layout if that is due.
 
-        In step 0 the manager also counts those whose gradients it sets to zero.
+        Then, and in step 0, by an all-reduce over the quorum: in step 0 the manager
+        also counts those whose gradients it sets to zero.
         """
         manager, specs = self.manager, self._reducer.queue.specs
         self.step = step = manager.current_step()
@@ -282,9 +287,10 @@ class Quorum:
     # -- it ends -----------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait for all sums of the backward; if one failed, sum them once more.
+        """Wait for all sums of the backward; if one failed, sum over a new quorum.
 
-        If that cannot be, the manager knows, and will not commit the step.
+        At most three times in all, and if `_may_repeat`. Otherwise the manager knows
+        of the error, and will not commit the step.
         """
         manager, sums = self.manager, self.sums
         for attempt in range(1, ATTEMPTS + 1):

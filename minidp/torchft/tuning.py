@@ -45,7 +45,10 @@ class Tuning(Agreement):
         self._policy.layout_by = "" if layout["rebuilt"] else AUTO_TRIES
 
     def begin(self, step: int, quorum: int | None) -> bool:
-        """As in `Agreement`; alone, or in another quorum, nothing has to travel."""
+        """As in `Agreement`: True until torch's layout is known, and when a trial ends.
+
+        In a new quorum False, and the search begins anew; False alone, and at the end.
+        """
         self._agreed, plan = None, self.plan
         if plan["trial"] >= NUM_TRIALS:
             return False
@@ -57,6 +60,7 @@ class Tuning(Agreement):
         return is_measured and step >= plan["since"] + STEPS
 
     def _restart(self, step: int, quorum: int | None) -> None:
+        """Begin the search anew, in ``quorum``, as soon as ``step`` is committed."""
         start = {"trial": 0, "since": step + 1, "quorum": quorum}
         self._agreed = step, self.plan | start | {"layout": self.plan["torchs"]}
 

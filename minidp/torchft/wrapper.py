@@ -178,7 +178,7 @@ class _Receives(Observer):
 
 
 class _Commits:
-    """Tell the optimizer guard whether the manager has committed the step."""
+    """Stand in for the optimizer guard's replica check: is the step committed?"""
 
     def __init__(self, quorum: Quorum) -> None:
         self._quorum = quorum

@@ -59,7 +59,7 @@ class Branches(nn.Module):
 
 def batch(ctx: Any, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * ctx.rank + step)
-    return torch.randn(4, 3, generator=generator)
+    return torch.randn(4, 3, generator=generator).to(ctx.device)
 
 
 def make_net(*, has_unused: bool = False) -> nn.Module:
@@ -73,10 +73,14 @@ def make_net(*, has_unused: bool = False) -> nn.Module:
 def train(
     ctx: Any, name: str, options: dict[str, Any], how: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """(torch's plain loop, minidp's overlapped one): parameters and optimizer state."""
+    """(torch's plain loop, minidp's overlapped one): parameters and optimizer state.
+
+    Also called on GPUs, by tests/gpu.
+    """
     results = []
     for overlapped in (False, True):
         net = make_net(has_unused="find_unused_parameters" in options)
+        net.to(ctx.device)
         ddp = wrap(ctx, net, overlapped, ignores=how.get("ignores", False), **options)
         if how.get("hook"):
             register_hook(ddp, overlapped=overlapped)

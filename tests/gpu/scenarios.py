@@ -15,12 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import minidp
 from minidp import DataParallel, comm_hooks
+from minidp.torch_compat.names import BUILTIN_HOOKS
 from tests.support.both import grads, on_both
 from tests.support.models import ModelSpec, ParamShape, Patchwork
 from tests.support.training import Training, train_both
@@ -123,13 +123,17 @@ HOOKS: dict[str, tuple[Any, Any]] = {  # torch's, minidp's
     "fp16 wrapper": (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),)
     * 2,
 }
+IN_CPP = {str(kind): kind for kind in BUILTIN_HOOKS}  # torch's
 
 
 def with_hook(ctx: Any, wrap: Any, name: str, options: dict[str, Any]) -> Any:
     """Torch's hooks on both; and ours beside torch's of the same name."""
     ddp = wrap(net(ctx), **SMALL, **options)
-    hook = HOOKS[name][isinstance(ddp, DataParallel)]
-    ddp.register_comm_hook(ctx.group, hook)
+    if name in IN_CPP:
+        ddp._register_builtin_comm_hook(IN_CPP[name])
+    else:
+        hook = HOOKS[name][isinstance(ddp, DataParallel)]
+        ddp.register_comm_hook(ctx.group, hook)
     return _train(ctx, ddp)
 
 
@@ -139,13 +143,6 @@ def with_power_sgd(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
     state = powerSGD_hook.PowerSGDState(ctx.group, start_powerSGD_iter=2)
     ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     logging.getLogger(powerSGD_hook.__name__).setLevel(logging.ERROR)
-    return _train(ctx, ddp)
-
-
-def with_builtin_hook(ctx: Any, wrap: Any, name: str) -> Any:
-    """Torch's hooks in C++."""
-    ddp = wrap(net(ctx), **SMALL)
-    ddp._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
     return _train(ctx, ddp)
 
 
@@ -260,28 +257,6 @@ class Nested(nn.Module):
     def forward(self, xs: Any, *, scale: Any) -> torch.Tensor:
         first, second = xs
         return self.layer(first + second["y"]) * scale[0] * scale[1]
-
-
-def step_in_backward(ctx: Any, wrap: Any, optimizer: str, clip: float | None) -> Any:
-    """Parameters after each step; on torch's DDP the optimizer steps afterwards."""
-    ddp = wrap(net(ctx), **SMALL)
-    kinds = {
-        "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
-    }
-    stepper = kinds[optimizer](ddp.parameters())
-    if isinstance(ddp, DataParallel):
-        ddp.step_in_backward(stepper, clip_grad_norm=clip)
-    history = []
-    for step in range(STEPS):
-        stepper.zero_grad()
-        ddp(inputs(ctx, step)).pow(2).sum().backward()
-        if not isinstance(ddp, DataParallel):
-            if clip is not None:
-                nn.utils.clip_grad_norm_(ddp.parameters(), clip)
-            stepper.step()
-        history.append(values(ddp))
-    return history
 
 
 def auto_layout(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:

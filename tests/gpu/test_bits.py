@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed import test_overlap
 from tests.distributed.test_matrix import (
     FEATURES,
     MORE,
@@ -82,7 +83,9 @@ def test_channels_last(ranks: Any, mode: dict[str, Any]) -> None:
 
 @everywhere
 @pytest.mark.parametrize("mode", [NO_OPTIONS, VIEWS, STATIC], ids=str)
-@pytest.mark.parametrize("hook", [h for h in scenarios.HOOKS if h != "bf16"])
+@pytest.mark.parametrize(
+    "hook", [*(h for h in scenarios.HOOKS if h != "bf16"), *scenarios.IN_CPP]
+)
 def test_comm_hook(ranks: Any, hook: str, mode: dict[str, Any]) -> None:
     check(ranks, scenarios.with_hook, hook, mode)
 
@@ -97,12 +100,6 @@ def test_bf16_hook(ranks: Any) -> None:
 @both
 def test_power_sgd(ranks: Any, mode: dict[str, Any]) -> None:
     check(ranks, scenarios.with_power_sgd, mode)
-
-
-@everywhere
-@pytest.mark.parametrize("hook", ["ALLREDUCE", "FP16_COMPRESS"])
-def test_builtin_hook(ranks: Any, hook: str) -> None:
-    check(ranks, scenarios.with_builtin_hook, hook)
 
 
 # -------------------------------------------------------------------------- around them
@@ -137,11 +134,20 @@ def test_device_ids_move_inputs(ranks: Any) -> None:
         assert ids == [output]
 
 
+def steps_in_the_backward(ctx: Any, *case: Any) -> Any:
+    with scenarios.deterministic():
+        return test_overlap.train(ctx, *case)
+
+
+SEVERAL_BUCKETS = {"bucket_cap_mb_list": [0.00005]}
+
+
 @everywhere
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_steps_in_the_backward(ranks: Any, optimizer: str, clip: float | None) -> None:
-    check(ranks, scenarios.step_in_backward, optimizer, clip)
+@pytest.mark.parametrize("how", [{}, {"clip": 0.3}], ids=["", "clipped"])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_steps_in_the_backward(ranks: Any, name: str, how: dict[str, Any]) -> None:
+    for theirs, ours in ranks.run(steps_in_the_backward, name, SEVERAL_BUCKETS, how):
+        assert same(theirs, ours)
 
 
 @everywhere

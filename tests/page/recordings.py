@@ -10,7 +10,7 @@ from minidp.overlap.timeline import Param
 from tests.support.timelines import step, timeline
 
 
-def recordings(seed, *, ranks=None, steps=None, buckets=None, host=None):
+def recordings(seed, *, ranks=None, steps=None, buckets=None):
     """One timeline per rank; what is not given is drawn."""
     random = Random(seed)
     ranks = ranks or random.randint(1, 4)
@@ -26,8 +26,7 @@ def recordings(seed, *, ranks=None, steps=None, buckets=None, host=None):
             Param(f"net.{i // 2}.{'weight' if i % 2 else 'bias'}", n, "float32 on cpu")
             for i, n in enumerate(sizes)
         )
-        where = replace(one.where, host=host or one.where.host)
-        found.append(replace(one, params=params, where=where))
+        found.append(replace(one, params=params))
     return found
 
 

@@ -134,7 +134,7 @@ class Job:
         return not hung
 
 
-def play(kills, wrapper, seed=0, kinds=KINDS, pause=(0.2, 1.0), until=None):
+def play(kills, wrapper, seed=0, kinds=KINDS, until=None):
     """Return what all replicas noted, the kills, and what went wrong."""
     chance, wrong, done = random.Random(seed), [], []
     with tempfile.TemporaryDirectory(prefix="mdp-") as folder:
@@ -148,7 +148,7 @@ def play(kills, wrapper, seed=0, kinds=KINDS, pause=(0.2, 1.0), until=None):
                 time.sleep(0.01)
             if wrong:
                 break
-            time.sleep(chance.uniform(*pause))
+            time.sleep(chance.uniform(0.2, 1.0))
             if len(ready := job.up_to_date()) < 2:
                 continue
             kind, victim = chance.choice(kinds), chance.choice(ready)

@@ -22,9 +22,18 @@ from minidp.overlap import AUTO, AUTO_TRIES
 from minidp.torchft import tuning
 from tests.distributed.test_autotune import wild
 
-from .test_wrapper import Replica, lighthouse, pytestmark, reference, together
+from .test_wrapper import (
+    UNUSED,
+    Replica,
+    is_reference,
+    lighthouse,
+    pytestmark,
+    start,
+    together,
+    train,
+)
 
-__all__ = ["lighthouse", "pytestmark"]  # of pytest
+__all__ = ["lighthouse", "pytestmark", "start"]  # of pytest
 SEEDS = range(int(os.environ.get("MINIDP_TUNING_SEEDS", "2")))
 SHORT = 3  # steps of a trial
 SEARCH = 3 + NUM_TRIALS * (SHORT + 1)  # this step is the first with the last layout
@@ -69,13 +78,13 @@ def check(replicas):
             assert torch.equal(one.seen[step], other.seen[step]), step
 
 
-def test_all_replicas_try_the_same_layouts_and_keep_one(lighthouse):
-    a, b = together(*(partial(Tuned, k, lighthouse) for k in range(2)))
-    together(lambda: a.train(9), lambda: b.train(9))
+def test_all_replicas_try_the_same_layouts_and_keep_one(start):
+    a, b = start(0, 1, kind=Tuned)
+    train(9, a, b)
     assert a.model.bucket_layout["rebuilt"] is False
     assert a.model._reducer.rebuild_policy.layout_by == AUTO_TRIES
     last = SEARCH + 4
-    together(lambda: a.train(last), lambda: b.train(last))
+    train(last, a, b)
     check([a, b])
     assert set(a.seen) == set(b.seen) == {*range(1, last + 1)}
     assert len(set(a.layouts.values())) >= 5  # else this has shown nothing
@@ -85,27 +94,18 @@ def test_all_replicas_try_the_same_layouts_and_keep_one(lighthouse):
         assert each.model.bucket_layout["rebuilt"] is True
         assert each.model._reducer.rebuild_policy.layout_by == AUTO
         assert each.model._reducer.queue.tracer.listeners == []
-        each.die()
-    expected = [reference(last, lambda s, k=k: (0, 1) if s else (k,)) for k in (0, 1)]
-    assert any(torch.allclose(a.seen[last], one, rtol=1e-9) for one in expected)
+    assert is_reference(a.seen[last], last)
 
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"gradient_as_bucket_view": True},
-        {"find_unused_parameters": True},
-        {"is_async": False},
-    ],
+    [{}, {"gradient_as_bucket_view": True}, UNUSED, {"is_async": False}],
     ids=["plain", "view", "unused", "synchronous quorum"],
 )
 @pytest.mark.parametrize("seed", SEEDS)
-def test_one_is_killed_and_one_joins_in_the_middle_of_the_search(
-    lighthouse, options, seed
-):
+def test_one_is_killed_and_one_joins_in_the_middle_of_the_search(start, options, seed):
     chance = random.Random(f"{seed} {options}")
-    replicas = together(*(partial(Tuned, k, lighthouse, **options) for k in range(3)))
+    replicas = start(0, 1, 2, kind=Tuned, **options)
     victim = chance.choice(replicas)  # rank 0, who decides, with a chance of a third
     survivors = [each for each in replicas if each is not victim]
     dies, joins = chance.randrange(1, SEARCH), chance.randrange(1, SEARCH)
@@ -118,39 +118,34 @@ def test_one_is_killed_and_one_joins_in_the_middle_of_the_search(
 
     def joiner():
         is_wanted.wait(60)
-        late.append(Tuned(3, lighthouse, seed=7, **options))
+        late.extend(start(3, kind=Tuned, **options))
         is_there.set()
         late[0].train(last)
 
-    def train(each):
+    def survive(each):
         each.train(joins)
         is_wanted.set()
         is_there.wait(60)
         each.train(last)
 
-    together(victim_dies, joiner, *(partial(train, each) for each in survivors))
+    together(victim_dies, joiner, *(partial(survive, each) for each in survivors))
     check([*replicas, *late])
     others = [*survivors, *late]
     assert len({each.layouts[last] for each in others}) == 1
     # It was over in all, or in none: a joiner may have come late.
     assert len({each.plan["trial"] for each in others}) == 1
     assert late[0].plan["trial"] == NUM_TRIALS
-    for each in others:
-        each.die()
 
 
-def test_a_step_without_a_decision_begins_the_search_anew(lighthouse, monkeypatch):
-    a, b = together(*(partial(Tuned, k, lighthouse) for k in range(2)))
-    together(lambda: a.train(10), lambda: b.train(10))
-    begun = a.plan["since"], a.plan["trial"]
-    assert begun[1] > 0
-    with monkeypatch.context() as patch:
-        for each in (a, b):
-            patch.setattr(each.model._quorum.agreement, "proposal", lambda: None)
-        together(lambda: a.train(14), lambda: b.train(14))
-        assert a.plan["trial"] == b.plan["trial"] == 0
+def test_a_step_without_a_decision_begins_the_search_anew(start, monkeypatch):
+    a, b = start(0, 1, kind=Tuned)
+    train(10, a, b)
+    assert a.plan["trial"] > 0
+    for each in (a, b):
+        monkeypatch.setattr(each.model._quorum.agreement, "proposal", lambda: None)
+    train(14, a, b)
+    assert a.plan["trial"] == b.plan["trial"] == 0
     check([a, b])
-    a.die(), b.die()
 
 
 def test_a_replica_alone_tries_nothing_until_another_comes():
@@ -158,9 +153,8 @@ def test_a_replica_alone_tries_nothing_until_another_comes():
     a = Tuned(0, server.address()).train(SEARCH)
     assert a.plan["torchs"] is not None
     assert a.plan["trial"] == -1
-    b = Tuned(1, server.address(), seed=1)
-    last = 3 * SEARCH
-    together(lambda: a.train(last), lambda: b.train(last))
+    b = Tuned(1, server.address())
+    train(3 * SEARCH, a, b)
     check([a, b])
     assert a.plan["trial"] == b.plan["trial"] == NUM_TRIALS
     a.die(), b.die()

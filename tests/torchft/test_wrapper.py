@@ -39,7 +39,8 @@ RATE = 0.05
 PATIENCE = timedelta(seconds=10)  # a thread that dies does not close its connections
 LOCK = threading.Lock()  # of the global random generator
 SMALL = {"bucket_cap_mb": 0.01}
-LEAST = {"min_replica_size": 3}
+VIEWS = SMALL | {"gradient_as_bucket_view": True}
+UNUSED = {"find_unused_parameters": True}
 
 
 class Net(nn.Module):
@@ -69,19 +70,18 @@ def flat(net):
 
 
 class Replica:
-    """One replica; `step` trains one step of the manager's."""
+    """One replica, with other parameters than the others; `step` trains one step."""
 
-    def __init__(self, number, lighthouse, *, seed=0, manager=None, **options):
-        self.number, self.net = number, Net(seed)
-        options_of_manager = {"patience": PATIENCE} | (manager or {})
-        self.manager = make_manager(
-            number, lighthouse, self.load, self.save, **options_of_manager
-        )
+    def __init__(self, number, lighthouse, *, manager=None, **options):
+        manager = {"patience": PATIENCE} | (manager or {})
+        self.number, self.net = number, Net(number + 10 * manager.get("rank", 0))
+        self.manager = make_manager(number, lighthouse, self.load, self.save, **manager)
         self.model = DataParallel(self.manager, self.net, **options)
         inner = torch.optim.SGD(self.net.parameters(), lr=RATE)
         self.optimizer = torchft.Optimizer(self.manager, inner)
         self.backwards = 0
         self.seen = {}  # step -> parameters after it
+        self.is_dead = False
 
     def save(self):
         return {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -94,7 +94,32 @@ class Replica:
     def layout(self):
         return self.model._reducer.queue.layout
 
-    def die_in_backward(self, step=None):
+    def step(self, way="both", quiet=0):
+        step = self.manager.current_step()
+        self.optimizer.zero_grad()
+        for number in range(quiet + 1):
+            is_local = number < quiet
+            with self.model.no_sync() if is_local else nullcontext():
+                x = batch(self.number, step) + number
+                self.model(x, way).square().mean().backward()
+        self.backwards += 1
+        self.optimizer.step()
+        if self.manager.current_step() > step:
+            self.seen[self.manager.current_step()] = flat(self.net)
+
+    def train(self, steps, **how):
+        while self.manager.current_step() < steps:
+            self.step(**how)
+        return self
+
+    def die(self):
+        """End as a killed process: heartbeats and connections are gone."""
+        if not self.is_dead:
+            self.is_dead = True
+            self.manager.shutdown(wait=False)
+            self.manager._pg.abort()
+
+    def die_in_backward(self, **how):
         """Take a step, in whose backward this replica dies."""
 
         def die(_):
@@ -103,30 +128,7 @@ class Replica:
 
         self.net.first.weight.register_post_accumulate_grad_hook(die)
         with pytest.raises(RuntimeError):
-            (step or self.step)()
-
-    def step(self, *ways, quiet=0):
-        step = self.manager.current_step()
-        self.optimizer.zero_grad()
-        for number in range(quiet + 1):
-            is_local = number < quiet
-            with self.model.no_sync() if is_local else nullcontext():
-                x = batch(self.number, step) + number
-                self.model(x, *ways).square().mean().backward()
-        self.backwards += 1
-        self.optimizer.step()
-        if self.manager.current_step() > step:
-            self.seen[self.manager.current_step()] = flat(self.net)
-
-    def train(self, steps, *ways, quiet=0):
-        while self.manager.current_step() < steps:
-            self.step(*ways, quiet=quiet)
-        return self
-
-    def die(self):
-        """End as a killed process: heartbeats and connections are gone."""
-        self.manager.shutdown(wait=False)
-        self.manager._pg.abort()
+            self.step(**how)
 
 
 @pytest.fixture
@@ -142,135 +144,135 @@ def lighthouse():
     server.shutdown()
 
 
+@pytest.fixture
+def start(lighthouse):
+    """``start(0, 1, **options)`` makes these replicas; they die when the test ends."""
+    started = []
+
+    def start(*numbers, kind=Replica, **options):
+        found = together(*(partial(kind, k, lighthouse, **options) for k in numbers))
+        started.extend(found)
+        return found
+
+    yield start
+    for each in started:
+        each.die()
+
+
 def together(*calls):
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(call) for call in calls]
         return [future.result(timeout=60) for future in futures]
 
 
-def reference(steps, replicas, ways=("both",) * 3, quiet=0, start=None):
-    """Train one net on the average gradients of ``replicas(step)``."""
-    net = copy.deepcopy(start or Net())
+def train(steps, *replicas, **how):
+    together(*(partial(each.train, steps, **how) for each in replicas))
+
+
+def one_step(net, step, replicas, ways=("both",) * 3, quiet=0):
+    """Take a step of ``net`` with the average gradients of ``replicas``."""
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
-    for step in range(steps):
-        optimizer.zero_grad()
-        who = replicas(step)
-        for number in who:
-            for more in range(quiet + 1):
-                x = batch(number, step) + more
-                loss = net(x, ways[number]).square().mean() / len(who)
-                loss.backward()
-        optimizer.step()
-    return flat(net)
+    for number in replicas:
+        for more in range(quiet + 1):
+            loss = net(batch(number, step) + more, ways[number]).square().mean()
+            (loss / len(replicas)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return net
 
 
-def everybody(step):
-    # At step 0 all but one receive the parameters, and contribute nothing.
-    return (0, 1)
+def is_reference(found, steps, ways=("both",) * 3, quiet=0, *, is_async=True):
+    """Whether replicas 0 and 1 may have come to the parameters ``found``.
+
+    Step 0 begins with the parameters of one of them. The other one receives these
+    meanwhile, and contributes nothing, if the quorum is asynchronous.
+    """
+
+    def reference(first):
+        net = Net(first)
+        for step in range(steps):
+            replicas = (0, 1) if step or not is_async else (first,)
+            one_step(net, step, replicas, ways, quiet)
+        return flat(net)
+
+    return any(torch.allclose(found, reference(k), rtol=1e-9) for k in (0, 1))
 
 
 def same(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, SMALL, {"gradient_as_bucket_view": True} | SMALL, {"batched_grad_copy": True}],
+    ("options", "ways", "quiet"),
+    [
+        *((mode, ("both", "both"), 0) for mode in ({}, SMALL, VIEWS)),
+        ({"batched_grad_copy": True}, ("both", "both"), 0),
+        (UNUSED, ("left", "right"), 0),
+        (SMALL, ("both", "both"), 2),
+    ],
     ids=str,
 )
-def test_gradients_are_averages_over_the_participants(lighthouse, is_async, options):
-    replicas = together(
-        *(
-            lambda k=k: Replica(
-                k, lighthouse, seed=k, manager={"use_async_quorum": is_async}, **options
-            ).train(5)
-            for k in range(2)
-        )
+@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
+def test_gradients_are_averages_over_the_participants(
+    start, is_async, options, ways, quiet
+):
+    a, b = start(0, 1, manager={"use_async_quorum": is_async}, **options)
+    together(
+        *(partial(each.train, 5, way=ways[each.number], quiet=quiet) for each in (a, b))
     )
-    a, b = replicas
     assert torch.equal(a.seen[5], b.seen[5])
     assert a.layout == b.layout
-    # One replica's seed and gradients count at step 0, with an asynchronous quorum.
-    found = [
-        reference(5, lambda step, k=k: (0, 1) if step or not is_async else (k,))
-        if k == 0
-        else reference(
-            5, lambda step: (0, 1) if step or not is_async else (1,), start=Net(1)
-        )
-        for k in range(2)
-    ]
-    assert any(torch.allclose(a.seen[5], one, rtol=1e-10) for one in found)
-    for each in replicas:
-        each.die()
+    assert is_reference(a.seen[5], 5, ways, quiet, is_async=is_async)
 
 
-def test_buckets_are_rebuilt_and_a_joining_replica_receives_the_layout(lighthouse):
-    a, b = together(*(lambda k=k: Replica(k, lighthouse, **SMALL) for k in range(2)))
+def test_buckets_are_rebuilt_and_a_joining_replica_receives_the_layout(start):
+    a, b = start(0, 1, **SMALL)
     first = a.layout
-    together(lambda: a.train(4), lambda: b.train(4))
+    train(4, a, b)
     assert a.layout == b.layout != first
-    c = Replica(2, lighthouse, seed=5, **SMALL)
+    (c,) = start(2, **SMALL)
     assert c.layout == first
-    # Long enough that the third one finds the others, however late it asks.
-    together(*(lambda each=each: each.train(60) for each in (a, b, c)))
+    train(60, a, b, c)  # so that the third one finds the others, however late it asks
     assert c.layout == a.layout
     assert c.seen
     for step, params in c.seen.items():
         assert torch.equal(params, a.seen[step])
     assert a.model.participants == [0, 1, 2]
-    for each in (a, b, c):
-        each.die()
 
 
 @pytest.mark.parametrize(
-    ("way", "quiet", "options"),
+    ("how", "options"),
     [
-        ("both", 0, {}),
-        ("both", 1, {}),
-        ("left", 0, {"find_unused_parameters": True}),
-        ("both", 0, {"set_to_none": False}),
+        ({}, {}),
+        ({"quiet": 1}, {}),
+        ({"way": "left"}, UNUSED),
+        ({}, {"set_to_none": False}),
     ],
     ids=["plain", "no_sync", "find_unused_parameters", "zeros in .grad"],
 )
 def test_a_step_in_which_a_replica_dies_is_repeated_from_the_same_gradients(
-    lighthouse, way, quiet, options
+    start, how, options
 ):
     options = dict(options)
     set_to_none = options.pop("set_to_none", True)
-    replicas = together(
-        *(lambda k=k: Replica(k, lighthouse, **SMALL, **options) for k in range(3))
-    )
+    replicas = start(0, 1, 2, **SMALL, **options)
     for each in replicas:
         zero_grad = each.optimizer.zero_grad
         each.optimizer.zero_grad = partial(zero_grad, set_to_none=set_to_none)
-    together(*(lambda each=each: each.train(3, way, quiet=quiet) for each in replicas))
-    *survivors, victim = replicas
-    start = copy.deepcopy(victim.net)
-    counts = [each.backwards for each in survivors]
-
-    def step(each):
-        each.step(way, quiet=quiet)
-
+    train(3, *replicas, **how)
+    a, b, victim = replicas
+    before, counts = copy.deepcopy(victim.net), [a.backwards, b.backwards]
     together(
-        lambda: victim.die_in_backward(lambda: step(victim)),
-        *(lambda each=each: step(each) for each in survivors),
+        *(partial(each, **how) for each in (victim.die_in_backward, a.step, b.step))
     )
-    for each, count in zip(survivors, counts, strict=True):
+    assert [a.backwards, b.backwards] == [count + 1 for count in counts]
+    for each in (a, b):
         assert each.manager.current_step() == 4
-        assert each.backwards == count + 1
         assert each.model.participants == [0, 1]
-    a, b = survivors
     assert torch.equal(a.seen[4], b.seen[4])
-    optimizer = torch.optim.SGD(start.parameters(), lr=RATE)
-    optimizer.zero_grad()
-    for number in (0, 1):
-        for more in range(quiet + 1):
-            (start(batch(number, 3) + more, way).square().mean() / 2).backward()
-    optimizer.step()
-    same(a.seen[4], flat(start))
-    for each in survivors:
-        each.die()
+    before.zero_grad()
+    ways = (how.get("way", "both"),) * 2
+    same(a.seen[4], flat(one_step(before, 3, (0, 1), ways, how.get("quiet", 0))))
 
 
 class Counting(Replica):
@@ -280,7 +282,7 @@ class Counting(Replica):
         super().__init__(number, lighthouse, average_over="items", **options)
         self.totals = {}  # step -> items of each replica
 
-    def step(self, *, counts=True, quiet=1):
+    def step(self, *, counts=True):
         step = self.manager.current_step()
         self.optimizer.zero_grad()
         for number in range(2):
@@ -304,15 +306,12 @@ def then_do(work, call):
     )
 
 
-@pytest.mark.parametrize("kind", ["ranks", "items"])
+@pytest.mark.parametrize("kind", [Replica, Counting])
 @pytest.mark.parametrize("step", [1, 3], ids=["other buckets", "the same buckets"])
-def test_a_replica_that_fails_where_the_other_commits_catches_up(
-    lighthouse, step, kind
-):
+def test_a_replica_that_fails_where_the_other_commits_catches_up(start, step, kind):
     """In step 1 the layout is agreed on: who commits it has other buckets in step 2."""
-    make = {"ranks": Replica, "items": Counting}[kind]
-    a, b = together(*(lambda k=k: make(k, lighthouse, **SMALL) for k in range(2)))
-    together(lambda: a.train(step), lambda: b.train(step))
+    a, b = start(0, 1, kind=kind, **SMALL)
+    train(step, a, b)
     all_reduce = b.manager.allreduce
 
     def fails(tensor, **options):
@@ -329,126 +328,67 @@ def test_a_replica_that_fails_where_the_other_commits_catches_up(
         stood_in.append(len(layout.buckets)),
         stand_in(layout, others),
     )
-    together(lambda: a.train(8), lambda: b.train(8))
+    train(8, a, b)
     assert a.layout == b.layout
     assert stood_in == [len(a.layout.buckets)] * (step == 1)
     assert set(a.seen) == {*range(1, 9)}
     assert set(b.seen) >= {*range(1, step + 1), 8}
     for number, params in b.seen.items():
         assert torch.equal(params, a.seen[number]), number
-    a.die(), b.die()
 
 
-def test_with_bucket_views_such_a_step_is_not_committed(lighthouse):
-    options = SMALL | {"gradient_as_bucket_view": True}
-    replicas = together(
-        *(lambda k=k: Replica(k, lighthouse, **options) for k in range(3))
-    )
-    together(*(lambda each=each: each.train(3) for each in replicas))
-    *survivors, victim = replicas
-
-    before = flat(survivors[0].net)
-    together(victim.die_in_backward, *(each.step for each in survivors))
-    for each in survivors:
+def test_with_bucket_views_such_a_step_is_not_committed(start):
+    a, b, victim = start(0, 1, 2, **VIEWS)
+    train(3, a, b, victim)
+    before = flat(a.net)
+    together(victim.die_in_backward, a.step, b.step)
+    for each in (a, b):
         assert each.manager.current_step() == 3
         assert torch.equal(flat(each.net), before)
-    together(*(lambda each=each: each.train(5) for each in survivors))
-    assert torch.equal(survivors[0].seen[5], survivors[1].seen[5])
-    for each in survivors:
-        each.die()
+    train(5, a, b)
+    assert torch.equal(a.seen[5], b.seen[5])
 
 
-def test_several_processes_per_replica(lighthouse):
+def test_several_processes_per_replica(start):
     """Rank r of each replica averages with rank r of the others; both commit or none.
 
     A step in which a replica dies is not repeated: the other rank may not have noticed.
     """
 
-    def replica(number, seed=0):
+    def replica(number):
         store = make_store()
         options = [{"rank": r, "world_size": 2, "store": store} for r in range(2)]
-        return together(
-            *(
-                lambda r=r: Replica(
-                    number, lighthouse, seed=r + seed, manager=options[r], **SMALL
-                )
-                for r in range(2)
-            )
-        )
-
-    def train(steps, *replicas):
-        ranks = [rank for replica in replicas for rank in replica]
-        together(*(lambda rank=rank: rank.train(steps) for rank in ranks))
+        make = partial(start, number, **SMALL)
+        found = together(*(partial(make, manager=each) for each in options))
+        return [rank for (rank,) in found]
 
     a, b, victim = replica(0), replica(1), replica(2)
-    train(3, a, b, victim)
+    train(3, *a, *b, *victim)
     assert a[0].model.participants == a[1].model.participants == [0, 1, 2]
 
     def dies():
-        def die(_):
-            for rank in victim:
-                rank.die()
-            raise RuntimeError("dead")
-
-        victim[0].net.first.weight.register_post_accumulate_grad_hook(die)
         victim[1].optimizer.zero_grad()  # both ask for the quorum
-        with pytest.raises(RuntimeError):
-            victim[0].step()
+        victim[0].net.first.weight.register_post_accumulate_grad_hook(
+            lambda _: victim[1].die()
+        )
+        victim[0].die_in_backward()
 
     backwards = a[0].backwards
     together(dies, *(rank.step for rank in (*a, *b)))
     assert {rank.manager.current_step() for rank in (*a, *b)} == {3}
     assert a[0].backwards == backwards + 1
-    joins = replica(2, seed=5)
-    train(9, a, b, joins)
+    joins = replica(2)
+    train(9, *a, *b, *joins)
     for r in range(2):
         assert torch.equal(a[r].seen[9], b[r].seen[9])
         assert torch.equal(a[r].seen[9], joins[r].seen[9])
         assert a[r].layout == joins[r].layout
         assert a[r].model.participants == [0, 1, 2]
     assert not torch.equal(a[0].seen[9], a[1].seen[9])
-    for rank in (*a, *b, *joins):
-        rank.die()
 
 
-def test_parameters_that_one_replica_does_not_use(lighthouse):
-    ways = ("left", "right")
-    replicas = together(
-        *(
-            lambda k=k: Replica(k, lighthouse, find_unused_parameters=True).train(
-                4, ways[k]
-            )
-            for k in range(2)
-        )
-    )
-    a, b = replicas
-    assert torch.equal(a.seen[4], b.seen[4])
-    expected = [
-        reference(4, lambda step, k=k: (0, 1) if step else (k,), ways) for k in range(2)
-    ]
-    assert any(torch.allclose(a.seen[4], one, rtol=1e-10) for one in expected)
-    for each in replicas:
-        each.die()
-
-
-def test_accumulation_in_no_sync(lighthouse):
-    replicas = together(
-        *(lambda k=k: Replica(k, lighthouse, **SMALL).train(4, quiet=2) for k in (0, 1))
-    )
-    a, b = replicas
-    assert torch.equal(a.seen[4], b.seen[4])
-    expected = [
-        reference(4, lambda step, k=k: (0, 1) if step else (k,), quiet=2)
-        for k in range(2)
-    ]
-    assert any(torch.allclose(a.seen[4], one, rtol=1e-10) for one in expected)
-    for each in replicas:
-        each.die()
-
-
-def items_reference(start, step, replicas):
-    """Take one step from ``start`` with the mean over all items of ``replicas``."""
-    net = copy.deepcopy(start)
+def items_reference(net, step, replicas):
+    """Take one step of ``net`` with the mean over all items of ``replicas``."""
     optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
     optimizer.zero_grad()
     rows = [batch(r, step)[: 1 + 2 * r] + n for r in replicas for n in range(2)]
@@ -457,44 +397,38 @@ def items_reference(start, step, replicas):
     return flat(net)
 
 
-def test_unequal_counts_are_averaged_over_the_items_of_the_participants(lighthouse):
+def test_unequal_counts_are_averaged_over_the_items_of_the_participants(start):
     """Also of those who are left when a replica dies, and of one that joins."""
-    replicas = together(
-        *(lambda k=k: Counting(k, lighthouse, **SMALL) for k in range(3))
-    )
-    together(*(lambda each=each: each.train(3) for each in replicas))
+    replicas = start(0, 1, 2, kind=Counting, **SMALL)
+    train(3, *replicas)
     *survivors, victim = replicas
-    start = copy.deepcopy(victim.net)
+    before = copy.deepcopy(victim.net)
     together(*(each.step for each in replicas))
-    same(victim.seen[4], items_reference(start, 3, (0, 1, 2)))
+    same(victim.seen[4], items_reference(before, 3, (0, 1, 2)))
     assert victim.totals[4].of_ranks.tolist() == [2, 6, 10]
-    start = copy.deepcopy(victim.net)
-
+    before = copy.deepcopy(victim.net)
     together(victim.die_in_backward, *(each.step for each in survivors))
+    expected = items_reference(before, 4, (0, 1))
     for each in survivors:
-        same(each.seen[5], items_reference(start, 4, (0, 1)))
+        same(each.seen[5], expected)
         assert each.totals[5].of_ranks.tolist() == [2, 6]
-    joins = Counting(2, lighthouse, seed=9, **SMALL)
-    everybody = (*survivors, joins)
-    together(*(lambda each=each: each.train(9) for each in everybody))
+    (joins,) = start(2, kind=Counting, **SMALL)
+    train(9, *survivors, joins)
     assert min(joins.seen) > 5
     for step, params in joins.seen.items():
         assert torch.equal(params, survivors[0].seen[step])
     first = joins.totals[min(joins.seen)].of_ranks.tolist()
     assert first == [2, 6, 0]  # it has just caught up, and contributed nothing
     assert joins.totals[9].of_ranks.tolist() == [2, 6, 10]
-    for each in everybody:
-        each.die()
 
 
-def test_a_replica_that_does_not_count_its_items_is_named(lighthouse):
-    a, b = together(*(lambda k=k: Counting(k, lighthouse, **SMALL) for k in (0, 2)))
-    together(lambda: a.train(3), lambda: b.train(3))
+def test_a_replica_that_does_not_count_its_items_is_named(start):
+    a, b = start(0, 2, kind=Counting, **SMALL)
+    train(3, a, b)
 
     def fails(replica, counts):
-        with pytest.raises(
-            minidp.ItemCountError, match="No number of items was said on rank 2"
-        ) as found:
+        words = "No number of items was said on rank 2"
+        with pytest.raises(minidp.ItemCountError, match=words) as found:
             replica.step(counts=counts)
         assert "rank 0: 2, rank 2: nothing" in str(found.value)
         replica.model.reset()
@@ -502,12 +436,9 @@ def test_a_replica_that_does_not_count_its_items_is_named(lighthouse):
 
     together(lambda: fails(a, True), lambda: fails(b, False))
     assert torch.equal(a.seen[5], b.seen[5])
-    a.die(), b.die()
 
 
-def test_steps_are_recorded_and_measured(lighthouse):
-    replicas = together(*(lambda k=k: Replica(k, lighthouse, **SMALL) for k in (0, 1)))
-
+def test_steps_are_recorded_and_measured(start):
     def recorded(each):
         speed = minidp.watch_speed(each.model)
         with minidp.record(each.model) as recording:
@@ -517,15 +448,13 @@ def test_steps_are_recorded_and_measured(lighthouse):
         assert speed.numbers()["backward_s"] > 0
         return recording
 
-    found = together(*(lambda each=each: recorded(each) for each in replicas))
+    found = together(*(partial(recorded, each) for each in start(0, 1, **SMALL)))
     for number, recording in enumerate(found):
         text = recording.report()
         assert text.startswith(f"rank {number} of 2; torchft on cpu")
         assert "the manager reduces the buckets" in text
         assert "There is none" not in text
     assert "ranks 0, 1 of 2" in report([each.timelines[0] for each in found])
-    for each in replicas:
-        each.die()
 
 
 @pytest.mark.parametrize(
@@ -537,81 +466,73 @@ def test_steps_are_recorded_and_measured(lighthouse):
             SMALL,
             r"last\.bias: torch\.float64 \(3,\)",
         ),
-        (lambda net: None, {"find_unused_parameters": True} | SMALL, "find_unused"),
+        (lambda net: None, UNUSED | SMALL, "find_unused"),
         (lambda net: None, {"bucket_cap_mb": 1}, "caps"),
     ],
     ids=["dtype", "shape", "find_unused_parameters", "bucket_cap_mb"],
 )
 def test_a_replica_with_another_model_is_named_and_the_others_go_on(
-    lighthouse, monkeypatch, change, options, words
+    start, monkeypatch, change, options, words
 ):
     """Gloo ends a process that receives more than it expects."""
-    a, b = together(*(lambda k=k: Replica(k, lighthouse, **SMALL) for k in (0, 1)))
-    together(lambda: a.train(3), lambda: b.train(3))
+    a, b = start(0, 1, **SMALL)
+    train(3, a, b)
 
     class Other(Net):
         def __init__(self, seed):
             super().__init__(seed)
             change(self)
 
-        def forward(self, x):
+        def forward(self, x, way):
             return super().forward(x.to(self.first.weight.dtype))
 
     monkeypatch.setattr(sys.modules[__name__], "Net", Other)
-    other = Replica(2, lighthouse, **options)
+    (other,) = start(2, **options)
 
     def fails():
-        with pytest.raises(
-            minidp.MiniDPError, match=rf"^\[rank 0 of replica 2\].*Found:.*{words}"
-        ):
+        says = rf"^\[rank 0 of replica 2\].*Found:.*{words}"
+        with pytest.raises(minidp.MiniDPError, match=says):
             other.step()
         other.die()
 
     # Long enough that the other one finds them, however late it asks for a quorum.
-    together(fails, lambda: a.train(60), lambda: b.train(60))
+    together(fails, partial(train, 60, a, b))
     assert torch.equal(a.seen[60], b.seen[60])
-    a.die(), b.die()
 
 
-def test_a_replica_that_stays_alone_names_what_is_missing(lighthouse):
-    a = Replica(0, lighthouse, manager={"quorum_timeout": timedelta(seconds=1)})
+def test_a_replica_that_stays_alone_names_what_is_missing(start):
+    (a,) = start(0, manager={"quorum_timeout": timedelta(seconds=1)})
     words = r"\[rank 0 of replica 0\] No quorum was found for step 0"
     with pytest.raises(minidp.CollectiveError, match=words):
         a.step()
-    a.die()
 
 
-def test_fewer_replicas_than_the_manager_wants_are_reported(lighthouse, caplog):
-    replicas = together(
-        *(lambda k=k: Replica(k, lighthouse, manager=LEAST) for k in (0, 1))
-    )
+def test_fewer_replicas_than_the_manager_wants_are_reported(start, caplog):
+    replicas = start(0, 1, manager={"min_replica_size": 3})
     with caplog.at_level("WARNING", "minidp"):
         together(*(each.step for each in replicas))
     assert "Step 0 waits until 3 replicas (min_replica_size) are there." in caplog.text
-    for each in replicas:
-        assert each.manager.current_step() == 0
-        each.die()
+    assert [each.manager.current_step() for each in replicas] == [0, 0]
 
 
-def test_a_replica_without_minidps_wrapper_is_named(lighthouse):
-    a, b = together(*(lambda k=k: Replica(k, lighthouse) for k in (0, 1)))
-    together(lambda: a.train(3), lambda: b.train(3))
+def test_a_replica_without_minidps_wrapper_is_named(start):
+    a, b = start(0, 1)
+    train(3, a, b)
     for each in (a, b):
         del each.manager._user_state_dicts["minidp"]
-    joins = Replica(2, lighthouse)
+    (joins,) = start(2)
 
     def fails():
         with pytest.raises(minidp.MiniDPError, match="sends no bucket layout"):
             joins.step()
         joins.die()
 
-    together(fails, lambda: a.train(5), lambda: b.train(5))
-    a.die(), b.die()
+    together(fails, partial(train, 5, a, b))
 
 
-def test_nothing_waits_before_the_backward_has_ended(lighthouse):
-    a, b = together(*(lambda k=k: Replica(k, lighthouse, **SMALL) for k in range(2)))
-    together(lambda: a.train(3), lambda: b.train(3))
+def test_nothing_waits_before_the_backward_has_ended(start):
+    a, b = start(0, 1, **SMALL)
+    train(3, a, b)
     events, all_reduce = [], a.manager.allreduce
 
     def noted(tensor, **options):
@@ -629,15 +550,11 @@ def test_nothing_waits_before_the_backward_has_ended(lighthouse):
     assert events.count("launch") == events.count("wait") == count > 2
     assert "wait" not in events[:last]
     assert events[:last].count("launch") >= count - 1
-    a.die(), b.die()
 
 
-def test_an_exception_in_a_backward_can_be_survived_by_reset(lighthouse):
-    replicas = together(
-        *(lambda k=k: Replica(k, lighthouse, **SMALL) for k in range(3))
-    )
-    together(*(lambda each=each: each.train(3) for each in replicas))
-    unlucky = replicas[2]
+def test_an_exception_in_a_backward_can_be_survived_by_reset(start):
+    a, b, unlucky = start(0, 1, 2, **SMALL)
+    train(3, a, b, unlucky)
     layout = unlucky.layout
 
     def raises_once():
@@ -653,24 +570,21 @@ def test_an_exception_in_a_backward_can_be_survived_by_reset(lighthouse):
         assert unlucky.layout == layout
         unlucky.train(6)
 
-    together(raises_once, *(lambda e=each: e.train(6) for each in replicas[:2]))
-    assert len({tuple(each.seen[6].tolist()) for each in replicas}) == 1
-    for each in replicas:
-        each.die()
+    together(raises_once, partial(train, 6, a, b))
+    assert torch.equal(a.seen[6], b.seen[6])
+    assert torch.equal(a.seen[6], unlucky.seen[6])
 
 
-def test_an_optimizer_that_asks_nobody_is_stopped(lighthouse):
-    def alone(number):
-        each = Replica(number, lighthouse)
+def test_an_optimizer_that_asks_nobody_is_stopped(start):
+    def step_alone(each):
         each.optimizer.zero_grad()
         each.model(batch(0, 0)).sum().backward()
         with pytest.raises(minidp.UnsyncedGradientsError, match="not committed step 0"):
             each.optimizer.optim.step()
         each.optimizer.step()
         assert each.manager.current_step() == 1
-        each.die()
 
-    together(lambda: alone(0), lambda: alone(1))
+    together(*(partial(step_alone, each) for each in start(0, 1)))
 
 
 class Alone:
@@ -690,20 +604,13 @@ class Alone:
         ({"process_group": None}, "process_group"),
         ({"static_graph": True}, "static_graph"),
         ({"check_replicas_every": 1}, "check_replicas_every"),
-        (
-            {"skip_all_reduce_unused_params": True, "find_unused_parameters": True},
-            "skip_all_reduce_unused_params",
-        ),
+        (UNUSED | {"skip_all_reduce_unused_params": True}, "skip_all_reduce_unused"),
+        ({"module": nn.Embedding(4, 4, sparse=True)}, "sparse"),
     ],
 )
-def test_options_that_need_history_are_refused(options, words):
+def test_what_needs_history_or_a_group_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
-        DataParallel(Alone(), Net(), **options)
-
-
-def test_sparse_gradients_are_refused():
-    with pytest.raises(ValueError, match="sparse"):
-        DataParallel(Alone(), nn.Embedding(4, 4, sparse=True))
+        DataParallel(Alone(), **{"module": Net()} | options)
 
 
 @pytest.mark.parametrize(
@@ -720,36 +627,23 @@ def test_what_does_not_go_with_a_manager_is_refused(call):
         call(DataParallel(Alone(), Net()))
 
 
-def test_two_models_on_one_manager_are_refused():
+def test_two_models_on_one_manager_and_arguments_in_the_other_order_are_refused():
     manager = Alone()
     DataParallel(manager, Net())
     with pytest.raises(ValueError, match="already"):
         DataParallel(manager, Net())
-
-
-def test_arguments_in_the_other_order_are_refused():
     with pytest.raises(TypeError, match="manager is the first"):
         DataParallel(Net(), Alone())
 
 
-def test_the_module_is_an_attribute_of_the_package():
-    done = run_python(
-        "import minidp; print('torchft' in dir(minidp), minidp.torchft.DataParallel)"
-    )
-    assert done.stdout.startswith("False <class 'minidp.torchft."), done.stderr
-
-
-def test_a_backward_without_quorum_names_the_remedy():
-    model = DataParallel(Alone(), Net())
+def test_a_manager_without_quorum_or_state_names_the_remedy():
+    manager = Alone()
+    model = DataParallel(manager, Net())
     with pytest.raises(minidp.MiniDPError, match="no quorum was started"):
         model(batch(0, 0)).sum().backward()
-
-
-def test_a_manager_without_the_models_state_is_refused():
-    manager = Alone()
-    manager._user_state_dicts.clear()
+    model = DataParallel(manager := Alone(), Net())
     manager._quorum_future = object()
-    model = DataParallel(manager, Net())
+    del manager._user_state_dicts["model"]
     with pytest.raises(minidp.MiniDPError, match="cannot bring a joining replica up"):
         model(batch(0, 0)).sum().backward()
 
@@ -768,6 +662,13 @@ def run_python(script):
         timeout=60,
         check=False,
     )
+
+
+def test_the_module_is_an_attribute_of_the_package():
+    done = run_python(
+        "import minidp; print('torchft' in dir(minidp), minidp.torchft.DataParallel)"
+    )
+    assert done.stdout.startswith("False <class 'minidp.torchft."), done.stderr
 
 
 @pytest.mark.parametrize(

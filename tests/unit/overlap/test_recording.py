@@ -129,19 +129,19 @@ def counts_of(one):
     return len(one.forwards), len(one.local_forwards), len(one.local_backwards)
 
 
-def under_no_sync(model):
+def loss(model):
+    return model(torch.ones(2)).sum()
+
+
+def local(model, act):
     with model.no_sync():
-        step(model)
+        return act(model)
 
 
 def with_the_flag_off(model):
     model.require_backward_grad_sync = False
     step(model)
     model.require_backward_grad_sync = True
-
-
-def forward_under_no_sync_only(model):
-    forward_only(model).backward()
 
 
 def around_the_wrapper(model):
@@ -153,29 +153,15 @@ def penalty(model):
     torch.autograd.grad(model(x).sum(), x)
 
 
-def into_inputs_of_a_local_forward(model):
-    with model.no_sync():
-        penalty(model)
-
-
-def with_the_synchronised_one(model):
-    (forward_only(model) + model(torch.ones(2)).sum()).backward()
-
-
-def forward_only(model):
-    with model.no_sync():
-        return model(torch.ones(2)).sum()
-
-
 @pytest.mark.parametrize(
     ("work", "counts"),
     [
-        (under_no_sync, (1, 1, 1)),
+        (lambda model: local(model, step), (1, 1, 1)),
         (with_the_flag_off, (1, 1, 1)),
-        (forward_under_no_sync_only, (1, 1, 1)),
-        (into_inputs_of_a_local_forward, (1, 1, 1)),
-        (forward_only, (1, 1, 0)),
-        (with_the_synchronised_one, (1, 1, 0)),
+        (lambda model: local(model, loss).backward(), (1, 1, 1)),
+        (lambda model: local(model, penalty), (1, 1, 1)),
+        (lambda model: local(model, loss), (1, 1, 0)),  # and no backward
+        (lambda model: (local(model, loss) + loss(model)).backward(), (1, 1, 0)),
         (penalty, (2, 0, 1)),
     ],
 )

@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from minidp.costmodel import (
@@ -59,8 +59,12 @@ def test_one_size_tells_no_latency():
         fit_network([(8, 0.1)] * 5)
 
 
-@given(networks, st.lists(st.integers(1, 10**8), min_size=2, unique=True))
+@given(networks, st.lists(st.integers(0, 10**8), min_size=2, unique=True))
+@example(Network(0.25, 2.0), [0, 8])
+@example(Network(0.25, 2**28), [4, 2**30])
 def test_a_line_is_found(network, sizes):
+    sizes = [n for n in sizes if network.seconds(n)]  # a message takes some time
+    assume(len(sizes) > 1)
     samples = samples_of(network, sizes)
     found = fit_network(samples)
     assert fit_network(samples[::-1]) == found
@@ -120,13 +124,6 @@ def test_whatever_is_measured_there_is_a_network(samples):
     found = fit_network(samples)
     assert 0 <= found.latency_s < math.inf
     assert 0 < found.bytes_per_s < math.inf
-
-
-@pytest.mark.parametrize(("small", "large"), [(0, 8), (0, 2**30), (4, 2**30)])
-def test_two_sizes_are_met_exactly(small, large):
-    found = fit_network([(small, 0.25), (large, 4.25)])
-    assert found.seconds(small) == pytest.approx(0.25)
-    assert found.seconds(large) == pytest.approx(4.25)
 
 
 # ------------------------------------------------------------------------ schedules

@@ -51,16 +51,6 @@ READY, FIRST, FULL = Moment.PARAM_READY, Moment.FIRST_GRADIENT, Moment.FULL
 LAUNCHED, DONE, OUT = Moment.LAUNCHED, Moment.DONE, Moment.COPIED_OUT
 
 
-def test_moments_of_one_bucket(model, recorder):
-    step(model)
-    assert moments(recorder) == [
-        *((READY, 2), (FIRST, 0), (READY, 1), (READY, 0)),
-        *((FULL, 0), (LAUNCHED, 0), (DONE, 0), (OUT, 0)),
-    ]
-    times = [event.time_ns for event in recorder]
-    assert times == sorted(times)
-
-
 def test_moments_of_two_buckets(lone_group, recorder):
     caps = [8 / 2**20, 1]
     model = DataParallel(Chain(), process_group=lone_group, bucket_cap_mb_list=caps)
@@ -78,6 +68,8 @@ def test_moments_of_two_buckets(lone_group, recorder):
         assert seen.count((DONE, bucket)) == 1
         position = seen.index((DONE, bucket))
         assert seen.index((LAUNCHED, bucket)) < position < seen.index((OUT, bucket))
+    times = [event.time_ns for event in recorder]
+    assert times == sorted(times)
 
 
 def test_synchronised_backwards_are_numbered_and_local_ones_left_out(model, recorder):
