@@ -161,7 +161,7 @@ _num_models: Counter[str] = Counter()  # models that asked for a layout, by file
 
 
 def _layout_of_next(text: str) -> str | None:
-    """Return the layout file of the next model; None and a warning if it is missing."""
+    """Return the file of the next model; None for "none", or, warned of, if missing."""
     if text == NONE:
         return None
     number = _num_models[text]
@@ -240,6 +240,7 @@ def variables(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
+    """Return an option's value as an environment variable has it; a bool as 0 or 1."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 

@@ -72,7 +72,7 @@ def workspace() -> Iterator[Path]:
 
 
 def publish(recipe: Recipe, built: Path) -> Path:
-    """Put a new binary into the cache instead of old ones; return its path."""
+    """Move a new binary into the cache, remove the key's old ones; return its path."""
     home = folder() / recipe.key
     home.mkdir(exist_ok=True)
     digest = hash_file(built)

@@ -16,7 +16,7 @@ class BuildPackage(build_py):  # type: ignore[misc]
     """Copy the package, then add the mark, or remove that of an earlier build."""
 
     def run(self) -> None:
-        """Run the command."""
+        """Copy; in a package that is no editable install, write or remove the mark."""
         super().run()
         if self.editable_mode:
             return
