@@ -19,13 +19,13 @@ def says(found: Found, status: Status, words: str = "") -> None:
     assert words in f"{finding.found} -> {finding.remedy}", finding
 
 
-def judged(*rows: tuple[Any, ...]) -> Callable[..., Callable[..., None]]:
+def judged(*rows: tuple[Any, ...]) -> Callable[[Callable[..., Found]], Any]:
     """Make a test of a function that judges.
 
     Each row holds its arguments, and then the status and words of what it returns.
     """
 
-    def decorate(judge: Callable[..., Found]) -> Callable[..., None]:
+    def decorate(judge: Callable[..., Found]) -> Any:
         @pytest.mark.parametrize("row", rows)
         def test(row: tuple[Any, ...]) -> None:
             *given, status, words = row
