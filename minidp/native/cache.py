@@ -64,11 +64,10 @@ def workspace() -> Iterator[Path]:
     for leftover in folder().glob(f"{_PREFIX}*"):
         # Its builder is dead: a living one would hold the lock.
         shutil.rmtree(leftover, ignore_errors=True)
-    made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder()))
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+    with tempfile.TemporaryDirectory(
+        prefix=_PREFIX, dir=folder(), ignore_cleanup_errors=True
+    ) as made:
+        yield Path(made)
 
 
 def publish(recipe: Recipe, built: Path) -> Path:
