@@ -36,7 +36,7 @@ class BucketCaps:
         return self.first_bytes < self.rest_bytes
 
     def initial_limits(self, *, one_bucket: bool) -> tuple[int, ...]:
-        """Return limits before the rebuild; ``one_bucket``: no limit, unless a list."""
+        """Limits in bytes before the rebuild; ``one_bucket``: none without a list."""
         if one_bucket and not self.list_bytes:
             return (UNLIMITED,)
         return self.rebuilt_limits()
@@ -188,5 +188,5 @@ class ReducerConfig:
 
     @property
     def follows_ready_order(self) -> bool:
-        """Return if buckets are rebuilt, once, in the order gradients became ready."""
+        """Return whether buckets are rebuilt once, as gradients became ready."""
         return self.static_graph or not self.find_unused_parameters

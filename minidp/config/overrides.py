@@ -161,7 +161,7 @@ _num_models: Counter[str] = Counter()  # models that asked for a layout, by file
 
 
 def _layout_of_next(text: str) -> str | None:
-    """Return the file of the next model; None for "none", or, warned of, if missing."""
+    """Return the next model's layout file; None: text is "none", or missing (warns)."""
     if text == NONE:
         return None
     number = _num_models[text]
@@ -264,7 +264,7 @@ def passing(**option: object) -> str:
 
 
 def aside(**option: object) -> str:
-    """Return " (here: HOW)", how to pass an option without changing code, or ""."""
+    """Return " (here: HOW)": how to pass an option from outside; "": only in code."""
     ((name, value),) = option.items()
     how = _from_outside(OPTIONS[name], value)
     return how and f" (here: {how})"

@@ -46,7 +46,7 @@ def build_into_cache(
     verbose: bool = False,
     tick: Tick | None = None,
 ) -> Path:
-    """Return a recipe's binary in the cache; build it first if ``force`` or missing."""
+    """Return the cached binary; build (after others) if ``force`` or it is missing."""
     try:
         # Looks first without the lock, which may be held for minutes.
         binary = None if force else _built_before(recipe, say)

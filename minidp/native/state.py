@@ -39,7 +39,7 @@ class Status:
 
     @property
     def shared_memory(self) -> str:
-        """Whether CPU ranks of one host may share buckets' memory, or why not."""
+        """Return whether CPU ranks of a host may share buckets' memory, or why not."""
         if os.environ.get("MINIDP_SHARED_MEMORY") == "0":
             return "no: MINIDP_SHARED_MEMORY=0"
         if not self.is_loaded or sys.platform != "linux":
@@ -120,7 +120,7 @@ def _decide() -> tuple[ModuleType | None, Status]:
 
 
 def read_mode() -> str:
-    """Return MINIDP_NATIVE; if not set, "build" after such an install, else "auto"."""
+    """Return MINIDP_NATIVE, else "build" if installed with that, else "auto"."""
     default = "build" if _MARK.exists() else "auto"
     mode = os.environ.get("MINIDP_NATIVE") or default
     if mode not in ("auto", "build", "0", "1"):

@@ -279,7 +279,7 @@ class WrappedModels:
 
 
 def _gathered(mine: list[Timeline]) -> list[list[Timeline]]:
-    """Send timelines to rank 0; return [], there each model's of all ranks (60 s)."""
+    """Gather all ranks' timelines by model on rank 0, within 60 s; elsewhere: []."""
     rank, size = from_environment("RANK", 0), from_environment("WORLD_SIZE", 1)
     store = launcher_store("report") if size > 1 else None
     if rank:

@@ -45,7 +45,7 @@ def judge_backends(*, has_gpus: bool) -> Finding:
 def check_all_reduce(
     group: ProcessGroup, device: torch.device, num_bytes: int
 ) -> Finding:
-    """Collective: time all-reduces, check sums; `judge_all_reduce` the slowest rank."""
+    """Collective: time all-reduces; `judge_all_reduce` sums and the slowest rank."""
     world_size = group.size()
     count = torch.arange(num_bytes // 4, device=device, dtype=torch.float32) % _MODULUS
     expected = count * (world_size * (world_size + 1) // 2)
@@ -97,7 +97,7 @@ def judge_all_reduce(
 def check_clocks(
     group: ProcessGroup, device: torch.device, clock: Callable[[], float] = time.time
 ) -> Finding:
-    """Collective: read all clocks after each of 5 barriers; `judge_clocks` the best."""
+    """Collective: read the clocks after 5 barriers; `judge_clocks` the best round."""
     rounds = []
     for _ in range(_ROUNDS):
         dist.barrier(group=group)

@@ -113,7 +113,7 @@ def judge_shared_memory() -> Finding:
 
 
 def judge_threads(processes: int) -> Finding:
-    """Return a warning if this host's ``processes`` have more threads than cores."""
+    """Return a warning if ``processes`` have more threads than cores exist; or ok."""
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     found = f"{processes} x {threads} threads on {cores} cores"
     fair = max(1, cores // processes)

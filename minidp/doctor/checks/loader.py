@@ -72,7 +72,7 @@ def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
 
 
 def judge_workers(loader: Any) -> Finding:
-    """Return a warning if the loaders of this host start over two workers per core."""
+    """Return a warning if this host's loaders have over two workers per core, or ok."""
     workers = int(getattr(loader, "num_workers", 0))
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     processes, cores = int(local) if local.isdecimal() else 1, os.cpu_count() or 1

@@ -81,7 +81,7 @@ def judge_devices(model: nn.Module, batch: Any) -> Iterator[Finding]:
 
 
 def judge_places(of_device: Mapping[torch.device, list[str]]) -> Finding:
-    """Judge devices: failed for meta, or CPU and GPU; for several GPUs a warning."""
+    """Judge devices: failed for meta, or CPU and GPU; a warning for several GPUs."""
     places = (
         f"{len(names)} on {device}" + f" ({join(names, 4)})" * (len(of_device) > 1)
         for device, names in of_device.items()
@@ -115,7 +115,7 @@ def judge_own_gpu(device: torch.device) -> Iterator[Finding]:
 
 
 def judge_batch_norm(module: nn.Module, batch: Any, world_size: int) -> Finding:
-    """Return a warning if BatchNorm trains on fewer than 16 samples per rank."""
+    """Judge BatchNorm: a warning below 16 samples per rank; unknown: skipped; or ok."""
     synced = [m for m in module.modules() if isinstance(m, nn.SyncBatchNorm)]
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training]
     num_layers = len({*norms} - {*synced})

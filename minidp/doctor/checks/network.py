@@ -49,7 +49,7 @@ def check_port(launch: Launch, seconds: float) -> Finding:
 
 
 def check_lighthouse(url: str, seconds: float) -> Finding:
-    """Connect to torchft's lighthouse at ``url``: ok, else failed after ``seconds``."""
+    """Connect to torchft's lighthouse: ok, or failed (after ``seconds`` at most)."""
     place, said = urlsplit(url), f"TORCHFT_LIGHTHOUSE={url}"
     if not place.scheme or not place.hostname:
         return failed(f"{said} is no address", "write it like http://host:29510")

@@ -137,7 +137,7 @@ def judge_owners(of_rank: Mapping[int, Facts]) -> Finding:
 
 
 def judge_clocks(offsets: Sequence[float]) -> Finding:
-    """Return a warning if clocks (seconds ahead of rank 0) differ by more than 1 s."""
+    """Return a warning if clocks (s ahead of rank 0) differ by more than 1 s, or ok."""
     skew = max(offsets) - min(offsets)
     bound = next((text for limit, text in _SKEWS.items() if skew <= limit), "")
     if bound:
