@@ -119,7 +119,7 @@ def _judge(name: str, value: str) -> Finding:
 
 
 def judge_equal_variables(of_rank: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
-    """Return a warning per variable that differs by rank (interfaces may), or one ok."""
+    """Return a warning per variable that differs by rank (interfaces may), or ok."""
     variables = {rank: facts.get("variables", {}) for rank, facts in of_rank.items()}
     findings = []
     for name in sorted(differing(variables.values())):
