@@ -1,7 +1,4 @@
-"""``minidp run``: scripts nobody wrote for minidp, and what can be wrong with them.
-
-The script is in the style of torch's tutorials: all that it knows of is torch.
-"""
+"""``minidp run``: scripts nobody wrote for minidp, and what can be wrong with them."""
 
 from __future__ import annotations
 
@@ -23,63 +20,7 @@ from minidp.run.compare import Outcome, OutcomeRecorder, compare
 from minidp.run.script import Script
 from tests.support.ports import free_port
 
-TUTORIAL = '''
-"""Toy training, as in the tutorial."""
-import argparse, os, sys
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-import torch.optim as optim
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-class ToyModel(nn.Module):
-    def __init__(self):
-        super(ToyModel, self).__init__()
-        self.net1 = nn.Linear(10, 10)
-        self.norm = nn.BatchNorm1d(10)
-        self.relu = nn.ReLU()
-        self.net2 = nn.Linear(10, 5)
-
-    def forward(self, x):
-        return self.net2(self.relu(self.norm(self.net1(x))))
-
-class Wrapper(DDP):
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.module, name)
-
-def main(args):
-    dist.init_process_group("gloo")
-    torch.manual_seed(0) if {seeds} else None
-    data = TensorDataset(torch.randn(64, 10), torch.randn(64, 5))
-    sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=8, sampler=sampler)
-    ddp_model = {wrap}(ToyModel(), bucket_cap_mb=0.0001)
-    assert isinstance(ddp_model, torch.nn.parallel.DistributedDataParallel)
-    assert isinstance(ddp_model, nn.parallel.distributed.DistributedDataParallel)
-    optimizer = optim.SGD(ddp_model.parameters(), lr=0.05, momentum=0.9)
-    for epoch in range(args.epochs):
-        sampler.set_epoch(epoch)
-        for inputs, labels in loader:
-            optimizer.zero_grad()
-            nn.MSELoss()(ddp_model(inputs), labels).backward()
-            optimizer.step()
-    if dist.get_rank() == 0:
-        torch.save(ddp_model.state_dict(), args.out)
-        with open(args.out + ".kind", "w") as file:
-            file.write(str(type(ddp_model).__mro__))
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--out")
-    main(parser.parse_args())
-'''
+README = (Path(minidp.__file__).parents[1] / "README.md").read_text()
 
 
 def started(*words: str, cwd: Path) -> subprocess.CompletedProcess:
@@ -96,14 +37,6 @@ def torchrun(*words: str, cwd: Path) -> subprocess.CompletedProcess:
     return started(*launcher, *words, cwd=cwd)
 
 
-def on_torchs(*words: str, cwd: Path) -> subprocess.CompletedProcess:
-    """Run a script on torch's DDP; again if torch aborts at its end (seen once)."""
-    done = torchrun(*words, cwd=cwd)
-    if "terminate called without an active exception" in done.stderr:
-        done = torchrun(*words, cwd=cwd)
-    return done
-
-
 @pytest.fixture
 def train(tmp_path):
     """``train(text)`` writes the script and returns its path."""
@@ -118,29 +51,26 @@ def train(tmp_path):
 
 @pytest.fixture
 def script(tmp_path):
-    path = tmp_path / "tutorial.py"
-    path.write_text(TUTORIAL.replace("{wrap}", "DDP").replace("{seeds}", "False"))
+    """The script of the README, by its own command on torch's DDP again."""
+    text = README.partition("script, `train.py`:\n\n```python\n")[2].partition("```")[0]
+    (tmp_path / "train.py").write_text(text)
+    (command,) = (line for line in README.splitlines() if line.startswith("sed "))
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    path = tmp_path / "torch_train.py"
+    assert "minidp" not in path.read_text()
     return path
 
 
-def test_a_tutorial_has_torchs_weights_and_a_report(tmp_path, script):
-    script.write_text(TUTORIAL.replace("{wrap}", "Wrapper").replace("{seeds}", "True"))
-    out = str(tmp_path / "w.pt")
-    plain = on_torchs(str(script), "--out", out, cwd=tmp_path)
+def test_the_script_of_the_readme(tmp_path, script):
+    plain = torchrun("train.py", cwd=tmp_path)
     assert plain.returncode == 0, plain.stderr
-    torchs = torch.load(out)
-    assert "minidp" not in Path(out + ".kind").read_text()
     kept = tmp_path / "steps.json"
-    words = ("-m", "minidp.run", "--compare", "--save", str(kept), "-m", "tutorial")
-    ours = torchrun(*words, "--out", out, cwd=tmp_path)
+    words = ("-m", "minidp.run", "--compare", "--save", str(kept), "-m", script.stem)
+    ours = torchrun(*words, cwd=tmp_path)
     assert ours.returncode == 0, ours.stderr
-    assert "'minidp.DataParallel'" in Path(out + ".kind").read_text()
-    weights = torch.load(out)
-    assert list(weights) == list(torchs)
-    assert all(torch.equal(weights[name], torchs[name]) for name in torchs)
     err = ours.stderr
-    assert err.count("is minidp.DataParallel in tutorial.") == 1
-    assert err.count("weights   identical, bit for bit (models: 1, tensors: 9") == 1
+    assert err.count("is minidp.DataParallel in torch_train.") == 1
+    assert err.count("weights   identical, bit for bit (models: 1, tensors: 4") == 1
     assert "ranks 0, 1 of 2; gloo on cpu" in err
     assert "Is communication hidden?" in err
     assert report(from_json(kept.read_text())) in err
@@ -426,14 +356,11 @@ def test_a_script_that_nobody_started_as_ranks(
 
 
 def test_it_starts_the_ranks_itself(tmp_path, script):
-    out = str(tmp_path / "w.pt")
     words = ("-n", "2", "--report", "--hang-timeout", "77", str(script))
-    words += ("--epochs", "1", "--out", out)
     done = started("minidp.run", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "'minidp.DataParallel'" in Path(out + ".kind").read_text()
     assert f"minidp run: {script} on 2 ranks here" in done.stderr
-    assert "report of ToyModel\nranks 0, 1 of 2; gloo on cpu" in done.stderr
+    assert "report of Sequential\nranks 0, 1 of 2; gloo on cpu" in done.stderr
 
 
 def test_the_status_of_the_rank_that_failed(tmp_path, train):
@@ -516,11 +443,10 @@ sys.exit(subprocess.run([*launcher, "--nproc-per-node", "2", *sys.argv[1:]]).ret
 
 def test_a_launcher_that_is_itself_a_script(tmp_path, train, script):
     """`minidp run -m accelerate.commands.launch train.py` is one."""
-    out = str(tmp_path / "w.pt")
-    words = (train(LAUNCHES), str(script), "--epochs", "1", "--out", out)
-    done = started("minidp.run", *words, cwd=tmp_path)
+    script.write_text(script.read_text() + "print(type(model).__module__, flush=True)")
+    done = started("minidp.run", train(LAUNCHES), str(script), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "'minidp.DataParallel'" in Path(out + ".kind").read_text()
+    assert done.stdout.count("minidp.swapping") == 2
 
 
 # --------------------------------------------------------------- what ends in the end
