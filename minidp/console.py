@@ -46,7 +46,7 @@ def say_progress(text: str) -> None:
 
 
 def _write(stream: TextIO | None, text: str) -> None:
-    """Print a line and flush; None: nothing. A closed pipe becomes the null device."""
+    """Print a line and flush, unless None; let a closed pipe be the null device."""
     if stream is None:  # print() would write to standard output
         return
     try:

@@ -161,7 +161,7 @@ _num_models: Counter[str] = Counter()  # models that asked for a layout, by file
 
 
 def _layout_of_next(text: str) -> str | None:
-    """Return the next model's layout file; None: text is "none", or missing (warns)."""
+    """Return the next model's file; None for "none", or, and a warning, if missing."""
     if text == NONE:
         return None
     number = _num_models[text]

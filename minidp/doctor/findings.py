@@ -90,7 +90,7 @@ class Report:
         return int(self.counts["failed"] > 0)
 
     def table(self, width: int = 80) -> str:
-        """Format title, a row per finding with its remedy below, and counts as text."""
+        """Return title, rows of findings with remedies, counts, folded at ``width``."""
         names = max((len(finding.check) for finding in self.findings), default=0)
         width = max(width, 40 + names)
         lines, before = [self.title, ""], ""

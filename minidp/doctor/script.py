@@ -162,7 +162,7 @@ class _Ranks:
     ) -> Report:
         """Run ``own`` checks; judge all ranks' ``facts``; return all ranks' findings.
 
-        Twice waits `seconds` for absent ranks. ``compared``: judges of facts by rank.
+        Waits twice, `seconds` each, for absent ranks. ``compared``: judges, by check.
         """
         findings = [f for name in own for f in _findings_of(name, own[name])]
         of_rank = {self.rank: findings}

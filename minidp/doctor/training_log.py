@@ -28,7 +28,7 @@ Note = TypeVar("Note", bound=Callable[..., None])
 
 
 def _harmless(note: Note) -> Note:
-    """Decorate a `TrainingLog` method: no dynamo trace; errors go to `mishaps`."""
+    """Decorate a method: what it raises goes to `mishaps`; dynamo does not trace it."""
 
     @untraced
     @functools.wraps(note)

@@ -147,7 +147,7 @@ def _compilations(
 
 
 def _paths(nvcc: str) -> tuple[list[str], list[str]]:
-    """Return compiler flags for torch's headers and libraries; ``nvcc``: and CUDA's."""
+    """Return flags to compile, and to link, with torch; with CUDA if ``nvcc``."""
     # Imported only for a build: the import takes half a second.
     torch_paths: Any = importlib.import_module("torch.utils.cpp_extension")
     folders = [*torch_paths.include_paths(), sysconfig.get_path("include")]

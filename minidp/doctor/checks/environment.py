@@ -1,4 +1,4 @@
-"""Check how this process was launched, and its machine."""
+"""Judge the variables of a launch, and the machine: /dev/shm, threads, GPUs."""
 
 from __future__ import annotations
 

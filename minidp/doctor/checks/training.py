@@ -111,7 +111,7 @@ def judge_accumulation(logs: Logs) -> Finding:
 
 
 def judge_mean_of_means(logs: Logs) -> Finding:
-    """Return a warning if batches of a step differ in size (ok over items), or ok."""
+    """Return a warning if batches of a step differ in size, but no items count."""
     first = logs[min(logs)]
     if not all(log["is_wrapped"] for log in logs.values()):
         return _NOT_WRAPPED

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils import data
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from minidp import DataParallel, SyncBatchNorm, doctor
+from minidp import SyncBatchNorm, doctor
 from minidp.doctor.checks import loader as loaders
 from minidp.doctor.checks import model as models
 from minidp.doctor.checks import training
@@ -132,21 +132,6 @@ def test_a_probe_leaves_no_trace(batch):
     assert all(param.grad is None for param in net.parameters())
     assert net.training
     assert net.norm.training
-
-
-@pytest.mark.usefixtures("lone_group")
-@pytest.mark.parametrize(
-    ("with_spare", "finds", "status", "words"),
-    [
-        (False, False, OK, "none of 6"),
-        (True, False, FAILED, "spare.weight and spare.bias"),
-        (True, True, OK, "take no part"),
-        (False, True, WARNING, "uses every parameter"),
-    ],
-)
-def test_unused_parameters(with_spare, finds, status, words):
-    model = DataParallel(Net(with_spare=with_spare), find_unused_parameters=finds)
-    says(models.check_unused(model, BATCH), status, words)
 
 
 @judged(
