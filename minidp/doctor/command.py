@@ -307,7 +307,10 @@ class Examination:
             self.runner.attempt(lambda: meeting.leave(why))
 
     def _report(self) -> Report | None:
-        """Return all ranks' report on the lowest that came; None on the others."""
+        """Return all ranks' report on the lowest that came, and None on the others.
+
+        Return this rank's own report if ranks have not met, or the store fails.
+        """
         runner, meeting, own = self.runner, self._meeting, self.own_report()
         if meeting is None:
             return own

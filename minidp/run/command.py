@@ -231,7 +231,7 @@ class WrappedModels:
                 recording.__exit__(None, None, None)
 
     def finish(self, status: int) -> int:
-        """Print reports; return ``status``, or 1 if asked for one of no model."""
+        """Print reports; return ``status``; 1 if asked for, but there is no model."""
         if self._largest == 1:
             say_once(
                 "minidp run: this was a world of one rank, so nothing was averaged. "

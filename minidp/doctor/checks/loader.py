@@ -125,7 +125,7 @@ def judge_batches(of_rank: Facts) -> Finding:
 
 
 def judge_parts(of_rank: Facts) -> Found:
-    """Judge samplers: failed if ranks' overlap; equal Subsets: a warning; else []."""
+    """Failed if ranks' samplers overlap, a warning if Subsets do; [] without either."""
     all_facts = [*of_rank.values()]
     if len(all_facts) == 1:
         return []  # judge_sampler has reported on the sampler

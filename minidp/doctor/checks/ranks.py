@@ -97,7 +97,7 @@ def judge_ranks(facts: Collection[Facts], rank: int, claims: int) -> Iterator[Fi
 
 
 def judge_versions(of_rank: Mapping[int, Facts]) -> list[Finding]:
-    """Return a failed finding per version that differs (numpy: a warning), or an ok."""
+    """Judge versions that differ by rank: failed (numpy, Python's patch: a warning)."""
     remedy = "install the same everywhere: one image, or one lock file"
     findings = []
     versions = {rank: facts.get("versions", {}) for rank, facts in of_rank.items()}
