@@ -72,7 +72,7 @@ class Attachment:
 
     @property
     def data_parallel(self) -> DataParallel:
-        """The hidden wrapper, for ``minidp.record`` ...; RuntimeError once detached."""
+        """The hidden wrapper, for example to record; RuntimeError if detached."""
         if self._data_parallel is None:
             raise RuntimeError("This model was detached: call minidp.attach again.")
         return self._data_parallel
@@ -102,7 +102,7 @@ class Attachment:
 
     @property
     def item_totals(self) -> ItemTotals:
-        """Over what the last step averaged; see `DataParallel.item_totals`."""
+        """Items and losses of the last step; see `DataParallel.item_totals`."""
         totals: ItemTotals = self.data_parallel.item_totals
         return totals
 
@@ -142,6 +142,8 @@ class Attachment:
 
 
 class _Depth(threading.local):
+    """Count, per thread, calls of the model that skip the wrapper."""
+
     now = 0  # calls of the model in this thread that go straight on
 
     @contextmanager

@@ -97,7 +97,10 @@ def frozen_here(rank: int, names: Sequence[str]) -> str:
 def misfit(
     rank: int, name: str, expected: str, found: str, remedy: str = ""
 ) -> GradientError:
-    """Return the error for a gradient of ``name`` that does not fit its bucket."""
+    """Return the error for a gradient of ``name`` that does not fit its bucket.
+
+    ``remedy`` replaces the usual one: not to change parameters after wrapping.
+    """
     usual = (
         "do not change dtype, shape or layout of a parameter or of its .grad after "
         "wrapping; wrap the module again instead"

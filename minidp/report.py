@@ -64,6 +64,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _read(name: str) -> tuple[Timeline, ...]:
+    """Return the timelines in a file; OSError, or ValueError if it is no recording."""
     try:
         text = Path(name).read_text()
     except UnicodeDecodeError:

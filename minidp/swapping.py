@@ -162,7 +162,7 @@ def swap_here() -> _PassedOn:
 
 
 def _patch(init: Any, passed_on: _PassedOn | None) -> None:
-    """Set ``init`` as torch's constructor; hand ``passed_on`` to child processes."""
+    """Set torch's constructor; let new processes unpickle ``passed_on``, if any."""
     TORCHS.__init__ = init  # type: ignore[method-assign]
     settings: dict[str, Any] = vars(multiprocessing.process.current_process())[
         "_config"
@@ -183,6 +183,7 @@ def _rebind(old: type, new: type, *skipped: str) -> None:
 
 
 def _warn_of_subclasses() -> None:
+    """Warn of classes derived from torch's, other than torch's own."""
     classes = [(c.__module__, c.__qualname__) for c in TORCHS.__subclasses__()]
     early = [".".join(names) for names in classes if not names[0].startswith("torch.")]
     if early:

@@ -113,6 +113,7 @@ class TunedLayouts:
             order.told = functools.partial(self._write, number)
 
     def _write(self, number: int, plain: dict[str, Any], choice: Choice) -> None:
+        """Write a model's layout to its file in one step; print what was chosen."""
         path = numbered(self._out, number)
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         text = json.dumps(plain | {"tuned": str(choice)}, indent=1)

@@ -88,6 +88,7 @@ def is_auto(cap_mb: object) -> bool:
 
 
 def _to_bytes(argument: str, mb: object) -> int:
+    """Convert MiB; ValueError if negative or not finite, TypeError if no number."""
     if not 0 <= _as_number(argument, mb, "of MiB") * MIB < math.inf:
         raise ValueError(
             f"{argument} must be finite and not negative (MiB), but got {mb!r}; "
@@ -112,7 +113,7 @@ def _as_number(argument: str, value: object, unit: str) -> float:
 
 @dataclass(frozen=True)
 class Safety:
-    """Hold the constructor's options for checks at run time; raise for a bad value."""
+    """Hold options for checks at run time; ValueError or TypeError for a bad value."""
 
     unsynced: Unsynced = "raise"  # at a step with gradients that differ between ranks
     hang_timeout: float | Literal["auto"] | None = AUTO  # s; None: the group's limit
@@ -155,7 +156,7 @@ class Safety:
 
 @dataclass(frozen=True)
 class SavedLayout:
-    """The first layout: an earlier run's. Rebuilt once, unless `rebuilt`."""
+    """A layout of an earlier run to start with; rebuilt once, unless ``rebuilt``."""
 
     buckets: tuple[tuple[str, ...], ...]  # parameter names of each bucket
     rebuilt: bool  # True: follows the ready order already, so it is not rebuilt
@@ -187,5 +188,5 @@ class ReducerConfig:
 
     @property
     def follows_ready_order(self) -> bool:
-        """Whether buckets are rebuilt once in the ready order, as in torch."""
+        """Return whether buckets are rebuilt once, as gradients became ready."""
         return self.static_graph or not self.find_unused_parameters

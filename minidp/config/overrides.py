@@ -161,7 +161,7 @@ _num_models: Counter[str] = Counter()  # models that asked for a layout, by file
 
 
 def _layout_of_next(text: str) -> str | None:
-    """Return the layout file of the next model; None and a warning if it is missing."""
+    """Return the next model's file; None for "none", or, and a warning, if missing."""
     if text == NONE:
         return None
     number = _num_models[text]
@@ -240,6 +240,7 @@ def variables(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
+    """Return an option's value as an environment variable has it; a bool as 0 or 1."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
@@ -263,7 +264,7 @@ def passing(**option: object) -> str:
 
 
 def aside(**option: object) -> str:
-    """Return " (here: HOW)", how to pass an option without changing code, or ""."""
+    """Return " (here: HOW)": how to pass an option from outside; "": only in code."""
     ((name, value),) = option.items()
     how = _from_outside(OPTIONS[name], value)
     return how and f" (here: {how})"

@@ -1,16 +1,12 @@
 """Find what is wrong with a machine, a job or a training script (``minidp doctor``).
 
-Two ways in. As a command, for the machine and the job::
+As a command, for the machine and the job; in a script, for model, loader, training::
 
     torchrun --nproc-per-node 2 -m minidp.doctor
 
-In a script, two lines for the model, the loader, and what is seen while it trains::
-
     from minidp import doctor
     doctor.check_model(model, batch)
-
     doctor.check_loader(loader)
-
     with doctor.watch(model, loader) as watched:
         train_two_epochs()
 

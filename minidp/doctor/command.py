@@ -65,9 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run all checks, print the report, return the exit status (130 after Ctrl-C).
+    """Run all checks; print the report on one rank; return 0, 1 (failed) or 130.
 
-    If a check still hangs or a group is unusable, end this process by ``os._exit``.
+    130: after Ctrl-C. If a check hangs or a group is unusable, end by ``os._exit``.
     """
     examination = Examination(os.environ, options.timeout, options.wait)
     code = 0
@@ -102,7 +102,7 @@ def print_report(report: Report, *, as_json: bool = False) -> None:
 
 
 class Examination:
-    """Run ``minidp doctor`` in this process: all checks in order, then the report."""
+    """Run ``minidp doctor``: ``seconds`` for each check, ``wait`` s for all ranks."""
 
     def __init__(self, env: Mapping[str, str], seconds: float, wait: float) -> None:
         self.runner = Runner(seconds)
@@ -140,7 +140,7 @@ class Examination:
         return self._report()
 
     def end(self, *, is_printed: bool) -> None:
-        """Say that the report is printed, or wait until it is; limited."""
+        """Tell other ranks that the report is printed, or wait for that (limited)."""
         meeting, first = self._meeting, self._present[:1]
         if meeting is not None and is_printed:
             self.runner.attempt(lambda: meeting.post("printed", "yes"))
@@ -157,7 +157,7 @@ class Examination:
         return merge(title, findings, launch.world_size)
 
     def _alone(self) -> bool:
-        """Run the checks of this process alone; return whether the store answers."""
+        """Run checks that need no other rank; return if the master port is usable."""
         env, runner, run = self._env, self.runner, self.runner.run
         run("environment", lambda: environment.judge_launch(env))
         status, is_reachable = runner.findings[-1].status, False
@@ -195,7 +195,7 @@ class Examination:
         return is_reachable
 
     def _meet(self, launch: environment.Launch) -> Iterator[Finding]:
-        """Connect to the store, exchange facts with all ranks; yield findings."""
+        """Wait for all ranks at the store; yield findings of their compared facts."""
         store = _stores.TCPStore(
             launch.address,
             launch.port,
@@ -230,8 +230,8 @@ class Examination:
     def _communicate(self, launch: environment.Launch) -> None:
         """Check clocks, all-reduces and gradients on Gloo, then the last two on NCCL.
 
-        NCCL only if no check has failed so far and every rank has its own GPU. After
-        the first that raises, hangs or lacks a rank, the others are left out.
+        Collective. NCCL only if no check has failed so far and every rank has a GPU.
+        After a check that raises, hangs or lacks a rank, the others are left out.
         """
         runner, meeting = self.runner, self._meeting
         assert meeting is not None
@@ -279,7 +279,7 @@ class Examination:
             runner.attempt(dist.destroy_process_group)
 
     def _together(self, name: str, check: Check) -> None:
-        """Run a check with all ranks, until one leaves; leave if it raises or hangs."""
+        """Run a check with all ranks; leave if it raises, hangs, or a rank has left."""
         if self._is_over:
             return
         seconds = self.runner.seconds + GRACE_SECONDS
@@ -298,7 +298,7 @@ class Examination:
             return "the store is gone"
 
     def _leave(self, why: str) -> None:
-        """End communication, and tell other ranks ``why``."""
+        """Skip all further checks with other ranks, and tell these ``why``."""
         meeting = self._meeting
         self._is_over = self.runner.is_stuck = True
         if meeting is not None:
@@ -307,6 +307,10 @@ class Examination:
             self.runner.attempt(lambda: meeting.leave(why))
 
     def _report(self) -> Report | None:
+        """Return all ranks' report on the lowest that came, and None on the others.
+
+        Return this rank's own report if ranks have not met, or the store fails.
+        """
         runner, meeting, own = self.runner, self._meeting, self.own_report()
         if meeting is None:
             return own
@@ -328,6 +332,7 @@ class Examination:
 
 
 def _import(name: str) -> list[Finding]:
+    """Import a module, as a check without findings."""
     importlib.import_module(name)
     return []
 

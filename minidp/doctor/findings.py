@@ -13,7 +13,7 @@ from .words import of_ranks
 
 
 class Status(Enum):
-    """The outcome of a check; the value is its word in the table and in JSON."""
+    """Outcome of a check: ok, warning, failed or skipped; as text in table and JSON."""
 
     OK = "ok"
     WARNING = "warning"  # training runs, but probably not as intended
@@ -23,7 +23,7 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check, which may have several; a bad one must have a remedy."""
+    """One result of a check; ValueError for a warning or failure without a remedy."""
 
     check: str  # its name, a few words
     status: Status
@@ -41,7 +41,7 @@ class Finding:
 
     @classmethod
     def of_json(cls, plain: Mapping[str, Any]) -> Finding:
-        """Return the finding that `as_json` converted; raise if a field is missing."""
+        """Return what `as_json` converted; KeyError, TypeError or ValueError if bad."""
         status, ranks = Status(plain["status"]), tuple(plain["ranks"])
         return cls(**{**plain, "status": status, "ranks": ranks})
 
@@ -56,17 +56,14 @@ skipped = partial(Finding, "", Status.SKIPPED)
 
 
 def named(check: str, found: Found) -> list[Finding]:
-    """Return the finding(s) as a list of copies, named ``check`` if without a name."""
+    """Return the finding(s) as a list; those with an empty name get ``check``."""
     findings = [found] if isinstance(found, Finding) else found
     return [replace(finding, check=finding.check or check) for finding in findings]
 
 
 @dataclass(frozen=True)
 class Report:
-    """The findings of all ranks, in the order of the checks.
-
-    Iterating yields `Finding` objects; ``str()`` returns the table.
-    """
+    """All ranks' findings in the order of checks; iterable; ``str()`` is the table."""
 
     title: str
     findings: tuple[Finding, ...]
@@ -93,7 +90,7 @@ class Report:
         return int(self.counts["failed"] > 0)
 
     def table(self, width: int = 80) -> str:
-        """Return a text: title, a row per finding with its remedy below, and counts."""
+        """Return title, rows of findings with remedies, counts, folded at ``width``."""
         names = max((len(finding.check) for finding in self.findings), default=0)
         width = max(width, 40 + names)
         lines, before = [self.title, ""], ""
@@ -124,7 +121,7 @@ class Report:
 def merge(
     title: str, of_rank: Mapping[int, Sequence[Finding]], world_size: int
 ) -> Report:
-    """Merge ranks' findings, sorted by check; equal ones become one, of these ranks."""
+    """Make one report; findings that ranks share become one, ``ranks`` () if all do."""
     ranks_of: dict[Finding, set[int]] = {}
     for rank in sorted(of_rank):
         for finding in of_rank[rank]:

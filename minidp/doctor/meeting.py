@@ -21,7 +21,7 @@ Gathered = tuple[dict[int, Any], dict[int, str]]  # by rank: its value, or why n
 
 
 class Meeting:
-    """Exchange values between ranks through a store; say which ranks are absent."""
+    """Exchange JSON through a store, waiting ``seconds`` at most; name absent ranks."""
 
     def __init__(self, store: Any, rank: int, world_size: int, seconds: float) -> None:
         self.rank = rank
@@ -34,11 +34,11 @@ class Meeting:
         post_json(self._store, topic, self.rank, value)
 
     def claim(self, times: int = 1) -> int:
-        """Count ``times`` more processes that are this rank; return their number."""
+        """Add ``times`` to the store's count of processes with this rank; return it."""
         return int(self._store.add(f"claimed/{self.rank}", times))
 
     def leave(self, why: str) -> None:
-        """Post why this rank leaves; `gather` waits for it only with ``is_last``."""
+        """Post why this rank leaves; others then wait for it only with ``is_last``."""
         self.post("left", why)
 
     def gather(
@@ -49,11 +49,11 @@ class Meeting:
         *,
         is_last: bool = False,
     ) -> Gathered:
-        """Post a JSON value; return values by rank, and why other ranks gave none.
+        """Post a JSON value; wait for the other ranks'; return both maps of `Gathered`.
 
-        Wait at most `seconds`; a store that is gone is a reason, not an error. With one
-        rank nothing is sent. ``among``: ranks to wait for (empty: all); ``is_last``:
-        wait also for ranks that called `leave`.
+        Waits at most `seconds`; a store that fails is the reason why, not an error.
+        With one rank nothing is sent. ``among``: ranks to wait for (empty: all);
+        ``is_last``: wait also for ranks that called `leave`.
         """
         if self.world_size == 1:
             return {self.rank: value}, {}

@@ -74,11 +74,9 @@ def check_loader(
 ) -> Report:
     """Check samplers, numbers of batches, random states and workers of ranks' loaders.
 
-    All ranks call this function; rank 0 prints the table. The check judges attributes
-    (the sampler's rank and seed, lengths), and draws no index.
-
-    ``loader`` is a ``torch.utils.data.DataLoader``, or an object with its attributes;
-    the other arguments and the result are those of `check_model`.
+    All ranks call this function; rank 0 prints the table. Only attributes are read: no
+    index is drawn. ``loader`` is a ``torch.utils.data.DataLoader``, or has its
+    attributes; the other arguments and the result are those of `check_model`.
     """
     ranks = _Ranks("the loader", joined_group(process_group), seconds, quiet)
     rank, size = ranks.rank, ranks.world_size
@@ -90,10 +88,7 @@ def check_loader(
 
 
 class Watched:
-    """Hold the report of `watch`: None until the block ends, and if the block raises.
-
-    Iterating yields its findings (none without a report), ``str()`` returns the table.
-    """
+    """The report of `watch`: None before the block ends, and if it raises; iterable."""
 
     report: Report | None = None
 
@@ -115,18 +110,16 @@ def watch(
 ) -> Iterator[Watched]:
     """Watch two short epochs of training for mistakes that show only at run time.
 
-    The findings say whether ``set_epoch`` is called, ranks are fed the same batches,
-    optimizers step with different gradients, accumulation goes without ``no_sync``,
-    ``find_unused_parameters`` is set without need, batches of one step differ in size
-    (a mean of means), and several ranks save or print. All ranks enter the block; rank
-    0 prints the table when the block ends, and the object that the block gets holds the
-    report. Inside, the model has hooks, ``print`` and ``torch.save`` are replaced, and
-    the sampler's class is a subclass; the end undoes all. If the block raises, ranks
-    exchange nothing.
+    Found are: no ``set_epoch``; ranks fed the same batches; steps with gradients that
+    differ; accumulation without ``no_sync``; ``find_unused_parameters`` without need;
+    batches of one step that differ in size (a mean of means); several ranks that save
+    or print. All ranks enter the block. At its end ranks exchange what they recorded
+    (not if it raises), rank 0 prints the table, and `Watched` holds the report. Inside,
+    the model has hooks, ``print`` and ``torch.save`` are replaced, and the sampler's
+    class is a subclass. Hooks that cannot be attached raise; later errors are findings.
 
-    ``model`` is wrapped, or one that `minidp.attach` was called with. Without a
-    ``loader``, ``set_epoch`` is not checked. The other arguments are those of
-    `check_model`. Hooks that cannot be attached raise; later errors become findings.
+    ``model``: wrapped or attached. ``loader``: for ``set_epoch`` only. The other
+    arguments are those of `check_model`.
     """
     watched, log = Watched(), TrainingLog(model, loader)
     with log.recording():
@@ -169,7 +162,7 @@ class _Ranks:
     ) -> Report:
         """Run ``own`` checks; judge all ranks' ``facts``; return all ranks' findings.
 
-        ``compared``: functions of the facts, by rank, by the check's name.
+        Waits twice, `seconds` each, for absent ranks. ``compared``: judges, by check.
         """
         findings = [f for name in own for f in _findings_of(name, own[name])]
         of_rank = {self.rank: findings}
@@ -200,6 +193,7 @@ class _Ranks:
         return report
 
     def _meet(self) -> Meeting:
+        """Return a meeting in a part of the group's store that no other call has."""
         store = None
         if self.world_size > 1:
             key = (str(self.group.group_name), self.subject)

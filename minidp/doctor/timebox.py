@@ -65,8 +65,8 @@ class Runner:
     ) -> bool:
         """Run one check; add its findings; return False if it raised or was late.
 
-        That is a failed finding, too. Late: after ``seconds`` (None: the runner's), or
-        once ``find_reason`` returns a reason.
+        Both add a failed finding. Late: after ``seconds`` (None: the runner's), or once
+        ``find_reason`` returns a reason; its thread goes on, and `is_stuck` is set.
         """
         self.current = name
         say_progress(f"minidp doctor: {name} ...")
@@ -91,9 +91,9 @@ class Runner:
         self.findings += named(name, finding)
 
     def attempt(self, action: Callable[[], Result], seconds: float = 0) -> list[Result]:
-        """Return [the action's result]; [] if it raises, or after ``seconds`` + 2 s.
+        """Call an action in a thread; return [its result], [] if it raises or is late.
 
-        Then sets `is_stuck`, and adds no finding; a late action's thread goes on.
+        Late: after ``seconds`` + 2 s. [] sets `is_stuck`, but adds no finding.
         """
         try:
             return [run_within(seconds + GRACE_SECONDS, action)]
@@ -103,6 +103,7 @@ class Runner:
 
 
 def _why_late(name: str) -> str:
+    """Return the remedy for a check that took too long: likely causes, --timeout."""
     is_first = any(word in name for word in ("rendezvous", "group", "NCCL"))
     firewall = " a firewall?" * is_first  # later checks use open connections
     load, cores = os.getloadavg()[0], os.cpu_count() or 1

@@ -28,7 +28,7 @@ Note = TypeVar("Note", bound=Callable[..., None])
 
 
 def _harmless(note: Note) -> Note:
-    """Decorate a recording method: it stores errors in `mishaps`, never raises."""
+    """Decorate a method: what it raises goes to `mishaps`; dynamo does not trace it."""
 
     @untraced
     @functools.wraps(note)
@@ -117,7 +117,7 @@ class TrainingLog:
 
     @_harmless
     def _observe(self, undo: ExitStack) -> None:
-        """Record the epoch of each ``iter(sampler)``, until ``undo`` is closed."""
+        """Record the epoch at each ``iter(sampler)``, until ``undo`` is closed."""
         sampler = self._sampler
         kind: Any = type(sampler)
         epochs = self.facts["epochs"]
@@ -135,11 +135,13 @@ class TrainingLog:
 
     @_harmless
     def _note_values(self) -> None:
+        """Append a checksum of each parameter to ``facts["values"]``."""
         sums = {name: int(sum_of_bits(param)) for name, param in self._params.items()}
         self.facts["values"].append(sums)
 
     @_harmless
     def _note_batch(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Forward pre-hook: record the batch's size and, of the first 3, a digest."""
         batches = self.facts["batches"]
         trains = torch.is_grad_enabled() and self.model.training
         tensors = find_tensors([args, kwargs]) if trains else []
@@ -154,10 +156,12 @@ class TrainingLog:
                 batches.append(digest_of(sums))
 
     def _synchronises(self) -> bool:
+        """Return False inside ``no_sync()``."""
         return bool(option(self.model, "require_backward_grad_sync", default=True))
 
     @_harmless
     def _note_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
+        """Forward hook: let a backward from ``output`` be counted, if synchronised."""
         if torch.is_grad_enabled() and self._synchronises():
             for tensor in find_tensors(output):
                 if tensor.requires_grad:
@@ -168,6 +172,7 @@ class TrainingLog:
 
     @_harmless
     def _note_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        """Optimizer pre-hook: record the model's gradients and backwards of a step."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         ours = {n: p for n, p in self._trainable.items() if id(p) in held}
         # A step inside the backward: other gradients are still missing.
@@ -194,6 +199,7 @@ class TrainingLog:
 
     @_harmless
     def _note_line(self, values: Any, options: Any) -> None:
+        """Count a call of ``print`` to stdout unless empty or with the word rank."""
         if options.get("file") in (None, sys.stdout):
             text = " ".join(map(str, values))
             # A line that names the rank is meant to be printed on all ranks.
@@ -201,6 +207,7 @@ class TrainingLog:
 
     @_harmless
     def _note_save(self, values: Any, options: Any) -> None:
+        """Record the absolute path that ``torch.save`` is called with, if it is one."""
         file = values[1] if len(values) > 1 else options.get("f")
         if isinstance(file, str | os.PathLike):
             self.facts["saved"].append(os.path.abspath(os.fspath(file)))

@@ -1,4 +1,4 @@
-"""Put lists, ranks, errors and differences into words."""
+"""Format lists, ranks and errors for findings; find where mappings differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def join(items: Iterable[object], limit: int = 8) -> str:
-    """Return ``a, b and c``; after ``limit`` items, ``and N more``; no items: empty."""
+    """Return ``a, b and c``; over ``limit`` items: ``a, b and N more``; none: ""."""
     texts = [str(item) for item in items]
     if len(texts) > limit:
         texts = [*texts[:limit], f"{len(texts) - limit} more"]
@@ -21,14 +21,14 @@ def of_ranks(ranks: Sequence[int]) -> str:
 
 
 def in_words(error: Exception) -> str:
-    """Return an error's type and text on one line, 300 characters, no C++ places."""
+    """Return an error as ``Type: text`` on one line; at most 300 characters of text."""
     text = " ".join(str(error).partition("\nException raised from")[0].split())
     text = re.sub(r"\[(enforce fail at )?/[^\]\s]*:\d+\] ", "", text)
     return f"{type(error).__name__}: {text[:300]}".removesuffix(": ")
 
 
 def differing(of_rank: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the keys whose values differ between mappings; missing counts as None."""
+    """Return keys whose values are not all equal; a missing key counts as None."""
     first, *others = of_rank
     names = dict.fromkeys(name for each in (first, *others) for name in each)
     return [n for n in names if any(e.get(n) != first.get(n) for e in others)]

@@ -63,6 +63,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _build(options: argparse.Namespace) -> int:
+    """Run ``build``; return 0 (on failure if ``--optional``, else raise) or 130."""
     if options.optional and (read_mode() == "0" or attempt("auto")[0]):
         return 0
     display = _Display()

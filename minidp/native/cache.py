@@ -64,15 +64,14 @@ def workspace() -> Iterator[Path]:
     for leftover in folder().glob(f"{_PREFIX}*"):
         # Its builder is dead: a living one would hold the lock.
         shutil.rmtree(leftover, ignore_errors=True)
-    made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder()))
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+    with tempfile.TemporaryDirectory(
+        prefix=_PREFIX, dir=folder(), ignore_cleanup_errors=True
+    ) as made:
+        yield Path(made)
 
 
 def publish(recipe: Recipe, built: Path) -> Path:
-    """Put a new binary into the cache instead of old ones; return its path."""
+    """Move a new binary into the cache, remove the key's old ones; return its path."""
     home = folder() / recipe.key
     home.mkdir(exist_ok=True)
     digest = hash_file(built)

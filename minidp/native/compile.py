@@ -46,7 +46,7 @@ def build_into_cache(
     verbose: bool = False,
     tick: Tick | None = None,
 ) -> Path:
-    """Return a recipe's binary in the cache; build it first if ``force`` or missing."""
+    """Return the cached binary; build (after others) if ``force`` or it is missing."""
     try:
         # Looks first without the lock, which may be held for minutes.
         binary = None if force else _built_before(recipe, say)
@@ -74,7 +74,7 @@ def _built_before(recipe: Recipe, say: Say) -> Path | None:
 
 
 def _lock(say: Say) -> AbstractContextManager[object]:
-    """Take the lock of the cache (after other builds); the block's end releases it."""
+    """Wait for the cache's lock, without limit; return a context that releases it."""
     folder = cache.folder()
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock")
@@ -117,7 +117,7 @@ def _build(recipe: Recipe, workspace: Path, shell: _Shell) -> Path:
 
 
 def _accepted_wishes(recipe: Recipe, say: Say) -> list[str]:
-    """Try groups of optional compiler flags; return the flags that are accepted."""
+    """Try groups of optional compiler flags, one by one; return those accepted."""
     accepted: list[str] = []
     for group in recipe.wishes:
         # -c and not -fsyntax-only: only then does an assembler see the -m flags.
@@ -147,7 +147,7 @@ def _compilations(
 
 
 def _paths(nvcc: str) -> tuple[list[str], list[str]]:
-    """Return compiler flags for torch's headers and libraries; ``nvcc``: and CUDA's."""
+    """Return flags to compile, and to link, with torch; with CUDA if ``nvcc``."""
     # Imported only for a build: the import takes half a second.
     torch_paths: Any = importlib.import_module("torch.utils.cpp_extension")
     folders = [*torch_paths.include_paths(), sysconfig.get_path("include")]
@@ -192,6 +192,7 @@ class _Shell:
             _end([process for process, *_ in running])
 
     def _start(self, doing: str, command: list[str]) -> _Running:
+        """Start a job's command, its output to a file, in a session of its own."""
         self.say(doing)
         output = Path(f"{command[-1]}.txt")
         with output.open("wb") as file:
@@ -229,7 +230,7 @@ class _Shell:
 
 
 def _end(processes: list[Process]) -> None:
-    """Send SIGTERM, then SIGKILL, to processes and their children; wait for them."""
+    """Send SIGTERM, 2 s later SIGKILL, to processes and their children; wait."""
     # SIGTERM first: compilers then remove their temporary files.
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:

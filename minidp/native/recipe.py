@@ -99,7 +99,7 @@ class Recipe:
 
 
 def describe() -> Recipe:
-    """Return the recipe here and now: sources, compilers, torch, CPU and GPUs."""
+    """Return the recipe of a build now: sources, compilers, flags, torch, CPU, GPUs."""
     folder = source_folder()
     cxx = tuple(shlex.split(os.environ.get("CXX") or "c++"))
     nvcc, nvcc_version = _fitting_nvcc()
@@ -149,6 +149,7 @@ def _fingerprint(folder: Path) -> dict[str, str]:
 
 
 def _describe_change(name: str, old: str, new: str) -> str:
+    """Return a text: a source edited, new or gone; else words that went and came."""
     if name.startswith("csrc/"):
         return f"{name} {('was edited' if new else 'is gone') if old else 'is new'}"
     lost = " ".join(word for word in old.split() if word not in new.split())
@@ -167,7 +168,7 @@ def _output(command: list[str]) -> str:
 
 
 def _fitting_nvcc() -> tuple[str, str]:
-    """Return path and version of an nvcc of torch's CUDA major version, or ("", "")."""
+    """Return path and version of an nvcc of torch's CUDA major version, or "", ""."""
     wanted = torch.version.cuda
     if wanted is None:
         return "", ""

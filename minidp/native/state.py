@@ -39,7 +39,7 @@ class Status:
 
     @property
     def shared_memory(self) -> str:
-        """Whether CPU ranks of one host may share buckets' memory, or why not."""
+        """Return whether CPU ranks of a host may share buckets' memory, or why not."""
         if os.environ.get("MINIDP_SHARED_MEMORY") == "0":
             return "no: MINIDP_SHARED_MEMORY=0"
         if not self.is_loaded or sys.platform != "linux":
@@ -108,7 +108,7 @@ def build(
 
 
 def _decide() -> tuple[ModuleType | None, Status]:
-    """On the first call, `attempt` to load and log why (not); return that result."""
+    """Return the result of `attempt`, which only the first call makes, and logs."""
     global _decided  # one process, one extension
     with _lock:
         if _decided is None:
@@ -120,7 +120,7 @@ def _decide() -> tuple[ModuleType | None, Status]:
 
 
 def read_mode() -> str:
-    """Return MINIDP_NATIVE; if not set, "build" after such an install, else "auto"."""
+    """Return MINIDP_NATIVE, else "build" if installed with that, else "auto"."""
     default = "build" if _MARK.exists() else "auto"
     mode = os.environ.get("MINIDP_NATIVE") or default
     if mode not in ("auto", "build", "0", "1"):
@@ -131,10 +131,10 @@ def read_mode() -> str:
 
 
 def attempt(mode: str) -> tuple[ModuleType | None, Status]:
-    """Try to load the extension; an error becomes the reason in the status.
+    """Try to load the extension; return it, or None, and why; an error is a reason.
 
-    In modes "1" and "build" first build a missing or stale binary; in mode "0" do not
-    look for one.
+    Mode "1" and "build" first build a missing or stale binary; "0" does not look for
+    one.
     """
     if mode == "0":
         reason = "MINIDP_NATIVE=0 says not to load native kernels."
@@ -172,7 +172,7 @@ def attempt(mode: str) -> tuple[ModuleType | None, Status]:
 
 
 def _notable() -> int:
-    """Return the log level of what one process per host tells its user."""
+    """Return WARNING on local rank 0, else INFO: one process per host warns."""
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     return logging.WARNING if is_first else logging.INFO
 

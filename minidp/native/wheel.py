@@ -13,10 +13,10 @@ from setuptools.command.build_py import build_py  # type: ignore[import-untyped]
 
 
 class BuildPackage(build_py):  # type: ignore[misc]
-    """Copy the package, then add the mark, or remove that of an earlier build."""
+    """Copy the package; add or remove the mark by which its first use builds."""
 
     def run(self) -> None:
-        """Run the command."""
+        """Copy the package and set the mark; an editable install gets no mark."""
         super().run()
         if self.editable_mode:
             return

@@ -50,7 +50,7 @@ _joined = ExitStack()  # never closed: until the process ends
 
 
 def join() -> None:
-    """In a child process: swap torch's class, or not, and seed, as `RUN` says."""
+    """Swap torch's class or not, and seed, as `RUN` says; called in a child process."""
     orders = json.loads(os.environ[RUN])
     if orders["swaps"]:
         swap_here()

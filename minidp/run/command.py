@@ -155,7 +155,7 @@ def _problem(script: Script, options: Namespace) -> str:
 
 
 def _words(options: Namespace, *names: str) -> list[str]:
-    """Return the named options as on a command line, e.g. ["--save", "x"], if set."""
+    """Return options as on a command line, e.g. ["--save", "x"]; without unset ones."""
     words = []
     for name in names:
         value = getattr(options, name)
@@ -231,7 +231,7 @@ class WrappedModels:
                 recording.__exit__(None, None, None)
 
     def finish(self, status: int) -> int:
-        """Print the report, or that no model was wrapped; return the exit status."""
+        """Print reports; return ``status``; 1 if asked for, but there is no model."""
         if self._largest == 1:
             say_once(
                 "minidp run: this was a world of one rank, so nothing was averaged. "
@@ -261,7 +261,7 @@ class WrappedModels:
         return status
 
     def _report(self) -> None:
-        """Send recordings to rank 0; there print reports and write files."""
+        """Gather recordings on rank 0; print reports and write files there."""
         mine = [recording.timelines[0] for recording in self._recordings]
         for number, timelines in enumerate(_gathered(mine)):
             title = f"report of {self._names[number]}"
@@ -279,7 +279,7 @@ class WrappedModels:
 
 
 def _gathered(mine: list[Timeline]) -> list[list[Timeline]]:
-    """Send timelines to rank 0; there return all ranks' per model, elsewhere []."""
+    """Gather all ranks' timelines by model on rank 0, within 60 s; elsewhere: []."""
     rank, size = from_environment("RANK", 0), from_environment("WORLD_SIZE", 1)
     store = launcher_store("report") if size > 1 else None
     if rank:

@@ -47,7 +47,7 @@ MAX_BYTES, MAX_FILES = 500 * 2**20, 20_000  # of a folder, limits without --copy
 
 
 class _CannotCompareError(Exception):
-    """A run did not start or left no outcome, although the script did not fail."""
+    """Results cannot be compared, but the script did not fail; the text says why."""
 
 
 def run_both(script: Script, options: argparse.Namespace, flags: Sequence[str]) -> int:
@@ -112,7 +112,7 @@ class _Comparison:
     def _run(
         self, library: str, words: Sequence[str], cwd: str, env: Mapping[str, str]
     ) -> Outcome | int:
-        """Run --before, once per host, and the script; return its outcome or status."""
+        """Run --before, then the script in a process; return its outcome or status."""
         before, limit = self._options.before, self._options.limit
         if before is not None:
             status = self._once_per_host(
@@ -160,12 +160,12 @@ class _Comparison:
         return str(here if why_not else target), why_not
 
     def _once_per_host(self, topic: str, do: Callable[[], Any]) -> Any:
-        """Call ``do`` on a host's first rank; return its result on all of its ranks."""
+        """Call ``do`` on a host's first rank; return its result on all of the host."""
         topic = f"{topic} on host {from_environment('GROUP_RANK', 0)}"
         return self._once(topic, is_first=not from_environment("LOCAL_RANK", 0), do=do)
 
     def _once(self, topic: str, *, is_first: bool, do: Callable[[], Any]) -> Any:
-        """Call ``do`` on one rank; all other ranks wait for its result; return it."""
+        """Call ``do`` on one rank; others wait, up to 30 minutes; return its result."""
         if self._store is None:
             return do()
         if is_first:
@@ -211,6 +211,7 @@ def copy(folder: Path, to: Path) -> None:
 
 
 def _copy_file(path: Path, place: Path) -> None:
+    """Copy a file; link one that is not readable; skip one that is gone."""
     try:
         shutil.copy2(path, place)
     except (PermissionError, FileNotFoundError):  # not readable, or removed meanwhile
@@ -288,7 +289,7 @@ class OutcomeRecorder:
         self._watch(limit)
 
     def _watch(self, seconds: float) -> None:
-        """(Re)start a timer that ends this process with a dump of its stacks."""
+        """(Re)start a timer that dumps this process's stacks to a file and ends it."""
         self._watched_at = time.perf_counter()
         faulthandler.dump_traceback_later(seconds, file=self._stacks, exit=True)
 
@@ -298,6 +299,7 @@ class OutcomeRecorder:
         self._watch(self._limit)
 
     def _stepped(self, optimizer: Optimizer, *_arguments: Any) -> None:
+        """Step hook: note when the first optimizer stepped; restart the time limit."""
         now = time.perf_counter()
         self._first = self._first or optimizer
         if optimizer is self._first:
@@ -342,6 +344,7 @@ def compare(torchs: Outcome, ours: Outcome, why_not_copied: str) -> tuple[bool, 
 
 
 def _compare_weights(torchs: Outcome, ours: Outcome) -> str:
+    """Return "identical..." if all bits are equal, else a text on what differs."""
     odd = ", ".join(sorted(torchs.weights.keys() ^ ours.weights.keys()))
     if odd:
         return (
@@ -378,6 +381,7 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float | None:
 
 
 def _speed(torchs: Outcome, ours: Outcome) -> str:
+    """Return a text: median time of a step of both runs, without the first 5 steps."""
     if min(len(torchs.ends), len(ours.ends)) < 2:
         return "no times: fewer than two optimizer steps"
     times = ([b - a for a, b in pairwise(each.ends)] for each in (torchs, ours))

@@ -47,13 +47,17 @@ def add_num_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _at_least_one(text: str) -> int:
+    """Argparse type: return the number in ``text``; raise if it is below 1."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"at least one rank, but got {text}")
     return int(text)
 
 
 def why_not(script: Script, num_ranks: int | None, **files: Path | None) -> str:
-    """Return why the script, ``-n`` or output files cannot be used; else ""."""
+    """Return why ``minidp run`` or ``tune`` cannot start the script; "" if it can.
+
+    ``num_ranks``: -n; ``files``: the output file of each option, which is not opened.
+    """
     if problem := script.problem():
         return problem
     for name, path in files.items():
@@ -71,7 +75,7 @@ def why_not(script: Script, num_ranks: int | None, **files: Path | None) -> str:
 def start_ranks(number: int, command: str, flags: Sequence[str], script: Script) -> int:
     """Run ``minidp COMMAND FLAGS`` on several ranks of this machine, as torchrun does.
 
-    Return 0, or the exit status of the first rank that failed.
+    Wait for all; return 0, 128 + a signal that came, or the status of the first failed.
     """
     threads = ""
     if number > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -100,9 +104,9 @@ def how_to_start(command: str, script: Script) -> str:
 
 
 def run_here(command: str, script: Script) -> int:
-    """Run the script in this process; return its exit status.
+    """Run the script in this process; return its exit status; let its errors pass.
 
-    If it raises because no launcher has started this process, say so, and exit.
+    But exit with 1, and a text, if it raised because no launcher set a variable.
     """
     try:
         return script.run()

@@ -10,12 +10,16 @@ Import this module once, in the process from which ranks are forked: it takes se
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import importlib
+import multiprocessing
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -27,6 +31,7 @@ from torch.testing._internal import common_distributed, common_utils
 from torch.testing._internal.distributed.rpc import tensorpipe_rpc_agent_test_fixture
 
 import minidp
+from minidp.hang import the_watchdog
 from tests.support import broken
 
 IMPLEMENTATIONS: dict[str, Any] = {
@@ -47,6 +52,7 @@ def _import_torch_tests(name: str) -> ModuleType:
     common_distributed.skip_if_no_gpu = lambda test: test
     common_distributed.skip_if_lt_x_gpu = lambda _gpus, **_: lambda test: test
     common_distributed.requires_nccl = lambda: lambda test: test
+    common_distributed.logger.setLevel("ERROR")  # not of each process that starts
     # One "GPU" per rank, under the rank's own number.
     common_distributed.init_multigpu_helper = lambda world_size, _backend: {
         rank: [rank] for rank in range(world_size)
@@ -62,10 +68,57 @@ _distributed = _import_torch_tests("distributed_test")
 _rpc = _import_torch_tests("ddp_under_dist_autograd_test")
 
 
+class _Forked:
+    """Torch's harness of a test: forks its ranks, watches, ends and judges them.
+
+    A process that has threads could not be forked safely: none runs in the harness.
+    """
+
+    implementation: str
+    folder: Path  # of this test alone: temporary files, and what each rank prints
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._start_processes(multiprocessing.get_context("fork").Process)
+
+    @classmethod
+    def _run(cls, rank: int, name: str, *others: Any, **more: Any) -> None:
+        """Run the test on a rank and exit with the code that torch's harness chose."""
+        log = os.open(cls.folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log, stream.fileno())
+        sys.stdout.reconfigure(line_buffering=True)  # a killed rank flushes nothing
+        # Should there be no harness any more.
+        faulthandler.dump_traceback_later(
+            common_distributed.get_timeout(name) + 60, exit=True
+        )
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            if "profiling" in name:  # looks for Gloo's events in a profile
+                os.environ["MINIDP_SHARED_MEMORY"] = "0"
+            place_on_cpu()
+            bind(cls.implementation, at_instance=(cls.folder / "reached").touch)
+            super()._run(rank, name, *others, **more)
+            code = 0  # torch's main tests leave by sys.exit() instead
+        except SystemExit as request:
+            code = request.code
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # No interpreter shutdown: process groups whose peers are gone may hang in it.
+        # But the watchdog must not be cut off while it writes to the rendezvous file:
+        # half a record there makes the other rank wait for the other half, for ever.
+        the_watchdog._leave_with_the_process()
+        os._exit(code)
+
+
 class Distributed(
-    _distributed.TestDistBackend, _distributed.DistributedTest._DistTestBase
+    _Forked, _distributed.TestDistBackend, _distributed.DistributedTest._DistTestBase
 ):
-    """Torch's main tests, one method each; `_run` is what one rank executes."""
+    """Torch's main tests, one method each."""
 
     def _barrier(self, wait_for: int | None = None, timeout: float = 10) -> None:
         # Torch waits for 10 s, which a rank on a busy machine may need to get here.
@@ -73,6 +126,7 @@ class Distributed(
 
 
 class _OverRpc(
+    _Forked,
     tensorpipe_rpc_agent_test_fixture.TensorPipeRpcAgentTestFixture,
     common_distributed.MultiProcessTestCase,
 ):

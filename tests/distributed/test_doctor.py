@@ -79,6 +79,7 @@ def test_model_faults(ctx):
     assert check(Net(norm=True)) == {"batch norm": "warning"}
     assert check(Net(spare=True)) == {unused: "failed"}
     assert check(Net(), find_unused_parameters=True) == {unused: "warning"}
+    assert check(Net(spare=True), find_unused_parameters=True) == {}
     assert check(Net(drop=True), seed=0) == {"random streams": "warning"}
     assert check(seeded(), init_sync=False) == {"replicas": "failed"}
     assert check(attach(Net()), wrap=False) == {}

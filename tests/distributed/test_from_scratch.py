@@ -1,15 +1,18 @@
 """`examples/from_scratch/`: each stage has torch's bits and leaves a whole recording.
 
 All scripts run as a reader starts them, but for one thing: they are forked from one
-interpreter, because to import torch and scikit-learn takes longer than the training.
+process, because to import torch takes longer than the training.
 """
 
 from __future__ import annotations
 
 import ast
+import multiprocessing
+import os
 import re
-import subprocess
+import runpy
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,42 +25,6 @@ FOLDER = ROOT / "examples" / "from_scratch"
 README = (FOLDER / "README.md").read_text()
 STAGES = sorted(FOLDER.glob("stage*.py"))
 MAX_LINES = 120
-# Arguments: this folder, then the words of each script. Output: a file per script.
-FORKER = """
-import os, runpy, sys
-folder, out, *scripts = sys.argv[1:]
-sys.path.insert(0, folder)
-import common, minidp
-import torch._dynamo  # optimizers import it, for seconds
-children = {}
-status = [0] * len(scripts)
-def wait():
-    pid, raw = os.wait()
-    status[children.pop(pid)] = os.waitstatus_to_exitcode(raw)
-for number, words in enumerate(scripts):
-    if len(children) == 2:
-        wait()
-    pid = os.fork()
-    if pid == 0:
-        script, *sys.argv[1:] = words.split()
-        sys.argv[0] = os.path.join(folder, script)
-        file = os.open(f"{out}/{number}.txt", os.O_WRONLY | os.O_CREAT)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        code = 1
-        try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-            code = 0
-        except SystemExit as leaving:
-            code = int(leaving.code or 0)
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    children[pid] = number
-while children:
-    wait()
-print(*status)
-"""
 TWO_RANKS = [
     "stage1_after_backward.py",
     "stage2_hook_per_parameter.py",
@@ -81,7 +48,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Outcome:
-    status: int
+    status: int | None
     output: str
     recording: Path
 
@@ -91,23 +58,33 @@ class Outcome:
         return answer == "yes"
 
 
+def play(words: str, output: Path) -> None:
+    """Run a script in this process; it prints to a file, and its end is ours."""
+    file = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    script, *sys.argv[1:] = words.split()
+    sys.argv[0] = str(FOLDER / script)
+    sys.path.insert(0, str(FOLDER))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     out = tmp_path_factory.mktemp("from_scratch")
-    words = [
-        f"{case} --epochs 2 --save {out}/{number}.json"
-        for number, case in enumerate(CASES)
-    ]
-    command = [sys.executable, "-c", FORKER, str(FOLDER), str(out), *words]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    found = {}
-    for number, status in enumerate(map(int, done.stdout.split())):
-        output = (out / f"{number}.txt").read_text()
-        found[CASES[number]] = Outcome(status, output, out / f"{number}.json")
-    return found
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "sklearn.datasets"])
+
+    def outcome(number: int) -> Outcome:
+        output, recording = out / f"{number}.txt", out / f"{number}.json"
+        words = f"{CASES[number]} --epochs 2 --save {recording}"
+        process = context.Process(target=play, args=(words, output))
+        process.start()
+        process.join()
+        return Outcome(process.exitcode, output.read_text(), recording)
+
+    with ThreadPoolExecutor(2) as threads:
+        return dict(zip(CASES, threads.map(outcome, range(len(CASES))), strict=True))
 
 
 @pytest.mark.parametrize("script", TWO_RANKS)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from minidp.comm.communicator import Communicator
 from minidp.comm.shared_memory import SharedBuffer, share
-from minidp.errors import NativeError
 from tests.support.fresh import run_fresh
 from tests.support.ranks import on_ranks
 
@@ -195,16 +194,3 @@ def test_a_forked_child_frees_only_its_own(ctx):
         os._exit(len(taken))
     _, status = os.waitpid(child, 0)
     assert (os.waitstatus_to_exitcode(status), len(here)) == (2, 3)
-
-
-@on_ranks(2, fresh={})
-@pytest.mark.parametrize("mode", ["auto", "1"])
-def test_all_ranks_hear_why_not(ctx, mode):
-    os.environ["MINIDP_SHARED_MEMORY"] = [mode, "0"][ctx.rank]
-    said = ""
-    try:
-        why = share([(10, torch.float32)], Communicator(ctx.group), CPU)
-    except NativeError as error:
-        said = why = str(error)
-    assert "rank 1: MINIDP_SHARED_MEMORY=0" in why
-    assert ctx.rank == 1 or said.startswith("[rank 0] ") == (mode == "1")

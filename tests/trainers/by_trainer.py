@@ -4,6 +4,7 @@
     torchrun -m minidp.run by_trainer.py TRAINER OUT torch        unmodified, on minidp
     torchrun by_trainer.py TRAINER OUT minidp    on minidp, by the trainer's own means
 
+Lightning can do without torchrun: it starts the other rank itself.
 On rank 0 it writes to OUT what wrapped the net and the weights that it got.
 """
 
@@ -23,12 +24,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import minidp
 
 LEARNING_RATE = 0.1
+RANK = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
 WAYS = {"torch": contextlib.nullcontext, "minidp": minidp.swapped}
 
 
 def make_net():
     """A different one on each rank: DDP is to hand out that of rank 0."""
-    torch.manual_seed(int(os.environ["RANK"]))
+    torch.manual_seed(RANK)
     return nn.Sequential(
         nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3)
     )
@@ -188,7 +190,7 @@ TRAINERS = {
 if __name__ == "__main__":
     trainer, out, way = sys.argv[1:]
     kind, weights = TRAINERS[trainer](WAYS[way])
-    if os.environ["RANK"] == "0":
+    if RANK == 0:
         name = f"{kind.__module__}.{kind.__qualname__}"
         torch.save({"wrapper": name, "weights": dict(weights)}, out)
     if dist.is_initialized():

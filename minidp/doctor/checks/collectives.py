@@ -45,7 +45,7 @@ def judge_backends(*, has_gpus: bool) -> Finding:
 def check_all_reduce(
     group: ProcessGroup, device: torch.device, num_bytes: int
 ) -> Finding:
-    """Time all-reduces on all ranks; judge their sums and the slowest rank's median."""
+    """Collective: time all-reduces; `judge_all_reduce` sums and the slowest rank."""
     world_size = group.size()
     count = torch.arange(num_bytes // 4, device=device, dtype=torch.float32) % _MODULUS
     expected = count * (world_size * (world_size + 1) // 2)
@@ -74,7 +74,7 @@ def check_all_reduce(
 def judge_all_reduce(
     num_bytes: int, world_size: int, seconds: float, wrong: int
 ) -> Finding:
-    """Judge an all-reduce: failed for ``wrong`` elements; a warning below 12.5 MB/s."""
+    """Judge an all-reduce: failed if ``wrong``, a warning if slow (under 12.5 MB/s)."""
     size = f"{num_bytes:,} B"
     if wrong:
         return failed(
@@ -97,7 +97,7 @@ def judge_all_reduce(
 def check_clocks(
     group: ProcessGroup, device: torch.device, clock: Callable[[], float] = time.time
 ) -> Finding:
-    """Compare the ranks' clocks: five times after a barrier; the best round counts."""
+    """Collective: read the clocks after 5 barriers; `judge_clocks` the best round."""
     rounds = []
     for _ in range(_ROUNDS):
         dist.barrier(group=group)
@@ -122,7 +122,10 @@ def check_gradients(
     device: torch.device,
     wrap: Callable[..., nn.Module] = DataParallel,
 ) -> Finding:
-    """Run one backward of a probe in ``wrap`` and in torch's DDP; compare gradients."""
+    """Collective: failed if a probe's gradients are not the ranks' mean.
+
+    A warning if they are, but torch's DDP gives other bits.
+    """
     classes = (wrap, DistributedDataParallel)
     wrapped = (each(_probe().to(device), process_group=group) for each in classes)
     ours, torchs = (_gradients(each, group.rank(), device) for each in wrapped)

@@ -1,4 +1,4 @@
-"""Check how this process was launched, and its machine."""
+"""Judge the variables of a launch, and the machine: /dev/shm, threads, GPUs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read_launch(env: Mapping[str, str]) -> Launch:
 
 
 def judge_launch(env: Mapping[str, str]) -> Found:
-    """Check that a launch's variables are set and fit together; skipped if none is."""
+    """Judge a launch's variables: failed if they do not fit; skipped if none is set."""
     missing = [name for name in LAUNCH if not env.get(name)]
     if len(missing) == len(LAUNCH):
         found = f"this process is alone: none of {join(LAUNCH)} is set"
@@ -76,6 +76,7 @@ def judge_launch(env: Mapping[str, str]) -> Found:
 
 
 def _contradictions(launch: Launch) -> Iterator[Finding]:
+    """Yield a failed finding for each value that does not fit another one."""
     rank, count = launch.local_rank, launch.local_world_size
     if launch.rank >= launch.world_size:
         found = f"RANK={launch.rank}, but WORLD_SIZE={launch.world_size}"
@@ -96,7 +97,7 @@ def _contradictions(launch: Launch) -> Iterator[Finding]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address means the host itself on every host (``localhost``)."""
+    """Return whether an address means "this host" on each host, as ``localhost``."""
     names = ("localhost", "::1", "0.0.0.0", "::")
     return address in names or address.startswith("127.")
 
@@ -112,7 +113,7 @@ def judge_shared_memory() -> Finding:
 
 
 def judge_threads(processes: int) -> Finding:
-    """Return a warning if this host's ``processes`` have more threads than cores."""
+    """Return a warning if ``processes`` have more threads than cores exist; or ok."""
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     found = f"{processes} x {threads} threads on {cores} cores"
     fair = max(1, cores // processes)
@@ -125,7 +126,7 @@ def judge_threads(processes: int) -> Finding:
 
 
 def judge_gpus(env: Mapping[str, str], num_processes: int) -> Finding:
-    """Compare how many GPUs torch sees with how many processes this host has."""
+    """Judge GPUs per process: failed if fewer, a warning if more, skipped if none."""
     num_gpus = torch.cuda.device_count()
     found = f"{num_gpus} GPUs for {num_processes} processes on this host"
     if num_gpus == 0:

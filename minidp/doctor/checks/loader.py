@@ -35,7 +35,10 @@ def splits(sampler: Any) -> bool:
 
 
 def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
-    """Check that a sampler gives this rank its own part of the dataset."""
+    """Judge a sampler: ok if it gives this rank a part of its own, or cannot overlap.
+
+    Failed: made for another rank. Warning: each rank reads all. Skipped: unknown.
+    """
     if not hasattr(loader, "dataset"):
         found = f"a {type(loader).__name__} has no dataset to split"
         return failed(found, "pass the DataLoader of the training data")
@@ -69,7 +72,7 @@ def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
 
 
 def judge_workers(loader: Any) -> Finding:
-    """Return a warning if this host's loaders have over two workers per core."""
+    """Return a warning if this host's loaders have over two workers per core, or ok."""
     workers = int(getattr(loader, "num_workers", 0))
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
     processes, cores = int(local) if local.isdecimal() else 1, os.cpu_count() or 1
@@ -80,7 +83,7 @@ def judge_workers(loader: Any) -> Finding:
 
 
 def read_loader(loader: Any) -> dict[str, Any]:
-    """Return facts to compare between ranks: lengths, sampler, random states, ..."""
+    """Return facts to compare between ranks; None: what loader or sampler lacks."""
     dataset, sampler = getattr(loader, "dataset", None), sampler_of(loader)
     inner, indices = dataset, getattr(dataset, "indices", ())
     while isinstance(inner, Subset):
@@ -101,13 +104,14 @@ def read_loader(loader: Any) -> dict[str, Any]:
 
 
 def _length(sized: Any) -> int | None:
+    """Return ``len(sized)``; None if it has no length."""
     with suppress(TypeError, NotImplementedError):
         return len(sized)
     return None
 
 
 def judge_batches(of_rank: Facts) -> Finding:
-    """Judge numbers of batches: failed if they differ by rank; skipped if unknown."""
+    """Judge numbers of batches: ok; failed if ranks differ; skipped if one is None."""
     counts = {rank: facts["batches"] for rank, facts in of_rank.items()}
     if None in counts.values():
         return skipped("the loader has no length")
@@ -121,7 +125,7 @@ def judge_batches(of_rank: Facts) -> Finding:
 
 
 def judge_parts(of_rank: Facts) -> Found:
-    """Judge if ranks read separate parts; [] if neither samplers nor Subsets say it."""
+    """Failed if ranks' samplers overlap, a warning if Subsets do; [] without either."""
     all_facts = [*of_rank.values()]
     if len(all_facts) == 1:
         return []  # judge_sampler has reported on the sampler

@@ -39,7 +39,7 @@ def synchroniser(model: nn.Module) -> nn.Module | None:
 
 
 def option(model: nn.Module, name: str, *, default: Any) -> Any:
-    """Return attribute ``name`` of the model's DDP object, if any, else the model's."""
+    """Return an attribute of the model's DDP object (none: its own), or ``default``."""
     wrapper = synchroniser(model)  # None if compiled: that forwards attributes
     return getattr(model if wrapper is None else wrapper, name, default)
 
@@ -53,7 +53,10 @@ def wrapped_module(model: nn.Module) -> nn.Module:
 
 
 def judge_devices(model: nn.Module, batch: Any) -> Iterator[Finding]:
-    """Check that parameters, module buffers and batch are on one device."""
+    """Judge devices of model and batch; several findings, `judge_places` among them.
+
+    Failed: lazy modules, no parameters, or a batch elsewhere without ``device_ids``.
+    """
     module = wrapped_module(model)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     if any(isinstance(child, LazyModuleMixin) for child in module.modules()):
@@ -102,7 +105,7 @@ def judge_places(of_device: Mapping[torch.device, list[str]]) -> Finding:
 
 
 def judge_own_gpu(device: torch.device) -> Iterator[Finding]:
-    """Yield a warning if the model is on a GPU other than LOCAL_RANK's."""
+    """Yield a warning if the model is on another GPU than LOCAL_RANK's, or nothing."""
     rank, count = os.environ.get("LOCAL_RANK", ""), torch.cuda.device_count()
     is_gpu = device.type == "cuda" and count > 1 and rank.isdecimal()
     if is_gpu and device.index != int(rank):
@@ -112,7 +115,7 @@ def judge_own_gpu(device: torch.device) -> Iterator[Finding]:
 
 
 def judge_batch_norm(module: nn.Module, batch: Any, world_size: int) -> Finding:
-    """Return a warning if BatchNorm trains on fewer than 16 samples per rank."""
+    """Judge BatchNorm: a warning below 16 samples per rank; unknown: skipped; or ok."""
     synced = [m for m in module.modules() if isinstance(m, nn.SyncBatchNorm)]
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training]
     num_layers = len({*norms} - {*synced})
@@ -135,7 +138,11 @@ def judge_batch_norm(module: nn.Module, batch: Any, world_size: int) -> Finding:
 
 
 def check_unused(model: nn.Module, batch: Any) -> Finding:
-    """Run one forward; check ``find_unused_parameters`` against its graph."""
+    """Run one forward; judge ``find_unused_parameters`` by the graph of its outputs.
+
+    Failed: unset, but a parameter is unused (before wrapping a warning), or the forward
+    raises. Warning: set without need. Skipped: no batch, or outputs without a graph.
+    """
     if batch is None:
         return skipped("needs a forward", "pass a batch to check_model")
     module = wrapped_module(model)
@@ -174,7 +181,7 @@ def check_unused(model: nn.Module, batch: Any) -> Finding:
 
 @contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Restore random states, buffers at exit; inside, SyncBatchNorm is in eval mode."""
+    """Restore random states and buffers at exit; inside, SyncBatchNorm is in eval."""
     modules = [*module.modules()]
     synced = [m for m in modules if isinstance(m, nn.SyncBatchNorm) and m.training]
     buffers = [
@@ -230,7 +237,7 @@ def read_model(model: nn.Module) -> dict[str, Any]:
 
 
 def judge_replicas(of_rank: Facts) -> Finding:
-    """Compare ranks' parameters: names, shapes and, if all are wrapped, values."""
+    """Judge parameters: failed if ranks differ in names, shapes or (wrapped) values."""
     first, model = min(of_rank), of_rank[min(of_rank)]
     for rank, facts in of_rank.items():
         if facts["unreadable"]:
@@ -255,7 +262,7 @@ def judge_replicas(of_rank: Facts) -> Finding:
 
 
 def judge_gpus(of_rank: Facts) -> Found:
-    """Judge if ranks share a GPU (`judge_owners`); [] if no rank's model is on one."""
+    """Return `judge_owners` of the models' GPUs; [] if no rank's model is on one."""
     return judge_owners(of_rank) if any(f["gpu"] for f in of_rank.values()) else []
 
 

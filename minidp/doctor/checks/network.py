@@ -22,7 +22,7 @@ _RETRY_SECONDS = 0.2
 
 
 def check_port(launch: Launch, seconds: float) -> Finding:
-    """Check the store's port: rank 0 can open it, or others reach it in ``seconds``."""
+    """Judge the store's port: failed if in use (rank 0), or dead for ``seconds``."""
     place, text = (launch.address, launch.port), f"{launch.address}:{launch.port}"
     try:
         resolved = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
@@ -49,7 +49,7 @@ def check_port(launch: Launch, seconds: float) -> Finding:
 
 
 def check_lighthouse(url: str, seconds: float) -> Finding:
-    """Check that torchft's lighthouse answers at ``url``."""
+    """Connect to torchft's lighthouse: ok, or failed (after ``seconds`` at most)."""
     place, said = urlsplit(url), f"TORCHFT_LIGHTHOUSE={url}"
     if not place.scheme or not place.hostname:
         return failed(f"{said} is no address", "write it like http://host:29510")
@@ -65,6 +65,7 @@ def check_lighthouse(url: str, seconds: float) -> Finding:
 
 
 def _check_own_port(text: str, address: Any, family: int) -> Finding:
+    """Open the port for a moment: failed if in use, a warning for a foreign address."""
     host, port, *scope = address
     try:
         socket.create_server(("", port)).close()
@@ -92,7 +93,10 @@ def judge_interfaces(
     several_hosts: bool,
     has_gpus: bool,
 ) -> Iterator[Finding]:
-    """Judge the network interfaces of Gloo and (with GPUs) NCCL."""
+    """Judge the interfaces of Gloo and (with GPUs) NCCL: failed if missing.
+
+    Failed, too: only loopback with several hosts. ``host_address``: of the host's name.
+    """
     here = f"this host has {join(addresses)}"
     wanted = env.get("GLOO_SOCKET_IFNAME", "")
     of_host = next((n for n, a in addresses.items() if a == host_address), "")

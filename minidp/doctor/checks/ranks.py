@@ -63,7 +63,7 @@ def read_versions() -> dict[str, str]:
 
 
 def index_of_gpu(local_rank: int | None) -> int | None:
-    """Return the process's GPU: 0 if it sees just one, else its local rank, or None."""
+    """Return this process's GPU: its local rank, 0 if it sees just one; None: none."""
     count = torch.cuda.device_count()
     # A process that sees one GPU has no choice; else the local rank is its number.
     index = 0 if count == 1 else local_rank
@@ -137,7 +137,7 @@ def judge_owners(of_rank: Mapping[int, Facts]) -> Finding:
 
 
 def judge_clocks(offsets: Sequence[float]) -> Finding:
-    """Return a warning if clocks (seconds ahead of rank 0) differ by more than 1 s."""
+    """Return a warning if clocks (s ahead of rank 0) differ by more than 1 s, or ok."""
     skew = max(offsets) - min(offsets)
     bound = next((text for limit, text in _SKEWS.items() if skew <= limit), "")
     if bound:
@@ -165,7 +165,7 @@ def digest_of(value: Any) -> str:
 
 
 def judge_streams(of_rank: Mapping[int, Facts]) -> Finding:
-    """Return a warning if ranks draw the same random numbers, and something draws."""
+    """Return a warning if random states are equal on all ranks, and something draws."""
     first, *others = [facts["streams"] for facts in of_rank.values()]
     if not others:
         return ok("one rank: nothing to compare")

@@ -16,7 +16,7 @@ _NOT_WRAPPED = skipped("the model is not wrapped", "watch the wrapped model")
 
 
 def judge_epochs(logs: Logs) -> Finding:
-    """Return a warning if two epochs in a row had the same number: no ``set_epoch``."""
+    """Judge epochs: a warning if two in a row have one number; below 2: skipped."""
     first = logs[min(logs)]
     if not first["sees_epochs"]:
         return skipped("no loader whose epochs can be seen", "watch(model, loader)")
@@ -35,7 +35,7 @@ def judge_epochs(logs: Logs) -> Finding:
 
 
 def judge_same_batches(logs: Logs) -> Finding:
-    """Compare the first batches of ranks: failed if several ranks got the same."""
+    """Judge ranks' first 3 batches: failed if some are equal; none: skipped; or ok."""
     fed = {rank: tuple(log["batches"]) for rank, log in logs.items()}
     if not all(fed.values()):
         return skipped("not every rank had a training step with tensors")
@@ -49,7 +49,7 @@ def judge_same_batches(logs: Logs) -> Finding:
 
 
 def judge_same_gradients(logs: Logs) -> Finding:
-    """Compare gradients in the first optimizer steps: failed if they differ by rank."""
+    """Judge gradients of the first 3 steps: failed if ranks differ; none: skipped."""
     if not all(log["is_wrapped"] for log in logs.values()):
         return _NOT_WRAPPED
     steps = [*zip(*(log["gradients"] for log in logs.values()), strict=False)]
@@ -66,7 +66,7 @@ def judge_same_gradients(logs: Logs) -> Finding:
 
 
 def judge_same_replicas(logs: Logs) -> Finding:
-    """Compare the ranks' parameters when the block began and ended."""
+    """Judge parameters: failed if ranks differ (local steps: a warning), or ok."""
     if not all(log["is_wrapped"] and len(log["values"]) == 2 for log in logs.values()):
         return _NOT_WRAPPED
     at_begin, at_end = (
@@ -98,7 +98,7 @@ def judge_same_replicas(logs: Logs) -> Finding:
 
 
 def judge_accumulation(logs: Logs) -> Finding:
-    """Return a warning if most optimizer steps follow several reduced backwards."""
+    """Return a warning if the median step follows several reduced backwards, or ok."""
     seen = [count for count in logs[min(logs)]["backwards"] if count]
     if not seen:
         return skipped("no synchronised backward before an optimizer step seen")
@@ -111,7 +111,7 @@ def judge_accumulation(logs: Logs) -> Finding:
 
 
 def judge_mean_of_means(logs: Logs) -> Finding:
-    """Return a warning if batches of one step differ in size, and no item counts."""
+    """Return a warning if batches of a step differ in size, but no items count."""
     first = logs[min(logs)]
     if not all(log["is_wrapped"] for log in logs.values()):
         return _NOT_WRAPPED
@@ -139,7 +139,7 @@ def judge_mean_of_means(logs: Logs) -> Finding:
 
 
 def judge_find_unused(logs: Logs) -> Finding:
-    """Return a warning if ``find_unused_parameters`` is set, but nothing was unused."""
+    """Judge ``find_unused_parameters``: a warning if set, and nothing was unused."""
     if not logs[min(logs)]["finds_unused"]:
         return ok("not set")
     steps = min(len(log["backwards"]) for log in logs.values())
@@ -166,7 +166,7 @@ def judge_saving(logs: Logs) -> Finding:
 
 
 def judge_printing(logs: Logs) -> Finding:
-    """Return a warning if another rank printed as many lines as the first, or more."""
+    """Return a warning if a rank printed as many lines as the first or more, or ok."""
     (first, usual), *others = [(rank, log["lines"]) for rank, log in logs.items()]
     noisy = [rank for rank, count in others if count and count >= usual]
     if noisy:

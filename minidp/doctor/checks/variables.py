@@ -91,12 +91,13 @@ def relevant(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def judge_variables(env: Mapping[str, str]) -> list[Finding]:
-    """Explain each variable of communication: its meaning, or what is wrong with it."""
+    """Return `_judge` of each variable of communication; one ok finding without any."""
     findings = [_judge(name, value) for name, value in relevant(env).items()]
     return findings or [ok("no NCCL_*, GLOO_* or debugging variable is set")]
 
 
 def _judge(name: str, value: str) -> Finding:
+    """Return ok and the meaning; a warning if costly, renamed, misspelt; or failed."""
     said = f"{name}={value}"
     if cost := _COSTS.get((name, value.upper())):
         remedy = f"fine while looking for a fault; else unset {name}"
@@ -118,7 +119,7 @@ def _judge(name: str, value: str) -> Finding:
 
 
 def judge_equal_variables(of_rank: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
-    """Return a warning per variable that differs by rank, except interfaces, GPUs."""
+    """Return a warning per variable that differs by rank (interfaces may), or ok."""
     variables = {rank: facts.get("variables", {}) for rank, facts in of_rank.items()}
     findings = []
     for name in sorted(differing(variables.values())):

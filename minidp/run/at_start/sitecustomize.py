@@ -20,7 +20,7 @@ class Finder:
     """Import hook: after torch, import this file's minidp, and call its `join`."""
 
     def find_spec(self, name: str, *more: Any) -> Any:
-        """Find torch or minidp, so that `_imported` runs after it; else None."""
+        """Find torch or minidp so that `_imported` follows its import; else None."""
         found = None
         if name == "minidp":
             found = PathFinder.find_spec(name, [PARENT])

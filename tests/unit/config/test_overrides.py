@@ -124,12 +124,6 @@ def test_none_is_a_value_and_a_list_of_caps_replaces_the_cap(monkeypatch):
     assert replacements() == caps
 
 
-def test_they_reach_attached_modules(monkeypatch, lone_group):
-    monkeypatch.setenv("MINIDP_UNSYNCED", "ignore")
-    with minidp.attach(nn.Linear(1, 1)) as attached:
-        assert attached.data_parallel._guard.policy == "ignore"
-
-
 def test_a_second_model_has_a_layout_of_its_own(
     monkeypatch, tmp_path, lone_group, caplog
 ):

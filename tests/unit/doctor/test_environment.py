@@ -7,6 +7,7 @@ import socket
 import threading
 from collections import namedtuple
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -35,11 +36,11 @@ from minidp.doctor.checks.variables import (
     judge_variables,
     relevant,
 )
-from minidp.doctor.findings import Status, named
+from minidp.doctor.findings import named
 from minidp.doctor.timebox import Runner
+from tests.support.judged import FAILED, OK, SKIPPED, WARNING, judged, says
 from tests.support.ports import free_port
 
-OK, WARNING, FAILED, SKIPPED = Status
 SOUND = {
     "RANK": "1",
     "LOCAL_RANK": "1",
@@ -62,48 +63,24 @@ def only(found):
     return finding
 
 
-def says(found, status, words):
-    finding = only(found)
-    assert finding.status is status
-    assert words in f"{finding.found} -> {finding.remedy}"
-
-
-@pytest.mark.parametrize(
-    ("changes", "status", "words"),
-    [
-        ({}, OK, "localhost:29500"),
-        ({"MASTER_PORT": None}, FAILED, "MASTER_PORT not set"),
-        ({"MASTER_ADDR": ""}, FAILED, "MASTER_ADDR not set"),
-        ({"RANK": None, "WORLD_SIZE": None}, FAILED, "RANK and WORLD_SIZE not set"),
-        ({"LOCAL_RANK": None}, WARNING, "which GPU"),
-        ({"RANK": "one"}, FAILED, "RANK='one' is not a whole number"),
-        ({"RANK": "-1"}, FAILED, "RANK='-1'"),
-        ({"RANK": "4"}, FAILED, "RANK=4, but WORLD_SIZE=4"),
-        ({"LOCAL_RANK": "2"}, FAILED, "LOCAL_RANK=2 is more than RANK=1"),
-        (
-            {"RANK": "3", "LOCAL_RANK": "2", **NODE_1},
-            FAILED,
-            "LOCAL_RANK=2, but LOCAL_WORLD_SIZE=2",
-        ),
-        ({"MASTER_PORT": "70000"}, FAILED, "no port"),
-        ({"LOCAL_WORLD_SIZE": "2"}, FAILED, "MASTER_ADDR=localhost is this host"),
-        (NODE_1, OK, "node1:29500"),
-        (dict.fromkeys(SOUND), SKIPPED, "alone"),
-    ],
+@judged(
+    ({}, OK, "localhost:29500"),
+    ({"MASTER_PORT": None}, FAILED, "MASTER_PORT not set"),
+    ({"MASTER_ADDR": ""}, FAILED, "MASTER_ADDR not set"),
+    ({"RANK": None, "WORLD_SIZE": None}, FAILED, "RANK and WORLD_SIZE not set"),
+    ({"LOCAL_RANK": None}, WARNING, "which GPU"),
+    ({"RANK": "one"}, FAILED, "RANK='one' is not a whole number"),
+    ({"RANK": "-1"}, FAILED, "RANK='-1'"),
+    ({"RANK": "4"}, FAILED, "RANK=4, but WORLD_SIZE=4"),
+    ({"LOCAL_RANK": "2"}, FAILED, "LOCAL_RANK=2 is more than RANK=1"),
+    ({"RANK": "3", "LOCAL_RANK": "2", **NODE_1}, FAILED, "2, but LOCAL_WORLD_SIZE=2"),
+    ({"MASTER_PORT": "70000"}, FAILED, "no port"),
+    ({"LOCAL_WORLD_SIZE": "2"}, FAILED, "MASTER_ADDR=localhost is this host"),
+    (NODE_1, OK, "node1:29500"),
+    (dict.fromkeys(SOUND), SKIPPED, "alone"),
 )
-def test_launch(changes, status, words):
-    says(judge_launch(launched(**changes)), status, words)
-
-
-@pytest.fixture
-def free():
-    return str(free_port())
-
-
-@pytest.fixture
-def taken():
-    with socket.create_server(("", 0)) as server:
-        yield str(server.getsockname()[1])
+def test_launch(changes):
+    return judge_launch(launched(**changes))
 
 
 RANK_0 = {"RANK": "0", "LOCAL_RANK": "0"}
@@ -111,23 +88,22 @@ AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", **RANK_0}
 OTHER_HOST = {"MASTER_ADDR": "192.0.2.1", **RANK_0}  # of the range for documentation
 
 
-@pytest.mark.parametrize(
-    ("port", "changes", "status", "words"),
-    [
-        ("free", {}, FAILED, "connection refused"),
-        ("free", {"MASTER_ADDR": "no such host"}, FAILED, "cannot be looked up"),
-        ("free", OTHER_HOST, WARNING, "no address of this host"),
-        ("free", RANK_0, OK, "is free for rank 0"),
-        ("free", {**RANK_0, "MASTER_ADDR": "127.9.9.9"}, OK, "is free for rank 0"),
-        ("taken", RANK_0, FAILED, "is in use"),
-        ("taken", {}, OK, "answers"),
-        ("taken", AGENT, OK, "answers"),
-    ],
+@judged(
+    ({}, FAILED, "connection refused"),
+    ({"MASTER_ADDR": "no such host"}, FAILED, "cannot be looked up"),
+    (OTHER_HOST, WARNING, "no address of this host"),
+    (RANK_0, OK, "is free for rank 0"),
+    ({**RANK_0, "MASTER_ADDR": "127.9.9.9"}, OK, "is free for rank 0"),
 )
-def test_master_port(port, changes, status, words, request):
-    number = request.getfixturevalue(port)
-    launch = read_launch(launched(MASTER_PORT=number, **changes))
-    says(check_port(launch, 0.05 if port == "free" else 20), status, words)
+def test_a_master_port_that_is_free(changes):
+    return check_port(read_launch(launched(MASTER_PORT=str(free_port()), **changes)), 0)
+
+
+@judged((RANK_0, FAILED, "is in use"), ({}, OK, "answers"), (AGENT, OK, "answers"))
+def test_a_master_port_that_is_taken(changes):
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        return check_port(read_launch(launched(MASTER_PORT=port, **changes)), 20)
 
 
 def test_a_host_that_does_not_answer(monkeypatch):
@@ -155,22 +131,19 @@ def test_a_lighthouse_of_torchft_that_does_not_answer_fails():
 LAN = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": ""}
 
 
-@pytest.mark.parametrize(
-    ("wanted", "host_address", "several_hosts", "status", "words"),
-    [
-        ("", "10.0.0.5", True, OK, "Gloo uses eth0 (10.0.0.5)"),
-        ("", "127.0.1.1", False, OK, "Gloo uses lo"),
-        ("", "127.0.1.1", True, FAILED, "leads to no interface"),
-        ("eth9", "10.0.0.5", False, FAILED, "no interface eth9"),
-        ("lo", "10.0.0.5", True, FAILED, "Gloo uses lo"),
-        ("lo", "10.0.0.5", False, OK, "from GLOO_SOCKET_IFNAME"),
-        ("ib0", "10.0.0.5", True, OK, "Gloo uses ib0, from"),
-    ],
+@judged(
+    ("", "10.0.0.5", True, OK, "Gloo uses eth0 (10.0.0.5)"),
+    ("", "127.0.1.1", False, OK, "Gloo uses lo"),
+    ("", "127.0.1.1", True, FAILED, "leads to no interface"),
+    ("eth9", "10.0.0.5", False, FAILED, "no interface eth9"),
+    ("lo", "10.0.0.5", True, FAILED, "Gloo uses lo"),
+    ("lo", "10.0.0.5", False, OK, "from GLOO_SOCKET_IFNAME"),
+    ("ib0", "10.0.0.5", True, OK, "Gloo uses ib0, from"),
 )
-def test_interface_of_gloo(wanted, host_address, several_hosts, status, words):
+def test_interface_of_gloo(wanted, host_address, several_hosts):
     env = {"GLOO_SOCKET_IFNAME": wanted}
     options = {"several_hosts": several_hosts, "has_gpus": False}
-    says(judge_interfaces(env, LAN, host_address, **options), status, words)
+    return judge_interfaces(env, LAN, host_address, **options)
 
 
 @pytest.mark.parametrize(
@@ -197,29 +170,26 @@ def test_this_machine_has_interfaces():
     assert "127.0.0.1" in addresses.values()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "status", "words"),
-    [
-        ("NCCL_DEBUG", "INFO", OK, "what NCCL logs"),
-        ("NCCL_SOMETHING_NEW", "1", OK, "does not know"),
-        ("GLOO_SOCKET_IFNAM", "eth0", WARNING, "did you mean GLOO_SOCKET_IFNAME?"),
-        ("NCCL_SOKET_IFNAME", "eth0", WARNING, "did you mean NCCL_SOCKET_IFNAME?"),
-        ("MINIDP_UNSYNCD", "warn", WARNING, "did you mean MINIDP_UNSYNCED?"),
-        ("MINIDP_UNSYNCED", "warn", OK, "unsynced of every DataParallel"),
-        ("NCCL_BLOCKING_WAIT", "1", WARNING, "TORCH_NCCL_BLOCKING_WAIT"),
-        ("CUDA_LAUNCH_BLOCKING", "1", WARNING, "no longer overlap"),
-        ("CUDA_LAUNCH_BLOCKING", "0", OK, "waits for every kernel"),
-        ("TORCH_DISTRIBUTED_DEBUG", "detail", WARNING, "every collective is checked"),
-        ("NCCL_P2P_DISABLE", "1", WARNING, "host's memory"),
-        ("TORCHFT_TIMEOUT_SEC", "60", OK, "waits for one that is silent"),
-        ("TORCHFT_TIMEOUT_SEC", "abc", FAILED, "write it like TORCHFT_TIMEOUT_SEC=60"),
-        ("TORCHFT_QUORUM_RETRIES", "1.5", FAILED, "no whole number"),
-    ],
+@judged(
+    ("NCCL_DEBUG", "INFO", OK, "what NCCL logs"),
+    ("NCCL_SOMETHING_NEW", "1", OK, "does not know"),
+    ("GLOO_SOCKET_IFNAM", "eth0", WARNING, "did you mean GLOO_SOCKET_IFNAME?"),
+    ("NCCL_SOKET_IFNAME", "eth0", WARNING, "did you mean NCCL_SOCKET_IFNAME?"),
+    ("MINIDP_UNSYNCD", "warn", WARNING, "did you mean MINIDP_UNSYNCED?"),
+    ("MINIDP_UNSYNCED", "warn", OK, "unsynced of every DataParallel"),
+    ("NCCL_BLOCKING_WAIT", "1", WARNING, "TORCH_NCCL_BLOCKING_WAIT"),
+    ("CUDA_LAUNCH_BLOCKING", "1", WARNING, "no longer overlap"),
+    ("CUDA_LAUNCH_BLOCKING", "0", OK, "waits for every kernel"),
+    ("TORCH_DISTRIBUTED_DEBUG", "detail", WARNING, "every collective is checked"),
+    ("NCCL_P2P_DISABLE", "1", WARNING, "host's memory"),
+    ("TORCHFT_TIMEOUT_SEC", "60", OK, "waits for one that is silent"),
+    ("TORCHFT_TIMEOUT_SEC", "abc", FAILED, "write it like TORCHFT_TIMEOUT_SEC=60"),
+    ("TORCHFT_QUORUM_RETRIES", "1.5", FAILED, "no whole number"),
 )
-def test_a_variable_that_is_set(name, value, status, words):
+def test_a_variable_that_is_set(name, value):
     found = judge_variables({name: value, "HOME": "/root"})
-    says(found, status, words)
     assert only(found).found.startswith(f"{name}={value}: ")
+    return found
 
 
 def test_variables():
@@ -229,36 +199,24 @@ def test_variables():
         assert "nobody reads" not in only(judge_variables({name: "2"})).found
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "status", "words"),
-    [
-        (
-            {"NCCL_ALGO": "Ring"},
-            {},
-            WARNING,
-            "NCCL_ALGO is Ring on rank 0 and (not set)",
-        ),
-        ({"NCCL_SOCKET_IFNAME": "a"}, {"NCCL_SOCKET_IFNAME": "b"}, OK, "equal"),
-    ],
+@judged(
+    ({"NCCL_ALGO": "Ring"}, {}, WARNING, "NCCL_ALGO is Ring on rank 0 and (not set)"),
+    ({"NCCL_SOCKET_IFNAME": "a"}, {"NCCL_SOCKET_IFNAME": "b"}, OK, "equal"),
 )
-def test_variables_that_differ_between_ranks(first, second, status, words):
-    facts = {0: {"variables": first}, 1: {"variables": second}}
-    says(judge_equal_variables(facts), status, words)
+def test_variables_that_differ_between_ranks(first, second):
+    return judge_equal_variables({0: {"variables": first}, 1: {"variables": second}})
 
 
-@pytest.mark.parametrize(
-    ("env", "gpus", "processes", "status", "words"),
-    [
-        ({}, 0, 2, SKIPPED, "no GPU"),
-        ({}, 4, 4, OK, "4 GPUs for 4"),
-        ({}, 2, 4, FAILED, "--nproc-per-node"),
-        ({}, 8, 4, WARNING, "idle"),
-        ({"CUDA_VISIBLE_DEVICES": "3"}, 1, 4, WARNING, "cuda:0"),
-    ],
+@judged(
+    ({}, 0, 2, SKIPPED, "no GPU"),
+    ({}, 4, 4, OK, "4 GPUs for 4"),
+    ({}, 2, 4, FAILED, "--nproc-per-node"),
+    ({}, 8, 4, WARNING, "idle"),
+    ({"CUDA_VISIBLE_DEVICES": "3"}, 1, 4, WARNING, "cuda:0"),
 )
-def test_gpus_against_processes(env, gpus, processes, status, words, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    says(judge_gpus(env, processes), status, words)
+def test_gpus_against_processes(env, gpus, processes):
+    with mock.patch.object(torch.cuda, "device_count", return_value=gpus):
+        return judge_gpus(env, processes)
 
 
 @pytest.mark.parametrize(
@@ -271,97 +229,78 @@ def test_shared_memory(free, status, monkeypatch):
     says(judge_shared_memory(), status, "of 8 GiB")
 
 
-@pytest.mark.parametrize(
-    ("threads", "processes", "status", "remedy"),
-    [
-        (8, 1, OK, ""),
-        (2, 4, OK, ""),
-        (1, 8, OK, ""),
-        (8, 4, WARNING, "set OMP_NUM_THREADS=2"),
-        (2, 16, WARNING, "set OMP_NUM_THREADS=1"),
-        # It is 1: to set that would change nothing.
-        (1, 16, WARNING, "start at most 8 on this host"),
-    ],
+@judged(
+    (8, 1, OK, ""),
+    (2, 4, OK, ""),
+    (1, 8, OK, ""),
+    (8, 4, WARNING, "set OMP_NUM_THREADS=2"),
+    (2, 16, WARNING, "set OMP_NUM_THREADS=1"),
+    # It is 1: to set that would change nothing.
+    (1, 16, WARNING, "start at most 8 on this host"),
 )
-def test_threads(threads, processes, status, remedy, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    says(judge_threads(processes), status, remedy)
+def test_threads(threads, processes):
+    with (
+        mock.patch.object(torch, "get_num_threads", return_value=threads),
+        mock.patch.object(os, "cpu_count", return_value=8),
+    ):
+        return judge_threads(processes)
 
 
-@pytest.mark.parametrize(
-    ("is_there", "has_gpus", "status"),
-    [
-        (True, False, OK),
-        (True, True, OK),
-        (False, True, FAILED),
-        (False, False, FAILED),
-    ],
+@judged(
+    ("gloo", True, False, OK, "gloo would be used"),
+    ("nccl", True, True, OK, "nccl would be used"),
+    ("nccl", False, True, FAILED, "built with nccl"),
+    ("gloo", False, False, FAILED, "built with gloo"),
 )
-def test_backends(is_there, has_gpus, status, monkeypatch):
-    needed = "nccl" if has_gpus else "gloo"
-    monkeypatch.setattr(dist, f"is_{needed}_available", lambda: is_there)
-    says(judge_backends(has_gpus=has_gpus), status, needed)
+def test_backends(needed, is_there, has_gpus):
+    with mock.patch.object(dist, f"is_{needed}_available", return_value=is_there):
+        return judge_backends(has_gpus=has_gpus)
 
 
-@pytest.mark.parametrize(
-    ("name", "versions", "status", "words"),
-    [
-        ("torch", ("2.13.0", "2.13.0"), OK, "torch 2.13.0"),
-        ("torch", ("2.13.0", "2.12.0"), FAILED, "2.13.0 on rank 0, 2.12.0 on rank 1"),
-        ("numpy", ("2.4.6", "1.26.4"), WARNING, "gradients do not depend on it"),
-        ("numpy", ("2.4.6", None), WARNING, "gradients do not depend on it"),
-        ("python", ("3.11.7", "3.11.9"), WARNING, "gradients do not depend on it"),
-        ("python", ("3.11.7", "3.12.0"), FAILED, "3.11.7 on rank 0, 3.12.0 on rank 1"),
-        ("minidp", ("0.1.0 (sources a)", "0.1.0 (sources b)"), FAILED, "sources b"),
-        ("nccl", ("2.27", "2.28"), FAILED, "nccl"),
-    ],
+@judged(
+    ("torch", "2.13.0", "2.13.0", OK, "torch 2.13.0"),
+    ("torch", "2.13.0", "2.12.0", FAILED, "2.13.0 on rank 0, 2.12.0 on rank 1"),
+    ("numpy", "2.4.6", "1.26.4", WARNING, "gradients do not depend on it"),
+    ("numpy", "2.4.6", None, WARNING, "gradients do not depend on it"),
+    ("python", "3.11.7", "3.11.9", WARNING, "gradients do not depend on it"),
+    ("python", "3.11.7", "3.12.0", FAILED, "3.11.7 on rank 0, 3.12.0 on rank 1"),
+    ("minidp", "0.1.0 (sources a)", "0.1.0 (sources b)", FAILED, "sources b"),
+    ("nccl", "2.27", "2.28", FAILED, "nccl"),
 )
-def test_versions(name, versions, status, words):
+def test_versions(name, *versions):
     plain = [{} if version is None else {name: version} for version in versions]
-    facts = {rank: {"versions": each} for rank, each in enumerate(plain)}
-    says(ranks.judge_versions(facts), status, words)
+    return ranks.judge_versions({r: {"versions": v} for r, v in enumerate(plain)})
 
 
-@pytest.mark.parametrize(
-    ("owners", "status", "words"),
-    [
-        ((("a", ""), ("a", "")), SKIPPED, "no rank"),
-        ((("a", "g0"), ("a", "g1"), ("b", "g0")), OK, "its own"),
-        ((("a", "g0"), ("a", "g0")), FAILED, "ranks 0 and 1 use the same GPU"),
-        ((("a", "g0"), ("b", "")), FAILED, "no GPU on rank 1"),
-    ],
+@judged(
+    (("a", ""), ("a", ""), SKIPPED, "no rank"),
+    (("a", "g0"), ("a", "g1"), ("b", "g0"), OK, "its own"),
+    (("a", "g0"), ("a", "g0"), FAILED, "ranks 0 and 1 use the same GPU"),
+    (("a", "g0"), ("b", ""), FAILED, "no GPU on rank 1"),
 )
-def test_one_gpu_for_each_process(owners, status, words):
+def test_one_gpu_for_each_process(*owners):
     facts = {rank: {"host": h, "gpu": g} for rank, (h, g) in enumerate(owners)}
-    says(ranks.judge_owners(facts), status, words)
+    return ranks.judge_owners(facts)
 
 
-@pytest.mark.parametrize(
-    ("offsets", "status", "words"),
-    [
-        ([0.0, 0.004], OK, "10 ms"),
-        ([0.0, -0.05], OK, "0.1 s"),
-        ([0.0, 0.3, -120.0], WARNING, "rank 2 is -120.0 s off"),
-    ],
+@judged(
+    (0.0, 0.004, OK, "10 ms"),
+    (0.0, -0.05, OK, "0.1 s"),
+    (0.0, 0.3, -120.0, WARNING, "rank 2 is -120.0 s off"),
 )
-def test_clocks(offsets, status, words):
-    says(ranks.judge_clocks(offsets), status, words)
+def test_clocks(*offsets):
+    return ranks.judge_clocks(offsets)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "hosts", "status", "words"),
-    [
-        ((2, 3), "aa", FAILED, "WORLD_SIZE is 2 and 3"),
-        ((2, 2), "ab", OK, "2 of 2 came, on 2 host"),
-        ((3, 3), "aa", WARNING, "2 of 3 came, on 1 host"),
-    ],
+@judged(
+    ((2, 3), "aa", 1, FAILED, "WORLD_SIZE is 2 and 3"),
+    ((2, 2), "ab", 1, OK, "2 of 2 came, on 2 host"),
+    ((3, 3), "aa", 1, WARNING, "2 of 3 came, on 1 host"),
+    ((2, 2), "aa", 2, FAILED, "2 processes say that they are rank 1"),
 )
-def test_number_of_ranks(sizes, hosts, status, words):
+def test_number_of_ranks(sizes, hosts, claims):
     facts = [{"host": h, "world_size": s} for h, s in zip(hosts, sizes, strict=True)]
-    says(ranks.judge_ranks(facts, 1, claims=1), status, words)
-    *_, twice = ranks.judge_ranks(facts, 1, claims=2)
-    says(twice, FAILED, "2 processes say that they are rank 1")
+    return [*ranks.judge_ranks(facts, 1, claims)][claims - 1 :]
 
 
 def test_facts():
@@ -371,18 +310,15 @@ def test_facts():
     assert Path(minidp.__file__).parent == ranks.PACKAGE  # whose sources are hashed
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "seconds", "wrong", "status", "words"),
-    [
-        (4, 0.001, 0, OK, "4 B: right; 1.00 ms"),
-        (2**20, 0.002, 0, OK, "1,048,576 B: right; 2.00 ms, 524.3 MB/s"),
-        (2**20, 0.2, 0, WARNING, "5.2 MB/s"),
-        (2**16, 0.2, 0, OK, "65,536 B"),
-        (2**20, 0.001, 7, FAILED, "7 elements"),
-    ],
+@judged(
+    (4, 0.001, 0, OK, "4 B: right; 1.00 ms"),
+    (2**20, 0.002, 0, OK, "1,048,576 B: right; 2.00 ms, 524.3 MB/s"),
+    (2**20, 0.2, 0, WARNING, "5.2 MB/s"),
+    (2**16, 0.2, 0, OK, "65,536 B"),
+    (2**20, 0.001, 7, FAILED, "7 elements"),
 )
-def test_all_reduce(num_bytes, seconds, wrong, status, words):
-    says(judge_all_reduce(num_bytes, 2, seconds, wrong), status, words)
+def test_all_reduce(num_bytes, seconds, wrong):
+    return judge_all_reduce(num_bytes, 2, seconds, wrong)
 
 
 @pytest.mark.parametrize(

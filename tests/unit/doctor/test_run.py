@@ -65,15 +65,6 @@ def finding_of(report, check, status=Status.FAILED):
     return finding
 
 
-def test_alone():
-    report, examination = examine({})
-    assert report.exit_code == 0
-    assert finding_of(report, "environment", Status.SKIPPED)
-    assert finding_of(report, "other ranks", Status.SKIPPED)
-    assert statuses(report)["gloo"] is Status.OK
-    assert not examination.runner.is_stuck
-
-
 def test_interrupted_alone():
     examination = Examination({}, 60, 60)
     report = examination.interrupt()
@@ -88,13 +79,6 @@ def test_a_world_of_one(job):
     assert report.exit_code == 0
     assert statuses(report)["ranks"] is Status.OK
     assert "one rank" in finding_of(report, "communication", Status.SKIPPED).found
-
-
-def test_a_bad_environment_ends_what_needs_it(job):
-    report, _ = examine(job.environment(RANK="2"))
-    assert report.exit_code == 1
-    assert statuses(report)["environment"] is Status.FAILED
-    assert "rendezvous" not in statuses(report)
 
 
 def test_a_rank_that_does_not_come_is_named(job):
@@ -153,13 +137,18 @@ def test_json_of_the_command(monkeypatch, capsys):
     for finding in plain["findings"]:
         assert sorted(finding) == ["check", "found", "ranks", "remedy", "status"]
         assert finding["status"] in ("ok", "warning", "failed", "skipped")
+    found = {finding["check"]: finding["status"] for finding in plain["findings"]}
+    wanted = {"environment": "skipped", "other ranks": "skipped", "gloo": "ok"}
+    assert wanted.items() <= found.items()
 
 
 def test_a_failure_is_exit_status_1(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_PORT", "")
     assert doctor.main(options()) == 1
-    assert "failed   environment" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "failed   environment" in said
+    assert "rendezvous" not in said  # what needs the environment is left out
 
 
 @pytest.mark.parametrize("words", [("--timeout", "0"), ("--wait", "soon")])

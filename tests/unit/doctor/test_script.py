@@ -19,16 +19,15 @@ from torch import nn
 from torch.utils import data
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from minidp import DataParallel, SyncBatchNorm, doctor
+from minidp import SyncBatchNorm, doctor
 from minidp.doctor.checks import loader as loaders
 from minidp.doctor.checks import model as models
 from minidp.doctor.checks import training
 from minidp.doctor.checks.ranks import digest_of_states, judge_streams
-from minidp.doctor.findings import Status, named
 from minidp.doctor.training_log import TrainingLog
+from tests.support.judged import FAILED, OK, SKIPPED, WARNING, judged, says
 
 optimizers = importlib.import_module("torch.optim.optimizer")
-OK, WARNING, FAILED, SKIPPED = Status
 DATA = TensorDataset(torch.arange(32.0).reshape(16, 2))
 
 
@@ -48,12 +47,6 @@ class Net(nn.Module):
         return self.last(self.drop(self.norm(self.first(x))))
 
 
-def says(found, status, words=""):
-    (finding,) = named("check", found)
-    assert finding.status is status
-    assert words in f"{finding.found} -> {finding.remedy}"
-
-
 def with_stray(*, is_buffer):
     net = Net()
     if is_buffer:
@@ -66,18 +59,15 @@ def with_stray(*, is_buffer):
 BATCH = torch.ones(8, 2)
 
 
-@pytest.mark.parametrize(
-    ("net", "batch", "status", "words"),
-    [
-        (Net(), BATCH, OK, "9 on cpu"),
-        (with_stray(is_buffer=True), None, FAILED, "1 on meta (norm.running_var)"),
-        (with_stray(is_buffer=False), None, FAILED, "(last.weight and last.bias)"),
-        (nn.LazyLinear(3), None, FAILED, "lazy"),
-        (nn.ReLU(), None, FAILED, "no parameters"),
-    ],
+@judged(
+    (Net(), BATCH, OK, "9 on cpu"),
+    (with_stray(is_buffer=True), None, FAILED, "1 on meta (norm.running_var)"),
+    (with_stray(is_buffer=False), None, FAILED, "(last.weight and last.bias)"),
+    (nn.LazyLinear(3), None, FAILED, "lazy"),
+    (nn.ReLU(), None, FAILED, "no parameters"),
 )
-def test_devices(net, batch, status, words):
-    says(models.judge_devices(net, batch), status, words)
+def test_devices(net, batch):
+    return models.judge_devices(net, batch)
 
 
 def test_a_batch_on_another_device():
@@ -86,17 +76,13 @@ def test_a_batch_on_another_device():
     says(wrong, FAILED, "the batch is on meta, the model on cpu")
 
 
-@pytest.mark.parametrize(
-    ("devices", "status", "words"),
-    [
-        (["cuda:0"], OK, ""),
-        (["cuda:0", "cuda:1"], WARNING, "model-parallel"),
-        (["cuda:0", "cpu"], FAILED, "register_buffer"),
-    ],
+@judged(
+    ("cuda:0", OK, ""),
+    ("cuda:0", "cuda:1", WARNING, "model-parallel"),
+    ("cuda:0", "cpu", FAILED, "register_buffer"),
 )
-def test_places(devices, status, words):
-    places = {torch.device(device): ["weight"] for device in devices}
-    says(models.judge_places(places), status, words)
+def test_places(*devices):
+    return models.judge_places({torch.device(each): ["weight"] for each in devices})
 
 
 @pytest.mark.parametrize(
@@ -116,20 +102,17 @@ def test_the_gpu_of_another_rank(monkeypatch, local_rank, device, num_gpus, stat
     assert [finding.status for finding in found] == statuses
 
 
-@pytest.mark.parametrize(
-    ("net", "samples", "world_size", "status", "words"),
-    [
-        (Net(), 4, 2, WARNING, f"fewer than {models.SMALL_BATCH}"),
-        (Net(), 4, 1, OK, "one rank"),
-        (Net(), 16, 2, OK, "samples per rank: 16"),
-        (Net(), None, 2, SKIPPED, "pass a batch"),
-        (SyncBatchNorm.convert_sync_batchnorm(Net()), 2, 2, OK, "synchronised"),
-        (Net().eval(), 2, 2, OK, "none in training mode"),
-    ],
+@judged(
+    (Net(), 4, 2, WARNING, f"fewer than {models.SMALL_BATCH}"),
+    (Net(), 4, 1, OK, "one rank"),
+    (Net(), 16, 2, OK, "samples per rank: 16"),
+    (Net(), None, 2, SKIPPED, "pass a batch"),
+    (SyncBatchNorm.convert_sync_batchnorm(Net()), 2, 2, OK, "synchronised"),
+    (Net().eval(), 2, 2, OK, "none in training mode"),
 )
-def test_batch_norm_at_small_batches(net, samples, world_size, status, words):
+def test_batch_norm_at_small_batches(net, samples, world_size):
     batch = None if samples is None else torch.ones(samples, 2)
-    says(models.judge_batch_norm(net, batch, world_size), status, words)
+    return models.judge_batch_norm(net, batch, world_size)
 
 
 def test_documents_say_what_a_small_batch_is():
@@ -151,33 +134,15 @@ def test_a_probe_leaves_no_trace(batch):
     assert net.norm.training
 
 
-@pytest.mark.usefixtures("lone_group")
-@pytest.mark.parametrize(
-    ("with_spare", "finds", "status", "words"),
-    [
-        (False, False, OK, "none of 6"),
-        (True, False, FAILED, "spare.weight and spare.bias"),
-        (True, True, OK, "take no part"),
-        (False, True, WARNING, "uses every parameter"),
-    ],
+@judged(
+    (Net(), torch.ones(8, 3), FAILED, "the forward raised RuntimeError"),
+    (Net(), torch.ones(8, 3), FAILED, "batch is what the model is called with"),
+    (Net(with_spare=True), BATCH, WARNING, "spare.weight"),  # not wrapped yet
+    (nn.Identity(), torch.ones(1), SKIPPED, "no tensor with a gradient"),
+    (Net(), None, SKIPPED, "needs a forward"),
 )
-def test_unused_parameters(with_spare, finds, status, words):
-    model = DataParallel(Net(with_spare=with_spare), find_unused_parameters=finds)
-    says(models.check_unused(model, BATCH), status, words)
-
-
-@pytest.mark.parametrize(
-    ("net", "batch", "status", "words"),
-    [
-        (Net(), torch.ones(8, 3), FAILED, "the forward raised RuntimeError"),
-        (Net(), torch.ones(8, 3), FAILED, "batch is what the model is called with"),
-        (Net(with_spare=True), BATCH, WARNING, "spare.weight"),  # not wrapped yet
-        (nn.Identity(), torch.ones(1), SKIPPED, "no tensor with a gradient"),
-        (Net(), None, SKIPPED, "needs a forward"),
-    ],
-)
-def test_forwards_without_a_wrapper(net, batch, status, words):
-    says(models.check_unused(net, batch), status, words)
+def test_forwards_without_a_wrapper(net, batch):
+    return models.check_unused(net, batch)
 
 
 def replica(seed, *, is_wrapped=True, **changes):
@@ -186,42 +151,26 @@ def replica(seed, *, is_wrapped=True, **changes):
     return {**models.read_model(net), "is_wrapped": is_wrapped, **changes}
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "status", "words"),
-    [
-        (replica(0), replica(0), OK, "same values"),
-        (
-            replica(0),
-            replica(1),
-            FAILED,
-            "rank 1 has other values than rank 0",
-        ),
-        (replica(0), replica(1, is_wrapped=False), OK, "init_sync"),
-        (
-            replica(0),
-            replica(0, with_spare=True),
-            FAILED,
-            "spare.weight and spare.bias",
-        ),
-        (replica(0), replica(0, unreadable="lazy"), SKIPPED, "rank 1: lazy"),
-    ],
+@judged(
+    (replica(0), OK, "same values"),
+    (replica(1), FAILED, "rank 1 has other values than rank 0"),
+    (replica(1, is_wrapped=False), OK, "init_sync"),
+    (replica(0, with_spare=True), FAILED, "spare.weight and spare.bias"),
+    (replica(0, unreadable="lazy"), SKIPPED, "rank 1: lazy"),
 )
-def test_replicas(first, second, status, words):
-    says(models.judge_replicas({0: first, 1: second}), status, words)
+def test_replicas(second):
+    return models.judge_replicas({0: replica(0), 1: second})
 
 
-@pytest.mark.parametrize(
-    ("digests", "who", "status"),
-    [
-        ("aa", "dropout runs", WARNING),
-        ("aa", "", OK),
-        ("ab", "dropout", OK),
-        ("a", "d", OK),
-    ],
+@judged(
+    ("aa", "dropout runs", WARNING, "dropout runs, and all"),
+    ("aa", "", OK, "nothing seen uses it"),
+    ("ab", "dropout", OK, "of its own"),
+    ("a", "d", OK, "one rank"),
 )
-def test_random_streams(digests, who, status):
+def test_random_streams(digests, who):
     streams = [{"streams": {"torch": digest}, "draws": who} for digest in digests]
-    says(judge_streams(dict(enumerate(streams))), status)
+    return judge_streams(dict(enumerate(streams)))
 
 
 class Stream(data.IterableDataset):
@@ -244,25 +193,25 @@ class Everything:
         return 16
 
 
-@pytest.mark.parametrize(
-    ("loader", "status", "words"),
-    [
-        (DataLoader(DATA, sampler=split()), OK, "made for this rank"),
-        (DataLoader(DATA, sampler=split(shuffle=False)), OK, "validation"),
-        (DataLoader(DATA, shuffle=True), WARNING, "shuffle=True"),
-        (DataLoader(DATA), WARNING, "in the same order"),
-        (DataLoader(DATA, sampler=split(rank=0)), FAILED, "made for rank 0 of 2"),
-        (DataLoader(DATA, sampler=split(num_replicas=4)), FAILED, "rank 1 of 4"),
-        (DataLoader(data.Subset(DATA, [1, 2])), OK, "Subset"),
-        (DataLoader(Stream()), SKIPPED, "split itself"),
-        (DataLoader(DATA, sampler=Everything()), SKIPPED, "Everything is unknown"),
-        (DataLoader(DATA, batch_sampler=BATCHES), OK, "made for this rank"),
-    ],
+@judged(
+    (DataLoader(DATA, sampler=split()), OK, "made for this rank"),
+    (DataLoader(DATA, sampler=split(shuffle=False)), OK, "validation"),
+    (DataLoader(DATA, shuffle=True), WARNING, "shuffle=True"),
+    (DataLoader(DATA), WARNING, "in the same order"),
+    (DataLoader(DATA, sampler=split(rank=0)), FAILED, "made for rank 0 of 2"),
+    (DataLoader(DATA, sampler=split(num_replicas=4)), FAILED, "rank 1 of 4"),
+    (DataLoader(data.Subset(DATA, [1, 2])), OK, "Subset"),
+    (DataLoader(Stream()), SKIPPED, "split itself"),
+    (DataLoader(DATA, sampler=Everything()), SKIPPED, "Everything is unknown"),
+    (DataLoader(DATA, batch_sampler=BATCHES), OK, "made for this rank"),
 )
-def test_sampler(loader, status, words):
-    says(loaders.judge_sampler(loader, 1, 2), status, words)
-    if status is WARNING:  # one rank needs no sampler
-        says(loaders.judge_sampler(loader, 0, 1), OK)
+def test_sampler(loader):
+    return loaders.judge_sampler(loader, 1, 2)
+
+
+@judged((DataLoader(DATA, shuffle=True), OK, "one"), (DataLoader(DATA), OK, "one"))
+def test_one_rank_needs_no_sampler(loader):
+    return loaders.judge_sampler(loader, 0, 1)
 
 
 @pytest.mark.parametrize(("workers", "status"), [(0, OK), (1, OK), (500, WARNING)])
@@ -278,36 +227,29 @@ def test_loader_workers(monkeypatch, workers, status):
 PART = {"splits": True, "seed": 0, "samples": 16, "epoch": 0, "subset": None}
 
 
-@pytest.mark.parametrize(
-    ("changes", "status", "words"),
-    [
-        ({}, OK, "fit together"),
-        ({"part": 0}, FAILED, "ranks 0 and 0"),
-        ({"seed": 1}, FAILED, "differ in seed (0 and 1)"),
-        ({"samples": 15}, FAILED, "differ in samples"),
-        ({"epoch": 3}, FAILED, "differ in epoch"),
-    ],
+@judged(
+    ({}, OK, "fit together"),
+    ({"part": 0}, FAILED, "ranks 0 and 0"),
+    ({"seed": 1}, FAILED, "differ in seed (0 and 1)"),
+    ({"samples": 15}, FAILED, "differ in samples"),
+    ({"epoch": 3}, FAILED, "differ in epoch"),
 )
-def test_parts(changes, status, words):
+def test_parts(changes):
     other = {**PART, "part": 1, **changes}
-    says(loaders.judge_parts({0: {**PART, "part": 0}, 1: other}), status, words)
+    return loaders.judge_parts({0: {**PART, "part": 0}, 1: other})
 
 
-@pytest.mark.parametrize(
-    ("subsets", "statuses"), [("ab", [OK]), ("aa", [WARNING]), ((None, "a"), [])]
-)
-def test_subsets(subsets, statuses):
+@judged(("ab", OK, "of its own"), ("aa", WARNING, "the same Subset"))
+def test_subsets(subsets):
     facts = {r: {"splits": False, "subset": s} for r, s in enumerate(subsets)}
-    found = named("parts", loaders.judge_parts(facts))
-    assert [finding.status for finding in found] == statuses
+    without = {2: {"splits": False, "subset": None}}  # nothing can be said then
+    assert loaders.judge_parts({**facts, **without}) == []
+    return loaders.judge_parts(facts)
 
 
-@pytest.mark.parametrize(
-    ("counts", "status"), [((8, 8), OK), ((8, 9), FAILED), ((8, None), SKIPPED)]
-)
-def test_numbers_of_batches(counts, status):
-    facts = {rank: {"batches": count} for rank, count in enumerate(counts)}
-    says(loaders.judge_batches(facts), status)
+@judged((8, 8, OK, "8 on"), (8, 9, FAILED, "9 on rank 1"), (8, None, SKIPPED, "no len"))
+def test_numbers_of_batches(*counts):
+    return loaders.judge_batches({r: {"batches": n} for r, n in enumerate(counts)})
 
 
 def test_a_loader_that_is_none_is_a_finding_and_no_traceback(capsys):
@@ -341,70 +283,55 @@ APART = {"values": [{"w": 7}, {"w": 9}]}
 FINDS = {"finds_unused": True}
 
 
-@pytest.mark.parametrize(
-    ("check", "first", "second", "status", "words"),
-    [
-        ("set_epoch", {}, {}, OK, "called"),
-        ("set_epoch", {"epochs": [0, 0]}, {"epochs": [0, 0]}, WARNING, "epoch 0"),
-        ("set_epoch", {}, {"epochs": [0, 0]}, WARNING, "same order"),
-        ("set_epoch", {"epochs": [0]}, {}, SKIPPED, "takes two"),
-        ("set_epoch", {"sees_epochs": False}, {}, SKIPPED, "no loader"),
-        ("set_epoch", {"shuffles": False}, {}, OK, "not needed"),
-        ("batches", {}, {}, OK, "its own"),
-        ("batches", {}, {"batches": [1, 2, 3]}, FAILED, "ranks 0 and 1"),
-        ("batches", {}, {"batches": []}, SKIPPED, "not every rank"),
-        ("gradients", {}, {}, OK, "in 2 steps"),
-        ("gradients", {}, {"gradients": [{"w": 7}]}, FAILED, "of w"),
-        ("gradients", {}, {"gradients": [{}]}, FAILED, "of w"),
-        ("gradients", {}, {"gradients": []}, SKIPPED, "no synchronised"),
-        ("gradients", {"is_wrapped": False}, {}, SKIPPED, "not wrapped"),
-        ("accumulation", {}, {}, OK, "one synchronised backward"),
-        ("accumulation", {"backwards": [4, 4, 2]}, {}, WARNING, "4 synchronised"),
-        ("accumulation", {"backwards": [1, 1, 2]}, {}, OK, "one"),
-        ("accumulation", {"backwards": [0]}, {}, SKIPPED, "no synchronised"),
-        ("mean of means", {}, {}, OK, "one size, in 2 steps"),
-        (
-            "mean of means",
-            {"samples": [[8], [3]]},
-            {},
-            WARNING,
-            "rank 0: 3 and rank 1: 8",
-        ),
-        ("mean of means", {"samples": [[8, 8], [8]]}, {}, OK, "ignores are not seen"),
-        ("mean of means", {"samples": [[8, 2], [8]]}, {}, WARNING, "rank 0: 8+2"),
-        ("mean of means", {"samples": [[8]], "over_items": True}, {}, OK, "counts"),
-        ("mean of means", {"samples": []}, {}, SKIPPED, "no optimizer step"),
-        ("mean of means", {"is_wrapped": False}, {}, SKIPPED, "not wrapped"),
-        ("find_unused", {}, {}, OK, "not set"),
-        ("find_unused", FINDS, {}, WARNING, "in 2 steps"),
-        ("find_unused", FINDS, {"unused": ["w"]}, OK, "needed: w"),
-        ("saving", {}, {}, OK, "no file"),
-        ("saving", {"saved": ["/a"]}, {"saved": ["/b"]}, OK, "no file"),
-        ("saving", {"saved": ["/a"]}, {"saved": ["/a"]}, FAILED, "/a"),
-        ("saving", {"saved": ["/a", "/a"]}, {}, OK, "no file"),
-        ("saving", {"saved": ["/a"], "host": "g"}, {"saved": ["/a"]}, OK, "no file"),
-        ("replicas", {}, {}, OK, "before and after"),
-        ("replicas", {"is_wrapped": False}, {}, SKIPPED, "not wrapped"),
-        ("replicas", {"values": [{"w": 7}]}, {}, SKIPPED, "not wrapped"),
-        ("replicas", {"values": [{"w": 6}, {"w": 8}]}, {}, FAILED, "ranks began"),
-        ("replicas", {"values": [{"w": 7}, {"w": 9}]}, {}, FAILED, "of w"),
-        ("replicas", {"values": [{"w": 7}, {}]}, {}, FAILED, "equal before"),
-        (
-            "replicas",
-            {**APART, "local_steps": 3},
-            {},
-            WARNING,
-            "equal before, but then",
-        ),
-        ("replicas", {"local_steps": 3}, {}, OK, "before and after"),
-        ("printing", {}, {}, OK, "nothing"),
-        ("printing", {"lines": 1}, {}, OK, "one rank"),
-        ("printing", {"lines": 1}, {"lines": 1}, WARNING, "rank 1"),
-    ],
+@judged(
+    ("set_epoch", {}, {}, OK, "called"),
+    ("set_epoch", {"epochs": [0, 0]}, {"epochs": [0, 0]}, WARNING, "epoch 0"),
+    ("set_epoch", {}, {"epochs": [0, 0]}, WARNING, "same order"),
+    ("set_epoch", {"epochs": [0]}, {}, SKIPPED, "takes two"),
+    ("set_epoch", {"sees_epochs": False}, {}, SKIPPED, "no loader"),
+    ("set_epoch", {"shuffles": False}, {}, OK, "not needed"),
+    ("batches", {}, {}, OK, "its own"),
+    ("batches", {}, {"batches": [1, 2, 3]}, FAILED, "ranks 0 and 1"),
+    ("batches", {}, {"batches": []}, SKIPPED, "not every rank"),
+    ("gradients", {}, {}, OK, "in 2 steps"),
+    ("gradients", {}, {"gradients": [{"w": 7}]}, FAILED, "of w"),
+    ("gradients", {}, {"gradients": [{}]}, FAILED, "of w"),
+    ("gradients", {}, {"gradients": []}, SKIPPED, "no synchronised"),
+    ("gradients", {"is_wrapped": False}, {}, SKIPPED, "not wrapped"),
+    ("accumulation", {}, {}, OK, "one synchronised backward"),
+    ("accumulation", {"backwards": [4, 4, 2]}, {}, WARNING, "4 synchronised"),
+    ("accumulation", {"backwards": [1, 1, 2]}, {}, OK, "one"),
+    ("accumulation", {"backwards": [0]}, {}, SKIPPED, "no synchronised"),
+    ("mean of means", {}, {}, OK, "one size, in 2 steps"),
+    ("mean of means", {"samples": [[8], [3]]}, {}, WARNING, "rank 0: 3 and rank 1: 8"),
+    ("mean of means", {"samples": [[8, 8], [8]]}, {}, OK, "ignores are not seen"),
+    ("mean of means", {"samples": [[8, 2], [8]]}, {}, WARNING, "rank 0: 8+2"),
+    ("mean of means", {"samples": [[8]], "over_items": True}, {}, OK, "counts"),
+    ("mean of means", {"samples": []}, {}, SKIPPED, "no optimizer step"),
+    ("mean of means", {"is_wrapped": False}, {}, SKIPPED, "not wrapped"),
+    ("find_unused", {}, {}, OK, "not set"),
+    ("find_unused", FINDS, {}, WARNING, "in 2 steps"),
+    ("find_unused", FINDS, {"unused": ["w"]}, OK, "needed: w"),
+    ("saving", {}, {}, OK, "no file"),
+    ("saving", {"saved": ["/a"]}, {"saved": ["/b"]}, OK, "no file"),
+    ("saving", {"saved": ["/a"]}, {"saved": ["/a"]}, FAILED, "/a"),
+    ("saving", {"saved": ["/a", "/a"]}, {}, OK, "no file"),
+    ("saving", {"saved": ["/a"], "host": "g"}, {"saved": ["/a"]}, OK, "no file"),
+    ("replicas", {}, {}, OK, "before and after"),
+    ("replicas", {"is_wrapped": False}, {}, SKIPPED, "not wrapped"),
+    ("replicas", {"values": [{"w": 7}]}, {}, SKIPPED, "not wrapped"),
+    ("replicas", {"values": [{"w": 6}, {"w": 8}]}, {}, FAILED, "ranks began"),
+    ("replicas", {"values": [{"w": 7}, {"w": 9}]}, {}, FAILED, "of w"),
+    ("replicas", {"values": [{"w": 7}, {}]}, {}, FAILED, "equal before"),
+    ("replicas", {**APART, "local_steps": 3}, {}, WARNING, "equal before, but then"),
+    ("replicas", {"local_steps": 3}, {}, OK, "before and after"),
+    ("printing", {}, {}, OK, "nothing"),
+    ("printing", {"lines": 1}, {}, OK, "one rank"),
+    ("printing", {"lines": 1}, {"lines": 1}, WARNING, "rank 1"),
 )
-def test_what_logs_say(check, first, second, status, words):
+def test_what_logs_say(check, first, second):
     logs = {0: {**LOG, **first}, 1: {**OTHER, **second}}
-    says(training.COMPARED[check](logs), status, words)
+    return training.COMPARED[check](logs)
 
 
 def patched_places(model, sampler):

@@ -202,8 +202,10 @@ def test_classes_derived_before_are_named():
     class Older(swapping.TORCHS):
         pass
 
-    with pytest.warns(UserWarning, match=r"test_swapping.*Older"), minidp.swapped():
+    older = r"test_swapping.*Older"
+    with pytest.warns(UserWarning, match=older) as found, minidp.swapped():
         pass
+    assert found[0].filename == __file__  # where the block begins, not contextlib's
     del Older
     gc.collect()
     with minidp.swapped():  # warnings are errors here
