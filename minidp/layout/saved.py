@@ -141,5 +141,6 @@ def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
 
 
 def _kind(spec: ParamSpec) -> str:
+    """Return a text of all that must be equal in one bucket."""
     sort = "sparse" if spec.sparse else "dense"
     return f"{spec.dtype} on {spec.device}, {sort}{', delayed' * spec.delayed}"
