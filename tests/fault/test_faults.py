@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidp import CollectiveError, DataParallel
-from tests.support.both import error_of, wrapped
+from minidp import DataParallel
+from tests.support.both import MODES, error_of, wrapped
 from tests.support.fresh import run_fresh
 from tests.support.ranks import on_ranks
 
@@ -84,10 +84,14 @@ def test_parameter_unused_on_one_rank(ctx, options):
 
 
 @on_two_ranks
-@pytest.mark.parametrize("ranks", [[0, 1], [1]])
-def test_backward_raises(ctx, ranks):
-    ddp, rank = make(ctx, bucket_cap_mb=0), ctx.rank
-    for _ in range(2):  # past the rebuild: several buckets
+@pytest.mark.parametrize(
+    ("ranks", "warm_up", "mode"),
+    [([1], 2, {}), *(([0, 1], w, mode) for mode in MODES for w in (0, 2))],
+    ids=str,
+)
+def test_backward_raises(ctx, ranks, warm_up, mode):
+    ddp, rank = make(ctx, bucket_cap_mb=0, **mode), ctx.rank
+    for _ in range(warm_up):  # past the rebuild: several buckets
         backward(ddp)
     ddp.zero_grad()
 
@@ -132,20 +136,6 @@ def test_a_killed_rank_is_named() -> None:
     assert survivor[0].startswith("CollectiveError: [rank 0] ")
     assert survivor[1].startswith("CollectiveError: [rank 0] reset() waited")
     assert "no call on rank(s) 1" in survivor[1]
-
-
-@on_two_ranks
-def test_ranks_with_different_numbers_of_steps(ctx):
-    ddp = make(ctx)
-    for _ in range(2):
-        ddp.zero_grad()
-        backward(ddp)
-    if ctx.rank == 0:
-        ddp.zero_grad()
-        with pytest.raises(CollectiveError, match=r"^\[rank 0\] "):
-            backward(ddp)
-    ddp.reset()
-    assert trains(ctx, ddp)
 
 
 def in_a_subgroup(ctx: Any) -> Any:

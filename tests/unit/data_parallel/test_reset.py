@@ -8,11 +8,8 @@ import torch
 from minidp import (
     CollectiveError,
     DataParallel,
-    MarkedTwiceError,
-    ReducerFailedError,
     UnfinishedReductionError,
 )
-from minidp.core.bucket import BucketState
 from tests.support.both import Two
 from tests.support.fresh import run_fresh
 
@@ -44,82 +41,7 @@ def error_of(call, *args):
     return "", ""
 
 
-def fail_once(param, text="user code"):
-    """The next gradient of ``param`` raises."""
-
-    def fail(_):
-        handle.remove()
-        raise KeyError(text)
-
-    handle = param.register_hook(fail)
-
-
 # --------------------------------------------------------- all ranks fail alike
-
-
-def after_user_error(ctx, options, warm_up):
-    ddp = DataParallel(Two(), process_group=ctx.group, **options)
-    train(ctx, ddp, warm_up)
-    ddp.zero_grad()
-    fail_once(ddp.module.a)
-    x = torch.tensor([ctx.rank + 1.0])
-    errors = [error_of(lambda: ddp(x).backward()), error_of(ddp, x), error_of(ddp, x)]
-    queue = ddp._reducer.queue
-    old = queue.buckets
-    launched = sum(bucket.state is BucketState.IN_FLIGHT for bucket in old)
-    ddp.reset()
-    assert all(bucket.state is BucketState.FILLING for bucket in old)  # all awaited
-    return errors, launched, train(ctx, ddp), ddp.process_group is ctx.group
-
-
-@pytest.mark.parametrize("warm_up", [0, 2])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        TWO_BUCKETS,
-        {"gradient_as_bucket_view": True},
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-    ],
-    ids=str,
-)
-def test_user_code_raises_in_the_backward(pool, options, warm_up):
-    for rank, result in enumerate(pool.run(after_user_error, 2, options, warm_up)):
-        (raised, *forwards), launched, trained, kept = result
-        assert raised == ("KeyError", "'user code'")
-        if options is TWO_BUCKETS and not warm_up:
-            assert launched == 1  # and awaited
-        for kind, text in forwards:
-            assert kind == "UnfinishedReductionError"
-            assert text.startswith(f"[rank {rank}] Expected to have finished reduction")
-            assert "The last backward raised, or was interrupted, before it" in text
-            assert "call reset() on all ranks, then zero_grad()" in text
-            assert "unused" not in text  # which is not the reason
-        assert trained == HEALTHY
-        assert kept  # nothing is lost: no new group
-
-
-def after_marked_twice(ctx):
-    ddp = DataParallel(Two(), process_group=ctx.group)
-    loss = ddp(torch.tensor([ctx.rank + 1.0]), "a")
-    loss.backward(retain_graph=True)
-    errors = [error_of(loss.backward), error_of(ddp, torch.ones(1))]
-    errors.append(error_of(ddp.sync_gradients))
-    ddp.reset()
-    return errors, train(ctx, ddp), ddp.process_group is ctx.group
-
-
-def test_the_reducer_raises(pool):
-    for rank, (errors, trained, kept) in enumerate(pool.run(after_marked_twice, 2)):
-        (twice, _), *failed = errors
-        assert twice == MarkedTwiceError.__name__
-        for kind, text in failed:
-            assert kind == ReducerFailedError.__name__
-            assert text.startswith(f"[rank {rank}] An earlier backward failed; its")
-            assert "call reset() on all ranks, then zero_grad()" in text
-        assert trained == HEALTHY
-        assert kept
 
 
 def after_unfinished(ctx, options):

@@ -60,17 +60,6 @@ def test_state_dict_is_torchs(lone_group):
     step(ours)
 
 
-def test_output_is_the_very_object(lone_group):
-    class Plain(Scale):
-        def forward(self, x, *, key):
-            self.output = {"y": [self.w * x], key: None}
-            return self.output
-
-    ddp = DataParallel(Plain())
-    assert ddp(torch.ones(1), key="k") is ddp.module.output
-    assert list(ddp.module.output) == ["y", "k"]
-
-
 # -------------------------------------------------------------------------- copies
 
 
@@ -190,40 +179,6 @@ def test_the_forward_decides(pool):
 
 
 # -------------------------------------------------------------------- module buffers
-
-
-SCHEDULE = ["sync", "no_sync", "no_sync", "sync", "sync", "no_grad", "sync", "sync"]
-
-
-def buffer_schedule(ctx, wrap, options):
-    """At which forwards rank 1 gets rank 0's module buffer."""
-    module = Scale()
-    module.register_buffer("mark", torch.zeros(1))
-    ddp = wrap(module, **options)
-    seen = []
-    for number, kind in enumerate(SCHEDULE):
-        module.mark.fill_(10 * number + ctx.rank)
-        announced = ddp.will_sync_module_buffers()
-        if kind == "no_sync":
-            with ddp.no_sync():
-                ddp(torch.ones(1)).backward()
-        elif kind == "no_grad":
-            with torch.no_grad():
-                ddp(torch.ones(1))
-        else:
-            ddp(torch.ones(1)).backward()
-        got = module.mark.item() == 10 * number
-        assert ctx.rank == 0 or got == announced
-        seen.append(got)
-    return seen
-
-
-def test_buffers_follow_one_forward_late_as_in_torch(pool):
-    _, second = pool.run(on_both, 2, buffer_schedule, {})
-    assert second == ([True, True, False, False, True, True, False, True],) * 2
-    local = {"forward_sync_buffers": False}
-    _, second = pool.run(on_both, 2, buffer_schedule, local)
-    assert second == ([False] * len(SCHEDULE),) * 2
 
 
 def new_buffers(ctx):
