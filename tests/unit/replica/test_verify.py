@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,8 +31,8 @@ def param(*shape, dtype=torch.float32, frozen=False):
     return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=not frozen)
 
 
-def one(**options):
-    return Module(a=param(2)), options
+def one(*shape, dtype=torch.float32, **options):
+    return Module(a=param(*shape or [2], dtype=dtype)), options
 
 
 def two(**more):
@@ -41,57 +43,40 @@ def with_buffer(size=1, **more):
     return Module(a=param(2), stat=torch.zeros(size, **more)), {}
 
 
+def having(**tensors):
+    return Module(**tensors), {}
+
+
 # Name -> what ranks 0 and 1 build: a module, and options; what the error says.
 LACKS_B = "Rank 1 lacks [parameter b] of rank 0, and has besides []."
+HAS_B = "Rank 1 lacks [] of rank 0, and has besides [parameter b]."
+BOTH = "Rank 1 lacks [parameter a] of rank 0, and has besides [parameter b]."
 CASES = {
-    "count": (lambda: two(), lambda: one(), LACKS_B),
-    "extra": (
-        lambda: one(),
-        lambda: two(),
-        "Rank 1 lacks [] of rank 0, and has besides [parameter b].",
-    ),
-    "renamed": (
-        lambda: one(),
-        lambda: (Module(b=param(2)), {}),
-        "Rank 1 lacks [parameter a] of rank 0, and has besides [parameter b].",
-    ),
+    "count": (two, one, LACKS_B),
+    "extra": (one, two, HAS_B),
+    "renamed": (one, lambda: having(b=param(2)), BOTH),
+    "ignored": (two, partial(two, ignore=["b"]), LACKS_B),
     "shape": (
-        lambda: (Module(a=param(2, 3)), {}),
-        lambda: (Module(a=param(3, 3)), {}),
+        partial(one, 2, 3),
+        partial(one, 3, 3),
         "Expected parameter a: shape (2, 3), stride (3, 1), torch.float32, on cpu, "
         "trainable (rank 0); found on rank 1: shape (3, 3), stride (3, 1), ",
     ),
     "stride": (
-        lambda: (Module(a=param(2, 3)), {}),
-        lambda: (Module(a=nn.Parameter(torch.zeros(3, 2).t())), {}),
+        partial(one, 2, 3),
+        lambda: having(a=nn.Parameter(torch.zeros(3, 2).t())),
         "(rank 0); found on rank 1: shape (2, 3), stride (1, 2), ",
     ),
-    "dtype": (
-        lambda: one(),
-        lambda: (Module(a=param(2, dtype=torch.float64)), {}),
-        "(rank 0); found on rank 1: shape (2,), stride (1,), torch.float64, on cpu, ",
-    ),
+    "dtype": (one, partial(one, dtype=torch.float64), "e (1,), torch.float64, on cpu,"),
     "order": (
-        lambda: two(),
-        lambda: (Module(b=param(2), a=param(2)), {}),
+        two,
+        lambda: having(b=param(2), a=param(2)),
         "Expected parameter a, as on rank 0; rank 1 has parameter b in its place "
         "(another registration order).",
     ),
-    "buffer shape": (
-        lambda: with_buffer(),
-        lambda: with_buffer(2),
-        "Expected module buffer stat: shape (1,), stride (1,), torch.float32, on cpu "
-        "(rank 0); found on rank 1: shape (2,), stride (1,), torch.float32, on cpu.",
-    ),
-    "buffer dtype": (
-        lambda: with_buffer(),
-        lambda: with_buffer(dtype=torch.int64),
-        "found on rank 1: shape (1,), stride (1,), torch.int64, on cpu.",
-    ),
-    "no buffer": (lambda: with_buffer(), lambda: one(), "lacks [module buffer stat]"),
     "frozen": (
-        lambda: two(),
-        lambda: (Module(a=param(2), b=param(2, frozen=True)), {}),
+        two,
+        lambda: having(a=param(2), b=param(2, frozen=True)),
         "Expected parameter b: shape (2,), stride (1,), torch.float32, on cpu, "
         "trainable (rank 0); found on rank 1: shape (2,), stride (1,), torch.float32, "
         "on cpu, frozen.",
@@ -101,34 +86,33 @@ CASES = {
         lambda: (nn.Embedding(2, 2, sparse=True), {}),
         "on cpu, trainable, sparse.",
     ),
-    "ignored": (lambda: two(), lambda: two(ignore=["b"]), LACKS_B),
-    "find_unused_parameters": (
-        lambda: one(),
-        lambda: one(find_unused_parameters=True),
-        "Expected option find_unused_parameters: False (rank 0); found on rank 1: "
-        "True.",
+    "buffer shape": (
+        with_buffer,
+        partial(with_buffer, 2),
+        "Expected module buffer stat: shape (1,), stride (1,), torch.float32, on cpu "
+        "(rank 0); found on rank 1: shape (2,), stride (1,), torch.float32, on cpu.",
     ),
-    "static_graph": (
-        lambda: one(),
-        lambda: one(static_graph=True),
-        "Expected option static_graph: False (rank 0); found on rank 1: True.",
+    "buffer dtype": (with_buffer, partial(with_buffer, dtype=torch.int64), "h.int64, "),
+    "no buffer": (with_buffer, one, "lacks [module buffer stat]"),
+}
+# Name of an option in the error -> options of ranks 0 and 1, and the values told.
+OPTIONS = {
+    "find_unused_parameters": ({}, {"find_unused_parameters": True}, "False", "True."),
+    "static_graph": ({}, {"static_graph": True}, "False", "True."),
+    "bucket caps (bytes)": (
+        *({"bucket_cap_mb": 1}, {"bucket_cap_mb": 2}),
+        *("BucketCaps(first_bytes=1048576, ", "BucketCaps("),
     ),
-    "caps": (
-        lambda: one(bucket_cap_mb=1),
-        lambda: one(bucket_cap_mb=2),
-        "Expected option bucket caps (bytes): BucketCaps(first_bytes=1048576, ",
+    "module buffers are broadcast before forwards": (
+        *({"forward_sync_buffers": False}, {}, "False", "True."),
     ),
-    "buffers": (
-        lambda: one(forward_sync_buffers=False),
-        lambda: one(),
-        "Expected option module buffers are broadcast before forwards: False (rank 0)",
-    ),
-    "initial buffers": (
-        lambda: one(broadcast_buffers=False),
-        lambda: one(),
-        "Expected option module buffers are broadcast at construction: False (rank 0)",
+    "module buffers are broadcast at construction": (
+        *({"broadcast_buffers": False}, {}, "False", "True."),
     ),
 }
+for option, (*given, here, there) in OPTIONS.items():
+    builds = [partial(one, **each) for each in given]
+    CASES[option] = (*builds, f"Expected option {option}: {here}", f"rank 1: {there}")
 
 
 def wrap(ctx, build):
@@ -156,13 +140,13 @@ def wrap_case(ctx, case, odd):
 def test_mismatch_is_named_on_every_rank(pool, case, ranks, odd):
     """Ranks count within their group."""
     results = pool.run(wrap_case, ranks, case, odd)
-    words = CASES[case][2].replace("rank 1", f"rank {odd}")
+    words = [text.replace("rank 1", f"rank {odd}") for text in CASES[case][2:]]
     for rank, (kind, text, total) in enumerate(results):
         assert kind == "ReplicaMismatchError"
         assert text.startswith(
             f"[rank {rank}] DataParallel expects the same model and options on all "
         )
-        assert words in text
+        assert all(each in text for each in words)
         assert "build the module identically on every rank" in text
         assert total == len(results)
 
