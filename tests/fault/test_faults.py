@@ -17,7 +17,6 @@ from tests.support.fresh import run_fresh
 from tests.support.ranks import on_ranks
 
 SECONDS = 3.0  # timeout of the process group
-attempt = error_of
 
 
 class TwoLayers(nn.Module):
