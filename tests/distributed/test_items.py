@@ -14,7 +14,13 @@ from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import minidp
-from minidp import ItemCountError, MiniDPError, SyncBatchNorm, comm_hooks
+from minidp import (
+    ItemCountError,
+    MiniDPError,
+    ReplicaMismatchError,
+    SyncBatchNorm,
+    comm_hooks,
+)
 from minidp.config import setting
 from tests.support.both import error_of, wrapped
 from tests.support.ranks import on_ranks
@@ -502,14 +508,11 @@ def test_comm_hooks_are_refused_by_name(ctx):
     step_on(ddp, inputs(ctx.rank, size=2))
 
 
-def differs(ctx: Any) -> None:
-    wrap(ctx, average_over="items" if ctx.rank else "ranks")
-
-
-def test_ranks_must_agree_on_the_option(pool):
-    found = pool.run(differs, 2, errors="return")
-    assert all(each.is_a("ReplicaMismatchError") for each in found)
-    assert all("option average_over" in each.message for each in found)
+@on_ranks(2)
+def test_ranks_must_agree_on_the_option(ctx):
+    over = "items" if ctx.rank else "ranks"
+    with pytest.raises(ReplicaMismatchError, match="option average_over"):
+        wrap(ctx, average_over=over)
 
 
 @on_ranks(2)

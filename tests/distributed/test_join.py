@@ -8,7 +8,6 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.support.both import Scalars, error_of, on_both, values, wrapped, x_of
-from tests.support.fresh import run_fresh
 from tests.support.ranks import as_in_torch, on_ranks
 
 NEW_DIVISOR = {"divide_by_initial_world_size": False}
@@ -185,24 +184,17 @@ def test_steps_of_a_joined_rank_are_those_of_the_others(ctx):
     return [p.item() for p in ddp.parameters()]
 
 
-def one_rank_raises(ctx):
+@on_ranks(2, fresh={"group_timeout": 2.0})
+def test_reset_after_one_rank_raised_inside_join(ctx):
     ddp = wrapped(ctx, Scalars())
     train = lambda: ddp(x_of(ctx)).backward()  # noqa: E731
     error = error_in_join(ddp, train, train, raise_own if ctx.rank == 1 else train)
+    waited = "CollectiveError: [rank 0] A collective failed while announcing a forward"
+    assert error.startswith('KeyError: "the user\'s own"' if ctx.rank else waited)
     ddp.reset()
     ddp.zero_grad()
     train()
     assert values(ddp) == [1.5]
-    return error
-
-
-def test_reset_after_one_rank_raised_inside_join():
-    first, second = run_fresh(one_rank_raises, 2, group_timeout=2.0)
-    assert first.startswith(
-        "CollectiveError: [rank 0] A collective failed while announcing a forward in "
-        "join()"
-    )
-    assert second == 'KeyError: "the user\'s own"'
 
 
 @on_ranks(3)
