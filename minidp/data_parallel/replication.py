@@ -99,7 +99,7 @@ class Replication:
         queue.observers.append(self.check)
 
     def stop_comparing(self) -> None:
-        """Compare replicas no more: ranks would not count the same steps."""
+        """Compare replicas no more, as where ranks take different numbers of steps."""
         if self.check is not None:
             self._reducer.queue.observers.remove(self.check)
             self.check.reset()  # the optimizer guard holds it, too

@@ -42,7 +42,7 @@ Corners = dict[int, tuple[int, torch.Tensor]]
 
 
 def copy_corners(corners: Corners, params: Sequence[torch.Tensor]) -> Corners:
-    """Copy versions and corners of the first and last parameter, if they changed."""
+    """Return version and `corner_of` of two parameters; ``corners`` if unchanged."""
     if corners and all(params[i]._version == n for i, (n, _) in corners.items()):
         return corners
     ends = {0, len(params) - 1}
@@ -126,7 +126,7 @@ class LocalSteps:
     def note_step(self) -> None:
         """Count an optimizer step inside no_sync(); copy some parameter values.
 
-        Counts from the last averaged backward. At 1000, the last, warn unless values
+        The 1000th since an averaged backward, the last that counts, warns unless values
         were seen to change between a step and a forward, as if averaged.
         """
         if self._is_over:

@@ -26,7 +26,10 @@ _RESET = "call reset() on all ranks, then zero_grad()"
 
 
 class Step:
-    """Look for mistakes of one wrapper in an optimizer step that is about to run."""
+    """Look for mistakes of one wrapper in an optimizer step that is about to run.
+
+    ``last``: forwards and backwards (`armed`, `finalized`) at its previous step.
+    """
 
     def __init__(
         self, guard: Guard, optimizer: Optimizer, last: tuple[int, int]
@@ -51,8 +54,7 @@ class Step:
     def find_problem(self) -> str:
         """Return an error text if the step would make replicas differ, else "".
 
-        May wait for other ranks, and send them the error: see
-        `_find_left_out_backward`. Local gradients that are zeros now are forgotten.
+        May wait for ranks: `_find_left_out_backward`. Forgets local gradients of zeros.
         """
         cast = find_cast(self._reducer)
         return (
@@ -200,9 +202,9 @@ def find_cast(reducer: Reducer) -> str:
 
 
 def refuse_forward(reducer: Reducer) -> None:
-    """Raise ReducerFailedError, or UnfinishedReductionError, after such a backward.
+    """Raise if the last backward failed (ReducerFailedError) or did not finish.
 
-    Other ranks are told of the latter: they may wait for its gradients.
+    UnfinishedReductionError is sent to other ranks: they may wait for its gradients.
     """
     phase = reducer.phase.now
     if phase in (Phase.IDLE, Phase.ARMED):

@@ -257,7 +257,7 @@ def _check_all(optimizer: Optimizer) -> None:
 def _before_any_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Check the step now; one with a closure after each call of the closure."""
+    """Pre-hook: check the step; if it has a closure, after each call of that."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
         _check_all(optimizer)

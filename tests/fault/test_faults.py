@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minidp import DataParallel
+from minidp.core.bucket import BucketState
 from tests.support.both import MODES, error_of, wrapped
 from tests.support.fresh import run_fresh
 from tests.support.ranks import on_ranks
@@ -113,9 +114,10 @@ def test_backward_raises(ctx, ranks, warm_up, mode):
         assert first.startswith(f"CollectiveError: [rank {rank}] ")
         assert third.startswith(f"ReducerFailedError: [rank {rank}] ")
     assert second.startswith(f"UnsyncedGradientsError: [rank {rank}] ")
-    old = ddp.process_group
-    ddp.reset()  # equal launches complete; unequal do not
+    old, buckets = ddp.process_group, ddp._reducer.queue.buckets
+    ddp.reset()  # equal launches complete, and are awaited; unequal do not
     assert (ddp.process_group is old) == (len(ranks) == 2)
+    assert len(ranks) < 2 or {b.state for b in buckets} == {BucketState.FILLING}
     assert trains(ctx, ddp)
     backward(ddp, skip=True)
     ddp.reset()  # a second time, perhaps on a fresh group

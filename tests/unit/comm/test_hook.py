@@ -222,6 +222,17 @@ def test_errors_keep_their_cause():
 # -- registering -----------------------------------------------------------------------
 
 
+def test_a_bucket_follows_its_buffer(lone_group):
+    """A hook may move it; a gradient may then be allocated at the old address."""
+    ddp = DataParallel(nn.Linear(2, 1))
+    ddp.register_comm_hook(
+        None, lambda _, b: done(b.buffer().resize_(100_000).resize_(3))
+    )
+    ddp(torch.ones(1, 2)).sum().backward()
+    (bucket,) = ddp._reducer.queue.buckets
+    assert bucket._memory.owns(bucket.views[0])
+
+
 def test_one_hook_can_be_registered(lone_group):
     ddp = DataParallel(nn.Linear(2, 1))
     with pytest.raises(ValueError, match="annotation"):
