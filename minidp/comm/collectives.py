@@ -105,7 +105,7 @@ def gather_integers(
 def gather_bytes(
     buffer: bytes, lengths: Sequence[int], group: ProcessGroup, device: torch.device
 ) -> list[bytes]:
-    """Collective: return all ranks' ``buffer``, of so many bytes, by rank; wait."""
+    """Collective: return all ranks' ``buffer``, of ``lengths[rank]`` bytes; wait."""
     padded = bytearray(buffer.ljust(max(lengths), b"\0"))
     mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     return [

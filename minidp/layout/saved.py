@@ -33,7 +33,7 @@ _REMEDY = (
 def to_plain(
     layout: Layout, specs: Sequence[ParamSpec], *, rebuilt: bool
 ) -> dict[str, Any]:
-    """Return a layout as a dict for JSON, of names and sizes; `read_plain` reads it."""
+    """Return names, sizes and ``rebuilt`` (by ready order) of a layout, for JSON."""
     buckets = [[specs[i] for i in members] for members in layout.assignment]
     return {
         "format": FORMAT,

@@ -193,7 +193,7 @@ class ReplicaCheck(Observer):
         self._confirm(self.suspect)
 
     def _confirm(self, snapshot: _Snapshot) -> None:
-        """Collective: if tensors still differ, raise, or warn of rounding ("auto")."""
+        """Collective: ReplicaMismatchError if still different; "auto" may only warn."""
         # A digest under way may be of a forward that not all ranks ran.
         self.suspect = self._under_way = None
         found = self._find_difference(snapshot)
@@ -205,7 +205,7 @@ class ReplicaCheck(Observer):
             raise ReplicaMismatchError(found.error())
 
     def _warn(self, found: Difference, *, is_rounding: bool) -> None:
-        """Log the warning of ``found``; once for this object, not if it is empty."""
+        """Warn of ``found``, once for this object; not if no tensor differs."""
         if found.names and not self._has_warned:
             self._has_warned = True
             warn(found.warning(is_rounding=is_rounding))
@@ -228,7 +228,7 @@ class ReplicaCheck(Observer):
         )
 
     def _is_rounding(self, snapshot: _Snapshot, names: Sequence[str]) -> bool:
-        """Collective: return whether rounding explains how ``names`` differ by rank."""
+        """Collective: return whether no difference of ``names`` exceeds rounding."""
         worst, left = 0.0, MOST_BYTES
         for tensor in (snapshot.tensors[name] for name in names):
             if left > 0:
