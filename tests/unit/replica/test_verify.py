@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel
+from tests.support.both import error_of, wrapped
+from tests.support.ranks import on_ranks
 
 
 class Module(nn.Module):
@@ -115,106 +117,82 @@ for option, (*given, here, there) in OPTIONS.items():
     CASES[option] = (*builds, f"Expected option {option}: {here}", f"rank 1: {there}")
 
 
-def wrap(ctx, build):
-    """(error class, text, sum over ranks): the group must work afterwards."""
+def error_of_wrapping(ctx, build):
+    """What the constructor raises; the group must work afterwards."""
     module, options = build
-    try:
-        DataParallel(module, process_group=ctx.group, **options)
-    except Exception as error:
-        kind, text = type(error).__name__, str(error)
-    else:
-        kind, text = "", ""
+    error = error_of(lambda: wrapped(ctx, module, **options))
     value = torch.tensor([1])
     dist.all_reduce(value, group=ctx.group)
-    return kind, text, value.item()
+    assert value == ctx.world_size
+    return error
 
 
-def wrap_case(ctx, case, odd):
-    return wrap(ctx, CASES[case][ctx.rank == odd]())
-
-
+@on_ranks()
 @pytest.mark.parametrize(
-    ("case", "ranks", "odd"),
+    ("case", "where", "odd"),
     [*((case, 2, 1) for case in CASES), ("frozen", 3, 2), ("frozen", (2, 3), 1)],
 )
-def test_mismatch_is_named_on_every_rank(pool, case, ranks, odd):
+def test_mismatch_is_named_on_every_rank(ctx, case, odd):
     """Ranks count within their group."""
-    results = pool.run(wrap_case, ranks, case, odd)
-    words = [text.replace("rank 1", f"rank {odd}") for text in CASES[case][2:]]
-    for rank, (kind, text, total) in enumerate(results):
-        assert kind == "ReplicaMismatchError"
-        assert text.startswith(
-            f"[rank {rank}] DataParallel expects the same model and options on all "
-        )
-        assert all(each in text for each in words)
-        assert "build the module identically on every rank" in text
-        assert total == len(results)
+    error = error_of_wrapping(ctx, CASES[case][ctx.rank == odd]())
+    mine = f"ReplicaMismatchError: [rank {ctx.rank}] DataParallel expects the same mod"
+    assert error.startswith(mine)
+    assert "build the module identically on every rank" in error
+    for words in CASES[case][2:]:
+        assert words.replace("rank 1", f"rank {odd}") in error
 
 
 # ------------------------------------------------------ a rank rejects its arguments
 
 
 REJECTED = (
-    "bucket_cap_mb must be finite and not negative (MiB), but got -1; 0 gives every "
-    "parameter its own bucket."
+    "ValueError: bucket_cap_mb must be finite and not negative (MiB), but got -1; 0 "
+    "gives every parameter its own bucket."
 )
 
 
-def reject_on_one(ctx, who, options):
-    return wrap(ctx, one(bucket_cap_mb=-1 if ctx.rank == who else 1, **options))
+@on_ranks(2)
+@pytest.mark.parametrize(("who", "init_sync"), [(0, True), (1, True), (0, False)])
+def test_a_rank_that_rejects_its_arguments_tells_the_others(ctx, who, init_sync):
+    """Without init_sync nobody is told."""
+    cap = -1 if ctx.rank == who else 1
+    error = error_of_wrapping(ctx, one(bucket_cap_mb=cap, init_sync=init_sync))
+    if ctx.rank == who:
+        assert error == REJECTED
+    elif init_sync:
+        assert error.startswith("ReplicaMismatchError: ")
+        assert f"rank {who} rejected its arguments: {REJECTED}" in error
+    else:
+        assert error == ""
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_rejects_its_arguments_tells_the_others(pool, who):
-    results = pool.run(reject_on_one, 2, who, {})
-    assert results[who] == ("ValueError", REJECTED, 2)
-    kind, text, total = results[1 - who]
-    assert (kind, total) == ("ReplicaMismatchError", 2)
-    assert f"rank {who} rejected its arguments: ValueError: {REJECTED}" in text
-
-
-def test_without_init_sync_nobody_is_told(pool):
-    first, second = pool.run(reject_on_one, 2, 0, {"init_sync": False})
-    assert first[0] == "ValueError"
-    assert second == ("", "", 2)
-
-
-def reject_everywhere(ctx):
-    return wrap(ctx, (Module(a=param(2, frozen=True)), {}))
-
-
-def test_all_ranks_reject_alike(pool):
-    for kind, text, total in pool.run(reject_everywhere, 2):
-        assert (kind, total) == ("RuntimeError", 2)
-        assert text.startswith("DistributedDataParallel is not needed when a module")
+@on_ranks(2)
+def test_all_ranks_reject_alike(ctx):
+    error = error_of_wrapping(ctx, having(a=param(2, frozen=True)))
+    assert error.startswith("RuntimeError: DistributedDataParallel is not needed when")
 
 
 # ------------------------------------------------------- ranks that are not on minidp
 
 
-def wrap_in_either(ctx, torchs, options):
-    module, _ = with_buffer(3)
-    if ctx.rank not in torchs:
-        return wrap(ctx, (module, options))
-    with pytest.raises(RuntimeError, match="DDP expects same model across all ranks"):
-        DistributedDataParallel(module, process_group=ctx.group)
-    dist.all_reduce(torch.zeros(1, dtype=torch.int64), group=ctx.group)
-    return None
-
-
+@on_ranks(3)
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": -1}], ids=str)
 @pytest.mark.parametrize("torchs", [[0], [1], [0, 2]])
-def test_a_rank_on_torch_is_named_and_nobody_is_aborted(pool, torchs):
-    results = pool.run(wrap_in_either, 3, torchs, {})
-    for rank in sorted({0, 1, 2} - set(torchs)):
-        kind, text, _ = results[rank]
-        assert kind == "ReplicaMismatchError"
-        assert text.startswith(f"[rank {rank}] The model is wrapped by torch's Dist")
-        assert f"on rank {', '.join(map(str, torchs))}, but by minidp" in text
-
-
-def test_a_rank_that_rejects_its_arguments_says_that_also_to_torch(pool):
-    results = pool.run(wrap_in_either, 2, [1], {"bucket_cap_mb": -1})
-    assert results[0][:2] == ("ValueError", REJECTED)
+def test_a_rank_on_torch_is_named_and_nobody_is_aborted(ctx, torchs, options):
+    """A rank that rejects its arguments says that also to torch."""
+    module, _ = with_buffer(3)
+    if ctx.rank in torchs:
+        with pytest.raises(RuntimeError, match="DDP expects same model across all ran"):
+            DistributedDataParallel(module, process_group=ctx.group)
+        dist.all_reduce(torch.tensor([1]), group=ctx.group)
+        return
+    error = error_of_wrapping(ctx, (module, options))
+    if options:
+        assert error == REJECTED
+    else:
+        mine = f"ReplicaMismatchError: [rank {ctx.rank}] The model is wrapped by torch"
+        assert error.startswith(mine)
+        assert f"on rank {', '.join(map(str, torchs))}, but by minidp" in error
 
 
 # --------------------------------------------------------------------- equal replicas
