@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import signal
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +14,6 @@ from torch import nn
 from minidp import DataParallel
 from minidp.core.bucket import BucketState
 from tests.support.both import MODES, error_of, wrapped
-from tests.support.fresh import run_fresh
 from tests.support.ranks import on_ranks
 
 SECONDS = 3.0  # timeout of the process group
@@ -122,23 +119,6 @@ def test_backward_raises(ctx, ranks, warm_up, mode):
     backward(ddp, skip=True)
     ddp.reset()  # a second time, perhaps on a fresh group
     assert trains(ctx, ddp)
-
-
-def killed(ctx: Any) -> Any:
-    ddp = make(ctx)
-    backward(ddp)
-    ddp.zero_grad()
-    if ctx.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return [error_of(lambda: backward(ddp)), error_of(ddp.reset)]
-
-
-def test_a_killed_rank_is_named() -> None:
-    survivor, dead = run_fresh(killed, 2, group_timeout=SECONDS, errors="return")
-    assert dead.exit_code == -signal.SIGKILL
-    assert survivor[0].startswith("CollectiveError: [rank 0] ")
-    assert survivor[1].startswith("CollectiveError: [rank 0] reset() waited")
-    assert "no call on rank(s) 1" in survivor[1]
 
 
 @on_ranks(3, fresh={"group_timeout": SECONDS})
