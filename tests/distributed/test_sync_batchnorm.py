@@ -50,7 +50,7 @@ def loss_of(y: torch.Tensor) -> torch.Tensor:
 
 
 def one_pass(layer: Any, x: torch.Tensor, case: Any) -> Any:
-    """Output, gradient of the input, and gradients of the parameters."""
+    """Output, gradients of input and parameters; is the output channels_last?"""
     x = x.clone()
     if case.get("channels_last"):
         x = x.to(memory_format=torch.channels_last)
@@ -64,7 +64,7 @@ def one_pass(layer: Any, x: torch.Tensor, case: Any) -> Any:
         y.detach(),
         x.grad,
         grads(layer),
-        y.stride() if case.get("channels_last") else (),
+        y.dim() == 4 and y.is_contiguous(memory_format=torch.channels_last),
     )
 
 
@@ -119,8 +119,7 @@ def check(ctx: Any, sizes: Any, shape: Any, case: Any, dtype: Any = torch.float6
                 dtype,
                 f"grads {step} {i}",
             )
-        # Strides of a dense tensor in one memory format, less that of the samples.
-        assert my[3][1:] == theirs[3][1:]
+        assert my[3] or not theirs[3], "memory format"
     assert my_buffers.keys() == module_buffers.keys()
     for name, value in module_buffers.items():
         close(my_buffers[name], value, dtype, name)
