@@ -67,6 +67,7 @@ def all_reduce_hook(state: Group, bucket: GradBucket) -> Future[torch.Tensor]:
 def _average(
     values: torch.Tensor, state: Group, bucket: GradBucket, finish: Any
 ) -> Future[torch.Tensor]:
+    """Divide ``values`` in place, all-reduce; return a future of ``finish()``."""
     group, n = _group_and_divisor(state, bucket)
     values.div_(n)  # before the sum, which might overflow
     work = dist.all_reduce(values, group=group, async_op=True)
@@ -95,6 +96,7 @@ def bf16_compress_hook(state: Group, bucket: GradBucket) -> Future[torch.Tensor]
 def _compress(
     dtype: torch.dtype, state: Group, bucket: GradBucket
 ) -> Future[torch.Tensor]:
+    """Average the bucket in ``dtype``; uncompressed if the cast makes it no smaller."""
     buffer = bucket.buffer()
     if not _shrinks(buffer, dtype):
         return all_reduce_hook(state, bucket)
@@ -113,6 +115,8 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def _in_dtype(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
+    """Return a hook that runs ``hook`` on buckets in ``dtype``; ``name``: in errors."""
+
     def compressed(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         buffer = bucket.buffer()
         if not _shrinks(buffer, dtype):
@@ -131,8 +135,7 @@ def _in_dtype(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
 class Fp32State:
     """State of `fp32_accumulate_hook`: its group, dtype, and an unfinished exchange.
 
-    Without ``process_group``, the bucket's ranks are averaged over. ``wire_dtype``, the
-    dtype that is sent, is torch.bfloat16 or torch.float16.
+    Group None: the bucket's. ``wire_dtype``, which is sent: bfloat16 or float16.
     """
 
     def __init__(
@@ -213,6 +216,7 @@ class _Exchange:
         self._work.get_future().then(self._complete)
 
     def _complete(self, done: Future[Any]) -> None:
+        """Copy what was gathered to the buffer; complete `future`, or let it fail."""
         try:
             done.value()
             gathered = self._sent.view(-1)[: self._buffer.numel()]
@@ -227,7 +231,8 @@ class _Exchange:
 class Int8State:
     """State of `int8_error_feedback_hook`: the rounding errors of the last step.
 
-    ``process_group`` None is the bucket's own. ``block`` elements share a scale.
+    ``process_group`` None: the bucket's own. ``block`` elements of a bucket share a
+    scale.
     """
 
     def __init__(
@@ -240,7 +245,7 @@ class Int8State:
         self._residuals: dict[int, tuple[object, torch.Tensor]] = {}
 
     def residual(self, bucket: GradBucket) -> torch.Tensor:
-        """Return this bucket's rounding error to update: float32, a row per block.
+        """Return this bucket's rounding error, to be updated: float32, a row per block.
 
         Zeros if the bucket holds other parameters than before, as after a rebuild.
         """
@@ -300,7 +305,7 @@ def int8_error_feedback_hook(
 
 
 def _quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int8 codes and a float32 scale per row; 0 and NaN for rows not finite."""
+    """Return int8 codes, and a float32 scale per row; 0 and NaN for rows not finite."""
     scales = values.abs().amax(dim=1, keepdim=True) / 127
     scales.masked_fill_(~scales.isfinite(), torch.nan)
     steps = values / scales.masked_fill(scales == 0, 1)  # of zeros
@@ -357,6 +362,7 @@ def _group_and_divisor(state: Group, bucket: GradBucket) -> tuple[ProcessGroup, 
 
 
 def _check_state(state: object, kind: type) -> None:
+    """Raise TypeError, with how to register, unless ``state`` is a ``kind``."""
     if not isinstance(state, kind):
         call = f"register_comm_hook(comm_hooks.{kind.__name__}(), ...)"
         raise TypeError(f"it needs a state: {call}")

@@ -92,7 +92,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return _apply(_Normalize, input, self.weight, self.bias, batch, self.eps)
 
     def _check_against_parameters(self, input: torch.Tensor) -> None:
-        """Raise for integer inputs or a wrong channel count, before the collective."""
+        """Raise NotImplementedError for integers, RuntimeError for other channels."""
         if not input.is_floating_point():
             raise NotImplementedError(
                 f"SyncBatchNorm needs floating-point inputs, but got {input.dtype}."
@@ -106,7 +106,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @torch.no_grad()
     def _track(self, batch: Batch) -> None:
-        """Count the batch; blend its statistics (if any) into the running ones."""
+        """Update running mean and variance (if any) and the count by this ``batch``."""
         factor = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -166,7 +166,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def refuse_torchs(module: nn.Module, device: torch.device) -> None:
-    """Raise ValueError if a CPU module has torch's SyncBatchNorm, naming the layers."""
+    """Raise ValueError, naming them, for torch's SyncBatchNorm layers on the CPU."""
     names = [
         name or "module"
         for name, layer in module.named_modules()
@@ -243,7 +243,10 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
-        """Return gradients; a collective if the input of any rank needs a gradient."""
+        """Return gradients of x, weight, bias; a collective if any rank's x needs one.
+
+        CollectiveError on all ranks if one of them will not take part.
+        """
         x, weight, mean, invstd = ctx.saved_tensors
         batch: Batch = ctx.batch
         is_collective = INPUTS_TOO in batch.wants
@@ -274,7 +277,7 @@ class _Normalize(torch.autograd.Function):
 def _moments_of_inputs(
     x: torch.Tensor, batch: Batch, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collective: recompute mean and 1 / std, differentiable by all ranks' inputs."""
+    """Collective: return mean, 1 / std per channel; autograd reaches all ranks' x."""
     x = x.to(_wide(x))
     count = max(batch.count, 1)
     mean = _apply(_SumOverRanks, x.sum(_all_but_channels(x)), batch.group) / count
@@ -325,6 +328,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
 
 
 def _watch(group: ProcessGroup, which: str) -> AbstractContextManager[None]:
+    """Return a context: errors of collectives inside name the pass ``which``."""
     return Communicator(group).watching(f"SyncBatchNorm ran its {which}")
 
 

@@ -1,10 +1,11 @@
 """Process groups, and collectives with a time limit.
 
-Read `groups` (process groups, their stores, values of all ranks without a collective),
-`work` (waits with a time limit), `collectives` (the package's own), `communicator` (a
+Read `groups` (process groups; values that ranks exchange through a key-value store),
+`work` (waits with a limit), `collectives` (c10d's, as we call them), `communicator` (a
 group, its time limit, errors that name missing ranks), `grad_bucket` and `hook` (comm
-hooks), `used_map` (parameters that any rank used), `item_counts` (``average_over``),
-`nonfinite` (``check_finite_grads``), `dist_autograd` (RPC), `shared_memory` (one host).
+hooks), `used_map` (parameters that some rank used), `item_counts` (``average_over``),
+`nonfinite` (``check_finite_grads``), `dist_autograd` (RPC), `shared_memory` (no
+messages).
 """
 
 from .collectives import (

@@ -1,7 +1,7 @@
-"""Start collectives; the ready-made comm hooks and the doctor start their own.
+"""Wrap c10d's collectives; the ready-made comm hooks and the doctor call c10d itself.
 
-All ranks of the group must call each function, in the same order. Ranks are group
-ranks; the root is group rank 0 by default.
+All ranks of the group must call each function, in the same order. `all_reduce` and
+``start_...`` return before the result is there; the others wait. Ranks are group ranks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MAX_IN_FLIGHT = 2  # coalesced broadcasts; more would only hold more memory
 
 
 def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
-    """Start to sum ``tensor`` over all ranks, in place; return the work to wait for.
+    """Collective: start to sum ``tensor`` over all ranks, in place; do not divide.
 
-    In a group of one rank it starts nothing and returns finished work, except on CUDA
-    (an all-reduce orders streams), for sparse tensors (it merges equal indices) and
-    Python groups.
+    Return the work to wait for. A single rank starts nothing, and its work is done, if
+    the tensor is dense and on the CPU, and the group is not written in Python.
     """
+    # On CUDA an all-reduce orders streams; of a sparse tensor it merges equal indices.
     is_plain = tensor.is_cpu and tensor.layout is torch.strided
     is_python = is_python_group(group)
     if is_plain and not is_python and group.size() == 1:
@@ -45,7 +45,7 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
 
 
 def start_broadcast(tensor: torch.Tensor, group: ProcessGroup, root: int) -> Work:
-    """Start to overwrite ``tensor`` with that of rank ``root``; return the work."""
+    """Collective: start to overwrite ``tensor`` by rank ``root``'s; return work."""
     # The group's own method: torch.distributed does not know side groups.
     options = dist.BroadcastOptions()
     options.rootRank = root
@@ -58,9 +58,10 @@ def start_broadcast(tensor: torch.Tensor, group: ProcessGroup, root: int) -> Wor
 def start_gathering(
     row: torch.Tensor, group: ProcessGroup
 ) -> tuple[torch.Tensor, Work]:
-    """Start to gather every rank's ``row`` (1D, equally long); return rows and work.
+    """Collective: start to gather every rank's ``row`` (1D, equally long); do not wait.
 
-    The rows (2D, by rank) are valid after waiting. Without all-gather: an all-reduce.
+    Return (rows, work): a 2D tensor with rank r's row in row r, valid once the work has
+    been waited for. A Python group without all-gather runs an all-reduce instead.
     """
     rows = row.new_empty(group.size(), row.numel())
     outputs, inputs = [list(rows.unbind())], [row]
@@ -77,7 +78,7 @@ def start_gathering(
 
 
 def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Return every rank's ``row`` (1D, equally long) as a 2D tensor, one row each."""
+    """Collective: wait for all ranks' ``row`` (1D, equally long); return them in 2D."""
     rows, work = start_gathering(row, group)
     wait_for(work)
     return rows
@@ -95,7 +96,7 @@ def barrier(group: ProcessGroup) -> None:
 def gather_integers(
     values: Sequence[int], group: ProcessGroup, device: torch.device
 ) -> list[list[int]]:
-    """Return every rank's ``values`` (64 bit, equally many on each), by rank."""
+    """Collective: return all ranks' 64-bit ``values``, equally many, by rank; wait."""
     mine = torch.tensor(values, dtype=torch.int64, device=device)
     rows: list[list[int]] = gather_rows(mine, group).tolist()
     return rows
@@ -104,7 +105,7 @@ def gather_integers(
 def gather_bytes(
     buffer: bytes, lengths: Sequence[int], group: ProcessGroup, device: torch.device
 ) -> list[bytes]:
-    """Return every rank's ``buffer``, by rank; ``lengths[r]`` is rank r's length."""
+    """Collective: return all ranks' ``buffer``, of ``lengths[rank]`` bytes; wait."""
     padded = bytearray(buffer.ljust(max(lengths), b"\0"))
     mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     return [
@@ -116,7 +117,7 @@ def gather_bytes(
 def broadcast_integers(
     values: Sequence[int], group: ProcessGroup, device: torch.device
 ) -> list[int]:
-    """Broadcast and return rank 0's ``values``; every rank passes equally many."""
+    """Collective: return rank 0's ``values``, equally many on every rank; wait."""
     message = torch.tensor(values, dtype=torch.int64, device=device)
     wait_for(start_broadcast(message, group, 0))
     return [int(value) for value in message.tolist()]
@@ -125,7 +126,7 @@ def broadcast_integers(
 def broadcast_coalesced(
     tensors: Sequence[torch.Tensor], group: ProcessGroup, root: int = 0
 ) -> None:
-    """Collective: overwrite ``tensors`` (any shapes, dtypes) with the root's, in place.
+    """Collective: overwrite ``tensors`` (any shapes, dtypes) with the root's; wait.
 
     Sent as raw bytes: a message of about 250 MiB carries all dtypes of a device; at
     most two messages are in flight. Version counters do not change, so that a graph may
@@ -170,6 +171,7 @@ def _unpack(tensors: list[torch.Tensor], message: torch.Tensor, work: Work) -> N
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements, in row-major order, as 1-D uint8; maybe a view."""
     # as_strided: a contiguous tensor of one element may have any stride.
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,7 +1,7 @@
 """Give collectives of one process group a time limit, and explain their failures.
 
-A `Communicator` waits in slices; after each it asks its `PeerMonitor` whether a rank
-will never take part. At the limit, or when the backend gives up, the error names
+A `Communicator` waits in slices of 0.5 s; after each it asks its `PeerMonitor` whether
+a rank will never take part. At the limit, or when the backend gives up, the error names
 missing ranks. A failure leaves the group unusable: it is remembered until `reset`.
 """
 
@@ -29,54 +29,52 @@ ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are bus
 
 
 class Report(NamedTuple):
-    """Hold what is known about the ranks that are missing in a collective."""
+    """Hold a text on ranks missing in a collective, and if waiting may still help."""
 
     text: str = ""  # sentences that name the missing ranks, for an error or warning
     may_still_come: bool = False  # no rank is gone, and some rank is busy elsewhere
 
 
 class PeerMonitor:
-    """Answer that nothing is known of other ranks; `minidp.hang` has a subclass."""
+    """Say which ranks are missing; here none. A subclass in `minidp.hang` asks them."""
 
     def find_lost(self, started: int) -> str:
-        """Return a text if collective ``started`` cannot finish, or ""."""
+        """Return why collective ``started`` cannot finish; "" if that is unknown."""
         return ""
 
     def report(self, started: int) -> Report:
-        """Return which ranks are missing in collective number ``started``.
-
-        May take seconds.
-        """
+        """Ask which ranks have not started collective ``started``; may take seconds."""
         return Report()
 
     def give_up(self, why: str) -> None:
-        """Tell other ranks that this one joins no further collective, and ``why``."""
+        """Tell others ``why`` this rank joins no further collective; here no-op."""
 
     def ask_who_skips(self, step: int, steps: int) -> Work | None:
-        """Ask other ranks whether all skip backward ``step``; None: cannot ask.
+        """Ask whether all ranks skip backward ``step``; here None: cannot ask.
 
-        The work returned is done once all ranks skip it, or one runs it. ``steps``:
-        this rank's optimizer steps since its last reduced backward.
+        Else return work at once. Its value is "" once all ranks skip it, or a text once
+        a rank runs it or the store is gone. ``steps``: this rank's optimizer steps
+        since its last reduced backward.
         """
         return None
 
     def exchange_often(
         self, topic: str, rider: Callable[[dict[int, Any]], Any]
     ) -> bool:
-        """Exchange what ``rider`` says about this rank, often; return whether we can.
+        """Exchange ranks' values under ``topic`` 4 times a second, by a thread.
 
-        A thread calls it with what the ranks have posted to ``topic``, by rank (only
-        rank 0 reads: {} on others), and posts what it returns (anything JSON can hold).
+        It posts ``rider(values)``, which JSON can hold. ``values``: the ranks' last
+        ones, by rank, on rank 0; {} on others. Return False, as here, if it cannot.
         """
         return False
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
-        """Use the store of ``group``, under ``key``, from now on; a no-op here."""
+        """Use the store of ``group``, under ``key``, from now on; here no-op."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Count collectives; threads may keep this object without the communicator."""
+    """Count a `Communicator`'s collectives since `reset`; holds nothing else alive."""
 
     started: int = 0  # all collectives
     launched: int = 0  # asynchronous collectives
@@ -84,10 +82,7 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """Hold a running collective, its launch time and limit, to tell if it is late.
-
-    Made for long waits of the host, and for collectives that an accelerator runs.
-    """
+    """Hold a running collective, its launch time and limit, to tell if it is late."""
 
     work: Work
     doing: str  # what the rank was doing, for messages
@@ -161,13 +156,13 @@ class Communicator:
         return "" if operation is None else operation.place
 
     def tell_others(self, error: BaseException) -> None:
-        """Send the text of ``error`` to the other ranks, so that they do not hang."""
+        """Send ``error``'s text to ranks that wait for this one; they raise, too."""
         self.peers.give_up(f"{type(error).__name__}: {error}")
 
     def watching(self, doing: str, bucket: int | None = None) -> Operation:
-        """Return a context: limits waits inside; its errors name missing ranks.
+        """Return a context that limits waits; its errors name missing ranks.
 
-        ``doing`` completes the sentence "A collective failed while ...".
+        ``doing`` completes "A collective failed while ..."; ``bucket``: its number.
         """
         return Operation(self, doing, bucket)
 
@@ -177,7 +172,7 @@ class Communicator:
         return Operation(self, doing, None)
 
     def note_started(self, work: Work) -> None:
-        """Count an async collective; on a device, watch it. Call inside `watching`."""
+        """Count asynchronous ``work``, watch it on a device. Use inside `watching`."""
         self.tally.started += 1
         self.tally.launched += 1
         if self._is_on_device:
@@ -187,27 +182,29 @@ class Communicator:
                 self._on_device.append(launched)
 
     def _in_flight(self, work: Work) -> InFlight:
+        """Return ``work``, launched now, with the time limit that applies to it."""
         assert self.limit is not None
         now = time.monotonic()
         return InFlight(work, self.place, self.started, now, self.limit)
 
     def _oldest_on_device(self) -> InFlight | None:
-        """Drop completed collectives; return the oldest that still runs, or None."""
+        """Drop a device's completed collectives; return the oldest other, or None."""
         with self._lock:
             while self._on_device and self._on_device[0].work.is_completed():
                 self._on_device.popleft()
             return self._on_device[0] if self._on_device else None
 
     def find_late_on_device(self) -> InFlight | None:
-        """Return the accelerator's oldest collective if over its limit, or None."""
+        """Return a device's oldest running collective if over its limit, or None."""
         oldest = self._oldest_on_device()
         return oldest if oldest and oldest.waited > oldest.allowed else None
 
     def extend(self, late: InFlight) -> bool:
-        """Extend the limit of ``late`` while missing ranks are busy; return if it did.
+        """Let ``late`` wait a tenth of the limit longer, if other ranks are only busy.
 
-        Logs who is missing whenever the wait has doubled. False if a rank is gone, no
-        missing rank is busy, not `is_patient`, or the backend's timeout is over.
+        Return whether it may. Logs who is missing whenever the wait has doubled. False
+        if a rank is gone, no missing rank is busy, not `is_patient`, or the backend's
+        timeout is over. May wait seconds for answers.
         """
         waited = late.waited
         backends = group_timeout(self.group).total_seconds()
@@ -234,9 +231,9 @@ class Communicator:
     def wait(self, work: Work) -> Any:
         """Wait for a collective, at most until the time limit; return its result.
 
-        Raises TimeoutError if the limit is over or another rank gave up; `watching`
-        makes a `CollectiveError` of it. No limit unless Gloo, or work that can time
-        out.
+        Raises TimeoutError at the limit, or if another rank gave up; `watching` makes a
+        `CollectiveError` of it. There is no limit but the backend's if `limit` is None
+        or one rank, or the backend is not Gloo and the work has no ``can_time_out``.
         """
         is_timed = self._is_timed or getattr(work, "can_time_out", False)
         if self.limit is None or not is_timed or is_done_within(work, SLICE_SECONDS):
@@ -248,6 +245,7 @@ class Communicator:
             self.is_late = False
 
     def _wait_long(self, late: InFlight) -> Any:
+        """Wait in slices; TimeoutError at the limit, or if a peer is lost."""
         late.since -= SLICE_SECONDS
         while not is_done_within(late.work, SLICE_SECONDS):
             lost = self.peers.find_lost(self.started)
@@ -303,6 +301,7 @@ class Operation:
             self._communicator.operation = self._outer
 
     def _explain(self, error: Exception) -> None:
+        """Raise a CollectiveError for ``error``, or return: see `__exit__`."""
         owner = self._communicator
         owner.has_failed = True  # other ranks may wait in vain
         of_hook = isinstance(error, CommHookError) and (

@@ -64,18 +64,16 @@ class NotedContexts:
         return is_up
 
     def reset(self) -> None:
-        """Forget the recorded contexts, when all gradients have been reduced."""
+        """Forget the recorded contexts: their gradients have been reduced."""
         self._noted.clear()
 
     def _is_distributed(self, i: int) -> bool:
+        """Return whether an RPC backward runs; call this in the hook of ``i``."""
         # A local backward executes the node; a distributed one only calls its hooks.
         return is_rpc_up() and not torch._C._will_engine_execute_node(self._nodes[i])
 
     def has_gradient(self, i: int) -> bool:
-        """Return whether parameter ``i`` has a ``.grad``, or gets one by RPC now.
-
-        To be called in its grad hook.
-        """
+        """Return if ``i``, whose hook runs, has a gradient: ``.grad``, or by RPC."""
         return self._params[i].grad is not None or self._is_distributed(i)
 
     def of_backward(self, i: int) -> ContextGrads | None:
@@ -108,8 +106,9 @@ class NotedContexts:
         )
 
     def refuse_another(self, i: int, context: ContextGrads | None, name: str) -> None:
-        """Raise GradientError if `of_backward` is not ``context``, where others are.
+        """Raise GradientError if this backward uses another place than ``context``.
 
+        ``context``: where earlier gradients of this reduction are (None: in ``.grad``).
         ``i``, ``name``: index and name of the parameter whose hook runs.
         """
         if self.of_backward(i) == context:
@@ -142,11 +141,10 @@ class ContextGrads:
     def to_write(
         self, params: Sequence[torch.Tensor], names: Sequence[str], kept: Iterable[int]
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of ``params`` to write averages into; None if kept.
+        """Return the context's gradients, to overwrite by averages; None where kept.
 
-        ``kept``: positions in ``params`` of gradients to leave alone. Raises
-        GradientError if the context lacks another one: Python cannot add gradients to a
-        context.
+        ``kept``: positions in ``params`` of gradients to leave alone. GradientError if
+        the context lacks others, ``names``: Python cannot add them to it.
         """
         grads = self.read(params)
         without = [k for k, grad in enumerate(grads) if grad is None]
@@ -169,7 +167,7 @@ class ContextGrads:
         return GradientError(text)
 
     def refuse_steps(self) -> None:
-        """Raise GradientError: optimizers cannot step inside this backward."""
+        """Raise GradientError, always: no optimizer can step inside an RPC backward."""
         text = explain(
             self.rank,
             "An optimizer steps in the backward, but this is a backward of distributed "

@@ -14,7 +14,7 @@ from .groups import ProcessGroup
 
 @dataclass(frozen=True)
 class Turn:
-    """Hold one bucket's number, divisor and group, and whether it is the last."""
+    """Hold what else a hook may ask of a bucket: number, is last, divisor, group."""
 
     index: int  # the bucket's number, which is its place in launch order
     is_last: bool  # no bucket follows in this backward

@@ -1,11 +1,12 @@
-"""Find, create and end process groups; exchange values between ranks without them.
+"""Find, create and end process groups; exchange values through their store.
 
     rank 0   set topic/0 --.
     rank 1   set topic/1 --+--> store --> every rank reads all values that are there
     rank 2   (dead)                       in time, and knows which ranks are missing
 
 A collective with a missing rank blocks until the backend's timeout and leaves the group
-unusable. Through the group's store the other ranks learn who is missing, and go on.
+unusable. The store, torch's key-value server, still answers: the other ranks learn who
+is missing, and go on.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def joined_group(group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def default_first_bucket_bytes() -> int:
-    """Return torch's size limit of the first bucket in bytes, as users may set it."""
+    """Return torch's ``_DEFAULT_FIRST_BUCKET_BYTES``, which users may change."""
     return int(dist._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
 
 
@@ -97,7 +98,7 @@ def group_ranks(group: ProcessGroup) -> list[int]:
 
 
 def backend_name(group: ProcessGroup) -> str:
-    """Return the name of a group's backend, e.g. "gloo"."""
+    """Return the name of a group's backend, e.g. "gloo", "cpu:gloo" or "undefined"."""
     is_known = group in c10d._world.pg_map
     return str(dist.get_backend(group) if is_known else group.name())
 
@@ -109,7 +110,7 @@ def _backends(group: ProcessGroup) -> set[str]:
 
 
 def is_timed(group: ProcessGroup) -> bool:
-    """Return whether waits can time out: several ranks, torch's group, only Gloo."""
+    """Return whether we can limit waits: several ranks, Gloo alone, not in Python."""
     if group.size() == 1 or is_python_group(group):
         return False
     return _backends(group) == {"gloo"}
@@ -132,7 +133,7 @@ def is_mixed(group: ProcessGroup) -> bool:
 
 
 def is_builtin(group: ProcessGroup) -> bool:
-    """Return whether a group has several ranks and only torch's own backends."""
+    """Return whether a group has several ranks and only backends that torch ships."""
     if group.size() == 1 or group not in c10d._world.pg_map:
         return False  # torch does not know the backends of a Python group
     return _backends(group) <= {"gloo", "nccl", "mpi", "ucc", "xccl"}
@@ -159,7 +160,7 @@ def group_timeout(group: ProcessGroup) -> timedelta:
 
 
 def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
-    """Return a new group of the same ranks, backend and timeout; all ranks call this.
+    """Collective: return a new group of the same ranks, backend and timeout.
 
     ``key`` names it: the same on all ranks, never used before in ``group``.
     """
@@ -193,9 +194,10 @@ _renewals: WeakKeyDictionary[ProcessGroup, dict[frozenset[int], str]] = (
 def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
     """Return a Gloo group over the same ranks for ``purpose``; create it if missing.
 
-    Returns ``group`` itself if its ranks share no store. It keeps other collectives
-    apart from those of buckets: if graphs differ by rank, Gloo would match one with a
-    bucket, and abort or add both up. Also saves the wait behind queued buckets.
+    Collective when it creates one. Returns ``group`` itself if its ranks share no
+    store. Collectives here are not mixed up with those of buckets: if graphs differ by
+    rank, Gloo would match one with a bucket, and abort or add both up. Nor do they
+    queue behind them.
     """
     if not has_store(group):
         return group
@@ -216,19 +218,19 @@ def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
 
 
 def group_of_forwards(group: ProcessGroup) -> ProcessGroup:
-    """Return the group for collectives in forwards: for Gloo, one apart from ``group``.
+    """Return the group for collectives in forwards: a side group if `is_timed`.
 
-    On the same group, after an extra forward on one rank, Gloo would match them with
-    another rank's buckets.
+    Else ``group``. On a timed one, after an extra forward on one rank, Gloo would match
+    them with another rank's buckets. Collective when it creates the side group.
     """
     return side_group(group, "forwards") if is_timed(group) else group
 
 
 def renew_side_groups(group: ProcessGroup, key: str) -> None:
-    """Forget the side groups of ``group`` and of groups of its ranks, after a failure.
+    """Forget the side groups of ``group``, and of all groups within its ranks.
 
-    All ranks call this; `side_group` then creates new ones. ``key`` names those: equal
-    on all ranks, never used before.
+    All ranks call this after a failure, without waiting; `side_group` then creates new
+    ones. ``key`` names those: equal on all ranks, never used before.
     """
     members = frozenset(group_ranks(group))
     renewals = _renewals.setdefault(default_group(), {})
@@ -249,7 +251,7 @@ _warned_without_store = False
 
 
 def mark_group(group: ProcessGroup, number: int) -> None:
-    """Make a group's store keys contain ``number``, equal on all ranks; only 1st call.
+    """Put ``number``, equal on all ranks, into a group's store keys; first call only.
 
     Without it, after a restart by torchrun, a group would read keys of an old one.
     """
@@ -257,11 +259,12 @@ def mark_group(group: ProcessGroup, number: int) -> None:
 
 
 def _prefix(group: ProcessGroup) -> str:
+    """Return what all store keys of a group begin with."""
     return f"minidp/{group_name(group)}/{_marks.get(group, '')}"
 
 
 def group_store(group: ProcessGroup, prefix: str) -> c10d.Store:
-    """Return a store for a group's keys under ``prefix``; failures do not break it."""
+    """Return the default store, its keys under the group's name and ``prefix``."""
     store = c10d._get_default_store()
     return c10d.PrefixStore(f"{_prefix(group)}/{prefix}", store)
 
@@ -275,7 +278,7 @@ def own_store(group: ProcessGroup, prefix: str) -> c10d.Store:
 
 
 def launcher_store(prefix: str) -> c10d.Store | None:
-    """Connect to torchrun's store, which outlives process groups; None without one."""
+    """Connect to torchrun's store, which outlives groups; None without torchrun."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -333,7 +336,7 @@ def post_json(store: Any, topic: str, rank: int, value: Any) -> None:
 
 
 def read_json(store: Any, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
-    """Return the values that ``ranks`` have posted so far, by rank."""
+    """Return the values that ``ranks`` have posted so far, by rank; do not wait."""
     keys = {rank: f"{topic}/{rank}" for rank in ranks}
     return {r: json.loads(store.get(k)) for r, k in keys.items() if store.check([k])}
 
@@ -341,7 +344,7 @@ def read_json(store: Any, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
 def gather_json(
     store: Any, topic: str, ranks: Collection[int], seconds: float
 ) -> dict[int, Any]:
-    """Wait until all ``ranks`` posted, or ``seconds``; return values found, by rank."""
+    """Wait up to ``seconds`` for all ``ranks`` to post; return what came, by rank."""
     deadline = time.monotonic() + seconds
     found: dict[int, Any] = {}
     while True:
@@ -357,10 +360,10 @@ _left_behind: list[Work] = []
 
 
 def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
-    """Leak ``group`` until the process ends if some work in ``in_flight`` still runs.
+    """Leak ``group`` until the process ends, if a work of ``in_flight`` still runs.
 
-    Freeing a Gloo group waits for such work, up to its timeout (by default 30 minutes),
-    also at exit. There we wait 2 s at most.
+    Freeing a Gloo group waits for it, up to 30 minutes (the timeout), also at exit; a
+    leaked group delays the exit by 2 s at most.
     """
     works = [work for work in in_flight if getattr(work, "is_left_behind", True)]
     endless = [work for work in works if not work.is_completed()]
@@ -374,6 +377,7 @@ def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
 
 
 def _call_once_at_exit(function: Any) -> None:
+    """Run ``function`` once at exit, before those that were registered earlier."""
     atexit.unregister(function)
     atexit.register(function)
 

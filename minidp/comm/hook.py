@@ -48,7 +48,10 @@ class CommHook:
     def start(
         self, bucket: GradBucket, names: Sequence[str], rank: int
     ) -> HookInFlight:
-        """Call the hook; return its future as work. CommHookError if that fails."""
+        """Call the hook for a bucket; return its future as work. Does not wait.
+
+        CommHookError (with ``rank``, parameter ``names``): it raised, or no future.
+        """
         call = HookInFlight(self.name, bucket, names, rank)
         try:
             future = self.hook(self.state, bucket)
@@ -70,7 +73,7 @@ class CommHook:
 
 
 def _takes_group(hook: Any) -> bool:
-    """Return whether ``hook`` is torch's with a group as state, or a wrapper of one."""
+    """Return whether ``hook`` is torch's with a group as state, or wraps such a one."""
     place = getattr(hook, "__module__", None)
     if place == _TORCHS and hook.__qualname__ in _GROUP_HOOKS:
         return True
@@ -131,7 +134,7 @@ class HookInFlight(FutureWork):
     def problem(
         self, what: str, *, expected: str = "", found: str = ""
     ) -> CommHookError:
-        """Return an error: "The comm hook NAME ``what`` (bucket n)."; parameters."""
+        """Return the error "The comm hook NAME ``what`` (bucket n)", with names."""
         return CommHookError(
             explain(
                 self._rank,
@@ -146,6 +149,7 @@ class HookInFlight(FutureWork):
 
 
 def _fits(result: torch.Tensor, buffer: torch.Tensor) -> bool:
+    """Return whether a hook's result can replace a bucket: size, layout and dtype."""
     if buffer.is_sparse:
         return result.is_sparse and result.shape == buffer.shape
     if result.is_meta or result.is_quantized or result.is_nested:
@@ -180,7 +184,7 @@ def _text_of(error: Exception) -> str:
 
 
 def _forget_frames(error: Exception) -> None:
-    """Drop this module's frames from an error's traceback, to let it be freed.
+    """Drop leading frames of this module and torch.futures from an error's traceback.
 
     They hold the future, which holds the error: a cycle through C++, never collected.
     """
@@ -200,7 +204,7 @@ def name_of(hook: object) -> str:
 
 
 def _check_signature(hook: object) -> None:
-    """Raise unless ``hook`` takes two arguments and its annotations fit a comm hook."""
+    """Raise TypeError unless callable with two arguments; ValueError by annotation."""
     if not callable(hook):
         raise TypeError(
             "Communication hook must be callable, as hook(state, bucket), but got "

@@ -1,8 +1,8 @@
 """Sum over the ranks how many items each has counted, inside a bucket.
 
-Each rank owns `ROW` elements in the tail of one bucket: a number of flags, then the
-bytes of two float64 numbers, one byte in each element. The other ranks leave them zero,
-so that the sum over ranks brings every rank's row unchanged, also in bfloat16.
+A bucket has more elements than its gradients need: the *tail*. Each rank owns `ROW` of
+these: a number of flags, then the bytes of two float64 numbers, one byte in each. Other
+ranks leave them zero: the sum brings every rank's row unchanged, also in bfloat16.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ItemTotals:
 
 @dataclass(eq=False)
 class _Step:
-    """Hold what one rank did since its counts were sent."""
+    """Hold what this rank counted and ran since its counts were last sent."""
 
     # Per call count, loss, and when they are computed. A tensor if on a GPU: float64.
     said: list[tuple[Tensor | float, Tensor | float, torch.cuda.Event | None]] = field(
@@ -53,7 +53,7 @@ class _Step:
     forwards: int = 0  # in grad mode
 
     def is_stale(self) -> Tensor | bool:
-        """Return whether a backward added to an average."""
+        """Return if a backward added to an old average; a tensor, or False."""
         found = [
             is_average
             for param, grad, version, is_average in self.averages
@@ -63,7 +63,7 @@ class _Step:
 
     @property
     def flags(self) -> int:
-        """This step's flags about calls, without _STALE, which may be on a GPU."""
+        """The sum of _SILENT, _EACH, _FEWER that apply; `is_stale` tells _STALE."""
         calls = len(self.said)
         flags = _SILENT * (not calls)
         if calls == self.forwards > 1:
@@ -74,7 +74,7 @@ class _Step:
 
 
 class ItemCounts:
-    """Add up this rank's counts until a reduction sends them; divide by the total."""
+    """Add up this rank's items until a reduction sends them; divide by the total."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -90,7 +90,7 @@ class ItemCounts:
 
     @property
     def tail(self) -> int:
-        """Elements at the end of a bucket that counts need."""
+        """Number of elements at the end of a bucket that the counts take."""
         return ROW * self._communicator.size
 
     # -- what this rank says -----------------------------------------------------------
@@ -98,11 +98,9 @@ class ItemCounts:
     def add(self, count: object, loss: object = None) -> None:
         """Count items of one micro-batch; ``loss``: the sum of their losses, to log.
 
-        Tensors are copied, and not read on the host unless they are on the CPU.
-
-        Raises:
-            TypeError: no real number, nor a tensor of one.
-            RuntimeError: a reduction is open that has sent this rank's counts.
+        Tensors are copied, and not read on the host unless they are on the CPU. Items
+        without a loss make the mean loss NaN. TypeError: no real number, nor a tensor
+        of one; RuntimeError: a reduction is open that has sent this rank's counts.
         """
         if self.is_sent:
             raise RuntimeError(
@@ -126,15 +124,15 @@ class ItemCounts:
         self._step.said.append((n, told, event))
 
     def note_forward(self) -> None:
-        """Count a forward in grad mode."""
+        """Count a forward in grad mode, to compare with the number of `add`."""
         self._step.forwards += 1
 
     def look(self) -> None:
-        """Note averages of an earlier backward, as one begins that may add to them.
+        """Store which ``.grad`` hold old averages, as a backward begins.
 
-        Only the first call after averages were written looks, at `samples`. Such a sum
-        is no mean over items: `read` raises. An average that nothing is added to may
-        stay: of parameters that another optimizer steps, or that are frozen now.
+        Only the first call after `read` does, for the parameters in `samples`. If the
+        backward adds to one, the next `read` raises: the sum is no mean. Averages of
+        frozen parameters, or another optimizer's, may stay.
         """
         if self.holds_averages:
             self.holds_averages = False
@@ -145,7 +143,7 @@ class ItemCounts:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Return a context in which this rank counts 0; its own state is kept."""
+        """Return a context in which this rank counts 0 items; then restore its own."""
         mine = self._step, self.holds_averages
         self._step = _Step([(0.0, 0.0, None)])
         try:
@@ -156,9 +154,9 @@ class ItemCounts:
     # -- what travels ------------------------------------------------------------------
 
     def write(self, tail: Tensor) -> None:
-        """Write and forget this rank's counts.
+        """Write this rank's counts into ``tail``, zeros elsewhere; forget them.
 
-        ``tail``: 1-D, real, `tail` elements or more.
+        ``tail``: the end of a bucket's buffer: 1-D, real, `tail` elements or more.
         """
         step, self._step = self._step, _Step()
         self.is_sent = True
@@ -180,7 +178,7 @@ class ItemCounts:
         row[0] = torch.as_tensor(step.is_stale()).to(row) * _STALE + step.flags
 
     def send(self, device: torch.device) -> None:
-        """Start to sum the counts in a message of their own: no bucket carries them."""
+        """Collective: start to sum the counts by a message; no bucket carries them."""
         self._message = torch.empty(self.tail, device=device)
         self.write(self._message)
         with self._communicator.watching("launching the sum of item counts"):
@@ -188,17 +186,18 @@ class ItemCounts:
             self._communicator.note_started(self._work)
 
     def settle(self) -> None:
-        """Wait for the sum of the counts that `send` started, if it has."""
+        """Wait for the sum that `send` started; no-op if it started none."""
         if self._work is not None:
             with self._communicator.watching("waiting for the sum of item counts"):
                 self._communicator.wait(self._work)
             self._work = None
 
     def read(self, tail: Tensor | None, divisor: int) -> float | Tensor:
-        """Store the ranks' counts; return ``divisor`` / total, on CPU as a float.
+        """Store all ranks' counts; return ``divisor`` / total (tensor on CUDA).
 
         ``tail``: of a bucket that is reduced; None: wait for the message of `send`.
-        Raises ItemCountError as `check` does; on CUDA that is left to `check`.
+        ``divisor``: what gradients were divided by. Raises ItemCountError as `check`
+        does; on CUDA that is left to `check`.
         """
         self.settle()
         sums = self._message if tail is None else tail[: self.tail]
@@ -230,9 +229,8 @@ class ItemCounts:
     def check(self) -> None:
         """On CUDA, wait for the last counts, which arrive before most gradients.
 
-        Raises:
-            ItemCountError: a rank said no count, or one that is negative or not finite;
-                all counts are zero; a backward added to averages.
+        ItemCountError if a rank said no count, or one negative or not finite; all are
+        zero; or a backward added to averages. On the CPU no-op: `read` has raised.
         """
         late, self._late = self._late, None
         if late is not None:
@@ -246,11 +244,11 @@ class ItemCounts:
         self.is_sent = self.holds_averages = False
 
     def ranks(self, count: int) -> Sequence[int]:
-        """Return the numbers of the ``count`` ranks of the last reduction, by row."""
+        """Return the numbers by which errors name the ``count`` ranks, by row."""
         return range(count)
 
     def _refuse(self, rows: Sequence[Sequence[float]]) -> None:
-        """Raise ItemCountError for rows (flags, count, loss), the same on all ranks."""
+        """Raise ItemCountError if all ranks' (flags, count, loss) give no mean."""
         ranks = self.ranks(len(rows))
         told = [(r, int(row[0]), row[1]) for r, row in zip(ranks, rows, strict=True)]
         if (problem := _problem(told)) is None:
@@ -274,7 +272,7 @@ class ItemCounts:
 def _problem(told: Sequence[tuple[int, int, float]]) -> tuple[str, str, str] | None:
     """Return what is wrong, what was expected, what to do; None: a mean can be taken.
 
-    ``told``: rank, flags and count of each rank.
+    ``told``: number, flags and count of each rank; flags are the module's constants.
     """
     silent, stale, each, few = (
         [r for r, flags, _ in told if flags & flag]
@@ -320,7 +318,10 @@ def _problem(told: Sequence[tuple[int, int, float]]) -> tuple[str, str, str] | N
 
 
 def weighted(loss: Tensor, count: object) -> Tensor:
-    """Return ``loss * count``, a sum of losses; zero if ``count`` is, also for NaN."""
+    """Return ``loss * count``, a sum of losses; 0 if ``count`` is 0, even for NaN.
+
+    TypeError unless ``loss`` is one floating-point number, and ``count`` a real one.
+    """
     if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() > 1:
         is_tensor = isinstance(loss, Tensor)
         found = f"{loss.dtype}, shape {tuple(loss.shape)}" if is_tensor else repr(loss)
@@ -337,7 +338,10 @@ def weighted(loss: Tensor, count: object) -> Tensor:
 
 
 def _number(what: str, value: object) -> Tensor | float:
-    """Return a real number, or a copy of a tensor with one: float64, shape ()."""
+    """Return a real number as a float, but one on a GPU as a float64 copy, shape ().
+
+    TypeError for anything else; ``what`` begins its text.
+    """
     if isinstance(value, Tensor):
         if value.numel() == 1 and not value.is_complex() and not value.is_meta:
             if value.is_cpu:
@@ -357,20 +361,21 @@ def _number(what: str, value: object) -> Tensor | float:
 
 
 def _put(message: bytearray, tail: Tensor) -> None:
-    """Write a byte to each element of ``tail``, on CPU."""
+    """Set each element of ``tail`` (CPU) to the byte of ``message`` in its place."""
     library = native.library()
     if library is None or not library.put_bytes(bytes(message), tail):
         tail.copy_(torch.frombuffer(message, dtype=torch.uint8))
 
 
 def _taken(tail: Tensor) -> bytes:
-    """Return a byte for each element of ``tail``, on CPU."""
+    """Return the elements of ``tail`` (CPU), whole numbers up to 255, as bytes."""
     library = native.library()
     message: bytes = b"" if library is None else library.take_bytes(tail)
     return message or bytes(map(int, tail.tolist()))
 
 
 def _sum(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """Return the sum of floats and 0-D tensors as a float64 tensor on ``device``."""
     on_host = sum(n for n in numbers if isinstance(n, float))
     total = torch.full((), on_host, dtype=torch.float64, device=device)
     for n in numbers:
@@ -380,7 +385,7 @@ def _sum(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
 
 
 def _decoded(sums: Tensor) -> Tensor:
-    """Return flags, count and loss of each rank (float64), without the host."""
+    """Return flags, count, loss of each rank: (ranks, 3), float64, still on the GPU."""
     table = sums.view(-1, ROW).to(torch.uint8)
     words = table[:, 1:].clone(memory_format=torch.contiguous_format)
     return torch.cat([table[:, :1], words.view(torch.float64)], 1)
@@ -391,6 +396,7 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def _few(items: Sequence[object]) -> str:
+    """Join at most 10 items by commas, and say how many more there are."""
     more = len(items) - MAX_NAMES
     text = ", ".join(map(str, items[:MAX_NAMES]))
     return f"{text} and {more} more" if more > 0 else text

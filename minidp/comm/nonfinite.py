@@ -17,10 +17,10 @@ AFTER = "after the comm hook; what this rank passed to it was finite."
 def refuse_nonfinite(
     payload: Tensor, parts: Mapping[str, Tensor], rank: int, step: int, when: str
 ) -> None:
-    """Raise if a bucket holds NaN or infinity, naming parameters and the first value.
+    """Raise NonFiniteGradientError if a bucket holds NaN or infinity; wait for a GPU.
 
     ``payload``: the flat buffer or sparse gradient; ``parts``: its gradients by name;
-    ``when``, for the error: BEFORE (local gradients) or AFTER (the averages).
+    ``step``: number of the backward; ``when``: BEFORE (local), AFTER (averages).
     """
     if _is_surely_finite(_values_of(payload)):
         return
@@ -49,6 +49,7 @@ def refuse_nonfinite(
 
 
 def _values_of(tensor: Tensor) -> Tensor:
+    """Return detached values: those a sparse tensor stores, complex ones as reals."""
     values = (tensor._values() if tensor.is_sparse else tensor).detach()
     return torch.view_as_real(values) if values.is_complex() else values
 

@@ -1,8 +1,8 @@
 """Reduce buckets in memory that all ranks of one host map: no message travels.
 
 Each rank's buckets lie in an anonymous file of its own, which every rank maps. A rank
-posts a full bucket; any rank that waits then sums pieces over all ranks and writes the
-sums to all (``csrc/shared_memory.h``), with the bits of Gloo's ring.
+posts (marks) a full bucket; any rank that waits sums pieces of it over all ranks, and
+writes the sums to all (``csrc/shared_memory.h``), with the bits of Gloo's ring.
 
 The ranks find out together whether they can (`share`): a rank opens the others' files
 under ``/proc/PID/fd``. If one rank cannot, all ranks use the process group.
@@ -39,7 +39,7 @@ _FILE = "/memfd:minidp"  # where /proc says that a file of ours lies
 
 
 class Obstacle(IntEnum):
-    """Name why a rank cannot share memory; ranks exchange the number."""
+    """Number why a rank cannot share memory, for the other ranks; 0: it can."""
 
     NONE = 0
     SWITCHED_OFF = 1
@@ -60,11 +60,7 @@ _TEXTS = {
 
 
 def read_mode() -> str:
-    """Return MINIDP_SHARED_MEMORY; "auto" if it is not set.
-
-    Raises:
-        ValueError: it is none of auto, 0 and 1.
-    """
+    """Return MINIDP_SHARED_MEMORY, or "auto"; ValueError unless auto, 0 or 1."""
     mode = os.environ.get(VARIABLE) or "auto"
     if mode not in MODES:
         raise ValueError(
@@ -74,20 +70,20 @@ def read_mode() -> str:
 
 
 class ProcessEnds:
-    """Tell which of some processes of this host have ended; a rank each."""
+    """Watch processes of this host, one per rank; tell which have ended."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}  # by descriptor
         self._poll = select.poll()
 
     def add(self, rank: int, process: int) -> None:
-        """Watch a process from now on; OSError if it has ended, or if none can be."""
+        """Watch the process of this id; OSError if it has ended, or none can be."""
         descriptor = os.pidfd_open(process)  # readable when the process ends
         self._ranks[descriptor] = rank
         self._poll.register(descriptor, select.POLLIN)
 
     def ranks(self) -> set[int]:
-        """Return the ranks whose processes have ended."""
+        """Return the ranks whose processes have ended; do not wait."""
         return {self._ranks[descriptor] for descriptor, _ in self._poll.poll(0)}
 
     def __del__(self) -> None:
@@ -99,11 +95,8 @@ class ProcessEnds:
 class SharedBuffer:
     """Hold the buffer of one bucket in shared memory, and sum it over the ranks.
 
-    Args:
-        memory: the extension's ``SharedMemory``, connected to all ranks.
-        k: number of the bucket in it.
-        group: the process group of these ranks.
-        ends: the other ranks' processes.
+    ``memory``: the extension's ``SharedMemory``, connected to all ranks; ``k``: number
+    of the bucket in it; ``group``: of these ranks; ``ends``: of the other processes.
     """
 
     def __init__(
@@ -118,8 +111,7 @@ class SharedBuffer:
     def all_reduce(self) -> SharedWork:
         """Start to sum `values` over all ranks, in place; return the work.
 
-        Raises:
-            RuntimeError: the tensor was moved to other memory (``share_memory_()``).
+        RuntimeError if it was moved to other memory (``share_memory_()``).
         """
         if self.values.data_ptr() != self._address:
             raise RuntimeError(
@@ -132,8 +124,7 @@ class SharedBuffer:
     def is_done_within(self, seconds: float) -> bool:
         """Help to sum, and wait up to ``seconds``; return whether the sum is complete.
 
-        Raises:
-            RuntimeError: the process of a rank that is waited for has ended.
+        RuntimeError if the process of a rank that is waited for has ended.
         """
         memory, k = self._memory, self._k
         if not seconds:
@@ -157,7 +148,7 @@ class SharedBuffer:
 
 
 class SharedWork:
-    """A `Work` for one `SharedBuffer`: whoever waits for the sum helps to sum."""
+    """Stand for the sum of one `SharedBuffer`; waiting for it helps to compute it."""
 
     can_time_out = True
     is_left_behind = False  # no thread of a backend writes to the buffer
@@ -168,7 +159,7 @@ class SharedWork:
         self._future: torch.futures.Future[Any] | None = None
 
     def is_completed(self) -> bool:
-        """Return whether the bucket is reduced; reduce what can be reduced now."""
+        """Sum what can be summed now, without waiting; return whether all is."""
         return self.is_done_within(0.0)
 
     def is_done_within(self, seconds: float) -> bool:
@@ -183,7 +174,7 @@ class SharedWork:
         return self._is_done
 
     def wait(self) -> None:
-        """Wait until the bucket is reduced, at most for the group's timeout."""
+        """Wait until the bucket is reduced; TimeoutError after the group's timeout."""
         if self._is_done:
             return
         limit = self._buffer.timeout
@@ -193,7 +184,7 @@ class SharedWork:
                 raise TimeoutError(f"it did not finish within {limit:g} s")
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of None, completed by a wait here that finds the sum done."""
+        """Return a future of None. Only a wait of this object completes it."""
         if self._future is None:
             self._future = torch.futures.Future()
             if self._is_done:
@@ -207,19 +198,12 @@ def share(
     device: torch.device,
     maps: Sequence[UsedMap] = (),
 ) -> list[SharedBuffer] | str:
-    """Take shared memory for buckets on all ranks; return the reason if one cannot.
+    """Create the buffers of buckets in shared memory; return why not if a rank cannot.
 
-    A collective if the group is Gloo's own, of two ranks or more, and the gradients are
-    on the CPU: its ranks call it with equal shapes. Else the reason comes at once.
-
-    Args:
-        shapes: number of elements and dtype of each bucket.
-        communicator: the ranks.
-        device: of the gradients.
-        maps: they exchange through shared memory from now on, if all ranks can.
-
-    Raises:
-        NativeError: MINIDP_SHARED_MEMORY=1 on this rank, and a rank cannot.
+    A collective, with equal ``shapes`` (elements, dtype of each bucket), if the group
+    is Gloo's own, of two ranks or more, and the gradients are on a CPU; else the reason
+    comes at once. ``maps`` get buffers, too. NativeError for the reason if
+    MINIDP_SHARED_MEMORY=1 on this rank.
     """
     group = communicator.group
     if group.size() == 1:
@@ -259,6 +243,7 @@ def share(
 
 
 def _refuse(reason: str, communicator: Communicator) -> str:
+    """Return ``reason``; with MINIDP_SHARED_MEMORY=1 raise it as a NativeError."""
     if read_mode() != "1":
         return reason
     raise NativeError(
@@ -275,6 +260,7 @@ def _refuse(reason: str, communicator: Communicator) -> str:
 def _own_memory(
     shapes: Sequence[tuple[int, torch.dtype]], communicator: Communicator
 ) -> tuple[Any | None, Obstacle]:
+    """Create this rank's memory; return (memory, NONE), or (None, what prevents it)."""
     if read_mode() == "0":
         return None, Obstacle.SWITCHED_OFF
     library = native.library()
@@ -292,7 +278,10 @@ def _own_memory(
 def _connect(
     memory: Any, facts: Sequence[Sequence[int]], rank: int, ends: ProcessEnds
 ) -> Obstacle:
-    """Map the memory of all other ranks, and watch their processes."""
+    """Map all other ranks' memory, watch their processes; return what prevents it.
+
+    ``facts``: of each rank its obstacle, process id, file descriptor, token, build.
+    """
     if any(found[4] != facts[rank][4] for found in facts):
         return Obstacle.OTHER_BUILD
     for peer, (_, process, descriptor, token, _) in enumerate(facts):
@@ -310,5 +299,6 @@ def _connect(
 
 
 def _build_number() -> int:
+    """Return a number that differs between builds of the extension; 0 without one."""
     key = native.status().key
     return int(key[:15] or "0", 16)

@@ -1,4 +1,4 @@
-"""Tell all ranks which parameters any rank used (``find_unused_parameters``)."""
+"""Exchange the used-map: which parameters any rank used (find_unused_parameters)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .work import Work, wait_for
 class UsedMap:
     """Sum over ranks, for each parameter, whether a rank used it; wait only if needed.
 
-    ``uses_forward_group``: for an exchange that only some backwards launch. On the
-    buckets' group Gloo would match it with another collective. Shared memory (`use`)
-    cannot mix exchanges up.
+    One backward: `launch`, then `unused_everywhere`. ``uses_forward_group``: for an
+    exchange that only some backwards launch. On the buckets' group Gloo would match it
+    with another collective. Shared memory (`use`) cannot mix exchanges up.
     """
 
     def __init__(
@@ -40,10 +40,9 @@ class UsedMap:
         self._counts = self._rows(())  # the sum, or a row of each rank
 
     def launch(self, used: Collection[int]) -> None:
-        """Start to exchange ``used``, indices of parameters that this rank used.
+        """Collective: start to exchange ``used``, indices that this rank used.
 
-        Waits for an earlier exchange in flight. No-op until `unused_everywhere` has
-        been called for the earlier one.
+        Waits for the one before; no-op if its `unused_everywhere` was not called.
         """
         if self._is_open:
             return
@@ -63,7 +62,7 @@ class UsedMap:
             self._communicator.note_started(self._work)
 
     def use(self, shared: SharedBuffer | None) -> None:
-        """Exchange through ``shared`` from now on (`share`); None: through the group.
+        """Exchange through ``shared`` from now on; None: through the process group.
 
         ``shared``: int32, an element per parameter. Waits for an exchange in flight.
         """
@@ -73,6 +72,7 @@ class UsedMap:
         self._shared = shared
 
     def _rows(self, used: Collection[int]) -> torch.Tensor:
+        """Return one row on the device: int32, 1 for indices in ``used``, else 0."""
         flags = [0] * self.num_params
         for i in used:
             flags[i] = 1
@@ -82,7 +82,7 @@ class UsedMap:
         return rows.to(self._device, non_blocking=True)
 
     def relaunch(self, used: Collection[int]) -> None:
-        """Start an exchange of ``used``, also if the last one's result was not read."""
+        """Collective: as `launch`, also if the last exchange's result was not read."""
         self._is_open = False
         self.launch(used)
 

@@ -31,7 +31,7 @@ class NoWork:
 
 
 class FutureWork:
-    """Let a future be waited for like the work of a collective, also with a limit."""
+    """Give a future the methods of a collective's `Work`, also a wait with a limit."""
 
     def __init__(self, future: Future[Any]) -> None:
         self.future = future
@@ -56,7 +56,7 @@ class FutureWork:
 
 
 class PythonWork:
-    """Wrap a Python process group's work, which may lack methods of ``dist.Work``.
+    """Give a Python process group's work the methods of `Work` that it may lack.
 
     It has ``wait()`` (maybe with a required timeout), ``get_future()``, or both. The
     future may bring a new tensor, which `wait` copies to ``result``, the input.
@@ -83,11 +83,14 @@ class PythonWork:
         return self._is_done if self._future is None else bool(self._future.done())
 
     def is_done_within(self, seconds: float) -> bool:
-        """Return at once whether the work is known to be done: no timed wait exists."""
+        """Return at once whether the work is known to be done; it has no timed wait."""
         return self.is_completed()
 
     def wait(self) -> None:
-        """Wait; copy the future's value, a tensor or None, into ``result`` if given."""
+        """Wait; copy a future's tensor (None: nothing) to ``result``, if given.
+
+        TypeError if ``result`` is given, and the future brings anything else.
+        """
         own = getattr(type(self._work), "wait", None)
         # A Python subclass that inherits torch's ``wait`` is never woken up.
         is_endless = own is TorchWork.wait and type(self._work) is not TorchWork
@@ -109,6 +112,7 @@ class PythonWork:
             self._result.copy_(value)
 
     def _wait_itself(self) -> None:
+        """Call the work's own ``wait``, without a limit (0 if it requires one)."""
         try:
             parameters = inspect.signature(self._work.wait).parameters.values()
         except (TypeError, ValueError):  # no signature: not written in Python
@@ -144,10 +148,10 @@ def completed(value: Any) -> Future[Any]:
 
 
 class Waiter(Protocol):
-    """Protocol of the object that `wait_for` lets wait (a `Communicator`)."""
+    """What `wait_for` asks to wait with a time limit: a `Communicator`."""
 
     def wait(self, work: Work) -> Any:
-        """Return the result of ``work``, or raise at the time limit."""
+        """Return the result of ``work``; raise TimeoutError at the time limit."""
 
 
 class _CurrentDeadline(threading.local):
@@ -160,8 +164,8 @@ current_deadline = _CurrentDeadline()
 def wait_for(work: Work) -> Any:
     """Wait for ``work`` and return its result.
 
-    Under the limit of the `Communicator` in whose `watching` block this thread is;
-    outside, only the backend's own timeout applies.
+    In a `watching` block of a `Communicator` on this thread its limit applies;
+    elsewhere the backend's own timeout alone.
     """
     waiter = current_deadline.waiter
     return work.wait() if waiter is None else waiter.wait(work)
@@ -180,10 +184,9 @@ def is_done_within(work: Any, seconds: float) -> bool:
 def then(
     future: Future[Any], finish: Callable[[], torch.Tensor]
 ) -> Future[torch.Tensor]:
-    """Return a future of ``finish()``, which runs when ``future`` is done.
+    """Return a future of ``finish()``, called (on any thread) when ``future`` is done.
 
-    If ``future``, that of a collective, fails, so does this, without calling
-    ``finish``.
+    If ``future``, that of a collective, fails, so does this one, without the call.
     """
 
     def complete(done: Future[Any]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Check the constructor's arguments, in torch's order."""
+"""Check the constructor's arguments, in torch's order, without communication."""
 
 from __future__ import annotations
 
@@ -99,7 +99,11 @@ class Arguments:
 
 
 def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
-    """Validate the arguments on this rank, in torch's order; return them typed."""
+    """Validate what `keep` returned; return it typed, with the module's parameters.
+
+    TypeError, ValueError, RuntimeError as torch; warns of arguments that torch
+    deprecates.
+    """
     if getattr(getattr(module, DETOUR, None), "through", None) is not None:
         raise RuntimeError(
             "This module is synchronised already, by minidp.attach. What to do: call "
@@ -141,8 +145,9 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
 def delayed_parameters(given: SimpleNamespace) -> dict[str, nn.Parameter]:
     """Return ``delay_all_reduce_named_params`` as a dict; {} for None.
 
-    Raise unless these are pairs (name, parameter), and ``param_to_hook_all_reduce`` is
-    given with them, and only then. It has no effect: delayed gradients travel last.
+    TypeError unless pairs (name, parameter); ValueError unless
+    ``param_to_hook_all_reduce`` is given with them, and only then. That one has no
+    effect: delayed gradients travel last.
     """
     delayed, until = given.delay_all_reduce_named_params, given.param_to_hook_all_reduce
     if (delayed is None) != (until is None):
@@ -180,7 +185,7 @@ def some_device(module: object) -> torch.device:
 def choose_group(
     process_group: ProcessGroup | None, device_mesh: DeviceMesh | None
 ) -> ProcessGroup:
-    """Return the given group, that of a 1-D mesh, or the default; raise for both."""
+    """Return the group given, of a 1-D mesh, or the default; RuntimeError if both."""
     if process_group is not None and device_mesh is not None:
         raise RuntimeError(
             "Cannot specify both process_group and device_mesh arguments."
@@ -208,7 +213,7 @@ def choose_group(
 
 
 def expose_local_tensors(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace DTensors by local tensors outside forwards, if ``mesh`` is a slice."""
+    """Make a module's DTensors local outside forwards, if ``mesh`` is a slice."""
     if mesh._get_root_mesh() != mesh:
         ddp: Any = importlib.import_module("torch.distributed.tensor.parallel.ddp")
         ddp._pre_dp_module_transform(module)
@@ -217,6 +222,7 @@ def expose_local_tensors(module: nn.Module, mesh: DeviceMesh) -> None:
 def _check_devices(
     parameters: Mapping[str, nn.Parameter], device_ids: Any, output_device: Any
 ) -> Devices:
+    """Check device arguments against the parameters' devices; ValueError as torch."""
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
             "device_ids can only be None or contain a single element, but got "
@@ -245,6 +251,7 @@ def _check_devices(
 
 
 def _index(device: Any) -> int:
+    """Return the index of a device, such as 1 of "cuda:1"; ValueError without one."""
     index = device if isinstance(device, int) else torch.device(device).index
     if index is None:
         raise ValueError(f"A device with an index was expected, but got {device!r}.")

@@ -75,7 +75,11 @@ def item_totals(self: DataParallel) -> ItemTotals:
 
 
 def watch(reducer: Reducer, output: object, *, will_reduce: bool) -> None:
-    """Count a forward; let its backward look whether it begins on old averages."""
+    """Count a forward in grad mode; let a local backward look for old averages.
+
+    No-op unless ``average_over="items"``. See `ItemCounts.look`: a backward that
+    ``will_reduce`` calls it by itself.
+    """
     items = reducer.queue.averaging.items
     if items is None:
         return
@@ -91,12 +95,13 @@ def watch(reducer: Reducer, output: object, *, will_reduce: bool) -> None:
 
 
 def contributing_nothing(reducer: Reducer) -> AbstractContextManager[None]:
-    """Return a context in which this rank counts 0 items, and keeps its counts."""
+    """Return a context in which this rank counts 0 items; its own counts stay."""
     items = reducer.queue.averaging.items
     return nullcontext() if items is None else items.aside()
 
 
 def _counts(ddp: DataParallel, name: str) -> ItemCounts:
+    """Return the wrapper's item counts; RuntimeError, naming ``name``, if none."""
     items = ddp._reducer.queue.averaging.items
     if items is None:
         raise RuntimeError(

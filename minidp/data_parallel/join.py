@@ -39,9 +39,9 @@ class Step(NamedTuple):
 
 @contextmanager
 def joining(ddp: DataParallel, **options: Any) -> Iterator[None]:
-    """Run the block in torch's ``Join``, given all its options; then `stop_joining`.
+    """Run the block in torch's ``Join`` with these ``options``, then `stop_joining`.
 
-    An exception marks the collectives as failed. One that ``Join`` raises after the
+    An exception marks the group as failed (`reset`). One that ``Join`` raises after the
     block becomes a CollectiveError, unless ``throw_on_early_termination`` is set.
     """
     communicator, ran_out = ddp._reducer.communicator, False
@@ -67,9 +67,9 @@ def stop_joining(ddp: DataParallel) -> None:
 
 
 def announce(ddp: DataParallel, **does: bool) -> int:
-    """Collective: announce a forward in ``join()`` and what it will do, to all ranks.
+    """Collective: announce a forward in ``join()`` and what it will do; wait.
 
-    ``does``: values for `Step`'s rebuilds, broadcasts, reduces. Return the rank whose
+    ``does``: values of `Step`'s rebuilds, broadcasts, reduces. Return the rank whose
     module buffers are to be broadcast. Sets the divisor of averages, as `_agree`.
     """
     work = Join.notify_join_context(ddp)
@@ -82,8 +82,8 @@ def announce(ddp: DataParallel, **does: bool) -> int:
 def _agree(ddp: DataParallel, mine: Step) -> Step:
     """Collective: exchange the ranks' `Step`s; return the maximum of each field.
 
-    If some rank reduces, set the number of ranks to average over. RuntimeError if only
-    some of the ranks with inputs will reduce.
+    If some rank reduces, set the number of ranks to average over. CollectiveError on
+    all ranks if only some of those with inputs will reduce.
     """
     with ddp._reducer.communicator.blocking("announcing a forward in join()"):
         rows = gather_integers(mine, ddp.process_group, ddp.device)
@@ -107,7 +107,8 @@ def _agree(ddp: DataParallel, mine: Step) -> Step:
 class Shadow(JoinHook):
     """Take part in collectives of ranks with inputs, by zeros: ``Join`` calls this.
 
-    Sets ``.grad`` to the others' averages, for optimizers that join, too.
+    For a rank that ran out. Sets ``.grad`` to the others' averages, for optimizers that
+    join, too.
     """
 
     def __init__(
@@ -132,8 +133,8 @@ class Shadow(JoinHook):
     def main_hook(self) -> None:
         """Collective: take part in one forward and backward of the ranks with inputs.
 
-        It rebuilds, receives buffers, and reduces zeros (``.grad`` gets the averages).
-        The first call saves this rank's own gradients.
+        As they do: rebuild, receive buffers, reduce zeros (``.grad`` gets the
+        averages). The first call saves this rank's own gradients.
         """
         ddp, reducer = self._ddp, self._ddp._reducer
         agreed = _agree(ddp, Step())

@@ -38,7 +38,7 @@ def _is_floating(dtype: object) -> bool:
 
 
 def precision_from(given: Any) -> Precision | None:
-    """Convert the argument ``mixed_precision``, or None; TypeError if it is neither."""
+    """Return ``mixed_precision`` as a `Precision`; None for None; else TypeError."""
     if given is None:
         return None
     dtypes: list[Any] = [getattr(given, name, "missing") for name in Precision._fields]
@@ -82,9 +82,9 @@ class MixedPrecision:
         self._recurrent = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
 
     def run(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module with floating inputs and parameters cast to `param_dtype`.
+        """Run the module with floating inputs and parameters cast to ``param_dtype``.
 
-        Return its output. MiniDPError if the output's graph has a reentrant checkpoint.
+        Return its output uncast. MiniDPError if its graph has a reentrant checkpoint.
         """
         dtype = self._dtype
         if dtype is None:
@@ -135,7 +135,7 @@ class _CastSparse(torch.autograd.Function):
 def reduce_in_low_precision(
     precision: Precision, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Comm hook: cast a floating bucket to low precision, sum over ranks, divide."""
+    """Comm hook: cast a floating bucket to ``reduce_dtype``, sum over ranks, divide."""
     buffer = bucket.buffer()
     dtype = precision.reduce_dtype or precision.param_dtype
     if dtype is not None and bucket.parameters()[0].is_floating_point():

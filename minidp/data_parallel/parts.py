@@ -1,7 +1,8 @@
 """Build the parts of a `DataParallel`: of a new one, or of a copy.
 
 A copy (deepcopy, pickle) starts without comm hook and ``step_in_backward``. Its buckets
-are in registration order, or as ``bucket_layout`` says. Some ranks alone may copy.
+are in registration order, or as ``bucket_layout`` says. Nothing here communicates: some
+ranks alone may copy.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def build(
 ) -> tuple[Reducer, Guard, Replication, MixedPrecision | None]:
     """Create and connect reducer, guard, replication, precision; no communication.
 
-    ``kind``: ``verify.WRAPPED``: all checks; "unsynced" (``init_sync=False``): no
-    automatic replica check; "copy": also no heartbeat, as other ranks may have no such
-    copy.
+    ``ignored``: names on the module's ignore list. ``kind``: ``verify.WRAPPED``: all
+    checks; "unsynced" (``init_sync=False``): no automatic replica check; "copy": also
+    no heartbeat, as other ranks may have no such copy.
     """
     config, replica, safety = checked.config, checked.replica, checked.safety
     key = verify.next_key(group, kind)
@@ -69,7 +70,8 @@ def build(
 def portable_state(ddp: DataParallel) -> dict[str, Any]:
     """Return a wrapper's attributes for deepcopy or pickle: no parts, no process group.
 
-    Plain data beside the module: "options" (the arguments), "sync_enabled" (a bool).
+    "options" holds the constructor's arguments, "sync_enabled" if it is outside
+    no_sync().
     """
     state = {k: v for k, v in ddp.__dict__.items() if k not in ddp._not_copied}
     state["options"] = dict(vars(ddp._given))
@@ -78,7 +80,7 @@ def portable_state(ddp: DataParallel) -> dict[str, Any]:
 
 
 def restore(ddp: DataParallel, state: dict[str, Any], group: ProcessGroup) -> None:
-    """Fill the empty object ``ddp`` from `portable_state`; build parts on ``group``."""
+    """Fill the empty ``ddp`` from a `portable_state`, with new parts on ``group``."""
     state = dict(state)
     options, sync_enabled = state.pop("options"), state.pop("sync_enabled")
     nn.Module.__setstate__(ddp, state)

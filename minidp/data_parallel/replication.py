@@ -16,7 +16,7 @@ from .arguments import Arguments
 
 
 class Replication:
-    """Broadcast a module's state when told to, and compare it between ranks."""
+    """Broadcast a module's state, and compare it between ranks, when told to."""
 
     def __init__(
         self, reducer: Reducer, module: nn.Module, ignored: set[str], key: str
@@ -31,7 +31,7 @@ class Replication:
         self.collect(module)
 
     def collect(self, module: nn.Module) -> None:
-        """Set `buffers` to the module's buffers by name, without ignored ones."""
+        """Set `buffers` to the module's buffers now, by name, without ignored ones."""
         self.buffers = parameters.module_buffers(module, frozenset(self.ignored))
 
     def broadcast_buffers(self, module: nn.Module, root: int = 0) -> None:
@@ -55,9 +55,10 @@ class Replication:
     def start(self, checked: Arguments, *, verifies: bool) -> None:
         """Collective: raise if modules differ by rank; copy rank 0's state; `connect`.
 
-        ``verifies=False`` (``init_sync``): copy only delayed parameters. Then let the
-        heartbeat publish under a store key that all ranks share. Last, move the buckets
-        to shared memory if all ranks can, and cast module buffers (mixed precision).
+        ``verifies=False`` (``init_sync``): copy only delayed parameters. Then the
+        heartbeat publishes under a store key that all ranks share. Last, move the
+        buckets to shared memory if all ranks can, and cast module buffers (mixed
+        precision).
         """
         communicator = self._reducer.communicator
         group = communicator.group
@@ -85,7 +86,7 @@ class Replication:
                     value.data = value.data.to(checked.precision.buffer_dtype)
 
     def connect(self) -> None:
-        """Collective: create the process group for forwards; restart comparisons."""
+        """Collective: create the group for forwards; forget what comparisons found."""
         group_of_forwards(self._reducer.communicator.group)
         if self.check is not None:
             self.check.name = f"replicas/{self._key}/{self._num_resets}"
@@ -97,13 +98,13 @@ class Replication:
         return f"reset/{self._key}/{self._num_resets - 1}"
 
     def compare_every(self, every: int | Literal["auto"]) -> None:
-        """From now on, compare replicas between ranks once in so many backwards."""
+        """Compare replicas in each ``every``-th backward, as `ReplicaCheck.is_due`."""
         queue, names = self._reducer.queue, self._reducer.names
         self.check = ReplicaCheck(queue, names, every, self._reducer.ledger)
         queue.observers.append(self.check)
 
     def stop_comparing(self) -> None:
-        """Compare replicas no more: ranks would not count the same steps."""
+        """Compare replicas no more, as where ranks take different numbers of steps."""
         if self.check is not None:
             self._reducer.queue.observers.remove(self.check)
             self.check.reset()  # the optimizer guard holds it, too
@@ -120,14 +121,14 @@ class Replication:
             self.check.awaits_step = False
 
     def postpone_comparison(self) -> None:
-        """Drop a forward's checksum: its backward will not compare replicas."""
+        """Drop a forward's checksum, if any: its backward compares no replicas."""
         if self.check is not None:
             self.check.postpone()
 
     def compare_if_due(self, module: nn.Module, *, with_buffers: bool) -> None:
         """If a comparison is due, take a checksum: the next backward compares it.
 
-        Of all parameters but ignored ones; ``with_buffers``: of module buffers, too.
+        Of all parameters but ignored ones; ``with_buffers``: of `buffers`, too.
         """
         check, step = self.check, self._reducer.ledger.finalized
         if check is None or not check.is_due(step):

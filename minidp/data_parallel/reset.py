@@ -48,7 +48,7 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
 
 
 def _exchange(reducer: Reducer, key: str) -> list[tuple[int, int, bool, int]]:
-    """Exchange progress through the store; return a tuple per rank.
+    """Wait for all ranks' progress through the store; return a tuple per rank.
 
     (collectives started; of these asynchronous; True if one failed or may never end;
     backwards finished). CollectiveError if a rank is late, or the store is gone.

@@ -25,8 +25,9 @@ from minidp.guard import Guard
 class StepInBackward(Observer):
     """Step one optimizer in the backward, on each bucket's parameters once reduced.
 
-    With ``clip_grad_norm``, on all parameters after the last bucket. The optimizer
-    ``guard``, which rejects steps inside a backward, is told of these.
+    With ``clip_grad_norm``, a norm, on all parameters after the last bucket. The
+    optimizer ``guard``, which rejects steps inside a backward, is told of these. Raises
+    as `_check`; ValueError for a norm that is not positive.
     """
 
     uses_grads = True
@@ -53,7 +54,7 @@ class StepInBackward(Observer):
                 step_on(self.optimizer, params)
 
     def finished(self) -> None:
-        """Step on parameters in no bucket; with clipping, clip and step on all."""
+        """End a backward: step on parameters in no bucket, or clip and step on all."""
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         with self._guard.allow(self.optimizer):
             if self._max_norm is not None:

@@ -30,7 +30,7 @@ def average_now(reducer: Reducer) -> None:
 
 
 def shadow_backward(reducer: Reducer) -> None:
-    """Collective: join other ranks' backward with zeros; set ``.grad`` to averages."""
+    """Collective: join other ranks' backward by zeros; put averages in ``.grad``."""
     queue, expected = reducer.queue, reducer.expected
     everything = list(range(len(reducer.params)))
     with failing(reducer), contributing_nothing(reducer):
@@ -49,7 +49,7 @@ def _reduce(
     grads: Sequence[torch.Tensor | None],
     used: Collection[int] | None,
 ) -> Collection[int]:
-    """Average ``grads`` (None: zeros) over ranks into ``.grad``, through the buckets.
+    """Collective: average ``grads`` (None: zeros) over ranks into ``.grad``; wait.
 
     ``used``: indices of parameters that this rank used, to tell the other ranks; None:
     ranks exchange no usage. Return the indices whose ``.grad`` was left unchanged.

@@ -157,7 +157,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self._replication.start(checked, verifies=init_sync)
 
     def _wire(self, checked: arguments.Arguments, kind: str) -> None:
-        """Store devices, ignored names, and parts built for ``kind``: `parts.build`."""
+        """Build the parts (`parts.build`); store them, devices and ignored names."""
         self.device_ids, _, self.device, _ = checked.devices
         self.parameters_to_ignore = ignored = set(checked.replica.ignored)
         built = parts.build(checked, self.process_group, ignored, kind)

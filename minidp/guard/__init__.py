@@ -2,7 +2,7 @@
 
 Read `optimizer_guard` (called before every optimizer step and every forward),
 `mistakes` (an ordered list of checks, each with its message), `late_parameters` (that
-joined the module after wrapping), `local_updates` (made by hand, or inside no_sync()).
+joined the module after wrapping), `local_updates` (by hand, or inside no_sync()).
 """
 
 from .mistakes import refuse_forward

@@ -59,6 +59,7 @@ class LateParameters:
         self._objects = [*chain.from_iterable(map(_values, self._dicts))]
 
     def _unknown(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the module's parameters that were neither averaged nor ignored."""
         return {
             name: param
             for name, param in module.named_parameters()

@@ -42,7 +42,7 @@ Corners = dict[int, tuple[int, torch.Tensor]]
 
 
 def copy_corners(corners: Corners, params: Sequence[torch.Tensor]) -> Corners:
-    """Copy version and first values of the first and last parameter, if changed."""
+    """Return version and `corner_of` of two parameters; ``corners`` if unchanged."""
     if corners and all(params[i]._version == n for i, (n, _) in corners.items()):
         return corners
     ends = {0, len(params) - 1}
@@ -50,7 +50,7 @@ def copy_corners(corners: Corners, params: Sequence[torch.Tensor]) -> Corners:
 
 
 def corner_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a detached view of a tensor's first elements per dimension, some 256."""
+    """Return a detached view of the first elements per dimension, some 256 in all."""
     tensor = tensor.detach()
     if not tensor.dim():
         return tensor.view(1)
@@ -60,8 +60,8 @@ def corner_of(tensor: torch.Tensor) -> torch.Tensor:
 def find_manual_update(reducer: Reducer, corners: Corners) -> str:
     """Return an error if parameters changed after a backward that averaged nothing.
 
-    "" if not, or if ``corners`` (values copied before) show that it was undone. First
-    drops from the ledger no_sync() gradients now None, or zero in changed parameters.
+    "" if not, or if ``corners`` (values copied before) show that it was undone. Forgets
+    no_sync() gradients now None, or zeros of changed parameters.
     """
     ledger, params = reducer.ledger, reducer.params
     if not ledger.versions and ledger.bypassed is None:
@@ -126,7 +126,7 @@ class LocalSteps:
     def note_step(self) -> None:
         """Count an optimizer step inside no_sync(); copy some parameter values.
 
-        Counts from the last averaged backward. At 1000, the last, warn unless values
+        The 1000th since an averaged backward, the last that counts, warns unless values
         were seen to change between a step and a forward, as if averaged.
         """
         if self._is_over:
@@ -149,6 +149,7 @@ class LocalSteps:
             self._sample = []
 
     def _is_due(self) -> bool:
+        """Return whether to warn: steps were counted, and no average was seen."""
         if self._ledger.was_told or not self._count:
             return False
         self.note_forward()

@@ -26,7 +26,10 @@ _RESET = "call reset() on all ranks, then zero_grad()"
 
 
 class Step:
-    """Look for mistakes of one wrapper in an optimizer step that is about to run."""
+    """Look for mistakes of one wrapper in an optimizer step that is about to run.
+
+    ``last``: forwards and backwards (`armed`, `finalized`) at its previous step.
+    """
 
     def __init__(
         self, guard: Guard, optimizer: Optimizer, last: tuple[int, int]
@@ -51,8 +54,7 @@ class Step:
     def find_problem(self) -> str:
         """Return an error text if the step would make replicas differ, else "".
 
-        May wait for other ranks, and send them the error: see
-        `_find_left_out_backward`. Gradients of zeros count as local no more.
+        May wait for ranks: `_find_left_out_backward`. Forgets local gradients of zeros.
         """
         cast = find_cast(self._reducer)
         return (
@@ -68,6 +70,7 @@ class Step:
         return explain(self._reducer.rank, what, **parts)
 
     def _find_late_parameters(self) -> str:
+        """Return an error text if the step changes parameters added after wrapping."""
         late = self._guard.late_parameters
         found = late.find()
         if late.frozen:
@@ -86,6 +89,7 @@ class Step:
         return explain_late(self._reducer.rank, names) if names else ""
 
     def _find_unfinished_reduction(self) -> str:
+        """Return an error text if a backward runs, lacks gradients, or failed."""
         phase = self._reducer.phase.now
         if phase is Phase.IDLE or not self.held:
             return ""
@@ -105,6 +109,7 @@ class Step:
         return self._explain(what, remedy=_RESET)
 
     def _find_local_gradients(self) -> str:
+        """Return an error text if gradients of the step are local; drop zeros."""
         ledger, params = self._ledger, self._reducer.params
         if not ledger.unsynced:
             return ""
@@ -126,9 +131,9 @@ class Step:
         return self._explain(what, names=[self.held[i] for i in local], remedy=remedy)
 
     def _find_left_out_backward(self) -> str:
-        """Return an error text if the backward of a forward was left out, else "".
+        """Return an error text if a forward's backward was left out, else "".
 
-        If all gradients are zero, this is legal if all ranks do so: ask them (unless
+        If all gradients are zeros, this is legal if all ranks do so: ask them (unless
         ``unsynced="ignore"``) and wait; if some do not, send them the error.
         """
         reducer = self._reducer
@@ -182,7 +187,7 @@ def explain_late(rank: int, names: Iterable[str]) -> str:
 
 
 def find_cast(reducer: Reducer) -> str:
-    """Return an error text if the first or last parameter was cast, else ""."""
+    """Return an error text if the first or last parameter changed dtype, else ""."""
     params, specs = reducer.params, reducer.queue.specs
     # A cast of a module changes all parameters: two are enough to see it.
     cast = [i for i in (0, -1) if params[i].dtype is not specs[i].dtype]
@@ -197,9 +202,9 @@ def find_cast(reducer: Reducer) -> str:
 
 
 def refuse_forward(reducer: Reducer) -> None:
-    """Raise if the last backward failed or did not finish.
+    """Raise if the last backward failed (ReducerFailedError) or did not finish.
 
-    Send other ranks the error of an unfinished one: they may wait for its gradients.
+    UnfinishedReductionError is sent to other ranks: they may wait for its gradients.
     """
     phase = reducer.phase.now
     if phase in (Phase.IDLE, Phase.ARMED):
@@ -286,8 +291,7 @@ _BESIDES_THE_MODEL = (
 def explain_origins(origins: Iterable[Origin], *, model_ran: bool) -> tuple[str, str]:
     """Return two texts: how gradients stayed local, and what to do about it.
 
-    ``model_ran``: the wrapper's forward ran, too, so that gradients made outside of it
-    may be those of an additional loss.
+    ``model_ran``: the wrapper's forward ran, too; OUTSIDE may be an additional loss.
     """
     texts = _ORIGINS | ({Origin.OUTSIDE: _BESIDES_THE_MODEL} if model_ran else {})
     whats, remedies = zip(*(texts[o] for o in Origin if o in set(origins)), strict=True)
@@ -297,7 +301,7 @@ def explain_origins(origins: Iterable[Origin], *, model_ran: bool) -> tuple[str,
 
 
 def is_nonzero(grad: torch.Tensor | None) -> bool:
-    """Return whether a gradient holds anything but zeros: NaN yes, None no."""
+    """Return whether a gradient is not all zeros: NaN yes, None no. Waits for a GPU."""
     if grad is None:
         return False
     values = grad._values() if grad.layout is torch.sparse_coo else grad

@@ -1,8 +1,8 @@
 """Check every optimizer step: no optimizer applies gradients that differ between ranks.
 
 A process-wide pre-hook on ``torch.optim.Optimizer.step`` asks the guard of every live
-reducer; inside ``no_sync()``, where local SGD steps, it is silent. Manual updates, and
-those of other optimizer classes, are reported by the next forward.
+reducer; inside ``no_sync()``, where local SGD steps, it is silent. Updates by hand, and
+those of other optimizer classes, are found by the next forward.
 """
 
 from __future__ import annotations
@@ -61,11 +61,10 @@ class Guard:
 
     @untraced
     def check(self, optimizer: Optimizer) -> None:
-        """Check a step of ``optimizer`` before it runs; raise, warn or nothing.
+        """Raise or warn, as ``unsynced`` says, of a mistake in a step about to run.
 
-        As ``unsynced`` says, for mistakes that make replicas differ; not inside
-        no_sync(). May wait for other ranks. DoubleStepError if the optimizer steps in
-        backwards by itself.
+        Not in no_sync(); may wait for ranks. DoubleStepError after
+        `expect_in_backward`.
         """
         if id(optimizer) in self._allowed:
             return
@@ -108,7 +107,7 @@ class Guard:
             self._local_steps.note_step()
 
     def trace(self, optimizer: Optimizer, event: StepEvent) -> None:
-        """Tell those who record that a step of an optimizer of ours begins or ended."""
+        """Send ``event`` to recorders, if the optimizer holds parameters of ours."""
         tracer = self.reducer.queue.tracer
         if tracer.listeners and self._holds_ours(optimizer):
             tracer.enter(event)
@@ -116,9 +115,9 @@ class Guard:
     def check_forward(self, module: nn.Module) -> None:
         """Raise if the last backward failed or is unfinished; look for other mistakes.
 
-        Outside no_sync(), raise or warn, as ``unsynced`` says: parameters added or
-        cast, updates by local gradients. Inside, copy some values of two parameters: if
-        they are the same later, such an update was undone, which is no mistake.
+        Outside no_sync(), raise or warn (``unsynced``): parameters added or cast,
+        updates by local gradients. Inside, copy values of two parameters: if they come
+        back later, such an update was undone, which is no mistake.
         """
         reducer = self.reducer
         self._check_counts()
@@ -139,7 +138,10 @@ class Guard:
                 self._complain(problem)
 
     def expect_in_backward(self, optimizer: Optimizer) -> None:
-        """Register an optimizer that steps in backwards; elsewhere `check` raises."""
+        """Register an optimizer that steps in backwards; then its `check` raises.
+
+        ValueError if some wrapper has it already, or it holds no parameter of ours.
+        """
         name = type(optimizer).__name__
         if any(optimizer in guard._in_backward for guard in _live_guards()):
             raise ValueError(
@@ -177,9 +179,9 @@ class Guard:
         return [guard for guard in _live_guards() if guard is not self]
 
     def has_averaged(self, param: nn.Parameter) -> bool:
-        """Return whether this wrapper has averaged ``param.grad``: others accept it.
+        """Return whether this wrapper's last backward averaged ``param.grad``.
 
-        False for another module's parameter, before a backward's end, in no_sync().
+        False if it is not ours, no backward ended, it is local, or in no_sync().
         """
         i, ledger = self.index.get(id(param)), self.reducer.ledger
         if i is None or not ledger.finalized or not ledger.sync_enabled:
@@ -187,7 +189,7 @@ class Guard:
         return i not in ledger.unsynced
 
     def _check_counts(self) -> None:
-        """Raise for item counts of the last step that were not looked at (CUDA)."""
+        """Raise ItemCountError, and fail, for the last step's item counts (CUDA)."""
         if (items := self.reducer.queue.averaging.items) is not None:
             try:
                 items.check()
@@ -196,6 +198,7 @@ class Guard:
                 raise
 
     def _complain(self, problem: str) -> None:
+        """Raise, warn of or ignore ``problem``, as ``unsynced`` says; "": nothing."""
         if problem and self.policy == "raise":
             error = UnsyncedGradientsError(problem)
             # In these phases other ranks wait for missing gradients.
@@ -254,6 +257,7 @@ def _check_all(optimizer: Optimizer) -> None:
 def _before_any_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Pre-hook: check the step; if it has a closure, after each call of that."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
         _check_all(optimizer)

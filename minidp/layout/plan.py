@@ -84,7 +84,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """List one bucket's slots; raise InternalError unless they fill its buffer."""
+    """List one bucket's slots; InternalError unless they fill its buffer, gapless."""
 
     slots: tuple[Slot, ...]
     dtype: torch.dtype
@@ -129,7 +129,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Layout:
-    """List all buckets in launch order; raise unless each parameter is in just one."""
+    """List buckets in launch order; InternalError unless each parameter is in one."""
 
     buckets: tuple[BucketPlan, ...]
     num_params: int
@@ -149,7 +149,7 @@ class Layout:
         return tuple(owner[i] for i in range(self.num_params))
 
     def with_tail(self, tail: int) -> Layout:
-        """Return this layout with so many elements more in the first dense bucket."""
+        """Return this layout with ``tail`` more elements in the first dense bucket."""
         plans = list(self.buckets)
         for number, plan in enumerate(plans):
             if not plan.sparse:
@@ -168,9 +168,9 @@ def fill(
 ) -> list[list[int]]:
     """Fill buckets by torch's rule; return the numbers of the items in each bucket.
 
-    ``items``: number, kind and bytes; kinds share no bucket. ``limits``: bytes at which
-    the first, second, ... bucket of a kind is full; the last repeats. Buckets below
-    their limit come last, by their last item (torch: by a hash map).
+    ``items``: number, kind and bytes; a bucket holds one kind. ``limits``: bytes at
+    which the first, second, ... bucket of a kind is full; the last repeats. Buckets
+    below their limit come last, by their last item (torch: by a hash map).
     """
     open_bucket: dict[Hashable, list[int]] = {}
     num_closed: Counter[Hashable] = Counter()
@@ -208,7 +208,7 @@ def assign(
 
 
 def delayed(specs: Sequence[ParamSpec]) -> list[list[int]]:
-    """Return buckets of delayed parameters: one per (dtype, device) or sparse one."""
+    """Return delayed parameters' buckets: one per dtype and device, or sparse one."""
     together: dict[tuple[object, ...], list[int]] = {}
     for i, spec in enumerate(specs):
         if spec.delayed:

@@ -33,7 +33,7 @@ _REMEDY = (
 def to_plain(
     layout: Layout, specs: Sequence[ParamSpec], *, rebuilt: bool
 ) -> dict[str, Any]:
-    """Return a layout as a dict for JSON, of names and sizes; `read_plain` reads it."""
+    """Return names, sizes and ``rebuilt`` (by ready order) of a layout, for JSON."""
     buckets = [[specs[i] for i in members] for members in layout.assignment]
     return {
         "format": FORMAT,
@@ -141,5 +141,6 @@ def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
 
 
 def _kind(spec: ParamSpec) -> str:
+    """Return a text of all that must be equal in one bucket."""
     sort = "sparse" if spec.sparse else "dense"
     return f"{spec.dtype} on {spec.device}, {sort}{', delayed' * spec.delayed}"

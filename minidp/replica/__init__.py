@@ -1,7 +1,8 @@
 """Make replicas start equal, and check that they stay equal.
 
 Read `parameters` (those of a module that take part), `verify` (the same tensors on all
-ranks, then rank 0's values), `drift` (compare now and then), `digest` (checksums).
+ranks, then rank 0's values), `drift` (compare every so many steps), `digest`
+(checksums).
 """
 
 from . import parameters, verify

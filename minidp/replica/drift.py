@@ -7,7 +7,7 @@
 The second look is for weights that are moved with local gradients, or disturbed by
 random numbers of each rank, and moved back before the step.
 
-"auto" is silent where torch's users want replicas to differ: it knows such reasons.
+"auto" accepts updates in no_sync(), a user's comm hook, ``unsynced`` not "raise".
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ class ReplicaCheck(Observer):
     def finished(self) -> None:
         """End a backward: compare checksums, a collective, if `begin` stored one.
 
-        Raise if ranks are at different steps. If checksums differ: under "auto", accept
-        a known reason (warn once of local updates); else raise now (buffers, optimizers
-        in the backward, a long wait) or in the optimizer step, see `_confirm`,
-        `confirm`.
+        ReplicaMismatchError if ranks are at different steps. If checksums differ,
+        "auto" accepts a known reason (and warns once of updates in no_sync()).
+        Otherwise compare again: now (buffers, optimizers in the backward, a long wait),
+        or in the next step, see `confirm`.
         """
         was_hooked = self._was_hooked
         self._was_hooked |= is_foreign(self._queue.averaging.comm_hook)
@@ -193,7 +193,7 @@ class ReplicaCheck(Observer):
         self._confirm(self.suspect)
 
     def _confirm(self, snapshot: _Snapshot) -> None:
-        """Collective: raise if tensors still differ; under "auto" warn of rounding."""
+        """Collective: ReplicaMismatchError if still different; "auto" may only warn."""
         # A digest under way may be of a forward that not all ranks ran.
         self.suspect = self._under_way = None
         found = self._find_difference(snapshot)
@@ -205,6 +205,7 @@ class ReplicaCheck(Observer):
             raise ReplicaMismatchError(found.error())
 
     def _warn(self, found: Difference, *, is_rounding: bool) -> None:
+        """Warn of ``found``, once for this object; not if no tensor differs."""
         if found.names and not self._has_warned:
             self._has_warned = True
             warn(found.warning(is_rounding=is_rounding))
@@ -227,7 +228,7 @@ class ReplicaCheck(Observer):
         )
 
     def _is_rounding(self, snapshot: _Snapshot, names: Sequence[str]) -> bool:
-        """Collective: return whether rounding explains how ``names`` differ by rank."""
+        """Collective: return whether no difference of ``names`` exceeds rounding."""
         worst, left = 0.0, MOST_BYTES
         for tensor in (snapshot.tensors[name] for name in names):
             if left > 0:

@@ -53,7 +53,8 @@ def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
     """Sort a module's parameters into a `Replica`; leave out those on its ignore list.
 
     ``delayed`` ones, sent after all others, take part even if ignored. Warn of unknown
-    names on the ignore list; RuntimeError if nothing is left to reduce.
+    names on that list; RuntimeError if nothing is left; TypeError: no module;
+    ValueError: a name is taken.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -116,7 +117,7 @@ def _ignore_list(module: nn.Module) -> frozenset[str]:
 
 
 def check_data(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise if parameters are uninitialized, on the meta device, or DTensors."""
+    """Raise RuntimeError for uninitialized or meta parameters, TypeError: DTensors."""
     lazy = [n for n, p in parameters.items() if isinstance(p, UninitializedParameter)]
     if lazy:
         raise RuntimeError(

@@ -35,7 +35,7 @@ _objects: Counter[tuple[str, str]] = Counter()  # (group name, kind) -> objects 
 
 
 def next_key(group: ProcessGroup, kind: str) -> str:
-    """Return ``kind/n`` for the n-th object of this kind that uses ``group``."""
+    """Return ``kind/n`` for the n-th object of this kind that uses ``group`` here."""
     _objects[group_name(group), kind] += 1
     return f"{kind}/{_objects[group_name(group), kind]}"
 
@@ -49,7 +49,7 @@ def start_equal(
     device: torch.device,
     sends_buffers: bool,
 ) -> str:
-    """Collective: raise if shapes, dtypes, options differ by rank; copy rank 0's state.
+    """Collective: compare shapes, dtypes, options of all ranks; copy rank 0's values.
 
     Return a name for the wrapper, equal on all ranks. Errors: see `verify`.
     ``sends_buffers``: copy module buffers as well as parameters.
@@ -69,6 +69,7 @@ def start_equal(
 
 
 def _describe(tensor: torch.Tensor) -> str:
+    """Return shape, layout, dtype and device type of a tensor, as a text to compare."""
     is_dense = tensor.layout is torch.strided
     layout = f"stride {tuple(tensor.stride())}" if is_dense else str(tensor.layout)
     return (
@@ -80,7 +81,7 @@ def _describe(tensor: torch.Tensor) -> str:
 def verify(
     mine: Mapping[str, str] | Exception, group: ProcessGroup, device: torch.device
 ) -> int:
-    """Collective: compare the texts ``mine`` of all ranks; raise on all if any differ.
+    """Collective: ReplicaMismatchError on all ranks if their texts ``mine`` differ.
 
     ``mine``: texts that describe this replica, by name; or the error with which this
     rank rejected its arguments: then the other ranks raise, and the caller does here.
@@ -125,6 +126,7 @@ def _explain_other_class(own_rank: int, torchs: Sequence[int]) -> str:
 
 
 def _explain_difference(replicas: Sequence[dict[str, str]], rank: int) -> str:
+    """Return the error for the first rank that rejected its arguments, or differs."""
     for other, replica in enumerate(replicas):
         if _REJECTED in replica:
             return explain(

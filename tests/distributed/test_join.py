@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.support.both import Scalars, error_of, on_both, values, wrapped, x_of
-from tests.support.fresh import run_fresh
 from tests.support.ranks import as_in_torch, on_ranks
-from tests.support.training import by_divisor
 
 NEW_DIVISOR = {"divide_by_initial_world_size": False}
 
@@ -38,23 +34,6 @@ def test_static_graph_and_a_rank_without_input_in_the_first_iteration(ctx):
         ddp(factor * x_of(ctx)).backward()
         joined.append(values(ddp))
     assert joined == [[1.0]] * ctx.rank + [[1.5], [3.0]]
-
-
-@on_ranks(3)
-def test_difference_comm_hooks_learn_how_many_ranks_are_active(ctx):
-    """Rank r has r + 1 inputs; torch's hook divides by the world size."""
-
-    def torchs(state, bucket):
-        return allreduce_hook(ctx.group, bucket)
-
-    for by_initial, hook in ((False, by_divisor), (True, by_divisor), (False, torchs)):
-        ddp = wrapped(ctx, Scalars())
-        ddp.register_comm_hook(None, hook)
-        join = {"divide_by_initial_world_size": by_initial}
-        found = steps_of(ctx, ddp, [[0]] * (ctx.rank + 1), **join)
-        is_by_active = hook is by_divisor and not by_initial
-        expected = [2.0, 2.5, 3.0] if is_by_active else [2.0, 5 / 3, 1.0]
-        assert [grad for (grad,) in found] == pytest.approx(expected[: ctx.rank + 1])
 
 
 def error_in_join(ddp, *steps, **options):
@@ -135,20 +114,6 @@ def test_difference_zero_optimizer_of_a_joined_rank_steps_on_fresh_gradients(ctx
     assert sorted(theirs) == [0.65, 0.7]
 
 
-@as_in_torch(2)
-def test_module_buffers_come_from_the_highest_active_rank(ctx, wrap):
-    ddp = wrap(Scalars())
-    ddp.module.register_buffer("b", torch.tensor([100.0 + ctx.rank]))
-    ddp = wrap(ddp.module)
-    seen = []
-    with ddp.join():
-        for _ in range(2 * (2 - ctx.rank)):
-            ddp(x_of(ctx)).backward()
-            seen.append(ddp.module.b.item())
-            ddp.module.b.add_(ctx.rank + 1)
-    return [*seen, ddp.module.b.item()]
-
-
 class Mixed(nn.Module):
     """A sparse and a complex gradient."""
 
@@ -177,19 +142,6 @@ def test_difference_sparse_gradients_join(ctx):
             [0.0, 2.0, 0.0, 0.0, 0.0],
             [0.0, 1.0, 1.0, 0.0, 0.0],
         ]
-
-
-@on_ranks(2)
-def test_shadow_leaves_gradients_alone(ctx):
-    """A joined rank's gradients that nobody uses keep their bytes."""
-    options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
-    ddp = wrapped(ctx, Scalars(2), **options)
-    ddp(x_of(ctx)).backward()
-    with ddp.join():
-        for _ in range(ctx.rank):
-            ddp.module.w[0].grad.zero_()
-            ddp(x_of(ctx), (0,)).backward()
-    assert values(ddp) == [[1.5, 1.5], [1.0, 1.5]][ctx.rank]
 
 
 @on_ranks(2)
@@ -232,24 +184,17 @@ def test_steps_of_a_joined_rank_are_those_of_the_others(ctx):
     return [p.item() for p in ddp.parameters()]
 
 
-def one_rank_raises(ctx):
+@on_ranks(2, fresh={"group_timeout": 2.0})
+def test_reset_after_one_rank_raised_inside_join(ctx):
     ddp = wrapped(ctx, Scalars())
     train = lambda: ddp(x_of(ctx)).backward()  # noqa: E731
     error = error_in_join(ddp, train, train, raise_own if ctx.rank == 1 else train)
+    waited = "CollectiveError: [rank 0] A collective failed while announcing a forward"
+    assert error.startswith('KeyError: "the user\'s own"' if ctx.rank else waited)
     ddp.reset()
     ddp.zero_grad()
     train()
     assert values(ddp) == [1.5]
-    return error
-
-
-def test_reset_after_one_rank_raised_inside_join():
-    first, second = run_fresh(one_rank_raises, 2, group_timeout=2.0)
-    assert first.startswith(
-        "CollectiveError: [rank 0] A collective failed while announcing a forward in "
-        "join()"
-    )
-    assert second == 'KeyError: "the user\'s own"'
 
 
 @on_ranks(3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import HashStore, _create_work_from_future
 from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel
@@ -214,40 +214,11 @@ def test_it_says_once_what_does_not_work_there(ctx):
 # -------------------------------------------------- without any default process group
 
 
-class Lonely(dist.ProcessGroup):
-    """One rank; every result is what was given."""
-
-    def __init__(self, kind: Any) -> None:
-        super().__init__(0, 1)
-        self.kind, self.log = kind, []
-
-    def _done(self, name: str, result: Any) -> Any:
-        self.log.append(name)
-        work = _create_work_from_future(done(result))
-        return work if self.kind is None else self.kind(work, self.log)
-
-    def allreduce(self, tensors: Any, opts: Any) -> Any:
-        return self._done("allreduce", tensors)
-
-    def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        for output, given in zip(outputs[0], inputs, strict=True):
-            output.copy_(given)
-        return self._done("allgather", outputs)
-
-    def broadcast(self, tensors: Any, opts: Any) -> Any:
-        return self._done("broadcast", tensors)
-
-    def getSize(self) -> int:
-        return 1
-
-    def getBackendName(self) -> str:
-        return "lonely"
-
-
 @pytest.mark.parametrize("kind", [None, OnlyWaits, OnlyPromises, Both, NoWork])
 def test_one_rank_and_no_default_group(kind: Any) -> None:
     assert not dist.is_initialized()
-    group = Lonely(kind)
+    alone = dist.ProcessGroupGloo(HashStore(), 0, 1, timedelta(seconds=20))
+    group = Delegating(alone, kind)
     net = DataParallel(nn.Linear(2, 2), process_group=group, init_sync=False)
     assert group.log == []
     net = DataParallel(nn.Linear(2, 2), process_group=group)

@@ -36,61 +36,6 @@ views = pytest.mark.parametrize("view", [False, True])
 # -- the no_sync table of two ranks with inputs 1 and 2 --------------------------------
 
 
-@as_in_torch(2)
-@modes
-def test_no_sync_table(ctx, wrap, mode):
-    ddp = wrap(Scalars(), **mode)
-    x, (param,) = x_of(ctx), ddp.parameters()
-    rows = []
-
-    def note(*, zero: bool = True) -> None:
-        rows.append(param.grad.item())
-        if zero:
-            ddp.zero_grad()
-
-    ddp(x).sum().backward()
-    note(zero=False)
-    ddp(x).sum().backward()
-    note()
-    with ddp.no_sync():
-        ddp(x).sum().backward()
-    note(zero=False)
-    ddp(x).sum().backward()
-    note()
-    with ddp.no_sync():
-        loss = ddp(x).sum()
-    loss.backward()
-    note()
-    loss = ddp(x).sum()
-    with ddp.no_sync():
-        loss.backward()
-    note()
-    first, second = ddp(x).sum(), ddp(10 * x).sum()
-    first.backward()
-    second.backward()
-    note()
-    (ddp(x).sum() + ddp(10 * x).sum()).backward()
-    note()
-    loss = ddp(x).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    note()
-    first = ddp(x).sum()
-    with ddp.no_sync():
-        second = ddp(10 * x).sum()
-    second.backward()
-    note(zero=False)
-    first.backward()
-    note()
-    assert (
-        rows
-        == [
-            [1.5, 3.0, 1.0, 3.0, 1.0, 1.5, 11.5, 16.5, 2.5, 15.0, 16.0],
-            [1.5, 3.0, 2.0, 3.0, 2.0, 1.5, 21.5, 16.5, 3.5, 15.0, 17.0],
-        ][ctx.rank]
-    )
-
-
 # -- checkpointing ---------------------------------------------------------------------
 
 
@@ -222,22 +167,6 @@ class Embeds(nn.Module):
     def forward(self, index: torch.Tensor, *, use_table: bool = True) -> torch.Tensor:
         x = self.table(index) if use_table else torch.ones(1, 2)
         return self.head(x).sum()
-
-
-@as_in_torch(1, 2, 3)
-@views
-def test_sparse_training(ctx, wrap, view):
-    ddp = wrap(Embeds(), gradient_as_bucket_view=view)
-    table, head = ddp.module.table.weight, ddp.module.head.weight
-    history = []
-    for step in range(4):
-        if step % 2:
-            ddp.zero_grad()
-        ddp(torch.tensor([ctx.rank, 3, (ctx.rank + step) % 6])).backward()
-        history.append(
-            (table.grad.is_coalesced(), table.grad.to_dense(), head.grad + 0)
-        )
-    return history
 
 
 @on_ranks(2)
@@ -571,20 +500,6 @@ def test_two_wrappers_with_views_on_one_parameter_are_refused(ctx):
     assert "not the expected DDP bucket view" in theirs
     assert ours.startswith("GradientError: [rank ")
     assert "not the expected DDP bucket view" in ours
-
-
-@as_in_torch(2, 3)
-@views
-def test_accumulation_with_unused(ctx, wrap, view):
-    ddp = wrap(Scalars(3), find_unused_parameters=True, gradient_as_bucket_view=view)
-    x, plan = x_of(ctx), ([0, 1, 2], [0, 2] if ctx.rank == 0 else [0], [0])
-
-    def loss(step: int) -> torch.Tensor:
-        with ddp.no_sync():
-            ddp(x, plan[step // 2]).sum().backward()
-        return ddp(x, [0]).sum()
-
-    return history_of(ddp, loss, 2 * len(plan))
 
 
 @on_ranks(3)

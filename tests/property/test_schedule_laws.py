@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minidp.costmodel import (
@@ -129,22 +129,6 @@ def test_neighbours_in_ready_order_beat_all_other_buckets(backward, network):
         assert play(backward, groups[::-1], network).exposed_s >= best_s
 
 
-@given(backwards(most=5, least=1), networks, st.data())
-def test_cutting_a_parameter_never_helps(backward, network, data):
-    ready_s, nbytes = backward.ready_s, backward.nbytes
-    k = data.draw(st.integers(0, len(ready_s) - 1))
-    assume(nbytes[k] > 1)
-    part = data.draw(st.integers(1, nbytes[k] - 1))
-    cut = replace(
-        backward,
-        ready_s=(*ready_s[:k], ready_s[k], *ready_s[k:]),
-        nbytes=(*nbytes[:k], part, nbytes[k] - part, *nbytes[k + 1 :]),
-    )
-    whole_s = play(backward, best_groups(backward, network), network).exposed_s
-    for groups in partitions(list(range(len(cut.ready_s)))):
-        assert play(cut, groups, network).exposed_s >= whole_s
-
-
 @given(backwards(most=60, kinds=3), networks, st.lists(sizes, min_size=1, max_size=3))
 def test_best_is_at_least_as_good_as_any_cap(backward, network, limits):
     best_s = play(backward, best_groups(backward, network), network).exposed_s
@@ -234,16 +218,3 @@ def test_unit_and_origin_of_time_do_not_matter(backward, network, factor, later)
     assert best_groups(scaled, slower) == groups
     assert play(scaled, groups, slower).exposed_s == factor * exposed_s
     assert lower_bound(scaled, slower) == factor * (bound_s + later)
-
-
-@given(backwards(most=12, least=2), networks, st.data())
-def test_order_of_equal_ready_times_does_not_matter(backward, network, data):
-    k = data.draw(st.integers(0, len(backward.ready_s) - 2))
-    ready, nbytes = list(backward.ready_s), list(backward.nbytes)
-    ready[k] = ready[k + 1]
-    together = replace(backward, ready_s=tuple(ready))
-    nbytes[k], nbytes[k + 1] = nbytes[k + 1], nbytes[k]
-    swapped = replace(together, nbytes=tuple(nbytes))
-    assert judged(swapped, best_groups(swapped, network), network) == judged(
-        together, best_groups(together, network), network
-    )

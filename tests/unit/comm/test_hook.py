@@ -222,33 +222,15 @@ def test_errors_keep_their_cause():
 # -- registering -----------------------------------------------------------------------
 
 
-class Resizes:
-    """Moves the buffer's memory, and remembers what it was called with."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, state, bucket):
-        self.calls.append((state, bucket.index(), bucket.is_last(), bucket.divisor()))
-        numel = bucket.buffer().numel()
-        bucket.buffer().resize_(numel + 100_000)
-        bucket.buffer().resize_(numel)
-        return done(bucket.buffer().mul_(3))
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_a_bucket_follows_its_buffer(lone_group, view):
-    net = nn.Linear(2, 1, bias=False)
-    ddp = DataParallel(net, gradient_as_bucket_view=view)
-    hook = Resizes()
-    ddp.register_comm_hook("state", hook)
-    for _ in range(3):
-        ddp(torch.tensor([[1.0, 2.0]])).sum().backward()
-        assert net.weight.grad.tolist() == [[3.0, 6.0]]
-        (bucket,) = ddp._reducer.queue.buckets
-        assert bucket._memory.owns(bucket.views[0])
-        ddp.zero_grad(set_to_none=not view)
-    assert hook.calls == [("state", 0, True, 1)] * 3
+def test_a_bucket_follows_its_buffer(lone_group):
+    """A hook may move it; a gradient may then be allocated at the old address."""
+    ddp = DataParallel(nn.Linear(2, 1))
+    ddp.register_comm_hook(
+        None, lambda _, b: done(b.buffer().resize_(100_000).resize_(3))
+    )
+    ddp(torch.ones(1, 2)).sum().backward()
+    (bucket,) = ddp._reducer.queue.buckets
+    assert bucket._memory.owns(bucket.views[0])
 
 
 def test_one_hook_can_be_registered(lone_group):

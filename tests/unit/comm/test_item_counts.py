@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from minidp import DataParallel, ItemCountError
-from minidp.comm import ItemCounts, item_counts, weighted
+from minidp.comm import ItemCounts, item_counts
 from minidp.core import kernels
 from minidp.errors import ReducerFailedError
 
@@ -69,34 +69,11 @@ def test_a_gpu_writes_and_reads_the_same(dtype, is_stale, rank):
     assert torch.equal(item_counts._decoded(tails[0]), expected)
 
 
-def test_counts_add_up_until_they_are_written():
-    mine = counts()
-    for n in (3, torch.tensor(2), 0.5):
-        mine.add(n)
-    tail = torch.empty(34)
-    mine.write(tail)
-    with pytest.raises(RuntimeError, match="after this step's counts were sent"):
-        mine.add(1)
-    assert mine.read(tail, 2) == 2 / 5.5
-    mine.add(1)  # of the next step
-
-
 def test_count_is_copied_when_it_is_said():
     mine, n = counts(), torch.tensor(3.0)
     mine.add(n)
     n.fill_(100.0)
     assert mine._step.said[0][0] == 3.0
-
-
-@pytest.mark.parametrize("n", [0, torch.tensor(0), 2, torch.tensor([2.0])])
-def test_weighted_loss_and_its_gradient(n):
-    count = float(n)
-    loss = torch.tensor(math.nan if not count else 1.5, requires_grad=True)
-    product = weighted(loss, n)
-    product.backward()
-    assert product.shape == ()
-    assert product.item() == (3.0 if count else 0.0)
-    assert loss.grad.item() == count
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -1,232 +1,114 @@
-"""reset(): whatever broke, the same object trains correctly afterwards."""
+"""reset(): whatever broke, the same object trains correctly afterwards.
+
+What raises in a backward: `tests/fault/test_faults.py`.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from minidp import (
-    CollectiveError,
-    DataParallel,
-    MarkedTwiceError,
-    ReducerFailedError,
-    UnfinishedReductionError,
-)
-from minidp.core.bucket import BucketState
-from tests.support.both import Two
+from minidp import CollectiveError
+from tests.support.both import Two, error_of, values, wrapped, x_of
 from tests.support.fresh import run_fresh
+from tests.support.ranks import on_ranks
 
 TWO_BUCKETS = {"bucket_cap_mb_list": [0]}
 
 
-def grads(ddp):
-    return [None if p.grad is None else p.grad.item() for p in ddp.parameters()]
-
-
 def train(ctx, ddp, steps=3):
-    """Gradients of some whole steps; their mean over two ranks is 1.5."""
-    seen = []
+    """Some whole steps: the mean over two ranks is 1.5."""
     for _ in range(steps):
         ddp.zero_grad()
-        ddp(torch.tensor([ctx.rank + 1.0])).backward()
-        seen.append(grads(ddp))
-    return seen
-
-
-HEALTHY = [[1.5, 1.5]] * 3
-
-
-def error_of(call, *args):
-    try:
-        call(*args)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-def fail_once(param, text="user code"):
-    """The next gradient of ``param`` raises."""
-
-    def fail(_):
-        handle.remove()
-        raise KeyError(text)
-
-    handle = param.register_hook(fail)
+        ddp(x_of(ctx)).backward()
+        assert values(ddp) == [1.5, 1.5]
 
 
 # --------------------------------------------------------- all ranks fail alike
 
 
-def after_user_error(ctx, options, warm_up):
-    ddp = DataParallel(Two(), process_group=ctx.group, **options)
-    train(ctx, ddp, warm_up)
-    ddp.zero_grad()
-    fail_once(ddp.module.a)
-    x = torch.tensor([ctx.rank + 1.0])
-    errors = [error_of(lambda: ddp(x).backward()), error_of(ddp, x), error_of(ddp, x)]
-    queue = ddp._reducer.queue
-    old = queue.buckets
-    launched = sum(bucket.state is BucketState.IN_FLIGHT for bucket in old)
-    ddp.reset()
-    assert all(bucket.state is BucketState.FILLING for bucket in old)  # all awaited
-    return errors, launched, train(ctx, ddp), ddp.process_group is ctx.group
-
-
-@pytest.mark.parametrize("warm_up", [0, 2])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        TWO_BUCKETS,
-        {"gradient_as_bucket_view": True},
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-    ],
-    ids=str,
-)
-def test_user_code_raises_in_the_backward(pool, options, warm_up):
-    for rank, result in enumerate(pool.run(after_user_error, 2, options, warm_up)):
-        (raised, *forwards), launched, trained, kept = result
-        assert raised == ("KeyError", "'user code'")
-        if options is TWO_BUCKETS and not warm_up:
-            assert launched == 1  # and awaited
-        for kind, text in forwards:
-            assert kind == "UnfinishedReductionError"
-            assert text.startswith(f"[rank {rank}] Expected to have finished reduction")
-            assert "The last backward raised, or was interrupted, before it" in text
-            assert "call reset() on all ranks, then zero_grad()" in text
-            assert "unused" not in text  # which is not the reason
-        assert trained == HEALTHY
-        assert kept  # nothing is lost: no new group
-
-
-def after_marked_twice(ctx):
-    ddp = DataParallel(Two(), process_group=ctx.group)
-    loss = ddp(torch.tensor([ctx.rank + 1.0]), "a")
-    loss.backward(retain_graph=True)
-    errors = [error_of(loss.backward), error_of(ddp, torch.ones(1))]
-    errors.append(error_of(ddp.sync_gradients))
-    ddp.reset()
-    return errors, train(ctx, ddp), ddp.process_group is ctx.group
-
-
-def test_the_reducer_raises(pool):
-    for rank, (errors, trained, kept) in enumerate(pool.run(after_marked_twice, 2)):
-        (twice, _), *failed = errors
-        assert twice == MarkedTwiceError.__name__
-        for kind, text in failed:
-            assert kind == ReducerFailedError.__name__
-            assert text.startswith(f"[rank {rank}] An earlier backward failed; its")
-            assert "call reset() on all ranks, then zero_grad()" in text
-        assert trained == HEALTHY
-        assert kept
-
-
-def after_unfinished(ctx, options):
-    ddp = DataParallel(Two(), process_group=ctx.group, **options)
-    x = torch.tensor([ctx.rank + 1.0])
-    ddp(x, "a").backward()
-    errors = [error_of(ddp, x) for _ in range(2)]
-    with torch.no_grad():
-        still_evaluates = ddp(x).item()
-    with ddp.no_sync():
-        errors.append(error_of(ddp, x))
-    errors.append(error_of(ddp.sync_gradients))
-    ddp.reset()
-    kept = ddp.process_group is ctx.group  # nothing was in flight
-    return errors, still_evaluates, grads(ddp), train(ctx, ddp), kept
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("options", [{}, TWO_BUCKETS], ids=str)
-def test_unfinished_reduction(pool, options):
-    for rank, result in enumerate(pool.run(after_unfinished, 2, options)):
-        errors, still_evaluates, left, trained, kept = result
-        assert len(set(errors)) == 1
-        kind, text = errors[0]
-        assert kind == UnfinishedReductionError.__name__
-        assert text.startswith(f"[rank {rank}] Expected to have finished reduction")
-        assert f"which did not receive grad for rank {rank}: 1\n" in text
-        assert f"which did not receive grad for rank {rank}: b.\n" in text
-        assert "`find_unused_parameters=True`" in text
-        assert "call reset() on all ranks" in text
-        assert still_evaluates == 2 * (rank + 1)
-        assert left == [rank + 1, None]  # as it was
-        assert trained == HEALTHY
-        assert kept
-
-
-def after_nothing(ctx):
-    ddp = DataParallel(Two(), process_group=ctx.group)
+def test_unfinished_reduction(ctx, options):
+    ddp, x = wrapped(ctx, Two(), **options), x_of(ctx)
+    ddp(x, "a").backward()
+    errors = [error_of(lambda: ddp(x)) for _ in range(2)]
+    with torch.no_grad():
+        assert ddp(x).item() == 2 * (ctx.rank + 1)  # it still evaluates
+    with ddp.no_sync():
+        errors.append(error_of(lambda: ddp(x)))
+    errors.append(error_of(ddp.sync_gradients))
+    (text,) = set(errors)
+    for words in (
+        f"UnfinishedReductionError: [rank {ctx.rank}] Expected to have finished reduct",
+        f"which did not receive grad for rank {ctx.rank}: 1\n",
+        f"which did not receive grad for rank {ctx.rank}: b.\n",
+        "`find_unused_parameters=True`",
+        "call reset() on all ranks",
+    ):
+        assert words in text
     ddp.reset()
-    seen = train(ctx, ddp)
+    assert ddp.process_group is ctx.group  # nothing was in flight
+    assert values(ddp) == [ctx.rank + 1, None]  # as it was
+    train(ctx, ddp)
+
+
+@on_ranks(2)
+def test_reset_without_a_failure(ctx):
+    ddp = wrapped(ctx, Two())
+    ddp.reset()
+    train(ctx, ddp)
     ddp(torch.ones(1))  # armed
     ddp.reset()
     ddp.reset()
-    return seen + train(ctx, ddp), ddp.process_group is ctx.group
+    train(ctx, ddp)
+    assert ddp.process_group is ctx.group
 
 
-def test_reset_without_a_failure(pool):
-    assert pool.run(after_nothing, 2) == [(HEALTHY * 2, True)] * 2
-
-
-def views_after_reset(ctx):
-    options = {"gradient_as_bucket_view": True}
-    ddp = DataParallel(Two(), process_group=ctx.group, **options)
+@on_ranks(2)
+def test_gradients_that_are_views_survive(ctx):
+    ddp = wrapped(ctx, Two(), gradient_as_bucket_view=True)
     train(ctx, ddp)
     ddp.reset()
+    assert values(ddp) == [1.5, 1.5]
     buffers = [bucket.payload for bucket in ddp._reducer.queue.buckets]
-    starts = [b.data_ptr() for b in buffers], [b.data_ptr() + b.nbytes for b in buffers]
-    pointers = [p.grad.data_ptr() for p in ddp.parameters()]
-    inside = [any(map(lambda a, b: a <= p < b, *starts)) for p in pointers]
-    return grads(ddp), inside
+    for param in ddp.parameters():
+        address = param.grad.data_ptr()
+        assert any(0 <= address - b.data_ptr() < b.nbytes for b in buffers)
 
 
-def test_gradients_that_are_views_survive(pool):
-    assert pool.run(views_after_reset, 2) == [([1.5, 1.5], [True, True])] * 2
-
-
-def two_objects(ctx):
-    one, other = (DataParallel(Two(), process_group=ctx.group) for _ in range(2))
-    x = torch.ones(1)
-    one(x, "a").backward()
-    other(x, "b").backward()
-    one.reset()
-    other.reset()
-    return train(ctx, one), train(ctx, other)
-
-
-def test_objects_on_one_group_are_reset_apart(pool):
-    assert pool.run(two_objects, (1, 2)) == [(HEALTHY, HEALTHY)] * 2
+@on_ranks((1, 2))
+def test_objects_on_one_group_are_reset_apart(ctx):
+    pair = [wrapped(ctx, Two()) for _ in range(2)]
+    for ddp, use in zip(pair, "ab", strict=True):
+        ddp(torch.ones(1), use).backward()
+    for ddp in pair:
+        ddp.reset()
+    for ddp in pair:
+        train(ctx, ddp)
 
 
 # ---------------------------------------------------------- ranks fail differently
 
 
-def one_rank_never_calls_forward(ctx):
+@on_ranks(2, fresh={"group_timeout": 3.0})
+def test_a_forward_that_waits_in_vain(ctx):
+    """No bucket is lost, all counts are equal: but the group is broken."""
     module = Two()
     module.register_buffer("mark", torch.zeros(1))
-    ddp = DataParallel(module, process_group=ctx.group)
+    ddp = wrapped(ctx, module)
     train(ctx, ddp, 2)
-    error, text = "", ""
     if ctx.rank == 1:  # waits for rank 0's module buffers
-        error, text = error_of(ddp, torch.ones(1))
+        assert error_of(lambda: ddp(torch.ones(1))).startswith(
+            "CollectiveError: [rank 1] A collective failed while broadcasting module "
+        )
     ddp.reset()
-    return error, text, ddp.process_group is not ctx.group, train(ctx, ddp)
-
-
-def test_a_forward_that_waits_in_vain():
-    """No bucket is lost, all counts are equal: but the group is broken."""
-    first, second = run_fresh(one_rank_never_calls_forward, 2, group_timeout=3.0)
-    assert first == ("", "", True, HEALTHY)
-    assert second[0] == CollectiveError.__name__
-    assert second[1].startswith(
-        "[rank 1] A collective failed while broadcasting module buffers. "
-    )
-    assert second[2:] == (True, HEALTHY)
+    assert ddp.process_group is not ctx.group
+    train(ctx, ddp)
 
 
 def one_rank_stays_away(ctx):
-    ddp = DataParallel(Two(), process_group=ctx.group)
+    ddp = wrapped(ctx, Two())
     if ctx.rank != 1:
         ddp.reset()
 

@@ -16,7 +16,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from minidp import DataParallel
 from minidp.core.reducer import Phase
-from tests.support.both import Scale, modes, on_both
+from tests.support.both import Scale, history_of, modes, values, wrapped, x_of
+from tests.support.ranks import as_in_torch, on_ranks
 
 BOTH = [DistributedDataParallel, DataParallel]
 
@@ -60,17 +61,6 @@ def test_state_dict_is_torchs(lone_group):
     step(ours)
 
 
-def test_output_is_the_very_object(lone_group):
-    class Plain(Scale):
-        def forward(self, x, *, key):
-            self.output = {"y": [self.w * x], key: None}
-            return self.output
-
-    ddp = DataParallel(Plain())
-    assert ddp(torch.ones(1), key="k") is ddp.module.output
-    assert list(ddp.module.output) == ["y", "k"]
-
-
 # -------------------------------------------------------------------------- copies
 
 
@@ -89,25 +79,17 @@ def test_copies_train_alike(lone_group, mode, method):
     assert twin._reducer is not ddp._reducer
 
 
-def copies_on_a_subgroup(ctx):
-    ddp = DataParallel(Scale(), process_group=ctx.group)
-    x = torch.tensor([ctx.rank + 1.0])
-    ddp(x).backward()
+@on_ranks((1, 2))
+def test_copies_on_another_group(ctx):
+    ddp = wrapped(ctx, Scale())
+    ddp(x_of(ctx)).backward()
     twin = copy.deepcopy(ddp)
     twin.zero_grad()
-    twin(x).backward()
-    try:
+    twin(x_of(ctx)).backward()
+    assert values(twin) == [1.5]
+    assert twin.process_group is ctx.group
+    with pytest.raises(RuntimeError, match="DDP with the default process group"):
         pickle.dumps(ddp)
-    except RuntimeError as error:
-        text = str(error)
-    return twin.module.w.grad.item(), twin.process_group is ctx.group, text
-
-
-def test_copies_on_another_group(pool):
-    for grad, same_group, text in pool.run(copies_on_a_subgroup, (1, 2)):
-        assert grad == 1.5
-        assert same_group
-        assert "only supported when using DDP with the default process group" in text
 
 
 class Names(pickle.Unpickler):
@@ -141,150 +123,81 @@ def test_copies_keep_flags_and_warn_no_second_time(lone_group):
         assert twin._guard.policy == "warn"
 
 
-def trained_static_copies(ctx):
-    """Torch's copies of a trained static graph never synchronise."""
-    ddp = DataParallel(Scale(), process_group=ctx.group, static_graph=True)
-    x = torch.tensor([ctx.rank + 1.0])
+@on_ranks(2)
+def test_difference_copy_of_a_trained_static_graph_synchronises(ctx):
+    """Torch's copies of a trained static graph never do."""
+    ddp = wrapped(ctx, Scale(), static_graph=True)
     for _ in range(3):
-        ddp(x).backward()
+        ddp(x_of(ctx)).backward()
     twin = copy.deepcopy(ddp)
-    seen = []
-    for _ in range(3):
-        twin.zero_grad()
-        twin(x).backward()
-        seen.append(twin.module.w.grad.item())
-    return seen
-
-
-def test_difference_copy_of_a_trained_static_graph_synchronises(pool):
-    assert pool.run(trained_static_copies, 2) == [[1.5] * 3] * 2
+    assert history_of(twin, lambda _: twin(x_of(ctx))) == [[1.5]] * 3
 
 
 # ------------------------------------------------------------- require_..._grad_sync
 
 
-def local_and_not(ctx, wrap):
+@as_in_torch(2)
+def test_the_forward_decides(ctx, wrap):
     """The attribute decides as no_sync() does, at the forward; no_sync restores it."""
-    ddp = wrap(Scale())
-    x = torch.tensor([ctx.rank + 1.0])
-    seen = []
+    ddp, x, local = wrap(Scale()), x_of(ctx), [float(ctx.rank + 1)]
     for at_forward, at_backward in [(0, 0), (0, 1), (1, 0), (1, 1)]:
         ddp.zero_grad()
         ddp.require_backward_grad_sync = bool(at_forward)
         loss = ddp(x)
         ddp.require_backward_grad_sync = bool(at_backward)
         loss.backward()
-        seen.append(ddp.module.w.grad.item())
+        assert values(ddp) == ([1.5] if at_forward else local)
     with contextlib.suppress(KeyError), ddp.no_sync():
         with ddp.no_sync():
             pass
-        seen.append(ddp.require_backward_grad_sync)
+        assert not ddp.require_backward_grad_sync
         raise KeyError
-    return [*seen, ddp.require_backward_grad_sync]
-
-
-def test_the_forward_decides(pool):
-    results = pool.run(on_both, 2, local_and_not)
-    assert results[0] == ([1.0, 1.0, 1.5, 1.5, False, True],) * 2
-    assert results[1] == ([2.0, 2.0, 1.5, 1.5, False, True],) * 2
+    assert ddp.require_backward_grad_sync
 
 
 # -------------------------------------------------------------------- module buffers
 
 
-SCHEDULE = ["sync", "no_sync", "no_sync", "sync", "sync", "no_grad", "sync", "sync"]
-
-
-def buffer_schedule(ctx, wrap, options):
-    """At which forwards rank 1 gets rank 0's module buffer."""
+@on_ranks(2)
+def test_reassigned_and_added_buffers_are_broadcast(ctx):
     module = Scale()
     module.register_buffer("mark", torch.zeros(1))
-    ddp = wrap(module, **options)
-    seen = []
-    for number, kind in enumerate(SCHEDULE):
-        module.mark.fill_(10 * number + ctx.rank)
-        announced = ddp.will_sync_module_buffers()
-        if kind == "no_sync":
-            with ddp.no_sync():
-                ddp(torch.ones(1)).backward()
-        elif kind == "no_grad":
-            with torch.no_grad():
-                ddp(torch.ones(1))
-        else:
-            ddp(torch.ones(1)).backward()
-        got = module.mark.item() == 10 * number
-        assert ctx.rank == 0 or got == announced
-        seen.append(got)
-    return seen
-
-
-def test_buffers_follow_one_forward_late_as_in_torch(pool):
-    _, second = pool.run(on_both, 2, buffer_schedule, {})
-    assert second == ([True, True, False, False, True, True, False, True],) * 2
-    local = {"forward_sync_buffers": False}
-    _, second = pool.run(on_both, 2, buffer_schedule, local)
-    assert second == ([False] * len(SCHEDULE),) * 2
-
-
-def new_buffers(ctx):
-    module = Scale()
-    module.register_buffer("mark", torch.zeros(1))
-    ddp = DataParallel(module, process_group=ctx.group)
+    ddp = wrapped(ctx, module)
     module.mark = torch.tensor([ctx.rank + 5.0])  # re-assigned
     module.register_buffer("extra", torch.tensor([ctx.rank + 7]))
     versions = [b._version for b in module.buffers()]
     ddp(torch.ones(1))
     assert versions == [b._version for b in module.buffers()]
-    return [b.item() for b in module.buffers()]
-
-
-def test_reassigned_and_added_buffers_are_broadcast(pool):
-    assert pool.run(new_buffers, 2) == [[5.0, 7]] * 2
+    assert [b.item() for b in module.buffers()] == [5.0, 7]
 
 
 # -------------------------------------------------------------------- sync_gradients
 
 
-def local_then_sync(ctx, mode):
+@on_ranks(2)
+@modes
+def test_sync_gradients(ctx, mode):
     module = nn.ModuleDict({"a": Scale(), "b": Scale(), "c": Scale()})
     module.forward = lambda x: sum(part(x) for part in module.values())
-    ddp = DataParallel(module, process_group=ctx.group, **mode)
-    x = torch.tensor([ctx.rank + 1.0])
+    ddp = wrapped(ctx, module, **mode)
     with ddp.no_sync():
-        ddp(x).backward()
+        ddp(x_of(ctx)).backward()
     module["b"].w.grad = None if ctx.rank == 0 else module["b"].w.grad
     module["c"].w.grad = None
     ddp.sync_gradients()
-    grads = [param.grad for param in module.parameters()]
-    after = [grad if grad is None else grad.item() for grad in grads]
-    again = []
-    for _ in range(2):
-        ddp.zero_grad()
-        ddp(x).backward()
-        again.append([param.grad.item() for param in module.parameters()])
-    return after, again
+    assert values(module) == [1.5, 1.0, None]  # b: zeros from rank 0; c: None on both
+    assert history_of(ddp, lambda _: ddp(x_of(ctx)), 2) == [[1.5] * 3] * 2
 
 
-@modes
-def test_sync_gradients(pool, mode):
-    for after, again in pool.run(local_then_sync, 2, mode):
-        assert after == [1.5, 1.0, None]  # b: zeros from rank 0; c: None everywhere
-        assert again == [[1.5] * 3] * 2
-
-
-def between_forward_and_backward(ctx):
-    ddp = DataParallel(Scale(), process_group=ctx.group)
-    x = torch.tensor([ctx.rank + 1.0])
-    ddp.module(x).backward()
-    loss = ddp(x)
+@on_ranks(2)
+def test_sync_gradients_leaves_a_waiting_forward_armed(ctx):
+    ddp = wrapped(ctx, Scale())
+    ddp.module(x_of(ctx)).backward()
+    loss = ddp(x_of(ctx))
     ddp.sync_gradients()
-    first = ddp.module.w.grad.item()
+    assert values(ddp) == [1.5]
     loss.backward()
-    return first, ddp.module.w.grad.item()
-
-
-def test_sync_gradients_leaves_a_waiting_forward_armed(pool):
-    assert pool.run(between_forward_and_backward, 2) == [(1.5, 3.0)] * 2
+    assert values(ddp) == [3.0]
 
 
 # ---------------------------------------------------------------------- the forward

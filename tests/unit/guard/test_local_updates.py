@@ -74,14 +74,6 @@ def test_method_of_the_module(ddp):
         update(ddp)
 
 
-def test_second_backward(ddp):
-    first, second = ddp(X), ddp(X)
-    first.backward()
-    second.backward()
-    update(ddp)
-    refused(ddp, LOCAL)
-
-
 def test_averaged_first(ddp):
     ddp.module(X).backward()
     ddp.sync_gradients()
@@ -95,12 +87,6 @@ def test_a_stray_backward_is_not_excused_by_zeros(ddp, set_to_none):
     ddp.module(X).backward()
     update(ddp, drops=False)
     ddp.zero_grad(set_to_none=set_to_none)
-    refused(ddp, LOCAL)
-
-
-def test_no_sync_ends_before_the_update(ddp):
-    half_a_window(ddp)
-    update(ddp, drops=False)
     refused(ddp, LOCAL)
 
 
@@ -131,13 +117,6 @@ def test_grad_function(ddp):
         param.data = param.data  # counts as no change
         with torch.no_grad():
             param -= 0.1 * grad
-    refused(ddp, BYPASSED)
-
-
-def test_cast(ddp):
-    ddp.double().float()
-    ddp(X).backward()
-    update(ddp)
     refused(ddp, BYPASSED)
 
 

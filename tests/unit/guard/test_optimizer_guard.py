@@ -502,18 +502,6 @@ def test_foreign_parameters(setting, lone_group):
     assert fine.a.item() == pytest.approx(0.8)
 
 
-def test_frozen_branch_of_a_gan(lone_group):
-    """The generator's loss leaves gradients on the discriminator; nobody steps them."""
-    gen, dis = Setting(lone_group), Setting(lone_group)
-    for _ in range(2):
-        dis.optimizer.zero_grad()
-        dis.ddp(gen.ddp(X).detach()).backward()
-        dis.optimizer.step()
-        gen.optimizer.zero_grad()
-        dis.ddp(gen.ddp(X)).backward()
-        gen.optimizer.step()
-
-
 # ------------------------------------------------------------- policies, lifetime
 
 

@@ -7,15 +7,16 @@ import threading
 import pytest
 import torch
 
-from minidp import DataParallel, UnsyncedGradientsError
-from tests.support.both import Two
+from minidp import UnsyncedGradientsError
+from tests.support.both import Two, wrapped
 from tests.support.fresh import run_fresh
+from tests.support.ranks import on_ranks
 
 X = torch.tensor([2.0])
 
 
 def setting(ctx, **options):
-    ddp = DataParallel(Two(), process_group=ctx.group, hang_timeout=20.0, **options)
+    ddp = wrapped(ctx, Two(), hang_timeout=20.0, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
     ddp(X).backward()
     optimizer.step()
@@ -26,32 +27,27 @@ def values(ddp):
     return [param.item() for param in ddp.parameters()]
 
 
-def all_skip(ctx, times, slow_rank, options):
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("times", "slow_rank", "options"),
+    [(1, None, {}), (3, 1, {}), (2, None, {"gradient_as_bucket_view": True})],
+    ids=str,
+)
+def test_all_ranks_skip_a_backward(ctx, times, slow_rank, options):
     """A loss that is NaN on all ranks, say: no backward, but a step with zeros."""
-    ddp, optimizer = setting(ctx, **dict(options))
-    history = []
+    ddp, optimizer = setting(ctx, **options)
+    before = values(ddp)
     for k in range(times):
         optimizer.zero_grad(set_to_none=False)
         ddp(X)
         if ctx.rank == slow_rank and not k:
             threading.Event().wait(0.7)
         optimizer.step()  # momentum moves parameters
-        history.append(values(ddp))
+        assert values(ddp) != before
     optimizer.zero_grad(set_to_none=False)
     ddp(X).backward()
     optimizer.step()
-    return [*history, values(ddp)]
-
-
-@pytest.mark.parametrize(
-    ("times", "slow_rank", "options"),
-    [(1, None, ()), (3, 1, ()), (2, None, (("gradient_as_bucket_view", True),))],
-    ids=str,
-)
-def test_all_ranks_skip_a_backward(pool, times, slow_rank, options):
-    first, second = pool.run(all_skip, 2, times, slow_rank, options)
-    assert first == second
-    assert first[0] != first[1]  # it did move
+    return values(ddp)
 
 
 def one_skips(ctx):
@@ -83,9 +79,10 @@ def test_one_rank_skips_a_backward():
     assert "Rank 1 gave up: UnsyncedGradientsError: [rank 1] A forward" in theirs
 
 
-def a_forward_more_on_one_rank(ctx):
+@on_ranks(2)
+def test_who_has_nothing_to_skip_is_not_asked(ctx):
     """Rank 0 looks at a loss; then all make the optimizer's state, with zeros."""
-    ddp = DataParallel(Two(), process_group=ctx.group, hang_timeout=20.0)
+    ddp = wrapped(ctx, Two(), hang_timeout=20.0)
     optimizer = torch.optim.Adam(ddp.parameters(), weight_decay=0.1)
     if ctx.rank == 0:
         ddp(X)
@@ -99,25 +96,13 @@ def a_forward_more_on_one_rank(ctx):
     return first, values(ddp)
 
 
-def test_who_has_nothing_to_skip_is_not_asked(pool):
-    first, second = pool.run(a_forward_more_on_one_rank, 2)
-    assert first == second
-
-
-def nobody_tells(ctx):
-    ddp = DataParallel(Two(), process_group=ctx.group, hang_timeout=None)
+@on_ranks(2)
+def test_without_news_of_the_others_it_is_an_error(ctx):
+    ddp = wrapped(ctx, Two(), hang_timeout=None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     ddp(X).backward()
     optimizer.zero_grad(set_to_none=False)
     optimizer.step()
     ddp(X)
-    try:
+    with pytest.raises(UnsyncedGradientsError, match="with hang_timeout=None"):
         optimizer.step()
-    except UnsyncedGradientsError as error:
-        return str(error)
-    return ""
-
-
-def test_without_news_of_the_others_it_is_an_error(pool):
-    for text in pool.run(nobody_tells, 2):
-        assert "with hang_timeout=None" in text

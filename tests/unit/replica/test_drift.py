@@ -20,7 +20,8 @@ from minidp import DataParallel, ReplicaMismatchError, comm_hooks
 from minidp.comm.hook import CommHook
 from minidp.replica.digest import digest_of, sum_of_bits
 from minidp.replica.drift import PATIENCE, is_foreign
-from tests.support.both import done
+from tests.support.both import done, error_of, wrapped
+from tests.support.ranks import on_ranks
 
 
 def make(ctx, **options):
@@ -149,7 +150,11 @@ def test_rounding_is_said_once_by_default(pool):
         assert "0.weight has other last bits on rank 1 (step 1). " in text
 
 
-def other_inputs(ctx, forward_sync, spoils):
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("forward_sync", "spoils"), [(True, False), (False, False), (True, True)]
+)
+def test_module_buffers_are_compared_if_they_are_broadcast(ctx, forward_sync, spoils):
     """Other running means; the broadcast that makes them equal may be broken."""
     ddp = make(ctx, check_replicas_every=1, forward_sync_buffers=forward_sync)
     optimizer = sgd(ddp)
@@ -159,26 +164,12 @@ def other_inputs(ctx, forward_sync, spoils):
 
     def spoil(module, root=0):
         real(module, root)
-        ddp.module[1].running_mean[0] += ctx.rank
+        ddp.module[1].running_mean[0] += ctx.rank * spoils
 
-    if spoils:
-        ddp._replication.broadcast_buffers = spoil
-    try:
-        step(ddp, optimizer)
-        step(ddp, optimizer)
-    except ReplicaMismatchError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("forward_sync", [True, False])
-def test_module_buffers_that_may_differ_are_left_alone(pool, forward_sync):
-    assert pool.run(other_inputs, 2, forward_sync, False) == [""] * 2
-
-
-def test_module_buffers_that_are_broadcast_are_compared(pool):
-    for text in pool.run(other_inputs, 2, True, True):
-        assert "Parameters: 1.running_mean." in text
+    ddp._replication.broadcast_buffers = spoil
+    error = error_of(lambda: [step(ddp, optimizer) for _ in range(2)])
+    assert error.startswith("ReplicaMismatchError: " if spoils else "")
+    assert ("Parameters: 1.running_mean." in error) == bool(error) == spoils
 
 
 # -- who updates, and how --------------------------------------------------------------
@@ -279,7 +270,9 @@ def test_a_step_inside_no_sync_is_said_once(pool):
 # -- what only some ranks do -----------------------------------------------------------
 
 
-def uneven_forwards(ctx, way):
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["plain", "sync_gradients", "join"])
+def test_a_forward_more_on_one_rank(ctx, way):
     """Rank 0 looks at a loss before the others do anything: nobody waits for it."""
     ddp = make(ctx, forward_sync_buffers=False)
     optimizer = sgd(ddp)
@@ -292,20 +285,16 @@ def uneven_forwards(ctx, way):
     with ddp.join(enable=way == "join"):
         for _ in range(3):
             step(ddp, optimizer)
-    return True
 
 
-@pytest.mark.parametrize("way", ["plain", "sync_gradients", "join"])
-def test_a_forward_more_on_one_rank(pool, way):
-    assert pool.run(uneven_forwards, 2, way) == [True] * 2
-
-
-def probing(ctx, probes):
+@on_ranks(2)
+@pytest.mark.parametrize("probes", [(0,), (0, 1, 2, 3)])
+def test_a_rank_may_look_at_more(ctx, probes):
     """Rank 0 alone runs forwards for its log, between a backward and its step.
 
     Without buffers: they would be broadcast, and torch hangs there, too.
     """
-    ddp = DataParallel(nn.Linear(4, 3), process_group=ctx.group, hang_timeout=20.0)
+    ddp = wrapped(ctx, nn.Linear(4, 3), hang_timeout=20.0)
     optimizer = sgd(ddp)
     for k in range(4):
         optimizer.zero_grad()
@@ -313,13 +302,14 @@ def probing(ctx, probes):
         if ctx.rank == 0 and k in probes:
             ddp(torch.ones(3, 4))
         optimizer.step()
-    return [p.detach().clone() for p in ddp.parameters()]
+    return [p.detach() for p in ddp.parameters()]
 
 
+@on_ranks(2)
 @mock.patch("minidp.replica.drift.CONFIRM_SECONDS", 0.05)
-def only_rank_0_steps(ctx, _probes):
+def test_a_rank_may_step_alone(ctx):
     """It has loaded a checkpoint, and sends its parameters after every step."""
-    ddp = DataParallel(nn.Linear(4, 3), process_group=ctx.group, hang_timeout=20.0)
+    ddp = wrapped(ctx, nn.Linear(4, 3), hang_timeout=20.0)
     optimizer = sgd(ddp)
     if ctx.rank == 0:
         load(ddp)
@@ -330,62 +320,48 @@ def only_rank_0_steps(ctx, _probes):
             optimizer.step()
         for param in ddp.parameters():
             dist.broadcast(param.detach(), group=ctx.group, group_src=0)
-    return [p.detach().clone() for p in ddp.parameters()]
+    return [p.detach() for p in ddp.parameters()]
 
 
-@pytest.mark.parametrize(
-    ("train", "probes"),
-    [(probing, (0,)), (probing, (0, 1, 2, 3)), (only_rank_0_steps, ())],
-)
-def test_a_rank_may_do_more(pool, train, probes):
-    zero, one = pool.run(train, 2, probes)
-    assert all(a.equal(b) for a, b in zip(zero, one, strict=True))
+def is_compared(ddp):
+    return ddp._replication.check is not None
 
 
-def checks(ctx):
-    ddp = make(ctx)
-    twin, unverified = copy.deepcopy(ddp), make(ctx, init_sync=False)
-    return [each._replication.check is not None for each in (ddp, twin, unverified)]
-
-
-def test_ranks_that_may_not_agree_compare_nothing(pool, lone_group):
+@on_ranks(2)
+def test_ranks_that_may_not_agree_compare_nothing(ctx):
     """Ranks may copy as they like."""
-    assert pool.run(checks, 2) == [[True, False, False]] * 2
-    assert DataParallel(nn.Linear(1, 1))._replication.check is None  # one rank
+    ddp = make(ctx)
+    assert is_compared(ddp)
+    assert not is_compared(copy.deepcopy(ddp))
+    assert not is_compared(make(ctx, init_sync=False))
 
 
-def refused(ctx, way):
-    try:
-        ddp = make(ctx, check_replicas_every=ctx.rank if way == "options" else 2)
-        optimizer = sgd(ddp)
+def test_one_rank_compares_nothing(lone_group):
+    assert not is_compared(DataParallel(nn.Linear(1, 1)))
+
+
+@on_ranks(2)
+def test_ranks_compare_at_the_same_steps(ctx):
+    found = "option check_replicas_every: 0 (rank 0); found on rank 1: 1."
+    assert found in error_of(lambda: make(ctx, check_replicas_every=ctx.rank))
+    ddp = make(ctx, check_replicas_every=2)
+    optimizer = sgd(ddp)
+    for _ in range(2):
         step(ddp, optimizer)
-        step(ddp, optimizer)
-        ddp._reducer.ledger.finalized += 2 * ctx.rank
-        step(ddp, optimizer)
-    except ReplicaMismatchError as error:
-        return str(error)
-    return ""
+    ddp._reducer.ledger.finalized += 2 * ctx.rank
+    error = error_of(lambda: step(ddp, optimizer))
+    assert "The ranks are at different steps." in error
+    assert "Found: 2 on rank 0, 4 on rank 1." in error
 
 
-def test_ranks_compare_at_the_same_steps(pool):
-    for text in pool.run(refused, 2, "options"):
-        assert "option check_replicas_every: 0 (rank 0); found on rank 1: 1." in text
-    for text in pool.run(refused, 2, "steps"):
-        assert "The ranks are at different steps." in text
-        assert "Found: 2 on rank 0, 4 on rank 1." in text
-
-
-def after_reset(ctx):
+@on_ranks(2)
+def test_goes_on_after_reset(ctx):
     ddp = make(ctx, check_replicas_every=1)
     optimizer = sgd(ddp)
     step(ddp, optimizer)
     ddp.reset()
     step(ddp, optimizer)
-    return ddp._replication.check._agreed
-
-
-def test_goes_on_after_reset(pool):
-    assert pool.run(after_reset, 2) == [1] * 2
+    assert ddp._replication.check._agreed == 1
 
 
 # -- sums ------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel
+from tests.support.both import error_of, wrapped
+from tests.support.ranks import on_ranks
 
 
 class Module(nn.Module):
@@ -29,8 +33,8 @@ def param(*shape, dtype=torch.float32, frozen=False):
     return nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=not frozen)
 
 
-def one(**options):
-    return Module(a=param(2)), options
+def one(*shape, dtype=torch.float32, **options):
+    return Module(a=param(*shape or [2], dtype=dtype)), options
 
 
 def two(**more):
@@ -41,57 +45,40 @@ def with_buffer(size=1, **more):
     return Module(a=param(2), stat=torch.zeros(size, **more)), {}
 
 
+def having(**tensors):
+    return Module(**tensors), {}
+
+
 # Name -> what ranks 0 and 1 build: a module, and options; what the error says.
 LACKS_B = "Rank 1 lacks [parameter b] of rank 0, and has besides []."
+HAS_B = "Rank 1 lacks [] of rank 0, and has besides [parameter b]."
+BOTH = "Rank 1 lacks [parameter a] of rank 0, and has besides [parameter b]."
 CASES = {
-    "count": (lambda: two(), lambda: one(), LACKS_B),
-    "extra": (
-        lambda: one(),
-        lambda: two(),
-        "Rank 1 lacks [] of rank 0, and has besides [parameter b].",
-    ),
-    "renamed": (
-        lambda: one(),
-        lambda: (Module(b=param(2)), {}),
-        "Rank 1 lacks [parameter a] of rank 0, and has besides [parameter b].",
-    ),
+    "count": (two, one, LACKS_B),
+    "extra": (one, two, HAS_B),
+    "renamed": (one, lambda: having(b=param(2)), BOTH),
+    "ignored": (two, partial(two, ignore=["b"]), LACKS_B),
     "shape": (
-        lambda: (Module(a=param(2, 3)), {}),
-        lambda: (Module(a=param(3, 3)), {}),
+        partial(one, 2, 3),
+        partial(one, 3, 3),
         "Expected parameter a: shape (2, 3), stride (3, 1), torch.float32, on cpu, "
         "trainable (rank 0); found on rank 1: shape (3, 3), stride (3, 1), ",
     ),
     "stride": (
-        lambda: (Module(a=param(2, 3)), {}),
-        lambda: (Module(a=nn.Parameter(torch.zeros(3, 2).t())), {}),
+        partial(one, 2, 3),
+        lambda: having(a=nn.Parameter(torch.zeros(3, 2).t())),
         "(rank 0); found on rank 1: shape (2, 3), stride (1, 2), ",
     ),
-    "dtype": (
-        lambda: one(),
-        lambda: (Module(a=param(2, dtype=torch.float64)), {}),
-        "(rank 0); found on rank 1: shape (2,), stride (1,), torch.float64, on cpu, ",
-    ),
+    "dtype": (one, partial(one, dtype=torch.float64), "e (1,), torch.float64, on cpu,"),
     "order": (
-        lambda: two(),
-        lambda: (Module(b=param(2), a=param(2)), {}),
+        two,
+        lambda: having(b=param(2), a=param(2)),
         "Expected parameter a, as on rank 0; rank 1 has parameter b in its place "
         "(another registration order).",
     ),
-    "buffer shape": (
-        lambda: with_buffer(),
-        lambda: with_buffer(2),
-        "Expected module buffer stat: shape (1,), stride (1,), torch.float32, on cpu "
-        "(rank 0); found on rank 1: shape (2,), stride (1,), torch.float32, on cpu.",
-    ),
-    "buffer dtype": (
-        lambda: with_buffer(),
-        lambda: with_buffer(dtype=torch.int64),
-        "found on rank 1: shape (1,), stride (1,), torch.int64, on cpu.",
-    ),
-    "no buffer": (lambda: with_buffer(), lambda: one(), "lacks [module buffer stat]"),
     "frozen": (
-        lambda: two(),
-        lambda: (Module(a=param(2), b=param(2, frozen=True)), {}),
+        two,
+        lambda: having(a=param(2), b=param(2, frozen=True)),
         "Expected parameter b: shape (2,), stride (1,), torch.float32, on cpu, "
         "trainable (rank 0); found on rank 1: shape (2,), stride (1,), torch.float32, "
         "on cpu, frozen.",
@@ -101,136 +88,111 @@ CASES = {
         lambda: (nn.Embedding(2, 2, sparse=True), {}),
         "on cpu, trainable, sparse.",
     ),
-    "ignored": (lambda: two(), lambda: two(ignore=["b"]), LACKS_B),
-    "find_unused_parameters": (
-        lambda: one(),
-        lambda: one(find_unused_parameters=True),
-        "Expected option find_unused_parameters: False (rank 0); found on rank 1: "
-        "True.",
+    "buffer shape": (
+        with_buffer,
+        partial(with_buffer, 2),
+        "Expected module buffer stat: shape (1,), stride (1,), torch.float32, on cpu "
+        "(rank 0); found on rank 1: shape (2,), stride (1,), torch.float32, on cpu.",
     ),
-    "static_graph": (
-        lambda: one(),
-        lambda: one(static_graph=True),
-        "Expected option static_graph: False (rank 0); found on rank 1: True.",
+    "buffer dtype": (with_buffer, partial(with_buffer, dtype=torch.int64), "h.int64, "),
+    "no buffer": (with_buffer, one, "lacks [module buffer stat]"),
+}
+# Name of an option in the error -> options of ranks 0 and 1, and the values told.
+OPTIONS = {
+    "find_unused_parameters": ({}, {"find_unused_parameters": True}, "False", "True."),
+    "static_graph": ({}, {"static_graph": True}, "False", "True."),
+    "bucket caps (bytes)": (
+        *({"bucket_cap_mb": 1}, {"bucket_cap_mb": 2}),
+        *("BucketCaps(first_bytes=1048576, ", "BucketCaps("),
     ),
-    "caps": (
-        lambda: one(bucket_cap_mb=1),
-        lambda: one(bucket_cap_mb=2),
-        "Expected option bucket caps (bytes): BucketCaps(first_bytes=1048576, ",
+    "module buffers are broadcast before forwards": (
+        *({"forward_sync_buffers": False}, {}, "False", "True."),
     ),
-    "buffers": (
-        lambda: one(forward_sync_buffers=False),
-        lambda: one(),
-        "Expected option module buffers are broadcast before forwards: False (rank 0)",
-    ),
-    "initial buffers": (
-        lambda: one(broadcast_buffers=False),
-        lambda: one(),
-        "Expected option module buffers are broadcast at construction: False (rank 0)",
+    "module buffers are broadcast at construction": (
+        *({"broadcast_buffers": False}, {}, "False", "True."),
     ),
 }
+for option, (*given, here, there) in OPTIONS.items():
+    builds = [partial(one, **each) for each in given]
+    CASES[option] = (*builds, f"Expected option {option}: {here}", f"rank 1: {there}")
 
 
-def wrap(ctx, build):
-    """(error class, text, sum over ranks): the group must work afterwards."""
+def error_of_wrapping(ctx, build):
+    """What the constructor raises; the group must work afterwards."""
     module, options = build
-    try:
-        DataParallel(module, process_group=ctx.group, **options)
-    except Exception as error:
-        kind, text = type(error).__name__, str(error)
-    else:
-        kind, text = "", ""
+    error = error_of(lambda: wrapped(ctx, module, **options))
     value = torch.tensor([1])
     dist.all_reduce(value, group=ctx.group)
-    return kind, text, value.item()
+    assert value == ctx.world_size
+    return error
 
 
-def wrap_case(ctx, case, odd):
-    return wrap(ctx, CASES[case][ctx.rank == odd]())
-
-
+@on_ranks()
 @pytest.mark.parametrize(
-    ("case", "ranks", "odd"),
+    ("case", "where", "odd"),
     [*((case, 2, 1) for case in CASES), ("frozen", 3, 2), ("frozen", (2, 3), 1)],
 )
-def test_mismatch_is_named_on_every_rank(pool, case, ranks, odd):
+def test_mismatch_is_named_on_every_rank(ctx, case, odd):
     """Ranks count within their group."""
-    results = pool.run(wrap_case, ranks, case, odd)
-    words = CASES[case][2].replace("rank 1", f"rank {odd}")
-    for rank, (kind, text, total) in enumerate(results):
-        assert kind == "ReplicaMismatchError"
-        assert text.startswith(
-            f"[rank {rank}] DataParallel expects the same model and options on all "
-        )
-        assert words in text
-        assert "build the module identically on every rank" in text
-        assert total == len(results)
+    error = error_of_wrapping(ctx, CASES[case][ctx.rank == odd]())
+    mine = f"ReplicaMismatchError: [rank {ctx.rank}] DataParallel expects the same mod"
+    assert error.startswith(mine)
+    assert "build the module identically on every rank" in error
+    for words in CASES[case][2:]:
+        assert words.replace("rank 1", f"rank {odd}") in error
 
 
 # ------------------------------------------------------ a rank rejects its arguments
 
 
 REJECTED = (
-    "bucket_cap_mb must be finite and not negative (MiB), but got -1; 0 gives every "
-    "parameter its own bucket."
+    "ValueError: bucket_cap_mb must be finite and not negative (MiB), but got -1; 0 "
+    "gives every parameter its own bucket."
 )
 
 
-def reject_on_one(ctx, who, options):
-    return wrap(ctx, one(bucket_cap_mb=-1 if ctx.rank == who else 1, **options))
+@on_ranks(2)
+@pytest.mark.parametrize(("who", "init_sync"), [(0, True), (1, True), (0, False)])
+def test_a_rank_that_rejects_its_arguments_tells_the_others(ctx, who, init_sync):
+    """Without init_sync nobody is told."""
+    cap = -1 if ctx.rank == who else 1
+    error = error_of_wrapping(ctx, one(bucket_cap_mb=cap, init_sync=init_sync))
+    if ctx.rank == who:
+        assert error == REJECTED
+    elif init_sync:
+        assert error.startswith("ReplicaMismatchError: ")
+        assert f"rank {who} rejected its arguments: {REJECTED}" in error
+    else:
+        assert error == ""
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_rejects_its_arguments_tells_the_others(pool, who):
-    results = pool.run(reject_on_one, 2, who, {})
-    assert results[who] == ("ValueError", REJECTED, 2)
-    kind, text, total = results[1 - who]
-    assert (kind, total) == ("ReplicaMismatchError", 2)
-    assert f"rank {who} rejected its arguments: ValueError: {REJECTED}" in text
-
-
-def test_without_init_sync_nobody_is_told(pool):
-    first, second = pool.run(reject_on_one, 2, 0, {"init_sync": False})
-    assert first[0] == "ValueError"
-    assert second == ("", "", 2)
-
-
-def reject_everywhere(ctx):
-    return wrap(ctx, (Module(a=param(2, frozen=True)), {}))
-
-
-def test_all_ranks_reject_alike(pool):
-    for kind, text, total in pool.run(reject_everywhere, 2):
-        assert (kind, total) == ("RuntimeError", 2)
-        assert text.startswith("DistributedDataParallel is not needed when a module")
+@on_ranks(2)
+def test_all_ranks_reject_alike(ctx):
+    error = error_of_wrapping(ctx, having(a=param(2, frozen=True)))
+    assert error.startswith("RuntimeError: DistributedDataParallel is not needed when")
 
 
 # ------------------------------------------------------- ranks that are not on minidp
 
 
-def wrap_in_either(ctx, torchs, options):
-    module, _ = with_buffer(3)
-    if ctx.rank not in torchs:
-        return wrap(ctx, (module, options))
-    with pytest.raises(RuntimeError, match="DDP expects same model across all ranks"):
-        DistributedDataParallel(module, process_group=ctx.group)
-    dist.all_reduce(torch.zeros(1, dtype=torch.int64), group=ctx.group)
-    return None
-
-
+@on_ranks(3)
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": -1}], ids=str)
 @pytest.mark.parametrize("torchs", [[0], [1], [0, 2]])
-def test_a_rank_on_torch_is_named_and_nobody_is_aborted(pool, torchs):
-    results = pool.run(wrap_in_either, 3, torchs, {})
-    for rank in sorted({0, 1, 2} - set(torchs)):
-        kind, text, _ = results[rank]
-        assert kind == "ReplicaMismatchError"
-        assert text.startswith(f"[rank {rank}] The model is wrapped by torch's Dist")
-        assert f"on rank {', '.join(map(str, torchs))}, but by minidp" in text
-
-
-def test_a_rank_that_rejects_its_arguments_says_that_also_to_torch(pool):
-    results = pool.run(wrap_in_either, 2, [1], {"bucket_cap_mb": -1})
-    assert results[0][:2] == ("ValueError", REJECTED)
+def test_a_rank_on_torch_is_named_and_nobody_is_aborted(ctx, torchs, options):
+    """A rank that rejects its arguments says that also to torch."""
+    module, _ = with_buffer(3)
+    if ctx.rank in torchs:
+        with pytest.raises(RuntimeError, match="DDP expects same model across all ran"):
+            DistributedDataParallel(module, process_group=ctx.group)
+        dist.all_reduce(torch.tensor([1]), group=ctx.group)
+        return
+    error = error_of_wrapping(ctx, (module, options))
+    if options:
+        assert error == REJECTED
+    else:
+        mine = f"ReplicaMismatchError: [rank {ctx.rank}] The model is wrapped by torch"
+        assert error.startswith(mine)
+        assert f"on rank {', '.join(map(str, torchs))}, but by minidp" in error
 
 
 # --------------------------------------------------------------------- equal replicas
