@@ -95,8 +95,8 @@ MUTANTS = [
     ),
     Mutant(
         "batched copies are not divided",
-        "kernels.divide(self.payload, divisor)\n            self._tracked",
-        "self._tracked",
+        "            kernels.divide(self.payload, factors.post)\n",
+        "",
     ),
     Mutant(
         "average over the initial world size in join()",
@@ -170,7 +170,7 @@ MUTANTS = [
     ),
     Mutant(
         "a comm hook's result is divided",
-        "self.divisor if hook is None or self.items else 1\n",
+        "self.divisor if hook is None or self.items is not None else 1\n",
         "self.divisor\n",
     ),
     Mutant(
@@ -180,7 +180,7 @@ MUTANTS = [
     ),
     Mutant(
         "sparse gradients are not divided",
-        "kernels.divide(self.payload, divisor)\n        self._advance",
+        "kernels.divide(self.payload, factors.product)\n        self._advance",
         "self._advance",
     ),
     Mutant(

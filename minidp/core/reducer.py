@@ -296,7 +296,7 @@ class Reducer:
         """
         with self._lock:
             self._tasks.pop(task, None)
-            if running(self._tasks):
+            if self._tasks and running(self._tasks):
                 return  # a task around this one, or on another thread, still runs
             self._tasks.clear()
             if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
