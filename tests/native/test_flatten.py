@@ -516,7 +516,7 @@ def test_difference_alone_a_change_by_way_of_data_stays(lone_group, library):
     bucket = ddp._reducer.queue.buckets[0]
     for edit, stays in ((lambda g: g.mul_(7), False), (lambda g: g.data.mul_(7), True)):
         module.weight.grad = torch.ones(2, 2)
-        bucket.flatten([module.weight.grad], 1)
+        bucket.flatten([module.weight.grad], ddp._reducer.queue.averaging.factors)
         edit(module.weight.grad)
         bucket.all_reduce()
         bucket.wait()
