@@ -231,9 +231,10 @@ class Communicator:
     def wait(self, work: Work) -> Any:
         """Wait for a collective, at most until the time limit; return its result.
 
-        Raises TimeoutError at the limit, or if another rank gave up; `watching` makes a
-        `CollectiveError` of it. There is no limit but the backend's if `limit` is None
-        or one rank, or the backend is not Gloo and the work has no ``can_time_out``.
+        Raises TimeoutError at the limit (which `extend` may move, if `is_patient`), or
+        if another rank gave up; `watching` makes a `CollectiveError` of it. There is no
+        limit but the backend's if `limit` is None or one rank, or the backend is not
+        Gloo and the work has no ``can_time_out``.
         """
         is_timed = self._is_timed or getattr(work, "can_time_out", False)
         if self.limit is None or not is_timed or is_done_within(work, SLICE_SECONDS):

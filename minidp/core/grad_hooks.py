@@ -255,7 +255,8 @@ class PendingGrads:
     ) -> None:
         """Set all entries; reset counts and ready order; C++ hooks use ``divisor``.
 
-        UNSET ones of parameters ``via_reducer`` become VIA_REDUCER.
+        UNSET ones of parameters ``via_reducer`` become VIA_REDUCER: their hooks let the
+        reducer record and copy.
         """
         for i in via_reducer:
             if entries[i] is GradState.UNSET:
@@ -296,7 +297,7 @@ class PendingGrads:
     # -- a gradient arrives, or does not -----------------------------------------------
 
     def arrive(self, i: int) -> None:
-        """Record ``.grad``, copied if it fits; `on_full` after a bucket's last.
+        """Record ``.grad``, or COPIED if `copy_now` copied it; maybe `on_full`.
 
         Appends ``i`` to the ready order. If ``i`` was filled in, it leaves `filled`,
         and its entry is replaced, uncopied and not counted again.
@@ -373,7 +374,7 @@ class GradHooks:
             self._dicts.append(cast("dict[int, Any]", handle.hooks_dict_ref()))
 
     def python_hook(self, i: int) -> Callable[[Any, Any], None]:
-        """Return the Python hook of parameter ``i``, which compiled graphs call too."""
+        """Return ``i``'s Python hook; beside native hooks compiled graphs call it."""
         return MethodType(self._hooks[i], i)
 
     @property

@@ -198,7 +198,10 @@ class Guard:
                 raise
 
     def _complain(self, problem: str) -> None:
-        """Raise, warn of or ignore ``problem``, as ``unsynced`` says; "": nothing."""
+        """Raise, warn of or ignore ``problem``, as ``unsynced`` says; "": nothing.
+
+        Before it raises within a backward, it tells the other ranks.
+        """
         if problem and self.policy == "raise":
             error = UnsyncedGradientsError(problem)
             # In these phases other ranks wait for missing gradients.

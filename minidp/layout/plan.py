@@ -9,8 +9,9 @@ of five parameters, 4-byte elements, caps of 1 and 2 KiB, reduced in this order:
               offset  0              16               160         176
 
 Slots have no padding, a bucket holds one dtype on one device, and buckets are launched
-in index order on every rank. The rules are torch's, because at three and more ranks the
-last bits of a sum depend on a gradient's place in its bucket.
+in index order on every rank. But for delayed parameters the rules are torch's, because
+at three and more ranks the last bits of a sum depend on a gradient's place in its
+bucket.
 """
 
 from __future__ import annotations

@@ -168,7 +168,10 @@ def _output(command: list[str]) -> str:
 
 
 def _fitting_nvcc() -> tuple[str, str]:
-    """Return path and version of an nvcc of torch's CUDA major version, or "", ""."""
+    """Return path and version text of the first nvcc that is found.
+
+    "", "" if there is none, or it is not of torch's CUDA major version.
+    """
     wanted = torch.version.cuda
     if wanted is None:
         return "", ""

@@ -142,7 +142,10 @@ class Stopwatch:
         return self._queue.communicator.group
 
     def clear(self) -> None:
-        """Drop finished steps; the current one becomes step 0, its hooks not timed."""
+        """Drop finished steps; count anew, from the current one on, which are timed.
+
+        The current step's hooks are no longer timed; its number stays.
+        """
         self._finished.clear()
         self._num_begun = int(self._marks is not None)
         self._timing.switch(on=False)

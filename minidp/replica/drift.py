@@ -228,7 +228,11 @@ class ReplicaCheck(Observer):
         )
 
     def _is_rounding(self, snapshot: _Snapshot, names: Sequence[str]) -> bool:
-        """Collective: return whether no difference of ``names`` exceeds rounding."""
+        """Collective: return whether differences of ``names`` may all be rounding.
+
+        Compares present values with rank 0's, up to the tensor that reaches 64 MiB;
+        does not look at later ones.
+        """
         worst, left = 0.0, MOST_BYTES
         for tensor in (snapshot.tensors[name] for name in names):
             if left > 0:

@@ -48,7 +48,7 @@ class ItemRows(ItemCounts):
         self._sum = Sum(quorum, rows)
 
     def settle(self) -> None:
-        """Wait for all sums of the backward, if the counts were sent."""
+        """If counts were sent, wait for all sums of the backward; store the counts'."""
         if self._sum is not None:
             self._message, self._sum = self._sum.wait(), None
 

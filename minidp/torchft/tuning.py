@@ -75,7 +75,11 @@ class Tuning(Agreement):
         return self._decided[1] if self._decided else None
 
     def agree(self, step: int, quorum: int | None, layout: Layout | None) -> None:
-        """As in `Agreement`; without a layout begin the search anew."""
+        """Use ``layout``, rank 0's proposal, for the next trial once ``step`` commits.
+
+        The first one is torch's, and begins no trial. None: begin the search anew, in
+        ``quorum``; if torch's layout is not known yet, do nothing.
+        """
         trial, is_first = self.plan["trial"] + 1, self.plan["torchs"] is None
         if layout is None:
             if not is_first:

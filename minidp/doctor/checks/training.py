@@ -166,7 +166,7 @@ def judge_saving(logs: Logs) -> Finding:
 
 
 def judge_printing(logs: Logs) -> Finding:
-    """Return a warning if a rank printed as many lines as the first or more, or ok."""
+    """Return a warning if another rank printed lines, as many as the first; or ok."""
     (first, usual), *others = [(rank, log["lines"]) for rank, log in logs.items()]
     noisy = [rank for rank, count in others if count and count >= usual]
     if noisy:
