@@ -62,8 +62,8 @@ def train(device: torch.device, steps: int, state: PowerSGDState | None) -> floa
     return mean.item()
 
 
-def main() -> None:
-    """Train without and with compression; compare."""
+def main() -> dist.ProcessGroup:
+    """Train without and with compression; compare. Return the group, now unused."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--rank", type=int, default=2, help="of the matrices (default 2)"
@@ -84,8 +84,12 @@ def main() -> None:
             f"PowerSGD    loss {compressed:.4f}  1/{ratio:.0f} of the elements travel"
         )
     assert ratio > 2
+    group = dist.group.WORLD
     dist.destroy_process_group()
+    return group
 
 
 if __name__ == "__main__":
-    main()
+    # Callbacks of this hook hold the group. If a thread of Gloo that ends one were the
+    # last to hold it, that thread would free the group, wait for itself, and abort.
+    kept_until_exit = main()

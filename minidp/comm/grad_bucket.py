@@ -25,9 +25,10 @@ class Turn:
 class GradBucket:
     """Give a comm hook the gradients, parameters and group of one full bucket.
 
-    Gradients are this rank's own, *not divided* by anything, zeros if missing:
-    averaging is the hook's task. ``divisor()``, ``process_group()``, ``in_row_major()``
-    are not torch's. The buffer is flat (1-D, real), or the one sparse gradient.
+    Gradients are this rank's own, *not divided* by anything: averaging is the hook's
+    task. A missing one is the present ``.grad``, or zeros if that is None.
+    ``divisor()``, ``process_group()``, ``in_row_major()`` are not torch's. The buffer
+    is flat (1-D, real), or the one sparse gradient.
     """
 
     def __init__(

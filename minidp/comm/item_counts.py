@@ -272,7 +272,7 @@ class ItemCounts:
 def _problem(told: Sequence[tuple[int, int, float]]) -> tuple[str, str, str] | None:
     """Return what is wrong, what was expected, what to do; None: a mean can be taken.
 
-    ``told``: number, flags and count of each rank; flags are the module's constants.
+    ``told``: per rank its rank, flags (the module's constants) and count of items.
     """
     silent, stale, each, few = (
         [r for r, flags, _ in told if flags & flag]

@@ -188,7 +188,10 @@ class GradTable:
 
 
 def native_table(params: Sequence[Tensor], reducer: Reducer) -> Any | None:
-    """Return a native `GradTable`, all CLOSED; None if no extension fits ``params``."""
+    """Return a native `GradTable` that asks ``reducer``; None if no extension fits.
+
+    All entries are CLOSED: the first gradient asks `Reducer.admit`.
+    """
     library = extension_for(params)
     if library is None:
         return None

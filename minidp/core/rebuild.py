@@ -35,7 +35,10 @@ class RebuildPolicy:
     def plain_layout(
         self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig
     ) -> dict[str, Any]:
-        """Return the next layout, ``now`` or the due rebuild's, as `to_plain` does."""
+        """Return the next layout as `to_plain` does: ``now``, or that of a due rebuild.
+
+        The latter by this rank's ready order; rank 0's is the one that all will use.
+        """
         if self._order is not None:
             now = layout_after(self._order, specs, config)
         rebuilt = self.has_rebuilt or self._order is not None

@@ -1,8 +1,9 @@
-"""Run the checks of the command ``minidp doctor`` in order, with a time limit each.
+"""Run the stages of ``minidp doctor`` in order; each check has a time limit.
 
 alone          environment, port, variables, interfaces, backends, machine
 meet           ranks find each other through the store; who is missing is named
-compare        versions, settings, GPUs: facts by way of the store
+compare        versions, settings, GPUs: facts by way of the store (one check with
+               the meeting)
 communicate    clocks, all-reduce, gradients, on groups with a short timeout; if a rank
                has died or failed, the others leave out what comes after
 report         the lowest rank that came prints what all ranks found

@@ -117,7 +117,10 @@ class TrainingLog:
 
     @_harmless
     def _observe(self, undo: ExitStack) -> None:
-        """Record the epoch at each ``iter(sampler)``, until ``undo`` is closed."""
+        """Give the sampler a class that records the epoch at each ``iter(sampler)``.
+
+        ``undo`` gives it its own class back.
+        """
         sampler = self._sampler
         kind: Any = type(sampler)
         epochs = self.facts["epochs"]

@@ -88,7 +88,10 @@ class Analysis:
 
 
 def analyse(run: Run) -> Analysis | None:
-    """Return the `Analysis` of a run; None if no step was recorded by all its ranks."""
+    """Return the `Analysis` of a run; None if no step was recorded by all its ranks.
+
+    Overlap and skew are those of such steps; the forecast uses other steps, too.
+    """
     overlaps = overlaps_of(run)
     if not overlaps:
         return None

@@ -163,7 +163,10 @@ class Late:
 
 @dataclass(frozen=True)
 class Skew:
-    """Hold how late each rank comes to its forward, backward, and bucket launches."""
+    """Hold how long after the median of the others each rank comes to its places.
+
+    Places: its forward, its backward, each launch of a bucket.
+    """
 
     late: Mapping[Place, Mapping[int, Late]]  # by place, in order of time, and by rank
     error_s: float  # the largest error of a clock offset

@@ -279,7 +279,7 @@ def _bandwidth(bytes_per_s: float) -> str:
 
 
 def _digits(number: float) -> str:
-    """Return a number as text: three digits, large ones without exponent (3600)."""
+    """Return a number as text of three digits; from 1000 on as an integer (3612)."""
     return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 

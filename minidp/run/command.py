@@ -1,4 +1,7 @@
-"""Define ``minidp run``: its options, and what it does in which order."""
+"""Define ``minidp run``: run a script with minidp in the place of torch's DDP.
+
+With options also: start its ranks, report on their steps, compare with torch's DDP.
+"""
 
 from __future__ import annotations
 

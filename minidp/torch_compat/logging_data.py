@@ -47,7 +47,10 @@ VARIABLES = {
 
 
 class LoggingData:
-    """Collect what ``_get_ddp_logging_data()`` returns for one `DataParallel`."""
+    """Collect what ``_get_ddp_logging_data()`` returns for one `DataParallel`.
+
+    Facts at construction, times in sampled iterations, states when it is called.
+    """
 
     def __init__(self, ddp: DataParallel) -> None:
         self._ddp: Any = weakref.proxy(ddp)
