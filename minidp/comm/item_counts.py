@@ -248,7 +248,10 @@ class ItemCounts:
         return range(count)
 
     def _refuse(self, rows: Sequence[Sequence[float]]) -> None:
-        """Raise ItemCountError if all ranks' (flags, count, loss) give no mean."""
+        """Raise ItemCountError if the ranks' (flags, count, loss) give no mean.
+
+        In which cases: see `_problem`.
+        """
         ranks = self.ranks(len(rows))
         told = [(r, int(row[0]), row[1]) for r, row in zip(ranks, rows, strict=True)]
         if (problem := _problem(told)) is None:

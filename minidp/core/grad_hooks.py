@@ -217,9 +217,10 @@ def native_table(params: Sequence[Tensor], reducer: Reducer) -> Any | None:
 
 
 class PendingGrads:
-    """Open, fill and close one `GradTable`, reused by every backward.
+    """Open, record into, and close one `GradTable`, reused by every backward.
 
-    ``reducer`` is a weak proxy: the hooks must not keep the reducer alive.
+    Also fills in missing gradients, pauses and resumes. ``reducer`` is a weak proxy:
+    the hooks must not keep the reducer alive.
     """
 
     def __init__(self, params: Sequence[Tensor], reducer: Reducer) -> None:

@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 
 class Step(NamedTuple):
-    """Announce one rank's forward to the others; all ranks do each field's maximum."""
+    """What one rank's forward will do, for the others; each field's maximum counts.
+
+    Ranks with inputs must agree on ``reduces``, see `_agree`.
+    """
 
     root: int = -1  # a rank with inputs: the highest one broadcasts module buffers
     rebuilds: int = 0  # 1: it rebuilds buckets

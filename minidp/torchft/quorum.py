@@ -199,7 +199,10 @@ class Quorum:
     # -- a backward begins -------------------------------------------------------------
 
     def begin(self) -> int:
-        """Wait for the quorum, adopt its layout; return the number of contributors."""
+        """Wait for the quorum; return how many replicas contribute.
+
+        Uses the bucket layout that the replicas have agreed on, or agrees on one.
+        """
         self.sums = []
         self._find_out()
         received = self._received()
