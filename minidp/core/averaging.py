@@ -69,7 +69,7 @@ class Averaging:
     def begin(self) -> None:
         """Set `active_comm_hook`, `factors`, `wait_description` for a backward."""
         hook = self.active_comm_hook = self.comm_hook
-        # With items and a hook (mixed precision) we divide: the hook sums, see `Turn`.
+        # Over items we divide also for a hook (mixed precision's): its `Turn` has 1.
         divisor = self.divisor if hook is None or self.items is not None else 1
         self.factors = self.factors_of(divisor)
         self.wait_description = "waiting for the all-reduce"
