@@ -1,9 +1,9 @@
 """Trace the events of a backward.
 
-A reducer without a recorder pays a call per step of a bucket (`traced`). With one, each
-gradient takes the slower of the two hook paths, and each event costs one clock read. A
-listener (`Stopwatch` of `overlap/`) gets only the events of buckets and phases, without
-FIRST_GRADIENT; grad hooks are timed separately, which is cheaper::
+With a recorder, each gradient takes the slower of the two hook paths, and each event
+costs one clock read. A listener (`Stopwatch` of `overlap/`) gets only the events of
+buckets and phases, without FIRST_GRADIENT; grad hooks are timed separately, which is
+cheaper. Without both, `Tracer.is_on` is False, and no event is sent::
 
     FIRST_GRADIENT --- FULL --- LAUNCHED --- DONE --- COPIED_OUT
         |                |          |          |          '- reduced values are in .grad
@@ -15,14 +15,13 @@ FIRST_GRADIENT; grad hooks are timed separately, which is cheaper::
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol
 
 import torch
 from torch.profiler import record_function
@@ -105,19 +104,34 @@ class Listener(Protocol):
 
 
 class Tracer:
-    """Receive the events of one reducer, and pass them to recorders and listeners."""
+    """Receive the events of one reducer, and pass them to its recorder and listeners.
+
+    Hot code reads `is_on` first: a call for nobody costs, too.
+    """
 
     def __init__(self) -> None:
-        self.recorder: Recorder | None = None  # of all events
-        self.bucket_recorder: Recorder | None = None  # of all but PARAM_READY
-        self.listeners: list[Listener] = []
+        self.recorder: Recorder | None = None  # of all events; set by `record_into`
+        self.listeners: tuple[Listener, ...] = ()  # changed by `add`, `remove`
+        self.is_on = False  # there is a recorder or a listener
         self.backward = 0  # number of the synchronised backward
 
-    @property
-    def is_on(self) -> bool:
-        """Whether there is a recorder or a listener."""
-        is_recorded = self.recorder is not None or self.bucket_recorder is not None
-        return is_recorded or bool(self.listeners)
+    def record_into(self, recorder: Recorder | None) -> None:
+        """Record all events in ``recorder``; None: in none."""
+        self.recorder = recorder
+        self.is_on = recorder is not None or bool(self.listeners)
+
+    def add(self, listener: Listener) -> None:
+        """Send events to ``listener``, too; a no-op if it gets them already."""
+        if listener not in self.listeners:
+            self.listeners = (*self.listeners, listener)
+            self.is_on = True
+
+    def remove(self, listener: Listener) -> None:
+        """Send no more events to ``listener``; a no-op if it gets none."""
+        if listener in self.listeners:
+            rest = [each for each in self.listeners if each is not listener]
+            self.listeners = tuple(rest)
+            self.is_on = self.recorder is not None or bool(rest)
 
     def note(self, moment: Moment, index: int, *_future: object) -> None:
         """Record an event of a gradient or bucket; pass a bucket's to the listeners.
@@ -126,56 +140,25 @@ class Tracer:
         """
         if self.recorder is not None:
             self.recorder.record(moment, index, self.backward)
-        if self.bucket_recorder is not None and moment is not Moment.PARAM_READY:
-            self.bucket_recorder.record(moment, index, self.backward)
-        if self.listeners and moment is not Moment.PARAM_READY:
-            for listener in tuple(self.listeners):
+        if moment is not Moment.PARAM_READY:
+            for listener in self.listeners:
                 listener.note(moment, index)
 
     def enter(self, phase: StepEvent) -> None:
         """Tell the listeners that a phase of a step begins or ends."""
-        for listener in tuple(self.listeners):
+        for listener in self.listeners:
             listener.enter(phase)
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
-_is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+# Whether torch.profiler runs; a C function.
+is_profiling: Callable[[], bool]
+is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def label(doing: str, bucket: int | None = None) -> AbstractContextManager[object]:
     """Mark a block as ``minidp::doing bucket=3`` for torch.profiler, while it runs."""
-    if not _is_profiling():
+    if not is_profiling():
         return _NOTHING
     which = "" if bucket is None else f" bucket={bucket}"
     return record_function(f"minidp::{doing}{which}")
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def traced(
-    doing: str, *, before: Moment | None = None, after: Moment | None = None
-) -> Callable[[Method], Method]:
-    """Decorate a method ``(self, number, ...)`` that does one step of a bucket.
-
-    Each call is a `label` for torch.profiler. ``self.tracer`` is told of an event
-    ``before`` it, and of another ``after`` it, unless it raises. Nothing else changes.
-    """
-
-    def decorate(method: Method) -> Method:
-        @functools.wraps(method)
-        def with_events(self: Any, number: int, *args: Any) -> Any:
-            if before is not None:
-                self.tracer.note(before, number)
-            if _is_profiling():
-                with label(doing, number):
-                    result = method(self, number, *args)
-            else:
-                result = method(self, number, *args)
-            if after is not None:
-                self.tracer.note(after, number)
-            return result
-
-        return cast("Method", with_events)
-
-    return decorate

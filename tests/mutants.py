@@ -135,8 +135,8 @@ MUTANTS = [
     ),
     Mutant(
         "gradients are copied out before the all-reduce is over",
-        "            self.buckets[number].wait()\n",
-        "            self.buckets[number].state\n",
+        "            result = self.communicator.wait(bucket.work)\n",
+        "            result = None\n",
     ),
     Mutant(
         "ranks keep their own layout after a rebuild",
@@ -165,8 +165,8 @@ MUTANTS = [
     ),
     Mutant(
         "the hook takes the last bucket for full one gradient early",
-        "if not left:\n            reducer.on_full(bucket)",
-        "if left <= 1:\n            reducer.on_full(bucket)",
+        "if not left:\n            pending.complete(bucket)",
+        "if left <= 1:\n            pending.complete(bucket)",
     ),
     Mutant(
         "a comm hook's result is divided",

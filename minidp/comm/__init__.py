@@ -44,7 +44,6 @@ from .groups import (
     is_builtin,
     is_group,
     is_initialized,
-    is_python_group,
     joined_group,
     keep_for_good,
     launcher_store,
@@ -71,7 +70,7 @@ __all__ += ["all_reduce", "barrier", "broadcast_coalesced", "broadcast_integers"
 __all__ += ["gather_bytes", "gather_integers", "gather_json", "gather_rows", "share"]
 __all__ += ["ContextGrads", "NotedContexts", "is_own_rref", "is_rpc_up", "weighted"]
 __all__ += ["backend_name", "default_first_bucket_bytes", "default_group", "group_name"]
-__all__ += ["is_builtin", "is_group", "is_initialized", "is_python_group", "read_mode"]
+__all__ += ["is_builtin", "is_group", "is_initialized", "read_mode"]
 __all__ += ["exchange_device", "fresh_group", "group_of_forwards", "joined_group"]
 __all__ += ["die_with_parent", "keep_for_good", "renew_side_groups", "side_group"]
 __all__ += ["address_of", "group_store", "has_store", "launcher_store", "mark_group"]

@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from minidp.layout import chunks_by_bytes
 
-from .groups import ProcessGroup, is_python_group
-from .work import NoWork, PythonWork, Work, wait_for
+from .groups import ProcessGroup
+from .work import NoWork, PythonWork, Work, is_python_group, wait_for
 
 MESSAGE_BYTES = 250 * 2**20  # of one coalesced broadcast
 MAX_IN_FLIGHT = 2  # coalesced broadcasts; more would only hold more memory

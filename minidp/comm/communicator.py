@@ -20,7 +20,7 @@ import torch
 from minidp.errors import CollectiveError, CommHookError, MiniDPError, explain
 
 from .groups import ProcessGroup, group_timeout, is_mixed, is_timed, keep_for_good
-from .work import Work, current_deadline, is_done_within
+from .work import Work, current_deadline, is_done_within, is_python_group
 
 logger = logging.getLogger("minidp")
 SLICE_SECONDS = 0.5
@@ -130,6 +130,7 @@ class Communicator:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
+        self.is_python = is_python_group(group)
         has_limit = self.limit is not None and self.size > 1
         self._is_timed = has_limit and is_timed(group)
         # With several backends nothing is known: their own limit applies.

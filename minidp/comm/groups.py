@@ -30,7 +30,7 @@ from torch._C import _distributed_c10d as c10d_C
 from torch.distributed import ProcessGroup as ProcessGroup  # for all rooms
 from torch.distributed import distributed_c10d as c10d
 
-from .work import Work, is_done_within
+from .work import Work, is_done_within, is_python_group
 
 logger = logging.getLogger("minidp")
 EXIT_SECONDS = 2.0
@@ -73,11 +73,6 @@ def default_first_bucket_bytes() -> int:
 def is_group(value: object) -> bool:
     """Return whether a value is a process group that this process belongs to."""
     return isinstance(value, dist.ProcessGroup)
-
-
-def is_python_group(group: object) -> bool:
-    """Return whether a group is a Python subclass of ``dist.ProcessGroup``."""
-    return isinstance(group, dist.ProcessGroup) and type(group) is not dist.ProcessGroup
 
 
 def group_name(group: ProcessGroup) -> str:

@@ -35,6 +35,7 @@ class CommHook:
         self.state = state
         self.hook = hook
         self.name = name_of(hook)
+        self.has_run = False  # it was called, once or more often
 
     def replace_group(self, old: ProcessGroup, new: ProcessGroup) -> None:
         """If the hook's state is the group ``old``, set it to ``new``.
@@ -53,6 +54,7 @@ class CommHook:
         CommHookError (with ``rank``, parameter ``names``): it raised, or no future.
         """
         call = HookInFlight(self.name, bucket, names, rank)
+        self.has_run = True
         try:
             future = self.hook(self.state, bucket)
         except Exception as error:

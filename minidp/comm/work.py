@@ -11,6 +11,7 @@ from inspect import Parameter
 from typing import Any, Protocol
 
 import torch
+from torch._C._distributed_c10d import ProcessGroup
 from torch._C._distributed_c10d import Work as TorchWork
 from torch.futures import Future
 
@@ -53,6 +54,14 @@ class FutureWork:
     def wait(self) -> Any:
         """Wait, and return the value or raise the error of the future."""
         return self.future.wait()
+
+
+def is_python_group(group: object) -> bool:
+    """Return whether a group is a Python subclass of ``dist.ProcessGroup``.
+
+    Its works may lack methods: see `PythonWork`.
+    """
+    return isinstance(group, ProcessGroup) and type(group) is not ProcessGroup
 
 
 class PythonWork:

@@ -34,17 +34,12 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 NO_TASK = -1
 
 
-def current_task() -> int:
-    """Return the id of the backward (graph task) on this thread, or NO_TASK."""
-    return int(_C._current_graph_task_id())
-
-
-def queue_final_callback(callback: Callable[[], None]) -> None:
-    """Make autograd call ``callback`` when the current, innermost graph task ends.
-
-    Its exceptions reach the caller of ``backward()``. Not called if backward raises.
-    """
-    Variable._execution_engine.queue_callback(callback)
+# Return the id of the backward (graph task) on this thread, or NO_TASK.
+current_task: Callable[[], int] = _C._current_graph_task_id
+# Make autograd call a function when the current, innermost graph task ends. Exceptions
+# reach the caller of ``backward()``. Not called if the backward raises.
+queue_final_callback: Callable[[Callable[[], None]], None]
+queue_final_callback = Variable._execution_engine.queue_callback
 
 
 # -- graphs ----------------------------------------------------------------------------

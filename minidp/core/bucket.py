@@ -7,9 +7,9 @@
 
     FILLING -----------> FULL -------------> IN_FLIGHT ------------> FILLING
 
-The payload is a flat buffer, or one sparse gradient. In shared memory `wait` may write
-``.grad`` already (`DenseBucket.offer_grads`). Only this file has the rules of
-``gradient_as_bucket_view``: ``param.grad is view`` after a synchronised backward, so
+The payload is a flat buffer, or one sparse gradient. In shared memory the sum may be
+written to ``.grad`` already (`DenseBucket.offer_grads`). Only this file has the rules
+of ``gradient_as_bucket_view``: ``param.grad is view`` after a synchronised backward, so
 that the next one accumulates into the buffer and `DenseBucket.flatten` only divides.
 ``zero_grad(set_to_none=True)`` breaks the alias; a later backward restores it.
 """
@@ -104,12 +104,12 @@ class Bucket(ABC):
 
     def all_reduce(self) -> comm.Work:
         """Start to sum the payload over all ranks; enter IN_FLIGHT; return `work`."""
-        group = self.communicator.group
+        communicator = self.communicator
         self._advance(BucketState.IN_FLIGHT)
-        self.is_alone = self.communicator.size == 1 and not comm.is_python_group(group)
+        self.is_alone = communicator.size == 1 and not communicator.is_python
         with self.on_stream():
             if self.shared is None:
-                self.work = comm.all_reduce(self.payload, group)
+                self.work = comm.all_reduce(self.payload, communicator.group)
             else:
                 self.work = self.shared.all_reduce()
         return self.work
@@ -127,10 +127,8 @@ class Bucket(ABC):
         """Return a context that selects the CUDA stream that filled the payload."""
         return _NO_STREAM if self.streams is None else self.streams.launching()
 
-    def wait(self) -> None:
-        """Block until `work` is done; copy its result, if a tensor; enter FILLING."""
-        assert self.work is not None
-        result = self.communicator.wait(self.work)
+    def receive(self, result: object) -> None:
+        """Take the result of `work`, which is done: copy a tensor; enter FILLING."""
         if isinstance(result, Tensor) and result is not self.payload:
             with torch.no_grad():
                 self.payload.copy_(result)
@@ -298,15 +296,14 @@ class DenseBucket(Bucket):
 
     # -- copy out ----------------------------------------------------------------------
 
-    def offer_grads(self) -> None:
-        """Let `wait` write averages to ``.grad``, in shared memory, if C++ can.
+    def offer_grads(self, shared: comm.SharedBuffer) -> None:
+        """Let the sum in ``shared`` memory write averages to ``.grad``, if C++ can.
 
         Not if it has a history, or the bucket a tail. `unflatten` all slots then.
         """
-        if self.shared is not None:
-            native = None if self._tracked or self.plan.tail else self.native
-            takes = native and self._arrived and native.offer_tiles(self.factor)
-            self.shared.into = native if takes else None
+        native = None if self._tracked or self.plan.tail else self.native
+        takes = native and self._arrived and native.offer_tiles(self.factor)
+        shared.into = native if takes else None
 
     def unflatten(  # noqa: D102
         self, kept: Slots = (), into: Sequence[Tensor | None] | None = None

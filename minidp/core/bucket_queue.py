@@ -11,9 +11,9 @@ which gets them undivided: see `averaging`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,41 @@ from minidp import comm
 from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig
 from minidp.layout import Layout, ParamSpec, initial_layout, resumed_layout
-from minidp.trace import Moment, Tracer, traced
+from minidp.trace import Moment, Tracer, is_profiling, label
 
 from .averaging import Averaging
 from .bucket import Bucket, BucketState, DenseBucket
 from .grad_hooks import Entry
 from .sparse_bucket import SparseBucket
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _traced(
+    doing: str, *, before: Moment | None = None, after: Moment | None = None
+) -> Callable[[Method], Method]:
+    """Decorate a method ``(self, number, ...)`` that does one step of a bucket.
+
+    Each call is a `label` for torch.profiler. If anybody listens, ``self.tracer`` is
+    told of an event ``before`` it, and of another ``after`` it, unless it raises.
+    """
+
+    def decorate(method: Method) -> Method:
+        @wraps(method)
+        def with_events(self: BucketQueue, number: int, *args: Any) -> Any:
+            if not (self.tracer.is_on or is_profiling()):
+                return method(self, number, *args)
+            if before is not None:
+                self.tracer.note(before, number)
+            with label(doing, number):
+                result = method(self, number, *args)
+            if after is not None:
+                self.tracer.note(after, number)
+            return result
+
+        return cast("Method", with_events)
+
+    return decorate
 
 
 class Observer:
@@ -111,7 +140,7 @@ class BucketQueue:
         bucket = self.buckets[self.layout.bucket_of[i]]
         return bucket.copy_now(bucket.position[i], grad, self.averaging.factors.pre)
 
-    @traced("flatten", before=Moment.FULL)
+    @_traced("flatten", before=Moment.FULL)
     def flatten(
         self, number: int, entries: Sequence[Entry], filled: Collection[int]
     ) -> None:
@@ -146,7 +175,7 @@ class BucketQueue:
         return is_launched
 
     # The event comes first: the collective may be over when this thread runs again.
-    @traced("launch", before=Moment.LAUNCHED)
+    @_traced("launch", before=Moment.LAUNCHED)
     def _launch(self, number: int) -> None:
         bucket, hook = self.buckets[number], self.averaging.active_comm_hook
         if bucket.plan.tail and self.averaging.items is not None:
@@ -191,8 +220,9 @@ class BucketQueue:
             if number not in self.skipped:
                 slots = bucket.position.items() if untouched else ()
                 kept = [k for i, k in slots if i in untouched]
-                if not (kept or self._context) and isinstance(bucket, DenseBucket):
-                    bucket.offer_grads()
+                writes_all = not (kept or self._context)
+                if writes_all and isinstance(bucket, DenseBucket) and bucket.shared:
+                    bucket.offer_grads(bucket.shared)
                 if bucket.state is BucketState.IN_FLIGHT:  # the counts' bucket is not
                     self._wait(number)
                 self._copy_out(number, kept)
@@ -206,12 +236,15 @@ class BucketQueue:
                 comm.wait_for(comm.FutureWork(future))
         self.tracer.backward += 1
 
-    @traced("wait")
+    @_traced("wait")
     def _wait(self, number: int) -> None:
+        bucket = self.buckets[number]
+        assert bucket.work is not None
         with self.communicator.watching(self.averaging.wait_description, number):
-            self.buckets[number].wait()
+            result = self.communicator.wait(bucket.work)
+        bucket.receive(result)
 
-    @traced("copy out", after=Moment.COPIED_OUT)
+    @_traced("copy out", after=Moment.COPIED_OUT)
     def _copy_out(self, number: int, kept: Sequence[int]) -> None:
         bucket, into = self.buckets[number], None
         if self.checks_finite and self.averaging.active_comm_hook is not None:

@@ -49,6 +49,7 @@ class EveryParameter:
     shares_used_map = False
     map_goes_first = False  # the exchange starts before the buckets (torch's order)
     shares_reach = False  # ranks exchange what a forward's backward can reach
+    counts_arrivals = False  # a parameter may arrive several times
     is_steady = True  # every backward so far missed the same parameters
     kept: Collection[int] = ()  # parameters whose ``.grad`` is never written
     absent: Sequence[int] = ()  # parameters that are predicted to be missing
@@ -73,9 +74,8 @@ class EveryParameter:
         ``nodes``: AccumulateGrad nodes by parameter index.
         """
 
-    def entries(self, usual: GradState) -> list[GradState]:
-        """Return all parameters' entries at the start of a backward: here ``usual``."""
-        return [usual] * self._num_params
+    def begin(self, reducer: Reducer) -> None:
+        """Prepare for a backward that opens now. Called only if `counts_arrivals`."""
 
     def takes(self, i: int, reducer: Reducer) -> bool:
         """Return True, to record the arriving gradient; raise if it is a second one.
@@ -216,7 +216,7 @@ class StaticGraph(EveryParameter):
     that the counts predict.
     """
 
-    map_goes_first = True
+    map_goes_first = counts_arrivals = True
     cause_of_missing = (
         "your training graph has changed in this iteration, e.g., one parameter is "
         "used in first iteration, but then got unused in the second iteration. this is "
@@ -227,7 +227,7 @@ class StaticGraph(EveryParameter):
         super().__init__(num_params)
         self._counts = [0] * num_params
         self._left: list[int] = []  # per parameter, arrivals still to come
-        self._counts_arrivals = True  # in this backward, the first
+        self._is_first = True  # this backward
         self.reset()
 
     @property
@@ -238,16 +238,16 @@ class StaticGraph(EveryParameter):
     def reset(self) -> None:
         """Count again in the next backward, as in the first one."""
         self.kept = self.absent = ()
-        self._counts_arrivals = self.fills_in_missing = self.shares_used_map = True
+        self._is_first = self.fills_in_missing = self.shares_used_map = True
 
-    def entries(self, usual: GradState) -> list[GradState]:
-        """Restart arrival counts; return COUNTED (later only if repeated) or usual."""
-        counted = GradState.COUNTED
-        if self._counts_arrivals:
+    def begin(self, reducer: Reducer) -> None:
+        """Count anew; set entries to COUNTED (later only those of repeated ones)."""
+        if self._is_first:
             self._counts = [0] * self._num_params
-            return [counted] * self._num_params
         self._left = list(self._counts)
-        return [counted if n > 1 else usual for n in self._counts]
+        for i, expected in enumerate(self._counts):
+            if self._is_first or expected > 1:
+                reducer.pending.entries[i] = GradState.COUNTED
 
     def takes(self, i: int, reducer: Reducer) -> bool:
         """Return True at the last arrival that the first backward predicts.
@@ -257,7 +257,7 @@ class StaticGraph(EveryParameter):
         """
         if reducer.pending.entries[i] is not GradState.COUNTED:
             return super().takes(i, reducer)
-        if self._counts_arrivals:
+        if self._is_first:
             self._counts[i] += 1
             if reducer.contexts.has_gradient(i):
                 reducer.ledger.used_locally.add(i)
@@ -292,13 +292,13 @@ class StaticGraph(EveryParameter):
         `absent` are then the parameters without any arrival. Not ``contributed``: a
         later backward of this rank will be its first, and counts.
         """
-        if self._counts_arrivals:
+        if self._is_first:
             self.shares_used_map = False
             self.kept = frozenset(untouched)
         if contributed:
-            if self._counts_arrivals:
+            if self._is_first:
                 self.absent = [i for i, n in enumerate(self._counts) if not n]
-            self._counts_arrivals = self.fills_in_missing = False
+            self._is_first = self.fills_in_missing = False
 
     def twice(self, rank: int, name: str) -> MiniDPError:
         """Return the error for a gradient that the first backward does not explain."""

@@ -12,7 +12,7 @@ needs more than an entry::
     hook of a large gradient    PendingGrads.arrive: copy (BucketQueue.copy_now), entry,
                                 ready order, count
     reducer (VIA_REDUCER)       the same, and trace it
-    the bucket's last one       Reducer.on_full, from each of them
+    the bucket's last one       PendingGrads.complete, from each of them
 
 Index ``i`` is a parameter, ``k`` a slot in a bucket, ``number`` a bucket.
 
@@ -83,7 +83,7 @@ def _small_hook(params: Sequence[Tensor], pending: PendingGrads) -> GradHook:
     """Return the hook that records a small gradient without a copy: the hot path.
 
     If the entry is not UNSET, `Reducer.admit` decides first. After the bucket's last
-    gradient the hook calls `Reducer.on_full`. Names are bound beforehand, because
+    gradient the hook calls `PendingGrads.complete`. Names are bound beforehand, because
     attributes cost. All parameters share one function, bound to their index: closures
     miss the CPU cache.
     """
@@ -100,7 +100,7 @@ def _small_hook(params: Sequence[Tensor], pending: PendingGrads) -> GradHook:
         bucket = bucket_of[i]
         num_left[bucket] = left = num_left[bucket] - 1
         if not left:
-            reducer.on_full(bucket)
+            pending.complete(bucket)
 
     return grad_hook
 
@@ -208,8 +208,7 @@ def native_table(params: Sequence[Tensor], reducer: Reducer) -> Any | None:
         pending.arrive(i)
         return False
 
-    # A bound method of the reducer would keep it alive.
-    on_full = untraced(lambda bucket: reducer.on_full(bucket))
+    on_full = untraced(lambda bucket: reducer.pending.complete(bucket))
     unset, copied = GradState.UNSET, GradState.COPIED
     table = library.GradTable(params, tuple(GradState), unset, copied, (on_full, admit))
     table.entries[:] = [GradState.CLOSED] * len(params)
@@ -255,16 +254,16 @@ class PendingGrads:
     # -- a backward begins, ends, or is interrupted ------------------------------------
 
     def open(
-        self, entries: list[GradState], divisor: int, via_reducer: Iterable[int] = ()
+        self, usual: GradState, divisor: int, via_reducer: Iterable[int] = ()
     ) -> None:
         """Set all entries; reset counts and ready order; C++ hooks use ``divisor``.
 
-        UNSET ones of parameters ``via_reducer`` become VIA_REDUCER: their hooks let the
-        reducer record and copy.
+        Entries are ``usual``, or VIA_REDUCER for parameters in ``via_reducer``: there
+        the reducer records and copies.
         """
+        entries = [usual] * len(self.entries)
         for i in via_reducer:
-            if entries[i] is GradState.UNSET:
-                entries[i] = GradState.VIA_REDUCER
+            entries[i] = GradState.VIA_REDUCER
         if self.native is not None:
             self.native.scale = 1.0 / divisor
         self.table.refill()
@@ -301,7 +300,7 @@ class PendingGrads:
     # -- a gradient arrives, or does not -----------------------------------------------
 
     def arrive(self, i: int) -> None:
-        """Record ``.grad``, or COPIED if `copy_now` copied it; maybe `on_full`.
+        """Record ``.grad``, or COPIED if `copy_now` copied it; maybe `complete`.
 
         Appends ``i`` to the ready order. If ``i`` was filled in, it leaves `filled`,
         and its entry is replaced, uncopied and not counted again.
@@ -317,7 +316,7 @@ class PendingGrads:
     def fill_missing(self, i: int, *, travels: bool = True) -> None:
         """Record ``i``, which does not arrive, in `filled` with its present ``.grad``.
 
-        Calls `on_full` if its bucket is full. Not ``travels`` (bucket skipped): None.
+        Calls `complete` if its bucket is full. Not ``travels`` (bucket skipped): None.
         """
         self.filled.add(i)
         if travels:
@@ -328,12 +327,16 @@ class PendingGrads:
     def _settle(self, i: int, entry: Entry) -> None:
         self.entries[i] = entry
         if not self.table.count_down(i):
-            self.reducer.on_full(self.bucket_of[i])
+            self.complete(self.bucket_of[i])
 
-    def replace(self, indices: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Replace the entries of parameters that have arrived."""
-        for i, grad in zip(indices, grads, strict=True):
-            self.entries[i] = grad
+    def complete(self, number: int) -> None:
+        """Call `Reducer.on_full` with the entries of a full bucket, COPIED ones too.
+
+        Moves the CUDA streams that C++ hooks noted to `written_on`.
+        """
+        if self.native is not None and self._is_on_cuda:
+            self.written_on[number].update(self.native.take_streams(number))
+        self.reducer.on_full(number, self.table.gather(number))
 
     # -- what has arrived --------------------------------------------------------------
 
@@ -344,12 +347,6 @@ class PendingGrads:
     def used(self) -> set[int]:
         """Return the indices of parameters that arrived with a gradient."""
         return set(self.table.used())
-
-    def of_bucket(self, number: int) -> Sequence[Entry]:
-        """Return entries by slot, COPIED ones too; move C++ streams to `written_on`."""
-        if self.native is not None and self._is_on_cuda:
-            self.written_on[number].update(self.native.take_streams(number))
-        return self.table.gather(number)
 
 
 class GradHooks:

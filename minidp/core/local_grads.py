@@ -10,7 +10,7 @@ synchronised exactly if a forward of F was (torch's rule: the *forward* decides)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -33,18 +33,12 @@ class Origin(Enum):
     OUTSIDE = "a graph without outputs of ours"
 
 
-def running(tasks: Mapping[int, Callable[[], object]]) -> list[int]:
-    """Return the graph tasks that still run; ``tasks``: weak end callbacks by task."""
-    return [task for task, end in tasks.items() if end() is not None]
-
-
-def origin_now(tasks: Mapping[int, Callable[[], object]]) -> Origin:
+def origin_now(through_outputs: Collection[int]) -> Origin:
     """Return the origin of the gradient whose hook runs, if no forward was local.
 
-    ``tasks``: those that reached our outputs, as in `running`. OUTSIDE if none of them
-    still runs, AGAIN if the current task is one of them, else NESTED.
+    ``through_outputs``: running graph tasks that reached our outputs. OUTSIDE if there
+    are none, AGAIN if the current task is one of them, else NESTED.
     """
-    through_outputs = running(tasks)
     if not through_outputs:
         return Origin.OUTSIDE
     return Origin.AGAIN if autograd.current_task() in through_outputs else Origin.NESTED

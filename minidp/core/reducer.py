@@ -26,7 +26,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeVar, cast
 
@@ -42,8 +42,8 @@ from minidp.trace import Moment, StepEvent
 from . import autograd
 from .bucket_queue import BucketQueue
 from .expected import expectation_for
-from .grad_hooks import GradHooks, GradState, PendingGrads
-from .local_grads import Ledger, LocalBackwards, origin_now, running
+from .grad_hooks import Entry, GradHooks, GradState, PendingGrads
+from .local_grads import Ledger, LocalBackwards, origin_now
 from .rebuild import RebuildPolicy, agreed_layout
 
 logger = logging.getLogger("minidp")
@@ -201,11 +201,11 @@ class Reducer:
         with self._lock:
             if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
                 if self.contexts.has_gradient(i):
-                    version, origin = self.params[i]._version, origin_now(self._tasks)
-                    self.ledger.note_local(i, version, origin)
+                    origin = origin_now(_running(self._tasks))
+                    self.ledger.note_local(i, self.params[i]._version, origin)
                 self.local_backwards.begin()
                 return False
-            if self.phase.now is not Phase.REDUCING and not running(self._tasks):
+            if self.phase.now is not Phase.REDUCING and not _running(self._tasks):
                 self.expect_end()
             if self.phase.now is Phase.ARMED:
                 self._open(i)
@@ -237,7 +237,9 @@ class Reducer:
         sees_all = queue.tracer.recorder is not None or self.context
         usual = GradState.VIA_REDUCER if sees_all else GradState.UNSET
         hooked = self.hooks.hooked_by_others()
-        self.pending.open(expected.entries(usual), queue.averaging.factors.pre, hooked)
+        self.pending.open(usual, queue.averaging.factors.pre, via_reducer=hooked)
+        if expected.counts_arrivals:
+            expected.begin(self)
         for i in expected.absent:
             travels = queue.layout.bucket_of[i] not in queue.skipped
             self.pending.fill_missing(i, travels=travels)
@@ -252,17 +254,17 @@ class Reducer:
         pending.arrive(i)
 
     @_failing
-    def on_full(self, number: int) -> None:
+    def on_full(self, number: int, entries: Sequence[Entry]) -> None:
         """Flatten full bucket ``number``; launch buckets whose turn has come.
 
         After the last one launch the used-map, and queue `_finalize` for the end of the
         backward (compiled: call it). In an RPC context gradients are read from there.
         """
-        entries = self.pending.of_bucket(number)
         if self.context is not None:
             bucket = self.queue.buckets[number]
             entries = self.context.read(bucket.params)
-            self.pending.replace(bucket.plan.indices, entries)
+            for i, grad in zip(bucket.plan.indices, entries, strict=True):
+                self.pending.entries[i] = grad
         with self._lock:
             self.queue.flatten(number, entries, self.pending.filled)
             if self.queue.launch_due():
@@ -296,7 +298,7 @@ class Reducer:
         """
         with self._lock:
             self._tasks.pop(task, None)
-            if self._tasks and running(self._tasks):
+            if self._tasks and _running(self._tasks):
                 return  # a task around this one, or on another thread, still runs
             self._tasks.clear()
             if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
@@ -325,7 +327,8 @@ class Reducer:
     def _finalize(self) -> None:
         """When the backward ends: wait, write averages to ``.grad``, return to IDLE."""
         tracer, expected = self.queue.tracer, self.expected
-        tracer.enter(StepEvent.FINALIZE_BEGIN)
+        if tracer.is_on:
+            tracer.enter(StepEvent.FINALIZE_BEGIN)
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
             filled = sorted(self.pending.filled)
@@ -342,7 +345,8 @@ class Reducer:
                 self.contexts.reset()
             self.context = None
             self.phase.enter(Phase.IDLE)
-        tracer.enter(StepEvent.FINALIZE_END)
+        if tracer.is_on:
+            tracer.enter(StepEvent.FINALIZE_END)
 
     # -- failure -----------------------------------------------------------------------
 
@@ -370,6 +374,11 @@ class Reducer:
             self.contexts.reset()
             self.context = None
             self.phase.enter(Phase.IDLE)
+
+
+def _running(tasks: Mapping[int, Callable[[], object]]) -> list[int]:
+    """Return the graph tasks that still run; ``tasks``: weak end callbacks by task."""
+    return [task for task, end in tasks.items() if end() is not None]
 
 
 def _detach(hooks: GradHooks, pending: PendingGrads) -> None:

@@ -101,12 +101,10 @@ class Replication:
         """Compare replicas in each ``every``-th backward, as `ReplicaCheck.is_due`."""
         queue, names = self._reducer.queue, self._reducer.names
         self.check = ReplicaCheck(queue, names, every, self._reducer.ledger)
-        queue.observers.append(self.check)
 
     def stop_comparing(self) -> None:
         """Compare replicas no more, as where ranks take different numbers of steps."""
         if self.check is not None:
-            self._reducer.queue.observers.remove(self.check)
             self.check.reset()  # the optimizer guard holds it, too
             self.check = None
 

@@ -331,7 +331,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     def set_recorder(self, recorder: Recorder | None) -> None:
         """Record the events (`Moment`) of every backward; None stops recording."""
-        self._reducer.queue.tracer.recorder = recorder
+        self._reducer.queue.tracer.record_into(recorder)
 
     # -- uneven inputs -----------------------------------------------------------------
 

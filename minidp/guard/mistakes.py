@@ -51,14 +51,15 @@ class Step:
         for group in self._optimizer.param_groups:
             yield from (param for param in group["params"] if param.grad is not None)
 
-    def find_problem(self) -> str:
+    def find_problem(self, late: dict[str, nn.Parameter]) -> str:
         """Return an error text if the step would make replicas differ, else "".
 
-        May wait for ranks: `_find_left_out_backward`. Forgets local gradients of zeros.
+        ``late``: trainable parameters that joined the module after wrapping. May wait
+        for ranks: `_find_left_out_backward`. Forgets local gradients of zeros.
         """
         cast = find_cast(self._reducer)
         return (
-            self._find_late_parameters()
+            self._find_late_parameters(late)
             or (cast if cast and self.held else "")
             or self._find_unfinished_reduction()
             or self._find_local_gradients()
@@ -69,13 +70,10 @@ class Step:
         parts.setdefault("names", self.held.values())
         return explain(self._reducer.rank, what, **parts)
 
-    def _find_late_parameters(self) -> str:
+    def _find_late_parameters(self, found: dict[str, nn.Parameter]) -> str:
         """Return an error text if the step changes parameters added after wrapping."""
-        late = self._guard.late_parameters
-        found = late.find()
-        if late.frozen:
-            frozen = {n: p for n, p in late.frozen.items() if p.grad is not None}
-            found = frozen | found
+        if frozen := self._guard.late_parameters.frozen:
+            found = {n: p for n, p in frozen.items() if p.grad is not None} | found
         if not found:
             return ""
         ids, others = set(map(id, self._params())), self._guard.others()

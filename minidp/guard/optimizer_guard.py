@@ -82,12 +82,13 @@ class Guard:
         # An optimizer that never stepped has missed nothing, unless a backward passed
         # our hooks: then its gradients may be those of that backward.
         never = (0, 0) if ledger.bypassed is None else self._at_any_step
-        step = Step(self, optimizer, self._at_step.get(optimizer, never))
         if is_ours:
             self._check_counts()
+        late = self.late_parameters.find() if ledger.sync_enabled else {}
+        step = Step(self, optimizer, self._at_step.get(optimizer, never))
         if ledger.sync_enabled:
             ledger.steps += is_ours
-            self._complain(step.find_problem())
+            self._complain(step.find_problem(late))
             check = self.replica_check
             if is_ours and check is not None and check.suspect is not None:
                 check.confirm()

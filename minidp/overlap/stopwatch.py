@@ -131,11 +131,11 @@ class Stopwatch:
     def start(self) -> None:
         """Start recording: receive bucket and phase events; prepare to time hooks."""
         self._timing = HookTiming(self._hooks, self._clock.read)
-        self._queue.tracer.listeners.append(self)
+        self._queue.tracer.add(self)
 
     def stop(self) -> ProcessGroup:
         """Stop recording; keep the step under way if reduced. Return the group."""
-        self._queue.tracer.listeners.remove(self)
+        self._queue.tracer.remove(self)
         self._timing.switch(on=False)
         del self._timing
         self._close(None)

@@ -62,12 +62,14 @@ class _Snapshot(NamedTuple):
     tensors: Mapping[str, torch.Tensor]  # parameters, by name, to be compared once more
     buffer_sums: Mapping[str, int]  # of module buffers: the forward changes them
     digest: torch.Tensor
+    was_hooked: bool  # a foreign comm hook made averages that came before
 
 
 class ReplicaCheck(Observer):
     """Compare replicas every so many steps: at a backward's end, or before a step."""
 
     awaits_step = True  # optimizers step after backwards, not inside them
+    _under_way: _Snapshot | None = None  # what the next backward's end compares
 
     def __init__(
         self,
@@ -86,11 +88,10 @@ class ReplicaCheck(Observer):
 
     def reset(self) -> None:
         """Forget pending checksums and differences, and when replicas agreed last."""
+        self.postpone()
         self._agreed = -1  # the last step at whose beginning all replicas were equal
-        self._under_way: _Snapshot | None = None
         self.suspect: _Snapshot | None = None  # differed, and nobody has stepped since
         self._waited = 0  # steps, for an optimizer
-        self._was_hooked = False  # by a foreign comm hook, since the last agreement
 
     def is_due(self, step: int) -> bool:
         """Return whether to compare in this step: scheduled, or after a difference."""
@@ -117,30 +118,33 @@ class ReplicaCheck(Observer):
         tensors = {**dict(zip(self.names, params, strict=True)), **frozen}
         buffer_sums = {name: int(sum_of_bits(each)) for name, each in buffers.items()}
         digest = digest_of([*tensors.values(), *buffers.values()])
-        self._under_way = _Snapshot(step, tensors, buffer_sums, digest)
+        hook = self._queue.averaging.comm_hook
+        was_hooked = hook is not None and hook.has_run and is_foreign(hook)
+        self.postpone()
+        self._under_way = _Snapshot(step, tensors, buffer_sums, digest, was_hooked)
+        self._queue.observers.insert(0, self)  # before those that step optimizers
 
     def postpone(self) -> None:
-        """Drop the checksum of `begin`, if any: `finished` will not compare it."""
+        """Drop the checksum of `begin`, if any: no backward's end will compare it."""
         self._under_way = None
+        if self in self._queue.observers:
+            self._queue.observers.remove(self)
 
     # -- at the end of a backward ------------------------------------------------------
 
     def finished(self) -> None:
-        """End a backward: compare checksums, a collective, if `begin` stored one.
+        """Collective: end a backward by comparing the checksums that `begin` stored.
 
         ReplicaMismatchError if ranks are at different steps. If checksums differ,
         "auto" accepts a known reason (and warns once of updates in no_sync()).
         Otherwise compare again: now (buffers, optimizers in the backward, a long wait),
         or in the next step, see `confirm`.
         """
-        was_hooked = self._was_hooked
-        self._was_hooked |= is_foreign(self._queue.averaging.comm_hook)
-        snapshot, self._under_way = self._under_way, None
-        if snapshot is None:
-            return
-        ledger = self._ledger
+        snapshot, ledger = self._under_way, self._ledger
+        assert snapshot is not None
+        self.postpone()
         reasons = LOCAL_UPDATES * ledger.was_local
-        reasons |= ON_PURPOSE * (was_hooked or ledger.was_excused)
+        reasons |= ON_PURPOSE * (snapshot.was_hooked or ledger.was_excused)
         rows = self._gather([snapshot.step, reasons, int(snapshot.digest)])
         steps, all_reasons, digests = zip(*rows, strict=True)
         if len(set(steps)) > 1:
@@ -172,8 +176,6 @@ class ReplicaCheck(Observer):
     def _agree(self, step: int) -> None:
         self._agreed = step
         self.suspect, self._waited = None, 0
-        # What the last reduction brought is still to be applied.
-        self._was_hooked = is_foreign(self._queue.averaging.comm_hook)
 
     # -- before a step -----------------------------------------------------------------
 
@@ -195,7 +197,8 @@ class ReplicaCheck(Observer):
     def _confirm(self, snapshot: _Snapshot) -> None:
         """Collective: ReplicaMismatchError if still different; "auto" may only warn."""
         # A digest under way may be of a forward that not all ranks ran.
-        self.suspect = self._under_way = None
+        self.suspect = None
+        self.postpone()
         found = self._find_difference(snapshot)
         if not found.names:
             self._agree(snapshot.step)
@@ -326,14 +329,12 @@ class Difference:
         return explain(self._rank, what, names=names, remedy=remedy)
 
 
-def is_foreign(hook: CommHook | None) -> bool:
-    """Return whether a comm hook may give different averages to ranks; False for None.
+def is_foreign(hook: CommHook) -> bool:
+    """Return whether a comm hook may give different averages to ranks.
 
     It may, unless it is a plain function of minidp or torch. Wrappers, and torch's
     post-local SGD and no-op hooks, may.
     """
-    if hook is None:
-        return False
     place = getattr(hook.hook, "__module__", None) or ""
     name = getattr(hook.hook, "__qualname__", "")
     is_known = place.startswith(("minidp.", "torch.distributed.algorithms."))

@@ -83,7 +83,7 @@ class SpeedWatch:
         self._mark = self._backward_began = time.perf_counter()
         self._has_reduced = False  # the step that runs
         self._number = 0  # of finished steps
-        self._tracer.listeners.append(self)
+        self._tracer.add(self)
         exchanges = communicator.peers.exchange_often("speed", self._exchange)
         if communicator.size > 1 and not exchanges:
             logger.warning(
@@ -95,8 +95,7 @@ class SpeedWatch:
 
     def stop(self) -> None:
         """Stop measuring, once and for all; `numbers` keeps its last numbers."""
-        if self in self._tracer.listeners:
-            self._tracer.listeners.remove(self)
+        self._tracer.remove(self)
 
     def numbers(self) -> dict[str, float]:
         """Return this rank's last steps as plain numbers, for a metrics logger.

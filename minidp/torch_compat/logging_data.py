@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from minidp.comm import backend_name
-from minidp.trace import Moment, Recorder
+from minidp.trace import Moment, StepEvent
 
 if TYPE_CHECKING:
     from .names import DataParallel
@@ -46,6 +46,20 @@ VARIABLES = {
 }
 
 
+class _BucketTimes:
+    """Keep when buckets' events happened, in ns: a listener of the tracer."""
+
+    def __init__(self) -> None:
+        self.times: dict[Moment, list[int]] = {}
+
+    def note(self, moment: Moment, bucket: int) -> None:
+        """Append the present time to those of ``moment``."""
+        self.times.setdefault(moment, []).append(time.perf_counter_ns())
+
+    def enter(self, phase: StepEvent) -> None:
+        """Do nothing: phases are not logged."""
+
+
 class LoggingData:
     """Collect what ``_get_ddp_logging_data()`` returns for one `DataParallel`.
 
@@ -60,7 +74,7 @@ class LoggingData:
         self._runtime: dict[str, Any] = {"iteration": 0}
         self._rate = 100
         self._iteration = 0  # synchronised forwards so far
-        self._recorder = Recorder(capacity=1 << 16)
+        self._recorded = _BucketTimes()  # in this iteration, if sampled
         self._begin = self._end = 0  # of the last forward, ns
         self._sums: Counter[str] = Counter()  # of the times in all samples
         self._num_samples = 0
@@ -82,10 +96,10 @@ class LoggingData:
         """Collect the last iteration's data, and record this one's, if sampled."""
         if self._iteration and self._is_sampled(self._iteration):
             self._runtime = {**self._buckets(), **self._times()}
-        self._recorder.clear()
-        is_sampled = self._is_sampled(self._iteration + 1)
+        self._recorded.times.clear()
         tracer = self._ddp._reducer.queue.tracer
-        tracer.bucket_recorder = self._recorder if is_sampled else None
+        is_sampled = self._is_sampled(self._iteration + 1)
+        (tracer.add if is_sampled else tracer.remove)(self._recorded)
         self._begin, self._end = time.perf_counter_ns(), 0
 
     def forward_ends(self) -> None:
@@ -155,9 +169,7 @@ class LoggingData:
         Durations, their averages, begins and ends. If no bucket was recorded: four
         durations of 0, and nothing is added.
         """
-        times: dict[Moment, list[int]] = {}
-        for event in self._recorder:
-            times.setdefault(event.moment, []).append(event.time_ns)
+        times = self._recorded.times
         names = (
             "forward_compute_time",
             "backward_compute_time",

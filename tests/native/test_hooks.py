@@ -82,14 +82,14 @@ class World:
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(native, "library", lambda: library)
-            self.pending = PendingGrads(self.params, reducer)
+            self.pending = reducer.pending = PendingGrads(self.params, reducer)
             self.hooks = GradHooks(self.params, self.pending)
         self.arrivals = self.pending.table
         assert isinstance(self.arrivals, GradTable) == (library is None)
         self.arrivals.adopt(MEMBERS)
 
-    def _on_full(self, bucket):
-        self.log.append(("full", bucket, self.read(self.arrivals.gather(bucket))))
+    def _on_full(self, bucket, entries):
+        self.log.append(("full", bucket, self.read(entries)))
 
     def _admit(self, i):
         self.log.append(("unusual", i, self.read([self.arrivals.entries[i]])))

@@ -52,7 +52,7 @@ def finish(bucket, group, *, kept=()):
     bucket.communicator = Communicator(group)
     assert bucket.all_reduce() is bucket.work
     bucket.is_alone = False  # as on several ranks
-    bucket.wait()
+    bucket.receive(bucket.communicator.wait(bucket.work))
     bucket.unflatten(kept)
 
 

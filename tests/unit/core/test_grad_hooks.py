@@ -211,26 +211,28 @@ def test_a_bucket_is_full_with_its_last_gradient():
     """Parameters 2 and 0 lie in bucket 0, parameter 1 in bucket 1."""
     full, small = [], torch.ones(1)
     queue = SimpleNamespace(copy_now=lambda _, g: COPIED if g.numel() > 1 else g)
-    reducer = SimpleNamespace(on_full=full.append, admit=None, queue=queue)
+    reducer = SimpleNamespace(
+        on_full=lambda number, entries: full.append((number, list(entries))),
+        admit=None,
+        queue=queue,
+    )
     params = [nn.Parameter(torch.ones(size)) for size in (2, 1, 1)]
     pending = PendingGrads(params, reducer)
     pending.adopt([bucket_of(2, 0), bucket_of(1)])
     assert list(pending.entries) == [CLOSED] * 3
     assert list(pending.bucket_of) == [0, 1, 0]
-    pending.open([UNSET] * 3, 1)
+    pending.open(UNSET, 1)
     assert list(pending.num_left) == [2, 1]
     params[0].grad, params[1].grad = torch.ones(2), small
     pending.arrive(0)
     pending.arrive(1)
-    assert full == [1]
+    assert full == [(1, [small])]
     pending.arrive(2)
-    assert full == [1, 0]
+    assert full == [(1, [small]), (0, [None, COPIED])]  # in slot order
     assert list(pending.ready) == [0, 1, 2]
     assert list(pending.num_left) == [0, 0]
     assert list(pending.entries) == [COPIED, small, None]
     assert pending.used() == {0, 1}  # with a gradient
-    assert list(pending.of_bucket(0)) == [None, COPIED]  # in slot order
-    assert list(pending.of_bucket(1)) == [small]
 
 
 def test_large_gradients_are_copied_at_once():
