@@ -201,7 +201,7 @@ def straight_on(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _check(model: nn.Module) -> None:
-    """Raise if a model is compiled, is a wrapper, or is averaged by another object."""
+    """Raise if a model is a wrapper (torch.compile's, too), or averaged already."""
     name = type(model).__name__
     for inner, remedy in (
         ("_orig_mod", "attach to the module that was compiled, then compile it"),

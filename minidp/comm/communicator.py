@@ -133,7 +133,7 @@ class Communicator:
         self.is_python = is_python_group(group)
         has_limit = self.limit is not None and self.size > 1
         self._is_timed = has_limit and is_timed(group)
-        # With several backends nothing is known: their own limit applies.
+        # If one may wait on the host, another on a device, their own limit applies.
         is_device = has_limit and not self._is_timed and not is_mixed(group)
         self._is_on_device = is_device and torch.cuda.is_available()
         with self._lock:

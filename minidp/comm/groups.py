@@ -123,7 +123,7 @@ def is_plain_gloo(group: ProcessGroup) -> bool:
 
 
 def is_mixed(group: ProcessGroup) -> bool:
-    """Return whether a group has several backends, or one written in Python."""
+    """Return whether a group is a Python class, or is made for several device types."""
     return is_python_group(group) or "," in dist.get_backend_config(group)
 
 

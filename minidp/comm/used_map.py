@@ -99,7 +99,10 @@ class UsedMap:
 
     @property
     def last_counts(self) -> torch.Tensor:
-        """Number of ranks that used each parameter (int32); waits for the exchange."""
+        """How many ranks used each parameter, at the last exchange (int32); may wait.
+
+        Zeros before the first one.
+        """
         self.settle()
         return self._counts.sum(0, dtype=torch.int32)
 

@@ -264,14 +264,14 @@ def passing(**option: object) -> str:
 
 
 def aside(**option: object) -> str:
-    """Return " (here: HOW)": how to pass an option from outside; "": only in code."""
+    """Return " (here: HOW)" if `passing` names a flag or a variable, else ""."""
     ((name, value),) = option.items()
     how = _from_outside(OPTIONS[name], value)
     return how and f" (here: {how})"
 
 
 def _from_outside(option: Option, value: object) -> str:
-    """Return how to pass an option by command line or variable; "" if only in code."""
+    """Return the flag (minidp run) or variable (class swapped) to set; neither: ""."""
     if RUN in os.environ:
         command = json.loads(os.environ[RUN])["command"]
         words = f"{option.word} {_text(value)}" if option.metavar else option.word

@@ -309,8 +309,8 @@ class BucketQueue:
     def reset(self, group: ProcessGroup) -> None:
         """Move to ``group`` with new buckets of the same layout.
 
-        Resets the communicator; drops collectives in flight, and `owed`, without
-        waiting. A comm hook whose state is the old group gets the new one.
+        Resets the communicator. Drops, without waiting, collectives in flight and the
+        futures in `owed`. A comm hook whose state is the old group gets the new one.
         """
         hook = self.averaging.comm_hook
         if hook is not None:

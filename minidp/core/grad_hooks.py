@@ -145,7 +145,7 @@ def _noting_stream(
 
 
 class GradTable:
-    """Hold per parameter its entry, per bucket how many gradients are still to come."""
+    """Store each parameter's gradient or `GradState`; count what each bucket lacks."""
 
     def __init__(self, num_params: int) -> None:
         self.entries: list[Entry] = [GradState.CLOSED] * num_params

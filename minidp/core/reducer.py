@@ -164,9 +164,9 @@ class Reducer:
         return self.communicator.rank
 
     def arm(self, output: object) -> None:
-        """Make the backward of ``output`` reduce: enter ARMED; its begin is noticed.
+        """Enter ARMED: the next backward reduces. Hook ``output`` to see it begin.
 
-        The mode may search the graph, and start to exchange what backwards reach.
+        `expected` may search the graph, and start to exchange what it can reach.
         """
         self.phase.enter(Phase.ARMED)
         self._uses_rpc = self.contexts.note_forward()

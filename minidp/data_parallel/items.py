@@ -75,10 +75,10 @@ def item_totals(self: DataParallel) -> ItemTotals:
 
 
 def watch(reducer: Reducer, output: object, *, will_reduce: bool) -> None:
-    """Count a forward in grad mode; let a local backward look for old averages.
+    """Count a forward; let a local backward note which ``.grad`` hold old averages.
 
-    No-op unless ``average_over="items"``. See `ItemCounts.look`: a backward that
-    ``will_reduce`` calls it by itself.
+    No-op unless ``average_over="items"``. With ``will_reduce`` only count: that
+    backward calls `ItemCounts.look` itself.
     """
     items = reducer.queue.averaging.items
     if items is None:

@@ -1,4 +1,4 @@
-"""Decide once per process whether to use the binary, and keep the reason."""
+"""Load the C++ extension at most once per process; keep the reason, if not."""
 
 from __future__ import annotations
 

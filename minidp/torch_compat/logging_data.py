@@ -47,7 +47,7 @@ VARIABLES = {
 
 
 class _BucketTimes:
-    """Keep when buckets' events happened, in ns: a listener of the tracer."""
+    """Collect the times (ns) of buckets' events by `Moment`, for all buckets alike."""
 
     def __init__(self) -> None:
         self.times: dict[Moment, list[int]] = {}

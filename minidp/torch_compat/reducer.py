@@ -94,9 +94,15 @@ class ReducerNames:
         """Make the next synchronised backward wait for ``futures`` at its end, too."""
         self._reducer.queue.owed.extend(futures)
 
-    def _get_local_used_map(self) -> torch.Tensor:
-        """Return on how many ranks each parameter was used last (1-D int32)."""
-        return self._reducer.queue.used_map.last_counts
+    def _get_local_used_map(self) -> torch.Tensor | None:
+        """Return how many ranks used each parameter, at their last exchange (int32).
+
+        None without ``find_unused_parameters`` and ``static_graph``: ranks exchange
+        nothing then. A static graph's ranks do so in the first backward only.
+        """
+        queue = self._reducer.queue
+        exchanges = queue.config.find_unused_parameters or queue.config.static_graph
+        return queue.used_map.last_counts if exchanges else None
 
     def _ddp_graph_static(self) -> bool:
         """Return whether the same parameters were missing in all backwards so far."""

@@ -360,6 +360,17 @@ def test_reducer_entries(ctx, wrap):
 
 
 @as_in_torch(2)
+def test_only_modes_that_exchange_it_have_a_used_map(ctx, wrap):
+    found = []
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        ddp = wrap(Scalars(), **options)
+        ddp(x_of(ctx)).backward()
+        used = ddp.reducer._get_local_used_map()
+        found.append(None if used is None else used.tolist())
+    return found
+
+
+@as_in_torch(2)
 def test_graph_static(ctx, wrap):
     ddp = wrap(Scalars(2), find_unused_parameters=True)
     maps = []
