@@ -53,62 +53,39 @@ def test_a_rank_that_works_longer_is_found_with_its_phase(phase: str) -> None:
     assert slow.here - slow.others == pytest.approx(0.020)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.005])
-def test_a_small_difference_is_none(seconds: float) -> None:
-    assert find_slow(times(2, 5, forward=seconds), 0.25) is None
-
-
-def test_waiting_for_others_is_no_work() -> None:
-    assert find_slow(times(2, 5, waiting=1.0), 0.25) is None
-
-
-def test_one_long_step_is_not_slow_and_one_short_step_does_not_hide_it() -> None:
-    once = times(2, 5)
+def test_small_differences_waiting_and_one_odd_step_are_not_slow() -> None:
+    once, but_once = times(2, 5), times(2, 5, forward=0.020)
     once[1, 2, FORWARD] += 10
-    assert find_slow(once, 0.25) is None
-    but_once = times(2, 5, forward=0.020)
     but_once[1, 2] = STEP
+    for each in (times(2, 5), times(2, 5, forward=0.005), times(2, 5, waiting=1), once):
+        assert find_slow(each, 0.25) is None
     assert find_slow(but_once, 0.25) is not None
 
 
-@given(
-    st.integers(2, 5),
-    st.lists(st.floats(0.9, 1.1), min_size=25, max_size=25),
-)
-def test_ranks_whose_times_differ_by_a_tenth_are_not_slow(
-    ranks: int, noise: list[float]
-) -> None:
+@given(st.integers(2, 5), st.lists(st.floats(0.9, 1.1), min_size=25, max_size=25))
+def test_times_that_differ_by_a_tenth_are_not_slow(ranks: int, noise: Any) -> None:
     factors = np.resize(np.array(noise), (ranks, 5, 1))
     assert find_slow(times(ranks, 5) * factors, 0.25) is None
 
 
 def rows(first: int, count: int) -> list[tuple[int, list[float]]]:
-    return [
-        (number, [float(number)] * len(PHASES))
-        for number in range(first, first + count)
-    ]
+    return [(n, [float(n)] * len(PHASES)) for n in range(first, first + count)]
 
 
-def test_ranks_are_compared_in_the_steps_that_all_have() -> None:
+def test_ranks_are_compared_in_the_steps_that_all_have_or_in_their_last_ones() -> None:
     numbers, found = align([rows(3, 10), rows(5, 10)])
     assert numbers == list(range(5, 13))
     assert np.array_equal(found[0], found[1])
-
-
-def test_ranks_without_a_common_step_are_compared_in_their_last_ones() -> None:
     numbers, found = align([rows(1, 4), rows(100, 6)])
     assert numbers == [1, 2, 3, 4]
     assert found[1, :, 0].tolist() == [102, 103, 104, 105]
+    numbers, found = align([[], rows(1, 3)])
+    assert numbers == []
+    assert found.shape == (2, 0, len(PHASES))
 
 
 def test_each_event_of_a_step_ends_a_phase() -> None:
     assert set(_ENDS) == set(StepEvent)
-
-
-def test_nothing_posted_gives_no_steps() -> None:
-    numbers, found = align([[], rows(1, 3)])
-    assert numbers == []
-    assert found.shape == (2, 0, len(PHASES))
 
 
 def test_the_bucket_before_which_time_is_lost() -> None:
@@ -185,71 +162,68 @@ class OneBucket:
         buckets = (bucket,)
 
 
-def posted(
-    first: int, steps: int, slow: float, wait: float = 0.0, rate: float = 0.0
-) -> dict[int, Any]:
+def posted(first: int, steps: int, slow: float, wait: float, rate: float) -> Any:
     both = {}
     for rank in (0, 1):
         each = list(STEP)
         each[BACKWARD] += slow * rank
         each[WAITING] += wait
-        listed = [(number, each) for number in range(first, first + steps)]
         both[rank] = {
             "host": f"h{rank}",
-            "steps": listed,
+            "steps": [(number, each) for number in range(first, first + steps)],
             "link": (rate if rank else 1e8, 1e6),
             "full": {"0": each[BACKWARD]},
         }
     return both
 
 
-def test_rank_0_logs_once_when_a_rank_becomes_slow_and_once_when_it_is_over(
-    caplog: pytest.LogCaptureFixture,
+WORK = [  # first step, steps, seconds that rank 1 works longer
+    (1, 8, 0.0),
+    (9, 6, 0.030),
+    (9, 6, 0.030),  # the same steps again
+    (15, 8, 0.030),
+    (23, 6, 0.0),
+]
+LINK = [  # five steps each; seconds that both wait, and the rate of rank 1
+    *((first, 5, 0.0, 0.0, 1e8) for first in range(1, 40, 5)),
+    *((first, 5, 0.0, 0.1, 1e7) for first in range(41, 60, 5)),
+    (61, 5, 0.0, 0.1, 30e8),  # too high once
+    *((first, 5, 0.0, 0.0, 1e8) for first in range(66, 90, 5)),
+]
+
+
+@pytest.mark.parametrize(
+    ("posts", "begin", "end"),
+    [
+        (
+            [(*each, 0.0, 0.0) for each in WORK],
+            "9: its backward (most of it before bucket 0: head.weight to head.bias) "
+            "takes 50 ms, that of the others 20 ms. This costs 30 ms of each step of "
+            "67 ms (45 %).",
+            "27. It did for 18 steps, which cost about 0.54 s.",
+        ),
+        (
+            LINK,
+            "46: its network connection carries 80 Mbit/s, that of the others 800 "
+            "Mbit/s. This costs 100 ms of each step of 137 ms (73 %).",
+            "70. It did for 24 steps, which cost about 2.4 s.",
+        ),
+    ],
+)
+def test_rank_0_logs_once_when_a_rank_is_slow_and_once_when_that_is_over(
+    caplog: pytest.LogCaptureFixture, posts: Any, begin: str, end: str
 ) -> None:
-    reducer = OneBucket()
+    """Rank 1 is slow from the second line of each table on, to before the last."""
+    reducer = OneBucket()  # the judge does not keep it alive
     judge = Judge(reducer)  # type: ignore[arg-type]
     with caplog.at_level(logging.WARNING, "minidp"):
-        judge.judge(posted(1, 8, 0.0))
-        assert not caplog.messages
-        judge.judge(posted(9, 6, 0.030))
-        judge.judge(posted(9, 6, 0.030))  # the same steps again
-        judge.judge(posted(15, 8, 0.030))
-        assert len(caplog.messages) == 1
-        judge.judge(posted(23, 6, 0.0))
-    begin, end = caplog.messages
-    assert begin == (
-        "[rank 0] Rank 1 (h1) slows all ranks down, since step 9: its backward (most "
-        "of it before bucket 0: head.weight to head.bias) takes 50 ms, that of the "
-        "others 20 ms. This costs 30 ms of each step of 67 ms (45 %)."
-    )
-    assert end == (
-        "[rank 0] Rank 1 slows the others down no longer, at step 27. It did for 18 "
-        "steps, which cost about 0.54 s."
-    )
-
-
-def test_a_slow_link_is_logged_with_rates_until_the_ranks_wait_no_longer(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    judge = Judge(OneBucket())  # type: ignore[arg-type]
-    with caplog.at_level(logging.WARNING, "minidp"):
-        for first in range(1, 40, 5):
-            judge.judge(posted(first, 5, 0.0, rate=1e8))
-        for first in range(41, 60, 5):
-            judge.judge(posted(first, 5, 0.0, wait=0.1, rate=1e7))
-        judge.judge(posted(61, 5, 0.0, wait=0.1, rate=30e8))  # too high once
-        for first in range(66, 90, 5):
-            judge.judge(posted(first, 5, 0.0, rate=1e8))
-    begin, end = caplog.messages
-    assert begin == (
-        "[rank 0] Rank 1 (h1) slows all ranks down, since step 46: its network "
-        "connection carries 80 Mbit/s, that of the others 800 Mbit/s. This costs 100 "
-        "ms of each step of 137 ms (73 %)."
-    )
-    assert end == (
-        "[rank 0] Rank 1 slows the others down no longer, at step 70. It did for 24 "
-        "steps, which cost about 2.4 s."
-    )
+        for post in posts:
+            judge.judge(posted(*post))
+    rank_1 = "[rank 0] Rank 1 "
+    assert caplog.messages == [
+        f"{rank_1}(h1) slows all ranks down, since step {begin}",
+        f"{rank_1}slows the others down no longer, at step {end}",
+    ]
 
 
 def test_numbers_of_one_rank_and_the_model_may_go(lone_group: Any) -> None:
@@ -261,10 +235,8 @@ def test_numbers_of_one_rank_and_the_model_may_go(lone_group: Any) -> None:
         optimizer.step()
         optimizer.zero_grad()
     numbers = speed.numbers()
-    assert set(numbers) == {*(f"{name}_s" for name in PHASES), "step"} | {
-        "slow_rank",
-        "slow_cost_s",
-    }
+    more = ("step", "slow_rank", "slow_cost_s")
+    assert set(numbers) == {*(f"{name}_s" for name in PHASES), *more}
     assert numbers["step"] == 5
     assert numbers["slow_rank"] == -1
     assert all(numbers[f"{name}_s"] > 0 for name in PHASES)
