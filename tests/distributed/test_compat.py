@@ -27,6 +27,7 @@ from tests.support.both import (
     Scalars,
     done,
     grads,
+    modes,
     on_both,
     same,
     values,
@@ -38,6 +39,7 @@ from tests.support.ranks import as_in_torch, on_ranks
 
 POST, PRE = _BufferCommHookLocation.POST_FORWARD, _BufferCommHookLocation.PRE_FORWARD
 
+WRAPPERS: Any = (DistributedDataParallel, DataParallel)
 
 # --------------------------------------------------------------------------- the names
 
@@ -83,10 +85,7 @@ def names_of(theirs):
 
 
 def test_every_name_is_there_or_has_a_reason_not_to_be(lone_group):
-    theirs, ours = (
-        wrap(Scalars(), static_graph=True)
-        for wrap in (DistributedDataParallel, DataParallel)
-    )
+    theirs, ours = (wrap(Scalars(), static_graph=True) for wrap in WRAPPERS)
     assert {name for name in names_of(theirs) if not hasattr(ours, name)} <= {*ABSENT}
     assert [name for name in ABSENT if hasattr(ours, name)] == []
     of_torch = {name for name in dir(theirs.reducer) if not name.startswith("__")}
@@ -95,15 +94,9 @@ def test_every_name_is_there_or_has_a_reason_not_to_be(lone_group):
 
 
 def test_values_are_torchs(lone_group):
-    for options in (
-        {"find_unused_parameters": True},
-        {"bucket_cap_mb": 3},
-        {"bucket_cap_mb_list": [1, 2]},
-    ):
-        theirs, ours = (
-            wrap(nn.BatchNorm1d(2), **options)
-            for wrap in (DistributedDataParallel, DataParallel)
-        )
+    changes = {"find_unused_parameters": True, "bucket_cap_mb": 3}
+    for options in (changes, {"bucket_cap_mb_list": [1, 2]}):
+        theirs, ours = (wrap(nn.BatchNorm1d(2), **options) for wrap in WRAPPERS)
         for name in names_of(theirs) - {*ABSENT, *OTHER_VALUES}:
             value = getattr(theirs, name, ())
             if isinstance(value, bool | int | str | None | list | set):
@@ -147,7 +140,7 @@ class Deep(nn.Module):
 
 
 def test_ignored_and_data_parallel_parameters(lone_group):
-    for wrap in (DistributedDataParallel, DataParallel):
+    for wrap in WRAPPERS:
         module: Any = Deep()
         names = ["inner.weight", "inner.running_mean", "w"]
         wrap._set_params_and_buffers_to_ignore_for_model(module, names)
@@ -288,13 +281,9 @@ def test_update_process_group(ctx, wrap):
 
 
 @as_in_torch(2)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"find_unused_parameters": True}, {"static_graph": True}],
-    ids=str,
-)
-def test_remove_autograd_hooks(ctx, wrap, options):
-    ddp = wrap(Scalars(2), **options)
+@modes
+def test_remove_autograd_hooks(ctx, wrap, mode):
+    ddp = wrap(Scalars(2), **mode)
     ddp(x_of(ctx)).backward()
     ddp._remove_autograd_hooks()
     ddp._remove_autograd_hooks()
@@ -372,15 +361,13 @@ def test_graph_static(ctx, wrap):
     return maps
 
 
-def test_legacy_helpers(lone_group):
+@as_in_torch(1)
+def test_legacy_helpers(ctx, wrap):
     """They are for several accelerators; what they do without one is the same."""
-    found = []
-    for wrap in (DistributedDataParallel, DataParallel):
-        ddp: Any = wrap(Scalars())
-        moved = ddp.to_kwargs((torch.ones(2), 3), {"k": [torch.ones(1)]}, 0)
-        scattered = ddp.scatter((3,), {"k": "v"}, [0, 1])
-        found.append([moved, scattered, ddp.gather([{"k": None}, {"k": None}], 0)])
-    assert same(found[0], found[1])
+    ddp = wrap(Scalars())
+    moved = ddp.to_kwargs((torch.ones(2), 3), {"k": [torch.ones(1)]}, 0)
+    scattered = ddp.scatter((3,), {"k": "v"}, [0, 1])
+    return moved, scattered, ddp.gather([{"k": None}, {"k": None}], 0)
 
 
 # ----------------------------------------------------------------------------- logging
@@ -443,17 +430,17 @@ def test_conditional_keys(ctx, wrap):
     )
 
 
-def test_sample_rate(lone_group):
-    for wrap in (DistributedDataParallel, DataParallel):
-        ddp: Any = wrap(Scalars())
-        with pytest.raises(ValueError, match="should be equal or greater than 1"):
-            ddp._set_ddp_runtime_logging_sample_rate(0)
-        ddp._set_ddp_runtime_logging_sample_rate(3)
-        told = []
-        for _ in range(14):
-            ddp(torch.ones(1)).backward()
-            told.append(ddp._get_ddp_logging_data()["iteration"])
-        assert told == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 12, 12]
+@as_in_torch(1)
+def test_sample_rate(ctx, wrap):
+    ddp = wrap(Scalars())
+    with pytest.raises(ValueError, match="should be equal or greater than 1"):
+        ddp._set_ddp_runtime_logging_sample_rate(0)
+    ddp._set_ddp_runtime_logging_sample_rate(3)
+    told = []
+    for _ in range(14):
+        ddp(torch.ones(1)).backward()
+        told.append(ddp._get_ddp_logging_data()["iteration"])
+    assert told == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 12, 12]
 
 
 def test_backward_stats(lone_group):
@@ -474,7 +461,7 @@ def test_tensor_parallel_inside(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     results = []
-    for wrap in (DistributedDataParallel, DataParallel):
+    for wrap in WRAPPERS:
         torch.manual_seed(0)
         block = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
         parallelize_module(block, mesh["tp"], plan)
