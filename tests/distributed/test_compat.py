@@ -6,7 +6,6 @@ import contextlib
 import copy
 import logging.handlers
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ from tests.support.ranks import as_in_torch, on_ranks
 
 POST, PRE = _BufferCommHookLocation.POST_FORWARD, _BufferCommHookLocation.PRE_FORWARD
 
-WRAPPERS: Any = (DistributedDataParallel, DataParallel)
+WRAPPERS = (DistributedDataParallel, DataParallel)
 
 # --------------------------------------------------------------------------- the names
 
@@ -141,7 +140,7 @@ class Deep(nn.Module):
 
 def test_ignored_and_data_parallel_parameters(lone_group):
     for wrap in WRAPPERS:
-        module: Any = Deep()
+        module = Deep()
         names = ["inner.weight", "inner.running_mean", "w"]
         wrap._set_params_and_buffers_to_ignore_for_model(module, names)
         assert module._ddp_params_and_buffers_to_ignore == names
@@ -172,8 +171,8 @@ class Marked(Scalars):
 @pytest.mark.parametrize("location", [PRE, POST])
 def test_module_buffer_hooks(ctx, wrap, location):
     """Averages a module buffer; the works are awaited in the next backward."""
-    seen: list[str] = []
-    works: list[Any] = []
+    seen = []
+    works = []
 
     def hook(state, module_buffers):
         seen.append(" ".join(module_buffers))
@@ -203,8 +202,8 @@ def test_futures_are_awaited_and_nobody_is_left_out(ctx):
     """A future that fails; then several at once, with a clipped step besides."""
     ddp = wrapped(ctx, Scalars())
     optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
-    awaited: list[int] = []
-    failed: Any = torch.futures.Future()
+    awaited = []
+    failed = torch.futures.Future()
     failed.set_exception(ValueError("no"))
     ddp.reducer._install_post_backward_futures([failed])
     with pytest.raises(RuntimeError, match="waiting for what a hook owes"):
@@ -220,7 +219,7 @@ def test_futures_are_awaited_and_nobody_is_left_out(ctx):
     ddp.step_in_backward(optimizer, clip_grad_norm=0.25)
     ddp(x_of(ctx)).backward()
     assert len(ddp._reducer.queue.owed) == 0
-    never: Any = torch.futures.Future()
+    never = torch.futures.Future()
     ddp.reducer._install_post_backward_futures([never])
     ddp.reducer._reset_state()  # whatever was owed is forgotten
     ddp(x_of(ctx)).backward()
@@ -324,7 +323,7 @@ def test_reducer_entries(ctx, wrap):
     ddp = wrap(Scalars(3), bucket_cap_mb_list=[0.000005])
     reducer = ddp.reducer
     reducer.prepare_for_forward()
-    seen: list[Any] = [reducer._rebuild_buckets()]
+    seen = [reducer._rebuild_buckets()]
     ddp(x_of(ctx)).sum().backward()
     seen += [reducer._rebuild_buckets(), reducer._rebuild_buckets()]
     buckets = reducer._get_zeros_like_grad_buckets()
@@ -376,7 +375,7 @@ def test_legacy_helpers(ctx, wrap):
 def logged(ctx, wrap, options):
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     net.append(nn.Linear(2, 1, dtype=torch.float64))
-    net[3].forward = lambda x: net[3].weight.sum() * x.double() + net[3].bias  # type: ignore[method-assign]
+    net[3].forward = lambda x: net[3].weight.sum() * x.double() + net[3].bias
     ddp = wrap(net, **options)
     first = ddp._get_ddp_logging_data()
     for _ in range(4):
@@ -465,7 +464,7 @@ def test_tensor_parallel_inside(ctx):
         torch.manual_seed(0)
         block = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
         parallelize_module(block, mesh["tp"], plan)
-        ddp: Any = wrap(block, device_mesh=mesh["dp"])
+        ddp = wrap(block, device_mesh=mesh["dp"])
         params = list(ddp.parameters())  # torch's transform hides them later
         optimizer = torch.optim.SGD(params, 0.1)
         history = []
@@ -526,7 +525,7 @@ LAST_CAP = {
 def test_environment_variables(ctx, wrap):
     """The small bucket is the last one; the two others change nothing here."""
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    dist._DEFAULT_FIRST_BUCKET_BYTES = 20_000  # type: ignore[attr-defined]
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 20_000
     ddp = wrap(net)
     for _ in range(3):
         ddp.zero_grad()

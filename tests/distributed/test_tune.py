@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +26,7 @@ model(torch.ones(1, 2)).sum().backward()
 """
 
 
-def train(ctx: Any, steps: int, wraps: int) -> None:
+def train(ctx, steps, wraps):
     for _ in range(wraps):
         net = nn.Sequential(*[nn.Linear(9, 9) for _ in range(4)])
         ddp = DataParallel(net, None, None, 0, None, True, ctx.group, 0.001)
@@ -36,7 +34,7 @@ def train(ctx: Any, steps: int, wraps: int) -> None:
             ddp(torch.ones(2, 9)).sum().backward()
 
 
-def tuned(ctx: Any, out: Path, steps: int, wraps: int) -> int:
+def tuned(ctx, out, steps, wraps):
     """The exit status; the constructor is as before."""
     before = DataParallel.__init__
     with tune.tuned(out) as session:
@@ -47,7 +45,7 @@ def tuned(ctx: Any, out: Path, steps: int, wraps: int) -> int:
 
 @on_ranks(2)
 def test_it_says_how_far_it_is(ctx, tmp_path):
-    said: list[str] = []
+    said = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuner, "say_progress", said.append)
         tuned(ctx, tmp_path / "buckets.json", tune.NEEDED + 1, 1)
@@ -85,7 +83,7 @@ def ran(tmp_path, monkeypatch, capsys):
     In a folder with a script ``trains.py`` of this text; nothing stays patched.
     """
 
-    def call(text: str, *words: str) -> tuple[int, str]:
+    def call(text, *words):
         (tmp_path / "trains.py").write_text(text)
         monkeypatch.chdir(tmp_path)
         parser, before = argparse.ArgumentParser(), DataParallel.__init__

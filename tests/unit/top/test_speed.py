@@ -6,7 +6,6 @@ import gc
 import logging
 import socket
 import weakref
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +35,7 @@ from minidp.trace import StepEvent
 STEP = [0.001, 0.010, 0.020, 0.004, 0.002]  # seconds by phase
 
 
-def times(ranks: int, steps: int, **slow: float) -> Any:
+def times(ranks, steps, **slow):
     """Times of equal ranks, with the phases in ``slow`` longer on the last rank."""
     found = np.array([[STEP] * steps] * ranks)
     for phase, seconds in slow.items():
@@ -45,7 +44,7 @@ def times(ranks: int, steps: int, **slow: float) -> Any:
 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer"])
-def test_a_rank_that_works_longer_is_found_with_its_phase(phase: str) -> None:
+def test_a_rank_that_works_longer_is_found_with_its_phase(phase):
     slow = find_slow(times(3, 5, **{phase: 0.020}), 0.25)
     assert slow is not None
     assert (slow.rank, PHASES[slow.phase]) == (2, phase)
@@ -53,7 +52,7 @@ def test_a_rank_that_works_longer_is_found_with_its_phase(phase: str) -> None:
     assert slow.here - slow.others == pytest.approx(0.020)
 
 
-def test_small_differences_waiting_and_one_odd_step_are_not_slow() -> None:
+def test_small_differences_waiting_and_one_odd_step_are_not_slow():
     once, but_once = times(2, 5), times(2, 5, forward=0.020)
     once[1, 2, FORWARD] += 10
     but_once[1, 2] = STEP
@@ -63,16 +62,16 @@ def test_small_differences_waiting_and_one_odd_step_are_not_slow() -> None:
 
 
 @given(st.integers(2, 5), st.lists(st.floats(0.9, 1.1), min_size=25, max_size=25))
-def test_times_that_differ_by_a_tenth_are_not_slow(ranks: int, noise: Any) -> None:
+def test_times_that_differ_by_a_tenth_are_not_slow(ranks, noise):
     factors = np.resize(np.array(noise), (ranks, 5, 1))
     assert find_slow(times(ranks, 5) * factors, 0.25) is None
 
 
-def rows(first: int, count: int) -> list[tuple[int, list[float]]]:
+def rows(first, count):
     return [(n, [float(n)] * len(PHASES)) for n in range(first, first + count)]
 
 
-def test_ranks_are_compared_in_the_steps_that_all_have_or_in_their_last_ones() -> None:
+def test_ranks_are_compared_in_the_steps_that_all_have_or_in_their_last_ones():
     numbers, found = align([rows(3, 10), rows(5, 10)])
     assert numbers == list(range(5, 13))
     assert np.array_equal(found[0], found[1])
@@ -84,11 +83,11 @@ def test_ranks_are_compared_in_the_steps_that_all_have_or_in_their_last_ones() -
     assert found.shape == (2, 0, len(PHASES))
 
 
-def test_each_event_of_a_step_ends_a_phase() -> None:
+def test_each_event_of_a_step_ends_a_phase():
     assert set(_ENDS) == set(StepEvent)
 
 
-def test_the_bucket_before_which_time_is_lost() -> None:
+def test_the_bucket_before_which_time_is_lost():
     full = {0: {"0": 0.01, "1": 0.02, "2": 0.03}, 1: {"0": 0.01, "1": 0.07, "2": 0.08}}
     assert late_bucket(full, 1) == 1
     assert late_bucket({0: {}, 1: {}}, 1) is None
@@ -99,7 +98,7 @@ USUAL = [1.0e8, 30e8, 1.2e8]  # bytes per second: estimates, often far too high
 NBYTES = [2e6] * 3  # per step
 
 
-def links(slow: float, times: int, rank: int = 1) -> Any:
+def links(slow, times, rank=1):
     """Rates of three ranks, of which the last ``times`` of ``rank`` are ``slow``."""
     found = np.array([USUAL, np.roll(USUAL, 1), np.roll(USUAL, 2)] * 14)[:MANY]
     if times:
@@ -116,9 +115,7 @@ def links(slow: float, times: int, rank: int = 1) -> Any:
         (0.1e8, MANY, 1),  # from the beginning
     ],
 )
-def test_the_rank_whose_link_is_slow_has_a_low_rate(
-    slow: float, times: int, rank: int | None
-) -> None:
+def test_the_rank_whose_link_is_slow_has_a_low_rate(slow, times, rank):
     waits = np.full(MANY, 0.01)
     waits[-times:] = 0.2
     found = find_slow_link(links(slow, times), waits, NBYTES, 0.25)
@@ -129,7 +126,7 @@ def test_the_rank_whose_link_is_slow_has_a_low_rate(
         assert found.cost == pytest.approx(0.2 if times == MANY else 0.19)
 
 
-def test_no_link_is_slow_if_ranks_wait_no_longer_or_not_for_it() -> None:
+def test_no_link_is_slow_if_ranks_wait_no_longer_or_not_for_it():
     slow, waits = links(0.1e8, 3), np.full(MANY, 0.01)
     assert find_slow_link(slow, waits, NBYTES, 0.25) is None
     waits[-3:] = 0.2
@@ -137,7 +134,7 @@ def test_no_link_is_slow_if_ranks_wait_no_longer_or_not_for_it() -> None:
     assert find_slow_link(slow, waits, [0.5e6] * 3, 0.25) is None  # sent in 0.05 s
 
 
-def test_what_the_connections_of_this_process_have_sent() -> None:
+def test_what_the_connections_of_this_process_have_sent():
     one, two = socket.socketpair(socket.AF_UNIX)
     with socket.create_server(("127.0.0.1", 0)) as server, one, two:
         before = sent_by_connection()
@@ -162,7 +159,7 @@ class OneBucket:
         buckets = (bucket,)
 
 
-def posted(first: int, steps: int, slow: float, wait: float, rate: float) -> Any:
+def posted(first, steps, slow, wait, rate):
     both = {}
     for rank in (0, 1):
         each = list(STEP)
@@ -211,11 +208,11 @@ LINK = [  # five steps each; seconds that both wait, and the rate of rank 1
     ],
 )
 def test_rank_0_logs_once_when_a_rank_is_slow_and_once_when_that_is_over(
-    caplog: pytest.LogCaptureFixture, posts: Any, begin: str, end: str
-) -> None:
+    caplog, posts, begin, end
+):
     """Rank 1 is slow from the second line of each table on, to before the last."""
     reducer = OneBucket()  # the judge does not keep it alive
-    judge = Judge(reducer)  # type: ignore[arg-type]
+    judge = Judge(reducer)
     with caplog.at_level(logging.WARNING, "minidp"):
         for post in posts:
             judge.judge(posted(*post))
@@ -226,7 +223,7 @@ def test_rank_0_logs_once_when_a_rank_is_slow_and_once_when_that_is_over(
     ]
 
 
-def test_numbers_of_one_rank_and_the_model_may_go(lone_group: Any) -> None:
+def test_numbers_of_one_rank_and_the_model_may_go(lone_group):
     ddp = minidp.DataParallel(nn.Linear(4, 2))
     speed = minidp.watch_speed(ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -251,6 +248,6 @@ def test_numbers_of_one_rank_and_the_model_may_go(lone_group: Any) -> None:
     assert gone() is None
 
 
-def test_a_model_that_minidp_does_not_synchronise_is_refused() -> None:
+def test_a_model_that_minidp_does_not_synchronise_is_refused():
     with pytest.raises(TypeError, match=r"watch_speed\(\) needs a minidp.DataParallel"):
         minidp.watch_speed(nn.Linear(2, 2))
