@@ -207,9 +207,7 @@ LINK = [  # five steps each; seconds that both wait, and the rate of rank 1
         ),
     ],
 )
-def test_rank_0_logs_once_when_a_rank_is_slow_and_once_when_that_is_over(
-    caplog, posts, begin, end
-):
+def test_rank_0_logs_once_and_once_when_it_is_over(caplog, posts, begin, end):
     """Rank 1 is slow from the second line of each table on, to before the last."""
     reducer = OneBucket()  # the judge does not keep it alive
     judge = Judge(reducer)
