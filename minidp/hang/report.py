@@ -28,47 +28,38 @@ _MAX_TEXT = 1200  # characters of another rank's error
 class Sighting:
     """Find out from statuses and alarms which ranks are missing in one collective.
 
-    ``silent``: ranks whose statuses are not renewed.
+    ``absent``: ranks that gave up; if none did, those that are silent, have published
+    no status, or have started fewer collectives and wait for none. ``silent``: ranks
+    whose statuses are not renewed.
     """
 
     def __init__(self, channel: Channel, started: int, silent: Collection[int]) -> None:
         self._statuses, self._alarms = channel.statuses, channel.alarms
-        self._started = started
-        self._silent = silent  # ranks whose beat stands still
+        self._silent = silent
         self._others = [r for r in range(channel.size) if r != channel.rank]
-
-    def absent(self) -> list[int]:
-        """Return the missing ranks: those that gave up; if none did, others.
-
-        These are silent, or have published no status, or have started fewer
-        collectives and wait for none.
-        """
-        gone = [rank for rank in self._others if self._has_given_up(rank)]
+        late = (r for r, alarm in self._alarms.items() if alarm.started < started)
+        self._gone = sorted(late)
         # If a rank gave up, others may be late for the same reason.
-        return gone or [rank for rank in self._others if self._is_absent(rank)]
+        self.absent = self._gone or [
+            r for r in self._others if self._is_late(r, started)
+        ]
 
-    def _has_given_up(self, rank: int) -> bool:
-        return rank in self._alarms and self._alarms[rank].started < self._started
-
-    def _is_absent(self, rank: int) -> bool:
+    def _is_late(self, rank: int, started: int) -> bool:
         status = self._statuses.get(rank)
         if rank in self._silent or status is None:
             return True
         # A rank that waits is late because of another one.
-        return status.started < self._started and not status.wait_description
+        return status.started < started and not status.wait_description
 
     def may_still_come(self) -> bool:
         """Return whether none gave up or is silent, and one waits for no others."""
-        is_any_gone = bool(self._silent) or any(map(self._has_given_up, self._others))
-        known = [self._statuses[r] for r in self._others if r in self._statuses]
-        waiting = [
-            status for status in known if status.waits or status.wait_description
-        ]
+        waiting = [s for s in self._statuses.values() if s.waits or s.wait_description]
+        is_any_gone = self._silent or self._gone
         return not is_any_gone and len(waiting) < len(self._others)
 
     def to_text(self) -> str:
         """Return sentences for an error: which ranks are missing, and what they do."""
-        told = self.absent()
+        told = self.absent
         head = f"Missing: rank {', '.join(map(str, told))}."
         if not told:
             told = self._others
@@ -90,7 +81,7 @@ class Sighting:
                 f"Rank {rank} does not answer (killed, stopped, or cut off); last "
                 f"seen: {seen}."
             )
-        if not self._is_absent(rank):
+        if rank not in self.absent:
             return f"Rank {rank}: {seen}."
         does = (
             "waits for other ranks elsewhere" if status.waits else "does something else"
@@ -141,7 +132,7 @@ class Inquiry(FutureWork):
             is_known = not is_explained and not problem
             silent = statuses.keys() - running if is_known else ()
             found = Sighting(channel, self._started, silent)
-            text = found.to_text() if found.absent() or not problem else ""
+            text = found.to_text() if found.absent or not problem else ""
             may_come = found.may_still_come() and not problem
             report = Report(f"{text} {problem}".strip(), may_still_come=may_come)
             self.future.set_result(report)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -185,13 +186,7 @@ def _packed(found: Iterable[Slice], at: int) -> list[int]:
 
 def _model(forecast: Forecast, found: Analysis) -> dict[str, Any]:
     """Return the numbers from which `forecast.js` predicts, with its names for them."""
-    return {
-        "backward": vars(forecast.backward),
-        "groups": forecast.groups,
-        "network": vars(forecast.network),
-        "is_one_size": forecast.is_one_size,
-        "step_s": forecast.step_s,
-        "exposed_s": forecast.exposed_s,
+    return asdict(forecast) | {
         "balance_s": straggler(found).gain_s,
         "caps": CAPS_MB,
         "ranks": found.run.ranks[0].where.world_size,

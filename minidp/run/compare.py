@@ -13,7 +13,6 @@ import faulthandler
 import os
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,13 +21,13 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from minidp.comm import die_with_parent, gather_json, launcher_store, post_json
@@ -83,13 +82,10 @@ class _Comparison:
         say_once(f"minidp run: first on torch's DistributedDataParallel, {where}.")
         environment = {n: value for n, value in os.environ.items() if n != RUN}
         if self._store is not None:
-            # At the same port the second run would find keys that the first leaves.
-            with socket.create_server(("", 0)) as free:
-                own = free.getsockname()[1]
+            # In the launcher's store the second run would find keys of the first.
             is_first = not from_environment("RANK", 0)
-            port = self._once("port", is_first=is_first, do=lambda: own)
+            port = self._once("port", is_first=is_first, do=self._serve)
             environment["MASTER_PORT"] = str(port)
-            environment["TORCHELASTIC_USE_AGENT_STORE"] = str(False)
         script = script.seen_from(here)
         torchs = self._run("torch", script.words, folder, environment)
         if isinstance(torchs, int):
@@ -108,6 +104,11 @@ class _Comparison:
         if not rank or not is_same:
             say_on_stderr(f"minidp run: torch's DDP and minidp on rank {rank}\n{text}")
         return int(not is_same)
+
+    def _serve(self) -> int:
+        """Open a store that lives as long as this object; return its port."""
+        self._own = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        return int(self._own.port)
 
     def _run(
         self, library: str, words: Sequence[str], cwd: str, env: Mapping[str, str]
@@ -130,7 +131,7 @@ class _Comparison:
         status = subprocess.call(command, cwd=cwd, env=env)
         # Torch may hang when it exits.
         if outcome.exists() and (not status or library == "torch"):
-            return Outcome(**torch.load(outcome, weights_only=True))
+            return Outcome(*torch.load(outcome, weights_only=True))
         if stacks := _stacks(outcome).read_text():
             raise _CannotCompareError(
                 f"rank {from_environment('RANK', 0)} made no optimizer step on "
@@ -263,8 +264,7 @@ def run_on_torch(script: Script, options: argparse.Namespace) -> int:
     return status
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The result of one run of the script, on one rank: weights and step times."""
 
     weights: Mapping[str, torch.Tensor]  # parameters and module buffers, by model
@@ -322,7 +322,7 @@ class OutcomeRecorder:
         """Write the outcome; end this process if it lives ``exit_s`` (limit) more."""
         self._watch(exit_s or self._limit)
         partial = self._path.with_suffix(".partial")
-        torch.save(asdict(self.outcome()), partial)
+        torch.save(tuple(self.outcome()), partial)
         partial.replace(self._path)
 
 

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import logging.handlers
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from tests.support.both import (
     Scalars,
     done,
     grads,
+    modes,
     on_both,
     same,
     values,
@@ -38,6 +38,7 @@ from tests.support.ranks import as_in_torch, on_ranks
 
 POST, PRE = _BufferCommHookLocation.POST_FORWARD, _BufferCommHookLocation.PRE_FORWARD
 
+WRAPPERS = (DistributedDataParallel, DataParallel)
 
 # --------------------------------------------------------------------------- the names
 
@@ -83,10 +84,7 @@ def names_of(theirs):
 
 
 def test_every_name_is_there_or_has_a_reason_not_to_be(lone_group):
-    theirs, ours = (
-        wrap(Scalars(), static_graph=True)
-        for wrap in (DistributedDataParallel, DataParallel)
-    )
+    theirs, ours = (wrap(Scalars(), static_graph=True) for wrap in WRAPPERS)
     assert {name for name in names_of(theirs) if not hasattr(ours, name)} <= {*ABSENT}
     assert [name for name in ABSENT if hasattr(ours, name)] == []
     of_torch = {name for name in dir(theirs.reducer) if not name.startswith("__")}
@@ -95,15 +93,9 @@ def test_every_name_is_there_or_has_a_reason_not_to_be(lone_group):
 
 
 def test_values_are_torchs(lone_group):
-    for options in (
-        {"find_unused_parameters": True},
-        {"bucket_cap_mb": 3},
-        {"bucket_cap_mb_list": [1, 2]},
-    ):
-        theirs, ours = (
-            wrap(nn.BatchNorm1d(2), **options)
-            for wrap in (DistributedDataParallel, DataParallel)
-        )
+    changes = {"find_unused_parameters": True, "bucket_cap_mb": 3}
+    for options in (changes, {"bucket_cap_mb_list": [1, 2]}):
+        theirs, ours = (wrap(nn.BatchNorm1d(2), **options) for wrap in WRAPPERS)
         for name in names_of(theirs) - {*ABSENT, *OTHER_VALUES}:
             value = getattr(theirs, name, ())
             if isinstance(value, bool | int | str | None | list | set):
@@ -147,8 +139,8 @@ class Deep(nn.Module):
 
 
 def test_ignored_and_data_parallel_parameters(lone_group):
-    for wrap in (DistributedDataParallel, DataParallel):
-        module: Any = Deep()
+    for wrap in WRAPPERS:
+        module = Deep()
         names = ["inner.weight", "inner.running_mean", "w"]
         wrap._set_params_and_buffers_to_ignore_for_model(module, names)
         assert module._ddp_params_and_buffers_to_ignore == names
@@ -179,8 +171,8 @@ class Marked(Scalars):
 @pytest.mark.parametrize("location", [PRE, POST])
 def test_module_buffer_hooks(ctx, wrap, location):
     """Averages a module buffer; the works are awaited in the next backward."""
-    seen: list[str] = []
-    works: list[Any] = []
+    seen = []
+    works = []
 
     def hook(state, module_buffers):
         seen.append(" ".join(module_buffers))
@@ -210,8 +202,8 @@ def test_futures_are_awaited_and_nobody_is_left_out(ctx):
     """A future that fails; then several at once, with a clipped step besides."""
     ddp = wrapped(ctx, Scalars())
     optimizer = torch.optim.SGD(ddp.parameters(), 1.0)
-    awaited: list[int] = []
-    failed: Any = torch.futures.Future()
+    awaited = []
+    failed = torch.futures.Future()
     failed.set_exception(ValueError("no"))
     ddp.reducer._install_post_backward_futures([failed])
     with pytest.raises(RuntimeError, match="waiting for what a hook owes"):
@@ -227,7 +219,7 @@ def test_futures_are_awaited_and_nobody_is_left_out(ctx):
     ddp.step_in_backward(optimizer, clip_grad_norm=0.25)
     ddp(x_of(ctx)).backward()
     assert len(ddp._reducer.queue.owed) == 0
-    never: Any = torch.futures.Future()
+    never = torch.futures.Future()
     ddp.reducer._install_post_backward_futures([never])
     ddp.reducer._reset_state()  # whatever was owed is forgotten
     ddp(x_of(ctx)).backward()
@@ -288,13 +280,9 @@ def test_update_process_group(ctx, wrap):
 
 
 @as_in_torch(2)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"find_unused_parameters": True}, {"static_graph": True}],
-    ids=str,
-)
-def test_remove_autograd_hooks(ctx, wrap, options):
-    ddp = wrap(Scalars(2), **options)
+@modes
+def test_remove_autograd_hooks(ctx, wrap, mode):
+    ddp = wrap(Scalars(2), **mode)
     ddp(x_of(ctx)).backward()
     ddp._remove_autograd_hooks()
     ddp._remove_autograd_hooks()
@@ -335,7 +323,7 @@ def test_reducer_entries(ctx, wrap):
     ddp = wrap(Scalars(3), bucket_cap_mb_list=[0.000005])
     reducer = ddp.reducer
     reducer.prepare_for_forward()
-    seen: list[Any] = [reducer._rebuild_buckets()]
+    seen = [reducer._rebuild_buckets()]
     ddp(x_of(ctx)).sum().backward()
     seen += [reducer._rebuild_buckets(), reducer._rebuild_buckets()]
     buckets = reducer._get_zeros_like_grad_buckets()
@@ -383,15 +371,13 @@ def test_graph_static(ctx, wrap):
     return maps
 
 
-def test_legacy_helpers(lone_group):
+@as_in_torch(1)
+def test_legacy_helpers(ctx, wrap):
     """They are for several accelerators; what they do without one is the same."""
-    found = []
-    for wrap in (DistributedDataParallel, DataParallel):
-        ddp: Any = wrap(Scalars())
-        moved = ddp.to_kwargs((torch.ones(2), 3), {"k": [torch.ones(1)]}, 0)
-        scattered = ddp.scatter((3,), {"k": "v"}, [0, 1])
-        found.append([moved, scattered, ddp.gather([{"k": None}, {"k": None}], 0)])
-    assert same(found[0], found[1])
+    ddp = wrap(Scalars())
+    moved = ddp.to_kwargs((torch.ones(2), 3), {"k": [torch.ones(1)]}, 0)
+    scattered = ddp.scatter((3,), {"k": "v"}, [0, 1])
+    return moved, scattered, ddp.gather([{"k": None}, {"k": None}], 0)
 
 
 # ----------------------------------------------------------------------------- logging
@@ -400,7 +386,7 @@ def test_legacy_helpers(lone_group):
 def logged(ctx, wrap, options):
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     net.append(nn.Linear(2, 1, dtype=torch.float64))
-    net[3].forward = lambda x: net[3].weight.sum() * x.double() + net[3].bias  # type: ignore[method-assign]
+    net[3].forward = lambda x: net[3].weight.sum() * x.double() + net[3].bias
     ddp = wrap(net, **options)
     first = ddp._get_ddp_logging_data()
     for _ in range(4):
@@ -454,17 +440,17 @@ def test_conditional_keys(ctx, wrap):
     )
 
 
-def test_sample_rate(lone_group):
-    for wrap in (DistributedDataParallel, DataParallel):
-        ddp: Any = wrap(Scalars())
-        with pytest.raises(ValueError, match="should be equal or greater than 1"):
-            ddp._set_ddp_runtime_logging_sample_rate(0)
-        ddp._set_ddp_runtime_logging_sample_rate(3)
-        told = []
-        for _ in range(14):
-            ddp(torch.ones(1)).backward()
-            told.append(ddp._get_ddp_logging_data()["iteration"])
-        assert told == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 12, 12]
+@as_in_torch(1)
+def test_sample_rate(ctx, wrap):
+    ddp = wrap(Scalars())
+    with pytest.raises(ValueError, match="should be equal or greater than 1"):
+        ddp._set_ddp_runtime_logging_sample_rate(0)
+    ddp._set_ddp_runtime_logging_sample_rate(3)
+    told = []
+    for _ in range(14):
+        ddp(torch.ones(1)).backward()
+        told.append(ddp._get_ddp_logging_data()["iteration"])
+    assert told == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10, 12, 12]
 
 
 def test_backward_stats(lone_group):
@@ -485,11 +471,11 @@ def test_tensor_parallel_inside(ctx):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     results = []
-    for wrap in (DistributedDataParallel, DataParallel):
+    for wrap in WRAPPERS:
         torch.manual_seed(0)
         block = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
         parallelize_module(block, mesh["tp"], plan)
-        ddp: Any = wrap(block, device_mesh=mesh["dp"])
+        ddp = wrap(block, device_mesh=mesh["dp"])
         params = list(ddp.parameters())  # torch's transform hides them later
         optimizer = torch.optim.SGD(params, 0.1)
         history = []
@@ -550,7 +536,7 @@ LAST_CAP = {
 def test_environment_variables(ctx, wrap):
     """The small bucket is the last one; the two others change nothing here."""
     net = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    dist._DEFAULT_FIRST_BUCKET_BYTES = 20_000  # type: ignore[attr-defined]
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 20_000
     ddp = wrap(net)
     for _ in range(3):
         ddp.zero_grad()

@@ -16,6 +16,7 @@ import minidp
 from minidp import doctor
 from minidp.doctor.checks import collectives
 from tests.support.broken import NoReduce
+from tests.support.judged import Net
 from tests.support.ranks import on_ranks
 
 
@@ -32,19 +33,6 @@ WRAPPERS = {
 }
 SECONDS = 20.0
 DATA = TensorDataset(torch.arange(128.0).reshape(64, 2))
-
-
-class Net(nn.Module):
-    def __init__(self, *, norm=False, spare=False, drop=False):
-        super().__init__()
-        self.first = nn.Linear(2, 4)
-        self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
-        self.drop = nn.Dropout(0.5 if drop else 0.0)
-        self.last = nn.Linear(4, 1)
-        self.spare = nn.Linear(1, 1) if spare else None
-
-    def forward(self, x):
-        return self.last(self.drop(self.norm(self.first(x))))
 
 
 def unwell(report):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,13 +15,13 @@ from torch.nn.utils import clip_grad_norm_
 from minidp import DataParallel, comm_hooks
 from minidp.core.reducer import Phase
 from minidp.errors import MiniDPError, ReducerFailedError
-from tests.support.both import error_of, same, wrapped
-from tests.support.ranks import on_ranks
+from tests.support.both import error_of, grads, same, wrapped
+from tests.support.ranks import as_in_torch, on_ranks
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 STEPS = 5
 
-OPTIMIZERS: dict[str, Make] = {
+OPTIMIZERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, weight_decay=0.01),
     "sgd-foreach": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, foreach=True),
     "adam": lambda ps: torch.optim.Adam(ps, 0.1),
@@ -43,26 +42,26 @@ OPTIMIZERS: dict[str, Make] = {
 class Branches(nn.Module):
     """Three layers; ``extra`` is used on demand, ``never`` not at all."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first = nn.Linear(3, 5)
         self.extra = nn.Linear(5, 5)
         self.never = nn.Linear(2, 2)
         self.last = nn.Linear(5, 2)
 
-    def forward(self, x: torch.Tensor, *, with_extra: bool = True) -> torch.Tensor:
+    def forward(self, x, *, with_extra=True):
         x = torch.tanh(self.first(x))
         if with_extra:
             x = torch.tanh(self.extra(x))
         return self.last(x)
 
 
-def batch(ctx: Any, step: int) -> torch.Tensor:
+def batch(ctx, step):
     generator = torch.Generator().manual_seed(100 * ctx.rank + step)
     return torch.randn(4, 3, generator=generator).to(ctx.device)
 
 
-def make_net(*, has_unused: bool = False) -> nn.Module:
+def make_net(*, has_unused=False):
     torch.manual_seed(3)
     net = Branches()
     if not has_unused:
@@ -70,9 +69,7 @@ def make_net(*, has_unused: bool = False) -> nn.Module:
     return net
 
 
-def train(
-    ctx: Any, name: str, options: dict[str, Any], how: dict[str, Any]
-) -> tuple[Any, Any]:
+def train(ctx, name, options, how):
     """(torch's plain loop, minidp's overlapped one): parameters and optimizer state.
 
     Also called on GPUs, by tests/gpu.
@@ -92,15 +89,15 @@ def train(
     return results[0], results[1]
 
 
-def wrap(ctx: Any, net: nn.Module, ours: bool, *, ignores: bool, **options: Any) -> Any:
-    wrapper: Any = DataParallel if ours else DistributedDataParallel
+def wrap(ctx, net, ours, *, ignores, **options):
+    wrapper = DataParallel if ours else DistributedDataParallel
     if ignores:
         names = ["extra.weight", "extra.bias"]
         wrapper._set_params_and_buffers_to_ignore_for_model(net, names)
     return wrapper(net, process_group=ctx.group, **options)
 
 
-def register_hook(ddp: Any, *, overlapped: bool) -> None:
+def register_hook(ddp, *, overlapped):
     if overlapped:
         ddp.register_comm_hook(None, comm_hooks.fp16_compress_hook)
     else:
@@ -108,9 +105,7 @@ def register_hook(ddp: Any, *, overlapped: bool) -> None:
         ddp._register_builtin_comm_hook(kind)
 
 
-def loop(
-    ctx: Any, ddp: Any, optimizers: list[Any], how: dict[str, Any], *, overlapped: bool
-) -> Any:
+def loop(ctx, ddp, optimizers, how, *, overlapped):
     clip, last = how.get("clip"), optimizers[-1]
     for optimizer in optimizers if overlapped else ():
         ddp.step_in_backward(optimizer, clip_grad_norm=clip)
@@ -139,11 +134,11 @@ def loop(
     )
 
 
-def params_of(net: nn.Module) -> list[torch.Tensor]:
+def params_of(net):
     return [p.detach().clone() for p in net.parameters()]
 
 
-CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+CASES = [
     *((name, {}, {}) for name in OPTIMIZERS),
     ("adam", {}, {"clip": 0.3}),
     ("groups", {}, {"reload": True}),
@@ -194,17 +189,17 @@ def test_globally_unused_parameters(ctx, skip):
 @on_ranks(2)
 def test_the_first_bucket_steps_before_the_last_one_is_awaited(ctx):
     """What happens to three buckets, with a hook whose futures tell who waits."""
-    events: list[str] = []
+    events = []
 
-    class Reports(torch.futures.Future):  # type: ignore[type-arg]
-        def wait(self) -> Any:
+    class Reports(torch.futures.Future):
+        def wait(self):
             events.append(f"wait {self.index}")
             return super().wait()
 
-    def hook(state: Any, bucket: Any) -> Any:
+    def hook(state, bucket):
         events.append(f"launch {bucket.index()}")
         future = Reports()
-        future.index = bucket.index()  # type: ignore[attr-defined]
+        future.index = bucket.index()
         future.set_result(bucket.buffer())
         return future
 
@@ -213,7 +208,7 @@ def test_the_first_bucket_steps_before_the_last_one_is_awaited(ctx):
     ddp.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
 
-    def note(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def note(optimizer, args, kwargs):
         held = [id(p) for g in optimizer.param_groups for p in g["params"]]
         names = [n for n, p in net.named_parameters() if id(p) in held]
         events.append(f"step {' '.join(names)}")
@@ -278,7 +273,7 @@ def test_joined_ranks_step_along(ctx):
 class Breaks(torch.optim.SGD):
     is_broken = False
 
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         if self.is_broken:
             raise ValueError("out of luck")
         return super().step(closure)
@@ -309,7 +304,7 @@ def test_a_step_that_raises_is_named_and_reset_leads_out(ctx):
     return params_of(net)
 
 
-@on_ranks(4)
+@as_in_torch(4)
 @pytest.mark.parametrize(
     ("kind", "kwargs"),
     [
@@ -319,19 +314,16 @@ def test_a_step_that_raises_is_named_and_reset_leads_out(ctx):
     ],
 )
 @pytest.mark.parametrize("only_some", [False, True])
-def test_fused_optimizers_are_torchs(ctx, kind, kwargs, only_some):
+def test_fused_optimizers_are_torchs(ctx, wrap, kind, kwargs, only_some):
     """On all ranks: torch's takes the default group, whatever the module's is."""
-    results = []
-    for wrapper in (DistributedDataParallel, DataParallel):
-        net = make_net()
-        ddp: Any = wrapper(net, process_group=ctx.group)
-        some = list(net.first.parameters()) if only_some else None
-        ddp._register_fused_optim(kind, optim_params=some, **kwargs)
-        for step in range(STEPS):
-            ddp.zero_grad()
-            ddp(batch(ctx, step)).square().sum().backward()
-        results.append([(p.detach().clone(), p.grad.clone()) for p in net.parameters()])
-    assert same(*results)
+    net = make_net()
+    ddp = wrap(net)
+    some = list(net.first.parameters()) if only_some else None
+    ddp._register_fused_optim(kind, optim_params=some, **kwargs)
+    for step in range(STEPS):
+        ddp.zero_grad()
+        ddp(batch(ctx, step)).square().sum().backward()
+    return params_of(net), grads(net)
 
 
 @on_ranks(2)

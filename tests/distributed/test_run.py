@@ -20,6 +20,10 @@ from minidp.run.compare import Outcome, OutcomeRecorder, compare
 from minidp.run.script import Script
 from tests.support.ports import free_port
 
+# The first two lines of every script.
+HEAD = """import os, sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+"""
 README = (Path(minidp.__file__).parents[1] / "README.md").read_text()
 
 
@@ -39,11 +43,11 @@ def torchrun(*words: str, cwd: Path) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def train(tmp_path):
-    """``train(text)`` writes the script and returns its path."""
+    """``train(text)`` writes a script, `HEAD` and the text, and returns its path."""
 
     def write(text):
         path = tmp_path / "train.py"
-        path.write_text(text)
+        path.write_text(HEAD + text)
         return str(path)
 
     return write
@@ -74,24 +78,6 @@ def test_the_script_of_the_readme(tmp_path, script):
     assert "ranks 0, 1 of 2; gloo on cpu" in err
     assert "Is communication hidden?" in err
     assert report(from_json(kept.read_text())) in err
-
-
-CHANGES = """
-import torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-dist.init_process_group("gloo")
-model = DDP(torch.nn.Linear(2, 2))
-if "minidp" in type(model).__module__:
-    with torch.no_grad():
-        model.module.bias[0] += 1.0
-"""
-
-
-def test_another_result_is_found(tmp_path, train):
-    found = started("minidp.run", "-n", "1", "--compare", train(CHANGES), cwd=tmp_path)
-    assert found.returncode == 1
-    assert "differ in 1 tensors" in found.stderr
-    assert "by 1 at most, in 0: bias" in found.stderr
 
 
 # ------------------------------------------------------------------- in this process
@@ -152,18 +138,39 @@ def test_at_least_one_rank(ran, capsys):
     assert "at least one rank, but got 0" in capsys.readouterr().err
 
 
+FORKS = """
+import multiprocessing
+
+def main(rank):
+    store = dist.FileStore(sys.argv[1], 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    DDP(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+
+context = multiprocessing.get_context("fork")
+ranks = [context.Process(target=main, args=(r,)) for r in range(2)]
+for rank in ranks:
+    rank.start()
+for rank in ranks:
+    rank.join()
+    assert rank.exitcode == 0
+"""
+
+
 @pytest.mark.parametrize(
-    ("body", "options", "arguments", "status", "says"),
+    ("options", "body", "arguments", "status", "says"),
     [
-        ("pass", [], [], 0, "wrapped no model in"),
-        ("pass", ["--report"], [], 1, "so there is nothing to report or compare."),
-        ("import sys; sys.exit(7)", [], [], 7, "exit status 7; it wrapped no model"),
-        ("import sys; sys.exit('no data')", [], [], 1, "no data\n"),
-        ("import sys; sys.exit()", [], [], 0, "is minidp.DataParallel in"),
-        ("import sys; sys.exit(2)", [], ["--report"], 2, "stand before "),
+        ([], "", [], 0, "wrapped no model in"),
+        (["--report"], "", [], 1, "so there is nothing to report or compare."),
+        ([], "sys.exit(7)", [], 7, "exit status 7; it wrapped no model"),
+        ([], "sys.exit('no data')", [], 1, "no data\n"),
+        ([], "sys.exit()", [], 0, "is minidp.DataParallel in"),
+        ([], "sys.exit(2)", ["--report"], 2, "stand before "),
+        ([], FORKS, ["{folder}/store"], 0, "in those that it starts"),
+        (["--report"], FORKS, ["{folder}/store"], 1, "If it starts its ranks"),
     ],
 )
-def test_exit_statuses(train, ran, body, options, arguments, status, says):
+def test_exit_statuses(tmp_path, train, ran, options, body, arguments, status, says):
+    arguments = [each.format(folder=tmp_path) for each in arguments]
     found, err = ran(*options, train(body), *arguments)
     assert found == status
     assert says in err
@@ -185,43 +192,8 @@ def test_a_script_that_raises(train, ran, monkeypatch, body, kind):
     assert (list(sys.path), sys.argv, sys.modules["__main__"]) == before
 
 
-FORKS = """
-import multiprocessing, torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-
-def main(rank, path):
-    store = torch.distributed.FileStore(path, 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    DDP(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
-
-context = multiprocessing.get_context("fork")
-ranks = [context.Process(target=main, args=(r, {path!r})) for r in range(2)]
-for rank in ranks:
-    rank.start()
-for rank in ranks:
-    rank.join()
-    assert rank.exitcode == 0
-"""
-
-
-@pytest.mark.parametrize(
-    ("options", "status", "says"),
-    [([], 0, "in those that it starts"), (["--report"], 1, "If it starts its ranks")],
-)
-def test_models_in_forks(tmp_path, train, ran, options, status, says):
-    path = train(FORKS.format(path=str(tmp_path / "store")))
-    found, err = ran(*options, path)
-    assert found == status
-    assert says in err
-
-
 def test_a_world_of_one(train, ran, lone_group):
-    path = train(
-        "import torch\n"
-        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
-        "model = DDP(torch.nn.Linear(2, 2))\n"
-        "model(torch.ones(1, 2)).sum().backward()\n"
-    )
+    path = train("DDP(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()")
     status, err = ran("--report", path, "--lr", "1")
     assert status == 0
     assert "a world of one rank" in err
@@ -250,8 +222,7 @@ def test_a_package_that_derives_from_the_class(tmp_path, ran, monkeypatch, lone_
 
 
 DROPS = """
-import gc, weakref, torch
-from torch.nn.parallel import DistributedDataParallel as DDP
+import gc, weakref
 dropped = []
 for _ in range(3):
     model = DDP(torch.nn.Linear(2, 2))
@@ -337,8 +308,8 @@ def test_verdicts(torchs, ours, is_same, says):
 @pytest.mark.parametrize(
     ("body", "name"),
     [
-        ("import os\n\nrank = int(os.environ['LOCAL_RANK'])", "LOCAL_RANK"),
-        ("import torch\n\ntorch.distributed.init_process_group('gloo')", "RANK"),
+        ("rank = int(os.environ['LOCAL_RANK'])", "LOCAL_RANK"),
+        ("dist.init_process_group('gloo')", "RANK"),
     ],
 )
 def test_a_script_that_nobody_started_as_ranks(
@@ -363,17 +334,7 @@ def test_it_starts_the_ranks_itself(tmp_path, script):
     assert "report of Sequential\nranks 0, 1 of 2; gloo on cpu" in done.stderr
 
 
-def test_the_status_of_the_rank_that_failed(tmp_path, train):
-    path = train("import os, sys\nif os.environ['RANK'] == '1': sys.exit(7)")
-    done = started("minidp.run", "-n", "2", path, cwd=tmp_path)
-    assert done.returncode == 7
-    assert "minidp run: rank 1 failed first, with exit status 7.\n" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 OPTIONS = """
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
 model = DDP(torch.nn.Linear(2, 2), find_unused_parameters=True)
 assert (model._guard.policy, model._reducer.communicator.limit) == ("warn", 1800)
 assert model.static_graph
@@ -395,9 +356,7 @@ def test_options_of_the_constructor(train, ran, lone_group, monkeypatch):
 
 
 STARTS = """
-import os, subprocess, sys, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
+import subprocess
 rank = int(os.environ.get("LOCAL_RANK", 0))
 if rank == 0:  # as Lightning does
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=sys.argv[1], WORLD_SIZE="2")
@@ -435,7 +394,7 @@ def test_ranks_that_a_script_starts_by_a_command(tmp_path, train, option):
 
 
 LAUNCHES = """
-import subprocess, sys
+import subprocess
 launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 sys.exit(subprocess.run([*launcher, "--nproc-per-node", "2", *sys.argv[1:]]).returncode)
 """
@@ -453,9 +412,6 @@ def test_a_launcher_that_is_itself_a_script(tmp_path, train, script):
 
 
 RESUMES = """
-import os, sys, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
 dist.init_process_group("gloo")
 model = DDP(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -480,7 +436,7 @@ def test_scripts_that_resume_from_checkpoints(tmp_path, is_elsewhere):
     """In the folder nothing is to be done; elsewhere the advice is to be followed."""
     folder = tmp_path / "project"
     folder.mkdir()
-    (folder / "train.py").write_text(RESUMES)
+    (folder / "train.py").write_text(HEAD + RESUMES)
     path = str(tmp_path / "last.pt") if is_elsewhere else "last.pt"
     words = ["minidp.run", "-n", "1", "--compare", "train.py", path]
     done = started(*words, cwd=folder)
@@ -497,34 +453,38 @@ def test_scripts_that_resume_from_checkpoints(tmp_path, is_elsewhere):
     assert not list(folder.glob("minidp-*"))
 
 
-def test_both_runs_in_the_same_folder(tmp_path, train):
-    train(RESUMES)
-    words = ("minidp.run", "-n", "1", "--compare", "--no-copy")
-    done = started(*words, "train.py", "last.pt", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "in this folder (--no-copy)." in done.stderr
-    assert "a checkpoint (both runs were in this folder: --no-copy), let" in done.stderr
+CHANGES = """
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(2, 2))
+if "minidp" in type(model).__module__:
+    with torch.no_grad():
+        model.module.bias[0] += 1.0
+"""
+FAILS = "if os.environ['RANK'] == '1': sys.exit(7)"
+FAILED = "minidp run: rank 1 failed first, with exit status 7.\n"
+ONE, COMPARE = ["-n", "1", "--compare"], ["--compare"]
+RESUMED = "a checkpoint (both runs were in this folder: --no-copy), let"
+BOO, STUCK = "raise ValueError('boo')", "while True: pass"
 
 
 @pytest.mark.parametrize(
-    ("body", "options", "says"),
+    ("options", "body", "status", "says"),
     [
-        (NEVER, ["--before", "exit 3"], "--before ended with exit status 3: exit 3\n"),
-        (
-            "raise ValueError('boo')",
-            [],
-            "script failed on torch's DDP, so there is not",
-        ),
-        ("import os; os._exit(0)", [], "on torch, the script ended its process itself"),
-        ("while True: pass", ["--limit", "8"], "no optimizer step on torch for 8 s"),
+        (["-n", "2"], FAILS, 7, [FAILED]),
+        (ONE, CHANGES, 1, ["differ in 1 tensors", "by 1 at most, in 0: bias"]),
+        ([*ONE, "--no-copy"], RESUMES, 1, ["in this folder (--no-copy).", RESUMED]),
+        (["--compare", "--before", "exit 3"], NEVER, 1, ["exit status 3: exit 3\n"]),
+        (COMPARE, BOO, 1, ["script failed on torch's DDP, so there is not"]),
+        (COMPARE, "os._exit(0)", 1, ["script ended its process itself"]),
+        (["--compare", "--limit", "8"], STUCK, 1, ["no optimizer step on torch for 8"]),
     ],
 )
-def test_what_cannot_be_compared(tmp_path, train, body, options, says):
-    done = started("minidp.run", "--compare", *options, train(body), cwd=tmp_path)
-    assert done.returncode == 1
-    assert says in done.stderr
-    assert ("line 1 in <module>" in done.stderr) is ("--limit" in options)
-    assert "AssertionError" not in done.stderr
+def test_what_fails_or_cannot_be_compared(tmp_path, train, options, body, status, says):
+    done = started("minidp.run", *options, train(body), "last.pt", cwd=tmp_path)
+    assert done.returncode == status
+    assert all(text in done.stderr for text in says), done.stderr
+    assert ("line 3 in <module>" in done.stderr) is (body is STUCK)
+    assert ("Traceback" in done.stderr) is (body is BOO)
 
 
 def test_a_run_on_torch_that_does_not_exit_has_a_result(tmp_path, train):

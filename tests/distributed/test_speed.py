@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,12 +39,12 @@ class SlowBackward(torch.autograd.Function):
     """Sleep in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+    def forward(ctx, x, seconds):
         ctx.seconds = seconds
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx, grad):
         time.sleep(ctx.seconds)
         return grad, None
 
@@ -53,21 +52,21 @@ class SlowBackward(torch.autograd.Function):
 class Net(nn.Module):
     """Two layers; ``naps`` has seconds to sleep, by phase."""
 
-    def __init__(self, width: int = 4) -> None:
+    def __init__(self, width=4):
         super().__init__()
         self.first = nn.Linear(width, width, bias=False)
         self.last = nn.Linear(width, width, bias=False)
         self.naps = dict.fromkeys(PHASES, 0.0)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         time.sleep(self.naps["forward"])
         return self.last(SlowBackward.apply(self.first(x), self.naps["backward"]))
 
 
-def logged(lines: list[str]) -> logging.Handler:
+def logged(lines):
     """Make a handler that adds messages to ``lines``."""
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore
+    handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("minidp").addHandler(handler)
     return handler
 
@@ -78,12 +77,12 @@ def logged(lines: list[str]) -> logging.Handler:
 )
 def test_rank_0_names_the_slow_rank_and_its_phase(ctx, phase, attached):
     """Train until rank 0 has logged that rank 1 is slow."""
-    lines: list[str] = []
+    lines = []
     handler = logged(lines)
     model = Net()
-    options: dict[str, Any] = {"process_group": ctx.group, "bucket_cap_mb": 1e-5}
+    options = {"process_group": ctx.group, "bucket_cap_mb": 1e-5}
     if attached:
-        wrapper: Any = minidp.attach(model, **options)
+        wrapper = minidp.attach(model, **options)
         wrapper.reset()
     else:
         wrapper = minidp.DataParallel(model, **options)
@@ -116,10 +115,10 @@ def test_rank_0_names_the_slow_rank_and_its_phase(ctx, phase, attached):
         assert numbers["slow_rank"] == 1
 
 
-def train_on_a_link() -> None:
+def train_on_a_link():
     """Train on one of two nodes; rank 1's sending gets slow; print what rank 0 logs."""
     dist.init_process_group("gloo")
-    lines: list[str] = []
+    lines = []
     logged(lines)
     model = minidp.DataParallel(Net(width=256))
     minidp.watch_speed(model)
@@ -136,7 +135,7 @@ def train_on_a_link() -> None:
     dist.destroy_process_group()
 
 
-def why_no_link() -> str:
+def why_no_link():
     """Why no link can be shaped here; empty if it can."""
     if why_not() or not shutil.which("tc"):
         return why_not() or "needs tc"
@@ -147,7 +146,7 @@ def why_no_link() -> str:
     return attempt.stderr.strip() and f"the kernel refuses: {attempt.stderr.strip()}"
 
 
-def test_rank_0_names_the_rank_whose_link_is_slow(tmp_path: Path) -> None:
+def test_rank_0_names_the_rank_whose_link_is_slow(tmp_path):
     if reason := why_no_link():
         pytest.skip(f"no shaped link here: {reason}")
     settings = ["MASTER_ADDR=10.77.0.1", "MASTER_PORT=29500", "WORLD_SIZE=2"]

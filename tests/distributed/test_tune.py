@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,18 +14,19 @@ from minidp.autotune import tuner
 from tests.support.ranks import on_ranks
 
 SCRIPT = """
-import sys
-import torch
-import torch.distributed as dist
-from minidp import DataParallel
-from pathlib import Path
-
+import sys, pathlib
 assert __name__ == "__main__"
-Path(sys.argv[0]).with_suffix(".ran").write_text(" ".join(sys.argv[1:]))
+pathlib.Path(sys.argv[0]).with_suffix(".ran").write_text(" ".join(sys.argv[1:]))
+"""
+TORCHS = """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+model = DDP(torch.nn.Linear(2, 2), bucket_cap_mb=1)
+model(torch.ones(1, 2)).sum().backward()
 """
 
 
-def train(ctx: Any, steps: int, wraps: int) -> None:
+def train(ctx, steps, wraps):
     for _ in range(wraps):
         net = nn.Sequential(*[nn.Linear(9, 9) for _ in range(4)])
         ddp = DataParallel(net, None, None, 0, None, True, ctx.group, 0.001)
@@ -35,7 +34,7 @@ def train(ctx: Any, steps: int, wraps: int) -> None:
             ddp(torch.ones(2, 9)).sum().backward()
 
 
-def tuned(ctx: Any, out: Path, steps: int, wraps: int) -> int:
+def tuned(ctx, out, steps, wraps):
     """The exit status; the constructor is as before."""
     before = DataParallel.__init__
     with tune.tuned(out) as session:
@@ -46,7 +45,7 @@ def tuned(ctx: Any, out: Path, steps: int, wraps: int) -> int:
 
 @on_ranks(2)
 def test_it_says_how_far_it_is(ctx, tmp_path):
-    said: list[str] = []
+    said = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuner, "say_progress", said.append)
         tuned(ctx, tmp_path / "buckets.json", tune.NEEDED + 1, 1)
@@ -77,51 +76,49 @@ def test_nothing_found(pool, tmp_path, world_size, steps, wraps):
     assert list(tmp_path.iterdir()) == []
 
 
-def parsed(*words: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    tune.add_arguments(parser)
-    return parser.parse_args(words)
+@pytest.fixture
+def ran(tmp_path, monkeypatch, capsys):
+    """``ran(text, *words)``: exit status of ``minidp tune WORDS``, and what it says.
+
+    In a folder with a script ``trains.py`` of this text; nothing stays patched.
+    """
+
+    def call(text, *words):
+        (tmp_path / "trains.py").write_text(text)
+        monkeypatch.chdir(tmp_path)
+        parser, before = argparse.ArgumentParser(), DataParallel.__init__
+        tune.add_arguments(parser)
+        try:
+            return tune.main(parser.parse_args(words)), capsys.readouterr().err
+        finally:
+            assert DataParallel.__init__ is before
+
+    return call
 
 
-def test_a_script_runs_with_its_own_arguments(tmp_path, capsys):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    found = tune.main(
-        parsed("--out", str(tmp_path / "b.json"), str(script), "--out", "7")
-    )
-    assert found == 1
-    assert script.with_suffix(".ran").read_text() == "--out 7"
-    assert "wrapped no model" in capsys.readouterr().err
+def test_a_script_runs_with_its_own_arguments(ran, tmp_path):
+    status, err = ran(SCRIPT, "--out", "b.json", "trains.py", "--out", "7")
+    assert status == 1
+    assert (tmp_path / "trains.ran").read_text() == "--out 7"
+    assert "wrapped no model" in err
 
 
-TORCHS = """
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-model = DDP(torch.nn.Linear(2, 2), bucket_cap_mb=1)
-model(torch.ones(1, 2)).sum().backward()
-"""
-
-
-def test_a_script_on_torchs_ddp_is_tuned(tmp_path, capsys, monkeypatch, lone_group):
-    (tmp_path / "trains.py").write_text(TORCHS)
-    monkeypatch.chdir(tmp_path)
-    assert tune.main(parsed("-m", "trains")) == 1  # one rank: nothing to find
-    assert "1 of 1 models found no layout" in capsys.readouterr().err
+def test_a_script_on_torchs_ddp_is_tuned(ran, lone_group):
+    status, err = ran(TORCHS, "-m", "trains")
+    assert status == 1  # one rank: nothing to find
+    assert "1 of 1 models found no layout" in err
 
 
 @pytest.mark.parametrize(
     ("script", "out", "text"),
-    [("nope.py", "a.json", "no script"), (__file__, "no/a.json", "no folder")],
+    [("nope.py", "a.json", "no script"), ("trains.py", "no/a.json", "no folder")],
 )
-def test_bad_arguments(script, out, text, capsys):
-    assert tune.main(parsed("--out", out, script)) == 2
-    assert text in capsys.readouterr().err
+def test_bad_arguments(ran, script, out, text):
+    status, err = ran("", "--out", out, script)
+    assert status == 2
+    assert text in err
 
 
-def test_a_script_that_raises_leaves_nothing_patched(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("raise ValueError('boo')")
-    before = DataParallel.__init__
+def test_a_script_that_raises(ran):
     with pytest.raises(ValueError, match="boo"):
-        tune.main(parsed("--out", str(tmp_path / "b.json"), str(script)))
-    assert DataParallel.__init__ is before
+        ran("raise ValueError('boo')", "--out", "b.json", "trains.py")

@@ -37,13 +37,13 @@ runpy.run_module("minidp.doctor", run_name="__main__", alter_sys=True)
     )
 
 
-def play(*codes, arguments=(), meanwhile=lambda ranks: None):
+def play(*codes, timeout="100", wait="30", meanwhile=lambda ranks: None):
     """Exit status and printed report of each rank; no rank may hang.
 
     ``meanwhile`` gets the processes as soon as they are started.
     """
-    port = free_port()
-    ranks = [start(code, rank, port, *arguments) for rank, code in enumerate(codes)]
+    port, limits = free_port(), ("--timeout", timeout, "--wait", wait)
+    ranks = [start(code, rank, port, *limits) for rank, code in enumerate(codes)]
     try:
         meanwhile(ranks)
         outputs = [process.communicate(timeout=LIMIT) for process in ranks]
@@ -63,7 +63,9 @@ def failures(report):
     return [f["check"] for f in report["findings"] if f["status"] == "failed"]
 
 
-AT_CLOCKS = """
+def at_clocks(deed):
+    """Code of a rank that does a deed in the check of clocks."""
+    return f"""
 import minidp.doctor.checks.collectives
 def deed(*_, **_options):
     {deed}
@@ -72,8 +74,8 @@ minidp.doctor.checks.collectives.check_clocks = deed
 
 
 def test_a_rank_that_dies_in_a_check():
-    dies = AT_CLOCKS.format(deed="os.kill(os.getpid(), signal.SIGKILL)")
-    codes, (report, nothing) = play("", dies, arguments=["--timeout", "100"])
+    dies = "os.kill(os.getpid(), signal.SIGKILL)"
+    codes, (report, nothing) = play("", at_clocks(dies))
     assert codes == [1, -9]
     assert nothing is None
     # Whether the backend says it or the limit: what follows is left out.
@@ -83,8 +85,7 @@ def test_a_rank_that_dies_in_a_check():
 
 
 def test_a_rank_that_raises_in_a_check_ends_it_for_all():
-    raises = AT_CLOCKS.format(deed="raise ValueError('of all things')")
-    codes, (report, _) = play("", raises, arguments=["--timeout", "100"])
+    codes, (report, _) = play("", at_clocks("raise ValueError('of all things')"))
     assert codes == [1, 1]
     said = {tuple(f["ranks"]): f["found"] for f in report["findings"] if f["ranks"]}
     assert (1,) in said, report["findings"]
@@ -95,8 +96,8 @@ def test_a_rank_that_raises_in_a_check_ends_it_for_all():
 
 
 def test_a_rank_that_stands_still_in_a_check():
-    stays = AT_CLOCKS.format(deed="threading.Event().wait()")
-    codes, (report, _) = play("", stays, arguments=["--timeout", "5"])
+    stays = "threading.Event().wait()"
+    codes, (report, _) = play("", at_clocks(stays), timeout="5")
     assert codes == [1, 1]
     # One rank runs into a limit, the backend's or the check's, and tells the other.
     assert failures(report) == ["clocks", "clocks"]
@@ -118,13 +119,10 @@ minidp.doctor.checks.collectives.check_gradients = check_gradients
 
 def test_ranks_do_not_wait_for_each_others_imports():
     """The first DDP of a process imports some 800 modules: long, on a busy machine."""
-    codes, (report, _) = play(*[NOTES_IMPORTS] * 2, arguments=["--timeout", "100"])
+    codes, (report, _) = play(*[NOTES_IMPORTS] * 2)
     assert failures(report) == []
     assert codes == [0, 0]
     assert found(report, "gradients, Gloo")
-
-
-CTRL_C = "os.kill(os.getpid(), signal.SIGINT); threading.Event().wait()"
 
 
 def test_ctrl_c_prints_what_was_found_until_then(tmp_path):
@@ -133,9 +131,8 @@ def test_ctrl_c_prints_what_was_found_until_then(tmp_path):
     The ranks stand still (SIGSTOP) while both are sent SIGINT: whichever comes first
     after that tells the other that it has left, and the other must know by itself.
     """
-    waits = "open({here!r}, 'w').close(); threading.Event().wait()"
     here = [str(tmp_path / f"rank {rank}") for rank in range(2)]
-    codes = [AT_CLOCKS.format(deed=waits.format(here=path)) for path in here]
+    waits = [f"open({path!r}, 'w').close(); threading.Event().wait()" for path in here]
 
     def interrupt(ranks):
         end = time.monotonic() + LIMIT
@@ -145,7 +142,7 @@ def test_ctrl_c_prints_what_was_found_until_then(tmp_path):
             for rank in ranks:
                 rank.send_signal(number)
 
-    codes, (report, nothing) = play(*codes, meanwhile=interrupt)
+    codes, (report, nothing) = play(*map(at_clocks, waits), meanwhile=interrupt)
     assert codes == [130, 130]
     assert nothing is None
     assert found(report, "interrupted") == [
@@ -158,13 +155,14 @@ def test_ctrl_c_prints_what_was_found_until_then(tmp_path):
 
 def test_ctrl_c_on_one_rank_is_told_to_the_other():
     """Each prints what it has: nobody waits for the one that ends."""
-    codes, (report, _) = play("", AT_CLOCKS.format(deed=CTRL_C))
+    ctrl_c = "os.kill(os.getpid(), signal.SIGINT); threading.Event().wait()"
+    codes, (report, _) = play("", at_clocks(ctrl_c))
     assert codes == [1, 130]
     assert any("interrupted" in text for text in found(report, "clocks")), report
 
 
 def test_without_rank_0_each_rank_speaks_for_itself():
-    codes, (_, report) = play("sys.exit(0)", "", arguments=["--wait", "1"])
+    codes, (_, report) = play("sys.exit(0)", "", wait="1")
     assert codes == [0, 1]
     assert failures(report) == ["master port"]
     assert report["title"] == "minidp doctor: rank 1"

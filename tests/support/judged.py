@@ -1,4 +1,4 @@
-"""Tables of cases for the checks of ``minidp doctor``: arguments, status, words."""
+"""For the checks of ``minidp doctor``: tables of arguments, status, words; a model."""
 
 from __future__ import annotations
 
@@ -6,10 +6,31 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from minidp.doctor.findings import Found, Status, named
 
 OK, WARNING, FAILED, SKIPPED = Status
+
+
+class Net(nn.Module):
+    """What a check may stumble over: batch norm, dropout, an unused layer."""
+
+    def __init__(
+        self, *, norm: bool = False, drop: bool = False, spare: bool = False
+    ) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 4)
+        self.norm = nn.BatchNorm1d(4) if norm else nn.Identity()
+        self.drop = nn.Dropout(0.5 if drop else 0.0)
+        self.last = nn.Linear(4, 1)
+        self.spare = nn.Linear(1, 1) if spare else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A number for each row of ``x``, which has two columns."""
+        y: torch.Tensor = self.last(self.drop(self.norm(self.first(x))))
+        return y
 
 
 def says(found: Found, status: Status, words: str = "") -> None:

@@ -39,11 +39,15 @@ def backward(seconds, layout=TORCHS, *, ready=True):
     return dataclasses.replace(one, finalize_end_ns=round(1e9 * seconds))
 
 
-def search_with(torchs_seconds, specs=SPECS, torchs=TORCHS):
+def untimed(seconds, layout=TORCHS):
+    return backward(seconds, layout, ready=False)
+
+
+def search_with(specs=SPECS, torchs=TORCHS):
+    """Torch's layout takes 20 ms, and longer where gradients are timed."""
     search = Search(specs, torchs)
-    timed = [backward(torchs_seconds + 1.0, torchs) for _ in range(2)]
-    plain = [backward(torchs_seconds, torchs, ready=False) for _ in range(3)]
-    search.add(torchs, timed + plain)
+    timed, plain = backward(20 * MS + 1.0, torchs), untimed(20 * MS, torchs)
+    search.add(torchs, [timed] * 2 + [plain] * 3)
     return search
 
 
@@ -52,7 +56,7 @@ def sizes(layout):
 
 
 def test_trials_without_measurements_of_others():
-    search = search_with(20 * MS)
+    search = search_with()
     assert search.proposal(0) == TORCHS
     small = search.proposal(1)
     assert [i for members in small.assignment for i in members] == list(range(8))[::-1]
@@ -71,13 +75,12 @@ def play(search, seconds_of):
     """All trials, each with the time that a layout takes; the one that stays."""
     for trial in range(1, NUM_TRIALS):
         layout = search.proposal(trial)
-        seconds = seconds_of(layout)
-        search.add(layout, [backward(seconds, layout, ready=False) for _ in range(5)])
+        search.add(layout, [untimed(seconds_of(layout), layout)] * 5)
     return search.proposal(NUM_TRIALS)
 
 
 def test_the_fastest_stays():
-    search = search_with(20 * MS)
+    search = search_with()
     kept = play(
         search, lambda layout: 20 * MS if layout == TORCHS else len(layout.buckets) * MS
     )
@@ -90,33 +93,30 @@ def test_the_fastest_stays():
 
 def test_the_two_best_meet_again_equally_often():
     """What one trial says may be chance: here, that the layout of trial 1 is fast."""
-    search = search_with(20 * MS)
+    search = search_with()
     small, tried = search.proposal(1), []
-    search.add(small, [backward(5 * MS, small, ready=False)])
+    search.add(small, [untimed(5 * MS, small)])
     planned = search.proposal(2)
-    slow, now = 15 * MS, {small: 5 * MS, planned: 6 * MS}
-    for trial in range(1, NUM_TRIALS):
-        layout = search.proposal(trial)
+
+    def seconds_of(layout):
         tried.append(layout)
-        seconds = now.get(layout, slow)
-        search.add(layout, [backward(seconds, layout, ready=False) for _ in range(5)])
-        now[small] = 9 * MS  # as it is, most of the time
-    finals = tried[4:]
-    assert set(finals) == {small, planned}
-    assert search.proposal(NUM_TRIALS) == planned
+        late = 9 * MS if small in tried[:-1] else 5 * MS  # as it is, most of the time
+        return {small: late, planned: 6 * MS}.get(layout, 15 * MS)
+
+    assert play(search, seconds_of) == planned
+    assert set(tried[4:]) == {small, planned}
 
 
 def test_torchs_stays_unless_another_is_clearly_faster():
-    search = search_with(20 * MS)
-    factor = {True: 1.0, False: 0.99}
-    kept = play(search, lambda layout: 20 * MS * factor[layout == TORCHS])
+    search = search_with()
+    kept = play(search, lambda layout: 20 * MS if layout == TORCHS else 19.8 * MS)
     assert kept == TORCHS
     assert "torch's layout stays" in str(search.choice())
 
 
 def test_timed_backwards_do_not_count():
     """They are slower, and only some layouts have them."""
-    trial = Trial(TORCHS, [backward(9.0), backward(2.0, ready=False)])
+    trial = Trial(TORCHS, [backward(9.0), untimed(2.0)])
     assert trial.seconds == 2.0
 
 
@@ -124,12 +124,12 @@ def test_timed_backwards_do_not_count():
 def test_noise_is_not_speed(spread, is_clear):
     def trial(center):
         offsets = (-spread, -spread / 2, 0, spread / 2, spread)
-        return Trial(TORCHS, [backward(center + o, ready=False) for o in offsets])
+        return Trial(TORCHS, [untimed(center + o) for o in offsets])
 
     assert trial(19 * MS).is_clearly_faster(trial(20 * MS)) == is_clear
 
 
-@pytest.mark.parametrize("steps", [[backward(1.0, ready=False)], []])
+@pytest.mark.parametrize("steps", [[untimed(1.0)], []])
 def test_without_ready_times_torchs_stays(steps):
     search = Search(SPECS, TORCHS)
     search.add(TORCHS, steps)
@@ -156,7 +156,7 @@ def test_kinds_share_no_bucket_and_delayed_ones_come_last():
         spec(7, delayed=True),
     ]
     torchs = build_layout(specs, [[0, 1, 2, 3], [4], [5], [6], [7]])
-    search = search_with(20 * MS, specs, torchs)
+    search = search_with(specs, torchs)
     for trial in (1, 2, 3):
         layout = search.proposal(trial)
         assert layout.assignment[-1] == (7,)

@@ -11,42 +11,36 @@ import pytest
 import torch.distributed as dist
 
 from minidp import doctor
+from minidp.doctor.checks.environment import LAUNCH
 from minidp.doctor.command import Examination
-from minidp.doctor.findings import Finding, Status
+from minidp.doctor.findings import Finding
 from minidp.doctor.meeting import Meeting
+from tests.support.judged import FAILED, OK, SKIPPED
 
-
-class Job:
-    """A job of two ranks; this test keeps the store, and is rank 1."""
-
-    def __init__(self):
-        self.store = dist.TCPStore(
-            "localhost",
-            0,
-            is_master=True,
-            timeout=timedelta(seconds=60),
-            wait_for_workers=False,
-        )
-        room = dist.PrefixStore("minidp/doctor//0", self.store)
-        self.rank_1 = Meeting(room, 1, 2, 60)
-
-    def environment(self, **changes):
-        return {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(self.store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "GLOO_SOCKET_IFNAME": "lo",
-            **changes,
-        }
+RANK_0 = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
+RANK_1 = {"RANK": "1", "LOCAL_RANK": "1"}
 
 
 @pytest.fixture
-def job():
-    return Job()
+def store(monkeypatch):
+    """The store of a job of two ranks; the environment is that of rank 0."""
+    options = {"timeout": timedelta(seconds=60), "wait_for_workers": False}
+    made = dist.TCPStore("localhost", 0, is_master=True, **options)
+    monkeypatch.setitem(RANK_0, "MASTER_PORT", str(made.port))
+    return dist.PrefixStore("minidp/doctor//0", made)
+
+
+@pytest.fixture
+def rank_1(store):
+    return Meeting(store, 1, 2, 60)
 
 
 def examine(env, wait=60):
@@ -60,7 +54,7 @@ def statuses(report):
     return {finding.check: finding.status for finding in report}
 
 
-def finding_of(report, check, status=Status.FAILED):
+def finding_of(report, check, status=FAILED):
     (finding,) = [f for f in report if f.check == check and f.status is status]
     return finding
 
@@ -68,48 +62,42 @@ def finding_of(report, check, status=Status.FAILED):
 def test_interrupted_alone():
     examination = Examination({}, 60, 60)
     report = examination.interrupt()
-    assert "Ctrl-C during" in finding_of(report, "interrupted", Status.SKIPPED).found
+    assert "Ctrl-C during" in finding_of(report, "interrupted", SKIPPED).found
     assert examination.runner.is_stuck
     examination.end(is_printed=True)  # nobody to tell
 
 
-def test_a_world_of_one(job):
-    env = job.environment(WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    report, _ = examine(env)
+def test_a_world_of_one(store):
+    report, _ = examine(RANK_0 | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
     assert report.exit_code == 0
-    assert statuses(report)["ranks"] is Status.OK
-    assert "one rank" in finding_of(report, "communication", Status.SKIPPED).found
+    assert statuses(report)["ranks"] is OK
+    assert "one rank" in finding_of(report, "communication", SKIPPED).found
 
 
-def test_a_rank_that_does_not_come_is_named(job):
-    report, _ = examine(job.environment(), wait=0.05)
+@pytest.mark.parametrize(("env", "absent"), [(RANK_0, 1), (RANK_0 | RANK_1, 0)])
+def test_a_rank_that_does_not_come_is_named_by_the_first_that_came(store, env, absent):
+    report, _ = examine(RANK_0 | env, wait=0.05)
     assert report.exit_code == 1
-    assert "rank 1 said nothing" in finding_of(report, "rendezvous").found
-    assert finding_of(report, "communication", Status.SKIPPED)
+    assert f"rank {absent} said nothing" in finding_of(report, "rendezvous").found
+    assert finding_of(report, "communication", SKIPPED)
 
 
-def test_the_first_rank_that_came_speaks_for_all(job):
-    report, _ = examine(job.environment(RANK="1", LOCAL_RANK="1"), wait=0.05)
-    assert "rank 0 said nothing" in finding_of(report, "rendezvous").found
-
-
-def test_two_processes_with_one_rank(job):
-    Meeting(job.rank_1._store, 0, 2, 1).claim()
-    job.rank_1.post("facts", {"host": socket.gethostname(), "world_size": 2})
-    job.rank_1.post("findings", [])
-    report, _ = examine(job.environment())
+def test_two_processes_with_one_rank(store, rank_1):
+    Meeting(store, 0, 2, 1).claim()
+    rank_1.post("facts", {"host": socket.gethostname(), "world_size": 2})
+    rank_1.post("findings", [])
+    report, _ = examine(RANK_0)
     assert "2 processes say that they are rank 0" in finding_of(report, "ranks").found
-    assert finding_of(report, "communication", Status.SKIPPED)
+    assert finding_of(report, "communication", SKIPPED)
 
 
-def test_another_rank_that_leaves(job):
+def test_another_rank_that_leaves(rank_1):
+    finding = Finding("GPUs", FAILED, "none", "buy some")
     versions = {"torch": "0.0.1"}
-    facts = {"host": "h", "world_size": 2, "versions": versions}
-    finding = Finding("GPUs", Status.FAILED, "none", "buy some")
-    job.rank_1.post("facts", facts)
-    job.rank_1.leave("left: its check 'gloo group' failed")
-    job.rank_1.post("findings", [finding.as_json()])
-    report, examination = examine(job.environment())
+    rank_1.post("facts", {"host": "h", "world_size": 2, "versions": versions})
+    rank_1.leave("left: its check 'gloo group' failed")
+    rank_1.post("findings", [finding.as_json()])
+    report, examination = examine(RANK_0)
     assert any("0.0.1 on rank 1" in f.found for f in report if f.check == "versions")
     assert finding_of(report, "GPUs").ranks == (1,)
     found = finding_of(report, "gloo group").found
@@ -126,7 +114,7 @@ def options(*words):
 
 
 def test_json_of_the_command(monkeypatch, capsys):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in LAUNCH:
         monkeypatch.delenv(name, raising=False)
     assert doctor.main(options("--json")) == 0
     plain = json.loads(capsys.readouterr().out)

@@ -25,30 +25,18 @@ from minidp.doctor.checks import model as models
 from minidp.doctor.checks import training
 from minidp.doctor.checks.ranks import digest_of_states, judge_streams
 from minidp.doctor.training_log import TrainingLog
-from tests.support.judged import FAILED, OK, SKIPPED, WARNING, judged, says
+from tests.support.judged import FAILED, OK, SKIPPED, WARNING, Net, judged, says
 
 optimizers = importlib.import_module("torch.optim.optimizer")
 DATA = TensorDataset(torch.arange(32.0).reshape(16, 2))
 
 
-class Net(nn.Module):
-    """Everything a check may stumble over."""
-
-    def __init__(self, *, with_spare=False):
-        super().__init__()
-        self.first = nn.Linear(2, 4)
-        self.norm = nn.BatchNorm1d(4)
-        self.drop = nn.Dropout(0.5)
-        self.last = nn.Linear(4, 1)
-        if with_spare:
-            self.spare = nn.Linear(1, 1)
-
-    def forward(self, x):
-        return self.last(self.drop(self.norm(self.first(x))))
+def whole_net(**options):
+    return Net(norm=True, drop=True, **options)
 
 
 def with_stray(*, is_buffer):
-    net = Net()
+    net = whole_net()
     if is_buffer:
         net.norm.running_var = torch.ones(4, device="meta")
     else:
@@ -60,7 +48,7 @@ BATCH = torch.ones(8, 2)
 
 
 @judged(
-    (Net(), BATCH, OK, "9 on cpu"),
+    (whole_net(), BATCH, OK, "9 on cpu"),
     (with_stray(is_buffer=True), None, FAILED, "1 on meta (norm.running_var)"),
     (with_stray(is_buffer=False), None, FAILED, "(last.weight and last.bias)"),
     (nn.LazyLinear(3), None, FAILED, "lazy"),
@@ -71,7 +59,7 @@ def test_devices(net, batch):
 
 
 def test_a_batch_on_another_device():
-    fine, wrong = models.judge_devices(Net(), {"x": BATCH.to("meta")})
+    fine, wrong = models.judge_devices(whole_net(), {"x": BATCH.to("meta")})
     says(fine, OK)
     says(wrong, FAILED, "the batch is on meta, the model on cpu")
 
@@ -103,12 +91,12 @@ def test_the_gpu_of_another_rank(monkeypatch, local_rank, device, num_gpus, stat
 
 
 @judged(
-    (Net(), 4, 2, WARNING, f"fewer than {models.SMALL_BATCH}"),
-    (Net(), 4, 1, OK, "one rank"),
-    (Net(), 16, 2, OK, "samples per rank: 16"),
-    (Net(), None, 2, SKIPPED, "pass a batch"),
-    (SyncBatchNorm.convert_sync_batchnorm(Net()), 2, 2, OK, "synchronised"),
-    (Net().eval(), 2, 2, OK, "none in training mode"),
+    (whole_net(), 4, 2, WARNING, f"fewer than {models.SMALL_BATCH}"),
+    (whole_net(), 4, 1, OK, "one rank"),
+    (whole_net(), 16, 2, OK, "samples per rank: 16"),
+    (whole_net(), None, 2, SKIPPED, "pass a batch"),
+    (SyncBatchNorm.convert_sync_batchnorm(whole_net()), 2, 2, OK, "synchronised"),
+    (whole_net().eval(), 2, 2, OK, "none in training mode"),
 )
 def test_batch_norm_at_small_batches(net, samples, world_size):
     batch = None if samples is None else torch.ones(samples, 2)
@@ -123,7 +111,7 @@ def test_documents_say_what_a_small_batch_is():
 
 @pytest.mark.parametrize("batch", [BATCH, (BATCH,), {"x": BATCH}], ids=type)
 def test_a_probe_leaves_no_trace(batch):
-    net = Net()
+    net = whole_net()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     streams = digest_of_states()
     says(models.check_unused(net, batch), OK)
@@ -135,11 +123,11 @@ def test_a_probe_leaves_no_trace(batch):
 
 
 @judged(
-    (Net(), torch.ones(8, 3), FAILED, "the forward raised RuntimeError"),
-    (Net(), torch.ones(8, 3), FAILED, "batch is what the model is called with"),
-    (Net(with_spare=True), BATCH, WARNING, "spare.weight"),  # not wrapped yet
+    (whole_net(), torch.ones(8, 3), FAILED, "the forward raised RuntimeError"),
+    (whole_net(), torch.ones(8, 3), FAILED, "batch is what the model is called with"),
+    (whole_net(spare=True), BATCH, WARNING, "spare.weight"),  # not wrapped yet
     (nn.Identity(), torch.ones(1), SKIPPED, "no tensor with a gradient"),
-    (Net(), None, SKIPPED, "needs a forward"),
+    (whole_net(), None, SKIPPED, "needs a forward"),
 )
 def test_forwards_without_a_wrapper(net, batch):
     return models.check_unused(net, batch)
@@ -147,7 +135,7 @@ def test_forwards_without_a_wrapper(net, batch):
 
 def replica(seed, *, is_wrapped=True, **changes):
     torch.manual_seed(seed)
-    net = Net(with_spare=changes.pop("with_spare", False))
+    net = whole_net(spare=changes.pop("spare", False))
     return {**models.read_model(net), "is_wrapped": is_wrapped, **changes}
 
 
@@ -155,7 +143,7 @@ def replica(seed, *, is_wrapped=True, **changes):
     (replica(0), OK, "same values"),
     (replica(1), FAILED, "rank 1 has other values than rank 0"),
     (replica(1, is_wrapped=False), OK, "init_sync"),
-    (replica(0, with_spare=True), FAILED, "spare.weight and spare.bias"),
+    (replica(0, spare=True), FAILED, "spare.weight and spare.bias"),
     (replica(0, unreadable="lazy"), SKIPPED, "rank 1: lazy"),
 )
 def test_replicas(second):
@@ -352,7 +340,7 @@ def patched_places(model, sampler):
 
 @pytest.mark.parametrize("end", ["well", "raises"])
 def test_nothing_stays_patched(end):
-    model, sampler = Net(), split()
+    model, sampler = whole_net(), split()
     loader = DataLoader(DATA, sampler=sampler)
     before = patched_places(model, sampler)
     try:
@@ -370,7 +358,7 @@ def test_nothing_stays_patched(end):
 
 
 def test_a_log_that_cannot_start_leaves_nothing():
-    model = Net()
+    model = whole_net()
     model.first.weight = nn.Parameter(torch.ones(4, 2))
     before = patched_places(model, None)
     model.register_forward_hook = None  # what is not callable raises
@@ -387,7 +375,7 @@ def test_what_cannot_be_noted_does_not_end_the_training():
         def __format__(self, spec):
             return "fine"
 
-    model = Net()
+    model = whole_net()
     sampler = range(16)  # of a class that cannot be changed
     loader = DataLoader(DATA, sampler=sampler)
     with doctor.watch(model, loader, quiet=True) as watched:
@@ -404,7 +392,7 @@ def test_what_cannot_be_noted_does_not_end_the_training():
 
 
 def test_what_a_log_writes_down(tmp_path, capsys):
-    model, sampler = Net(with_spare=True), split()
+    model, sampler = whole_net(spare=True), split()
     loader = DataLoader(DATA, sampler=sampler, batch_size=4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     log = TrainingLog(model, loader)

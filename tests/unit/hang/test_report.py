@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -32,95 +33,80 @@ def channel(*statuses, alarms=(), problem=""):
     )
 
 
-def sighting(*statuses, silent=(), alarms=()):
+AT = "load (data.py:9)"
+STATUSES = {
+    "busy": status(4, where=AT, seconds=1.0),
+    "late": status(4, where=AT, seconds=14.2),
+    "waits": status(4, "waiting"),
+    "elsewhere": status(4, where=AT, waits=True),
+    "here": status(5, "broadcasting"),
+    "is past it": status(5),
+    "unknown": None,
+}
+BOO = {"alarms": [Alarm(2, 4, "ValueError: boo. What to do: nothing.")]}
+LATER = {"alarms": [Alarm(2, 5, "the end")]}  # no reason for what we wait for
+SILENT = "does not answer (killed, stopped, or cut off)"
+ONE, TWO = ({"silent": [rank]} for rank in (1, 2))
+
+
+def sighting(names, *, alarms=(), silent=()):
+    statuses = (STATUSES[name] for name in names.split(", "))
     return Sighting(channel(*statuses, alarms=alarms), 5, silent)
 
 
-LATE = status(4, where="load (data.py:9)", seconds=14.2)
-WHERE = "step 3, in a backward, in load (data.py:9)"
-
-
 @pytest.mark.parametrize(
-    ("seen", "text"),
+    ("names", "more", "absent", "text", "may_still_come"),
     [
+        ("busy", {}, "1", "runs, but does something else: AT; its code goes on", True),
+        ("here, late", {}, "2", "runs, but does something else: AT; for 14 s no", True),
         (
-            sighting(status(5), LATE),
-            f"2. Rank 2 runs, but does something else: {WHERE}; for 14 s nothing has",
+            "elsewhere",
+            {},
+            "1",
+            "runs, but waits for other ranks elsewhere: AT; ",
+            False,
         ),
-        (
-            sighting(status(4, where="load (data.py:9)", seconds=1.0)),
-            f"1. Rank 1 runs, but does something else: {WHERE}; its code goes on",
-        ),
-        (
-            sighting(status(4, where="load (data.py:9)", waits=True)),
-            f"1. Rank 1 runs, but waits for other ranks elsewhere: {WHERE}; ",
-        ),
-        (
-            sighting(status(5, "waiting"), status(6), silent=[1]),
-            "1. Rank 1 does not answer (killed, stopped, or cut off); last seen: step "
-            "3, in a backward, waiting.",
-        ),
-        (sighting(None), "1. Rank 1 never said that it wrapped this module."),
-        (
-            sighting(
-                LATE,
-                LATE,
-                alarms=[Alarm(2, 4, "ValueError: boo. What to do: nothing.")],
-                silent=[1],  # late for the same reason
-            ),
-            "2. Rank 2 gave up: ValueError: boo.",
-        ),
-        # Who waits is late because of another one; who gave up later is no reason.
-        (sighting(status(4, "waiting"), LATE), "2. Rank 2 runs"),
-        (sighting(status(5), LATE, alarms=[Alarm(1, 5, "the end")]), "2. Rank 2 runs"),
+        ("unknown", {}, "1", "never said that it wrapped this module.", True),
+        ("unknown, waits", {}, "1", "never said that it wrapped this module.", True),
+        ("waits, is past it", ONE, "1", f"{SILENT}; last seen: HERE, waiting.", False),
+        ("busy, busy", TWO, "1, 2", "runs", False),
+        # Who waits, or is silent, is late because of another one.
+        ("waits, late", {}, "2", "runs", True),
+        ("waits, busy, elsewhere", {}, "2, 3", "runs", True),
+        ("waits, elsewhere", {}, "2", "runs", False),
+        ("late, late", BOO | ONE, "2", "gave up: ValueError: boo.", False),
+        ("busy, busy", BOO, "2", "gave up: ValueError: boo.", False),
+        ("late, is past it", LATER, "1", "runs", True),
+        ("busy, busy", LATER, "1, 2", "runs", True),
+        # No rank is missing: each waits for the other, or has started what we wait for.
+        ("here", {}, "", "broadcasting.", False),
+        ("waits", {}, "", "waiting.", False),
+        ("is past it", {}, "", "in a backward.", True),
     ],
 )
-def test_text_about_an_absent_rank(seen, text):
-    assert seen.to_text().startswith(f"Missing: rank {text}")
+def test_what_is_said_of_others(names, more, absent, text, may_still_come):
+    found = sighting(names, **more)
+    told, here = found.to_text(), "step 3, in a backward"
+    if absent:
+        text = text.replace("AT", f"HERE, in {AT}").replace("HERE", here)
+        assert told.startswith(f"Missing: rank {absent}. Rank {absent[0]} {text}")
+    else:
+        assert told.startswith("No rank is missing, but they do not do the same ")
+        assert f" Rank 1: {here}" in told
+        assert told.endswith(text)
+    assert found.may_still_come() is may_still_come
 
 
 def test_texts_that_might_be_long():
     alarm = Alarm(1, 4, "x" * 5000)
-    assert len(sighting(status(4), alarms=[alarm]).to_text()) < 1500
-    many = sighting(*[status(4)] * 100).to_text()
+    assert len(sighting("busy", alarms=[alarm]).to_text()) < 1500
+    many = sighting(", ".join(["busy"] * 100)).to_text()
     assert many.startswith("Missing: rank 1, 2, 3, ")
     assert many.count("Rank ") == 8
     names = [f"p{i}" for i in range(40)]
     assert _text_of_missing(names).endswith(
         "without gradients of p0, p1, p2, p3, p4, p5, p6, p7, p8, p9 and 30 more"
     )
-
-
-def test_nobody_is_missing():
-    text = sighting(status(5, "broadcasting module buffers")).to_text()
-    assert text.startswith("No rank is missing, but they do not do the same ")
-    assert "Rank 1: step 3, in a backward, broadcasting module buffers." in text
-
-
-BUSY, WAITS, WAITS_ELSEWHERE = status(4), status(4, "waiting"), status(4, waits=True)
-
-
-@pytest.mark.parametrize(
-    ("seen", "expected"),
-    [
-        (sighting(BUSY), True),
-        (sighting(WAITS), False),  # for us, as we for it
-        (sighting(WAITS_ELSEWHERE), False),
-        (
-            sighting(WAITS, BUSY, WAITS_ELSEWHERE),
-            True,
-        ),  # they may wait for the busy one
-        (sighting(WAITS, WAITS_ELSEWHERE), False),
-        (sighting(None), True),  # it has not wrapped the module yet: nothing is known
-        (sighting(None, WAITS), True),
-        (sighting(status(5)), True),  # it has started what we wait for
-        (sighting(BUSY, BUSY, silent=[2]), False),
-        (sighting(BUSY, BUSY, alarms=[Alarm(2, 4, "boo")]), False),
-        (sighting(BUSY, BUSY, alarms=[Alarm(2, 5, "later")]), True),
-    ],
-)
-def test_who_may_still_come(seen, expected):
-    assert seen.may_still_come() is expected
 
 
 # -- questions -------------------------------------------------------------------------
@@ -191,23 +177,27 @@ def test_do_all_ranks_skip(statuses, found):
 # -- where a thread is -----------------------------------------------------------------
 
 
-def until(condition):
+@contextmanager
+def thread_at(target, is_there):
+    """Run ``target`` in a thread; begin when ``is_there(*place_of(it))``."""
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
     deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
+    while not is_there(*place_of(thread.ident)) and time.monotonic() < deadline:
         continue
-    assert condition()
+    place = place_of(thread.ident)
+    assert is_there(*place)
+    yield place
+    thread.join()
+    assert place_of(thread.ident) == ("", False)
 
 
 def test_a_thread_that_waits_for_other_ranks():
     """As the frames say: in a wait of ours, or in a collective of torch's."""
     never = Future()
-    thread = threading.Thread(target=lambda: wait_for(FutureWork(never)), daemon=True)
-    thread.start()
-    until(lambda: place_of(thread.ident)[1])
-    assert not place_of(threading.get_ident())[1]
-    never.set_result(None)
-    thread.join()
-    assert place_of(thread.ident) == ("", False)
+    with thread_at(lambda: wait_for(FutureWork(never)), lambda _, waits: waits):
+        assert not place_of(threading.get_ident())[1]
+        never.set_result(None)
 
 
 def test_a_thread_that_asks_who_is_missing_has_waited():
@@ -216,12 +206,9 @@ def test_a_thread_that_asks_who_is_missing_has_waited():
     beat._questions, beat._wake = [], lambda: None
     beat._beat_seconds, beat._asked = 20.0, 0.0
     assert beat.interval == 20.0
-    thread = threading.Thread(target=beat.report, args=(1,), daemon=True)
-    thread.start()
-    until(lambda: place_of(thread.ident)[1])
-    assert beat.interval < 20.0  # a question is answered soon
-    beat._questions[0].future.set_result(None)
-    thread.join()
+    with thread_at(lambda: beat.report(1), lambda _, waits: waits):
+        assert beat.interval < 20.0  # a question is answered soon
+        beat._questions[0].future.set_result(None)
 
 
 @pytest.mark.parametrize("library", [False, True])
@@ -234,13 +221,9 @@ def test_place_of_a_thread(library):
         while not done.is_set():
             pass
 
-    thread = threading.Thread(target=work)
-    thread.start()
     begin = "wait (threading.py:" if library else "work (test_report.py:"
-    until(lambda: place_of(thread.ident)[0].startswith(begin))
-    place = place_of(thread.ident)[0]
-    done.set()
-    thread.join()
+    with thread_at(work, lambda text, _: text.startswith(begin)) as (place, _):
+        done.set()
     assert (", called from work (test_report.py:" in place) == library
 
 

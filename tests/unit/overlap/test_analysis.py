@@ -195,9 +195,10 @@ def test_backward_for_the_model():
 SIZES = [(12, 12, 17, 59), (29, 29, 38, 59)]
 
 
-def sparse(one):
-    params = (replace(one.params[0], kind="sparse float32 on cpu"), *one.params[1:])
-    return replace(one, params=params)
+def sparse(one, count=1):
+    """The first ``count`` parameters have sparse gradients."""
+    made = [replace(param, kind="sparse float32 on cpu") for param in one.params]
+    return replace(one, params=(*made[:count], *one.params[count:]))
 
 
 @pytest.mark.parametrize(
@@ -251,9 +252,14 @@ def first_and_rest(*later):
     return timeline(steps, members=[(9,), tuple(range(9))])
 
 
-def alone(**changes):
-    one = timeline([step(0, LAST, **LINK)], members=[(0,)])
+def located(one, **changes):
     return replace(one, where=replace(one.where, **changes))
+
+
+def alone(members=(0,), ready=(30,), **more):
+    """One bucket, launched at the end of the backward."""
+    one = step(0, LAST, **LINK | {"ready": ready})
+    return timeline([one], members=[members], **more)
 
 
 def test_smaller_buckets_are_advised_and_the_gain_is_right(monkeypatch):
@@ -268,8 +274,7 @@ def test_smaller_buckets_are_advised_and_the_gain_is_right(monkeypatch):
 
 
 def test_one_size_does_not_tell_what_small_buckets_cost():
-    one = step(0, LAST, ready=READY, end=80, optimizers=[])
-    text = advice_for(timeline([one], members=[tuple(range(10))]))
+    text = advice_for(alone(range(10), READY))
     assert text.startswith('Try bucket_cap_mb="auto", or bucket_cap_mb=1: predicted 62')
     assert "if small buckets are as fast" in text
 
@@ -283,10 +288,7 @@ def test_what_is_lost_in_the_noise_is_not_advised():
 
 def test_auto_is_not_told_what_it_has_measured():
     plain = first_and_rest(0)
-    chosen, tries = (
-        replace(plain, where=replace(plain.where, layout_by=choice))
-        for choice in (AUTO, AUTO_TRIES)
-    )
+    chosen, tries = (located(plain, layout_by=by) for by in (AUTO, AUTO_TRIES))
     assert "bucket_cap_mb" not in advice_for(chosen)
     assert "record after it has chosen" in advice_for(tries)
     assert 'bucket_cap_mb="auto" chose the buckets' in report([chosen])
@@ -296,13 +298,10 @@ def test_auto_is_not_told_what_it_has_measured():
 def test_compression_is_advised_where_the_link_is_the_limit():
     text = advice_for(alone())
     assert "fp16_compress_hook) sends half the bytes; predicted 60 ms instead" in text
-    assert "compress" not in advice_for(alone(comm_hook="fp16_compress_hook"))
-
-
-def test_a_few_bytes_are_not_to_be_compressed():
-    """They take as long as a message takes; one size alone looks like bandwidth."""
-    one = timeline([step(0, LAST, **LINK)], members=[(0,)], nbytes=44)
-    text = advice_for(one)
+    hooked = located(alone(), comm_hook="fp16_compress_hook")
+    assert "compress" not in advice_for(hooked)
+    # A few bytes take as long as a message takes; one size alone looks like bandwidth.
+    text = advice_for(alone(nbytes=44))
     assert "no bucket size would change that: do more per step" in text
     assert text.endswith("in one, predicted 60 ms for each instead of 80 ms.")
 
@@ -351,11 +350,8 @@ def test_a_second_late_rank_is_named_with_the_place_where_it_is_latest():
     buckets = [(12, 12, 14, 75), (30, 30, 74, 75)]
     more = {"forward": (25, 26), "backward": (26, 31), "optimizers": []}
     third = timeline(steps_of(4, buckets, 100, **more), rank=2)
-    three = [
-        replace(each, where=replace(each.where, world_size=3))
-        for each in (*straggling(40), third)
-    ]
-    text = advice_for(*three)
+    three = (*straggling(40), third)
+    text = advice_for(*(located(each, world_size=3) for each in three))
     assert "Rank 1 is 40 ms late at the last bucket" in text
     assert text.endswith(" Rank 2 is late, too: 25 ms when its forward begins.")
 
@@ -389,6 +385,9 @@ def test_layers_are_named_from_the_first_to_the_last():
 # --------------------------------------------------------------------------- words
 
 
+STEPS = steps_of(12, TWO)
+
+
 def test_there_is_nothing_to_gain():
     lonely = timeline([step(0, TWO)], world_size=1)
     text = report([lonely])
@@ -401,9 +400,7 @@ def test_there_is_nothing_to_gain():
 
 
 def test_of_sparse_gradients_nothing_is_predicted_but_all_is_shown():
-    one = timeline(steps_of(12, TWO))
-    params = tuple(replace(p, kind="sparse float32 on cpu") for p in one.params)
-    text = report([replace(one, params=params)])
+    text = report([sparse(timeline(STEPS), 2)])
     assert "the bytes of a sparse gradient are unknown: do more per" in text
     assert "bucket  params" in text
     assert "Bus bandwidth" not in text
@@ -415,26 +412,24 @@ def test_a_fast_link_has_no_power_of_ten():
 
 
 def test_ranks_and_steps_that_are_not_here_are_counted():
-    steps = steps_of(12, TWO)
-    text = report([timeline(steps, rank=r, world_size=16) for r in (3, 7)])
+    text = report([timeline(STEPS, rank=r, world_size=16) for r in (3, 7)])
     assert "which waits most of these; not here: 14 more" in text
     assert "includes waiting for the ranks that are not here" in text
-    text = report([timeline(steps[:3]), timeline([], rank=1)])
+    text = report([timeline(STEPS[:3]), timeline([], rank=1)])
     assert text.endswith("(Complete steps: rank 0 3, rank 1 0.)")
 
 
 def test_clocks_that_tell_nothing_are_not_asked():
     """Two hosts, whose clocks are known to 20 ms: no word about who waits for whom."""
-    steps = steps_of(12, TWO)
-    zero = replace(timeline(steps), clock=ClockOffset(0, 0))
-    one = replace(timeline(steps, rank=1, host="there"), clock=ClockOffset(0, 20 * MS))
-    text = report([zero, one])
+    clocks, hosts = (ClockOffset(0, 0), ClockOffset(0, 20 * MS)), ("here", "there")
+    ranks = [timeline(STEPS, rank=r, host=host) for r, host in enumerate(hosts)]
+    text = report([replace(ranks[r], clock=clock) for r, clock in enumerate(clocks)])
     assert "waiting for slower ranks or on the wire, which the clocks of the" in text
     assert "waiting for slower ranks, " not in text
 
 
 def test_local_work_has_rows_of_its_own():
-    assert "local" not in report([timeline(steps_of(12, TWO))])
+    assert "local" not in report([timeline(STEPS)])
     text = report([timeline(steps_of(12, TWO, **LOCAL))])
     assert (
         "  local forwards             2.0 ms   3%   2 under no_sync()\n"

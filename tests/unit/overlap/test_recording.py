@@ -9,6 +9,7 @@ import json
 import time
 import weakref
 from contextlib import nullcontext, suppress
+from functools import partial
 
 import pytest
 import torch
@@ -32,6 +33,19 @@ def wrap(lone_group):
     return make
 
 
+@pytest.fixture
+def model(wrap):
+    return wrap()
+
+
+def recorded(model, *works, **options):
+    """The timeline of ``works``, functions of the model."""
+    with minidp.record(model, **options) as rec:
+        for work in works:
+            work(model)
+    return rec.timelines[0]
+
+
 def step(model, optimizer=None, **kwargs):
     model(torch.ones(2), **kwargs).sum().backward()
     if optimizer is not None:
@@ -43,13 +57,8 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
-def test_phases_of_a_step_are_in_order(wrap):
-    model = wrap()
-    optimizer = sgd(model)
-    with minidp.record(model) as rec:
-        for _ in range(3):
-            step(model, optimizer)
-    (timeline,) = rec.timelines
+def test_phases_of_a_step_are_in_order(model):
+    timeline = recorded(model, *[partial(step, optimizer=sgd(model))] * 3)
     assert [s.number for s in timeline.steps] == [0, 1, 2]
     assert timeline.num_dropped == 0
     assert [p.name for p in timeline.params] == ["a", "b", "c"]
@@ -93,34 +102,23 @@ def test_recording_changes_neither_gradients_nor_events_and_leaves_no_hook(wrap)
     assert events[0] == events[1]
 
 
-def test_parameters_are_timed_without_the_slow_path(wrap):
-    model = wrap()
-    with minidp.record(model) as rec:
-        for _ in range(5):
-            step(model)
-    taken = [bool(one.ready_ns) for one in rec.timelines[0].steps]
-    assert taken == [True, False, False, False, True]
-    for one in rec.timelines[0].steps[::4]:
+def test_parameters_are_timed_without_the_slow_path(model):
+    steps = recorded(model, *[step] * 5).steps
+    assert [bool(one.ready_ns) for one in steps] == [True, False, False, False, True]
+    for one in steps[::4]:
         c, b, a = (one.ready_ns[i] for i in (2, 1, 0))
         assert one.backward.begin_ns <= c <= b <= a <= one.buckets[0].full_ns
         assert one.first_gradient_ns((0, 1, 2)) == c
 
 
-def test_only_the_last_steps_are_kept(wrap):
-    model = wrap()
-    with minidp.record(model, keep=2) as rec:
-        for _ in range(5):
-            step(model)
-    assert [s.number for s in rec.timelines[0].steps] == [3, 4]
-    assert rec.timelines[0].num_dropped == 3
+def test_only_the_last_steps_are_kept(model):
+    timeline = recorded(model, *[step] * 5, keep=2)
+    assert [s.number for s in timeline.steps] == [3, 4]
+    assert timeline.num_dropped == 3
 
 
 def test_layouts_belong_to_steps(wrap):
-    model = wrap(bucket_cap_mb_list=[8 / 2**20, 1])
-    with minidp.record(model) as rec:
-        for _ in range(3):
-            step(model)
-    (timeline,) = rec.timelines
+    timeline = recorded(wrap(bucket_cap_mb_list=[8 / 2**20, 1]), *[step] * 3)
     found = [timeline.layouts[one.layout] for one in timeline.steps]
     assert found[0] != found[1]  # the first follows the order of registration
     assert found[1:] == [((2,), (1, 0))] * 2
@@ -166,12 +164,8 @@ def penalty(model):
         (penalty, (2, 0, 1)),
     ],
 )
-def test_local_work_is_told_apart(wrap, work, counts):
-    model = wrap()
-    with minidp.record(model) as rec:
-        work(model)
-        step(model)
-    one = rec.timelines[0].steps[0]
+def test_local_work_is_told_apart(model, work, counts):
+    one = recorded(model, work, step).steps[0]
     assert counts_of(one) == counts
     assert all(t is None or t >= one.backward.begin_ns for t in one.ready_ns)
     assert one.backward.begin_ns >= one.forwards[-1].end_ns
@@ -182,53 +176,50 @@ def test_local_work_is_told_apart(wrap, work, counts):
 
 def test_a_backward_around_the_wrapper_is_local_wherever_it_comes(wrap):
     """Before the first forward nobody knows a step to which it would belong."""
-    model = wrap(unsynced="ignore")
-    with minidp.record(model) as rec:
-        around_the_wrapper(model)
-        for _ in range(2):
-            step(model)
-            around_the_wrapper(model)
-    first, second = rec.timelines[0].steps
+    works = [around_the_wrapper, *[step, around_the_wrapper] * 2]
+    first, second = recorded(wrap(unsynced="ignore"), *works).steps
     assert [counts_of(one) for one in (first, second)] == [(1, 0, 1)] * 2
     assert first.finalize_end_ns <= first.local_backwards[0].begin_ns
     assert first.local_backwards[0].end_ns <= first.end_ns
     assert second.local_backwards[0].end_ns <= second.end_ns
 
 
-def test_a_local_backward_lasts_from_its_outputs_to_its_end(wrap):
-    model, times = wrap(), []
+def test_a_local_backward_lasts_from_its_outputs_to_its_end(model):
+    times = []
 
-    def note(_grad):
+    def note(_grad=None):
         times.append(time.perf_counter_ns())
 
-    with minidp.record(model) as rec:
-        with model.no_sync():
-            output = model(torch.ones(2))
-            output.register_hook(note)
-            for param in model.parameters():
-                param.register_hook(note)
-            before = time.perf_counter_ns()
-            output.sum().backward()
-            after = time.perf_counter_ns()
-        step(model)
-    (span,) = rec.timelines[0].steps[0].local_backwards
-    of_params = sorted(times)[1:4]
+    def work(model):
+        output = model(torch.ones(2))
+        for tensor in (output, *model.parameters()):
+            tensor.register_hook(note)
+        note()
+        output.sum().backward()
+        note()
+
+    one = recorded(model, lambda model: local(model, work), step).steps[0]
+    (span,) = one.local_backwards
+    before, _, *of_params, after = times[:6]
     assert before < span.begin_ns <= of_params[0]
     assert of_params[-1] <= span.end_ns < after
 
 
-def test_a_local_backward_that_raises_is_left_out_and_the_next_one_is_not(wrap):
-    model = wrap()
-    with minidp.record(model) as rec:
-        with model.no_sync():
-            handle = model.module.a.register_hook(fail)
-            with pytest.raises(OSError, match="no"):
-                step(model)
-            handle.remove()
-            step(model)
-        model.zero_grad()
+def fail(_grad):
+    raise OSError("no")
+
+
+def failing_step(model, name="b"):
+    handle = model.module.get_parameter(name).register_hook(fail)
+    with pytest.raises(OSError, match="no"):
         step(model)
-    (one,) = rec.timelines[0].steps
+    handle.remove()
+
+
+def test_a_local_backward_that_raises_is_left_out_and_the_next_one_is_not(model):
+    fails = partial(failing_step, name="a")
+    works = [partial(local, act=act) for act in (fails, step)]
+    (one,) = recorded(model, *works, DataParallel.zero_grad, step).steps
     assert counts_of(one) == (1, 2, 1)
     assert one.local_backwards[0].begin_ns >= one.local_forwards[1].end_ns
 
@@ -253,12 +244,9 @@ def test_backwards_within_a_local_one_count_once(lone_group):
     assert overlap_of(rec.timelines[0], one).local_backward_s == outer.seconds
 
 
-def test_optimizer_steps_in_the_backward(wrap):
-    model = wrap()
+def test_optimizer_steps_in_the_backward(model):
     model.step_in_backward(sgd(model))
-    with minidp.record(model) as rec:
-        step(model)
-    (one,) = rec.timelines[0].steps
+    (one,) = recorded(model, step).steps
     (update,) = one.optimizers
     assert one.backward.end_ns <= update.begin_ns <= update.end_ns
     assert update.end_ns <= one.finalize_end_ns
@@ -268,10 +256,8 @@ def test_unused_parameters_and_other_optimizers_have_no_time(wrap, lone_group):
     model, stranger = wrap(find_unused_parameters=True), nn.Parameter(torch.ones(1))
     model.register_comm_hook(lone_group, comm_hooks.all_reduce_hook)
     stranger.grad = torch.ones(1)
-    with minidp.record(model) as rec:
-        step(model, skip_b=True)
-        torch.optim.SGD([stranger], lr=0.1).step()
-    (one,) = rec.timelines[0].steps
+    other = torch.optim.SGD([stranger], lr=0.1)
+    (one,) = recorded(model, partial(step, skip_b=True), lambda _: other.step()).steps
     assert [t is None for t in one.ready_ns] == [False, True, False]
     assert one.optimizers == ()
     assert len(one.buckets) == 1
@@ -289,10 +275,6 @@ def test_an_attached_model_is_recorded(lone_group):
     assert counts_of(rec.timelines[0].steps[0]) == (1, 1, 2)
 
 
-def fail(_grad):
-    raise OSError("no")
-
-
 def test_a_recording_does_not_keep_the_model_alive(wrap):
     model = wrap()
     with minidp.record(model) as rec:
@@ -304,17 +286,10 @@ def test_a_recording_does_not_keep_the_model_alive(wrap):
     assert "One step" in rec.report()
 
 
-def test_errors_drop_a_step_and_keep_the_others(wrap):
-    model = wrap()
+def test_errors_drop_a_step_and_keep_the_others(model):
     with suppress(KeyError), minidp.record(model) as rec:
-        step(model)
-        handle = model.module.b.register_hook(fail)
-        with pytest.raises(OSError, match="no"):
-            step(model)
-        handle.remove()
-        model.reset()
-        model.zero_grad()
-        step(model)
+        for work in (step, failing_step, DataParallel.reset, nn.Module.zero_grad, step):
+            work(model)
         raise KeyError
     (timeline,) = rec.timelines
     assert len(timeline.steps) == 2
@@ -324,14 +299,14 @@ def test_errors_drop_a_step_and_keep_the_others(wrap):
 
 
 def test_what_is_reduced_on_demand_is_no_step(wrap):
-    model = wrap(unsynced="ignore")
-    with minidp.record(model) as rec:
-        step(model)
-        before = time.perf_counter_ns()
-        around_the_wrapper(model)
-        model.sync_gradients()
-    (one,) = rec.timelines[0].steps
-    assert one.buckets[0].copied_out_ns < before
+    times = []
+
+    def note(_model):
+        times.append(time.perf_counter_ns())
+
+    works = [step, note, around_the_wrapper, DataParallel.sync_gradients]
+    (one,) = recorded(wrap(unsynced="ignore"), *works).steps
+    assert one.buckets[0].copied_out_ns < times[0]
 
 
 class Around(nn.Module):
@@ -352,8 +327,7 @@ def test_what_is_no_data_parallel_is_refused(wrap):
         minidp.record(wrap(), keep=0)
 
 
-def test_a_model_is_recorded_once_at_a_time(wrap):
-    model = wrap()
+def test_a_model_is_recorded_once_at_a_time(model):
     with (
         minidp.record(model) as rec,
         pytest.raises(RuntimeError, match="recorded already"),
@@ -384,8 +358,8 @@ class Events(Clock):
         return anchor[0] + (mark[0] - anchor[0])
 
 
-def test_marks_are_looked_at_when_everything_is_over(wrap):
-    model, clock = wrap(), Events()
+def test_marks_are_looked_at_when_everything_is_over(model):
+    clock = Events()
     watch = ModelStopwatch(model._reducer, clock=clock)
     watch.start()
     for _ in range(2):
@@ -398,8 +372,7 @@ def test_marks_are_looked_at_when_everything_is_over(wrap):
     assert first.end_ns == second.begin_ns
 
 
-def test_a_saved_recording_is_the_recording(wrap, tmp_path):
-    model = wrap()
+def test_a_saved_recording_is_the_recording(model, tmp_path):
     with minidp.record(model) as rec:
         pass
     assert rec.report().startswith("No complete step was recorded. A step is a forward")
@@ -414,8 +387,7 @@ def test_a_saved_recording_is_the_recording(wrap, tmp_path):
     assert min(e["ts"] for e in events if e["ph"] == "X") == 0
 
 
-def test_labels_in_a_trace_of_torch(wrap):
-    model = wrap()
+def test_labels_in_a_trace_of_torch(model):
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step(model)
     names = {event.name for event in profiler.events()}

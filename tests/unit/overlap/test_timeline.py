@@ -42,13 +42,13 @@ def test_what_was_written_is_read():
 @pytest.mark.parametrize(
     ("path", "value", "says"),
     [
-        (("kind",), "novel", 'f.json is not a recording: .* "kind": "minidp timeline"'),
-        (("version",), 99, "f.json must be of version 4, but is of version 99"),
-        (("ranks",), {}, "f.json is damaged: it holds no rank"),
-        (("ranks", 0), 5, "f.json is damaged"),
-        (("ranks", 0, "where", "host"), None, "damaged: .*'host'"),
-        (("ranks", 0, "layouts", 0, 1), 3, "damaged"),
-        (("ranks", 0, "steps", 0, "backward"), None, "damaged: .*'backward'"),
+        (("kind",), "novel", 'is not a recording: .* "kind": "minidp timeline"'),
+        (("version",), 99, "must be of version 4, but is of version 99"),
+        (("ranks",), {}, "is damaged: it holds no rank"),
+        (("ranks", 0), 5, "is damaged"),
+        (("ranks", 0, "where", "host"), None, "is damaged: .*'host'"),
+        (("ranks", 0, "layouts", 0, 1), 3, "is damaged"),
+        (("ranks", 0, "steps", 0, "backward"), None, "is damaged: .*'backward'"),
     ],
 )
 def test_bad_files_are_named(path, value, says):
@@ -60,7 +60,7 @@ def test_bad_files_are_named(path, value, says):
     place[last] = value
     if value is None:
         del place[last]
-    with pytest.raises(ValueError, match=says) as caught:
+    with pytest.raises(ValueError, match=f"^f.json {says}") as caught:
         from_json(json.dumps(data), "f.json")
     assert "Recording.save()" in str(caught.value)  # what to do
 

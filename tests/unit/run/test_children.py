@@ -30,6 +30,12 @@ def python(*words, **changes):
     )
 
 
+def child(*words, swaps=True, is_compared=False, **changes):
+    """The same of a process that `reached_children` reaches."""
+    with reached_children(swaps=swaps, is_compared=is_compared):
+        return python(*words, **changes)
+
+
 @pytest.fixture
 def outside(tmp_path, monkeypatch):
     """As seen from elsewhere than this checkout, without anything of minidp's."""
@@ -49,29 +55,25 @@ def outside(tmp_path, monkeypatch):
     ],
 )
 def test_whatever_is_imported_first(outside, before):
-    with reached_children(swaps=True):
-        done = python("-c", before + SAYS)
+    done = child("-c", before + SAYS)
     assert done.stdout == SWAPPED, done.stderr
     assert done.stderr == "" or "swapped already" in done.stderr
 
 
 @pytest.mark.parametrize("option", ["-S", "-I"])
 def test_an_interpreter_that_reads_no_environment_is_not_reached(outside, option):
-    with reached_children(swaps=True):
-        done = python(option, "-c", f"import sys; sys.path[:] = {sys.path}\n{SAYS}")
+    done = child(option, "-c", f"import sys; sys.path[:] = {sys.path}\n{SAYS}")
     assert done.stdout == TORCHS
 
 
 def test_a_process_without_torch_has_nothing_of_ours(outside):
     """And the environment is as before afterwards."""
-    code = """
-import sys
-print(sorted({"torch", "minidp", "numpy"} & set(sys.modules)), sys.path)
-"""
+    ours = "sorted({'torch', 'minidp', 'numpy'} & set(sys.modules))"
+    code = f"import sys; print({ours}, sys.path)"
     plain, before = python("-c", code).stdout, dict(os.environ)
     assert plain.startswith("[] ")
-    with reached_children(swaps=True), reached_children(swaps=True):
-        done = python("-c", code)
+    with reached_children(swaps=True):
+        done = child("-c", code)
     assert (done.stdout, done.stderr) == (plain, "")
     assert dict(os.environ) == before
     names = {path.name for path in START.iterdir()} - {"__pycache__"}
@@ -83,17 +85,12 @@ def test_a_sitecustomize_of_the_user_runs_as_well(outside, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(outside))
     mine.write_text("print('mine', __name__)\n")
     says = "import sys, sitecustomize; print(sitecustomize.__file__, sys.path)"
-    plain = python("-c", says)
-    with reached_children(swaps=True):
-        done = python("-c", says)
-        swapped = python("-c", SAYS)
+    plain, done, swapped = python("-c", says), child("-c", says), child("-c", SAYS)
     assert plain.stdout.startswith(f"mine sitecustomize\n{mine} ")
     assert (done.stdout, done.stderr) == (plain.stdout, "")
     assert swapped.stdout == "mine sitecustomize\n" + SWAPPED
     mine.write_text("import no_such_module\n")  # it fails as ever
-    plain = python("-c", SAYS)
-    with reached_children(swaps=True):
-        done = python("-c", SAYS)
+    plain, done = python("-c", SAYS), child("-c", SAYS)
     assert (plain.stdout, done.stdout) == (TORCHS, SWAPPED)
     assert "no_such_module" in plain.stderr
     assert done.stderr.splitlines() == plain.stderr.splitlines()
@@ -104,8 +101,7 @@ def test_where_minidp_cannot_be_imported_the_process_says_so(outside, monkeypatc
     (outside / "torch").mkdir()
     (outside / "torch" / "__init__.py").write_text("version = 1\n")
     monkeypatch.setenv("PYTHONPATH", str(outside))
-    with reached_children(swaps=True):
-        done = python("-c", "import torch; print(torch.version)", "--lr")
+    done = child("-c", "import torch; print(torch.version)", "--lr")
     assert done.stdout == "1\n"
     assert done.stderr.startswith("minidp run: process ")
     assert "(-c --lr) stays on torch's DistributedDataParallel" in done.stderr
@@ -114,11 +110,9 @@ def test_where_minidp_cannot_be_imported_the_process_says_so(outside, monkeypatc
 
 def test_runs_of_a_comparison_draw_the_same_numbers(outside):
     code = "import torch; print(torch.initial_seed())\n" + SAYS
-    found = []
-    for swaps, variable in ((False, "RANK"), (True, "LOCAL_RANK")):
-        with reached_children(swaps=swaps, is_compared=True):
-            found.append(python("-c", code, **{variable: "3"}).stdout)
-    assert found == ["3\n" + TORCHS, "3\n" + SWAPPED]
+    torchs = child("-c", code, swaps=False, is_compared=True, RANK="3")
+    swapped = child("-c", code, is_compared=True, LOCAL_RANK="3")
+    assert (torchs.stdout, swapped.stdout) == ("3\n" + TORCHS, "3\n" + SWAPPED)
 
 
 DROPS = """
@@ -141,8 +135,9 @@ print([part() is not None for part in parts])
 
 def test_ranks_on_torch_are_not_taken_down_either(outside):
     """Torch's destructors may hang, and then whoever waits for such a rank does."""
-    plain = python("-c", DROPS)
-    with reached_children(swaps=False, is_compared=True):
-        done = python("-c", DROPS)
+    plain, done = (
+        python("-c", DROPS),
+        child("-c", DROPS, swaps=False, is_compared=True),
+    )
     assert plain.stdout == f"{[False] * 4}\n", plain.stderr
     assert done.stdout == f"{[True] * 4}\n", done.stderr

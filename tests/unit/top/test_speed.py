@@ -6,7 +6,6 @@ import gc
 import logging
 import socket
 import weakref
-from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +35,7 @@ from minidp.trace import StepEvent
 STEP = [0.001, 0.010, 0.020, 0.004, 0.002]  # seconds by phase
 
 
-def times(ranks: int, steps: int, **slow: float) -> Any:
+def times(ranks, steps, **slow):
     """Times of equal ranks, with the phases in ``slow`` longer on the last rank."""
     found = np.array([[STEP] * steps] * ranks)
     for phase, seconds in slow.items():
@@ -45,7 +44,7 @@ def times(ranks: int, steps: int, **slow: float) -> Any:
 
 
 @pytest.mark.parametrize("phase", ["data", "forward", "backward", "optimizer"])
-def test_a_rank_that_works_longer_is_found_with_its_phase(phase: str) -> None:
+def test_a_rank_that_works_longer_is_found_with_its_phase(phase):
     slow = find_slow(times(3, 5, **{phase: 0.020}), 0.25)
     assert slow is not None
     assert (slow.rank, PHASES[slow.phase]) == (2, phase)
@@ -53,65 +52,42 @@ def test_a_rank_that_works_longer_is_found_with_its_phase(phase: str) -> None:
     assert slow.here - slow.others == pytest.approx(0.020)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.005])
-def test_a_small_difference_is_none(seconds: float) -> None:
-    assert find_slow(times(2, 5, forward=seconds), 0.25) is None
-
-
-def test_waiting_for_others_is_no_work() -> None:
-    assert find_slow(times(2, 5, waiting=1.0), 0.25) is None
-
-
-def test_one_long_step_is_not_slow_and_one_short_step_does_not_hide_it() -> None:
-    once = times(2, 5)
+def test_small_differences_waiting_and_one_odd_step_are_not_slow():
+    once, but_once = times(2, 5), times(2, 5, forward=0.020)
     once[1, 2, FORWARD] += 10
-    assert find_slow(once, 0.25) is None
-    but_once = times(2, 5, forward=0.020)
     but_once[1, 2] = STEP
+    for each in (times(2, 5), times(2, 5, forward=0.005), times(2, 5, waiting=1), once):
+        assert find_slow(each, 0.25) is None
     assert find_slow(but_once, 0.25) is not None
 
 
-@given(
-    st.integers(2, 5),
-    st.lists(st.floats(0.9, 1.1), min_size=25, max_size=25),
-)
-def test_ranks_whose_times_differ_by_a_tenth_are_not_slow(
-    ranks: int, noise: list[float]
-) -> None:
+@given(st.integers(2, 5), st.lists(st.floats(0.9, 1.1), min_size=25, max_size=25))
+def test_times_that_differ_by_a_tenth_are_not_slow(ranks, noise):
     factors = np.resize(np.array(noise), (ranks, 5, 1))
     assert find_slow(times(ranks, 5) * factors, 0.25) is None
 
 
-def rows(first: int, count: int) -> list[tuple[int, list[float]]]:
-    return [
-        (number, [float(number)] * len(PHASES))
-        for number in range(first, first + count)
-    ]
+def rows(first, count):
+    return [(n, [float(n)] * len(PHASES)) for n in range(first, first + count)]
 
 
-def test_ranks_are_compared_in_the_steps_that_all_have() -> None:
+def test_ranks_are_compared_in_the_steps_that_all_have_or_in_their_last_ones():
     numbers, found = align([rows(3, 10), rows(5, 10)])
     assert numbers == list(range(5, 13))
     assert np.array_equal(found[0], found[1])
-
-
-def test_ranks_without_a_common_step_are_compared_in_their_last_ones() -> None:
     numbers, found = align([rows(1, 4), rows(100, 6)])
     assert numbers == [1, 2, 3, 4]
     assert found[1, :, 0].tolist() == [102, 103, 104, 105]
-
-
-def test_each_event_of_a_step_ends_a_phase() -> None:
-    assert set(_ENDS) == set(StepEvent)
-
-
-def test_nothing_posted_gives_no_steps() -> None:
     numbers, found = align([[], rows(1, 3)])
     assert numbers == []
     assert found.shape == (2, 0, len(PHASES))
 
 
-def test_the_bucket_before_which_time_is_lost() -> None:
+def test_each_event_of_a_step_ends_a_phase():
+    assert set(_ENDS) == set(StepEvent)
+
+
+def test_the_bucket_before_which_time_is_lost():
     full = {0: {"0": 0.01, "1": 0.02, "2": 0.03}, 1: {"0": 0.01, "1": 0.07, "2": 0.08}}
     assert late_bucket(full, 1) == 1
     assert late_bucket({0: {}, 1: {}}, 1) is None
@@ -122,7 +98,7 @@ USUAL = [1.0e8, 30e8, 1.2e8]  # bytes per second: estimates, often far too high
 NBYTES = [2e6] * 3  # per step
 
 
-def links(slow: float, times: int, rank: int = 1) -> Any:
+def links(slow, times, rank=1):
     """Rates of three ranks, of which the last ``times`` of ``rank`` are ``slow``."""
     found = np.array([USUAL, np.roll(USUAL, 1), np.roll(USUAL, 2)] * 14)[:MANY]
     if times:
@@ -139,9 +115,7 @@ def links(slow: float, times: int, rank: int = 1) -> Any:
         (0.1e8, MANY, 1),  # from the beginning
     ],
 )
-def test_the_rank_whose_link_is_slow_has_a_low_rate(
-    slow: float, times: int, rank: int | None
-) -> None:
+def test_the_rank_whose_link_is_slow_has_a_low_rate(slow, times, rank):
     waits = np.full(MANY, 0.01)
     waits[-times:] = 0.2
     found = find_slow_link(links(slow, times), waits, NBYTES, 0.25)
@@ -152,7 +126,7 @@ def test_the_rank_whose_link_is_slow_has_a_low_rate(
         assert found.cost == pytest.approx(0.2 if times == MANY else 0.19)
 
 
-def test_no_link_is_slow_if_ranks_wait_no_longer_or_not_for_it() -> None:
+def test_no_link_is_slow_if_ranks_wait_no_longer_or_not_for_it():
     slow, waits = links(0.1e8, 3), np.full(MANY, 0.01)
     assert find_slow_link(slow, waits, NBYTES, 0.25) is None
     waits[-3:] = 0.2
@@ -160,7 +134,7 @@ def test_no_link_is_slow_if_ranks_wait_no_longer_or_not_for_it() -> None:
     assert find_slow_link(slow, waits, [0.5e6] * 3, 0.25) is None  # sent in 0.05 s
 
 
-def test_what_the_connections_of_this_process_have_sent() -> None:
+def test_what_the_connections_of_this_process_have_sent():
     one, two = socket.socketpair(socket.AF_UNIX)
     with socket.create_server(("127.0.0.1", 0)) as server, one, two:
         before = sent_by_connection()
@@ -185,74 +159,69 @@ class OneBucket:
         buckets = (bucket,)
 
 
-def posted(
-    first: int, steps: int, slow: float, wait: float = 0.0, rate: float = 0.0
-) -> dict[int, Any]:
+def posted(first, steps, slow, wait, rate):
     both = {}
     for rank in (0, 1):
         each = list(STEP)
         each[BACKWARD] += slow * rank
         each[WAITING] += wait
-        listed = [(number, each) for number in range(first, first + steps)]
         both[rank] = {
             "host": f"h{rank}",
-            "steps": listed,
+            "steps": [(number, each) for number in range(first, first + steps)],
             "link": (rate if rank else 1e8, 1e6),
             "full": {"0": each[BACKWARD]},
         }
     return both
 
 
-def test_rank_0_logs_once_when_a_rank_becomes_slow_and_once_when_it_is_over(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    reducer = OneBucket()
-    judge = Judge(reducer)  # type: ignore[arg-type]
+WORK = [  # first step, steps, seconds that rank 1 works longer
+    (1, 8, 0.0),
+    (9, 6, 0.030),
+    (9, 6, 0.030),  # the same steps again
+    (15, 8, 0.030),
+    (23, 6, 0.0),
+]
+LINK = [  # five steps each; seconds that both wait, and the rate of rank 1
+    *((first, 5, 0.0, 0.0, 1e8) for first in range(1, 40, 5)),
+    *((first, 5, 0.0, 0.1, 1e7) for first in range(41, 60, 5)),
+    (61, 5, 0.0, 0.1, 30e8),  # too high once
+    *((first, 5, 0.0, 0.0, 1e8) for first in range(66, 90, 5)),
+]
+
+
+@pytest.mark.parametrize(
+    ("posts", "begin", "end"),
+    [
+        (
+            [(*each, 0.0, 0.0) for each in WORK],
+            "9: its backward (most of it before bucket 0: head.weight to head.bias) "
+            "takes 50 ms, that of the others 20 ms. This costs 30 ms of each step of "
+            "67 ms (45 %).",
+            "27. It did for 18 steps, which cost about 0.54 s.",
+        ),
+        (
+            LINK,
+            "46: its network connection carries 80 Mbit/s, that of the others 800 "
+            "Mbit/s. This costs 100 ms of each step of 137 ms (73 %).",
+            "70. It did for 24 steps, which cost about 2.4 s.",
+        ),
+    ],
+)
+def test_rank_0_logs_once_and_once_when_it_is_over(caplog, posts, begin, end):
+    """Rank 1 is slow from the second line of each table on, to before the last."""
+    reducer = OneBucket()  # the judge does not keep it alive
+    judge = Judge(reducer)
     with caplog.at_level(logging.WARNING, "minidp"):
-        judge.judge(posted(1, 8, 0.0))
-        assert not caplog.messages
-        judge.judge(posted(9, 6, 0.030))
-        judge.judge(posted(9, 6, 0.030))  # the same steps again
-        judge.judge(posted(15, 8, 0.030))
-        assert len(caplog.messages) == 1
-        judge.judge(posted(23, 6, 0.0))
-    begin, end = caplog.messages
-    assert begin == (
-        "[rank 0] Rank 1 (h1) slows all ranks down, since step 9: its backward (most "
-        "of it before bucket 0: head.weight to head.bias) takes 50 ms, that of the "
-        "others 20 ms. This costs 30 ms of each step of 67 ms (45 %)."
-    )
-    assert end == (
-        "[rank 0] Rank 1 slows the others down no longer, at step 27. It did for 18 "
-        "steps, which cost about 0.54 s."
-    )
+        for post in posts:
+            judge.judge(posted(*post))
+    rank_1 = "[rank 0] Rank 1 "
+    assert caplog.messages == [
+        f"{rank_1}(h1) slows all ranks down, since step {begin}",
+        f"{rank_1}slows the others down no longer, at step {end}",
+    ]
 
 
-def test_a_slow_link_is_logged_with_rates_until_the_ranks_wait_no_longer(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    judge = Judge(OneBucket())  # type: ignore[arg-type]
-    with caplog.at_level(logging.WARNING, "minidp"):
-        for first in range(1, 40, 5):
-            judge.judge(posted(first, 5, 0.0, rate=1e8))
-        for first in range(41, 60, 5):
-            judge.judge(posted(first, 5, 0.0, wait=0.1, rate=1e7))
-        judge.judge(posted(61, 5, 0.0, wait=0.1, rate=30e8))  # too high once
-        for first in range(66, 90, 5):
-            judge.judge(posted(first, 5, 0.0, rate=1e8))
-    begin, end = caplog.messages
-    assert begin == (
-        "[rank 0] Rank 1 (h1) slows all ranks down, since step 46: its network "
-        "connection carries 80 Mbit/s, that of the others 800 Mbit/s. This costs 100 "
-        "ms of each step of 137 ms (73 %)."
-    )
-    assert end == (
-        "[rank 0] Rank 1 slows the others down no longer, at step 70. It did for 24 "
-        "steps, which cost about 2.4 s."
-    )
-
-
-def test_numbers_of_one_rank_and_the_model_may_go(lone_group: Any) -> None:
+def test_numbers_of_one_rank_and_the_model_may_go(lone_group):
     ddp = minidp.DataParallel(nn.Linear(4, 2))
     speed = minidp.watch_speed(ddp)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -261,10 +230,8 @@ def test_numbers_of_one_rank_and_the_model_may_go(lone_group: Any) -> None:
         optimizer.step()
         optimizer.zero_grad()
     numbers = speed.numbers()
-    assert set(numbers) == {*(f"{name}_s" for name in PHASES), "step"} | {
-        "slow_rank",
-        "slow_cost_s",
-    }
+    more = ("step", "slow_rank", "slow_cost_s")
+    assert set(numbers) == {*(f"{name}_s" for name in PHASES), *more}
     assert numbers["step"] == 5
     assert numbers["slow_rank"] == -1
     assert all(numbers[f"{name}_s"] > 0 for name in PHASES)
@@ -279,6 +246,6 @@ def test_numbers_of_one_rank_and_the_model_may_go(lone_group: Any) -> None:
     assert gone() is None
 
 
-def test_a_model_that_minidp_does_not_synchronise_is_refused() -> None:
+def test_a_model_that_minidp_does_not_synchronise_is_refused():
     with pytest.raises(TypeError, match=r"watch_speed\(\) needs a minidp.DataParallel"):
         minidp.watch_speed(nn.Linear(2, 2))
