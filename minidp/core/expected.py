@@ -226,7 +226,8 @@ class StaticGraph(EveryParameter):
     def __init__(self, num_params: int) -> None:
         super().__init__(num_params)
         self._counts = [0] * num_params
-        self._left: list[int] = []  # per parameter, arrivals still to come
+        self._repeated: dict[int, int] = {}  # expected arrivals, where more than one
+        self._left: dict[int, int] = {}  # those of `_repeated` still to come
         self._is_first = True  # this backward
         self.reset()
 
@@ -244,10 +245,11 @@ class StaticGraph(EveryParameter):
         """Count anew; set entries to COUNTED (later only those of repeated ones)."""
         if self._is_first:
             self._counts = [0] * self._num_params
-        self._left = list(self._counts)
-        for i, expected in enumerate(self._counts):
-            if self._is_first or expected > 1:
-                reducer.pending.entries[i] = GradState.COUNTED
+            reducer.pending.entries[:] = [GradState.COUNTED] * self._num_params
+            return
+        self._left = dict(self._repeated)
+        for i in self._left:
+            reducer.pending.entries[i] = GradState.COUNTED
 
     def takes(self, i: int, reducer: Reducer) -> bool:
         """Return True at the last arrival that the first backward predicts.
@@ -298,6 +300,7 @@ class StaticGraph(EveryParameter):
         if contributed:
             if self._is_first:
                 self.absent = [i for i, n in enumerate(self._counts) if not n]
+                self._repeated = {i: n for i, n in enumerate(self._counts) if n > 1}
             self._is_first = self.fills_in_missing = False
 
     def twice(self, rank: int, name: str) -> MiniDPError:

@@ -84,11 +84,10 @@ class Guard:
         never = (0, 0) if ledger.bypassed is None else self._at_any_step
         if is_ours:
             self._check_counts()
-        late = self.late_parameters.find() if ledger.sync_enabled else {}
         step = Step(self, optimizer, self._at_step.get(optimizer, never))
         if ledger.sync_enabled:
             ledger.steps += is_ours
-            self._complain(step.find_problem(late))
+            self._complain(step.find_problem(self.late_parameters.find()))
             check = self.replica_check
             if is_ours and check is not None and check.suspect is not None:
                 check.confirm()

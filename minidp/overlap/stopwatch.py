@@ -57,11 +57,11 @@ class Clock:
 
 
 class CudaClock(Clock):
-    """Read the clock of one CUDA device by events on the current stream.
+    """Time one CUDA device by events on the current stream, in ns of the CPU clock.
 
-    The current stream is the right one: in a grad hook the stream wrote the gradient;
-    in the callback of a future the stream is ordered after the collective. Construction
-    and `settle` wait for the device, `read` does not. Not yet run on a GPU.
+    In a grad hook that stream wrote the gradient; in a future's callback it is ordered
+    after the collective. `read` does not wait; `settle` waits for the device; `resolve`
+    converts. Not yet run on a GPU.
     """
 
     params_every = 8  # an event per parameter costs more than a clock read

@@ -117,7 +117,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Hold the recorded steps of one rank, its parameters, and its bucket layouts."""
+    """Hold one rank's finished recording, frozen: steps, parameters, bucket layouts."""
 
     where: Where
     params: tuple[Param, ...]  # by parameter index

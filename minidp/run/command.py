@@ -209,7 +209,7 @@ class WrappedModels:
         self._pid = os.getpid()
 
     def add(self, ddp: DataParallel) -> None:
-        """Register a model and record its steps for --report; no-op in a fork."""
+        """Count a model; record its steps if reports are due; no-op in a fork."""
         if os.getpid() != self._pid:
             return
         module = getattr(ddp.module, "_orig_mod", ddp.module)  # if it is compiled

@@ -82,7 +82,8 @@ class _Comparison:
         say_once(f"minidp run: first on torch's DistributedDataParallel, {where}.")
         environment = {n: value for n, value in os.environ.items() if n != RUN}
         if self._store is not None:
-            # In the launcher's store the second run would find keys of the first.
+            # In the launcher's store the second run would find keys of the first. The
+            # ranks go on as clients (torchrun's TORCHELASTIC_USE_AGENT_STORE), of ours.
             is_first = not from_environment("RANK", 0)
             port = self._once("port", is_first=is_first, do=self._serve)
             environment["MASTER_PORT"] = str(port)

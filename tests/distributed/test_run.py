@@ -65,6 +65,7 @@ def script(tmp_path):
     return path
 
 
+@pytest.mark.timeout(600)  # ten imports of torch: minutes beside other tests
 def test_the_script_of_the_readme(tmp_path, script):
     plain = torchrun("train.py", cwd=tmp_path)
     assert plain.returncode == 0, plain.stderr

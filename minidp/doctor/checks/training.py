@@ -35,7 +35,7 @@ def judge_epochs(logs: Logs) -> Finding:
 
 
 def judge_same_batches(logs: Logs) -> Finding:
-    """Judge ranks' first 3 batches: failed if some are equal; none: skipped; or ok."""
+    """Judge first 3 batches: failed if ranks share all; skipped if a rank has none."""
     fed = {rank: tuple(log["batches"]) for rank, log in logs.items()}
     if not all(fed.values()):
         return skipped("not every rank had a training step with tensors")
