@@ -330,10 +330,7 @@ class PendingGrads:
             self.complete(self.bucket_of[i])
 
     def complete(self, number: int) -> None:
-        """Call `Reducer.on_full` with the entries of a full bucket, COPIED ones too.
-
-        Moves the CUDA streams that C++ hooks noted to `written_on`.
-        """
+        """Call `Reducer.on_full` with a bucket's entries; note C++ hooks' streams."""
         if self.native is not None and self._is_on_cuda:
             self.written_on[number].update(self.native.take_streams(number))
         self.reducer.on_full(number, self.table.gather(number))

@@ -187,8 +187,7 @@ class BucketStreams:
     def gather(self, grads: Iterable[object]) -> None:
         """Make the current stream wait for the streams that wrote ``grads``.
 
-        Tells the allocator (``record_stream``) that the current one reads them;
-        `launching` will select it. Clears `written_on`, from which the streams are.
+        Tells the allocator (``record_stream``). `launching` will select that stream.
         """
         current = torch.cuda.current_stream(self._device)
         others = self.written_on - {current.cuda_stream}
