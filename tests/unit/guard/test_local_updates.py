@@ -224,7 +224,7 @@ def test_a_corner_without_gradient_proves_nothing(lone_group):
 
 
 def steps_of(ctx, kinds, average_every=0, policy="raise"):
-    """Train; return a weak reference to the object, which logs when it goes.
+    """Train; return a weak reference to the reducer: its end logs.
 
     Of ``kinds``: l, a local backward and step; s, a synchronised one, w, one window of
     accumulation; p, a step inside no_sync() with averaged gradients.
@@ -247,7 +247,7 @@ def steps_of(ctx, kinds, average_every=0, policy="raise"):
             for param in ddp.parameters():
                 dist.all_reduce(param.data, group=ctx.group)
                 param.data = param.data / 2  # as Accelerate's LocalSGD does
-    return weakref.ref(ddp)
+    return weakref.ref(ddp._reducer)
 
 
 class Caught(logging.Handler):
@@ -266,10 +266,10 @@ def told(ctx, *args):
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            ddp = steps_of(ctx, *args)
+            reducer = steps_of(ctx, *args)
         deadline = time.monotonic() + 10
-        while ddp() is not None and time.monotonic() < deadline:
-            gc.collect()  # the watchdog's thread may hold the object for a moment
+        while reducer() is not None and time.monotonic() < deadline:
+            gc.collect()  # the watchdog's thread may hold it for a moment
             time.sleep(0.01)
     finally:
         local_updates.PATIENCE = before
