@@ -180,16 +180,6 @@ def wait_for(work: Work) -> Any:
     return work.wait() if waiter is None else waiter.wait(work)
 
 
-def is_done_within(work: Any, seconds: float) -> bool:
-    """Wait up to ``seconds`` for ``work``; return whether it is done or failed."""
-    if hasattr(work, "is_done_within"):
-        return bool(work.is_done_within(seconds))
-    with suppress(RuntimeError):  # timed out or failed: see below
-        work.wait(timedelta(seconds=seconds))
-        return True
-    return bool(work.is_completed())
-
-
 def then(
     future: Future[Any], finish: Callable[[], torch.Tensor]
 ) -> Future[torch.Tensor]:

@@ -28,6 +28,7 @@ refilled and never replaced, because hooks keep references to them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from operator import itemgetter
@@ -142,6 +143,12 @@ def _noting_stream(
         hook(i, grad_inputs, grad_outputs)
 
     return grad_hook
+
+
+def is_compiled_backward() -> bool:
+    """Return whether compiled autograd runs the current backward."""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(compiled and compiled.in_compiled_autograd_region)
 
 
 class GradTable:

@@ -19,6 +19,7 @@ from torch import Tensor
 from minidp.trace import StepEvent, Tracer
 
 from . import autograd
+from .grad_hooks import is_compiled_backward
 
 if TYPE_CHECKING:
     from .reducer import PhaseMachine
@@ -187,7 +188,7 @@ class LocalBackwards:
         compiled, in a synchronised backward, or without listeners.
         """
         is_new = self._tracer.listeners and autograd.current_task() != self._task
-        if is_new and self._phase.is_idle and not autograd.is_compiled_backward():
+        if is_new and self._phase.is_idle and not is_compiled_backward():
             self._task = autograd.current_task()
             self._tracer.enter(StepEvent.LOCAL_BACKWARD_BEGIN)
             autograd.queue_final_callback(self._end)

@@ -42,7 +42,7 @@ from minidp.trace import Moment, StepEvent
 from . import autograd
 from .bucket_queue import BucketQueue
 from .expected import expectation_for
-from .grad_hooks import Entry, GradHooks, GradState, PendingGrads
+from .grad_hooks import Entry, GradHooks, GradState, PendingGrads, is_compiled_backward
 from .local_grads import Ledger, LocalBackwards, origin_now
 from .rebuild import RebuildPolicy, agreed_layout
 
@@ -211,7 +211,7 @@ class Reducer:
                 self._open(i)
             elif self.phase.now is Phase.PAUSED:
                 self.contexts.refuse_another(i, self.context, self.names[i])
-                self._is_compiled = autograd.is_compiled_backward()
+                self._is_compiled = is_compiled_backward()
                 self.phase.enter(Phase.REDUCING)
                 self.pending.resume()
             if self.pending.entries[i] is GradState.UNSET:
@@ -226,18 +226,18 @@ class Reducer:
         GradientError if options exclude compiled autograd, or this RPC context.
         """
         queue, expected = self.queue, self.expected
-        self._is_compiled = autograd.is_compiled_backward()
-        if self._is_compiled:
-            autograd.accept_compiled(self.rank, needs_end=expected.fills_in_missing)
+        self.phase.enter(Phase.REDUCING)
         self.context = self.contexts.of_backward(first) if self._uses_rpc else None
         if self.context and any(each.uses_grads for each in queue.observers):
             self.context.refuse_steps()
-        self.phase.enter(Phase.REDUCING)
         queue.start(shares_reach=expected.shares_reach, context=self.context)
         sees_all = queue.tracer.recorder is not None or self.context
         usual = GradState.VIA_REDUCER if sees_all else GradState.UNSET
         hooked = self.hooks.hooked_by_others()
         self.pending.open(usual, queue.averaging.factors.pre, via_reducer=hooked)
+        self._is_compiled = is_compiled_backward()
+        if self._is_compiled:
+            autograd.accept_compiled(self.rank, needs_end=expected.fills_in_missing)
         if expected.counts_arrivals:
             expected.begin(self)
         for i in expected.absent:
@@ -260,14 +260,14 @@ class Reducer:
         After the last one launch the used-map, and queue `_finalize` for the end of the
         backward (compiled: call it). In an RPC context gradients are read from there.
         """
+        queue, bucket = self.queue, self.queue.buckets[number]
         if self.context is not None:
-            bucket = self.queue.buckets[number]
             entries = self.context.read(bucket.params)
             for i, grad in zip(bucket.plan.indices, entries, strict=True):
                 self.pending.entries[i] = grad
         with self._lock:
-            self.queue.flatten(number, entries, self.pending.filled)
-            if self.queue.launch_due():
+            bucket.flatten(entries, queue.averaging.factors, self.pending.filled)
+            if queue.launch_due():
                 if self.expected.shares_used_map:
                     self.expected.launch_used_map(self)
                 if self._is_compiled:  # runs no final callback

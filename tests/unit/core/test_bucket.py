@@ -11,12 +11,13 @@ from torch import nn
 from minidp.comm import Communicator
 from minidp.config import BucketCaps, ReducerConfig
 from minidp.core import kernels
-from minidp.core.averaging import DivideFactors
-from minidp.core.bucket import DenseBucket
+from minidp.core.averaging import Averaging, DivideFactors
+from minidp.core.dense_bucket import DenseBucket
 from minidp.core.grad_hooks import COPY_AT_ONCE_BYTES
 from minidp.core.sparse_bucket import SparseBucket
 from minidp.errors import GradientError
 from minidp.layout.plan import ParamSpec, build_layout
+from minidp.trace import Tracer
 from tests.support.fake_cuda import FakeCuda, install
 
 LARGE = COPY_AT_ONCE_BYTES // 4  # elements of fp32
@@ -30,8 +31,9 @@ def bucket_of(params, *, as_view=False, sparse=False):
     ]
     (plan,) = build_layout(specs, [range(len(params))]).buckets
     config = ReducerConfig(BucketCaps(1, 1), gradient_as_bucket_view=as_view)
-    kind, names = SparseBucket if sparse else DenseBucket, [s.name for s in specs]
-    return kind(plan, params, names, SimpleNamespace(rank=0), config)
+    kind = SparseBucket if sparse else DenseBucket
+    named = {spec.name: param for spec, param in zip(specs, params, strict=True)}
+    return kind(plan, named, SimpleNamespace(rank=0), config, Tracer())
 
 
 def make_params(*shapes, dtype=torch.float32):
@@ -49,11 +51,12 @@ def give_grads(params):
 
 
 def finish(bucket, group, *, kept=()):
-    bucket.communicator = Communicator(group)
-    assert bucket.all_reduce() is bucket.work
+    bucket.communicator = communicator = Communicator(group)
+    averaging = Averaging(communicator, over_items=False, batched=False)
+    bucket.launch(averaging, is_last=True)
     bucket.is_alone = False  # as on several ranks
-    bucket.receive(bucket.communicator.wait(bucket.work))
-    bucket.unflatten(kept)
+    bucket.wait("waiting")
+    bucket.copy_out(kept)
 
 
 # -------------------------------------------------------------------- dense, copied
@@ -105,7 +108,7 @@ def test_undecided_views_get_their_bytes_back_when_kept(lone_group, is_kept):
     bucket = synced(params, lone_group)
     before = torch.tensor([0.1, 0.2, 0.3])
     params[0].grad.copy_(before)
-    bucket.flatten([p.grad for p in params], DivideFactors(3), undecided={0})
+    bucket.flatten([p.grad for p in params], DivideFactors(3), filled={0})
     finish(bucket, lone_group, kept=[0] * is_kept)
     assert params[0].grad is bucket.views[0]
     expected = before if is_kept else before / 3  # no ulp of drift
@@ -201,7 +204,7 @@ def sparse_grad(row, value):
 def test_kept_sparse_gradient_stays(lone_group, embedding, grad):
     embedding.grad = grad
     bucket = bucket_of([embedding], sparse=True)
-    bucket.flatten([grad], DivideFactors(3), undecided={0})
+    bucket.flatten([grad], DivideFactors(3), filled={0})
     finish(bucket, lone_group, kept=[0])
     assert embedding.grad is grad
     assert grad is None or grad.to_dense()[2].tolist() == [6, 6]
