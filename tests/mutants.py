@@ -165,8 +165,8 @@ MUTANTS = [
     ),
     Mutant(
         "the hook takes the last bucket for full one gradient early",
-        "if not left:\n            pending.complete(bucket)",
-        "if left <= 1:\n            pending.complete(bucket)",
+        "if not left:\n            pending.complete(number)",
+        "if left <= 1:\n            pending.complete(number)",
     ),
     Mutant(
         "a comm hook's result is divided",

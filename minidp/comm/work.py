@@ -1,4 +1,4 @@
-"""Wait for collectives and futures; every wait of the core goes through `wait_for`."""
+"""Wait for collectives and futures; `wait_for` keeps the current time limit."""
 
 from __future__ import annotations
 

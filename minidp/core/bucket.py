@@ -5,7 +5,8 @@
     entries --flatten--> payload --launch--> all ranks --wait--> payload
                                                   .grad <--copy_out---'
 
-    FILLING -----------> FULL -------------> IN_FLIGHT ------------> FILLING
+    FILLING -----------> FULL -------------> IN_FLIGHT ------------> REDUCED
+       '--------------------------------------------------------------------'
 
 `Bucket` has these steps, their states and their events. What moves the numbers is in
 the subclasses: `DenseBucket` (a flat buffer) and `SparseBucket` (a sparse gradient).
@@ -38,9 +39,10 @@ from .grad_hooks import Entry
 class BucketState(Enum):
     """Name the states of a bucket, each followed by the next, the last by the first."""
 
-    FILLING = "filling"  # gradients are missing, or averages wait to be copied out
-    FULL = "full"  # flattened; waits for its turn to be launched
+    FILLING = "filling"  # gradients are to come
+    FULL = "full"  # flattened; the buckets before it are to be launched first
     IN_FLIGHT = "in flight"  # the collective is enqueued, nobody has waited for it
+    REDUCED = "reduced"  # averages are in the payload, not yet in ``.grad``
     __hash__ = object.__hash__  # Enum's is a Python function: slow
 
 
@@ -107,8 +109,9 @@ class Bucket(ABC):
         self.tracer = tracer
         self.work: comm.Work | None = None  # the collective in flight
         self.shared: comm.SharedBuffer | None = None  # the buffer, if all ranks map it
-        self.is_alone = False  # it changes no value, because the group has one rank
-        # Averages are multiplied by it, once: by the work, the extension, `_rescale`.
+        self.is_alone = False  # the collective changes no value: one rank
+        # What averages are multiplied by, once: by the work, the extension or
+        # `_rescale`. With item counts each backward sets it anew.
         self.factor: float | Tensor = 1.0
 
     def copy_now(self, k: int, grad: Tensor, divisor: int) -> Entry:
@@ -144,7 +147,7 @@ class Bucket(ABC):
     # The event comes first: the collective may be over when this thread runs again.
     @_traced("launch", before=Moment.LAUNCHED)
     def launch(self, averaging: Averaging, *, is_last: bool) -> None:
-        """Start to sum the payload over all ranks, or the comm hook; enter IN_FLIGHT.
+        """Start the sum of the payload over all ranks, or the hook; enter IN_FLIGHT.
 
         ``is_last``: no bucket of this backward follows; told to the hook.
         """
@@ -172,7 +175,7 @@ class Bucket(ABC):
 
     @_traced("wait")
     def wait(self, doing: str) -> None:
-        """Wait for `work`; copy a hook's result to the payload; enter FILLING.
+        """Wait for `work`; copy a hook's result to the payload; enter REDUCED.
 
         ``doing`` says in a timeout's error what was awaited.
         """
@@ -183,18 +186,19 @@ class Bucket(ABC):
             with torch.no_grad():
                 self.payload.copy_(result)
         self.work = None
-        self._advance(BucketState.FILLING)
+        self._advance(BucketState.REDUCED)
 
     @_traced("copy out", after=Moment.COPIED_OUT)
     def copy_out(
         self, kept: Slots = (), into: Sequence[Tensor | None] | None = None
     ) -> None:
-        """Write averages to ``.grad``, or to the tensors ``into``, not ``kept`` slots.
+        """Write averages to ``.grad`` or ``into``, not ``kept`` slots; enter FILLING.
 
         ``into``, per slot, after ``set_apart(apart=True)``. With bucket views ``.grad``
         becomes the view; ``kept`` views get the values that `flatten` saved.
         """
         self.write_averages(kept, into)
+        self._advance(BucketState.FILLING)
 
     @abstractmethod
     def write_averages(self, kept: Slots, into: Sequence[Tensor | None] | None) -> None:

@@ -88,7 +88,7 @@ class BucketQueue:
         shares_reach: bool = False,
         context: comm.ContextGrads | None = None,
     ) -> None:
-        """Begin a synchronised backward: fix skipped buckets, divisor and comm hook.
+        """Begin a synchronised backward: choose skipped buckets, divisor and comm hook.
 
         With ``shares_reach`` skips buckets of parameters that no rank's forward
         reached; may wait. ``context``: the RPC context that holds the gradients; None:
@@ -101,9 +101,12 @@ class BucketQueue:
         self.next = 0
         self._summing.clear()
         self.skipped = ()
-        if shares_reach and (absent := self.reach_map.unused_everywhere()):
-            plans = enumerate(self.layout.buckets)
-            self.skipped = {n for n, plan in plans if absent.issuperset(plan.indices)}
+        if shares_reach and (unreached := self.reach_map.unused_everywhere()):
+            self.skipped = {
+                plan.number
+                for plan in self.layout.buckets
+                if unreached.issuperset(plan.indices)
+            }
         self.averaging.begin()
 
     def copy_now(self, i: int, grad: Tensor) -> Entry:
@@ -117,7 +120,7 @@ class BucketQueue:
         Return True only from the call that reaches the end.
         """
         before, averaging = self.next, self.averaging
-        if self._summing:
+        if self._summing:  # the question also adds this rank's part to the sum
             self._summing = [each for each in self._summing if not each.is_completed()]
         for bucket in self.buckets[before:]:
             if self.next not in self.skipped:
@@ -179,7 +182,7 @@ class BucketQueue:
         writes_all = not (kept or self._context)
         if writes_all and isinstance(bucket, DenseBucket) and bucket.shared:
             bucket.offer_grads(bucket.shared)
-        if bucket.state is BucketState.IN_FLIGHT:  # that of the item counts is not
+        if bucket.state is BucketState.IN_FLIGHT:  # else `_receive_counts` has waited
             bucket.wait(self.averaging.wait_description)
         if self.checks_finite and self.averaging.active_comm_hook is not None:
             _check_finite(bucket, comm.AFTER)
@@ -234,7 +237,7 @@ class BucketQueue:
     def drain(self) -> None:
         """Wait for collectives in flight (buckets, used-maps), but copy nothing out."""
         for bucket in self.buckets:
-            if bucket.state is BucketState.IN_FLIGHT:
+            if bucket.work is not None:
                 bucket.wait(self.averaging.wait_description)
         self.used_map.settle()
         self.reach_map.settle()

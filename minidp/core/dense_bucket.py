@@ -95,13 +95,13 @@ class DenseBucket(Bucket):
         is_usual = not self._is_apart and not (undecided and self._as_view)
         native = self.native if is_usual else None
         if not (native and native.flatten(entries, factors.pre)):
-            self._flatten_in_python(tuple(entries), factors.pre, undecided)
+            self._fill_in_python(tuple(entries), factors.pre, undecided)
         if factors.post != 1:
             kernels.divide(self.payload, factors.post)
             reciprocal = 1.0 / factors.post
             self._tracked = {k: g * reciprocal for k, g in self._tracked.items()}
 
-    def _flatten_in_python(
+    def _fill_in_python(
         self, entries: tuple[Entry, ...], divisor: int, undecided: Slots
     ) -> None:
         views, grads, in_place = self._classify(entries, undecided)
@@ -115,7 +115,7 @@ class DenseBucket(Bucket):
                     kernels.multiply_into(self.views[k], grad.detach(), divisor)
             return
         try:
-            self._copy_plan.flatten(views, grads, divisor)
+            self._copy_plan.fill(views, grads, divisor)
         except (RuntimeError, ValueError):
             self._check_fit(views, grads)
             raise
@@ -168,7 +168,8 @@ class DenseBucket(Bucket):
     def offer_grads(self, shared: comm.SharedBuffer) -> None:
         """Let the sum in ``shared`` memory write averages to ``.grad``, if C++ can.
 
-        Not if it has a history, or the bucket a tail. `copy_out` all slots then.
+        Not with a history, nor with a tail, which has been waited for. The caller must
+        `copy_out` all slots.
         """
         native = None if self._tracked or self.plan.tail else self.native
         takes = native and self._arrived and native.offer_tiles(self.factor)
@@ -186,8 +187,8 @@ class DenseBucket(Bucket):
             for grad, view in zip(into, self.views, strict=True):
                 if grad is not None:
                     grad.detach().copy_(view)
-        elif not self._unflatten_natively(kept):
-            self._unflatten_in_python(kept)
+        elif not self._write_natively(kept):
+            self._write_in_python(kept)
         self._saved.clear()
         self._tracked.clear()
         self._arrived = ()
@@ -199,7 +200,7 @@ class DenseBucket(Bucket):
             kernels.rescale(self.payload, factor)
             self._tracked = {k: grad * factor for k, grad in self._tracked.items()}
 
-    def _unflatten_natively(self, kept: Slots) -> bool:
+    def _write_natively(self, kept: Slots) -> bool:
         """Write all averages in C++; False if Python must do it."""
         if self.native is None:
             return False
@@ -213,7 +214,7 @@ class DenseBucket(Bucket):
         self.native.forget_copies()
         return False
 
-    def _unflatten_in_python(self, kept: Slots) -> None:
+    def _write_in_python(self, kept: Slots) -> None:
         self._rescale()
         grads = [param.grad for param in self.params]
         if self._as_view and not self._tracked:
@@ -225,7 +226,7 @@ class DenseBucket(Bucket):
                 torch._foreach_copy_(cast("list[Tensor]", grads), self.views)
                 return
         for k in sorted({*range(len(grads))} - {*kept}):
-            self._unflatten_slot(k)
+            self._write_slot(k)
 
     def _point_at_views(self, grads: Sequence[Tensor | None], kept: Slots) -> None:
         for k, (view, grad) in enumerate(zip(self.views, grads, strict=True)):
@@ -244,7 +245,7 @@ class DenseBucket(Bucket):
                 )
             self.params[k].grad = view
 
-    def _unflatten_slot(self, k: int) -> None:
+    def _write_slot(self, k: int) -> None:
         param, view = self.params[k], self.views[k]
         grad = param.grad
         if grad is None or (self._as_view and k in self._tracked and grad is view):

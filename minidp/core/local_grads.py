@@ -54,7 +54,7 @@ class Ledger:
         # Synchronising forwards, synchronised backwards; set anew by reset and join.
         self.armed = self.finalized = 0
         self.steps = 0  # optimizer steps since the last synchronised backward
-        self.used_locally: set[int] = set()  # since the last synchronised backward
+        self.used_locally: set[int] = set()  # since that; and in static graph's first
         # Only the guard reads these five.
         self.unsynced: set[int] = set()  # parameters whose .grad holds a local part
         self.origins: dict[int, Origin] = {}  # where each one's last local part is from

@@ -96,7 +96,8 @@ class Step:
         phase = self._reducer.phase.now
         if phase is Phase.IDLE or not self.held:
             return ""
-        if phase in (Phase.ARMED, Phase.REDUCING) and current_task() != NO_TASK:
+        is_inside = phase in (Phase.ARMED, Phase.REDUCING) and current_task() != NO_TASK
+        if is_inside or phase is Phase.FINALIZING:
             what = (
                 "An optimizer steps inside the backward, before its gradients are "
                 "averaged over ranks."

@@ -104,7 +104,7 @@ CLASS_METHODS = 15
 ARGUMENTS = 6
 NESTING = 3
 CORE_FILES = 12
-CORE_LINES = 2785  # the door is not counted
+CORE_LINES = 2800  # the door is not counted
 
 # The constructor of 20 arguments, each of which the class's docstring explains.
 DICTATED_BY_TORCH = {"data_parallel/wrapper.DataParallel"}
