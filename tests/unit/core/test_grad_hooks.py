@@ -221,7 +221,7 @@ def test_a_bucket_is_full_with_its_last_gradient():
     pending.adopt([bucket_of(2, 0), bucket_of(1)])
     assert list(pending.entries) == [CLOSED] * 3
     assert list(pending.bucket_of) == [0, 1, 0]
-    pending.open(UNSET, 1)
+    pending.open(UNSET, {}, 1)
     assert list(pending.num_left) == [2, 1]
     params[0].grad, params[1].grad = torch.ones(2), small
     pending.arrive(0)

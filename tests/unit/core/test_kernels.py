@@ -13,7 +13,7 @@ from tests.support.fake_cuda import FakeCuda, install
 
 
 def flatten(view, grad, divisor):
-    kernels.CopyPlan(view, [view], [False]).flatten([view], [grad], divisor)
+    kernels.CopyPlan(view, [view], [False]).fill([view], [grad], divisor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
