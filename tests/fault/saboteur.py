@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import minidp
-from minidp.core import bucket_queue, reducer
+from minidp.core import bucket, reducer
 from minidp.data_parallel import replication
 
 
@@ -80,16 +80,16 @@ class Moment:
 
 def moments(script: Any) -> dict[str, Moment]:
     """All moments; ``script`` is the imported training script."""
-    wrapper, queue = minidp.DataParallel, bucket_queue.BucketQueue
-    replicas = replication.Replication
+    wrapper, replicas = minidp.DataParallel, replication.Replication
+    launch = (bucket.Bucket, "launch")
     return {
         # everything is made; peers wait for this rank in the first collective
         "constructor": Moment((wrapper, "_wire"), "run", after=True),
         # the module has run, nothing is announced yet
         "forward": Moment((wrapper, "_post_forward"), "step"),
-        "first bucket": Moment((queue, "_launch"), "step", lambda _, n: n == 0),
+        "first bucket": Moment(launch, "step", lambda b, _: b.plan.number == 0),
         # the first bucket travels, the second will not
-        "between buckets": Moment((queue, "_launch"), "step", lambda _, n: n == 1),
+        "between buckets": Moment(launch, "step", lambda b, _: b.plan.number == 1),
         "finalize": Moment((reducer.Reducer, "_finalize"), "step"),
         "buffer broadcast": Moment((replicas, "broadcast_buffers"), "step"),
         "before the save": Moment((script, "write"), "save"),
