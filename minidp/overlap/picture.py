@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from .analysis import (
     most_exposed,
     overlap_of,
     overlaps_of,
-    pieces,
     slices,
     to_show,
 )
@@ -29,7 +28,6 @@ from .timeline import Timeline
 
 MAX_RANKS = 4  # number of panels
 MAX_BUCKETS = 60  # rows of a panel
-LATE = "late (slower ranks)"
 COLOURS = {
     "local forward": "#d9e6f3",
     "local backward": "#e6d3c5",
@@ -37,14 +35,9 @@ COLOURS = {
     "backward": "#b9c4d0",
     "optimizer step": "#5c6770",
     "waited": "#f3d9a4",
-    LATE: "#8d6ab8",
+    "late (slower ranks)": "#8d6ab8",
     "wire, hidden": "#2a9d8f",
     "wire, exposed": "#d1495b",
-}
-_LEGEND = {  # as in the rows and columns of the report
-    "optimizer step": "optimizer",
-    "waited": "full, waited",
-    LATE: "late (slower ranks; hidden until the dashed line, then exposed)",
 }
 _END_OF_BACKWARD: dict[str, Any] = {"color": "#444444", "lw": 1, "ls": "--"}
 _TRACKS = ("forward", "backward", "optimizer")
@@ -67,30 +60,24 @@ def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
     reported = most_exposed(overlaps).rank  # always drawn
     drawn = sorted(overlaps, key=lambda one: one.rank != reported)[:MAX_RANKS]
     views = [one.typical for one in sorted(drawn, key=lambda one: one.rank)]
-    _draw(views, len(overlaps) - len(views), path)
-
-
-def _draw(views: Sequence[StepOverlap], num_left_out: int, path: str | Path) -> None:
     figures, patches, lines = map(_matplotlib, ("figure", "patches", "lines"))
-    heights = [1.5 + len(views)]
-    heights += [2 + min(len(one.buckets), MAX_BUCKETS) for one in views]
+    heights = [2 + min(len(one.buckets), MAX_BUCKETS) for one in views]
     size = (11, 1.8 + 0.3 * sum(heights))
     figure = figures.Figure(figsize=size, layout="constrained")
-    whole, *panels = figure.subplots(
-        len(heights), 1, squeeze=False, height_ratios=heights
+    panels = figure.subplots(
+        len(views), 1, squeeze=False, sharex=True, height_ratios=heights
     )[:, 0]
-    _whole_step(whole, views, num_left_out)
-    origin = min(one.step.backward.begin_ns for one in views)
+    origin = min(one.step.begin_ns for one in views)
     for panel, one in zip(panels, views, strict=True):
-        panel.sharex(panels[0])
-        panel.tick_params(labelbottom=panel is panels[-1])
         _panel(panel, one, origin)
-    panels[-1].set_xlabel("ms after the first rank's backward began")
-    is_local = any(s.name.startswith("local") for one in views for s in slices(one))
+    missing = len(overlaps) - len(views)
+    more = f" ({missing} more ranks are not drawn)" if missing else ""
+    panels[-1].set_xlabel(f"ms after the first rank's step began{more}")
+    used = {each.name for one in views for each in slices(one)}
     handles = [
-        patches.Patch(color=colour, label=_LEGEND.get(name, name))
+        patches.Patch(color=colour, label=name)
         for name, colour in COLOURS.items()
-        if is_local or not name.startswith("local")
+        if name in used
     ]
     end = lines.Line2D([], [], label="end of the backward", **_END_OF_BACKWARD)
     where = "outside lower center"
@@ -108,41 +95,26 @@ def _matplotlib(part: str) -> Any:
         ) from None
 
 
-def _whole_step(panel: Any, views: Sequence[StepOverlap], num_left_out: int) -> None:
-    """Draw phases and exposed communication of a step, a row per rank, with a title."""
-    origin = min(one.step.begin_ns for one in views)
-    for row, one in enumerate(views):
-        step = one.step
-        phases = [each for each in slices(one) if isinstance(each.row, str)]
-        busy = (step.backward, *step.optimizers)
-        exposed = [
-            Slice(bucket.number, "wire, exposed", begin, end)
-            for bucket in one.buckets
-            for begin, end, hides in pieces(busy, bucket.turn_ns, bucket.times.done_ns)
-            if begin >= step.backward.end_ns and not hides
-        ]
-        _bars(panel, row, [*phases, *exposed], origin)
-    _tidy(panel, [f"rank {one.timeline.where.rank}" for one in views])
-    panel.set_xlabel("ms after the first rank's step began")
-    more = f"; {num_left_out} more ranks are not drawn" if num_left_out else ""
-    title = f"the whole step; white: data, loss and the like, copies{more}"
-    panel.set_title(title, fontsize=10, loc="left")
-
-
 def _panel(panel: Any, one: StepOverlap, origin: int) -> None:
-    """Draw one rank's backward and up to 60 of its buckets, a row each, and a title."""
+    """Draw one rank's step: a row of phases, a row for each of up to 60 buckets.
+
+    ``origin``: ns on the ranks' common clock that the axis shows as 0 ms.
+    """
     shown = to_show(one.buckets, MAX_BUCKETS)
     buckets = [bucket for bucket in one.buckets if bucket.number in shown]
-    rows: dict[str | int, list[Slice]] = {bucket.number: [] for bucket in buckets}
+    rows = {bucket.number: row for row, bucket in enumerate(buckets, 1)}
     for each in slices(one):
-        if each.row in rows or each.name == "backward":
-            rows.setdefault(each.row, []).append(each)
-    _bars(panel, 0, rows["backward"], origin)
-    for row, bucket in enumerate(buckets, 1):
-        _bars(panel, row, rows[bucket.number], origin)
+        row = rows.get(each.row) if isinstance(each.row, int) else 0
+        if row is not None and each.name in COLOURS:
+            begin, length = each.begin_ns - origin, each.end_ns - each.begin_ns
+            colour = COLOURS[each.name]
+            panel.barh(row, length / 1e6, left=begin / 1e6, color=colour, height=0.7)
     panel.axvline((one.step.backward.end_ns - origin) / 1e6, **_END_OF_BACKWARD)
-    sizes = [f"bucket {b.number}, {b.nbytes / MIB:.3g} MiB" for b in buckets]
-    _tidy(panel, ["backward", *sizes])
+    labels = [f"bucket {b.number}, {b.nbytes / MIB:.3g} MiB" for b in buckets]
+    panel.set_yticks(range(1 + len(labels)), ["computes", *labels], fontsize=8)
+    panel.invert_yaxis()
+    panel.spines[["top", "right", "left"]].set_visible(False)
+    panel.tick_params(axis="y", length=0)
     left_out = len(one.buckets) - len(buckets)
     more = f"; the {left_out} least exposed buckets are not drawn" if left_out else ""
     panel.set_title(
@@ -152,21 +124,6 @@ def _panel(panel: Any, one: StepOverlap, origin: int) -> None:
         fontsize=10,
         loc="left",
     )
-
-
-def _bars(panel: Any, row: int, drawn: Iterable[Slice], origin: int) -> None:
-    for each in drawn:
-        if each.name in COLOURS:
-            begin, length = each.begin_ns - origin, each.end_ns - each.begin_ns
-            colour = COLOURS[each.name]
-            panel.barh(row, length / 1e6, left=begin / 1e6, color=colour, height=0.7)
-
-
-def _tidy(panel: Any, labels: Sequence[str]) -> None:
-    panel.set_yticks(range(len(labels)), labels, fontsize=8)
-    panel.invert_yaxis()
-    panel.spines[["top", "right", "left"]].set_visible(False)
-    panel.tick_params(axis="y", length=0)
 
 
 # ---------------------------------------------------------------------------- trace
