@@ -8,7 +8,7 @@ from typing import NamedTuple
 from minidp.config import aside
 
 from .forecast import Analysis
-from .skew import BACKWARD, FORWARD, Skew
+from .skew import BACKWARD, FORWARD
 from .timeline import AUTO, AUTO_TRIES, Timeline
 
 WORTH = 0.03  # share of a step: smaller gains are not advised
@@ -163,30 +163,8 @@ def straggler(found: Analysis) -> Change:
         gain_s,
         "a balanced load",
         f"Rank {rank} is {_ms(late.typical_s)} late at the last bucket, above all "
-        f"because it {why}; {_predicted(one.seconds, gain_s)}."
-        f"{_also_late(skew, rank)}",
+        f"because it {why}; {_predicted(one.seconds, gain_s)}.",
     )
-
-
-def _also_late(skew: Skew, rank: int) -> str:
-    """Return a sentence on the rank that is latest, at any place, besides ``rank``.
-
-    "" unless in three of four steps it is later than the clocks' error, and than half
-    of the largest lateness of ``rank``.
-    """
-    largest_s = max(by_rank[rank].typical_s for by_rank in skew.late.values())
-    found = [
-        (late.typical_s, other, place)
-        for place, by_rank in skew.late.items()
-        for other, late in by_rank.items()
-        if other != rank and late.often_s > max(skew.error_s, 0.5 * largest_s)
-    ]
-    if not found:
-        return ""
-    late_s, other, place = max(found)
-    begins = {FORWARD: "when its forward begins", BACKWARD: "when its backward begins"}
-    where = begins.get(place, f"at bucket {place}")
-    return f" Rank {other} is late, too: {_ms(late_s)} {where}."
 
 
 def layers_of(timeline: Timeline, members: Sequence[int]) -> str:

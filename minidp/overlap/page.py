@@ -16,16 +16,8 @@ from typing import Any
 from .advice import layers_of, straggler
 from .analysis import Slice, StepOverlap, overlap_of, slices
 from .forecast import CAPS_MB, Analysis, Forecast, analyse
-from .skew import BACKWARD, FORWARD, Run, Skew, aligned
-from .text import (
-    PHASES,
-    headline,
-    ms,
-    network_lines,
-    report,
-    skew_rows,
-    spread_text,
-)
+from .skew import Run, aligned
+from .text import PHASES, headline, network_lines, report, skew_rows, spread_text
 from .timeline import Step, Timeline
 
 ROOM = 900_000  # characters of data: the page stays below 1 MB
@@ -102,7 +94,7 @@ def _data(found: Analysis) -> dict[str, Any]:
         "spread": [spread_text(overlap.spread_s) for overlap in found.overlaps],
         "network": network_lines(found) if found.forecast else [],
         "skew": skew_rows(found.skew, found) if found.skew else None,
-        "latest": _latest(found.skew, found) if found.skew else "",
+        "latest": straggler(found).advice or "No rank is late in most steps.",
         "model": _model(found.forecast, found) if found.forecast else None,
     }
     fit = max(1, (ROOM - len(_json(data))) // len(_json(_step(run, typical))))
@@ -111,28 +103,6 @@ def _data(found: Analysis) -> dict[str, Any]:
         kept[0] = typical
     steps = [_step(run, number) for number in kept]
     return data | {"steps": steps, "typical": kept.index(typical)}
-
-
-def _latest(skew: Skew, found: Analysis) -> str:
-    """Say which rank launches the last bucket last, and where it falls behind most."""
-    last = max(skew.late)
-    rank = skew.latest(last)
-    place, growth_s = skew.grows_at(rank)
-    where = {FORWARD: "before its forward begins", BACKWARD: "in its forward"}
-    members = [b.members for b in found.shown.typical.buckets if b.number == place]
-    layers = "".join(f" ({layers_of(found.run.ranks[0], each)})" for each in members)
-    before = where.get(place, f"in its backward, until bucket {place}{layers} is full")
-    late = skew.late[last][rank]
-    often = f"at least {ms(late.often_s)} ms in three of four steps"
-    others = (
-        "the median of the others" if len(found.run.ranks) > 2 else "the other rank"
-    )
-    return (
-        f"Rank {rank} launches bucket {last}, the last one, {ms(late.typical_s)} ms "
-        f"behind {others}, "
-        f"{often if late.often_s > 0 else 'but not in all steps'}. "
-        f"The largest part, {ms(growth_s)} ms, it falls behind {before}."
-    )
 
 
 def _json(data: Any) -> str:

@@ -345,17 +345,6 @@ def test_lateness_is_told_by_where_it_grows():
     assert "9.0 ms longer for its forward: balance the load; predicted 81 ms" in text
 
 
-def test_a_second_late_rank_is_named_with_the_place_where_it_is_latest():
-    """Rank 2 begins its forward 25 ms late; rank 1 comes 40 ms late to bucket 1."""
-    buckets = [(12, 12, 14, 75), (30, 30, 74, 75)]
-    more = {"forward": (25, 26), "backward": (26, 31), "optimizers": []}
-    third = timeline(steps_of(4, buckets, 100, **more), rank=2)
-    three = (*straggling(40), third)
-    text = advice_for(*(located(each, world_size=3) for each in three))
-    assert "Rank 1 is 40 ms late at the last bucket" in text
-    assert text.endswith(" Rank 2 is late, too: 25 ms when its forward begins.")
-
-
 def test_waiting_comes_before_buckets_where_it_is_most_of_what_is_exposed():
     # The ranks take turns: in each step another one comes 30 ms late to the end.
     ranks = []
