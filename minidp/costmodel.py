@@ -259,28 +259,21 @@ def best_groups(
     """Return the layout, for `play`, with the least exposed time.
 
     Of equals, the fewest buckets. Exact, up to 1e-9 of a step, for one kind of
-    parameters. For several the best of a few: the best layout of each kind alone,
-    merged; or the best of all kinds as one, each bucket then split by kind. Buckets
+    parameters. For several, close: the better of two layouts of all kinds together,
+    each bucket then split by kind, one of which counts a message for each kind. Buckets
     have at most ``max_bytes`` (None: no limit); a larger parameter has its own.
     """
-    everything = range(len(backward.ready_s))
-    by_kind = _by_kind(backward, everything)
-    if len(by_kind) < 2:
-        return _best_of_one_kind(backward, everything, network, max_bytes)
-    candidates = [
-        [g for k in by_kind for g in _best_of_one_kind(backward, k, network, max_bytes)]
-    ]
-    messages = 1  # a bucket is split into so many: few if kinds seldom alternate
-    while messages < 2 * len(by_kind):
+    candidates, num_kinds = [], max(1, len(set(backward.kinds)))
+    for messages in {1, num_kinds}:  # that one bucket becomes, at least and at most
         slower = replace(network, latency_s=messages * network.latency_s)
-        together = _best_of_one_kind(backward, everything, slower, max_bytes)
-        candidates.append([part for g in together for part in _by_kind(backward, g)])
-        messages *= 2
+        together = _best_mixed(backward, slower, max_bytes)
+        parts = [part for group in together for part in _by_kind(backward, group)]
+        candidates.append(sorted(parts, key=max))
 
     def cost(groups: list[list[int]]) -> tuple[float, int]:
         return play(backward, groups, network).exposed_s, len(groups)
 
-    return min((sorted(groups, key=max) for groups in candidates), key=cost)
+    return min(candidates, key=cost)
 
 
 def _by_kind(backward: Backward, group: Iterable[int]) -> list[list[int]]:
@@ -290,20 +283,14 @@ def _by_kind(backward: Backward, group: Iterable[int]) -> list[list[int]]:
     return list(parts.values())
 
 
-def _best_of_one_kind(
-    backward: Backward,
-    positions: Sequence[int],
-    network: Network,
-    max_bytes: int | None,
+def _best_mixed(
+    backward: Backward, network: Network, max_bytes: int | None
 ) -> list[list[int]]:
-    """Split ``positions`` (in ready order) into the buckets that are done earliest.
+    """Split all positions, in ready order, into the buckets that are done earliest.
 
     Ignores kinds. Bisects the time at which all are done, see `_cuts_in_time`.
     """
-    ready_s = tuple(backward.ready_s[k] for k in positions)
-    nbytes = tuple(backward.nbytes[k] for k in positions)
-    backward = Backward(ready_s, nbytes, backward.end_s)
-    sums = [0, *accumulate(nbytes)]
+    sums = [0, *accumulate(backward.nbytes)]
     room = math.inf if max_bytes is None else max_bytes
     late = lower_bound(backward, network) * (1 + ROUNDING)
     early, step = None, network.seconds(sums[-1]) + ROUNDING
@@ -316,7 +303,7 @@ def _best_of_one_kind(
             early = middle
         else:
             late, cuts = middle, found
-    return [list(positions[start:stop]) for start, stop in pairwise(cuts)]
+    return [list(range(start, stop)) for start, stop in pairwise(cuts)]
 
 
 def _cuts_in_time(

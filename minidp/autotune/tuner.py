@@ -102,7 +102,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
         return torchs
 
     def _say_trial(self) -> None:
-        """Print progress on a terminal if trials take over 5 s, or `told` is set."""
+        """Print progress on a terminal if `told` is set, or trials will take > 5 s."""
         number, now = self._trial, time.monotonic()
         if number == 0:
             self._began = now
@@ -121,7 +121,10 @@ class AutotunePolicy(RebuildPolicy, Observer):
         return plain | {"rebuilt": self.is_settled}
 
     def reset(self, *, rebuilds_again: bool = False) -> None:
-        """Forget the ready order and all measurements; start trials again, if any."""
+        """Forget the ready order and all measurements; begin the trials again.
+
+        No trials if a final layout was passed to the constructor.
+        """
         super().reset(rebuilds_again=rebuilds_again)
         self._reset_trials()
 

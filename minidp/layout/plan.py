@@ -150,7 +150,7 @@ class Layout:
         return tuple(owner[i] for i in range(self.num_params))
 
     def with_tail(self, tail: int) -> Layout:
-        """Return this layout with ``tail`` more elements in the first dense bucket."""
+        """Return this layout with ``tail`` spare elements in the first dense bucket."""
         plans = list(self.buckets)
         for number, plan in enumerate(plans):
             if not plan.sparse:
@@ -209,7 +209,10 @@ def assign(
 
 
 def delayed(specs: Sequence[ParamSpec]) -> list[list[int]]:
-    """Return delayed parameters' buckets: one per dtype and device, or sparse one."""
+    """Return the buckets of delayed parameters, as lists of parameter indices.
+
+    One for each dtype and device; a sparse parameter has a bucket of its own.
+    """
     together: dict[tuple[object, ...], list[int]] = {}
     for i, spec in enumerate(specs):
         if spec.delayed:
@@ -260,7 +263,7 @@ def build_layout(
 
 
 def chunks_by_bytes(sizes: Sequence[int], limit: int = UNLIMITED) -> list[list[int]]:
-    """Split positions in ``sizes`` into runs; one ends when it has ``limit`` bytes."""
+    """Split positions in ``sizes`` (bytes) into runs; one ends at ``limit`` or more."""
     chunks: list[list[int]] = []
     filled = limit
     for i, nbytes in enumerate(sizes):

@@ -129,9 +129,6 @@ def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
         found = "; ".join(f"{name}: {kind}" for kind, name in kinds.items())
         expected = "one dtype, device and sort of gradient in each bucket"
         require(len(kinds) == 1, expected, f"in bucket {number} {found}", listed)
-        is_alone = len(members) == 1 or not members[0].sparse
-        found = f"{len(members)} in bucket {number}"
-        require(is_alone, "a sparse gradient alone in its bucket", found, listed)
     for number, (this, following) in enumerate(pairwise(buckets)):
         is_early = this[0].delayed and not following[0].delayed
         expected, found = "delayed parameters in the last buckets", f"bucket {number}"
@@ -141,6 +138,6 @@ def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
 
 
 def _kind(spec: ParamSpec) -> str:
-    """Return a text of all that must be equal in one bucket."""
-    sort = "sparse" if spec.sparse else "dense"
+    """Return a text of all that must be equal in one bucket; a sparse one is alone."""
+    sort = f"sparse, {spec.name} alone" if spec.sparse else "dense"
     return f"{spec.dtype} on {spec.device}, {sort}{', delayed' * spec.delayed}"

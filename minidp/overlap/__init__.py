@@ -12,10 +12,20 @@ from .forecast import Analysis, analyse
 from .page import html_page
 from .picture import chrome_trace, draw
 from .skew import aligned, compare_clocks
-from .stopwatch import KEEP_STEPS, ModelStopwatch, Stopwatch
+from .stopwatch import Stopwatch
 from .text import report
-from .timeline import AUTO, AUTO_TRIES, Step, Timeline, from_json, to_json
+from .timeline import (
+    AUTO,
+    AUTO_TRIES,
+    ClockOffset,
+    Param,
+    Step,
+    Timeline,
+    Where,
+    from_json,
+    to_json,
+)
 
-__all__ = ["AUTO", "AUTO_TRIES", "KEEP_STEPS", "Analysis", "ModelStopwatch", "Step"]
-__all__ += ["Stopwatch", "Timeline", "aligned", "analyse", "chrome_trace"]
+__all__ = ["AUTO", "AUTO_TRIES", "Analysis", "ClockOffset", "Param", "Step"]
+__all__ += ["Stopwatch", "Timeline", "Where", "aligned", "analyse", "chrome_trace"]
 __all__ += ["compare_clocks", "draw", "from_json", "html_page", "report", "to_json"]

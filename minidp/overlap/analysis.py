@@ -42,7 +42,6 @@ class BucketOverlap:
     first_s: float | None  # from the backward's begin to the first gradient; None: ?
     full_s: float  # from the backward's begin to the last gradient
     waited_s: float  # from full until launched and the bucket before is done
-    queued_s: float  # part of `waited_s`: launched, but the bucket before was not done
     late_s: float  # waiting for slower ranks; 0 if only this rank was recorded
     wire_s: float  # bytes move
     hidden_s: float  # part of late and wire while this rank computes
@@ -54,7 +53,10 @@ class BucketOverlap:
 
 @dataclass(frozen=True)
 class StepOverlap:
-    """Hold a step's seconds by phase; `hidden_s` and `late_s` are parts of others."""
+    """Hold one rank's step: seconds by phase, which add up to `seconds`, and buckets.
+
+    `hidden_s` and `late_s` are no phases of their own, but parts of others.
+    """
 
     seconds: float  # from the first forward to the next step's first forward
     local_forward_s: float  # under no_sync()
@@ -131,7 +133,6 @@ def _bucket(
         first_s=None if first is None else (first - begin) / 1e9,
         full_s=(bucket.full_ns - begin) / 1e9,
         waited_s=(turn - bucket.full_ns) / 1e9,
-        queued_s=max(0, turn - bucket.launched_ns) / 1e9,
         late_s=(start - turn) / 1e9,
         wire_s=(bucket.done_ns - start) / 1e9,
         hidden_s=hidden / 1e9,

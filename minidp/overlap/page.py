@@ -94,7 +94,7 @@ def _data(found: Analysis) -> dict[str, Any]:
         "spread": [spread_text(overlap.spread_s) for overlap in found.overlaps],
         "network": network_lines(found) if found.forecast else [],
         "skew": skew_rows(found.skew, found) if found.skew else None,
-        "latest": straggler(found).advice or "No rank is late in most steps.",
+        "latest": straggler(found).advice or "No rank is late in three of four steps.",
         "model": _model(found.forecast, found) if found.forecast else None,
     }
     fit = max(1, (ROOM - len(_json(data))) // len(_json(_step(run, typical))))

@@ -7,37 +7,30 @@ What a `Stopwatch` is told, and by whom::
     take     the times of grad hooks, in some steps    core
 
 While steps run, only a few clock marks per bucket are kept; `Stopwatch.steps` converts
-them. The auto search uses a plain `Stopwatch`, `minidp.record` a `ModelStopwatch`.
+them.
 """
 
 from __future__ import annotations
 
-import platform
 import sys
 import time
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from minidp._version import __version__
 from minidp.trace import Moment, StepEvent
 
 from .hook_timing import HookTiming
-from .timeline import BucketTimes, ClockOffset, Param, Span, Step, Timeline, Where
+from .timeline import BucketTimes, Span, Step
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from minidp.core import BucketQueue, GradHooks, Reducer
+    from minidp.core import BucketQueue, GradHooks
     from minidp.layout import Layout
 
-KEEP_STEPS = 200
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 Mark = Any  # one read of a clock: nanoseconds, or a CUDA event
 Pairs = list[list[Mark]]  # begin and end; the end is None until it happens
 
@@ -108,14 +101,17 @@ class StepMarks:
 
 
 class Stopwatch:
-    """Record a reducer's last ``keep`` steps; in `timed_steps` each gradient's time."""
+    """Record a reducer's last ``keep`` steps, from `start` to `stop`.
+
+    Steps are counted from 0; in those of `timed_steps` each gradient is timed, too.
+    """
 
     def __init__(
         self,
         queue: BucketQueue,
         hooks: GradHooks,
         *,
-        keep: int = KEEP_STEPS,
+        keep: int,
         clock: Clock | None = None,
     ) -> None:
         self._queue, self._hooks = queue, hooks
@@ -129,22 +125,25 @@ class Stopwatch:
         self._num_begun = 0
 
     def start(self) -> None:
-        """Start recording: receive bucket and phase events; prepare to time hooks."""
+        """Start recording with the next step; call this once."""
         self._timing = HookTiming(self._hooks, self._clock.read)
         self._queue.tracer.add(self)
 
-    def stop(self) -> ProcessGroup:
-        """Stop recording; keep the step under way if reduced. Return the group."""
+    def stop(self) -> None:
+        """Stop recording for good; keep the step under way if reduced; drop the rest.
+
+        Afterwards this object no longer keeps the queue and its hooks alive.
+        """
         self._queue.tracer.remove(self)
         self._timing.switch(on=False)
-        del self._timing
         self._close(None)
-        return self._queue.communicator.group
+        del self._timing, self._queue, self._hooks
 
     def clear(self) -> None:
-        """Drop finished steps; count anew, from the current one on, which are timed.
+        """Drop the finished steps, and restart the count of `timed_steps`.
 
-        The current step's hooks are no longer timed; its number stays.
+        The step that runs now becomes step 0 of that count, and its gradients are no
+        longer timed.
         """
         self._finished.clear()
         self._num_begun = int(self._marks is not None)
@@ -153,7 +152,10 @@ class Stopwatch:
     # -- events, see `trace.Listener` --------------------------------------------------
 
     def note(self, moment: Moment, bucket: int) -> None:
-        """Store when a bucket first reached ``moment``; ignore it before a backward."""
+        """Store when ``bucket`` first reached ``moment`` in this step.
+
+        Ignored until the step's synchronised backward has begun.
+        """
         marks = self._marks
         if marks is not None and StepEvent.BACKWARD_BEGIN in marks.phases:
             marks.moments.setdefault(bucket, {}).setdefault(moment, self._clock.read())
@@ -180,7 +182,7 @@ class Stopwatch:
             self._enter(phase, now, marks)
 
     def _enter(self, phase: StepEvent, now: Mark, marks: StepMarks) -> None:
-        """Store an event of a step; once it was reduced, only those of local work."""
+        """Store an event inside a step; after its finalize, only of local backwards."""
         match phase:
             case StepEvent.FORWARD_END:
                 marks.forwards[-1][1] = now
@@ -219,8 +221,16 @@ class Stopwatch:
 
     # -- result ------------------------------------------------------------------------
 
+    @property
+    def num_ended(self) -> int:
+        """Number of steps that ended since `start` or `clear`, kept or not."""
+        return self._num_begun - (self._marks is not None)
+
     def steps(self) -> tuple[list[Step], list[tuple[tuple[int, ...], ...]]]:
-        """Return kept steps, and the layouts by `Step.layout`; wait for the device."""
+        """Return the kept steps that are complete, and the layouts they index.
+
+        A layout has the parameter indices of each bucket. Waits for the device.
+        """
         self._clock.settle()
         layouts: dict[tuple[tuple[int, ...], ...], int] = {}
         steps = []
@@ -285,82 +295,3 @@ def _bucket(number: int, times: Mapping[Moment, int]) -> BucketTimes:
     done = min(times.get(Moment.DONE, copied), copied)
     order = (times[Moment.FULL], times[Moment.LAUNCHED], done, copied)
     return BucketTimes(number, *accumulate(order, max))
-
-
-class ModelStopwatch(Stopwatch):
-    """Record a reducer's steps for a `Timeline`; only one of them may run at a time."""
-
-    def __init__(
-        self, reducer: Reducer, *, keep: int = KEEP_STEPS, clock: Clock | None = None
-    ) -> None:
-        super().__init__(reducer.queue, reducer.hooks, keep=keep, clock=clock)
-        self._reducer: Reducer | None = reducer
-        specs = reducer.queue.specs
-        kinds = [f"{'sparse ' * s.sparse}{s.dtype} on {s.device}" for s in specs]
-        self._params = tuple(
-            Param(spec.name, spec.nbytes, kind.replace("torch.", ""))
-            for spec, kind in zip(specs, kinds, strict=True)
-        )
-        self._where = where_of(reducer)
-
-    def start(self) -> None:
-        """Start recording.
-
-        Raises RuntimeError after `stop`, or while another one records this reducer.
-        """
-        if self._reducer is None:
-            raise RuntimeError(
-                "This recording is over and no longer holds its model: call "
-                "minidp.record(model) again for another one."
-            )
-        listeners = self._queue.tracer.listeners
-        if any(isinstance(other, ModelStopwatch) for other in listeners):
-            raise RuntimeError(
-                "This model is being recorded already: use the Recording of the "
-                "minidp.record() block around, or leave that block first."
-            )
-        super().start()
-
-    def stop(self) -> ProcessGroup:
-        """Stop recording, drop the reducer; return its group."""
-        group = super().stop()
-        assert self._reducer is not None
-        self._where = where_of(self._reducer)  # reset() may have changed the group
-        self._reducer = None
-        del self._queue, self._hooks
-        return group
-
-    def timeline(self, clock: ClockOffset | None = None) -> Timeline:
-        """Return a `Timeline` of the kept steps; wait for the device.
-
-        Times are on this rank's own clock: the offset ``clock`` is only stored with
-        them.
-        """
-        steps, layouts = self.steps()
-        num_dropped = self._num_begun - (self._marks is not None) - len(steps)
-        return Timeline(
-            self._where, self._params, tuple(layouts), tuple(steps), num_dropped, clock
-        )
-
-
-def where_of(reducer: Reducer) -> Where:
-    """Return a reducer's `Where`; ``host`` is the boot id, or the host's name."""
-    group, device = reducer.communicator.group, reducer.queue.specs[0].device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    averaging = reducer.queue.averaging
-    (rank, size), hook = averaging.seat, averaging.comm_hook
-    # Equal in all containers of a host, which share its clock.
-    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-    versions = {"minidp": __version__, "torch": str(torch.__version__)}
-    versions["python"] = platform.python_version()
-    return Where(
-        rank=rank,
-        world_size=size,
-        backend=str(group.name()),
-        device=f"{device} {name}".strip(),
-        host=boot or platform.node(),
-        versions=versions,
-        comm_hook="" if hook is None else hook.name,
-        layout_by=reducer.rebuild_policy.layout_by,
-        no_shared_memory=averaging.no_shared_memory if size > 1 else None,
-    )

@@ -164,7 +164,11 @@ class Judge:
         self._links: deque[tuple[Sequence[float], float]] = deque(maxlen=MANY)
 
     def judge(self, posted: Mapping[int, Any]) -> None:
-        """Judge each step that all ranks have ``posted`` since the last call."""
+        """Judge each step that all ranks have posted since the last call; set `slow`.
+
+        ``posted``: by rank, what `SpeedWatch._exchange` returned there. Logs a warning
+        when a rank becomes slow, and when it no longer is.
+        """
         numbers, times = align([posted[rank]["steps"] for rank in sorted(posted)])
         new = {n: end for end, n in enumerate(numbers, start=1) if n > self._step}
         for size, share in WINDOWS.items():
@@ -181,7 +185,10 @@ class Judge:
         self._step = max([self._step, *numbers])
 
     def _by_work(self, times: NDArray[np.float64], share: float) -> Slow | None:
-        """Return the slow rank or None; to stay named takes half of ``share``."""
+        """Return who is slow by its work, or None.
+
+        To be named takes ``share`` of a step, see `find_slow`; to stay so half of that.
+        """
         if self.slow is None:
             return find_slow(times, share)
         now = describe(times, self.slow.rank)
@@ -190,7 +197,10 @@ class Judge:
     def _by_link(
         self, links: Sequence[tuple[float, float]], times: NDArray[np.float64]
     ) -> Slow | None:
-        """Return whose link is slow or None; one named stays until ranks wait less."""
+        """Return whose link is slow, or None; once named, until all ranks wait less.
+
+        ``links``: by rank, what `SpeedWatch._link` returned; ``times``: `find_slow`.
+        """
         rates, nbytes = zip(*links, strict=True)
         wait = float(np.median(times[:, :, WAITING], axis=1).min())
         step = float(np.median(times.sum(axis=2)))

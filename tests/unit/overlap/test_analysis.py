@@ -60,7 +60,7 @@ def steps_of(count, buckets, every=60, **more):
 
 def test_hidden_and_exposed():
     first, second = overlap(TWO).buckets
-    assert times(first, "full", "waited", "queued") == (0.010, 0.001, 0)
+    assert times(first, "full", "waited") == (0.010, 0.001)
     assert times(first, "wire", "hidden", "exposed") == (0.005, 0.005, 0)
     assert times(second, "wire", "hidden", "exposed") == (0.012, 0.001, 0.011)
 
@@ -68,7 +68,7 @@ def test_hidden_and_exposed():
 def test_a_bucket_waits_for_the_one_before():
     first, second = overlap([(15, 15, 33, 34), (20, 21, 38, 39)]).buckets
     assert times(first, "wire", "hidden", "exposed") == (0.018, 0.015, 0.003)
-    assert times(second, "waited", "queued", "wire") == (0.013, 0.012, 0.005)
+    assert times(second, "waited", "wire") == (0.013, 0.005)
     assert times(second, "hidden", "exposed") == (0, 0.005)
     _, second = overlap([(15, 15, 33, 34), (20, 21, 30, 39)]).buckets
     assert times(second, "waited", "wire", "exposed") == (0.010, 0, 0)
@@ -459,7 +459,7 @@ def test_a_table_of_many_buckets_adds_up_and_says_what_it_sums_up():
     (said,) = re.findall(r"hidden\? .* of the gradients' ([\d.]+) ms", text)
     wires = [float(row[7]) for row in rows]
     assert sum(wires) == pytest.approx(float(said), abs=0.1)
-    assert "(20 buckets are left out: no rank is more than 0.0 ms behind" in text
+    assert "(20 buckets are left out.)" in text
     text = report(with_buckets(40))
     assert len(table_of(text)) == 40
     assert "the sums of" not in text

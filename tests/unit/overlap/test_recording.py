@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minidp
 from minidp import DataParallel, Recorder, comm_hooks
-from minidp.overlap import ModelStopwatch, from_json
+from minidp.overlap import Stopwatch, from_json
 from minidp.overlap.analysis import overlap_of
 from minidp.overlap.stopwatch import Clock
 from tests.support.both import Chain
@@ -95,7 +95,7 @@ def test_recording_changes_neither_gradients_nor_events_and_leaves_no_hook(wrap)
         model.set_recorder(None)
         assert hooks_of(model) == before
         listeners = model._reducer.queue.tracer.listeners
-        assert not any(isinstance(each, ModelStopwatch) for each in listeners)
+        assert not any(isinstance(each, Stopwatch) for each in listeners)
         grads.append([param.grad for param in model.parameters()])
         events.append([(e.moment, e.index) for e in recorder])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
@@ -360,13 +360,14 @@ class Events(Clock):
 
 def test_marks_are_looked_at_when_everything_is_over(model):
     clock = Events()
-    watch = ModelStopwatch(model._reducer, clock=clock)
+    reducer = model._reducer
+    watch = Stopwatch(reducer.queue, reducer.hooks, keep=2, clock=clock)
     watch.start()
     for _ in range(2):
         step(model)
     assert not clock.is_settled
     watch.stop()
-    first, second = watch.timeline().steps
+    (first, second), _ = watch.steps()
     assert first.begin_ns == 100
     assert first.ready_ns[2] < first.ready_ns[1] < first.ready_ns[0]
     assert first.end_ns == second.begin_ns
