@@ -89,17 +89,11 @@ def wrapper_of(model: object, function: str) -> DataParallel:
     if isinstance(found, DataParallel):
         return found
     kind = type(model)
-    hint = (
-        "wrap the module with minidp.DataParallel, and pass the wrapper; or start a "
-        "script that you do not want to edit by minidp run --report"
-    )
-    if isinstance(getattr(model, "_orig_mod", None), DataParallel):
-        hint = "this is a compiled one: pass the DataParallel that was compiled"
-    elif isinstance(getattr(model, "module", None), DataParallel):
-        hint = "pass its .module"
     raise TypeError(
         f"{function}() needs a minidp.DataParallel, but got {kind.__module__}."
-        f"{kind.__qualname__}. What to do: {hint}."
+        f"{kind.__qualname__}. What to do: wrap the module with minidp.DataParallel, "
+        "and pass the wrapper itself, not what holds it or was compiled from it; or "
+        "start a script that you do not want to edit by minidp run --report."
     )
 
 

@@ -155,7 +155,7 @@ def to_json(timelines: Sequence[Timeline]) -> str:
     return json.dumps({"kind": KIND, "version": VERSION, "ranks": ranks})
 
 
-def from_json(text: str, source: str = "the file") -> tuple[Timeline, ...]:
+def from_json(text: str | bytes, source: str = "the file") -> tuple[Timeline, ...]:
     """Return the timelines that `to_json` wrote to ``text``.
 
     Raises ValueError, which names ``source``, if the text is no recording, is of

@@ -309,17 +309,11 @@ def test_what_is_reduced_on_demand_is_no_step(wrap):
     assert one.buckets[0].copied_out_ns < times[0]
 
 
-class Around(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-
 def test_what_is_no_data_parallel_is_refused(wrap):
     for model, says in (
         (nn.Linear(1, 1), r"got torch.nn.modules.linear.Linear. .*wrap the"),
         (5, r"got builtins.int"),
-        (Around(wrap()), r"pass its \.module"),
+        (nn.Sequential(wrap()), r"pass the wrapper itself"),
     ):
         with pytest.raises(TypeError, match=says):
             minidp.record(model)
