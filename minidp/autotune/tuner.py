@@ -98,7 +98,6 @@ class AutotunePolicy(RebuildPolicy, Observer):
         torchs = now if order is None else layout_after(order, specs, config)
         if self._pipeline.communicator.rank == 0:
             self._measurement = Measurement(self._pipeline, self._hooks, torchs)
-            self._measurement.enter(StepEvent.FORWARD_BEGIN)  # this one has begun
         return torchs
 
     def _say_trial(self) -> None:
@@ -159,12 +158,21 @@ class Measurement:
     """Measure the trials of one reducer's ``queue``; decide which layout is next."""
 
     def __init__(self, queue: BucketQueue, hooks: GradHooks, torchs: Layout) -> None:
-        self._queue = queue
+        self._queue, self._hooks = queue, hooks
         self._search = Search(queue.specs, torchs)
-        self._stopwatch = Stopwatch(queue, hooks, keep=STEPS)
-        self._stopwatch.timed_steps = TIMED_STEPS
-        self._stopwatch.start()
-        self.enter, self.stop = self._stopwatch.enter, self._stopwatch.stop
+        self._stopwatch = self._started(0)
+
+    def _started(self, trial: int) -> Stopwatch:
+        """Return a stopwatch of ``trial``, whose first step may have begun already."""
+        timed = TIMED_STEPS * (trial in TIMED_TRIALS)
+        watch = Stopwatch(self._queue, self._hooks, keep=STEPS, timed_steps=timed)
+        watch.start()
+        watch.enter(StepEvent.FORWARD_BEGIN)
+        return watch
+
+    def stop(self) -> None:
+        """Stop measuring for good."""
+        self._stopwatch.stop()
 
     def decide(self, trial: int, now: Layout) -> tuple[Layout, Choice | None]:
         """Store the times of the trial that ended; return the layout of ``trial``.
@@ -176,8 +184,8 @@ class Measurement:
         steps, layouts = self._stopwatch.steps()
         ended = [step for step in steps if layouts[step.layout] == now.assignment]
         self._search.add(now, ended[1:])
-        self._stopwatch.clear()
-        self._stopwatch.timed_steps = TIMED_STEPS * (trial in TIMED_TRIALS)
+        self._stopwatch.stop()
+        self._stopwatch = self._started(trial)
         is_last = trial == NUM_TRIALS
         if self._hook_may_know_buckets():
             if is_last:

@@ -101,7 +101,7 @@ def overlap_of(
         "backward_s": step.backward.seconds,
         "exposed_s": exposed,
         "finish_s": max(0.0, (finished - end) / 1e9 - exposed - inside),
-        "optimizer_s": sum(span.seconds for span in step.optimizers),
+        "optimizer_s": covered(step.optimizers, step.begin_ns, step.end_ns) / 1e9,
     }
     seconds = (step.end_ns - step.begin_ns) / 1e9
     return StepOverlap(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -32,7 +32,17 @@ if TYPE_CHECKING:
     from minidp.layout import Layout
 
 Mark = Any  # one read of a clock: nanoseconds, or a CUDA event
-Pairs = list[list[Mark]]  # begin and end; the end is None until it happens
+# Events that begin and end a span, and the field of `Step` that holds such spans.
+_BEGINS = {
+    StepEvent.FORWARD_BEGIN: "forwards",
+    StepEvent.LOCAL_BACKWARD_BEGIN: "local_backwards",
+    StepEvent.OPTIMIZER_BEGIN: "optimizers",
+}
+_ENDS = {
+    StepEvent.FORWARD_END: "forwards",
+    StepEvent.LOCAL_BACKWARD_END: "local_backwards",
+    StepEvent.OPTIMIZER_END: "optimizers",
+}
 
 
 class Clock:
@@ -89,10 +99,10 @@ class StepMarks:
     number: int
     begin: Mark
     end: Mark | None = None
-    forwards: Pairs = field(default_factory=list)
-    local_forwards: Pairs = field(default_factory=list)
-    local_backwards: Pairs = field(default_factory=list)
-    optimizers: Pairs = field(default_factory=list)
+    # By field of `Step`: (begin, end) of spans; an end is None until it happens.
+    spans: defaultdict[str, list[list[Mark]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     # In order: of the backward, of finalize, its end.
     phases: dict[StepEvent, Mark] = field(default_factory=dict)
     moments: dict[int, dict[Moment, Mark]] = field(default_factory=dict)  # by bucket
@@ -103,7 +113,8 @@ class StepMarks:
 class Stopwatch:
     """Record a reducer's last ``keep`` steps, from `start` to `stop`.
 
-    Steps are counted from 0; in those of `timed_steps` each gradient is timed, too.
+    In the steps ``timed_steps``, counted from 0, each gradient is timed, too; by
+    default in one of `Clock.params_every`. ``clock`` None: the device's.
     """
 
     def __init__(
@@ -113,13 +124,14 @@ class Stopwatch:
         *,
         keep: int,
         clock: Clock | None = None,
+        timed_steps: Container[int] | None = None,
     ) -> None:
         self._queue, self._hooks = queue, hooks
         first, *others = {spec.device for spec in queue.specs}
         is_one_gpu = first.type == "cuda" and not others
         self._clock = clock or (CudaClock(first) if is_one_gpu else Clock())
-        every = self._clock.params_every
-        self.timed_steps: Container[int] = range(0, sys.maxsize, every)
+        every = range(0, sys.maxsize, self._clock.params_every)
+        self._timed_steps = every if timed_steps is None else timed_steps
         self._marks: StepMarks | None = None  # of the step that runs now
         self._finished: deque[StepMarks] = deque(maxlen=keep)
         self._num_begun = 0
@@ -139,16 +151,6 @@ class Stopwatch:
         self._close(None)
         del self._timing, self._queue, self._hooks
 
-    def clear(self) -> None:
-        """Drop the finished steps, and restart the count of `timed_steps`.
-
-        The step that runs now becomes step 0 of that count, and its gradients are no
-        longer timed.
-        """
-        self._finished.clear()
-        self._num_begun = int(self._marks is not None)
-        self._timing.switch(on=False)
-
     # -- events, see `trace.Listener` --------------------------------------------------
 
     def note(self, moment: Moment, bucket: int) -> None:
@@ -166,50 +168,41 @@ class Stopwatch:
         A forward after a backward ends that step, kept if reduced, and begins another.
         """
         now, marks = self._clock.read(), self._marks
-        if phase is StepEvent.FORWARD_BEGIN:
+        if phase is StepEvent.FORWARD_BEGIN and (
             # A backward that was begun and not finished has failed.
-            if marks is None or StepEvent.BACKWARD_BEGIN in marks.phases:
-                self._close(now)
-                marks = self._open(now)
-            marks.forwards.append([now, None])
-        elif marks is None:
+            marks is None or StepEvent.BACKWARD_BEGIN in marks.phases
+        ):
+            self._close(now)
+            marks = self._open(now)
+        if marks is None:
             pass  # recording began in the middle of a step
-        elif phase is StepEvent.OPTIMIZER_BEGIN:
-            marks.optimizers.append([now, None])
-        elif phase is StepEvent.OPTIMIZER_END and marks.optimizers:
-            marks.optimizers[-1][1] = now
-        else:
-            self._enter(phase, now, marks)
+        elif phase in _BEGINS:
+            marks.spans[_BEGINS[phase]].append([now, None])
+        elif phase in _ENDS:  # of nested spans, the one that began last
+            pairs = [pair for pair in marks.spans[_ENDS[phase]] if pair[1] is None]
+            for pair in pairs[-1:]:
+                pair[1] = now
+        elif phase is StepEvent.LOCAL_FORWARD_END:
+            begin, _ = marks.spans["forwards"].pop()
+            marks.spans["local_forwards"].append([begin, now])
+        elif marks.layout is None:  # else a backward without a forward of its own
+            self._enter_backward(phase, now, marks)
 
-    def _enter(self, phase: StepEvent, now: Mark, marks: StepMarks) -> None:
-        """Store an event inside a step; after its finalize, only of local backwards."""
-        match phase:
-            case StepEvent.FORWARD_END:
-                marks.forwards[-1][1] = now
-            case StepEvent.LOCAL_FORWARD_END:
-                marks.local_forwards.append([marks.forwards.pop()[0], now])
-            case StepEvent.LOCAL_BACKWARD_BEGIN:
-                marks.local_backwards.append([now, None])
-            case StepEvent.LOCAL_BACKWARD_END:  # of nested backwards, the last begun
-                open_ones = [pair for pair in marks.local_backwards if pair[1] is None]
-                for pair in open_ones[-1:]:
-                    pair[1] = now
-            case _ if marks.layout is not None:
-                pass  # a backward without a forward is not synchronised
-            case StepEvent.BACKWARD_BYPASSED:
-                begin = marks.phases.pop(StepEvent.BACKWARD_BEGIN, now)
-                marks.local_backwards.append([begin, now])
-                marks.moments.clear()
-            case StepEvent.BACKWARD_BEGIN | StepEvent.FINALIZE_BEGIN:
-                marks.phases[phase] = now
-            case StepEvent.FINALIZE_END:
-                marks.phases[phase] = now
-                marks.layout = self._queue.layout
-                marks.stamps = self._timing.take() if self._timing.is_on else ()
+    def _enter_backward(self, phase: StepEvent, now: Mark, marks: StepMarks) -> None:
+        """Store an event of a synchronised backward, or that it was bypassed."""
+        if phase is StepEvent.BACKWARD_BYPASSED:
+            begin = marks.phases.pop(StepEvent.BACKWARD_BEGIN, now)
+            marks.spans["local_backwards"].append([begin, now])
+            marks.moments.clear()
+        elif phase is not StepEvent.MODULE_BEGIN:
+            marks.phases[phase] = now
+        if phase is StepEvent.FINALIZE_END:
+            marks.layout = self._queue.layout
+            marks.stamps = self._timing.take() if self._timing.is_on else ()
 
     def _open(self, now: Mark) -> StepMarks:
         self._marks = StepMarks(self._queue.tracer.backward, now)
-        self._timing.switch(on=self._num_begun in self.timed_steps)
+        self._timing.switch(on=self._num_begun in self._timed_steps)
         self._num_begun += 1
         return self._marks
 
@@ -223,7 +216,7 @@ class Stopwatch:
 
     @property
     def num_ended(self) -> int:
-        """Number of steps that ended since `start` or `clear`, kept or not."""
+        """Number of steps that ended since `start`, kept or not."""
         return self._num_begun - (self._marks is not None)
 
     def steps(self) -> tuple[list[Step], list[tuple[tuple[int, ...], ...]]]:
@@ -250,16 +243,14 @@ def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
     def ns(mark: Mark) -> int:
         return clock.resolve(mark, marks.begin)
 
-    def spans(pairs: Pairs) -> tuple[Span, ...]:
-        """Convert pairs (begin, end) to spans; leave out pairs without an end."""
-        return tuple(Span(ns(a), ns(b)) for a, b in pairs if b is not None)
-
-    forwards = spans(marks.forwards)
-    if not forwards or len(marks.phases) < 3:
+    spans = {
+        name: tuple(Span(ns(a), ns(b)) for a, b in pairs if b is not None)
+        for name, pairs in marks.spans.items()
+    }
+    if not spans["forwards"] or len(marks.phases) < 3:
         return None
     begin, end, finalized = map(ns, marks.phases.values())
-    optimizers, locals_ = spans(marks.optimizers), spans(marks.local_backwards)
-    last = max([finalized, *(span.end_ns for span in (*optimizers, *locals_))])
+    last = max([finalized, *(each.end_ns for all_ in spans.values() for each in all_)])
     stamps = [None if stamp is None else ns(stamp) for stamp in marks.stamps]
     moments = {
         number: {moment: ns(mark) for moment, mark in marked.items()}
@@ -268,7 +259,6 @@ def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
     return Step(
         number=marks.number,
         layout=layout,
-        forwards=forwards,
         backward=Span(begin, end),
         finalize_end_ns=finalized,
         end_ns=last if marks.end is None else ns(marks.end),
@@ -277,11 +267,9 @@ def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
             for number, times in moments.items()
             if {Moment.FULL, Moment.LAUNCHED, Moment.COPIED_OUT} <= times.keys()
         ),
-        optimizers=optimizers,
         # A hook may have run in another backward than this one.
         ready_ns=tuple(t if t and begin <= t <= end else None for t in stamps),
-        local_forwards=spans(marks.local_forwards),
-        local_backwards=locals_,
+        **spans,
     )
 
 
