@@ -124,7 +124,7 @@ class Recording:
         self._where = where_of(model)
 
     def __enter__(self) -> Recording:
-        """Start recording; RuntimeError if another block does, or this one was used."""
+        """Start recording; RuntimeError if another block does, or this one is over."""
         if self._model is None:
             raise RuntimeError(
                 "This recording is over and no longer holds its model: call "
@@ -239,7 +239,10 @@ class Recording:
 
 
 def where_of(model: DataParallel) -> Where:
-    """Return who records ``model``, and where: ranks of one boot share a ``host``."""
+    """Return the `Where` of a recording of ``model``.
+
+    Its ``host`` is the boot id, or the host's name if there is none.
+    """
     reducer = model._reducer
     device, averaging = reducer.queue.specs[0].device, reducer.queue.averaging
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""

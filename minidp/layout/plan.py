@@ -160,7 +160,7 @@ class Layout:
 
     @property
     def assignment(self) -> tuple[tuple[int, ...], ...]:
-        """Per bucket, its parameter indices in slot order; the same on all ranks."""
+        """Per bucket, its parameter indices in slot order."""
         return tuple(bucket.indices for bucket in self.buckets)
 
 

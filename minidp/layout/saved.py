@@ -33,7 +33,10 @@ _REMEDY = (
 def to_plain(
     layout: Layout, specs: Sequence[ParamSpec], *, rebuilt: bool
 ) -> dict[str, Any]:
-    """Return names, sizes and ``rebuilt`` (by ready order) of a layout, for JSON."""
+    """Return a layout as a dict for JSON: names and sizes by bucket, and ``rebuilt``.
+
+    ``rebuilt``: the layout follows the ready order, and may stay.
+    """
     buckets = [[specs[i] for i in members] for members in layout.assignment]
     return {
         "format": FORMAT,
@@ -133,6 +136,6 @@ def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
 
 
 def _kind(spec: ParamSpec) -> str:
-    """Return a text of all that must be equal in one bucket; a sparse one is alone."""
+    """Return a text of what the parameters of one bucket share; sparse: nothing."""
     sort = f"sparse, {spec.name} alone" if spec.sparse else "dense"
     return f"{spec.dtype} on {spec.device}, {sort}{', delayed' * spec.delayed}"

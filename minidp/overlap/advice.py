@@ -25,11 +25,12 @@ class Change(NamedTuple):
 
 
 def advise(found: Analysis) -> str:
-    """Return advice as text: the first of these that is worth 3 % of a step.
+    """Return advice as text: the first of these that gains at least 3 % of a step.
 
-    Balance a late rank, look for varying load, set a bucket cap, send fewer bytes, do
-    more per step. Else why none: one rank, no reduced bucket, "auto" still trying,
-    little exposed, or steps that differ by more than twice the gain.
+    Balance a late rank, unless a bucket cap gains more; look for varying load, if ranks
+    wait for each other in half of what is exposed; the change of `_best_change`. Else
+    the text says why not: one rank, no reduced bucket, "auto" still trying, little
+    exposed, or steps that differ by more than twice the gain.
     """
     where, one = found.run.ranks[0].where, found.shown.typical
     if where.world_size == 1:

@@ -53,7 +53,7 @@ class BucketOverlap:
 
 @dataclass(frozen=True)
 class StepOverlap:
-    """Hold one rank's step: seconds by phase, which add up to `seconds`, and buckets.
+    """Hold one rank's step: its seconds split into phases, and its buckets.
 
     `hidden_s` and `late_s` are no phases of their own, but parts of others.
     """
@@ -164,7 +164,7 @@ def covered(spans: Sequence[Span], begin: int, end: int) -> int:
 
 
 class Slice(NamedTuple):
-    """A named interval (ns) on a row of a picture or a trace."""
+    """Hold a named interval (ns) on a row of a picture, a trace or the page."""
 
     row: str | int  # "forward", "backward", "optimizer", or the number of a bucket
     name: str

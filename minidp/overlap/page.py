@@ -144,7 +144,10 @@ def _rank(one: StepOverlap, origin: int) -> dict[str, Any]:
 
 
 def _packed(found: Iterable[Slice], at: int) -> list[int]:
-    """Return kind and length (ns) of slices and of gaps (kind -1), from ``at`` on."""
+    """Return one list of kind, length (ns), kind, ... for slices that follow ``at``.
+
+    A gap between slices has the kind `GAP`.
+    """
     numbers = []
     for each in found:
         if each.begin_ns != at:

@@ -113,8 +113,9 @@ class StepMarks:
 class Stopwatch:
     """Record a reducer's last ``keep`` steps, from `start` to `stop`.
 
-    In the steps ``timed_steps``, counted from 0, each gradient is timed, too; by
-    default in one of `Clock.params_every`. ``clock`` None: the device's.
+    In the steps ``timed_steps``, counted from 0, each gradient is timed, too; None: in
+    one of `Clock.params_every`. ``clock`` None: a `CudaClock` if all parameters are on
+    one GPU, else a `Clock`.
     """
 
     def __init__(
@@ -142,9 +143,9 @@ class Stopwatch:
         self._queue.tracer.add(self)
 
     def stop(self) -> None:
-        """Stop recording for good; keep the step under way if reduced; drop the rest.
+        """Stop recording for good; the step under way is kept if it was reduced.
 
-        Afterwards this object no longer keeps the queue and its hooks alive.
+        `steps` goes on to work; the queue and its hooks are no longer kept alive.
         """
         self._queue.tracer.remove(self)
         self._timing.switch(on=False)
@@ -216,7 +217,7 @@ class Stopwatch:
 
     @property
     def num_ended(self) -> int:
-        """Number of steps that ended since `start`, kept or not."""
+        """Number of steps that began and are over, kept or not."""
         return self._num_begun - (self._marks is not None)
 
     def steps(self) -> tuple[list[Step], list[tuple[tuple[int, ...], ...]]]:

@@ -55,7 +55,10 @@ def report(timelines: Sequence[Timeline]) -> str:
 
 
 def headline(found: Analysis) -> list[str]:
-    """Return what was recorded (two lines in one), `_verdict`, and the advice."""
+    """Return the report's first lines: what was recorded, `_verdict`, and the advice.
+
+    The first item has a line break inside.
+    """
     few = "Record a few dozen steps; these few say: " * (found.shown.num_steps < FEW)
     least, most = found.shown.spread_s
     if most > 2 * least:
@@ -269,7 +272,7 @@ def _bandwidth(bytes_per_s: float) -> str:
 
 
 def _digits(number: float) -> str:
-    """Return a number as text of three digits; from 1000 on as an integer (3612)."""
+    """Return a number as text, of three digits; from 1000 on as an integer (3612)."""
     return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 

@@ -68,7 +68,7 @@ class Step:
 
     @property
     def begin_ns(self) -> int:
-        """Return when (ns) the first forward begins, be it under ``no_sync()``."""
+        """Return when (ns) the first forward begins, local ones included."""
         return min(span.begin_ns for span in (*self.forwards, *self.local_forwards))
 
     @property
@@ -96,7 +96,7 @@ class Param:
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """Hold how far one rank's clock is ahead of another's, mostly rank 0's."""
+    """Hold how far a rank's clock is ahead of rank 0's, or of a run's first rank's."""
 
     offset_ns: int  # negative: it is behind
     error_ns: int  # the true offset is at most this far from `offset_ns`
