@@ -1,4 +1,4 @@
-"""Draw recorded steps: the typical one as a picture, all of them as a trace.
+"""Draw recorded steps: the typical one of a rank as a picture, all as a trace.
 
 Traces are for Perfetto (https://ui.perfetto.dev) and ``chrome://tracing``. Bars and
 slices are named as the report's columns.
@@ -26,8 +26,7 @@ from .analysis import (
 from .skew import aligned
 from .timeline import Timeline
 
-MAX_RANKS = 4  # number of panels
-MAX_BUCKETS = 60  # rows of a panel
+MAX_BUCKETS = 60  # rows of a picture
 COLOURS = {
     "local forward": "#d9e6f3",
     "local backward": "#e6d3c5",
@@ -39,7 +38,6 @@ COLOURS = {
     "wire, hidden": "#2a9d8f",
     "wire, exposed": "#d1495b",
 }
-_END_OF_BACKWARD: dict[str, Any] = {"color": "#444444", "lw": 1, "ls": "--"}
 _TRACKS = ("forward", "backward", "optimizer")
 _GREY = ("finalize", "filling", "waited", "done, not copied out")
 # Colours that both viewers know.
@@ -48,40 +46,50 @@ _TRACE_COLOURS |= dict.fromkeys(_GREY, "grey")
 
 
 def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
-    """Draw the typical step of the most exposed rank and at most 3 others to a file.
+    """Draw the typical step of the rank that waits most, as in the report, to a file.
 
-    Raises ModuleNotFoundError without matplotlib; ValueError if no bucket was reduced
-    in a step of all ranks, or the recordings are not of different ranks of one run.
+    A row for what the rank computes, and one for each of up to 60 buckets. Raises
+    ModuleNotFoundError without matplotlib; ValueError if no bucket was reduced in a
+    step of all ranks, or the recordings are not of different ranks of one run.
     """
-    run = aligned(timelines)
-    overlaps = overlaps_of(run)
+    overlaps = overlaps_of(aligned(timelines))
     if not overlaps or not overlaps[0].typical.buckets:
         raise ValueError("there is nothing to draw: no recorded step sent anything")
-    reported = most_exposed(overlaps).rank  # always drawn
-    drawn = sorted(overlaps, key=lambda one: one.rank != reported)[:MAX_RANKS]
-    views = [one.typical for one in sorted(drawn, key=lambda one: one.rank)]
+    one = most_exposed(overlaps).typical
     figures, patches, lines = map(_matplotlib, ("figure", "patches", "lines"))
-    heights = [2 + min(len(one.buckets), MAX_BUCKETS) for one in views]
-    size = (11, 1.8 + 0.3 * sum(heights))
+    numbers = to_show(one.buckets, MAX_BUCKETS)
+    shown = [bucket for bucket in one.buckets if bucket.number in numbers]
+    size = (11, 2.4 + 0.3 * len(shown))
     figure = figures.Figure(figsize=size, layout="constrained")
-    panels = figure.subplots(
-        len(views), 1, squeeze=False, sharex=True, height_ratios=heights
-    )[:, 0]
-    origin = min(one.step.begin_ns for one in views)
-    for panel, one in zip(panels, views, strict=True):
-        _panel(panel, one, origin)
-    missing = len(overlaps) - len(views)
-    more = f" ({missing} more ranks are not drawn)" if missing else ""
-    panels[-1].set_xlabel(f"ms after the first rank's step began{more}")
-    used = {each.name for one in views for each in slices(one)}
-    handles = [
-        patches.Patch(color=colour, label=name)
-        for name, colour in COLOURS.items()
-        if name in used
-    ]
-    end = lines.Line2D([], [], label="end of the backward", **_END_OF_BACKWARD)
-    where = "outside lower center"
-    figure.legend(handles=[*handles, end], loc=where, ncols=3, frameon=False)
+    axes, origin = figure.subplots(), one.step.begin_ns
+    rows = {bucket.number: row for row, bucket in enumerate(shown, 1)}
+    handles = {}
+    for each in slices(one):
+        row = rows.get(each.row) if isinstance(each.row, int) else 0
+        if row is not None and (colour := COLOURS.get(each.name)):
+            begin, length = each.begin_ns - origin, each.end_ns - each.begin_ns
+            axes.barh(row, length / 1e6, left=begin / 1e6, color=colour, height=0.7)
+            handles[each.name] = patches.Patch(color=colour, label=each.name)
+    style: dict[str, Any] = {"color": "#444444", "lw": 1, "ls": "--"}
+    axes.axvline((one.step.backward.end_ns - origin) / 1e6, **style)
+    end = lines.Line2D([], [], label="end of the backward", **style)
+    labels = [f"bucket {b.number}, {b.nbytes / MIB:.3g} MiB" for b in shown]
+    axes.set_yticks(range(1 + len(labels)), ["computes", *labels], fontsize=8)
+    axes.invert_yaxis()
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("ms after the step began")
+    left_out = len(one.buckets) - len(shown)
+    more = f"; the {left_out} least exposed buckets are not drawn" if left_out else ""
+    axes.set_title(
+        f"rank {one.timeline.where.rank}: {one.hidden_s * 1e3:.1f} ms of communication "
+        f"hidden, {one.exposed_s * 1e3:.1f} ms exposed, in a step of "
+        f"{one.seconds * 1e3:.1f} ms{more}",
+        fontsize=10,
+        loc="left",
+    )
+    place = {"loc": "outside lower center", "ncols": 5, "frameon": False}
+    figure.legend(handles=[*handles.values(), end], **place)
     figure.savefig(path, dpi=110)
 
 
@@ -93,37 +101,6 @@ def _matplotlib(part: str) -> Any:
             "A picture needs matplotlib, which is not installed. What to do: "
             "pip install matplotlib."
         ) from None
-
-
-def _panel(panel: Any, one: StepOverlap, origin: int) -> None:
-    """Draw one rank's step: a row of phases, a row for each of up to 60 buckets.
-
-    ``origin``: ns on the ranks' common clock that the axis shows as 0 ms.
-    """
-    shown = to_show(one.buckets, MAX_BUCKETS)
-    buckets = [bucket for bucket in one.buckets if bucket.number in shown]
-    rows = {bucket.number: row for row, bucket in enumerate(buckets, 1)}
-    for each in slices(one):
-        row = rows.get(each.row) if isinstance(each.row, int) else 0
-        if row is not None and each.name in COLOURS:
-            begin, length = each.begin_ns - origin, each.end_ns - each.begin_ns
-            colour = COLOURS[each.name]
-            panel.barh(row, length / 1e6, left=begin / 1e6, color=colour, height=0.7)
-    panel.axvline((one.step.backward.end_ns - origin) / 1e6, **_END_OF_BACKWARD)
-    labels = [f"bucket {b.number}, {b.nbytes / MIB:.3g} MiB" for b in buckets]
-    panel.set_yticks(range(1 + len(labels)), ["computes", *labels], fontsize=8)
-    panel.invert_yaxis()
-    panel.spines[["top", "right", "left"]].set_visible(False)
-    panel.tick_params(axis="y", length=0)
-    left_out = len(one.buckets) - len(buckets)
-    more = f"; the {left_out} least exposed buckets are not drawn" if left_out else ""
-    panel.set_title(
-        f"rank {one.timeline.where.rank}: {one.hidden_s * 1e3:.1f} ms of communication "
-        f"hidden, {one.exposed_s * 1e3:.1f} ms exposed, in a step of "
-        f"{one.seconds * 1e3:.1f} ms{more}",
-        fontsize=10,
-        loc="left",
-    )
 
 
 # ---------------------------------------------------------------------------- trace
