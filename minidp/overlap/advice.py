@@ -17,11 +17,10 @@ LATENCY_BYTES = 64 * 1024  # compression does not make smaller buckets faster
 
 
 class Change(NamedTuple):
-    """Hold a change that may shorten the step: its predicted gain, name and advice."""
+    """Hold a change that may shorten the step."""
 
     gain_s: float  # predicted seconds per step
-    name: str  # for a sentence that calls the gain uncertain
-    advice: str  # the sentence if the gain is at least half of p90 - p10 of the steps
+    advice: str  # a sentence that tells to make it, with its gain
 
 
 def advise(found: Analysis) -> str:
@@ -30,7 +29,7 @@ def advise(found: Analysis) -> str:
     Balance a late rank, unless a bucket cap gains more; look for varying load, if ranks
     wait for each other in half of what is exposed; the change of `_best_change`. Else
     the text says why not: one rank, no reduced bucket, "auto" still trying, little
-    exposed, or steps that differ by more than twice the gain.
+    exposed. A gain is called uncertain if steps differ by more than twice of it.
     """
     where, one = found.run.ranks[0].where, found.shown.typical
     if where.world_size == 1:
@@ -63,9 +62,8 @@ def advise(found: Analysis) -> str:
     if change.gain_s >= (most - least) / 2:
         return change.advice
     return (
-        f"No change is certain to help: with {change.name}, "
-        f"{_predicted(one.seconds, change.gain_s)}, but steps differ by more "
-        f"(p10 {_ms(least)}, p90 {_ms(most)})."
+        f"{change.advice} This is not certain: steps differ by more (p10 {_ms(least)}, "
+        f"p90 {_ms(most)})."
     )
 
 
@@ -96,7 +94,7 @@ def _best_change(found: Analysis) -> Change:
                 f"{gain}, if small buckets are as fast, by the byte, as these, which "
                 "are all of one size."
             )
-        return Change(cap_s, f'{cap} (or "auto", which measures)', advice)
+        return Change(cap_s, advice)
     if half_s >= WORTH * step_s:
         hosts = {timeline.where.host for timeline in timelines}
         share = len(timelines) == timelines[0].where.world_size and len(hosts) == 1
@@ -106,7 +104,7 @@ def _best_change(found: Analysis) -> Change:
             f"minidp.comm_hooks.{COMPRESSION}) sends half the bytes; "
             f"{_predicted(step_s, half_s)}, less what the casts take{doubt}."
         )
-        return Change(half_s, f"half the bytes ({COMPRESSION})", advice)
+        return Change(half_s, advice)
     return _accumulation(found)
 
 
@@ -126,13 +124,13 @@ def _accumulation(found: Analysis) -> Change:
         why = "the clocks of the hosts do not tell waiting from transfer"
         if not any(bucket.dense_bytes for bucket in one.buckets):
             why = "the bytes of a sparse gradient are unknown"
-    name, half_s = "more backwards under no_sync()", one.exposed_s / 2
+    half_s = one.exposed_s / 2
     advice = (
         f"{_ms(one.exposed_s)} are exposed, and {why}: do more per step, with larger "
-        f"batches, or with {name}: of two such steps in one, predicted "
-        f"{_ms(one.seconds - half_s)} for each instead of {_ms(one.seconds)}."
+        "batches, or with more backwards under no_sync(): of two such steps in one, "
+        f"predicted {_ms(one.seconds - half_s)} for each instead of {_ms(one.seconds)}."
     )
-    return Change(half_s, name, advice)
+    return Change(half_s, advice)
 
 
 def straggler(found: Analysis) -> Change:
@@ -143,11 +141,11 @@ def straggler(found: Analysis) -> Change:
     """
     skew, one = found.skew, found.shown.typical
     if skew is None:
-        return Change(0.0, "", "")
+        return Change(0.0, "")
     rank = skew.latest(max(skew.late))
     late = skew.late[max(skew.late)][rank]
     if late.often_s <= max(skew.error_s, 0.5 * late.typical_s):
-        return Change(0.0, "", "")
+        return Change(0.0, "")
     place, growth_s = skew.grows_at(rank)
     if place == FORWARD:
         why = f"begins its forward {_ms(growth_s)} late: look at its data and logging"
@@ -162,7 +160,6 @@ def straggler(found: Analysis) -> Change:
     gain_s = min(late.typical_s, one.late_s, one.exposed_s)
     return Change(
         gain_s,
-        "a balanced load",
         f"Rank {rank} is {_ms(late.typical_s)} late at the last bucket, above all "
         f"because it {why}; {_predicted(one.seconds, gain_s)}.",
     )

@@ -176,8 +176,6 @@ def from_json(text: str | bytes, source: str = "the file") -> tuple[Timeline, ..
 
 def _problem(value: Any) -> str:
     """Return why parsed JSON is no recording of this version with a rank, else ""."""
-    if isinstance(value, dict) and "traceEvents" in value:
-        return "is a trace, not a recording"
     if not isinstance(value, dict) or value.get("kind") != KIND:
         return f'is not a recording: expected an object with "kind": "{KIND}"'
     if value.get("version") != VERSION:

@@ -252,6 +252,15 @@ def test_optimizer_steps_in_the_backward(model):
     assert update.end_ns <= one.finalize_end_ns
 
 
+def test_an_optimizer_within_another_counts_once(model):
+    inner, outer = sgd(model), sgd(model)
+    outer.register_step_pre_hook(lambda *_: inner.step())
+    timeline = recorded(model, partial(step, optimizer=outer))
+    around, within = timeline.steps[0].optimizers
+    assert around.begin_ns < within.begin_ns < within.end_ns < around.end_ns
+    assert overlap_of(timeline, timeline.steps[0]).optimizer_s == around.seconds
+
+
 def test_unused_parameters_and_other_optimizers_have_no_time(wrap, lone_group):
     model, stranger = wrap(find_unused_parameters=True), nn.Parameter(torch.ones(1))
     model.register_comm_hook(lone_group, comm_hooks.all_reduce_hook)

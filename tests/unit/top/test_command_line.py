@@ -95,7 +95,6 @@ def test_all_exports(files, tmp_path):
         (b"{}", "error: {path} is not a recording"),
         (b"\xff\xfe\xff", "error: {path} is damaged: UnicodeDecodeError"),
         (b"\n", "error: {path} is damaged: JSONDecodeError"),
-        (b'{"traceEvents": []}', "error: {path} is a trace, not a recording"),
         (to_json([]).encode(), "error: {path} is damaged: it holds no rank"),
     ],
 )
