@@ -142,9 +142,10 @@ def straggler(found: Analysis) -> Change:
     skew, one = found.skew, found.shown.typical
     if skew is None:
         return Change(0.0, "")
-    rank = skew.latest(max(skew.late))
-    late = skew.late[max(skew.late)][rank]
-    if late.often_s <= max(skew.error_s, 0.5 * late.typical_s):
+    last = max(skew.late)
+    rank = skew.latest(last)
+    late_s = skew.late[last][rank]
+    if skew.often_s[rank] <= max(skew.error_s, 0.5 * late_s):
         return Change(0.0, "")
     place, growth_s = skew.grows_at(rank)
     if place == FORWARD:
@@ -157,10 +158,10 @@ def straggler(found: Analysis) -> Change:
         members = [b.members for b in one.buckets if b.number == place]
         names = "".join(f" ({layers_of(found.run.ranks[0], each)})" for each in members)
         why = f"falls {_ms(growth_s)} behind at bucket {place}{names}: balance the load"
-    gain_s = min(late.typical_s, one.late_s, one.exposed_s)
+    gain_s = min(late_s, one.late_s, one.exposed_s)
     return Change(
         gain_s,
-        f"Rank {rank} is {_ms(late.typical_s)} late at the last bucket, above all "
+        f"Rank {rank} is {_ms(late_s)} late at the last bucket, above all "
         f"because it {why}; {_predicted(one.seconds, gain_s)}.",
     )
 

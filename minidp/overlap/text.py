@@ -288,7 +288,7 @@ def skew_rows(skew: Skew, found: Analysis) -> tuple[list[list[str]], list[str]]:
         if place in drawn:
             rank = skew.latest(place)
             layers = layers_of(first, members[place]) if place in members else ""
-            cells = [ms(late[r].typical_s) for r in (rank, *shown)]
+            cells = [ms(late[r]) for r in (rank, *shown)]
             name = names.get(place, f"bucket {place}")
             rows.append([name, f"rank {rank}", *cells, layers])
     notes = []

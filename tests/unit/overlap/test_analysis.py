@@ -262,49 +262,56 @@ def alone(members=(0,), ready=(30,), **more):
     return timeline([one], members=[members], **more)
 
 
-def test_smaller_buckets_are_advised_and_the_gain_is_right(monkeypatch):
-    # One bucket for each: from 12 ms on the wire, done at 52 ms instead of 66.
-    assert advice_for(first_and_rest(0)) == (
-        'Use bucket_cap_mb=1 (or "auto"): predicted 62 ms instead of 76 ms per step.'
-    )
+NO_CAP = "40 ms are exposed, and no bucket size would change that: do more per step"
+
+
+@pytest.mark.parametrize(
+    ("one", "begin", "end"),
+    [
+        # One bucket for each: from 12 ms on the wire, done at 52 ms instead of 66.
+        (
+            first_and_rest(0),
+            'Use bucket_cap_mb=1 (or "auto"): predicted 62 ms',
+            "76 ms",
+        ),
+        (first_and_rest(-4, -2, 0, 2, 4), "Use bucket_cap_mb=1", "76 ms per step."),
+        (
+            first_and_rest(-9, -9, 0, 60, 60),
+            "Use bucket_cap_mb=1",
+            " This is not certain: steps differ by more (p10 67 ms, p90 136 ms).",
+        ),
+        (
+            alone(range(10), READY),
+            'Try bucket_cap_mb="auto", or bucket_cap_mb=1: predicted 62 ms',
+            "if small buckets are as fast, by the byte, as these",
+        ),
+        (located(first_and_rest(0), layout_by=AUTO), "The link is the limit", ""),
+        (
+            located(first_and_rest(0), layout_by=AUTO_TRIES),
+            'bucket_cap_mb="auto" is still trying layouts: record after',
+            "",
+        ),
+        (alone(), "The link is the limit", "sends half the bytes; predicted 60 ms"),
+        (located(alone(), comm_hook="fp16_compress_hook"), NO_CAP, ""),
+        # A few bytes take as long as a message takes, though one size hides that.
+        (alone(nbytes=44), NO_CAP, "predicted 60 ms for each instead of 80 ms."),
+        (
+            timeline([step(0, [(12, 12, 20, 31), (21, 21, 30.5, 31)])]),
+            "Only 0.5 ms are exposed, too little",
+            "",
+        ),
+    ],
+)
+def test_what_is_advised_and_what_it_gains(one, begin, end):
+    text = advice_for(one)
+    assert text.startswith(begin)
+    assert end in text
+
+
+def test_under_minidp_run_the_flag_is_advised(monkeypatch):
     monkeypatch.setenv(RUN, '{"command": "run"}')
-    assert "(here: start with `minidp run --bucket-cap-mb 1`): " in advice_for(
-        first_and_rest(0)
-    )
-
-
-def test_one_size_does_not_tell_what_small_buckets_cost():
-    text = advice_for(alone(range(10), READY))
-    assert text.startswith('Try bucket_cap_mb="auto", or bucket_cap_mb=1: predicted 62')
-    assert "if small buckets are as fast" in text
-
-
-def test_what_may_be_lost_in_the_noise_is_not_certain():
-    assert advice_for(first_and_rest(-4, -2, 0, 2, 4)).startswith("Use bucket_cap_mb=1")
-    text = advice_for(first_and_rest(-9, -9, 0, 60, 60))
-    assert text.endswith(
-        " This is not certain: steps differ by more (p10 67 ms, p90 136 ms)."
-    )
-
-
-def test_auto_is_not_told_what_it_has_measured():
-    plain = first_and_rest(0)
-    chosen, tries = (located(plain, layout_by=by) for by in (AUTO, AUTO_TRIES))
-    assert "bucket_cap_mb" not in advice_for(chosen)
-    assert "record after it has chosen" in advice_for(tries)
-    assert 'bucket_cap_mb="auto" chose the buckets' in report([chosen])
-    assert 'bucket_cap_mb="auto" is still trying' in report([tries])
-
-
-def test_compression_is_advised_where_the_link_is_the_limit():
-    text = advice_for(alone())
-    assert "fp16_compress_hook) sends half the bytes; predicted 60 ms instead" in text
-    hooked = located(alone(), comm_hook="fp16_compress_hook")
-    assert "compress" not in advice_for(hooked)
-    # A few bytes take as long as a message takes; one size alone looks like bandwidth.
-    text = advice_for(alone(nbytes=44))
-    assert "no bucket size would change that: do more per step" in text
-    assert text.endswith("in one, predicted 60 ms for each instead of 80 ms.")
+    found = "(here: start with `minidp run --bucket-cap-mb 1`): "
+    assert found in advice_for(first_and_rest(0))
 
 
 def straggling(late):
@@ -385,8 +392,6 @@ def test_there_is_nothing_to_gain():
     assert "There is one rank: nothing is sent, nothing to gain." in text
     assert "Is communication hidden? There is none.\n" in text
     assert "Why?" not in text
-    hidden = timeline([step(0, [(12, 12, 20, 31), (21, 21, 30.5, 31)])])
-    assert advice_for(hidden).startswith("Only 0.5 ms are exposed, too little")
 
 
 def test_of_sparse_gradients_nothing_is_predicted_but_all_is_shown():
@@ -405,6 +410,8 @@ def test_ranks_and_steps_that_are_not_here_are_counted():
     text = report([timeline(STEPS, rank=r, world_size=16) for r in (3, 7)])
     assert "which waits most of these; not here: 14 more" in text
     assert "includes waiting for the ranks that are not here" in text
+    text = report([located(timeline(STEPS), layout_by=AUTO)])
+    assert 'bucket_cap_mb="auto" chose the buckets' in text
     text = report([timeline(STEPS[:3]), timeline([], rank=1)])
     assert text.endswith("(Complete steps: rank 0 3, rank 1 0.)")
 
