@@ -1,11 +1,11 @@
 """Analyse recorded steps: is communication hidden behind the backward, if not, why?
 
 Read `timeline` (recorded steps, as data), `stopwatch` (records the steps of a reducer),
-`hook_timing` (when each gradient came), `analysis` (what is hidden, what is exposed,
-which step is typical), `skew` (the ranks on one clock; which rank is late), `forecast`
-(what another layout would gain; `analyse` returns all numbers of a run), `advice` (what
-to change), `text` (the report), `picture` (draws the steps, and writes traces), `page`
-(the report, the steps and a forecast as one HTML file).
+`analysis` (what is hidden, what is exposed, which step is typical), `skew` (the ranks
+on one clock; which rank is late), `forecast` (what another layout would gain; `analyse`
+returns all numbers of a run), `advice` (what to change), `text` (the report), `picture`
+(draws a step, and writes traces), `page` (the report, the steps and a forecast as one
+HTML file).
 """
 
 from .forecast import Analysis, analyse

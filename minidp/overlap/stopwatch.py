@@ -4,10 +4,9 @@ What a `Stopwatch` is told, and by whom::
 
     note     an event of a bucket                      any thread
     enter    a phase of the step begins or ends        data_parallel, core, guard
-    take     the times of grad hooks, in some steps    core
 
-While steps run, only a few clock marks per bucket are kept; `Stopwatch.steps` converts
-them.
+In some steps a `HookTiming` also stores when each grad hook ran. While steps run, only
+clock marks are kept; `Stopwatch.steps` converts them.
 """
 
 from __future__ import annotations
@@ -15,21 +14,19 @@ from __future__ import annotations
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from types import MethodType
+from typing import Any, cast
 
 import torch
 
+from minidp.core import BucketQueue, GradHook, GradHooks, untraced
+from minidp.layout import Layout
 from minidp.trace import Moment, StepEvent
 
-from .hook_timing import HookTiming
 from .timeline import BucketTimes, Span, Step
-
-if TYPE_CHECKING:
-    from minidp.core import BucketQueue, GradHooks
-    from minidp.layout import Layout
 
 Mark = Any  # one read of a clock: nanoseconds, or a CUDA event
 # Events that begin and end a span, and the field of `Step` that holds such spans.
@@ -90,6 +87,58 @@ class CudaClock(Clock):
         until_anchor: float = self._origin.elapsed_time(anchor)
         from_anchor: float = anchor.elapsed_time(mark)
         return self._origin_ns + round(until_anchor * 1e6) + round(from_anchor * 1e6)
+
+
+class HookTiming:
+    """Record when each grad hook of ``hooks`` runs, while switched on.
+
+    `switch` swaps Python hooks on the nodes for ones that read ``clock`` first, and
+    back. C++ hooks read ``time.perf_counter_ns`` without Python; for any other
+    ``clock`` they call `_stamp`.
+    """
+
+    def __init__(self, hooks: GradHooks, clock: Callable[[], Any]) -> None:
+        self.is_on = False
+        self._hooks = hooks
+        self._clock = clock
+        self._is_in_cpp = hooks.table is not None and clock is time.perf_counter_ns
+        self._stamps: list[Any] = [None] * len(hooks.nodes)
+        plain = {hook for _, _, hook in hooks.places}
+        self._timed = {hook: _timed(hook, clock, self._stamps) for hook in plain}
+
+    def switch(self, *, on: bool) -> None:
+        """Start or stop recording hook times; do not call during a backward."""
+        if on is self.is_on:
+            return
+        self.is_on, table = on, self._hooks.table
+        if table is not None:
+            table.stamp_by(self._stamp if on and not self._is_in_cpp else None)
+            table.is_timed = on
+        for i, (on_node, key, hook) in enumerate(self._hooks.places):
+            on_node[key] = MethodType(self._timed[hook] if on else hook, i)
+
+    def _stamp(self, i: int) -> None:
+        """Store the time of parameter ``i``; called by its C++ hook."""
+        self._stamps[i] = self._clock()
+
+    def take(self) -> list[Any]:
+        """Return and clear each parameter's last time; None if its hook did not run."""
+        if self._is_in_cpp:
+            stamps = cast("Any", self._hooks.table).take_stamps()
+            return [stamp or None for stamp in stamps]
+        taken, self._stamps[:] = list(self._stamps), [None] * len(self._stamps)
+        return taken
+
+
+def _timed(hook: GradHook, clock: Callable[[], Any], stamps: list[Any]) -> GradHook:
+    """Return ``hook`` with a clock read before it, stored in ``stamps``."""
+
+    @untraced
+    def grad_hook(i: int, grad_inputs: Any, grad_outputs: Any) -> None:
+        stamps[i] = clock()
+        hook(i, grad_inputs, grad_outputs)
+
+    return grad_hook
 
 
 @dataclass
