@@ -39,10 +39,6 @@ COLOURS = {
     "wire, exposed": "#d1495b",
 }
 _TRACKS = ("forward", "backward", "optimizer")
-_GREY = ("finalize", "filling", "waited", "done, not copied out")
-# Colours that both viewers know.
-_TRACE_COLOURS = {"wire, hidden": "good", "wire, exposed": "terrible"}
-_TRACE_COLOURS |= dict.fromkeys(_GREY, "grey")
 
 
 def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
@@ -146,7 +142,7 @@ def _event(one: StepOverlap, each: Slice, origin: int) -> dict[str, Any]:
         args["parameters"] = [one.timeline.params[i].name for i in bucket.members]
     else:
         tid = 1 + _TRACKS.index(each.row)
-    event = {
+    return {
         "ph": "X",
         "name": each.name,
         "pid": one.timeline.where.rank + 1,
@@ -155,5 +151,3 @@ def _event(one: StepOverlap, each: Slice, origin: int) -> dict[str, Any]:
         "dur": (each.end_ns - each.begin_ns) / 1e3,
         "args": args,
     }
-    colour = _TRACE_COLOURS.get(each.name)
-    return event | {"cname": colour} if colour else event
