@@ -36,7 +36,7 @@ LONG_SECONDS = 5.0  # trials that take longer in all say how far they are
 
 
 class AutotunePolicy(RebuildPolicy, Observer):
-    """Decide on rebuilds of buckets: several layouts on trial, then the fastest."""
+    """Rebuild the buckets for each trial, then for the layout that `Search` chose."""
 
     def __init__(self, saved: SavedLayout | None) -> None:
         super().__init__(saved)

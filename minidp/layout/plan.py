@@ -130,7 +130,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Layout:
-    """List buckets in launch order; InternalError unless each parameter is in one."""
+    """List buckets in launch order; InternalError unless each parameter has one slot."""
 
     buckets: tuple[BucketPlan, ...]
     num_params: int
@@ -171,7 +171,7 @@ def fill(
 
     ``items``: number, kind and bytes; a bucket holds one kind. ``limits``: bytes at
     which the first, second, ... bucket of a kind is full; the last repeats. Buckets
-    below their limit come last, by their last item (torch: by a hash map).
+    below their limit come last, sorted by their last item (by torch: in any order).
     """
     open_bucket: dict[Hashable, list[int]] = {}
     num_closed: Counter[Hashable] = Counter()

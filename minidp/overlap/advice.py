@@ -169,7 +169,8 @@ def straggler(found: Analysis) -> Change:
 def layers_of(timeline: Timeline, members: Sequence[int]) -> str:
     """Return "A to B", the modules of the first and the last of parameters ``members``.
 
-    Once if equal; the parameter's name if its module is the root or only a number.
+    "A" if they are equal. A module that is the root, or whose name is a number, gives
+    the parameter's name.
     """
     names = []
     for param in (timeline.params[i].name for i in (min(members), max(members))):

@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
+
 from .skew import Run
 from .timeline import BucketTimes, Span, Step, Timeline
 
@@ -258,18 +260,15 @@ def _with_first_gradients(
     It is `full_s` times the median of first / full over the ``steps`` that timed
     gradients, as steps differ in length; None if none timed them.
     """
-    shares: dict[int, list[float]] = {bucket.number: [] for bucket in typical.buckets}
-    for bucket in (each for one in steps for each in one.buckets):
-        if bucket.first_s is not None and bucket.full_s > 0:
-            share = min(1.0, bucket.first_s / bucket.full_s)
-            shares.setdefault(bucket.number, []).append(share)
-    firsts = [
-        each.full_s * median(shares[each.number]) if shares[each.number] else None
-        for each in typical.buckets
-    ]
-    pairs = zip(typical.buckets, firsts, strict=True)
-    buckets = tuple(replace(each, first_s=first) for each, first in pairs)
-    return replace(typical, buckets=buckets)
+    numbered = [{bucket.number: bucket for bucket in one.buckets} for one in steps]
+    buckets = []
+    for bucket in typical.buckets:
+        same = [each[bucket.number] for each in numbered if bucket.number in each]
+        timed = [(b.first_s, b.full_s) for b in same if b.first_s is not None]
+        shares = [min(1.0, first / full) for first, full in timed if full > 0]
+        first_s = bucket.full_s * median(shares) if shares else None
+        buckets.append(replace(bucket, first_s=first_s))
+    return replace(typical, buckets=tuple(buckets))
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -287,19 +286,15 @@ def typical_step(
     and exposed time lie within the reported p10 and p90. Of such steps, prefer one in
     which no other rank is exposed longer; then the one nearest to all ranks' medians.
     """
-    shown = max(range(len(exposed)), key=lambda rank: median(exposed[rank]))
-    spreads = [(values, spread(values)) for values in (lengths[shown], exposed[shown])]
-    middles = [(values, median(values)) for values in (*lengths, *exposed)]
-
-    def oddness(number: int) -> tuple[bool, bool, float]:
-        is_outside = any(
-            not low <= values[number] <= high for values, (low, high) in spreads
-        )
-        waits_less = exposed[shown][number] < max(each[number] for each in exposed)
-        distance = sum(abs(values[number] - middle) for values, middle in middles)
-        return is_outside, waits_less, distance
-
-    return min(range(len(lengths[0])), key=oddness)
+    of_ranks, outside = np.array(exposed), np.zeros(len(exposed[0]), bool)
+    shown = int(np.median(of_ranks, axis=1).argmax())
+    for values in (lengths[shown], exposed[shown]):
+        low, high = spread(values)
+        outside |= (np.array(values) < low) | (np.array(values) > high)
+    waits_less = of_ranks[shown] < of_ranks.max(axis=0)
+    both = np.array([*lengths, *exposed])
+    distance = abs(both - np.median(both, axis=1, keepdims=True)).sum(axis=0)
+    return int(np.lexsort((distance, waits_less, outside))[0])  # the last key is first
 
 
 def to_show(buckets: Sequence[BucketOverlap], most: int) -> set[int]:

@@ -58,7 +58,10 @@ class Run:
 
     @cached_property
     def launches(self) -> Mapping[int, Mapping[int, int]]:
-        """Step number -> bucket number -> when (ns) the last rank launched it."""
+        """When (ns) the last rank launched a bucket, by number of step and of bucket.
+
+        Of the steps that all ranks recorded, whatever their layout.
+        """
         found: dict[int, dict[int, int]] = {}
         for steps in _of_all(self.ranks):
             last = found[steps[0].number] = {}

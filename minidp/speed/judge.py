@@ -51,7 +51,7 @@ class Slow:
 
 
 def find_slow(times: NDArray[np.float64], share: float) -> Slow | None:
-    """Return the rank whose own work is longer by ``share`` of a step, or None.
+    """Return which rank's own work is longer by ``share`` of a step; None: no rank's.
 
     ``times``: seconds, shape (ranks, steps, phases), at least three steps. Work is all
     but waiting. Its second shortest time must be that much, at least 1 ms, over all
@@ -66,9 +66,10 @@ def find_slow(times: NDArray[np.float64], share: float) -> Slow | None:
 
 
 def describe(times: NDArray[np.float64], rank: int) -> Slow:
-    """Return how ``rank`` differs from the others, slow or not; ``times``: `find_slow`.
+    """Return how ``rank``, slow or not, differs from the others.
 
-    The phase: of all but waiting, where ``rank`` exceeds the others' median most.
+    ``times`` as in `find_slow`. The phase is that of all but waiting in which ``rank``
+    exceeds the others' median most.
     """
     typical = np.median(times, axis=1)
     others = np.median(np.delete(typical, rank, axis=0), axis=0)
@@ -90,7 +91,7 @@ def find_slow_link(
     nbytes: Sequence[float],
     step: float,
 ) -> Slow | None:
-    """Return the rank whose network connection became slow, or was never fast; or None.
+    """Return which rank's network connection became slow or was never fast, or None.
 
     ``rates``: bytes per second, shape (times, ranks), estimates, often far too high.
     ``waits``: seconds per step in which even the rank that waits least waits, at the
