@@ -130,7 +130,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Layout:
-    """List buckets in launch order; InternalError unless each parameter has one slot."""
+    """List buckets in launch order; InternalError unless each parameter has 1 slot."""
 
     buckets: tuple[BucketPlan, ...]
     num_params: int
