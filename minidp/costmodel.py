@@ -285,12 +285,13 @@ def _best_mixed(backward: Backward, network: Network) -> list[list[int]]:
 
     Ignores kinds. Bisects the time at which all are done, see `_cuts_in_time`.
     """
-    sums = [0, *accumulate(backward.nbytes)]
-    late = lower_bound(backward, network) * (1 + ROUNDING)
-    early, step = None, network.seconds(sums[-1]) + ROUNDING
-    while (cuts := _cuts_in_time(backward, network, sums, late)) is None:
-        early, late, step = late, late + step, 2 * step
-    while early is not None and late - early > ROUNDING * late:
+    count, sums = len(backward.ready_s), [0, *accumulate(backward.nbytes)]
+    if count == 0:
+        return []
+    cuts = [0, count]  # one bucket
+    early = lower_bound(backward, network)
+    late = play(backward, [range(count)], network).done_s
+    while late - early > ROUNDING * late:
         middle = (early + late) / 2
         found = _cuts_in_time(backward, network, sums, middle)
         if found is None:
