@@ -135,7 +135,7 @@ class Search:
         self._trials.setdefault(layout, Trial(layout)).steps.extend(steps)
 
     def proposal(self, trial: int) -> Layout:
-        """Return the layout of a trial; from NUM_TRIALS on, the one that stays.
+        """Return the layout of a trial, from 0 to NUM_TRIALS - 1.
 
         0, 4 and, if no gradient was timed, all: torch's. 1 and 3: by `SHARES`. 2: by
         the model; ValueError if messages of fewer than two sizes were measured. Then
@@ -143,8 +143,6 @@ class Search:
         """
         if trial in (0, 4) or not self._torchs.steps:
             return self._torchs.layout
-        if trial >= NUM_TRIALS:
-            return self.choice().best.layout
         if trial >= FINALS:
             others = [one for one in self._timed() if one is not self._torchs]
             two = sorted(others, key=lambda one: one.seconds)[:2]

@@ -186,23 +186,22 @@ class Measurement:
         self._search.add(now, ended[1:])
         self._stopwatch.stop()
         self._stopwatch = self._started(trial)
-        is_last = trial == NUM_TRIALS
         if self._hook_may_know_buckets():
-            if is_last:
+            if trial == NUM_TRIALS:
                 logger.info(
                     'bucket_cap_mb="auto": the layout stays as it is, because the comm '
                     "hook has a state, which may depend on the buckets."
                 )
             return now, None
         try:
-            layout = self._search.proposal(trial)
-            choice = self._search.choice() if is_last else None
+            if trial < NUM_TRIALS:
+                return self._search.proposal(trial), None
+            choice = self._search.choice()
         except ValueError as error:  # the measurements do not fit the model
             logger.warning('bucket_cap_mb="auto" keeps the layout: %s', error)
             return now, None
-        if choice is not None:
-            logger.info('bucket_cap_mb="auto": %s.', choice)
-        return layout, choice
+        logger.info('bucket_cap_mb="auto": %s.', choice)
+        return choice.best.layout, choice
 
     def _hook_may_know_buckets(self) -> bool:
         """Return whether a comm hook has a state other than a process group."""
