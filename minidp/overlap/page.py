@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +45,9 @@ def html_page(timelines: Sequence[Timeline]) -> str:
     parts = {
         "/*forecast.js*/": _file("forecast.js"),
         "/*page.js*/": _file("page.js"),
-        "<!--sentences-->": _sentences(found) if found else _paragraph(text),
+        "<!--sentences-->": _sentences(found)
+        if found
+        else f"<p>{html.escape(text)}</p>",
         "<!--report-->": html.escape(text),
         "<!--data-->": _json(data),  # last: what it holds is not replaced
     }
@@ -61,15 +64,14 @@ def _file(name: str) -> str:
 def _sentences(found: Analysis) -> str:
     """Return the report's first lines as paragraphs, their first words emphasised."""
     where, *answers = headline(found)
-    paragraphs = [_paragraph(line, line.partition("? ")[1]) for line in answers[:-1]]
-    about = _paragraph(where.replace("\n", "; "), name="where")
-    return "".join([*paragraphs, _paragraph(answers[-1], ": "), about])
-
-
-def _paragraph(line: str, mark: str = "", name: str = "") -> str:
-    question, found, rest = line.partition(mark) if mark else ("", "", line)
-    strong = f"<strong>{html.escape(question + found)}</strong>" if found else ""
-    return f'<p class="{name}">{strong}{html.escape(rest)}</p>'
+    lines = [
+        re.sub(r"^([^?:]*[?:] )", r"<strong>\1</strong>", html.escape(line))
+        for line in answers
+    ]
+    about = html.escape(where.replace("\n", "; "))
+    return "".join(
+        [*(f"<p>{line}</p>" for line in lines), f'<p class="where">{about}</p>']
+    )
 
 
 def _data(found: Analysis) -> dict[str, Any]:
