@@ -64,14 +64,12 @@ def _file(name: str) -> str:
 def _sentences(found: Analysis) -> str:
     """Return the report's first lines as paragraphs, their first words emphasised."""
     where, *answers = headline(found)
-    lines = [
-        re.sub(r"^([^?:]*[?:] )", r"<strong>\1</strong>", html.escape(line))
-        for line in answers
-    ]
+    paragraphs = []
+    for line in answers:
+        text = re.sub(r"^([^?:]*[?:] )", r"<strong>\1</strong>", html.escape(line))
+        paragraphs.append(f"<p>{text}</p>")
     about = html.escape(where.replace("\n", "; "))
-    return "".join(
-        [*(f"<p>{line}</p>" for line in lines), f'<p class="where">{about}</p>']
-    )
+    return "".join(paragraphs) + f'<p class="where">{about}</p>'
 
 
 def _data(found: Analysis) -> dict[str, Any]:
