@@ -40,14 +40,13 @@ def html_page(timelines: Sequence[Timeline]) -> str:
     run = aligned(timelines)
     found = analyse(run)
     text = report(timelines)
+    answers = _sentences(found) if found else f"<p>{html.escape(text)}</p>"
     data = {"kinds": KINDS, "totals": TOTALS, "phases": list(PHASES)}
     data |= _data(found) if found else {"steps": []}
     parts = {
         "/*forecast.js*/": _file("forecast.js"),
         "/*page.js*/": _file("page.js"),
-        "<!--sentences-->": _sentences(found)
-        if found
-        else f"<p>{html.escape(text)}</p>",
+        "<!--sentences-->": answers,
         "<!--report-->": html.escape(text),
         "<!--data-->": _json(data),  # last: what it holds is not replaced
     }
