@@ -21,6 +21,7 @@ from .comm import (
     gather_integers,
 )
 from .console import fold
+from .core import Reducer
 from .data_parallel import DataParallel
 from .errors import CollectiveError, explain
 from .overlap import (
@@ -41,7 +42,7 @@ from .overlap import (
 KEEP_STEPS = 200
 ROUNDS = 20  # barriers that compare clocks
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_recorded: weakref.WeakSet[DataParallel] = weakref.WeakSet()  # now
+_recorded: weakref.WeakSet[Reducer] = weakref.WeakSet()  # now
 
 
 def record(
@@ -105,7 +106,8 @@ class Recording:
     """
 
     def __init__(self, model: DataParallel, keep: int) -> None:
-        self._model: DataParallel | None = model  # None: the block is over
+        # Not the model: `minidp run` looks whether its script has dropped it.
+        self._reducer: Reducer | None = model._reducer  # None: the block is over
         reducer = model._reducer
         self._stopwatch = Stopwatch(reducer.queue, reducer.hooks, keep=keep)
         specs = reducer.queue.specs
@@ -116,36 +118,36 @@ class Recording:
         )
         self._device = specs[0].device
         self._gathered: tuple[Timeline, ...] = ()
-        self._note_group(model)
+        self._note_group(reducer)
 
-    def _note_group(self, model: DataParallel) -> None:
-        communicator = model._reducer.communicator
+    def _note_group(self, reducer: Reducer) -> None:
+        communicator = reducer.communicator
         self._group, self._limit = communicator.group, communicator.limit
-        self._where = where_of(model)
+        self._where = where_of(reducer)
 
     def __enter__(self) -> Recording:
         """Start recording; RuntimeError if another block does, or this one is over."""
-        if self._model is None:
+        if self._reducer is None:
             raise RuntimeError(
                 "This recording is over and no longer holds its model: call "
                 "minidp.record(model) again for another one."
             )
-        if self._model in _recorded:
+        if self._reducer in _recorded:
             raise RuntimeError(
                 "This model is being recorded already: use the Recording of the "
                 "minidp.record() block around, or leave that block first."
             )
-        _recorded.add(self._model)
+        _recorded.add(self._reducer)
         self._stopwatch.start()
         return self
 
     def __exit__(self, *_error: object) -> None:
         """Stop recording; steps recorded before an error are kept."""
-        assert self._model is not None
+        assert self._reducer is not None
         self._stopwatch.stop()
-        self._note_group(self._model)  # reset() may have changed it
-        _recorded.discard(self._model)
-        self._model = None
+        self._note_group(self._reducer)  # reset() may have changed it
+        _recorded.discard(self._reducer)
+        self._reducer = None
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
@@ -238,12 +240,8 @@ class Recording:
         draw(self.timelines, path)
 
 
-def where_of(model: DataParallel) -> Where:
-    """Return the `Where` of a recording of ``model``.
-
-    Its ``host`` is the boot id, or the host's name if there is none.
-    """
-    reducer = model._reducer
+def where_of(reducer: Reducer) -> Where:
+    """Return a reducer's `Where`; ``host`` is the boot id, or else the host's name."""
     device, averaging = reducer.queue.specs[0].device, reducer.queue.averaging
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     (rank, size), hook = averaging.seat, averaging.comm_hook
