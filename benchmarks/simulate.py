@@ -20,7 +20,7 @@ Columns of the prediction, a row for each number of ranks:
   all-reduce, of all    the fastest way to reduce all gradients at once; its ms
   torch's default       step with a first bucket of 1 MiB and others of 25 MiB
   best cap, with it     caps within 1% of the best of 13, from 0.25 to 512 MiB; the step
-  best layout, buckets  step with the layout that dynamic programming finds
+  best layout, buckets  step with the layout that `best_groups` finds
   bound                 no layout is faster: gradients travel byte by byte once ready
   efficiency            step of one rank without communication / step with best layout
 

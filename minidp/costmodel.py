@@ -253,34 +253,24 @@ def capped_groups(backward: Backward, limits: Sequence[int]) -> list[list[int]]:
     return fill(((k, backward.kind(k), n) for k, n in gradients), limits)
 
 
-def best_groups(
-    backward: Backward, network: Network, *, max_bytes: int | None = None
-) -> list[list[int]]:
+def best_groups(backward: Backward, network: Network) -> list[list[int]]:
     """Return the layout, for `play`, with the least exposed time.
 
     Of equals, the fewest buckets. Exact, up to 1e-9 of a step, for one kind of
-    parameters. For several the best of a few: the best layout of each kind alone,
-    merged; or the best of all kinds as one, each bucket then split by kind. Buckets
-    have at most ``max_bytes`` (None: no limit); a larger parameter has its own.
+    parameters. For several, close: the better of two layouts of all kinds together,
+    each bucket then split by kind, one of which counts a message for each kind.
     """
-    everything = range(len(backward.ready_s))
-    by_kind = _by_kind(backward, everything)
-    if len(by_kind) < 2:
-        return _best_of_one_kind(backward, everything, network, max_bytes)
-    candidates = [
-        [g for k in by_kind for g in _best_of_one_kind(backward, k, network, max_bytes)]
-    ]
-    messages = 1  # a bucket is split into so many: few if kinds seldom alternate
-    while messages < 2 * len(by_kind):
+    candidates, num_kinds = [], max(1, len(set(backward.kinds)))
+    for messages in {1, num_kinds}:  # that one bucket becomes, at least and at most
         slower = replace(network, latency_s=messages * network.latency_s)
-        together = _best_of_one_kind(backward, everything, slower, max_bytes)
-        candidates.append([part for g in together for part in _by_kind(backward, g)])
-        messages *= 2
+        together = _best_mixed(backward, slower)
+        parts = [part for group in together for part in _by_kind(backward, group)]
+        candidates.append(sorted(parts, key=max))
 
     def cost(groups: list[list[int]]) -> tuple[float, int]:
         return play(backward, groups, network).exposed_s, len(groups)
 
-    return min((sorted(groups, key=max) for groups in candidates), key=cost)
+    return min(candidates, key=cost)
 
 
 def _by_kind(backward: Backward, group: Iterable[int]) -> list[list[int]]:
@@ -290,41 +280,29 @@ def _by_kind(backward: Backward, group: Iterable[int]) -> list[list[int]]:
     return list(parts.values())
 
 
-def _best_of_one_kind(
-    backward: Backward,
-    positions: Sequence[int],
-    network: Network,
-    max_bytes: int | None,
-) -> list[list[int]]:
-    """Split ``positions`` (in ready order) into the buckets that are done earliest.
+def _best_mixed(backward: Backward, network: Network) -> list[list[int]]:
+    """Split all positions, in ready order, into the buckets that are done earliest.
 
     Ignores kinds. Bisects the time at which all are done, see `_cuts_in_time`.
     """
-    ready_s = tuple(backward.ready_s[k] for k in positions)
-    nbytes = tuple(backward.nbytes[k] for k in positions)
-    backward = Backward(ready_s, nbytes, backward.end_s)
-    sums = [0, *accumulate(nbytes)]
-    room = math.inf if max_bytes is None else max_bytes
-    late = lower_bound(backward, network) * (1 + ROUNDING)
-    early, step = None, network.seconds(sums[-1]) + ROUNDING
-    while (cuts := _cuts_in_time(backward, network, sums, room, late)) is None:
-        early, late, step = late, late + step, 2 * step
-    while early is not None and late - early > ROUNDING * late:
+    count, sums = len(backward.ready_s), [0, *accumulate(backward.nbytes)]
+    if count == 0:
+        return []
+    cuts = [0, count]  # one bucket
+    early = lower_bound(backward, network)
+    late = play(backward, [range(count)], network).done_s
+    while late - early > ROUNDING * late:
         middle = (early + late) / 2
-        found = _cuts_in_time(backward, network, sums, room, middle)
+        found = _cuts_in_time(backward, network, sums, middle)
         if found is None:
             early = middle
         else:
             late, cuts = middle, found
-    return [list(positions[start:stop]) for start, stop in pairwise(cuts)]
+    return [list(range(start, stop)) for start, stop in pairwise(cuts)]
 
 
 def _cuts_in_time(
-    backward: Backward,
-    network: Network,
-    sums: Sequence[int],
-    max_bytes: float,
-    done_s: float,
+    backward: Backward, network: Network, sums: Sequence[int], done_s: float
 ) -> list[int] | None:
     """Return cuts into buckets that are all done by ``done_s``; None if there are none.
 
@@ -339,7 +317,7 @@ def _cuts_in_time(
         room = spare_s * network.bytes_per_s
         if room < sums[stop] - sums[stop - 1]:
             return None
-        start = bisect_left(sums, sums[stop] - min(room, max_bytes), 0, stop - 1)
+        start = bisect_left(sums, sums[stop] - room, 0, stop - 1)
         done_s -= network.seconds(sums[stop] - sums[start])
         cuts.append(start)
     return cuts[::-1]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 import time
+import weakref
 from pathlib import Path
 
+import torch
 from torch import nn
 
+from ._version import __version__
 from .attachment import Attachment, attached_to
 from .comm import (
     Communicator,
@@ -17,12 +21,15 @@ from .comm import (
     gather_integers,
 )
 from .console import fold
+from .core import Reducer
 from .data_parallel import DataParallel
 from .errors import CollectiveError, explain
 from .overlap import (
-    KEEP_STEPS,
-    ModelStopwatch,
+    ClockOffset,
+    Param,
+    Stopwatch,
     Timeline,
+    Where,
     chrome_trace,
     compare_clocks,
     draw,
@@ -32,7 +39,10 @@ from .overlap import (
     to_json,
 )
 
+KEEP_STEPS = 200
 ROUNDS = 20  # barriers that compare clocks
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_recorded: weakref.WeakSet[Reducer] = weakref.WeakSet()  # now
 
 
 def record(
@@ -80,17 +90,11 @@ def wrapper_of(model: object, function: str) -> DataParallel:
     if isinstance(found, DataParallel):
         return found
     kind = type(model)
-    hint = (
-        "wrap the module with minidp.DataParallel, and pass the wrapper; or start a "
-        "script that you do not want to edit by minidp run --report"
-    )
-    if isinstance(getattr(model, "_orig_mod", None), DataParallel):
-        hint = "this is a compiled one: pass the DataParallel that was compiled"
-    elif isinstance(getattr(model, "module", None), DataParallel):
-        hint = "pass its .module"
     raise TypeError(
         f"{function}() needs a minidp.DataParallel, but got {kind.__module__}."
-        f"{kind.__qualname__}. What to do: {hint}."
+        f"{kind.__qualname__}. What to do: wrap the module with minidp.DataParallel, "
+        "and pass the wrapper itself, not what holds it or was compiled from it; or "
+        "start a script that you do not want to edit by minidp run --report."
     )
 
 
@@ -102,25 +106,64 @@ class Recording:
     """
 
     def __init__(self, model: DataParallel, keep: int) -> None:
-        self._stopwatch = ModelStopwatch(model._reducer, keep=keep)
+        # Not the model: `minidp run` looks whether its script has dropped it.
+        self._reducer: Reducer | None = model._reducer  # None: the block is over
+        reducer = model._reducer
+        self._stopwatch = Stopwatch(reducer.queue, reducer.hooks, keep=keep)
+        specs = reducer.queue.specs
+        kinds = [f"{'sparse ' * s.sparse}{s.dtype} on {s.device}" for s in specs]
+        self._params = tuple(
+            Param(spec.name, spec.nbytes, kind.replace("torch.", ""))
+            for spec, kind in zip(specs, kinds, strict=True)
+        )
+        self._device = specs[0].device
         self._gathered: tuple[Timeline, ...] = ()
-        self._group = model.process_group
-        self._device = model._reducer.queue.specs[0].device
-        self._limit = model._reducer.communicator.limit
+        self._note_group(reducer)
+
+    def _note_group(self, reducer: Reducer) -> None:
+        communicator = reducer.communicator
+        self._group, self._limit = communicator.group, communicator.limit
+        self._where = where_of(reducer)
 
     def __enter__(self) -> Recording:
-        """Start recording; RuntimeError if another block does, or this one was used."""
+        """Start recording; RuntimeError if another block does, or this one is over."""
+        if self._reducer is None:
+            raise RuntimeError(
+                "This recording is over and no longer holds its model: call "
+                "minidp.record(model) again for another one."
+            )
+        if self._reducer in _recorded:
+            raise RuntimeError(
+                "This model is being recorded already: use the Recording of the "
+                "minidp.record() block around, or leave that block first."
+            )
+        _recorded.add(self._reducer)
         self._stopwatch.start()
         return self
 
     def __exit__(self, *_error: object) -> None:
         """Stop recording; steps recorded before an error are kept."""
-        self._group = self._stopwatch.stop()
+        assert self._reducer is not None
+        self._stopwatch.stop()
+        self._note_group(self._reducer)  # reset() may have changed it
+        _recorded.discard(self._reducer)
+        self._reducer = None
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
         """Return this rank's timeline alone, or after `gather` one per rank."""
-        return self._gathered or (self._stopwatch.timeline(),)
+        return self._gathered or (self._timeline(),)
+
+    def _timeline(self, clock: ClockOffset | None = None) -> Timeline:
+        """Return this rank's kept steps, on its own clock; wait for the device.
+
+        The offset ``clock`` is only stored with them.
+        """
+        steps, layouts = self._stopwatch.steps()
+        num_dropped = self._stopwatch.num_ended - len(steps)
+        return Timeline(
+            self._where, self._params, tuple(layouts), tuple(steps), num_dropped, clock
+        )
 
     def gather(self) -> Recording:
         """Gather the steps of all ranks on every rank, and compare their clocks.
@@ -131,8 +174,8 @@ class Recording:
         within the model's ``hang_timeout``.
         Raises ValueError with `minidp.torchft`: replicas have no group for this.
         """
-        where = self._stopwatch.timeline().where  # raises what the device reports
-        if where.world_size > self._group.size():
+        self._timeline()  # raises what the device reports
+        if self._where.world_size > self._group.size():
             raise ValueError(
                 "gather() does not reach the other replicas: only their manager does. "
                 "What to do: save() on each, and give all files to minidp report."
@@ -165,7 +208,7 @@ class Recording:
         everyone = gather_integers(mine, group, device)
         rounds = [list(zip(row[::2], row[1::2], strict=True)) for row in everyone]
         clock = compare_clocks(rounds[0], rounds[group.rank()])
-        payload = to_json([self._stopwatch.timeline(clock)]).encode()
+        payload = to_json([self._timeline(clock)]).encode()
         lengths = [row[0] for row in gather_integers([len(payload)], group, device)]
         files = gather_bytes(payload, lengths, group, device)
         return tuple(line for file in files for line in from_json(file.decode()))
@@ -195,3 +238,25 @@ class Recording:
         ModuleNotFoundError without matplotlib; ValueError if no gradient was reduced.
         """
         draw(self.timelines, path)
+
+
+def where_of(reducer: Reducer) -> Where:
+    """Return a reducer's `Where`; ``host`` is the boot id, or else the host's name."""
+    device, averaging = reducer.queue.specs[0].device, reducer.queue.averaging
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    (rank, size), hook = averaging.seat, averaging.comm_hook
+    # Equal in all containers of a host, which share its clock.
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    versions = {"minidp": __version__, "torch": str(torch.__version__)}
+    versions["python"] = platform.python_version()
+    return Where(
+        rank=rank,
+        world_size=size,
+        backend=str(reducer.communicator.group.name()),
+        device=f"{device} {name}".strip(),
+        host=boot or platform.node(),
+        versions=versions,
+        comm_hook="" if hook is None else hook.name,
+        layout_by=reducer.rebuild_policy.layout_by,
+        no_shared_memory=averaging.no_shared_memory if size > 1 else None,
+    )

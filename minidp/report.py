@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from .console import fold, run_command, say, say_on_stderr
-from .overlap import Timeline, chrome_trace, draw, from_json, html_page, report, to_json
+from .overlap import chrome_trace, draw, from_json, html_page, report, to_json
 
 __all__ = ["add_arguments", "main", "report"]
 
@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Print the report, write the exports; return 0, or 1 after a printed error."""
     try:
-        timelines = [each for name in options.files for each in _read(name)]
+        contents = [(Path(name).read_bytes(), name) for name in options.files]
+        timelines = [each for file in contents for each in from_json(*file)]
         say(fold(report(timelines), sys.stdout) + "\n")
         for name, write in EXPORTS:
             if path := getattr(options, name):
@@ -61,19 +62,6 @@ def main(options: argparse.Namespace) -> int:
         say_on_stderr(f"error: {error}")
         return 1
     return 0
-
-
-def _read(name: str) -> tuple[Timeline, ...]:
-    """Return the timelines in a file; OSError, or ValueError if it is no recording."""
-    try:
-        text = Path(name).read_text()
-    except UnicodeDecodeError:
-        raise ValueError(
-            f"{name} is no text: pass a file that Recording.save() wrote."
-        ) from None
-    if not text.strip():
-        raise ValueError(f"{name} is empty: was the script that wrote it killed?")
-    return from_json(text, name)
 
 
 if __name__ == "__main__":

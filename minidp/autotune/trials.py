@@ -4,7 +4,7 @@
     0        torch's                                           the baseline
     1        buckets of 1/32 of all bytes                      the cost of a message
     2        the best one by the model (`costmodel`)
-    3        the best one if gradients become ready later      2 may be too tight
+    3        buckets of 1/12 of all bytes                      2 may be too tight
     4        torch's again                                     drift
     5 to 7   of the two best others the less measured one      noise
     stays    the fastest, or torch's
@@ -19,6 +19,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+
+import numpy as np
 
 from minidp.config import MIB
 from minidp.costmodel import (
@@ -36,8 +38,7 @@ from minidp.overlap import Step
 
 NUM_TRIALS = 8
 FINALS = 5  # from this trial on, layouts are tried again
-SMALL_SHARE = 32  # trial 1 makes about so many buckets
-LATE_SHARE = 12  # trial 3: each bucket has at most 1/12 of all bytes, or one parameter
+SHARES = {1: 32, 3: 12}  # trials that make about so many buckets of equal size
 # A layout must take less than this share of the time with torch's, beyond noise. To
 # adopt an equal layout costs nothing; to miss a better one costs its gain in each step.
 CLEARLY = 0.98
@@ -70,8 +71,8 @@ class Trial:
     def noise_s(self) -> float:
         """Standard error of `seconds`, estimated from the quartiles of its steps."""
         times = [step.reduced_s for step in self.judged]
-        spread = _quantile(times, 0.75) - _quantile(times, 0.25)
-        return 0.93 * spread / math.sqrt(len(times))
+        low, high = np.quantile(times, (0.25, 0.75))
+        return 0.93 * float(high - low) / math.sqrt(len(times))
 
     def messages(self) -> Iterator[tuple[int, float]]:
         """Yield (bytes, seconds) of each message of all steps; see `messages_of`."""
@@ -134,29 +135,26 @@ class Search:
         self._trials.setdefault(layout, Trial(layout)).steps.extend(steps)
 
     def proposal(self, trial: int) -> Layout:
-        """Return the layout of a trial; from NUM_TRIALS on, the one that stays.
+        """Return the layout of a trial, from 0 to NUM_TRIALS - 1.
 
-        0, 4 and, if no gradient was timed, all: torch's. 1 to 3: by the model. Then the
-        less timed one of the two fastest others. 2 and 3 store predicted seconds;
-        ValueError if messages of fewer than two sizes were measured.
+        0, 4 and, if no gradient was timed, all: torch's. 1 and 3: by `SHARES`. 2: by
+        the model; ValueError if messages of fewer than two sizes were measured. Then
+        the less timed one of the two fastest others.
         """
         if trial in (0, 4) or not self._torchs.steps:
             return self._torchs.layout
-        if trial >= NUM_TRIALS:
-            return self.choice().best.layout
         if trial >= FINALS:
             others = [one for one in self._timed() if one is not self._torchs]
             two = sorted(others, key=lambda one: one.seconds)[:2]
             return min(two or [self._torchs], key=lambda one: len(one.judged)).layout
-        backward = self._backward(late=trial == 3)
+        backward = self._backward()
         if backward is None:
             return self._torchs.layout
-        total = sum(backward.nbytes)
-        if trial == 1:
-            groups = capped_groups(backward, [max(total // SMALL_SHARE, 1)])
+        if trial in SHARES:
+            limit = max(1, sum(backward.nbytes) // SHARES[trial])
+            groups = capped_groups(backward, [limit])
         else:
-            room = total // LATE_SHARE if trial == 3 else None
-            groups = best_groups(backward, self._network(), max_bytes=room)
+            groups = best_groups(backward, self._network())
         assignment = [[backward.order[k] for k in group] for group in groups]
         layout = build_layout(self._specs, assignment + delayed(self._specs))
         one = self._trials.setdefault(layout, Trial(layout))
@@ -183,7 +181,7 @@ class Search:
 
     def _prediction(self, layout: Layout) -> float | None:
         """Predict exposed seconds; None if no gradient, or one size only, was timed."""
-        backward = self._backward(late=False)
+        backward = self._backward()
         if backward is None:
             return None
         # The backward has no delayed parameters.
@@ -200,27 +198,21 @@ class Search:
         trials = self._trials.values()
         return fit_network(message for one in trials for message in one.messages())
 
-    def _backward(self, *, late: bool) -> Backward | None:
-        """Return a backward of median (``late``: 80 %) times; None: none were timed."""
+    def _backward(self) -> Backward | None:
+        """Return a backward of median times; None if no gradient was timed."""
         steps = [s for one in self._timed() for s in one.steps if s.ready_ns]
         if not steps:
             return None
-        share = 0.8 if late else 0.5
         times: dict[int, float | None] = {}
         for i, spec in enumerate(self._specs):
             if not spec.delayed:
                 spans = [(s.backward.begin_ns, s.ready_ns[i]) for s in steps]
                 taken = [(at - begin) / 1e9 for begin, at in spans if at is not None]
-                times[i] = _quantile(taken, share) if taken else None
+                times[i] = median(taken) if taken else None
         kinds = [((spec.dtype, spec.device), spec.sparse) for spec in self._specs]
         nbytes = [spec.nbytes for spec in self._specs]
-        end_s = _quantile([step.backward.seconds for step in steps], share)
+        end_s = median(step.backward.seconds for step in steps)
         return in_ready_order(times, nbytes, kinds, end_s)
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    """Return one of ``values``: about a part ``share`` (0 to 1) of them is smaller."""
-    return sorted(values)[min(int(share * len(values)), len(values) - 1)]
 
 
 def _sizes(layout: Layout) -> str:

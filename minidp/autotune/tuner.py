@@ -36,7 +36,7 @@ LONG_SECONDS = 5.0  # trials that take longer in all say how far they are
 
 
 class AutotunePolicy(RebuildPolicy, Observer):
-    """Decide on rebuilds of buckets: several layouts on trial, then the fastest."""
+    """Rebuild the buckets for each trial, then for the layout that `Search` chose."""
 
     def __init__(self, saved: SavedLayout | None) -> None:
         super().__init__(saved)
@@ -98,11 +98,10 @@ class AutotunePolicy(RebuildPolicy, Observer):
         torchs = now if order is None else layout_after(order, specs, config)
         if self._pipeline.communicator.rank == 0:
             self._measurement = Measurement(self._pipeline, self._hooks, torchs)
-            self._measurement.enter(StepEvent.FORWARD_BEGIN)  # this one has begun
         return torchs
 
     def _say_trial(self) -> None:
-        """Print progress on a terminal if trials take over 5 s, or `told` is set."""
+        """Print progress on a terminal if `told` is set, or trials will take > 5 s."""
         number, now = self._trial, time.monotonic()
         if number == 0:
             self._began = now
@@ -121,7 +120,10 @@ class AutotunePolicy(RebuildPolicy, Observer):
         return plain | {"rebuilt": self.is_settled}
 
     def reset(self, *, rebuilds_again: bool = False) -> None:
-        """Forget the ready order and all measurements; start trials again, if any."""
+        """Forget the ready order and all measurements; begin the trials again.
+
+        No trials if a final layout was passed to the constructor.
+        """
         super().reset(rebuilds_again=rebuilds_again)
         self._reset_trials()
 
@@ -156,12 +158,21 @@ class Measurement:
     """Measure the trials of one reducer's ``queue``; decide which layout is next."""
 
     def __init__(self, queue: BucketQueue, hooks: GradHooks, torchs: Layout) -> None:
-        self._queue = queue
+        self._queue, self._hooks = queue, hooks
         self._search = Search(queue.specs, torchs)
-        self._stopwatch = Stopwatch(queue, hooks, keep=STEPS)
-        self._stopwatch.timed_steps = TIMED_STEPS
-        self._stopwatch.start()
-        self.enter, self.stop = self._stopwatch.enter, self._stopwatch.stop
+        self._stopwatch = self._started(0)
+
+    def _started(self, trial: int) -> Stopwatch:
+        """Return a stopwatch of ``trial``, whose first step may have begun already."""
+        timed = TIMED_STEPS * (trial in TIMED_TRIALS)
+        watch = Stopwatch(self._queue, self._hooks, keep=STEPS, timed_steps=timed)
+        watch.start()
+        watch.enter(StepEvent.FORWARD_BEGIN)
+        return watch
+
+    def stop(self) -> None:
+        """Stop measuring for good."""
+        self._stopwatch.stop()
 
     def decide(self, trial: int, now: Layout) -> tuple[Layout, Choice | None]:
         """Store the times of the trial that ended; return the layout of ``trial``.
@@ -173,25 +184,24 @@ class Measurement:
         steps, layouts = self._stopwatch.steps()
         ended = [step for step in steps if layouts[step.layout] == now.assignment]
         self._search.add(now, ended[1:])
-        self._stopwatch.clear()
-        self._stopwatch.timed_steps = TIMED_STEPS * (trial in TIMED_TRIALS)
-        is_last = trial == NUM_TRIALS
+        self._stopwatch.stop()
+        self._stopwatch = self._started(trial)
         if self._hook_may_know_buckets():
-            if is_last:
+            if trial == NUM_TRIALS:
                 logger.info(
                     'bucket_cap_mb="auto": the layout stays as it is, because the comm '
                     "hook has a state, which may depend on the buckets."
                 )
             return now, None
         try:
-            layout = self._search.proposal(trial)
-            choice = self._search.choice() if is_last else None
+            if trial < NUM_TRIALS:
+                return self._search.proposal(trial), None
+            choice = self._search.choice()
         except ValueError as error:  # the measurements do not fit the model
             logger.warning('bucket_cap_mb="auto" keeps the layout: %s', error)
             return now, None
-        if choice is not None:
-            logger.info('bucket_cap_mb="auto": %s.', choice)
-        return layout, choice
+        logger.info('bucket_cap_mb="auto": %s.', choice)
+        return choice.best.layout, choice
 
     def _hook_may_know_buckets(self) -> bool:
         """Return whether a comm hook has a state other than a process group."""

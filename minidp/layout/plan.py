@@ -131,7 +131,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Layout:
-    """List buckets in launch order; InternalError unless each parameter is in one."""
+    """List buckets in launch order; InternalError unless each parameter has 1 slot."""
 
     buckets: tuple[BucketPlan, ...]
     num_params: int
@@ -151,7 +151,7 @@ class Layout:
         return tuple(owner[i] for i in range(self.num_params))
 
     def with_tail(self, tail: int) -> Layout:
-        """Return this layout with ``tail`` more elements in the first dense bucket."""
+        """Return this layout with ``tail`` spare elements in the first dense bucket."""
         plans = list(self.buckets)
         for number, plan in enumerate(plans):
             if not plan.sparse:
@@ -161,7 +161,7 @@ class Layout:
 
     @property
     def assignment(self) -> tuple[tuple[int, ...], ...]:
-        """Per bucket, its parameter indices in slot order; the same on all ranks."""
+        """Per bucket, its parameter indices in slot order."""
         return tuple(bucket.indices for bucket in self.buckets)
 
 
@@ -172,7 +172,7 @@ def fill(
 
     ``items``: number, kind and bytes; a bucket holds one kind. ``limits``: bytes at
     which the first, second, ... bucket of a kind is full; the last repeats. Buckets
-    below their limit come last, by their last item (torch: by a hash map).
+    below their limit come last, sorted by their last item (by torch: in any order).
     """
     open_bucket: dict[Hashable, list[int]] = {}
     num_closed: Counter[Hashable] = Counter()
@@ -210,7 +210,10 @@ def assign(
 
 
 def delayed(specs: Sequence[ParamSpec]) -> list[list[int]]:
-    """Return delayed parameters' buckets: one per dtype and device, or sparse one."""
+    """Return the buckets of delayed parameters, as lists of parameter indices.
+
+    One for each dtype and device; a sparse parameter has a bucket of its own.
+    """
     together: dict[tuple[object, ...], list[int]] = {}
     for i, spec in enumerate(specs):
         if spec.delayed:
@@ -262,7 +265,7 @@ def build_layout(
 
 
 def chunks_by_bytes(sizes: Sequence[int], limit: int = UNLIMITED) -> list[list[int]]:
-    """Split positions in ``sizes`` into runs; one ends when it has ``limit`` bytes."""
+    """Split positions in ``sizes`` (bytes) into runs; one ends at ``limit`` or more."""
     chunks: list[list[int]] = []
     filled = limit
     for i, nbytes in enumerate(sizes):

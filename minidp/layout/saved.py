@@ -33,7 +33,10 @@ _REMEDY = (
 def to_plain(
     layout: Layout, specs: Sequence[ParamSpec], *, rebuilt: bool
 ) -> dict[str, Any]:
-    """Return names, sizes and ``rebuilt`` (by ready order) of a layout, for JSON."""
+    """Return a layout as a dict for JSON: names and sizes by bucket, and ``rebuilt``.
+
+    ``rebuilt``: the layout follows the ready order, and may stay.
+    """
     buckets = [[specs[i] for i in members] for members in layout.assignment]
     return {
         "format": FORMAT,
@@ -63,11 +66,6 @@ def read_plain(value: object) -> SavedLayout:
         raise TypeError(
             "bucket_layout must be a mapping, as ddp.bucket_layout gives it, or a "
             f"file that minidp tune wrote, but got {type(value).__name__}{source}."
-        )
-    if "ranks" in value:
-        raise ValueError(
-            f"bucket_layout must be a layout, but got a recording{source}: that one is "
-            "for minidp report. What to do: minidp tune writes a layout."
         )
     rebuilt, buckets = value.get("rebuilt"), _rows(value.get("buckets"), str)
     elements = _rows(value.get("elements") or (), int)
@@ -129,9 +127,6 @@ def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
         found = "; ".join(f"{name}: {kind}" for kind, name in kinds.items())
         expected = "one dtype, device and sort of gradient in each bucket"
         require(len(kinds) == 1, expected, f"in bucket {number} {found}", listed)
-        is_alone = len(members) == 1 or not members[0].sparse
-        found = f"{len(members)} in bucket {number}"
-        require(is_alone, "a sparse gradient alone in its bucket", found, listed)
     for number, (this, following) in enumerate(pairwise(buckets)):
         is_early = this[0].delayed and not following[0].delayed
         expected, found = "delayed parameters in the last buckets", f"bucket {number}"
@@ -141,6 +136,6 @@ def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
 
 
 def _kind(spec: ParamSpec) -> str:
-    """Return a text of all that must be equal in one bucket."""
-    sort = "sparse" if spec.sparse else "dense"
+    """Return a text of what the parameters of one bucket share; sparse: nothing."""
+    sort = f"sparse, {spec.name} alone" if spec.sparse else "dense"
     return f"{spec.dtype} on {spec.device}, {sort}{', delayed' * spec.delayed}"

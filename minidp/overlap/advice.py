@@ -8,7 +8,7 @@ from typing import NamedTuple
 from minidp.config import aside
 
 from .forecast import Analysis
-from .skew import BACKWARD, FORWARD, Skew
+from .skew import BACKWARD, FORWARD
 from .timeline import AUTO, AUTO_TRIES, Timeline
 
 WORTH = 0.03  # share of a step: smaller gains are not advised
@@ -17,19 +17,19 @@ LATENCY_BYTES = 64 * 1024  # compression does not make smaller buckets faster
 
 
 class Change(NamedTuple):
-    """Hold a change that may shorten the step: its predicted gain, name and advice."""
+    """Hold a change that may shorten the step."""
 
     gain_s: float  # predicted seconds per step
-    name: str  # for a sentence that calls the gain uncertain
-    advice: str  # the sentence if the gain is at least half of p90 - p10 of the steps
+    advice: str  # a sentence that tells to make it, with its gain
 
 
 def advise(found: Analysis) -> str:
-    """Return advice as text: the first of these that is worth 3 % of a step.
+    """Return advice as text: the first of these that gains at least 3 % of a step.
 
-    Balance a late rank, look for varying load, set a bucket cap, send fewer bytes, do
-    more per step. Else why none: one rank, no reduced bucket, "auto" still trying,
-    little exposed, or steps that differ by more than twice the gain.
+    Balance a late rank, unless a bucket cap gains more; look for varying load, if ranks
+    wait for each other in half of what is exposed; the change of `_best_change`. Else
+    the text says why not: one rank, no reduced bucket, "auto" still trying, little
+    exposed. A gain is called uncertain if steps differ by more than twice of it.
     """
     where, one = found.run.ranks[0].where, found.shown.typical
     if where.world_size == 1:
@@ -62,9 +62,8 @@ def advise(found: Analysis) -> str:
     if change.gain_s >= (most - least) / 2:
         return change.advice
     return (
-        f"No change is certain to help: with {change.name}, "
-        f"{_predicted(one.seconds, change.gain_s)}, but steps differ by more "
-        f"(p10 {_ms(least)}, p90 {_ms(most)})."
+        f"{change.advice} This is not certain: steps differ by more (p10 {_ms(least)}, "
+        f"p90 {_ms(most)})."
     )
 
 
@@ -95,7 +94,7 @@ def _best_change(found: Analysis) -> Change:
                 f"{gain}, if small buckets are as fast, by the byte, as these, which "
                 "are all of one size."
             )
-        return Change(cap_s, f'{cap} (or "auto", which measures)', advice)
+        return Change(cap_s, advice)
     if half_s >= WORTH * step_s:
         hosts = {timeline.where.host for timeline in timelines}
         share = len(timelines) == timelines[0].where.world_size and len(hosts) == 1
@@ -105,7 +104,7 @@ def _best_change(found: Analysis) -> Change:
             f"minidp.comm_hooks.{COMPRESSION}) sends half the bytes; "
             f"{_predicted(step_s, half_s)}, less what the casts take{doubt}."
         )
-        return Change(half_s, f"half the bytes ({COMPRESSION})", advice)
+        return Change(half_s, advice)
     return _accumulation(found)
 
 
@@ -125,13 +124,13 @@ def _accumulation(found: Analysis) -> Change:
         why = "the clocks of the hosts do not tell waiting from transfer"
         if not any(bucket.dense_bytes for bucket in one.buckets):
             why = "the bytes of a sparse gradient are unknown"
-    name, half_s = "more backwards under no_sync()", one.exposed_s / 2
+    half_s = one.exposed_s / 2
     advice = (
         f"{_ms(one.exposed_s)} are exposed, and {why}: do more per step, with larger "
-        f"batches, or with {name}: of two such steps in one, predicted "
-        f"{_ms(one.seconds - half_s)} for each instead of {_ms(one.seconds)}."
+        "batches, or with more backwards under no_sync(): of two such steps in one, "
+        f"predicted {_ms(one.seconds - half_s)} for each instead of {_ms(one.seconds)}."
     )
-    return Change(half_s, name, advice)
+    return Change(half_s, advice)
 
 
 def straggler(found: Analysis) -> Change:
@@ -142,11 +141,12 @@ def straggler(found: Analysis) -> Change:
     """
     skew, one = found.skew, found.shown.typical
     if skew is None:
-        return Change(0.0, "", "")
-    rank = skew.latest(max(skew.late))
-    late = skew.late[max(skew.late)][rank]
-    if late.often_s <= max(skew.error_s, 0.5 * late.typical_s):
-        return Change(0.0, "", "")
+        return Change(0.0, "")
+    last = max(skew.late)
+    rank = skew.latest(last)
+    late_s = skew.late[last][rank]
+    if skew.often_s[rank] <= max(skew.error_s, 0.5 * late_s):
+        return Change(0.0, "")
     place, growth_s = skew.grows_at(rank)
     if place == FORWARD:
         why = f"begins its forward {_ms(growth_s)} late: look at its data and logging"
@@ -158,41 +158,19 @@ def straggler(found: Analysis) -> Change:
         members = [b.members for b in one.buckets if b.number == place]
         names = "".join(f" ({layers_of(found.run.ranks[0], each)})" for each in members)
         why = f"falls {_ms(growth_s)} behind at bucket {place}{names}: balance the load"
-    gain_s = min(late.typical_s, one.late_s, one.exposed_s)
+    gain_s = min(late_s, one.late_s, one.exposed_s)
     return Change(
         gain_s,
-        "a balanced load",
-        f"Rank {rank} is {_ms(late.typical_s)} late at the last bucket, above all "
-        f"because it {why}; {_predicted(one.seconds, gain_s)}."
-        f"{_also_late(skew, rank)}",
+        f"Rank {rank} is {_ms(late_s)} late at the last bucket, above all "
+        f"because it {why}; {_predicted(one.seconds, gain_s)}.",
     )
-
-
-def _also_late(skew: Skew, rank: int) -> str:
-    """Return a sentence on the rank that is latest, at any place, besides ``rank``.
-
-    "" unless in three of four steps it is later than the clocks' error, and than half
-    of the largest lateness of ``rank``.
-    """
-    largest_s = max(by_rank[rank].typical_s for by_rank in skew.late.values())
-    found = [
-        (late.typical_s, other, place)
-        for place, by_rank in skew.late.items()
-        for other, late in by_rank.items()
-        if other != rank and late.often_s > max(skew.error_s, 0.5 * largest_s)
-    ]
-    if not found:
-        return ""
-    late_s, other, place = max(found)
-    begins = {FORWARD: "when its forward begins", BACKWARD: "when its backward begins"}
-    where = begins.get(place, f"at bucket {place}")
-    return f" Rank {other} is late, too: {_ms(late_s)} {where}."
 
 
 def layers_of(timeline: Timeline, members: Sequence[int]) -> str:
     """Return "A to B", the modules of the first and the last of parameters ``members``.
 
-    Once if equal; the parameter's name if its module is the root or only a number.
+    "A" if they are equal. A module that is the root, or whose name is a number, gives
+    the parameter's name.
     """
     names = []
     for param in (timeline.params[i].name for i in (min(members), max(members))):

@@ -21,6 +21,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
+import numpy as np
+
 from .skew import Run
 from .timeline import BucketTimes, Span, Step, Timeline
 
@@ -42,7 +44,6 @@ class BucketOverlap:
     first_s: float | None  # from the backward's begin to the first gradient; None: ?
     full_s: float  # from the backward's begin to the last gradient
     waited_s: float  # from full until launched and the bucket before is done
-    queued_s: float  # part of `waited_s`: launched, but the bucket before was not done
     late_s: float  # waiting for slower ranks; 0 if only this rank was recorded
     wire_s: float  # bytes move
     hidden_s: float  # part of late and wire while this rank computes
@@ -54,7 +55,10 @@ class BucketOverlap:
 
 @dataclass(frozen=True)
 class StepOverlap:
-    """Hold a step's seconds by phase; `hidden_s` and `late_s` are parts of others."""
+    """Hold one rank's step: its seconds split into phases, and its buckets.
+
+    `hidden_s` and `late_s` are no phases of their own, but parts of others.
+    """
 
     seconds: float  # from the first forward to the next step's first forward
     local_forward_s: float  # under no_sync()
@@ -99,7 +103,7 @@ def overlap_of(
         "backward_s": step.backward.seconds,
         "exposed_s": exposed,
         "finish_s": max(0.0, (finished - end) / 1e9 - exposed - inside),
-        "optimizer_s": sum(span.seconds for span in step.optimizers),
+        "optimizer_s": covered(step.optimizers, step.begin_ns, step.end_ns) / 1e9,
     }
     seconds = (step.end_ns - step.begin_ns) / 1e9
     return StepOverlap(
@@ -131,7 +135,6 @@ def _bucket(
         first_s=None if first is None else (first - begin) / 1e9,
         full_s=(bucket.full_ns - begin) / 1e9,
         waited_s=(turn - bucket.full_ns) / 1e9,
-        queued_s=max(0, turn - bucket.launched_ns) / 1e9,
         late_s=(start - turn) / 1e9,
         wire_s=(bucket.done_ns - start) / 1e9,
         hidden_s=hidden / 1e9,
@@ -163,7 +166,7 @@ def covered(spans: Sequence[Span], begin: int, end: int) -> int:
 
 
 class Slice(NamedTuple):
-    """A named interval (ns) on a row of a picture or a trace."""
+    """Hold a named interval (ns) on a row of a picture, a trace or the page."""
 
     row: str | int  # "forward", "backward", "optimizer", or the number of a bucket
     name: str
@@ -257,18 +260,15 @@ def _with_first_gradients(
     It is `full_s` times the median of first / full over the ``steps`` that timed
     gradients, as steps differ in length; None if none timed them.
     """
-    shares: dict[int, list[float]] = {bucket.number: [] for bucket in typical.buckets}
-    for bucket in (each for one in steps for each in one.buckets):
-        if bucket.first_s is not None and bucket.full_s > 0:
-            share = min(1.0, bucket.first_s / bucket.full_s)
-            shares.setdefault(bucket.number, []).append(share)
-    firsts = [
-        each.full_s * median(shares[each.number]) if shares[each.number] else None
-        for each in typical.buckets
-    ]
-    pairs = zip(typical.buckets, firsts, strict=True)
-    buckets = tuple(replace(each, first_s=first) for each, first in pairs)
-    return replace(typical, buckets=buckets)
+    numbered = [{bucket.number: bucket for bucket in one.buckets} for one in steps]
+    buckets = []
+    for bucket in typical.buckets:
+        same = [each[bucket.number] for each in numbered if bucket.number in each]
+        timed = [(b.first_s, b.full_s) for b in same if b.first_s is not None]
+        shares = [min(1.0, first / full) for first, full in timed if full > 0]
+        first_s = bucket.full_s * median(shares) if shares else None
+        buckets.append(replace(bucket, first_s=first_s))
+    return replace(typical, buckets=tuple(buckets))
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -286,19 +286,15 @@ def typical_step(
     and exposed time lie within the reported p10 and p90. Of such steps, prefer one in
     which no other rank is exposed longer; then the one nearest to all ranks' medians.
     """
-    shown = max(range(len(exposed)), key=lambda rank: median(exposed[rank]))
-    spreads = [(values, spread(values)) for values in (lengths[shown], exposed[shown])]
-    middles = [(values, median(values)) for values in (*lengths, *exposed)]
-
-    def oddness(number: int) -> tuple[bool, bool, float]:
-        is_outside = any(
-            not low <= values[number] <= high for values, (low, high) in spreads
-        )
-        waits_less = exposed[shown][number] < max(each[number] for each in exposed)
-        distance = sum(abs(values[number] - middle) for values, middle in middles)
-        return is_outside, waits_less, distance
-
-    return min(range(len(lengths[0])), key=oddness)
+    of_ranks, outside = np.array(exposed), np.zeros(len(exposed[0]), bool)
+    shown = int(np.median(of_ranks, axis=1).argmax())
+    for values in (lengths[shown], exposed[shown]):
+        low, high = spread(values)
+        outside |= (np.array(values) < low) | (np.array(values) > high)
+    waits_less = of_ranks[shown] < of_ranks.max(axis=0)
+    both = np.array([*lengths, *exposed])
+    distance = abs(both - np.median(both, axis=1, keepdims=True)).sum(axis=0)
+    return int(np.lexsort((distance, waits_less, outside))[0])  # the last key is first
 
 
 def to_show(buckets: Sequence[BucketOverlap], most: int) -> set[int]:

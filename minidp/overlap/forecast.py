@@ -151,7 +151,7 @@ def _ready_times(timeline: Timeline) -> dict[int, float | None]:
 
 
 def network_of(run: Run, samples: Sequence[tuple[int, float]]) -> Network | None:
-    """Fit latency and bandwidth to ``samples``; None without any, or for one rank.
+    """Fit latency and bandwidth to ``samples``; None without any, or in a run of one.
 
     Buckets of several sizes tell latency from bandwidth, so all recorded layouts count.
     With one size only, latency counts as 0. If recordings of ranks are missing, only

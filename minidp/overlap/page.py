@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,16 +17,8 @@ from typing import Any
 from .advice import layers_of, straggler
 from .analysis import Slice, StepOverlap, overlap_of, slices
 from .forecast import CAPS_MB, Analysis, Forecast, analyse
-from .skew import BACKWARD, FORWARD, Run, Skew, aligned
-from .text import (
-    PHASES,
-    headline,
-    ms,
-    network_lines,
-    report,
-    skew_rows,
-    spread_text,
-)
+from .skew import Run, aligned
+from .text import PHASES, headline, network_lines, report, skew_rows, spread_text
 from .timeline import Step, Timeline
 
 ROOM = 900_000  # characters of data: the page stays below 1 MB
@@ -47,12 +40,13 @@ def html_page(timelines: Sequence[Timeline]) -> str:
     run = aligned(timelines)
     found = analyse(run)
     text = report(timelines)
+    answers = _sentences(found) if found else f"<p>{html.escape(text)}</p>"
     data = {"kinds": KINDS, "totals": TOTALS, "phases": list(PHASES)}
     data |= _data(found) if found else {"steps": []}
     parts = {
         "/*forecast.js*/": _file("forecast.js"),
         "/*page.js*/": _file("page.js"),
-        "<!--sentences-->": _sentences(found) if found else _paragraph(text),
+        "<!--sentences-->": answers,
         "<!--report-->": html.escape(text),
         "<!--data-->": _json(data),  # last: what it holds is not replaced
     }
@@ -69,15 +63,12 @@ def _file(name: str) -> str:
 def _sentences(found: Analysis) -> str:
     """Return the report's first lines as paragraphs, their first words emphasised."""
     where, *answers = headline(found)
-    paragraphs = [_paragraph(line, line.partition("? ")[1]) for line in answers[:-1]]
-    about = _paragraph(where.replace("\n", "; "), name="where")
-    return "".join([*paragraphs, _paragraph(answers[-1], ": "), about])
-
-
-def _paragraph(line: str, mark: str = "", name: str = "") -> str:
-    question, found, rest = line.partition(mark) if mark else ("", "", line)
-    strong = f"<strong>{html.escape(question + found)}</strong>" if found else ""
-    return f'<p class="{name}">{strong}{html.escape(rest)}</p>'
+    paragraphs = []
+    for line in answers:
+        text = re.sub(r"^([^?:]*[?:] )", r"<strong>\1</strong>", html.escape(line))
+        paragraphs.append(f"<p>{text}</p>")
+    about = html.escape(where.replace("\n", "; "))
+    return "".join(paragraphs) + f'<p class="where">{about}</p>'
 
 
 def _data(found: Analysis) -> dict[str, Any]:
@@ -102,7 +93,7 @@ def _data(found: Analysis) -> dict[str, Any]:
         "spread": [spread_text(overlap.spread_s) for overlap in found.overlaps],
         "network": network_lines(found) if found.forecast else [],
         "skew": skew_rows(found.skew, found) if found.skew else None,
-        "latest": _latest(found.skew, found) if found.skew else "",
+        "latest": straggler(found).advice or "No rank is late in three of four steps.",
         "model": _model(found.forecast, found) if found.forecast else None,
     }
     fit = max(1, (ROOM - len(_json(data))) // len(_json(_step(run, typical))))
@@ -111,28 +102,6 @@ def _data(found: Analysis) -> dict[str, Any]:
         kept[0] = typical
     steps = [_step(run, number) for number in kept]
     return data | {"steps": steps, "typical": kept.index(typical)}
-
-
-def _latest(skew: Skew, found: Analysis) -> str:
-    """Say which rank launches the last bucket last, and where it falls behind most."""
-    last = max(skew.late)
-    rank = skew.latest(last)
-    place, growth_s = skew.grows_at(rank)
-    where = {FORWARD: "before its forward begins", BACKWARD: "in its forward"}
-    members = [b.members for b in found.shown.typical.buckets if b.number == place]
-    layers = "".join(f" ({layers_of(found.run.ranks[0], each)})" for each in members)
-    before = where.get(place, f"in its backward, until bucket {place}{layers} is full")
-    late = skew.late[last][rank]
-    often = f"at least {ms(late.often_s)} ms in three of four steps"
-    others = (
-        "the median of the others" if len(found.run.ranks) > 2 else "the other rank"
-    )
-    return (
-        f"Rank {rank} launches bucket {last}, the last one, {ms(late.typical_s)} ms "
-        f"behind {others}, "
-        f"{often if late.often_s > 0 else 'but not in all steps'}. "
-        f"The largest part, {ms(growth_s)} ms, it falls behind {before}."
-    )
 
 
 def _json(data: Any) -> str:
@@ -174,7 +143,10 @@ def _rank(one: StepOverlap, origin: int) -> dict[str, Any]:
 
 
 def _packed(found: Iterable[Slice], at: int) -> list[int]:
-    """Return kind and length (ns) of slices and of gaps (kind -1), from ``at`` on."""
+    """Return one list of kind, length (ns), kind, ... for slices that follow ``at``.
+
+    A gap between slices has the kind `GAP`.
+    """
     numbers = []
     for each in found:
         if each.begin_ns != at:

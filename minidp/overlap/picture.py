@@ -1,4 +1,4 @@
-"""Draw recorded steps: the typical one as a picture, all of them as a trace.
+"""Draw recorded steps: the typical one of a rank as a picture, all as a trace.
 
 Traces are for Perfetto (https://ui.perfetto.dev) and ``chrome://tracing``. Bars and
 slices are named as the report's columns.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,13 @@ from .analysis import (
     most_exposed,
     overlap_of,
     overlaps_of,
-    pieces,
     slices,
     to_show,
 )
 from .skew import aligned
 from .timeline import Timeline
 
-MAX_RANKS = 4  # number of panels
-MAX_BUCKETS = 60  # rows of a panel
-LATE = "late (slower ranks)"
+MAX_BUCKETS = 60  # rows of a picture
 COLOURS = {
     "local forward": "#d9e6f3",
     "local backward": "#e6d3c5",
@@ -37,64 +34,58 @@ COLOURS = {
     "backward": "#b9c4d0",
     "optimizer step": "#5c6770",
     "waited": "#f3d9a4",
-    LATE: "#8d6ab8",
+    "late (slower ranks)": "#8d6ab8",
     "wire, hidden": "#2a9d8f",
     "wire, exposed": "#d1495b",
 }
-_LEGEND = {  # as in the rows and columns of the report
-    "optimizer step": "optimizer",
-    "waited": "full, waited",
-    LATE: "late (slower ranks; hidden until the dashed line, then exposed)",
-}
-_END_OF_BACKWARD: dict[str, Any] = {"color": "#444444", "lw": 1, "ls": "--"}
 _TRACKS = ("forward", "backward", "optimizer")
-_GREY = ("finalize", "filling", "waited", "done, not copied out")
-# Colours that both viewers know.
-_TRACE_COLOURS = {"wire, hidden": "good", "wire, exposed": "terrible"}
-_TRACE_COLOURS |= dict.fromkeys(_GREY, "grey")
 
 
 def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
-    """Draw the typical step of the most exposed rank and at most 3 others to a file.
+    """Draw the typical step of the rank that waits most, as in the report, to a file.
 
-    Raises ModuleNotFoundError without matplotlib; ValueError if no bucket was reduced
-    in a step of all ranks, or the recordings are not of different ranks of one run.
+    A row for what the rank computes, and one for each of up to 60 buckets. Raises
+    ModuleNotFoundError without matplotlib; ValueError if no bucket was reduced in a
+    step of all ranks, or the recordings are not of different ranks of one run.
     """
-    run = aligned(timelines)
-    overlaps = overlaps_of(run)
+    overlaps = overlaps_of(aligned(timelines))
     if not overlaps or not overlaps[0].typical.buckets:
         raise ValueError("there is nothing to draw: no recorded step sent anything")
-    reported = most_exposed(overlaps).rank  # always drawn
-    drawn = sorted(overlaps, key=lambda one: one.rank != reported)[:MAX_RANKS]
-    views = [one.typical for one in sorted(drawn, key=lambda one: one.rank)]
-    _draw(views, len(overlaps) - len(views), path)
-
-
-def _draw(views: Sequence[StepOverlap], num_left_out: int, path: str | Path) -> None:
+    one = most_exposed(overlaps).typical
     figures, patches, lines = map(_matplotlib, ("figure", "patches", "lines"))
-    heights = [1.5 + len(views)]
-    heights += [2 + min(len(one.buckets), MAX_BUCKETS) for one in views]
-    size = (11, 1.8 + 0.3 * sum(heights))
+    numbers = to_show(one.buckets, MAX_BUCKETS)
+    shown = [bucket for bucket in one.buckets if bucket.number in numbers]
+    size = (11, 2.4 + 0.3 * len(shown))
     figure = figures.Figure(figsize=size, layout="constrained")
-    whole, *panels = figure.subplots(
-        len(heights), 1, squeeze=False, height_ratios=heights
-    )[:, 0]
-    _whole_step(whole, views, num_left_out)
-    origin = min(one.step.backward.begin_ns for one in views)
-    for panel, one in zip(panels, views, strict=True):
-        panel.sharex(panels[0])
-        panel.tick_params(labelbottom=panel is panels[-1])
-        _panel(panel, one, origin)
-    panels[-1].set_xlabel("ms after the first rank's backward began")
-    is_local = any(s.name.startswith("local") for one in views for s in slices(one))
-    handles = [
-        patches.Patch(color=colour, label=_LEGEND.get(name, name))
-        for name, colour in COLOURS.items()
-        if is_local or not name.startswith("local")
-    ]
-    end = lines.Line2D([], [], label="end of the backward", **_END_OF_BACKWARD)
-    where = "outside lower center"
-    figure.legend(handles=[*handles, end], loc=where, ncols=3, frameon=False)
+    axes, origin = figure.subplots(), one.step.begin_ns
+    rows = {bucket.number: row for row, bucket in enumerate(shown, 1)}
+    handles = {}
+    for each in slices(one):
+        row = rows.get(each.row) if isinstance(each.row, int) else 0
+        if row is not None and (colour := COLOURS.get(each.name)):
+            begin, length = each.begin_ns - origin, each.end_ns - each.begin_ns
+            axes.barh(row, length / 1e6, left=begin / 1e6, color=colour, height=0.7)
+            handles[each.name] = patches.Patch(color=colour, label=each.name)
+    style: dict[str, Any] = {"color": "#444444", "lw": 1, "ls": "--"}
+    axes.axvline((one.step.backward.end_ns - origin) / 1e6, **style)
+    end = lines.Line2D([], [], label="end of the backward", **style)
+    labels = [f"bucket {b.number}, {b.nbytes / MIB:.3g} MiB" for b in shown]
+    axes.set_yticks(range(1 + len(labels)), ["computes", *labels], fontsize=8)
+    axes.invert_yaxis()
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("ms after the step began")
+    left_out = len(one.buckets) - len(shown)
+    more = f"; the {left_out} least exposed buckets are not drawn" if left_out else ""
+    axes.set_title(
+        f"rank {one.timeline.where.rank}: {one.hidden_s * 1e3:.1f} ms of communication "
+        f"hidden, {one.exposed_s * 1e3:.1f} ms exposed, in a step of "
+        f"{one.seconds * 1e3:.1f} ms{more}",
+        fontsize=10,
+        loc="left",
+    )
+    place = {"loc": "outside lower center", "ncols": 5, "frameon": False}
+    figure.legend(handles=[*handles.values(), end], **place)
     figure.savefig(path, dpi=110)
 
 
@@ -106,67 +97,6 @@ def _matplotlib(part: str) -> Any:
             "A picture needs matplotlib, which is not installed. What to do: "
             "pip install matplotlib."
         ) from None
-
-
-def _whole_step(panel: Any, views: Sequence[StepOverlap], num_left_out: int) -> None:
-    """Draw phases and exposed communication of a step, a row per rank, with a title."""
-    origin = min(one.step.begin_ns for one in views)
-    for row, one in enumerate(views):
-        step = one.step
-        phases = [each for each in slices(one) if isinstance(each.row, str)]
-        busy = (step.backward, *step.optimizers)
-        exposed = [
-            Slice(bucket.number, "wire, exposed", begin, end)
-            for bucket in one.buckets
-            for begin, end, hides in pieces(busy, bucket.turn_ns, bucket.times.done_ns)
-            if begin >= step.backward.end_ns and not hides
-        ]
-        _bars(panel, row, [*phases, *exposed], origin)
-    _tidy(panel, [f"rank {one.timeline.where.rank}" for one in views])
-    panel.set_xlabel("ms after the first rank's step began")
-    more = f"; {num_left_out} more ranks are not drawn" if num_left_out else ""
-    title = f"the whole step; white: data, loss and the like, copies{more}"
-    panel.set_title(title, fontsize=10, loc="left")
-
-
-def _panel(panel: Any, one: StepOverlap, origin: int) -> None:
-    """Draw one rank's backward and up to 60 of its buckets, a row each, and a title."""
-    shown = to_show(one.buckets, MAX_BUCKETS)
-    buckets = [bucket for bucket in one.buckets if bucket.number in shown]
-    rows: dict[str | int, list[Slice]] = {bucket.number: [] for bucket in buckets}
-    for each in slices(one):
-        if each.row in rows or each.name == "backward":
-            rows.setdefault(each.row, []).append(each)
-    _bars(panel, 0, rows["backward"], origin)
-    for row, bucket in enumerate(buckets, 1):
-        _bars(panel, row, rows[bucket.number], origin)
-    panel.axvline((one.step.backward.end_ns - origin) / 1e6, **_END_OF_BACKWARD)
-    sizes = [f"bucket {b.number}, {b.nbytes / MIB:.3g} MiB" for b in buckets]
-    _tidy(panel, ["backward", *sizes])
-    left_out = len(one.buckets) - len(buckets)
-    more = f"; the {left_out} least exposed buckets are not drawn" if left_out else ""
-    panel.set_title(
-        f"rank {one.timeline.where.rank}: {one.hidden_s * 1e3:.1f} ms of communication "
-        f"hidden, {one.exposed_s * 1e3:.1f} ms exposed, in a step of "
-        f"{one.seconds * 1e3:.1f} ms{more}",
-        fontsize=10,
-        loc="left",
-    )
-
-
-def _bars(panel: Any, row: int, drawn: Iterable[Slice], origin: int) -> None:
-    for each in drawn:
-        if each.name in COLOURS:
-            begin, length = each.begin_ns - origin, each.end_ns - each.begin_ns
-            colour = COLOURS[each.name]
-            panel.barh(row, length / 1e6, left=begin / 1e6, color=colour, height=0.7)
-
-
-def _tidy(panel: Any, labels: Sequence[str]) -> None:
-    panel.set_yticks(range(len(labels)), labels, fontsize=8)
-    panel.invert_yaxis()
-    panel.spines[["top", "right", "left"]].set_visible(False)
-    panel.tick_params(axis="y", length=0)
 
 
 # ---------------------------------------------------------------------------- trace
@@ -212,7 +142,7 @@ def _event(one: StepOverlap, each: Slice, origin: int) -> dict[str, Any]:
         args["parameters"] = [one.timeline.params[i].name for i in bucket.members]
     else:
         tid = 1 + _TRACKS.index(each.row)
-    event = {
+    return {
         "ph": "X",
         "name": each.name,
         "pid": one.timeline.where.rank + 1,
@@ -221,5 +151,3 @@ def _event(one: StepOverlap, each: Slice, origin: int) -> dict[str, Any]:
         "dur": (each.end_ns - each.begin_ns) / 1e3,
         "args": args,
     }
-    colour = _TRACE_COLOURS.get(each.name)
-    return event | {"cname": colour} if colour else event

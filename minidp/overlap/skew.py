@@ -18,6 +18,7 @@ from functools import cached_property
 from statistics import median
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .timeline import ClockOffset, Step, Timeline
 
@@ -57,7 +58,10 @@ class Run:
 
     @cached_property
     def launches(self) -> Mapping[int, Mapping[int, int]]:
-        """Step number -> bucket number -> when (ns) the last rank launched it."""
+        """When (ns) the last rank launched a bucket, by number of step and of bucket.
+
+        Of the steps that all ranks recorded, whatever their layout.
+        """
         found: dict[int, dict[int, int]] = {}
         for steps in _of_all(self.ranks):
             last = found[steps[0].number] = {}
@@ -154,27 +158,20 @@ def _rounds(first: Timeline, other: Timeline) -> list[tuple[Round, Round]]:
 
 
 @dataclass(frozen=True)
-class Late:
-    """Hold how many seconds one rank comes after the others' median, at one place."""
-
-    typical_s: float  # median over steps; negative: earlier than the others
-    often_s: float  # lower quartile: in three of four steps the rank is later than this
-
-
-@dataclass(frozen=True)
 class Skew:
-    """Hold how long after the median of the others each rank comes to its places.
+    """Hold how many seconds after the median of the others each rank comes to places.
 
-    Places: its forward, its backward, each launch of a bucket.
+    Places: its forward, its backward, each launch of a bucket. Negative: earlier.
     """
 
-    late: Mapping[Place, Mapping[int, Late]]  # by place, in order of time, and by rank
+    late: Mapping[Place, Mapping[int, float]]  # median over steps; in order of time
+    often_s: Mapping[int, float]  # at the last place: more than this in 3 of 4 steps
     error_s: float  # the largest error of a clock offset
 
     def latest(self, place: Place) -> int:
         """Return the rank that is latest at a place, by the median of its lateness."""
         by_rank = self.late[place]
-        return max(by_rank, key=lambda rank: by_rank[rank].typical_s)
+        return max(by_rank, key=lambda rank: by_rank[rank])
 
     def grows_at(self, rank: int) -> tuple[Place, float]:
         """Return the place where a rank falls behind most, and by how many seconds.
@@ -183,8 +180,8 @@ class Skew:
         """
         growth, before = {}, 0.0
         for place, by_rank in self.late.items():
-            growth[place] = by_rank[rank].typical_s - before
-            before = by_rank[rank].typical_s
+            growth[place] = by_rank[rank] - before
+            before = by_rank[rank]
         return max(growth.items(), key=lambda item: item[1])
 
 
@@ -201,10 +198,13 @@ def skew_of(run: Run) -> Skew | None:
                 found.setdefault(place, []).append(times)
     if max(found, default=BACKWARD) < 0:
         return None  # no bucket
-    numbers = [timeline.where.rank for timeline in run.ranks]
-    return Skew(
-        {place: _late(found[place], numbers) for place in sorted(found)}, run.error_s
-    )
+    ranks = [timeline.where.rank for timeline in run.ranks]
+    late: dict[Place, dict[int, float]] = {}
+    for place in sorted(found):
+        behind = _behind(found[place])
+        late[place] = dict(zip(ranks, np.median(behind, axis=0).tolist(), strict=True))
+    often = np.quantile(behind, 0.25, axis=0).tolist()
+    return Skew(late, dict(zip(ranks, often, strict=True)), run.error_s)
 
 
 def _arrivals(step: Step) -> dict[Place, int]:
@@ -213,12 +213,9 @@ def _arrivals(step: Step) -> dict[Place, int]:
     return begins | {bucket.number: bucket.launched_ns for bucket in step.buckets}
 
 
-def _late(rows: Sequence[Sequence[int]], numbers: Sequence[int]) -> dict[int, Late]:
-    """Return the lateness of ranks ``numbers`` at one place; ``rows``: ns by rank."""
+def _behind(rows: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+    """Return seconds after the median of the others; ``rows``: ns by step and rank."""
     times = np.array(rows) - np.array(rows)[:, :1]
-    late = {}
-    for column, number in enumerate(numbers):
-        others = np.median(np.delete(times, column, axis=1), axis=1)
-        behind = (times[:, column] - others) / 1e9
-        late[number] = Late(float(np.median(behind)), float(np.quantile(behind, 0.25)))
-    return late
+    columns = range(times.shape[1])
+    others = [np.median(np.delete(times, n, axis=1), axis=1) for n in columns]
+    return np.array((times - np.transpose(others)) / 1e9)

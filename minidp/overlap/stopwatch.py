@@ -4,42 +4,42 @@ What a `Stopwatch` is told, and by whom::
 
     note     an event of a bucket                      any thread
     enter    a phase of the step begins or ends        data_parallel, core, guard
-    take     the times of grad hooks, in some steps    core
 
-While steps run, only a few clock marks per bucket are kept; `Stopwatch.steps` converts
-them. The auto search uses a plain `Stopwatch`, `minidp.record` a `ModelStopwatch`.
+In some steps a `HookTiming` also stores when each grad hook ran. While steps run, only
+clock marks are kept; `Stopwatch.steps` converts them.
 """
 
 from __future__ import annotations
 
-import platform
 import sys
 import time
-from collections import deque
-from collections.abc import Container, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MethodType
+from typing import Any, cast
 
 import torch
 
-from minidp._version import __version__
+from minidp.core import BucketQueue, GradHook, GradHooks, untraced
+from minidp.layout import Layout
 from minidp.trace import Moment, StepEvent
 
-from .hook_timing import HookTiming
-from .timeline import BucketTimes, ClockOffset, Param, Span, Step, Timeline, Where
+from .timeline import BucketTimes, Span, Step
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from minidp.core import BucketQueue, GradHooks, Reducer
-    from minidp.layout import Layout
-
-KEEP_STEPS = 200
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 Mark = Any  # one read of a clock: nanoseconds, or a CUDA event
-Pairs = list[list[Mark]]  # begin and end; the end is None until it happens
+# Events that begin and end a span, and the field of `Step` that holds such spans.
+_BEGINS = {
+    StepEvent.FORWARD_BEGIN: "forwards",
+    StepEvent.LOCAL_BACKWARD_BEGIN: "local_backwards",
+    StepEvent.OPTIMIZER_BEGIN: "optimizers",
+}
+_ENDS = {
+    StepEvent.FORWARD_END: "forwards",
+    StepEvent.LOCAL_BACKWARD_END: "local_backwards",
+    StepEvent.OPTIMIZER_END: "optimizers",
+}
 
 
 class Clock:
@@ -89,6 +89,58 @@ class CudaClock(Clock):
         return self._origin_ns + round(until_anchor * 1e6) + round(from_anchor * 1e6)
 
 
+class HookTiming:
+    """Record when each grad hook of ``hooks`` runs, while switched on.
+
+    `switch` swaps Python hooks on the nodes for ones that read ``clock`` first, and
+    back. C++ hooks read ``time.perf_counter_ns`` without Python; for any other
+    ``clock`` they call `_stamp`.
+    """
+
+    def __init__(self, hooks: GradHooks, clock: Callable[[], Any]) -> None:
+        self.is_on = False
+        self._hooks = hooks
+        self._clock = clock
+        self._is_in_cpp = hooks.table is not None and clock is time.perf_counter_ns
+        self._stamps: list[Any] = [None] * len(hooks.nodes)
+        plain = {hook for _, _, hook in hooks.places}
+        self._timed = {hook: _timed(hook, clock, self._stamps) for hook in plain}
+
+    def switch(self, *, on: bool) -> None:
+        """Start or stop recording hook times; do not call during a backward."""
+        if on is self.is_on:
+            return
+        self.is_on, table = on, self._hooks.table
+        if table is not None:
+            table.stamp_by(self._stamp if on and not self._is_in_cpp else None)
+            table.is_timed = on
+        for i, (on_node, key, hook) in enumerate(self._hooks.places):
+            on_node[key] = MethodType(self._timed[hook] if on else hook, i)
+
+    def _stamp(self, i: int) -> None:
+        """Store the time of parameter ``i``; called by its C++ hook."""
+        self._stamps[i] = self._clock()
+
+    def take(self) -> list[Any]:
+        """Return and clear each parameter's last time; None if its hook did not run."""
+        if self._is_in_cpp:
+            stamps = cast("Any", self._hooks.table).take_stamps()
+            return [stamp or None for stamp in stamps]
+        taken, self._stamps[:] = list(self._stamps), [None] * len(self._stamps)
+        return taken
+
+
+def _timed(hook: GradHook, clock: Callable[[], Any], stamps: list[Any]) -> GradHook:
+    """Return ``hook`` with a clock read before it, stored in ``stamps``."""
+
+    @untraced
+    def grad_hook(i: int, grad_inputs: Any, grad_outputs: Any) -> None:
+        stamps[i] = clock()
+        hook(i, grad_inputs, grad_outputs)
+
+    return grad_hook
+
+
 @dataclass
 class StepMarks:
     """Hold the raw times (clock marks) that a `Stopwatch` collects during one step."""
@@ -96,10 +148,10 @@ class StepMarks:
     number: int
     begin: Mark
     end: Mark | None = None
-    forwards: Pairs = field(default_factory=list)
-    local_forwards: Pairs = field(default_factory=list)
-    local_backwards: Pairs = field(default_factory=list)
-    optimizers: Pairs = field(default_factory=list)
+    # By field of `Step`: (begin, end) of spans; an end is None until it happens.
+    spans: defaultdict[str, list[list[Mark]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     # In order: of the backward, of finalize, its end.
     phases: dict[StepEvent, Mark] = field(default_factory=dict)
     moments: dict[int, dict[Moment, Mark]] = field(default_factory=dict)  # by bucket
@@ -108,52 +160,54 @@ class StepMarks:
 
 
 class Stopwatch:
-    """Record a reducer's last ``keep`` steps; in `timed_steps` each gradient's time."""
+    """Record a reducer's last ``keep`` steps, from `start` to `stop`.
+
+    In the steps ``timed_steps``, counted from 0, each gradient is timed, too; None: in
+    one of `Clock.params_every`. ``clock`` None: a `CudaClock` if all parameters are on
+    one GPU, else a `Clock`.
+    """
 
     def __init__(
         self,
         queue: BucketQueue,
         hooks: GradHooks,
         *,
-        keep: int = KEEP_STEPS,
+        keep: int,
         clock: Clock | None = None,
+        timed_steps: Container[int] | None = None,
     ) -> None:
         self._queue, self._hooks = queue, hooks
         first, *others = {spec.device for spec in queue.specs}
         is_one_gpu = first.type == "cuda" and not others
         self._clock = clock or (CudaClock(first) if is_one_gpu else Clock())
-        every = self._clock.params_every
-        self.timed_steps: Container[int] = range(0, sys.maxsize, every)
+        every = range(0, sys.maxsize, self._clock.params_every)
+        self._timed_steps = every if timed_steps is None else timed_steps
         self._marks: StepMarks | None = None  # of the step that runs now
         self._finished: deque[StepMarks] = deque(maxlen=keep)
         self._num_begun = 0
 
     def start(self) -> None:
-        """Start recording: receive bucket and phase events; prepare to time hooks."""
+        """Start recording with the next step; call this once."""
         self._timing = HookTiming(self._hooks, self._clock.read)
         self._queue.tracer.add(self)
 
-    def stop(self) -> ProcessGroup:
-        """Stop recording; keep the step under way if reduced. Return the group."""
+    def stop(self) -> None:
+        """Stop recording for good; the step under way is kept if it was reduced.
+
+        `steps` goes on to work; the queue and its hooks are no longer kept alive.
+        """
         self._queue.tracer.remove(self)
         self._timing.switch(on=False)
-        del self._timing
         self._close(None)
-        return self._queue.communicator.group
-
-    def clear(self) -> None:
-        """Drop finished steps; count anew, from the current one on, which are timed.
-
-        The current step's hooks are no longer timed; its number stays.
-        """
-        self._finished.clear()
-        self._num_begun = int(self._marks is not None)
-        self._timing.switch(on=False)
+        del self._timing, self._queue, self._hooks
 
     # -- events, see `trace.Listener` --------------------------------------------------
 
     def note(self, moment: Moment, bucket: int) -> None:
-        """Store when a bucket first reached ``moment``; ignore it before a backward."""
+        """Store when ``bucket`` first reached ``moment`` in this step.
+
+        Ignored until the step's synchronised backward has begun.
+        """
         marks = self._marks
         if marks is not None and StepEvent.BACKWARD_BEGIN in marks.phases:
             marks.moments.setdefault(bucket, {}).setdefault(moment, self._clock.read())
@@ -164,50 +218,41 @@ class Stopwatch:
         A forward after a backward ends that step, kept if reduced, and begins another.
         """
         now, marks = self._clock.read(), self._marks
-        if phase is StepEvent.FORWARD_BEGIN:
+        if phase is StepEvent.FORWARD_BEGIN and (
             # A backward that was begun and not finished has failed.
-            if marks is None or StepEvent.BACKWARD_BEGIN in marks.phases:
-                self._close(now)
-                marks = self._open(now)
-            marks.forwards.append([now, None])
-        elif marks is None:
+            marks is None or StepEvent.BACKWARD_BEGIN in marks.phases
+        ):
+            self._close(now)
+            marks = self._open(now)
+        if marks is None:
             pass  # recording began in the middle of a step
-        elif phase is StepEvent.OPTIMIZER_BEGIN:
-            marks.optimizers.append([now, None])
-        elif phase is StepEvent.OPTIMIZER_END and marks.optimizers:
-            marks.optimizers[-1][1] = now
-        else:
-            self._enter(phase, now, marks)
+        elif phase in _BEGINS:
+            marks.spans[_BEGINS[phase]].append([now, None])
+        elif phase in _ENDS:  # of nested spans, the one that began last
+            pairs = [pair for pair in marks.spans[_ENDS[phase]] if pair[1] is None]
+            for pair in pairs[-1:]:
+                pair[1] = now
+        elif phase is StepEvent.LOCAL_FORWARD_END:
+            begin, _ = marks.spans["forwards"].pop()
+            marks.spans["local_forwards"].append([begin, now])
+        elif marks.layout is None:  # else a backward without a forward of its own
+            self._enter_backward(phase, now, marks)
 
-    def _enter(self, phase: StepEvent, now: Mark, marks: StepMarks) -> None:
-        """Store an event of a step; once it was reduced, only those of local work."""
-        match phase:
-            case StepEvent.FORWARD_END:
-                marks.forwards[-1][1] = now
-            case StepEvent.LOCAL_FORWARD_END:
-                marks.local_forwards.append([marks.forwards.pop()[0], now])
-            case StepEvent.LOCAL_BACKWARD_BEGIN:
-                marks.local_backwards.append([now, None])
-            case StepEvent.LOCAL_BACKWARD_END:  # of nested backwards, the last begun
-                open_ones = [pair for pair in marks.local_backwards if pair[1] is None]
-                for pair in open_ones[-1:]:
-                    pair[1] = now
-            case _ if marks.layout is not None:
-                pass  # a backward without a forward is not synchronised
-            case StepEvent.BACKWARD_BYPASSED:
-                begin = marks.phases.pop(StepEvent.BACKWARD_BEGIN, now)
-                marks.local_backwards.append([begin, now])
-                marks.moments.clear()
-            case StepEvent.BACKWARD_BEGIN | StepEvent.FINALIZE_BEGIN:
-                marks.phases[phase] = now
-            case StepEvent.FINALIZE_END:
-                marks.phases[phase] = now
-                marks.layout = self._queue.layout
-                marks.stamps = self._timing.take() if self._timing.is_on else ()
+    def _enter_backward(self, phase: StepEvent, now: Mark, marks: StepMarks) -> None:
+        """Store an event of a synchronised backward, or that it was bypassed."""
+        if phase is StepEvent.BACKWARD_BYPASSED:
+            begin = marks.phases.pop(StepEvent.BACKWARD_BEGIN, now)
+            marks.spans["local_backwards"].append([begin, now])
+            marks.moments.clear()
+        elif phase is not StepEvent.MODULE_BEGIN:
+            marks.phases[phase] = now
+        if phase is StepEvent.FINALIZE_END:
+            marks.layout = self._queue.layout
+            marks.stamps = self._timing.take() if self._timing.is_on else ()
 
     def _open(self, now: Mark) -> StepMarks:
         self._marks = StepMarks(self._queue.tracer.backward, now)
-        self._timing.switch(on=self._num_begun in self.timed_steps)
+        self._timing.switch(on=self._num_begun in self._timed_steps)
         self._num_begun += 1
         return self._marks
 
@@ -219,8 +264,16 @@ class Stopwatch:
 
     # -- result ------------------------------------------------------------------------
 
+    @property
+    def num_ended(self) -> int:
+        """Number of steps that began and are over, kept or not."""
+        return self._num_begun - (self._marks is not None)
+
     def steps(self) -> tuple[list[Step], list[tuple[tuple[int, ...], ...]]]:
-        """Return kept steps, and the layouts by `Step.layout`; wait for the device."""
+        """Return the kept steps that are complete, and the layouts they index.
+
+        A layout has the parameter indices of each bucket. Waits for the device.
+        """
         self._clock.settle()
         layouts: dict[tuple[tuple[int, ...], ...], int] = {}
         steps = []
@@ -240,16 +293,14 @@ def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
     def ns(mark: Mark) -> int:
         return clock.resolve(mark, marks.begin)
 
-    def spans(pairs: Pairs) -> tuple[Span, ...]:
-        """Convert pairs (begin, end) to spans; leave out pairs without an end."""
-        return tuple(Span(ns(a), ns(b)) for a, b in pairs if b is not None)
-
-    forwards = spans(marks.forwards)
-    if not forwards or len(marks.phases) < 3:
+    spans = {
+        name: tuple(Span(ns(a), ns(b)) for a, b in pairs if b is not None)
+        for name, pairs in marks.spans.items()
+    }
+    if not spans["forwards"] or len(marks.phases) < 3:
         return None
     begin, end, finalized = map(ns, marks.phases.values())
-    optimizers, locals_ = spans(marks.optimizers), spans(marks.local_backwards)
-    last = max([finalized, *(span.end_ns for span in (*optimizers, *locals_))])
+    last = max([finalized, *(each.end_ns for all_ in spans.values() for each in all_)])
     stamps = [None if stamp is None else ns(stamp) for stamp in marks.stamps]
     moments = {
         number: {moment: ns(mark) for moment, mark in marked.items()}
@@ -258,7 +309,6 @@ def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
     return Step(
         number=marks.number,
         layout=layout,
-        forwards=forwards,
         backward=Span(begin, end),
         finalize_end_ns=finalized,
         end_ns=last if marks.end is None else ns(marks.end),
@@ -267,11 +317,9 @@ def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
             for number, times in moments.items()
             if {Moment.FULL, Moment.LAUNCHED, Moment.COPIED_OUT} <= times.keys()
         ),
-        optimizers=optimizers,
         # A hook may have run in another backward than this one.
         ready_ns=tuple(t if t and begin <= t <= end else None for t in stamps),
-        local_forwards=spans(marks.local_forwards),
-        local_backwards=locals_,
+        **spans,
     )
 
 
@@ -285,82 +333,3 @@ def _bucket(number: int, times: Mapping[Moment, int]) -> BucketTimes:
     done = min(times.get(Moment.DONE, copied), copied)
     order = (times[Moment.FULL], times[Moment.LAUNCHED], done, copied)
     return BucketTimes(number, *accumulate(order, max))
-
-
-class ModelStopwatch(Stopwatch):
-    """Record a reducer's steps for a `Timeline`; only one of them may run at a time."""
-
-    def __init__(
-        self, reducer: Reducer, *, keep: int = KEEP_STEPS, clock: Clock | None = None
-    ) -> None:
-        super().__init__(reducer.queue, reducer.hooks, keep=keep, clock=clock)
-        self._reducer: Reducer | None = reducer
-        specs = reducer.queue.specs
-        kinds = [f"{'sparse ' * s.sparse}{s.dtype} on {s.device}" for s in specs]
-        self._params = tuple(
-            Param(spec.name, spec.nbytes, kind.replace("torch.", ""))
-            for spec, kind in zip(specs, kinds, strict=True)
-        )
-        self._where = where_of(reducer)
-
-    def start(self) -> None:
-        """Start recording.
-
-        Raises RuntimeError after `stop`, or while another one records this reducer.
-        """
-        if self._reducer is None:
-            raise RuntimeError(
-                "This recording is over and no longer holds its model: call "
-                "minidp.record(model) again for another one."
-            )
-        listeners = self._queue.tracer.listeners
-        if any(isinstance(other, ModelStopwatch) for other in listeners):
-            raise RuntimeError(
-                "This model is being recorded already: use the Recording of the "
-                "minidp.record() block around, or leave that block first."
-            )
-        super().start()
-
-    def stop(self) -> ProcessGroup:
-        """Stop recording, drop the reducer; return its group."""
-        group = super().stop()
-        assert self._reducer is not None
-        self._where = where_of(self._reducer)  # reset() may have changed the group
-        self._reducer = None
-        del self._queue, self._hooks
-        return group
-
-    def timeline(self, clock: ClockOffset | None = None) -> Timeline:
-        """Return a `Timeline` of the kept steps; wait for the device.
-
-        Times are on this rank's own clock: the offset ``clock`` is only stored with
-        them.
-        """
-        steps, layouts = self.steps()
-        num_dropped = self._num_begun - (self._marks is not None) - len(steps)
-        return Timeline(
-            self._where, self._params, tuple(layouts), tuple(steps), num_dropped, clock
-        )
-
-
-def where_of(reducer: Reducer) -> Where:
-    """Return a reducer's `Where`; ``host`` is the boot id, or the host's name."""
-    group, device = reducer.communicator.group, reducer.queue.specs[0].device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    averaging = reducer.queue.averaging
-    (rank, size), hook = averaging.seat, averaging.comm_hook
-    # Equal in all containers of a host, which share its clock.
-    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-    versions = {"minidp": __version__, "torch": str(torch.__version__)}
-    versions["python"] = platform.python_version()
-    return Where(
-        rank=rank,
-        world_size=size,
-        backend=str(group.name()),
-        device=f"{device} {name}".strip(),
-        host=boot or platform.node(),
-        versions=versions,
-        comm_hook="" if hook is None else hook.name,
-        layout_by=reducer.rebuild_policy.layout_by,
-        no_shared_memory=averaging.no_shared_memory if size > 1 else None,
-    )

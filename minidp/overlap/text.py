@@ -55,7 +55,10 @@ def report(timelines: Sequence[Timeline]) -> str:
 
 
 def headline(found: Analysis) -> list[str]:
-    """Return what was recorded (two lines in one), `_verdict`, and the advice."""
+    """Return the report's first lines: what was recorded, `_verdict`, and the advice.
+
+    The first item has a line break inside.
+    """
     few = "Record a few dozen steps; these few say: " * (found.shown.num_steps < FEW)
     least, most = found.shown.spread_s
     if most > 2 * least:
@@ -140,33 +143,23 @@ def _verdict(found: Analysis) -> list[str]:
 
 
 def _cause(bucket: BucketOverlap, backward_s: float, clock_error_s: float) -> str:
-    """Say what a bucket's exposed time is, and when it was full and launched.
+    """Say what a bucket's exposed time is, when it was full, how long it then waited.
 
-    Waiting for slow ranks and transfer are one part if the clocks' error exceeds half
-    of their sum.
+    Waiting for slow ranks and transfer are not told apart if the clocks' error exceeds
+    half of their sum.
     """
     # What is hidden comes first, and waiting before the transfer.
     late_s = max(0.0, bucket.late_s - bucket.hidden_s)
-    exposed = [
-        (late_s, "waiting for slower ranks"),
-        (bucket.exposed_s - late_s, "on the wire"),
-    ]
+    wire_s = bucket.exposed_s - late_s
+    exposed = [(late_s, "waiting for slower ranks"), (wire_s, "on the wire")]
     if clock_error_s > (bucket.late_s + bucket.wire_s) / 2:
         why = "which the clocks of the hosts are too inaccurate to tell apart"
         what = f"waiting for slower ranks or on the wire, {why}"
         exposed = [(bucket.exposed_s, what)]
-    before = [
-        (bucket.waited_s - bucket.queued_s, "until it is launched"),
-        (bucket.queued_s, "behind the buckets before it"),
-    ]
-    parts, waits = (
-        ", ".join(
-            f"{ms(seconds)} ms {what}" for seconds, what in spans if seconds >= SHOWN
-        )
-        for spans in (exposed, before)
-    )
-    left_s = max(0.0, backward_s - bucket.full_s)
-    then = f"; then {waits}" if waits else ""
+    parts = ", ".join(f"{ms(s)} ms {what}" for s, what in exposed if s >= SHOWN)
+    left_s, then = max(0.0, backward_s - bucket.full_s), ""
+    if bucket.waited_s >= SHOWN:
+        then = f"; then it waits {ms(bucket.waited_s)} ms for its turn"
     full = f"Its last gradient comes {ms(left_s)} ms before the backward ends{then}"
     return f"{parts}. {full}"
 
@@ -279,7 +272,7 @@ def _bandwidth(bytes_per_s: float) -> str:
 
 
 def _digits(number: float) -> str:
-    """Return a number as text of three digits; from 1000 on as an integer (3612)."""
+    """Return a number as text, of three digits; from 1000 on as an integer (3612)."""
     return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 
@@ -290,23 +283,17 @@ def skew_rows(skew: Skew, found: Analysis) -> tuple[list[list[str]], list[str]]:
     rows = [["", "last is", "ms behind", *(f"rank {rank}" for rank in shown), "layers"]]
     names = {FORWARD: "forward begins", BACKWARD: "backward begins"}
     members = {bucket.number: bucket.members for bucket in found.shown.typical.buckets}
-    behind = {p: late[skew.latest(p)].typical_s for p, late in skew.late.items()}
-    # Leave out the buckets at which ranks are least behind, but show the last one.
-    buckets = sorted(range(max(behind)), key=lambda place: behind.get(place, 0.0))
-    left_out = buckets[: max(0, len(buckets) + 1 - MAX_ROWS)]
+    drawn = {*names, *to_show(found.shown.typical.buckets, MAX_ROWS)}
     for place, late in skew.late.items():
-        if place not in left_out:
+        if place in drawn:
             rank = skew.latest(place)
             layers = layers_of(first, members[place]) if place in members else ""
-            cells = [ms(late[r].typical_s) for r in (rank, *shown)]
+            cells = [ms(late[r]) for r in (rank, *shown)]
             name = names.get(place, f"bucket {place}")
             rows.append([name, f"rank {rank}", *cells, layers])
     notes = []
-    if left_out:
-        notes.append(
-            f"({len(left_out)} buckets are left out: no rank is more than "
-            f"{ms(max(behind[place] for place in left_out))} ms behind there.)"
-        )
+    if left_out := len(skew.late.keys() - drawn):
+        notes.append(f"({left_out} buckets are left out.)")
     if len(found.run.ranks) > len(shown):
         more = len(found.run.ranks) - len(shown)
         notes.append(f"(Not shown: {more} more; the medians count them.)")

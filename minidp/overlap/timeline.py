@@ -28,7 +28,7 @@ _NUMBERS = {"number", "layout"}  # integers of a step that are no times
 
 @dataclass(frozen=True)
 class Span:
-    """An interval on a rank's clock."""
+    """Hold the begin and the end of an interval, on a rank's clock."""
 
     begin_ns: int
     end_ns: int
@@ -68,7 +68,7 @@ class Step:
 
     @property
     def begin_ns(self) -> int:
-        """When the first forward begins, those under ``no_sync()`` included."""
+        """Return when (ns) the first forward begins, local ones included."""
         return min(span.begin_ns for span in (*self.forwards, *self.local_forwards))
 
     @property
@@ -77,14 +77,17 @@ class Step:
         return (self.finalize_end_ns - self.backward.begin_ns) / 1e9
 
     def first_gradient_ns(self, members: Sequence[int]) -> int | None:
-        """Return when (ns) the first gradient of ``members`` came; None: not timed."""
+        """Return when (ns) the first gradient of the parameters ``members`` came.
+
+        None if no grad hook of theirs was timed in this step.
+        """
         found = [t for i in members if self.ready_ns and (t := self.ready_ns[i])]
         return min(found, default=None)
 
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter whose gradient is averaged."""
+    """Describe a parameter whose gradient is averaged."""
 
     name: str  # dotted, as in ``named_parameters()``
     nbytes: int  # size of its dense gradient
@@ -93,9 +96,9 @@ class Param:
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """How far this rank's clock is ahead of rank 0's clock; negative: behind."""
+    """Hold how far a rank's clock is ahead of rank 0's, or of a run's first rank's."""
 
-    offset_ns: int
+    offset_ns: int  # negative: it is behind
     error_ns: int  # the true offset is at most this far from `offset_ns`
 
 
@@ -132,7 +135,7 @@ class Timeline:
 
 
 def _moved(value: Any, ns: int) -> Any:
-    """Return steps, a step, a span or a time (None stays), ``ns`` later."""
+    """Return a time (ns; None stays), or what holds times, all ``ns`` later."""
     if isinstance(value, tuple):
         return tuple(_moved(each, ns) for each in value)
     if isinstance(value, int):
@@ -152,8 +155,12 @@ def to_json(timelines: Sequence[Timeline]) -> str:
     return json.dumps({"kind": KIND, "version": VERSION, "ranks": ranks})
 
 
-def from_json(text: str, source: str = "the file") -> tuple[Timeline, ...]:
-    """Return the timelines in `to_json`'s text; ValueError names ``source`` if bad."""
+def from_json(text: str | bytes, source: str = "the file") -> tuple[Timeline, ...]:
+    """Return the timelines that `to_json` wrote to ``text``.
+
+    Raises ValueError, which names ``source``, if the text is no recording, is of
+    another `VERSION`, is damaged, or holds no rank.
+    """
     try:
         value = json.loads(text)
         problem = _problem(value)
@@ -169,8 +176,6 @@ def from_json(text: str, source: str = "the file") -> tuple[Timeline, ...]:
 
 def _problem(value: Any) -> str:
     """Return why parsed JSON is no recording of this version with a rank, else ""."""
-    if isinstance(value, dict) and "traceEvents" in value:
-        return "is a trace, not a recording"
     if not isinstance(value, dict) or value.get("kind") != KIND:
         return f'is not a recording: expected an object with "kind": "{KIND}"'
     if value.get("version") != VERSION:

@@ -51,7 +51,7 @@ class Slow:
 
 
 def find_slow(times: NDArray[np.float64], share: float) -> Slow | None:
-    """Return the rank whose own work is longer by ``share`` of a step, or None.
+    """Return which rank's own work is longer by ``share`` of a step; None: no rank's.
 
     ``times``: seconds, shape (ranks, steps, phases), at least three steps. Work is all
     but waiting. Its second shortest time must be that much, at least 1 ms, over all
@@ -66,9 +66,10 @@ def find_slow(times: NDArray[np.float64], share: float) -> Slow | None:
 
 
 def describe(times: NDArray[np.float64], rank: int) -> Slow:
-    """Return how ``rank`` differs from the others, slow or not; ``times``: `find_slow`.
+    """Return how ``rank``, slow or not, differs from the others.
 
-    The phase: of all but waiting, where ``rank`` exceeds the others' median most.
+    ``times`` as in `find_slow`. The phase is that of all but waiting in which ``rank``
+    exceeds the others' median most.
     """
     typical = np.median(times, axis=1)
     others = np.median(np.delete(typical, rank, axis=0), axis=0)
@@ -90,7 +91,7 @@ def find_slow_link(
     nbytes: Sequence[float],
     step: float,
 ) -> Slow | None:
-    """Return the rank whose network connection became slow, or was never fast; or None.
+    """Return which rank's network connection became slow or was never fast, or None.
 
     ``rates``: bytes per second, shape (times, ranks), estimates, often far too high.
     ``waits``: seconds per step in which even the rank that waits least waits, at the
@@ -164,7 +165,11 @@ class Judge:
         self._links: deque[tuple[Sequence[float], float]] = deque(maxlen=MANY)
 
     def judge(self, posted: Mapping[int, Any]) -> None:
-        """Judge each step that all ranks have ``posted`` since the last call."""
+        """Judge each step that all ranks have posted since the last call; set `slow`.
+
+        ``posted``: by rank, what `SpeedWatch._exchange` returned there. Logs a warning
+        when a rank becomes slow, and when it no longer is.
+        """
         numbers, times = align([posted[rank]["steps"] for rank in sorted(posted)])
         new = {n: end for end, n in enumerate(numbers, start=1) if n > self._step}
         for size, share in WINDOWS.items():
@@ -181,7 +186,10 @@ class Judge:
         self._step = max([self._step, *numbers])
 
     def _by_work(self, times: NDArray[np.float64], share: float) -> Slow | None:
-        """Return the slow rank or None; to stay named takes half of ``share``."""
+        """Return who is slow by its work, or None.
+
+        To be named takes ``share`` of a step, see `find_slow`; to stay so half of that.
+        """
         if self.slow is None:
             return find_slow(times, share)
         now = describe(times, self.slow.rank)
@@ -190,7 +198,10 @@ class Judge:
     def _by_link(
         self, links: Sequence[tuple[float, float]], times: NDArray[np.float64]
     ) -> Slow | None:
-        """Return whose link is slow or None; one named stays until ranks wait less."""
+        """Return whose link is slow, or None; once named, until all ranks wait less.
+
+        ``links``: by rank, what `SpeedWatch._link` returned; ``times``: `find_slow`.
+        """
         rates, nbytes = zip(*links, strict=True)
         wait = float(np.median(times[:, :, WAITING], axis=1).min())
         step = float(np.median(times.sum(axis=2)))

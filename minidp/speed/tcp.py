@@ -21,7 +21,7 @@ _BYTES = 168
 
 
 class Sent(NamedTuple):
-    """Hold what one connection has sent."""
+    """Hold how much one TCP connection has sent, and how fast lately."""
 
     nbytes: int  # that the receiver has acknowledged, since the connection exists
     rate: float  # bytes per second, of the last ones

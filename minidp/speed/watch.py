@@ -41,7 +41,7 @@ WARMUP_STEPS = 2  # not judged: caches are cold, buckets are rebuilt
 
 
 def watch_speed(model: DataParallel | Attachment | nn.Module) -> SpeedWatch:
-    """Name, in rank 0's log, a rank that makes the others wait; return the numbers.
+    """Name, in rank 0's log, a rank that makes the others wait; return a `SpeedWatch`.
 
     Call it on all ranks, once; it goes on as long as the model lives, or until
     `SpeedWatch.stop`::
@@ -117,12 +117,12 @@ class SpeedWatch:
     # -- events, see `trace.Listener` --------------------------------------------------
 
     def note(self, moment: Moment, bucket: int) -> None:
-        """Store seconds from the backward's begin until ``bucket`` was full."""
+        """If ``moment`` is FULL, store how long the backward took until then."""
         if moment is Moment.FULL:
             self._full_now[bucket] = time.perf_counter() - self._backward_began
 
     def enter(self, event: StepEvent) -> None:
-        """Count the time since the last event to the phase that ends with this one."""
+        """Add the time since the last event to the phase that this event ends."""
         now = time.perf_counter()
         if event is StepEvent.FORWARD_BEGIN and self._has_reduced:
             self._close()
@@ -160,7 +160,7 @@ class SpeedWatch:
     def _link(self) -> tuple[float, float]:
         """Return (bytes per second, bytes per step) of the connection that sends most.
 
-        Zeros unless it sends a quarter of the parameters' bytes in each step.
+        Zeros if that is less than a quarter of the parameters' bytes, or unknown.
         """
         now, sent = self._number, sent_by_connection()
         while len(self._sent) > 1 and now - self._sent[1][0] >= min(WINDOWS):

@@ -23,7 +23,11 @@ def recordings(seed, *, ranks=None, steps=None, buckets=None):
         taken = [random_step(random, n, buckets, len(sizes)) for n in range(steps)]
         one = timeline(taken, rank=rank, world_size=max(2, ranks), members=members)
         params = tuple(
-            Param(f"net.{i // 2}.{'weight' if i % 2 else 'bias'}", n, "float32 on cpu")
+            Param(
+                f"net.{i // 2}.{'weight' if i % 2 else 'bias'}",
+                n,
+                f"float{64 if n == 1000 else 32} on cpu",  # kinds share no bucket
+            )
             for i, n in enumerate(sizes)
         )
         found.append(replace(one, params=params))

@@ -75,50 +75,39 @@ def drawn(tmp_path, monkeypatch):
 
 
 def bars(panel, name):
-    """Begin and length of the bars of one name, in ms."""
+    """Row, begin and length (ms) of the bars of one name."""
     from matplotlib.colors import to_hex
 
     return [
-        (round(bar.get_x(), 6), round(bar.get_width(), 6))
+        (round(bar.get_y() + 0.35), round(bar.get_x(), 6), round(bar.get_width(), 6))
         for bar in panel.patches
         if to_hex(bar.get_facecolor()) == picture.COLOURS[name]
     ]
 
 
-def legend(figure):
-    return [text.get_text() for text in figure.legends[0].get_texts()]
-
-
-def test_the_whole_step_shows_what_is_local(drawn):
+def test_a_picture_has_the_phases_and_buckets_of_a_step(drawn):
     figure = drawn(ranks(1, **LOCAL))
-    whole, _ = figure.axes
-    assert bars(whole, "local forward") == [(0, 1), (3, 1)]
-    assert bars(whole, "local backward") == [(1, 2), (4, 2)]
-    assert bars(whole, "forward") == [(6, 2)]
-    assert bars(whole, "backward") == [(10, 20)]
-    assert bars(whole, "wire, exposed") == [(30, 10)]
-    assert bars(whole, "optimizer step") == [(50, 5)]
-    assert legend(figure)[:2] == ["local forward", "local backward"]
-    assert "local forward" not in legend(drawn(ranks(1)))
+    (panel,) = figure.axes
+    assert {name: bars(panel, name) for name in picture.COLOURS} == {
+        "local forward": [(0, 0, 1), (0, 3, 1)],
+        "local backward": [(0, 1, 2), (0, 4, 2)],
+        "forward": [(0, 6, 2)],
+        "backward": [(0, 10, 20)],
+        "optimizer step": [(0, 50, 5)],
+        "waited": [],
+        "late (slower ranks)": [],
+        "wire, hidden": [(1, 20, 8)],
+        "wire, exposed": [(2, 30, 10)],
+    }
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend[:2] == ["local forward", "local backward"]
+    assert "waited" not in legend
 
 
-def test_ranks_and_buckets_that_are_not_drawn_are_counted(drawn):
-    figure = drawn(ranks(5))
-    assert len(figure.axes) == 1 + picture.MAX_RANKS
-    assert "1 more ranks are not drawn" in figure.axes[0].get_title(loc="left")
+def test_buckets_that_are_not_drawn_are_counted(drawn):
     many = [(10, 10, 11 + n, 99) for n in range(63)]
     members = [(n,) for n in range(63)]
     one = timeline([step(0, many, end=120, optimizers=())], members=members)
-    title = drawn([one]).axes[1].get_title(loc="left")
-    assert "the 3 least exposed buckets are not drawn" in title
-
-
-def test_the_rank_of_the_report_is_drawn(drawn):
-    """It is the last of six, of which four are drawn."""
-    waits = [(20, 20, 28, 35), (30, 30, 45, 46)]
-    steps = [step(n, waits, at=60 * n) for n in range(3)]
-    last = timeline(steps, rank=5, world_size=6)
-    others = [timeline(ranks(1)[0].steps, rank=r, world_size=6) for r in range(5)]
-    labels = drawn([*others, last]).axes[0].get_yticklabels()
-    found = [label.get_text() for label in labels]
-    assert found == [f"rank {rank}" for rank in (0, 1, 2, 5)]
+    title = drawn([one]).axes[0].get_title(loc="left")
+    assert title.startswith("rank 0: ")
+    assert title.endswith("; the 3 least exposed buckets are not drawn")

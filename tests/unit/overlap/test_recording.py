@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import minidp
 from minidp import DataParallel, Recorder, comm_hooks
-from minidp.overlap import ModelStopwatch, from_json
+from minidp.overlap import Stopwatch, from_json
 from minidp.overlap.analysis import overlap_of
 from minidp.overlap.stopwatch import Clock
 from tests.support.both import Chain
@@ -95,7 +95,7 @@ def test_recording_changes_neither_gradients_nor_events_and_leaves_no_hook(wrap)
         model.set_recorder(None)
         assert hooks_of(model) == before
         listeners = model._reducer.queue.tracer.listeners
-        assert not any(isinstance(each, ModelStopwatch) for each in listeners)
+        assert not any(isinstance(each, Stopwatch) for each in listeners)
         grads.append([param.grad for param in model.parameters()])
         events.append([(e.moment, e.index) for e in recorder])
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
@@ -252,6 +252,15 @@ def test_optimizer_steps_in_the_backward(model):
     assert update.end_ns <= one.finalize_end_ns
 
 
+def test_an_optimizer_within_another_counts_once(model):
+    inner, outer = sgd(model), sgd(model)
+    outer.register_step_pre_hook(lambda *_: inner.step())
+    timeline = recorded(model, partial(step, optimizer=outer))
+    around, within = timeline.steps[0].optimizers
+    assert around.begin_ns < within.begin_ns < within.end_ns < around.end_ns
+    assert overlap_of(timeline, timeline.steps[0]).optimizer_s == around.seconds
+
+
 def test_unused_parameters_and_other_optimizers_have_no_time(wrap, lone_group):
     model, stranger = wrap(find_unused_parameters=True), nn.Parameter(torch.ones(1))
     model.register_comm_hook(lone_group, comm_hooks.all_reduce_hook)
@@ -309,17 +318,11 @@ def test_what_is_reduced_on_demand_is_no_step(wrap):
     assert one.buckets[0].copied_out_ns < times[0]
 
 
-class Around(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-
 def test_what_is_no_data_parallel_is_refused(wrap):
     for model, says in (
         (nn.Linear(1, 1), r"got torch.nn.modules.linear.Linear. .*wrap the"),
         (5, r"got builtins.int"),
-        (Around(wrap()), r"pass its \.module"),
+        (nn.Sequential(wrap()), r"pass the wrapper itself"),
     ):
         with pytest.raises(TypeError, match=says):
             minidp.record(model)
@@ -360,13 +363,14 @@ class Events(Clock):
 
 def test_marks_are_looked_at_when_everything_is_over(model):
     clock = Events()
-    watch = ModelStopwatch(model._reducer, clock=clock)
+    reducer = model._reducer
+    watch = Stopwatch(reducer.queue, reducer.hooks, keep=2, clock=clock)
     watch.start()
     for _ in range(2):
         step(model)
     assert not clock.is_settled
     watch.stop()
-    first, second = watch.timeline().steps
+    (first, second), _ = watch.steps()
     assert first.begin_ns == 100
     assert first.ready_ns[2] < first.ready_ns[1] < first.ready_ns[0]
     assert first.end_ns == second.begin_ns

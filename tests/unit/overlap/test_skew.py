@@ -97,10 +97,10 @@ def test_lateness_by_place():
     slow = [(24, 24, 25, 35), (37, 37, 40, 41)]
     steps = [step(n, slow, at=60 * n, backward=(12, 37)) for n in range(3)]
     skew = skew_of(aligned([ZERO, timeline(steps, rank=1)]))
-    typical = {place: by_rank[1].typical_s for place, by_rank in skew.late.items()}
-    assert typical == pytest.approx({FORWARD: 0, BACKWARD: 0.002, 0: 0.004, 1: 0.007})
+    late = {place: by_rank[1] for place, by_rank in skew.late.items()}
+    assert late == pytest.approx({FORWARD: 0, BACKWARD: 0.002, 0: 0.004, 1: 0.007})
     assert list(skew.late) == [FORWARD, BACKWARD, 0, 1]
     assert skew.latest(1) == 1
     assert skew.grows_at(1) == (1, pytest.approx(0.003))
-    assert skew.late[1][0].typical_s == pytest.approx(-0.007)
+    assert skew.often_s == pytest.approx({0: -0.007, 1: 0.007})
     assert skew_of(aligned([ZERO])) is None

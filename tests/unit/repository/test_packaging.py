@@ -95,10 +95,10 @@ def missing(name):
     raise metadata.PackageNotFoundError(name)
 metadata.version = metadata.distribution = missing
 from minidp import __version__
-from minidp.overlap import stopwatch
+from minidp import recording
 from minidp.doctor.checks.ranks import read_versions
 from minidp.__main__ import main
-said = stopwatch.__version__, read_versions()["minidp"]
+said = recording.__version__, read_versions()["minidp"]
 assert said[0] == __version__ == said[1].split()[0], said
 main(["--version"])
 """

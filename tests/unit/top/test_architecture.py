@@ -56,7 +56,7 @@ ROOMS: dict[str, set[str]] = {
     "attachment": {"torch_compat", "guard", "replica", "core", "comm"},
     "swapping": {"torch_compat", "config", "console"},
     "report": {"overlap", "console"},
-    "recording": {"attachment", "data_parallel", "overlap", "comm"} | TOP,
+    "recording": {"attachment", "data_parallel", "overlap", "core", "comm"} | TOP,
     "speed": {"recording", "attachment", "data_parallel", "core", "trace"},
     "run": {"recording", "swapping", "data_parallel", "overlap", "comm"} | TOP,
     "tune": {"run", "swapping", "data_parallel", "autotune"} | TOP,

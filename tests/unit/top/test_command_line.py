@@ -93,9 +93,8 @@ def test_all_exports(files, tmp_path):
     [
         (None, "error: {path}: No such file or directory\n"),
         (b"{}", "error: {path} is not a recording"),
-        (b"\xff\xfe\xff", "error: {path} is no text"),
-        (b"\n", "error: {path} is empty"),
-        (b'{"traceEvents": []}', "error: {path} is a trace, not a recording"),
+        (b"\xff\xfe\xff", "error: {path} is damaged: UnicodeDecodeError"),
+        (b"\n", "error: {path} is damaged: JSONDecodeError"),
         (to_json([]).encode(), "error: {path} is damaged: it holds no rank"),
     ],
 )

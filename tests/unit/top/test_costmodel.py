@@ -8,7 +8,6 @@ import math
 import random
 
 import pytest
-import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
@@ -23,7 +22,6 @@ from minidp.costmodel import (
     messages_of,
     play,
 )
-from minidp.layout import plan
 
 SIZES = (4, 4096, 2**20, 4 * 2**20, 28 * 2**20)
 
@@ -189,29 +187,6 @@ def test_the_bound_counts_what_is_sent_after_each_moment():
     assert lower_bound(backward, SECOND_PER_10) == 5.0 + 1.0 + 4.0
     assert lower_bound(backward, Network(1.0, 8.0)) == 5.0 + 1.0 + 5.0
     assert lower_bound(backward, Network(0.0, 1000.0)) == 6.0
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2)), max_size=25),
-    st.lists(st.integers(0, 400), min_size=1, max_size=3),
-)
-def test_capped_groups_are_those_of_the_layout(params, limits):
-    dtypes = [torch.float32, torch.bfloat16, torch.float64]
-    specs = [
-        plan.ParamSpec("p", (n,), (1,), dtypes[kind], torch.device("cpu"))
-        for n, kind in params
-    ]
-    backward = Backward(
-        tuple(float(k) for k in range(len(params))),
-        tuple(spec.nbytes for spec in specs),
-        float(len(params)),
-        tuple(kind for _, kind in params),
-    )
-    order = range(len(params))
-    if params:
-        layout = plan.rebuilt_layout(specs, limits, order)
-        found = capped_groups(backward, limits)
-        assert found == [sorted(bucket.indices) for bucket in layout.buckets]
 
 
 @pytest.mark.parametrize("num_kinds", [1, 2, 3])
