@@ -20,20 +20,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from .options import AUTO, AverageOver, Safety, Unsynced, averages_items, bucket_caps
+from .options import AUTO, AverageOver, OwnOptions, Unsynced, bucket_caps
 
 logger = logging.getLogger("minidp")
 PREFIX, NONE = "MINIDP_", "none"
 RUN = "MINIDP_RUN"  # set in a script under `minidp run`, and all that it starts
 OWN = ("MINIDP_NATIVE", "MINIDP_PYTHON", "MINIDP_TORCH")  # of the build, of examples/
-_WORDS = {"hang_timeout": (AUTO, NONE), "check_replicas_every": (AUTO,)}
-_WORDS["bucket_cap_mb"] = (AUTO, NONE)
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_NUMBERS = ("SECONDS", "STEPS", "MIB")  # metavars
 
 
-def _number(text: str, words: Collection[str] = ()) -> Any:
-    """Parse a number, or one of ``words``: "auto" stays, "none" becomes None."""
-    if text in words:
+def _number(text: str) -> Any:
+    """Parse a number; "auto" stays, "none" becomes None; ValueError for other words."""
+    if text in (AUTO, NONE):
         return None if text == NONE else text
     try:
         return int(text) if text.lstrip("+-").isdigit() else float(text)
@@ -59,23 +58,24 @@ class Option(NamedTuple):
         return "--" + self.name.replace("_", "-")
 
     def read(self, text: str) -> Any:
-        """Return the value that ``text`` stands for; ValueError or TypeError if bad."""
+        """Return the value that ``text`` stands for.
+
+        ValueError or TypeError if the constructor would refuse it. A file for
+        ``bucket_layout`` is not opened.
+        """
         value: Any = text
         if not self.metavar:
             if text.lower() not in _FLAGS:
                 raise ValueError(f"expected one of {', '.join(_FLAGS)}")
             value = _FLAGS[text.lower()]
+        elif self.metavar in _NUMBERS:
+            value = _number(text)
         elif self.name == "bucket_cap_mb_list":
             value = None if text == NONE else [_number(cap) for cap in text.split(",")]
-            bucket_caps(None, value, 0)
-        elif self.name in _WORDS:
-            value = _number(text, _WORDS[self.name])
-        if self.name == "bucket_cap_mb":
-            bucket_caps(value, None, 0)
-        elif self.name == "average_over":
-            averages_items(value)
-        elif self.name in Safety.__dataclass_fields__:
-            Safety(**{self.name: value})
+        if self.name in OwnOptions.__dataclass_fields__:
+            OwnOptions(**{self.name: value})
+        elif self.name.startswith("bucket_cap_mb"):
+            bucket_caps(0, **{self.name: value})
         return value
 
 

@@ -19,13 +19,7 @@ from minidp.comm import (
     is_group,
     read_mode,
 )
-from minidp.config import (
-    ReducerConfig,
-    Safety,
-    averages_items,
-    bucket_caps,
-    is_auto,
-)
+from minidp.config import AUTO, OwnOptions, ReducerConfig, bucket_caps
 from minidp.console import warn
 from minidp.layout import read_plain, resumed_layout
 from minidp.replica import DETOUR, Replica, check_data, examine
@@ -76,7 +70,7 @@ class Arguments:
     config: ReducerConfig
     forward_sync: bool  # broadcast module buffers before forwards
     init_buffers: bool  # broadcast module buffers at construction
-    safety: Safety
+    own: OwnOptions
     precision: Precision | None
 
     @property
@@ -93,8 +87,8 @@ class Arguments:
             "delayed": sorted(self.replica.delayed),
             "mixed_precision": self.precision,
             "bucket_layout": config.saved_layout,
-            "check_replicas_every": self.safety.check_replicas_every,
-            "average_over": "items" if config.averages_items else "ranks",
+            "check_replicas_every": self.own.check_replicas_every,
+            "average_over": self.own.average_over,
         }
 
 
@@ -116,16 +110,19 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
     if given.check_reduction:
         warn("The argument `check_reduction` is deprecated and ignored.", FutureWarning)
     check_data(replica.parameters)
+    own = OwnOptions(**{f.name: getattr(given, f.name) for f in fields(OwnOptions)})
     layout = given.bucket_layout
     flags: dict[str, Any] = {name: bool(getattr(given, name)) for name in _FLAGS}
     config = ReducerConfig(
         caps=bucket_caps(
-            given.bucket_cap_mb, given.bucket_cap_mb_list, default_first_bucket_bytes()
+            default_first_bucket_bytes(),
+            bucket_cap_mb=given.bucket_cap_mb,
+            bucket_cap_mb_list=given.bucket_cap_mb_list,
         ),
         last_is_small=os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1",
         saved_layout=None if layout is None else read_plain(layout),
-        tunes=is_auto(given.bucket_cap_mb),
-        averages_items=averages_items(given.average_over),
+        tunes=given.bucket_cap_mb == AUTO,
+        averages_items=own.average_over == "items",
         **flags,
     )
     if config.saved_layout is not None:
@@ -137,7 +134,7 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
         config=config,
         forward_sync=forward_sync,
         init_buffers=init_buffers,
-        safety=Safety(**{f.name: getattr(given, f.name) for f in fields(Safety)}),
+        own=own,
         precision=precision_from(given.mixed_precision),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import nn
@@ -96,11 +95,6 @@ class Replication:
         """Return a new store key for `DataParallel.reset`, equal on all ranks."""
         self._num_resets += 1
         return f"reset/{self._key}/{self._num_resets - 1}"
-
-    def compare_every(self, every: int | Literal["auto"]) -> None:
-        """Compare replicas in each ``every``-th backward, as `ReplicaCheck.is_due`."""
-        queue, names = self._reducer.queue, self._reducer.names
-        self.check = ReplicaCheck(queue, names, every, self._reducer.ledger)
 
     def stop_comparing(self) -> None:
         """Compare replicas no more, as where ranks take different numbers of steps."""
