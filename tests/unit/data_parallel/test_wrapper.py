@@ -123,16 +123,6 @@ def test_copies_keep_flags_and_warn_no_second_time(lone_group):
         assert twin._guard.policy == "warn"
 
 
-@on_ranks(2)
-def test_difference_copy_of_a_trained_static_graph_synchronises(ctx):
-    """Torch's copies of a trained static graph never do."""
-    ddp = wrapped(ctx, Scale(), static_graph=True)
-    for _ in range(3):
-        ddp(x_of(ctx)).backward()
-    twin = copy.deepcopy(ddp)
-    assert history_of(twin, lambda _: twin(x_of(ctx))) == [[1.5]] * 3
-
-
 # ------------------------------------------------------------- require_..._grad_sync
 
 
