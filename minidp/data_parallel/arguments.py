@@ -53,9 +53,9 @@ def keep(values: Mapping[str, Any]) -> SimpleNamespace:
 
 
 class Devices(NamedTuple):
-    """Hold torch's device arguments; inputs go to the first parameter's device."""
+    """Hold the checked device arguments, and the device of the first parameter."""
 
-    device_ids: list[int] | None  # None: inputs are not moved
+    device_ids: list[int] | None  # None: inputs are not moved to `device`
     output_device: int | None  # for logging only: outputs are not moved
     device: torch.device  # of the first parameter
     is_multi_device: bool
@@ -63,7 +63,7 @@ class Devices(NamedTuple):
 
 @dataclass(frozen=True)
 class Arguments:
-    """Hold the checked constructor arguments; `parts.build` makes a wrapper of them."""
+    """Hold checked constructor arguments, of which `parts.build` makes the parts."""
 
     replica: Replica
     devices: Devices
@@ -93,10 +93,10 @@ class Arguments:
 
 
 def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
-    """Validate what `keep` returned; return it typed, with the module's parameters.
+    """Validate the arguments that `keep` returned, and sort the module's parameters.
 
-    TypeError, ValueError, RuntimeError as torch; warns of arguments that torch
-    deprecates.
+    Reads the file of ``bucket_layout``. TypeError, ValueError or RuntimeError for a bad
+    argument, as torch where torch refuses it, too; warns of what torch deprecates.
     """
     if getattr(getattr(module, DETOUR, None), "through", None) is not None:
         raise RuntimeError(
@@ -182,7 +182,10 @@ def some_device(module: object) -> torch.device:
 def choose_group(
     process_group: ProcessGroup | None, device_mesh: DeviceMesh | None
 ) -> ProcessGroup:
-    """Return the group given, of a 1-D mesh, or the default; RuntimeError if both."""
+    """Return the given group, the group of a 1-D mesh, or (both None) the default.
+
+    RuntimeError for both, or a mesh of more dimensions; TypeError for other objects.
+    """
     if process_group is not None and device_mesh is not None:
         raise RuntimeError(
             "Cannot specify both process_group and device_mesh arguments."
@@ -210,7 +213,10 @@ def choose_group(
 
 
 def expose_local_tensors(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Make a module's DTensors local outside forwards, if ``mesh`` is a slice."""
+    """Make a module's DTensor parameters local tensors, except during its forward.
+
+    No-op unless ``mesh`` is a slice of a larger mesh.
+    """
     if mesh._get_root_mesh() != mesh:
         ddp: Any = importlib.import_module("torch.distributed.tensor.parallel.ddp")
         ddp._pre_dp_module_transform(module)
@@ -219,7 +225,7 @@ def expose_local_tensors(module: nn.Module, mesh: DeviceMesh) -> None:
 def _check_devices(
     parameters: Mapping[str, nn.Parameter], device_ids: Any, output_device: Any
 ) -> Devices:
-    """Check device arguments against the parameters' devices; ValueError as torch."""
+    """Return the device arguments; ValueError if the parameters are not there."""
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
             "device_ids can only be None or contain a single element, but got "

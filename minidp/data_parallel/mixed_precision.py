@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class Precision(NamedTuple):
-    """Hold the dtypes of ``mixed_precision``; None: no cast, or see the field."""
+    """Hold the dtypes of ``mixed_precision``; None in a field: no cast."""
 
     param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None  # None: `param_dtype`
+    reduce_dtype: torch.dtype | None  # None: as `param_dtype` says
     buffer_dtype: torch.dtype | None
 
 
@@ -38,7 +38,10 @@ def _is_floating(dtype: object) -> bool:
 
 
 def precision_from(given: Any) -> Precision | None:
-    """Return ``mixed_precision`` as a `Precision`; None for None; else TypeError."""
+    """Return ``mixed_precision`` as a `Precision`, None for None.
+
+    TypeError unless it has the three attributes, each a floating dtype or None.
+    """
     if given is None:
         return None
     dtypes: list[Any] = [getattr(given, name, "missing") for name in Precision._fields]
@@ -68,7 +71,7 @@ def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class MixedPrecision:
-    """Run a replica's module with parameters and inputs cast to a lower precision."""
+    """Run a replica's module with parameters and inputs cast to ``param_dtype``."""
 
     def __init__(self, replica: Replica, precision: Precision, rank: int) -> None:
         self._rank, self._dtype = rank, precision.param_dtype

@@ -52,12 +52,12 @@ class Replication:
             broadcast_coalesced(state, self._reducer.communicator.group, root)
 
     def start(self, checked: Arguments, *, verifies: bool) -> None:
-        """Collective: raise if modules differ by rank; copy rank 0's state; `connect`.
+        """Collective: compare the ranks' modules and options; copy rank 0's state.
 
-        ``verifies=False`` (``init_sync``): copy only delayed parameters. Then the
-        heartbeat publishes under a store key that all ranks share. Last, move the
-        buckets to shared memory if all ranks can, and cast module buffers (mixed
-        precision).
+        ReplicaMismatchError on all ranks if they differ. Then `connect`, and move the
+        buckets to shared memory if all ranks can. ``verifies=False`` (``init_sync``):
+        only copy delayed parameters. In both cases move the heartbeat to a store key
+        that all ranks share, and cast module buffers (mixed precision).
         """
         communicator = self._reducer.communicator
         group = communicator.group
@@ -85,19 +85,19 @@ class Replication:
                     value.data = value.data.to(checked.precision.buffer_dtype)
 
     def connect(self) -> None:
-        """Collective: create the group for forwards; forget what comparisons found."""
+        """Collective: create the group for forwards if needed; reset `check`."""
         group_of_forwards(self._reducer.communicator.group)
         if self.check is not None:
             self.check.name = f"replicas/{self._key}/{self._num_resets}"
             self.check.reset()
 
     def next_reset(self) -> str:
-        """Return a new store key for `DataParallel.reset`, equal on all ranks."""
+        """Return a new store key for this `DataParallel.reset`: equal on all ranks."""
         self._num_resets += 1
         return f"reset/{self._key}/{self._num_resets - 1}"
 
     def stop_comparing(self) -> None:
-        """Compare replicas no more, as where ranks take different numbers of steps."""
+        """Stop comparing replicas, for good."""
         if self.check is not None:
             self.check.reset()  # the optimizer guard holds it, too
             self.check = None

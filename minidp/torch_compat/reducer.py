@@ -58,7 +58,7 @@ class ReducerNames:
         ]
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        """Start to sum ``bucket``'s buffer over ranks; return a future of it."""
+        """Start to sum a bucket's buffer over ranks; return a future of the sum."""
         buffer = bucket.buffer()
         future = all_reduce(buffer, self._ddp.process_group).get_future()
         return then(future, lambda: buffer)
