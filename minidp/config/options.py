@@ -28,7 +28,7 @@ class BucketCaps:
 
     first_bytes: int
     rest_bytes: int
-    list_bytes: tuple[int, ...] = ()
+    list_bytes: tuple[int, ...] = ()  # of bucket_cap_mb_list; (): none given
 
     @property
     def has_small_first(self) -> bool:
@@ -36,7 +36,10 @@ class BucketCaps:
         return self.first_bytes < self.rest_bytes
 
     def initial_limits(self, *, one_bucket: bool) -> tuple[int, ...]:
-        """Limits in bytes before the rebuild; ``one_bucket``: none without a list."""
+        """Return limits in bytes before the rebuild.
+
+        ``one_bucket``: without a list of limits, one bucket without limit.
+        """
         if one_bucket and not self.list_bytes:
             return (UNLIMITED,)
         return self.rebuilt_limits()
@@ -183,5 +186,5 @@ class ReducerConfig:
 
     @property
     def follows_ready_order(self) -> bool:
-        """Return whether buckets are rebuilt once, as gradients became ready."""
+        """Return whether buckets are rebuilt once, in the order of ready gradients."""
         return self.static_graph or not self.find_unused_parameters

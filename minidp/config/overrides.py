@@ -144,7 +144,7 @@ def replacements() -> dict[str, Any]:
     """Return arguments (by name) from the environment, to replace the script's.
 
     Call once for each constructed model: a counter selects its ``bucket_layout`` file.
-    Raises as `read_environment`.
+    A cap replaces a list of caps, too, and a list a cap. Raises as `read_environment`.
     """
     given = read_environment()
     # The caps are given as a number or as a list: one replaces the other.
@@ -161,7 +161,10 @@ _num_models: Counter[str] = Counter()  # models that asked for a layout, by file
 
 
 def _layout_of_next(text: str) -> str | None:
-    """Return the next model's file; None for "none", or, and a warning, if missing."""
+    """Return the file of the next model's layout; None for "none".
+
+    If a second or later model has no file: None, and a warning.
+    """
     if text == NONE:
         return None
     number = _num_models[text]
@@ -271,7 +274,7 @@ def aside(**option: object) -> str:
 
 
 def _from_outside(option: Option, value: object) -> str:
-    """Return the flag (minidp run) or variable (class swapped) to set; neither: ""."""
+    """Say which flag (minidp run) or variable (class swapped) to set; neither: ""."""
     if RUN in os.environ:
         command = json.loads(os.environ[RUN])["command"]
         words = f"{option.word} {_text(value)}" if option.metavar else option.word

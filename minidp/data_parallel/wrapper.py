@@ -187,7 +187,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the last backward, rebuild buckets (in grad mode); broadcast buffers.
 
-        Return (moved) inputs. If a collective fails, forwards raise until `reset`.
+        Return the inputs, with ``device_ids`` on that device. If a collective fails,
+        forwards raise until `reset`.
         """
         with_grad = torch.is_grad_enabled()
         if with_grad:
@@ -236,7 +237,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         return output
 
     def will_sync_module_buffers(self) -> bool:
-        """Return whether the next forward broadcasts module buffers (a collective)."""
+        """Return whether the next forward will broadcast module buffers."""
         is_due = self.require_forward_param_sync and self.forward_sync_buffers
         return is_due and bool(self._replication.buffers)
 

@@ -52,9 +52,9 @@ class Replica:
 def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
     """Sort a module's parameters into a `Replica`; leave out those on its ignore list.
 
-    ``delayed`` ones, sent after all others, take part even if ignored. Warn of unknown
-    names on that list; RuntimeError if nothing is left; TypeError: no module;
-    ValueError: a name is taken.
+    ``delayed`` ones, sent after all others, take part even if ignored, or of another
+    module (ValueError if this module has their name). Warn of unknown names on the
+    ignore list. TypeError: no module; RuntimeError: nothing is left to average.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging.handlers
-import pickle
 
 import pytest
 import torch
@@ -124,18 +122,6 @@ def test_it_is_a_ddp_for_others(lone_group):
     assert DataParallel.__module__ == "minidp"
     with pytest.raises(AttributeError, match="no attribute 'reducers'"):
         ddp.reducers  # noqa: B018
-
-
-def test_copies_of_the_public_class(lone_group):
-    ddp = DataParallel(Scalars())
-    ddp._register_buffer_comm_hook(None, lambda *_: None)
-    ddp(torch.ones(1)).backward()
-    ddp._get_ddp_logging_data()
-    for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
-        assert type(twin) is DataParallel
-        twin(torch.ones(1)).backward()
-        assert twin._get_ddp_logging_data()["world_size"] == 1
-        assert twin.bucket_bytes_cap_list == []
 
 
 # ------------------------------------------------------------------------ ignored names
