@@ -33,10 +33,6 @@ class Precision(NamedTuple):
     buffer_dtype: torch.dtype | None
 
 
-def _is_floating(dtype: object) -> bool:
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
-
-
 def precision_from(given: Any) -> Precision | None:
     """Return ``mixed_precision`` as a `Precision`, None for None.
 
@@ -45,7 +41,7 @@ def precision_from(given: Any) -> Precision | None:
     if given is None:
         return None
     dtypes: list[Any] = [getattr(given, name, "missing") for name in Precision._fields]
-    if not all(dtype is None or _is_floating(dtype) for dtype in dtypes):
+    if not all(d is None or getattr(d, "is_floating_point", False) for d in dtypes):
         raise TypeError(
             "mixed_precision must have a param_dtype, a reduce_dtype and a "
             "buffer_dtype, each a floating torch.dtype or None (torch.nn.parallel."
