@@ -187,8 +187,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the last backward, rebuild buckets (in grad mode); broadcast buffers.
 
-        Return the inputs, with ``device_ids`` on that device. If a collective fails,
-        forwards raise until `reset`.
+        Return inputs, moved if ``device_ids``. If a collective fails: call `reset`.
         """
         with_grad = torch.is_grad_enabled()
         if with_grad:

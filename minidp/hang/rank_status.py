@@ -168,7 +168,7 @@ class Channel:
         self.outgoing: list[Alarm] = []
 
     def send(self, status: RankStatus | None) -> None:
-        """Publish ``status`` and `outgoing` alarms; RuntimeError if the host is gone."""
+        """Publish ``status`` and `outgoing` alarms; RuntimeError: the host is gone."""
         if is_closed(self._connection):
             raise RuntimeError("the connection was closed")
         if status is not None:
