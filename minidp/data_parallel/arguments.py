@@ -225,7 +225,7 @@ def expose_local_tensors(module: nn.Module, mesh: DeviceMesh) -> None:
 def _check_devices(
     parameters: Mapping[str, nn.Parameter], device_ids: Any, output_device: Any
 ) -> Devices:
-    """Return the device arguments; ValueError if the parameters are not there."""
+    """Check device arguments; ValueError if they do not fit where parameters are."""
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
             "device_ids can only be None or contain a single element, but got "

@@ -59,7 +59,7 @@ def weigh_loss(self: DataParallel, loss: Tensor, n: Number) -> Tensor:
 
 
 def item_totals(self: DataParallel) -> ItemTotals:
-    """Over what the last synchronised backward averaged; the same on all ranks.
+    """Return totals of what the last synchronised backward averaged, of all ranks.
 
     ``count`` and ``mean_loss`` (NaN if a rank with items gave no loss): float64 tensors
     of shape (); ``of_ranks``: items of each rank, float64. They are on the gradients'

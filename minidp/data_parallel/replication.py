@@ -44,7 +44,7 @@ class Replication:
             broadcast_coalesced(list(self.buffers.values()), group, root)
 
     def broadcast_parameters(self, module: nn.Module, root: int) -> None:
-        """Collective: copy rank ``root``'s parameters, also frozen ones, to all."""
+        """Collective: copy rank ``root``'s parameters, all but ignored ones."""
         own = [p for n, p in module.named_parameters() if n not in self.ignored]
         # Delayed parameters may belong to another module; send each tensor once.
         state = list({id(p): p for p in (*own, *self._reducer.params)}.values())

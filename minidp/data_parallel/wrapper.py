@@ -169,7 +169,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, return its output; let the next backward average gradients.
 
-        Not in no_sync(). Collective in join(), to broadcast buffers or rebuild buckets.
+        Not in no_sync(). Collective in join(), or if buffers or a rebuild are due.
 
         Raises:
             UnfinishedReductionError: the last backward left gradients missing.
@@ -273,7 +273,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
                 gradients in, their average out.
 
         Raises:
-            TypeError, ValueError, RuntimeError: no hook, one is there, over items.
+            TypeError, ValueError, RuntimeError: no comm hook, a second one, over items.
         """
         averaging = self._reducer.queue.averaging
         averaging.register(CommHook(state, hook))

@@ -98,7 +98,7 @@ class Heartbeat(PeerMonitor):
     def exchange_often(
         self, topic: str, rider: Callable[[dict[int, Any]], Any]
     ) -> bool:
-        """Post what ``rider`` returns four times a second; see `PeerMonitor`."""
+        """Post what ``rider`` returns 4 times a second (`PeerMonitor`); return True."""
         self._riders[topic] = rider
         self._beat_seconds = min(RIDE_SECONDS, self._beat_seconds)
         self._wake()
@@ -113,7 +113,7 @@ class Heartbeat(PeerMonitor):
 
     @property
     def interval(self) -> float:
-        """Seconds to the next `tick`; short while this rank asks who is missing."""
+        """Seconds to the next `tick`; at first short while a question is open."""
         pause = max(FIRST_PAUSE, time.monotonic() - self._asked)
         return min(pause, self._beat_seconds) if self._questions else self._beat_seconds
 

@@ -54,7 +54,7 @@ ON_PURPOSE = 2
 
 
 class _Cause(NamedTuple):
-    """Hold what a message says of why replicas differ (""; unknown), and the remedy."""
+    """Hold a sentence on why replicas differ ("": not known), and the remedy."""
 
     text: str
     remedy: str
@@ -271,7 +271,7 @@ class ReplicaCheck(Observer):
             return gather_integers(row, group, exchange_device(group, device))
 
     def _find_differences(self, snapshot: _Snapshot) -> _Differences:
-        """Collective: compare parameters as they are now, buffers as at `begin`."""
+        """Collective: return what differs: parameters now, or buffers at `begin`."""
         own = [sum_of_bits(tensor).cpu() for tensor in snapshot.tensors.values()]
         names = [*snapshot.tensors, *snapshot.buffer_sums]
         sums = [*torch.stack(own).tolist(), *snapshot.buffer_sums.values()]
