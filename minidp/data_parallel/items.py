@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -92,12 +91,6 @@ def watch(reducer: Reducer, output: object, *, will_reduce: bool) -> None:
         items.look()
 
     probe_outputs(output, look)
-
-
-def contributing_nothing(reducer: Reducer) -> AbstractContextManager[None]:
-    """Return a context in which this rank counts 0 items; its own counts stay."""
-    items = reducer.queue.averaging.items
-    return nullcontext() if items is None else items.aside()
 
 
 def _counts(ddp: DataParallel, name: str) -> ItemCounts:

@@ -9,7 +9,7 @@ from torch import nn
 
 from minidp.comm import broadcast_coalesced, group_of_forwards
 from minidp.core import Observer, Reducer
-from minidp.replica import ReplicaCheck, parameters, verify
+from minidp.replica import ReplicaCheck, verify
 
 from .arguments import Arguments
 
@@ -31,7 +31,8 @@ class Replication:
 
     def collect(self, module: nn.Module) -> None:
         """Set `buffers` to the module's buffers now, by name, without ignored ones."""
-        self.buffers = parameters.module_buffers(module, frozenset(self.ignored))
+        named, ignored = module.named_buffers(), self.ignored
+        self.buffers = {name: value for name, value in named if name not in ignored}
 
     def broadcast_buffers(self, module: nn.Module, root: int = 0) -> None:
         """Collective: copy rank ``root``'s module buffers, or call the user's hook."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -139,8 +138,3 @@ def check_data(parameters: Mapping[str, nn.Parameter]) -> None:
             "process group pass device_mesh, a slice (mesh['dp']) of the mesh they are "
             f"distributed over. DTensors: {', '.join(dtensors)}."
         )
-
-
-def module_buffers(module: nn.Module, ignored: frozenset[str]) -> dict[str, Any]:
-    """Return the module buffers not ignored, by name; also non-persistent ones."""
-    return {n: b for n, b in module.named_buffers() if n not in ignored}

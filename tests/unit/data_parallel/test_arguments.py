@@ -139,24 +139,6 @@ def test_difference_stricter_than_torch(lone_group, case):
     assert isinstance(found, theirs or type(None))
 
 
-ACCEPTED_BY_BOTH = [
-    {"device_ids": [], "output_device": None, "dim": 3},
-    {"bucket_cap_mb": 0, "init_sync": False, "mixed_precision": None},
-    {"bucket_cap_mb": 0.5, "check_reduction": True},
-    {"bucket_cap_mb_list": [], "broadcast_buffers": False},
-    {"bucket_cap_mb_list": [1, 2.5]},
-    {"batched_grad_copy": True},
-    {"skip_all_reduce_unused_params": True},
-]
-
-
-@pytest.mark.parametrize("options", ACCEPTED_BY_BOTH, ids=str)
-def test_torch_accepts_it_too(lone_group, options):
-    skip_unless_torch_takes(options)
-    assert error_of(DistributedDataParallel, Scale, options) is None
-    assert error_of(DataParallel, Scale, options) is None
-
-
 def test_signature_is_torchs_with_more_options():
     skip_unless_torch_takes(["batched_grad_copy", "forward_sync_buffers"])
     theirs = list(inspect.signature(DistributedDataParallel).parameters.values())
