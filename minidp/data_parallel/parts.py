@@ -56,7 +56,7 @@ def build(
     every = own.check_replicas_every
     is_verified = kind == verify.WRAPPED and is_builtin(group)
     if every and (is_verified or every != AUTO):
-        replication.check = ReplicaCheck(queue, reducer.names, every, reducer.ledger)
+        replication.check = ReplicaCheck(queue, reducer.ledger, every)
     guard = Guard(reducer, own.unsynced, replica)
     guard.replica_check = replication.check
     precision = None

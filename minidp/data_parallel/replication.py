@@ -123,12 +123,9 @@ class Replication:
 
         Of all parameters but ignored ones; ``with_buffers``: of `buffers`, too.
         """
-        check, step = self.check, self._reducer.ledger.finalized
-        if check is None or not check.is_due(step):
+        if self.check is None or not self.check.is_due:
             return
-        known = {*self._reducer.names, *self.ignored}
-        named = dict(module.named_parameters())
-        frozen = {name: param for name, param in named.items() if name not in known}
-        check.begin(
-            step, self._reducer.params, frozen, self.buffers if with_buffers else {}
-        )
+        params = dict(zip(self._reducer.names, self._reducer.params, strict=True))
+        known = {*params, *self.ignored}
+        frozen = {n: p for n, p in module.named_parameters() if n not in known}
+        self.check.begin(params, frozen, self.buffers if with_buffers else {})

@@ -106,12 +106,10 @@ class ReplicaCheck(Observer):
     def __init__(
         self,
         queue: BucketQueue,
-        names: Sequence[str],
-        every: int | Literal["auto"],
         ledger: Ledger,
+        every: int | Literal["auto"],
     ) -> None:
         self._queue: BucketQueue = weakref.proxy(queue)  # a cycle would keep buckets
-        self.names = names
         self._every, self._is_auto = every, every == AUTO
         self._ledger = ledger
         self._has_warned = False
@@ -125,34 +123,35 @@ class ReplicaCheck(Observer):
         self.suspect: _Snapshot | None = None  # differed, and nobody has stepped since
         self._waited = 0  # steps, for an optimizer
 
-    def is_due(self, step: int) -> bool:
+    @property
+    def is_due(self) -> bool:
         """Return whether to compare in this step: scheduled, or after a difference."""
+        step = self._ledger.finalized
         every = AUTO_EVERY if isinstance(self._every, str) else self._every
         is_early = self._is_auto and step in AUTO_STEPS
         return self.suspect is not None or is_early or step % every == 0
 
     def begin(
         self,
-        step: int,
-        params: Sequence[torch.Tensor],
+        params: Mapping[str, torch.Tensor],
         frozen: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
         """Store this replica's checksum before a forward; `finished` will compare it.
 
-        ``step``: synchronised backwards so far. "auto" omits module buffers and, once
-        replicas agreed, frozen parameters.
+        "auto" omits module buffers and, once replicas agreed, frozen parameters.
         """
         if self._is_auto:
             buffers = {}
             # Once replicas agreed, one rank may keep averaged weights in frozen ones.
             frozen = {} if self._agreed >= 0 else frozen
-        tensors = {**dict(zip(self.names, params, strict=True)), **frozen}
+        tensors = {**params, **frozen}
         buffer_sums = {name: int(sum_of_bits(each)) for name, each in buffers.items()}
         digest = digest_of([*tensors.values(), *buffers.values()])
         hook = self._queue.averaging.comm_hook
         was_hooked = hook is not None and hook.has_run and is_foreign(hook)
         self.postpone()
+        step = self._ledger.finalized
         self._under_way = _Snapshot(step, tensors, buffer_sums, digest, was_hooked)
         self._queue.observers.insert(0, self)  # before those that step optimizers
 
