@@ -71,7 +71,7 @@ _UNKNOWN = _Cause(
 )
 _ROUNDING = _Cause(
     " The difference is as small as rounding: other hardware, or kernels that are not "
-    "deterministic, explain as much.",
+    "deterministic, may be the cause.",
     "nothing, if that is so; else look at what changes parameters on some ranks only. "
     "check_replicas_every=100 makes any difference an error. This is said once",
 )
