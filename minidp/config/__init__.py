@@ -11,13 +11,11 @@ from .options import (
     UNLIMITED,
     AverageOver,
     BucketCaps,
+    OwnOptions,
     ReducerConfig,
-    Safety,
     SavedLayout,
     Unsynced,
-    averages_items,
     bucket_caps,
-    is_auto,
 )
 from .overrides import (
     NONE,
@@ -37,7 +35,7 @@ from .overrides import (
 )
 
 __all__ = ["AUTO", "HANG_SECONDS", "MIB", "NONE", "OPTIONS", "PREFIX", "RUN"]
-__all__ += ["UNLIMITED", "BucketCaps", "ReducerConfig", "Safety", "SavedLayout"]
-__all__ += ["Unsynced", "add_options", "aside", "bucket_caps", "is_auto", "misspelt"]
-__all__ += ["note_swapped", "numbered", "passing", "read_environment", "replacements"]
-__all__ += ["AverageOver", "averages_items", "setting", "variables"]
+__all__ += ["UNLIMITED", "BucketCaps", "OwnOptions", "ReducerConfig"]
+__all__ += ["AverageOver", "SavedLayout", "Unsynced", "add_options", "aside"]
+__all__ += ["bucket_caps", "misspelt", "note_swapped", "numbered", "passing"]
+__all__ += ["read_environment", "replacements", "setting", "variables"]

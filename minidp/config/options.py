@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 MIB = 2**20
 DEFAULT_CAP_MB = 25
@@ -28,7 +28,7 @@ class BucketCaps:
 
     first_bytes: int
     rest_bytes: int
-    list_bytes: tuple[int, ...] = ()
+    list_bytes: tuple[int, ...] = ()  # of bucket_cap_mb_list; (): none given
 
     @property
     def has_small_first(self) -> bool:
@@ -36,7 +36,10 @@ class BucketCaps:
         return self.first_bytes < self.rest_bytes
 
     def initial_limits(self, *, one_bucket: bool) -> tuple[int, ...]:
-        """Limits in bytes before the rebuild; ``one_bucket``: none without a list."""
+        """Return limits in bytes before the rebuild.
+
+        ``one_bucket``: without a list of limits, one bucket without limit.
+        """
         if one_bucket and not self.list_bytes:
             return (UNLIMITED,)
         return self.rebuilt_limits()
@@ -50,51 +53,39 @@ class BucketCaps:
 
 
 def bucket_caps(
-    cap_mb: float | str | None, cap_mb_list: Sequence[float] | None, first_bytes: int
+    first_bytes: int,
+    *,
+    bucket_cap_mb: float | str | None = None,
+    bucket_cap_mb_list: Sequence[float] | None = None,
 ) -> BucketCaps:
     """Convert the constructor's bucket caps from MiB to bytes.
 
-    A list replaces ``cap_mb`` unless it is empty. None and "auto" are 25 MiB, after a
-    first bucket of ``first_bytes``. Raises TypeError or ValueError for a bad cap.
+    A list replaces ``bucket_cap_mb`` unless it is empty. None and "auto" are 25 MiB,
+    after a first bucket of ``first_bytes``. TypeError or ValueError for a bad cap.
     """
-    if cap_mb_list is not None and len(cap_mb_list) > 0:
-        if is_auto(cap_mb):
+    if bucket_cap_mb_list:
+        if bucket_cap_mb == AUTO:
             raise ValueError(
                 'bucket_cap_mb="auto" looks for the best layout by itself, but '
-                f"bucket_cap_mb_list gives one: {list(cap_mb_list)}. Leave one out."
+                f"bucket_cap_mb_list gives one: {list(bucket_cap_mb_list)}. Leave one "
+                "out."
             )
-        limits = tuple(_to_bytes("bucket_cap_mb_list", mb) for mb in cap_mb_list)
+        limits = tuple(_to_bytes("bucket_cap_mb_list", mb) for mb in bucket_cap_mb_list)
         return BucketCaps(max(limits), max(limits), limits)
-    if cap_mb is None or is_auto(cap_mb):
+    if bucket_cap_mb is None or bucket_cap_mb == AUTO:
         return BucketCaps(first_bytes, DEFAULT_CAP_MB * MIB)
-    cap = _to_bytes("bucket_cap_mb", cap_mb)
+    cap = _to_bytes("bucket_cap_mb", bucket_cap_mb)
     return BucketCaps(cap, cap)
 
 
-def averages_items(average_over: object) -> bool:
-    """Return whether ``average_over`` is "items"; ValueError unless a valid value."""
-    choices = get_args(AverageOver)
-    if average_over not in choices:
-        raise ValueError(
-            f"average_over must be one of {', '.join(map(repr, choices))}, but got "
-            f"{average_over!r}."
-        )
-    return bool(average_over == choices[1])
-
-
-def is_auto(cap_mb: object) -> bool:
-    """Return whether ``bucket_cap_mb`` is "auto"."""
-    return isinstance(cap_mb, str) and cap_mb == AUTO
-
-
-def _to_bytes(argument: str, mb: object) -> int:
+def _to_bytes(argument: str, mb: Any) -> int:
     """Convert MiB; ValueError if negative or not finite, TypeError if no number."""
     if not 0 <= _as_number(argument, mb, "of MiB") * MIB < math.inf:
         raise ValueError(
             f"{argument} must be finite and not negative (MiB), but got {mb!r}; "
             "0 gives every parameter its own bucket."
         )
-    return int(mb * MIB)  # type: ignore[operator]
+    return int(mb * MIB)
 
 
 def _as_number(argument: str, value: object, unit: str) -> float:
@@ -111,21 +102,28 @@ def _as_number(argument: str, value: object, unit: str) -> float:
         return math.inf
 
 
+def _check_choice(argument: str, value: object, choices: Sequence[str]) -> None:
+    """Raise ValueError unless ``value`` is one of the argument's ``choices``."""
+    if value not in choices:
+        raise ValueError(
+            f"{argument} must be one of {', '.join(map(repr, choices))}, but got "
+            f"{value!r}."
+        )
+
+
 @dataclass(frozen=True)
-class Safety:
-    """Hold options for checks at run time; ValueError or TypeError for a bad value."""
+class OwnOptions:
+    """Hold arguments that torch's DDP lacks; ValueError or TypeError for a bad one."""
 
     unsynced: Unsynced = "raise"  # at a step with gradients that differ between ranks
     hang_timeout: float | Literal["auto"] | None = AUTO  # s; None: the group's limit
     check_replicas_every: int | Literal["auto"] = AUTO  # steps; 0: never
     check_finite_grads: bool = False
+    average_over: AverageOver = "ranks"
 
     def __post_init__(self) -> None:
-        if self.unsynced not in get_args(Unsynced):
-            raise ValueError(
-                f"unsynced must be one of {', '.join(map(repr, get_args(Unsynced)))}, "
-                f"but got {self.unsynced!r}."
-            )
+        _check_choice("unsynced", self.unsynced, get_args(Unsynced))
+        _check_choice("average_over", self.average_over, get_args(AverageOver))
         seconds = self.hang_timeout
         if seconds is not None and seconds != AUTO:
             number = _as_number("hang_timeout", seconds, "of seconds, or None")
@@ -188,5 +186,5 @@ class ReducerConfig:
 
     @property
     def follows_ready_order(self) -> bool:
-        """Return whether buckets are rebuilt once, as gradients became ready."""
+        """Return whether buckets are rebuilt once, in the order of ready gradients."""
         return self.static_graph or not self.find_unused_parameters

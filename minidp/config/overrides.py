@@ -20,20 +20,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-from .options import AUTO, AverageOver, Safety, Unsynced, averages_items, bucket_caps
+from .options import AUTO, AverageOver, OwnOptions, Unsynced, bucket_caps
 
 logger = logging.getLogger("minidp")
 PREFIX, NONE = "MINIDP_", "none"
 RUN = "MINIDP_RUN"  # set in a script under `minidp run`, and all that it starts
 OWN = ("MINIDP_NATIVE", "MINIDP_PYTHON", "MINIDP_TORCH")  # of the build, of examples/
-_WORDS = {"hang_timeout": (AUTO, NONE), "check_replicas_every": (AUTO,)}
-_WORDS["bucket_cap_mb"] = (AUTO, NONE)
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+_NUMBERS = ("SECONDS", "STEPS", "MIB")  # metavars
 
 
-def _number(text: str, words: Collection[str] = ()) -> Any:
-    """Parse a number, or one of ``words``: "auto" stays, "none" becomes None."""
-    if text in words:
+def _number(text: str) -> Any:
+    """Parse a number; "auto" stays, "none" becomes None; ValueError for other words."""
+    if text in (AUTO, NONE):
         return None if text == NONE else text
     try:
         return int(text) if text.lstrip("+-").isdigit() else float(text)
@@ -59,23 +58,24 @@ class Option(NamedTuple):
         return "--" + self.name.replace("_", "-")
 
     def read(self, text: str) -> Any:
-        """Return the value that ``text`` stands for; ValueError or TypeError if bad."""
+        """Return the value that ``text`` stands for.
+
+        ValueError or TypeError if the constructor would refuse it. A file for
+        ``bucket_layout`` is not opened.
+        """
         value: Any = text
         if not self.metavar:
             if text.lower() not in _FLAGS:
                 raise ValueError(f"expected one of {', '.join(_FLAGS)}")
             value = _FLAGS[text.lower()]
+        elif self.metavar in _NUMBERS:
+            value = _number(text)
         elif self.name == "bucket_cap_mb_list":
             value = None if text == NONE else [_number(cap) for cap in text.split(",")]
-            bucket_caps(None, value, 0)
-        elif self.name in _WORDS:
-            value = _number(text, _WORDS[self.name])
-        if self.name == "bucket_cap_mb":
-            bucket_caps(value, None, 0)
-        elif self.name == "average_over":
-            averages_items(value)
-        elif self.name in Safety.__dataclass_fields__:
-            Safety(**{self.name: value})
+        if self.name in OwnOptions.__dataclass_fields__:
+            OwnOptions(**{self.name: value})
+        elif self.name.startswith("bucket_cap_mb"):
+            bucket_caps(0, **{self.name: value})
         return value
 
 
@@ -144,7 +144,7 @@ def replacements() -> dict[str, Any]:
     """Return arguments (by name) from the environment, to replace the script's.
 
     Call once for each constructed model: a counter selects its ``bucket_layout`` file.
-    Raises as `read_environment`.
+    A cap replaces a list of caps, too, and a list a cap. Raises as `read_environment`.
     """
     given = read_environment()
     # The caps are given as a number or as a list: one replaces the other.
@@ -161,7 +161,10 @@ _num_models: Counter[str] = Counter()  # models that asked for a layout, by file
 
 
 def _layout_of_next(text: str) -> str | None:
-    """Return the next model's file; None for "none", or, and a warning, if missing."""
+    """Return the file of the next model's layout; None for "none".
+
+    If a second or later model has no file: None, and a warning.
+    """
     if text == NONE:
         return None
     number = _num_models[text]
@@ -271,7 +274,7 @@ def aside(**option: object) -> str:
 
 
 def _from_outside(option: Option, value: object) -> str:
-    """Return the flag (minidp run) or variable (class swapped) to set; neither: ""."""
+    """Say which flag (minidp run) or variable (class swapped) to set; neither: ""."""
     if RUN in os.environ:
         command = json.loads(os.environ[RUN])["command"]
         words = f"{option.word} {_text(value)}" if option.metavar else option.word

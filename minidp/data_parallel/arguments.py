@@ -19,13 +19,7 @@ from minidp.comm import (
     is_group,
     read_mode,
 )
-from minidp.config import (
-    ReducerConfig,
-    Safety,
-    averages_items,
-    bucket_caps,
-    is_auto,
-)
+from minidp.config import AUTO, OwnOptions, ReducerConfig, bucket_caps
 from minidp.console import warn
 from minidp.layout import read_plain, resumed_layout
 from minidp.replica import DETOUR, Replica, check_data, examine
@@ -59,9 +53,9 @@ def keep(values: Mapping[str, Any]) -> SimpleNamespace:
 
 
 class Devices(NamedTuple):
-    """Hold torch's device arguments; inputs go to the first parameter's device."""
+    """Hold the checked device arguments, and the device of the first parameter."""
 
-    device_ids: list[int] | None  # None: inputs are not moved
+    device_ids: list[int] | None  # None: inputs are not moved to `device`
     output_device: int | None  # for logging only: outputs are not moved
     device: torch.device  # of the first parameter
     is_multi_device: bool
@@ -69,14 +63,14 @@ class Devices(NamedTuple):
 
 @dataclass(frozen=True)
 class Arguments:
-    """Hold the checked constructor arguments; `parts.build` makes a wrapper of them."""
+    """Hold checked constructor arguments, of which `parts.build` makes the parts."""
 
     replica: Replica
     devices: Devices
     config: ReducerConfig
     forward_sync: bool  # broadcast module buffers before forwards
     init_buffers: bool  # broadcast module buffers at construction
-    safety: Safety
+    own: OwnOptions
     precision: Precision | None
 
     @property
@@ -93,16 +87,16 @@ class Arguments:
             "delayed": sorted(self.replica.delayed),
             "mixed_precision": self.precision,
             "bucket_layout": config.saved_layout,
-            "check_replicas_every": self.safety.check_replicas_every,
-            "average_over": "items" if config.averages_items else "ranks",
+            "check_replicas_every": self.own.check_replicas_every,
+            "average_over": self.own.average_over,
         }
 
 
 def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
-    """Validate what `keep` returned; return it typed, with the module's parameters.
+    """Validate the arguments that `keep` returned, and sort the module's parameters.
 
-    TypeError, ValueError, RuntimeError as torch; warns of arguments that torch
-    deprecates.
+    Reads the file of ``bucket_layout``. TypeError, ValueError or RuntimeError for a bad
+    argument, as torch where torch refuses it, too; warns of what torch deprecates.
     """
     if getattr(getattr(module, DETOUR, None), "through", None) is not None:
         raise RuntimeError(
@@ -116,16 +110,19 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
     if given.check_reduction:
         warn("The argument `check_reduction` is deprecated and ignored.", FutureWarning)
     check_data(replica.parameters)
+    own = OwnOptions(**{f.name: getattr(given, f.name) for f in fields(OwnOptions)})
     layout = given.bucket_layout
     flags: dict[str, Any] = {name: bool(getattr(given, name)) for name in _FLAGS}
     config = ReducerConfig(
         caps=bucket_caps(
-            given.bucket_cap_mb, given.bucket_cap_mb_list, default_first_bucket_bytes()
+            default_first_bucket_bytes(),
+            bucket_cap_mb=given.bucket_cap_mb,
+            bucket_cap_mb_list=given.bucket_cap_mb_list,
         ),
         last_is_small=os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1",
         saved_layout=None if layout is None else read_plain(layout),
-        tunes=is_auto(given.bucket_cap_mb),
-        averages_items=averages_items(given.average_over),
+        tunes=given.bucket_cap_mb == AUTO,
+        averages_items=own.average_over == "items",
         **flags,
     )
     if config.saved_layout is not None:
@@ -137,7 +134,7 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
         config=config,
         forward_sync=forward_sync,
         init_buffers=init_buffers,
-        safety=Safety(**{f.name: getattr(given, f.name) for f in fields(Safety)}),
+        own=own,
         precision=precision_from(given.mixed_precision),
     )
 
@@ -185,7 +182,10 @@ def some_device(module: object) -> torch.device:
 def choose_group(
     process_group: ProcessGroup | None, device_mesh: DeviceMesh | None
 ) -> ProcessGroup:
-    """Return the group given, of a 1-D mesh, or the default; RuntimeError if both."""
+    """Return the given group, the group of a 1-D mesh, or (both None) the default.
+
+    RuntimeError for both, or a mesh of more dimensions; TypeError for other objects.
+    """
     if process_group is not None and device_mesh is not None:
         raise RuntimeError(
             "Cannot specify both process_group and device_mesh arguments."
@@ -213,7 +213,10 @@ def choose_group(
 
 
 def expose_local_tensors(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Make a module's DTensors local outside forwards, if ``mesh`` is a slice."""
+    """Make a module's DTensor parameters local tensors, except during its forward.
+
+    No-op unless ``mesh`` is a slice of a larger mesh.
+    """
     if mesh._get_root_mesh() != mesh:
         ddp: Any = importlib.import_module("torch.distributed.tensor.parallel.ddp")
         ddp._pre_dp_module_transform(module)
@@ -222,7 +225,7 @@ def expose_local_tensors(module: nn.Module, mesh: DeviceMesh) -> None:
 def _check_devices(
     parameters: Mapping[str, nn.Parameter], device_ids: Any, output_device: Any
 ) -> Devices:
-    """Check device arguments against the parameters' devices; ValueError as torch."""
+    """Check device arguments; ValueError if they do not fit where parameters are."""
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
             "device_ids can only be None or contain a single element, but got "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,7 +58,7 @@ def weigh_loss(self: DataParallel, loss: Tensor, n: Number) -> Tensor:
 
 
 def item_totals(self: DataParallel) -> ItemTotals:
-    """Over what the last synchronised backward averaged; the same on all ranks.
+    """Return totals of what the last synchronised backward averaged, of all ranks.
 
     ``count`` and ``mean_loss`` (NaN if a rank with items gave no loss): float64 tensors
     of shape (); ``of_ranks``: items of each rank, float64. They are on the gradients'
@@ -92,12 +91,6 @@ def watch(reducer: Reducer, output: object, *, will_reduce: bool) -> None:
         items.look()
 
     probe_outputs(output, look)
-
-
-def contributing_nothing(reducer: Reducer) -> AbstractContextManager[None]:
-    """Return a context in which this rank counts 0 items; its own counts stay."""
-    items = reducer.queue.averaging.items
-    return nullcontext() if items is None else items.aside()
 
 
 def _counts(ddp: DataParallel, name: str) -> ItemCounts:

@@ -26,23 +26,22 @@ if TYPE_CHECKING:
 
 
 class Precision(NamedTuple):
-    """Hold the dtypes of ``mixed_precision``; None: no cast, or see the field."""
+    """Hold the dtypes of ``mixed_precision``; None in a field: no cast."""
 
     param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None  # None: `param_dtype`
+    reduce_dtype: torch.dtype | None  # None: as `param_dtype` says
     buffer_dtype: torch.dtype | None
 
 
-def _is_floating(dtype: object) -> bool:
-    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
-
-
 def precision_from(given: Any) -> Precision | None:
-    """Return ``mixed_precision`` as a `Precision`; None for None; else TypeError."""
+    """Return ``mixed_precision`` as a `Precision`, None for None.
+
+    TypeError unless it has the three attributes, each a floating dtype or None.
+    """
     if given is None:
         return None
     dtypes: list[Any] = [getattr(given, name, "missing") for name in Precision._fields]
-    if not all(dtype is None or _is_floating(dtype) for dtype in dtypes):
+    if not all(d is None or getattr(d, "is_floating_point", False) for d in dtypes):
         raise TypeError(
             "mixed_precision must have a param_dtype, a reduce_dtype and a "
             "buffer_dtype, each a floating torch.dtype or None (torch.nn.parallel."
@@ -68,7 +67,7 @@ def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class MixedPrecision:
-    """Run a replica's module with parameters and inputs cast to a lower precision."""
+    """Run a replica's module with parameters and inputs cast to ``param_dtype``."""
 
     def __init__(self, replica: Replica, precision: Precision, rank: int) -> None:
         self._rank, self._dtype = rank, precision.param_dtype

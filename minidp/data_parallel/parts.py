@@ -20,7 +20,7 @@ from minidp.config import AUTO
 from minidp.core import Reducer
 from minidp.guard import Guard
 from minidp.hang import the_watchdog
-from minidp.replica import verify
+from minidp.replica import ReplicaCheck, verify
 
 from . import arguments
 from .mixed_precision import MixedPrecision, reduce_in_low_precision
@@ -39,25 +39,25 @@ def build(
     checks; "unsynced" (``init_sync=False``): no automatic replica check; "copy": also
     no heartbeat, as other ranks may have no such copy.
     """
-    config, replica, safety = checked.config, checked.replica, checked.safety
+    config, replica, own = checked.config, checked.replica, checked.own
     key = verify.next_key(group, kind)
-    is_patient = safety.hang_timeout == AUTO
-    communicator = Communicator(group, safety.hang_limit, is_patient=is_patient)
+    is_patient = own.hang_timeout == AUTO
+    communicator = Communicator(group, own.hang_limit, is_patient=is_patient)
     tunes = config.tunes and group.size() > 1
     policy = AutotunePolicy(config.saved_layout) if tunes else None
     reducer = Reducer(replica.params, replica.specs, config, communicator, policy)
     queue = reducer.queue
-    queue.checks_finite = safety.check_finite_grads
+    queue.checks_finite = own.check_finite_grads
     if policy is not None:
         policy.measure(queue, reducer.hooks)
     if kind != "copy":  # ranks may copy as they like: no key is equal on all
         the_watchdog.start_heartbeat(reducer, key)
     replication = Replication(reducer, replica.module, ignored, key)
-    every = safety.check_replicas_every
+    every = own.check_replicas_every
     is_verified = kind == verify.WRAPPED and is_builtin(group)
     if every and (is_verified or every != AUTO):
-        replication.compare_every(every)
-    guard = Guard(reducer, safety.unsynced, replica)
+        replication.check = ReplicaCheck(queue, reducer.ledger, every)
+    guard = Guard(reducer, own.unsynced, replica)
     guard.replica_check = replication.check
     precision = None
     if checked.precision is not None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import nn
 
 from minidp.comm import broadcast_coalesced, group_of_forwards
 from minidp.core import Observer, Reducer
-from minidp.replica import ReplicaCheck, parameters, verify
+from minidp.replica import ReplicaCheck, verify
 
 from .arguments import Arguments
 
@@ -32,7 +31,8 @@ class Replication:
 
     def collect(self, module: nn.Module) -> None:
         """Set `buffers` to the module's buffers now, by name, without ignored ones."""
-        self.buffers = parameters.module_buffers(module, frozenset(self.ignored))
+        named, ignored = module.named_buffers(), self.ignored
+        self.buffers = {name: value for name, value in named if name not in ignored}
 
     def broadcast_buffers(self, module: nn.Module, root: int = 0) -> None:
         """Collective: copy rank ``root``'s module buffers, or call the user's hook."""
@@ -45,7 +45,7 @@ class Replication:
             broadcast_coalesced(list(self.buffers.values()), group, root)
 
     def broadcast_parameters(self, module: nn.Module, root: int) -> None:
-        """Collective: copy rank ``root``'s parameters, also frozen ones, to all."""
+        """Collective: copy rank ``root``'s parameters, all but ignored ones."""
         own = [p for n, p in module.named_parameters() if n not in self.ignored]
         # Delayed parameters may belong to another module; send each tensor once.
         state = list({id(p): p for p in (*own, *self._reducer.params)}.values())
@@ -53,12 +53,12 @@ class Replication:
             broadcast_coalesced(state, self._reducer.communicator.group, root)
 
     def start(self, checked: Arguments, *, verifies: bool) -> None:
-        """Collective: raise if modules differ by rank; copy rank 0's state; `connect`.
+        """Collective: compare the ranks' modules and options; copy rank 0's state.
 
-        ``verifies=False`` (``init_sync``): copy only delayed parameters. Then the
-        heartbeat publishes under a store key that all ranks share. Last, move the
-        buckets to shared memory if all ranks can, and cast module buffers (mixed
-        precision).
+        ReplicaMismatchError on all ranks if they differ. Then `connect`, and move the
+        buckets to shared memory if all ranks can. ``verifies=False`` (``init_sync``):
+        only copy delayed parameters. In both cases move the heartbeat to a store key
+        that all ranks share, and cast module buffers (mixed precision).
         """
         communicator = self._reducer.communicator
         group = communicator.group
@@ -86,24 +86,19 @@ class Replication:
                     value.data = value.data.to(checked.precision.buffer_dtype)
 
     def connect(self) -> None:
-        """Collective: create the group for forwards; forget what comparisons found."""
+        """Collective: create the group for forwards if needed; reset `check`."""
         group_of_forwards(self._reducer.communicator.group)
         if self.check is not None:
             self.check.name = f"replicas/{self._key}/{self._num_resets}"
             self.check.reset()
 
     def next_reset(self) -> str:
-        """Return a new store key for `DataParallel.reset`, equal on all ranks."""
+        """Return a new store key for this `DataParallel.reset`: equal on all ranks."""
         self._num_resets += 1
         return f"reset/{self._key}/{self._num_resets - 1}"
 
-    def compare_every(self, every: int | Literal["auto"]) -> None:
-        """Compare replicas in each ``every``-th backward, as `ReplicaCheck.is_due`."""
-        queue, names = self._reducer.queue, self._reducer.names
-        self.check = ReplicaCheck(queue, names, every, self._reducer.ledger)
-
     def stop_comparing(self) -> None:
-        """Compare replicas no more, as where ranks take different numbers of steps."""
+        """Stop comparing replicas, for good."""
         if self.check is not None:
             self.check.reset()  # the optimizer guard holds it, too
             self.check = None
@@ -128,12 +123,9 @@ class Replication:
 
         Of all parameters but ignored ones; ``with_buffers``: of `buffers`, too.
         """
-        check, step = self.check, self._reducer.ledger.finalized
-        if check is None or not check.is_due(step):
+        if self.check is None or not self.check.is_due:
             return
-        known = {*self._reducer.names, *self.ignored}
-        named = dict(module.named_parameters())
-        frozen = {name: param for name, param in named.items() if name not in known}
-        check.begin(
-            step, self._reducer.params, frozen, self.buffers if with_buffers else {}
-        )
+        params = dict(zip(self._reducer.names, self._reducer.params, strict=True))
+        known = {*params, *self.ignored}
+        frozen = {n: p for n, p in module.named_parameters() if n not in known}
+        self.check.begin(params, frozen, self.buffers if with_buffers else {})

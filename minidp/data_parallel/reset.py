@@ -19,9 +19,9 @@ PATIENCE_SECONDS = 5.0  # a rank may first report who is missing
 def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     """Collective: reset the reducer and its bucket layout; return its process group.
 
-    That is the old group if all ranks launched as many collectives and none failed (or
-    if they share no store), else a fresh one. CollectiveError if a rank does not call
-    this in time. ``key``: store prefix, equal on all ranks, new for each reset.
+    That is the old group if all ranks launched equally many collectives and none failed
+    (or if they share no store), else a fresh one. CollectiveError if a rank does not
+    call this in time. ``key``: store prefix, equal on all ranks, new for each reset.
     """
     queue, communicator = reducer.queue, reducer.communicator
     group = queue.communicator.group
@@ -48,7 +48,7 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
 
 
 def _exchange(reducer: Reducer, key: str) -> list[tuple[int, int, bool, int]]:
-    """Wait for all ranks' progress through the store; return a tuple per rank.
+    """Publish this rank's progress, wait for all ranks'; return a tuple per rank.
 
     (collectives started; of these asynchronous; True if one failed or may never end;
     backwards finished). CollectiveError if a rank is late, or the store is gone.

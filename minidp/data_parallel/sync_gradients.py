@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 
 from minidp.core import Phase, Reducer
-
-from .items import contributing_nothing
 
 
 def average_now(reducer: Reducer) -> None:
@@ -33,7 +31,8 @@ def shadow_backward(reducer: Reducer) -> None:
     """Collective: join other ranks' backward by zeros; put averages in ``.grad``."""
     queue, expected = reducer.queue, reducer.expected
     everything = list(range(len(reducer.params)))
-    with failing(reducer), contributing_nothing(reducer):
+    items = queue.averaging.items  # this rank contributes 0; its own counts stay
+    with failing(reducer), nullcontext() if items is None else items.aside():
         used = () if expected.shares_used_map else None
         if expected.shares_reach:
             queue.reach_map.relaunch(())

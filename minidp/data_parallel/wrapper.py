@@ -169,7 +169,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, return its output; let the next backward average gradients.
 
-        Not in no_sync(). Collective in join(), to broadcast buffers or rebuild buckets.
+        Not in no_sync(). Collective in join(), or if buffers or a rebuild are due.
 
         Raises:
             UnfinishedReductionError: the last backward left gradients missing.
@@ -187,7 +187,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Check the last backward, rebuild buckets (in grad mode); broadcast buffers.
 
-        Return (moved) inputs. If a collective fails, forwards raise until `reset`.
+        Return inputs, moved if ``device_ids``. If a collective fails: call `reset`.
         """
         with_grad = torch.is_grad_enabled()
         if with_grad:
@@ -236,7 +236,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         return output
 
     def will_sync_module_buffers(self) -> bool:
-        """Return whether the next forward broadcasts module buffers (a collective)."""
+        """Return whether the next forward will broadcast module buffers."""
         is_due = self.require_forward_param_sync and self.forward_sync_buffers
         return is_due and bool(self._replication.buffers)
 
@@ -273,7 +273,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
                 gradients in, their average out.
 
         Raises:
-            TypeError, ValueError, RuntimeError: no hook, one is there, over items.
+            TypeError, ValueError, RuntimeError: no comm hook, a second one, over items.
         """
         averaging = self._reducer.queue.averaging
         averaging.register(CommHook(state, hook))

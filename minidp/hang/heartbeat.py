@@ -50,7 +50,7 @@ class Heartbeat(PeerMonitor):
         self.move_to(communicator.group, key)
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
-        """Use ``group``'s store, under ``key``; drop questions on skipped backwards."""
+        """Use ``group``'s store, under ``key``; drop questions of the kind `Skip`."""
         self.group, self.rank = group, group.rank()
         self._questions = [q for q in self._questions if isinstance(q, Inquiry)]
         store = own_store(group, f"watch/{key}")
@@ -60,13 +60,19 @@ class Heartbeat(PeerMonitor):
     # -- called by training threads ----------------------------------------------------
 
     def find_lost(self, started: int) -> str:
-        """Return why collective ``started`` cannot finish; "" if no alarm says so."""
+        """Return why collective number ``started`` cannot finish; "" if not known.
+
+        It cannot if a rank gave up before it, by an alarm that `tick` has read.
+        """
         alarms = list(self._channel.alarms.values())
         is_lost = any(alarm.started < started for alarm in alarms)
         return "it cannot finish any more" if is_lost else ""
 
     def report(self, started: int) -> Report:
-        """Ask which ranks are missing in collective ``started``; wait at most 5 s."""
+        """Find out who is missing in collective number ``started``; wait up to 5 s.
+
+        The watchdog's thread answers. If it does not, the report names no rank.
+        """
         silence = BEATS_OF_SILENCE * self._beat_seconds
         inquiry = Inquiry(started, silence)
         self._ask(inquiry)
@@ -92,7 +98,7 @@ class Heartbeat(PeerMonitor):
     def exchange_often(
         self, topic: str, rider: Callable[[dict[int, Any]], Any]
     ) -> bool:
-        """Post what ``rider`` returns four times a second; see `PeerMonitor`."""
+        """Post what ``rider`` returns 4 times a second (`PeerMonitor`); return True."""
         self._riders[topic] = rider
         self._beat_seconds = min(RIDE_SECONDS, self._beat_seconds)
         self._wake()
@@ -107,7 +113,7 @@ class Heartbeat(PeerMonitor):
 
     @property
     def interval(self) -> float:
-        """Seconds to the next `tick`; short while this rank asks who is missing."""
+        """Seconds to the next `tick`; at first short while a question is open."""
         pause = max(FIRST_PAUSE, time.monotonic() - self._asked)
         return min(pause, self._beat_seconds) if self._questions else self._beat_seconds
 
@@ -118,7 +124,11 @@ class Heartbeat(PeerMonitor):
         return None if reducer is None else reducer.communicator
 
     def tick(self) -> None:
-        """Publish status and alarms, read those of others, answer waiting questions."""
+        """Publish status and alarms, exchange what rides along, answer questions.
+
+        Reads other ranks' statuses only for questions, their alarms also if a
+        collective is late. An error of the store is kept in the channel's `problem`.
+        """
         channel, reducer, questions = self._channel, self._reducer(), [*self._questions]
         if reducer is None:
             return
@@ -140,7 +150,7 @@ class Heartbeat(PeerMonitor):
                 self._questions.remove(question)
 
     def say_goodbye(self, why: str) -> None:
-        """Publish at once that this rank joins no further collective, and ``why``."""
+        """Publish now, not in the next `tick`, that this rank gives up, and ``why``."""
         self.give_up(why)
         try:
             if not self._channel.problem:

@@ -10,9 +10,9 @@ whether the host is still there: the system closes it when the host's process en
 from __future__ import annotations
 
 import gc
-import json
 import socket
 import sys
+import sysconfig
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -42,9 +42,8 @@ def _folder(package: str) -> Path:
     return Path(sys.modules[package].__file__ or "").parent
 
 
-_STANDARD_LIBRARY = str(Path(json.__file__).parent.parent)
-_LIBRARIES = tuple(f"{_folder(name)}/" for name in ("torch", "json", "minidp"))
-_LIBRARIES += ("<", _STANDARD_LIBRARY)
+_LIBRARIES = tuple(f"{_folder(name)}/" for name in ("torch", "minidp"))
+_LIBRARIES += ("<", sysconfig.get_path("stdlib"))
 _WHERE_RANKS_WAIT = {
     str(_folder(package) / file)
     for package, file in [
@@ -168,7 +167,7 @@ class Channel:
         self.outgoing: list[Alarm] = []
 
     def send(self, status: RankStatus | None) -> None:
-        """Publish ``status`` (if any) and alarms; RuntimeError if the host is gone."""
+        """Publish ``status`` and `outgoing` alarms; RuntimeError: the host is gone."""
         if is_closed(self._connection):
             raise RuntimeError("the connection was closed")
         if status is not None:

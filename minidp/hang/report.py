@@ -52,7 +52,7 @@ class Sighting:
         return status.started < started and not status.wait_description
 
     def may_still_come(self) -> bool:
-        """Return True if no rank is silent or gave up, and one is not seen to wait."""
+        """Return whether no rank is silent or gave up, and some rank does not wait."""
         waiting = [s for s in self._statuses.values() if s.waits or s.wait_description]
         is_any_gone = self._silent or self._gone
         return not is_any_gone and len(waiting) < len(self._others)

@@ -110,7 +110,7 @@ class Watchdog:
             logger.exception("The watchdog failed; hang reports may be incomplete.")
 
     def _leave_with_the_process(self) -> None:
-        """At exit, tell other ranks of it (1 s), then stop serving (1 s)."""
+        """At exit, tell other ranks, then stop serving; wait up to 1 s for each."""
         thread = self._thread
         if thread is None or self._pid != os.getpid() or self._is_mute:
             return

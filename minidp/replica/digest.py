@@ -13,7 +13,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one checksum (0-D int64) over the bits of tensors, in their order."""
+    """Return one checksum (0-D int64) of the bits of one or more tensors, in order."""
     small: dict[torch.device, list[torch.Tensor]] = {}
     sums = []
     for tensor in tensors:
@@ -29,10 +29,10 @@ def digest_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's elements, read as integers: 0-D int64, wraps around.
+    """Return a checksum of a tensor's bits: words of 4 bytes, each times an odd factor.
 
-    Any change of one element changes it, and so does any exchange of two, if elements
-    have at most 4 bytes. The two words of larger ones can cancel out, which is rare.
+    A 0-D int64 that wraps around. A change of one element changes it, and so does an
+    exchange of two; the two words of an element of 8 bytes may cancel out, rarely.
     """
     flat = _plain(tensor)
     size = flat.element_size()

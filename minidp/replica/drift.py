@@ -20,12 +20,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from minidp.comm import (
+    broadcast_coalesced,
     exchange_device,
     gather_integers,
     group_store,
     has_store,
-    start_broadcast,
-    wait_for,
 )
 from minidp.config import AUTO
 from minidp.console import warn
@@ -47,12 +46,45 @@ PATIENCE = 10  # steps in which replicas differ, and no optimizer steps
 CONFIRM_SECONDS = 10.0  # for other ranks to step, too
 POLL_SECONDS = 0.005
 ROUNDING = 1e-3  # of the largest element; or a few times what the dtype can tell
-MOST_BYTES = 64 * 2**20  # to be compared element by element
 
 # Bits that ranks exchange: why replicas may differ legally.
 LOCAL_UPDATES = 1  # parameters changed inside no_sync()
 # A foreign comm hook; or unsynced="warn" or "ignore" made no error of a mistake.
 ON_PURPOSE = 2
+
+
+class _Cause(NamedTuple):
+    """Hold a sentence on why replicas differ ("": not known), and the remedy."""
+
+    text: str
+    remedy: str
+
+
+_UNKNOWN = _Cause(
+    "",
+    "look for what changes parameters on some ranks only: a checkpoint that was loaded "
+    "on one rank (load it on all, or on rank 0 before wrapping, which broadcasts), "
+    "other seeds with init_sync=False, updates by hand, random numbers, "
+    "unsynced='ignore'; what is to differ belongs to the parameters to ignore "
+    "(_set_params_and_buffers_to_ignore_for_model), or pass check_replicas_every=0; "
+    "load the last checkpoint on all ranks and call reset(), or wrap the module again",
+)
+_ROUNDING = _Cause(
+    " The difference is as small as rounding: other hardware, or kernels that are not "
+    "deterministic, may be the cause.",
+    "nothing, if that is so; else look at what changes parameters on some ranks only. "
+    "check_replicas_every=100 makes any difference an error. This is said once",
+)
+_LOCAL = _Cause(
+    " Parameters were updated inside no_sync(), where gradients stay local, and nobody "
+    "has averaged them since.",
+    "if the update was to use averaged gradients, take optimizer.step() and "
+    "zero_grad() out of the no_sync() block (an indentation too deep); for local SGD "
+    "average the parameters before the next forward outside no_sync(); then load the "
+    "last checkpoint on all ranks. This is said once",
+)
+# Sums of bits on each rank, by rank, of the tensors that differ.
+_Differences = Mapping[str, Sequence[int]]
 
 
 class _Snapshot(NamedTuple):
@@ -74,12 +106,10 @@ class ReplicaCheck(Observer):
     def __init__(
         self,
         queue: BucketQueue,
-        names: Sequence[str],
-        every: int | Literal["auto"],
         ledger: Ledger,
+        every: int | Literal["auto"],
     ) -> None:
         self._queue: BucketQueue = weakref.proxy(queue)  # a cycle would keep buckets
-        self.names = names
         self._every, self._is_auto = every, every == AUTO
         self._ledger = ledger
         self._has_warned = False
@@ -93,34 +123,35 @@ class ReplicaCheck(Observer):
         self.suspect: _Snapshot | None = None  # differed, and nobody has stepped since
         self._waited = 0  # steps, for an optimizer
 
-    def is_due(self, step: int) -> bool:
+    @property
+    def is_due(self) -> bool:
         """Return whether to compare in this step: scheduled, or after a difference."""
+        step = self._ledger.finalized
         every = AUTO_EVERY if isinstance(self._every, str) else self._every
         is_early = self._is_auto and step in AUTO_STEPS
         return self.suspect is not None or is_early or step % every == 0
 
     def begin(
         self,
-        step: int,
-        params: Sequence[torch.Tensor],
+        params: Mapping[str, torch.Tensor],
         frozen: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
         """Store this replica's checksum before a forward; `finished` will compare it.
 
-        ``step``: synchronised backwards so far. "auto" omits module buffers and, once
-        replicas agreed, frozen parameters.
+        "auto" omits module buffers and, once replicas agreed, frozen parameters.
         """
         if self._is_auto:
             buffers = {}
             # Once replicas agreed, one rank may keep averaged weights in frozen ones.
             frozen = {} if self._agreed >= 0 else frozen
-        tensors = {**dict(zip(self.names, params, strict=True)), **frozen}
+        tensors = {**params, **frozen}
         buffer_sums = {name: int(sum_of_bits(each)) for name, each in buffers.items()}
         digest = digest_of([*tensors.values(), *buffers.values()])
         hook = self._queue.averaging.comm_hook
         was_hooked = hook is not None and hook.has_run and is_foreign(hook)
         self.postpone()
+        step = self._ledger.finalized
         self._under_way = _Snapshot(step, tensors, buffer_sums, digest, was_hooked)
         self._queue.observers.insert(0, self)  # before those that step optimizers
 
@@ -164,7 +195,7 @@ class ReplicaCheck(Observer):
             self.suspect = None
             # Local updates alone may be a mistake as well.
             if {*all_reasons} <= {0, LOCAL_UPDATES} and not self._has_warned:
-                self._warn(self._find_difference(snapshot), is_rounding=False)
+                self._warn(snapshot.step, self._find_differences(snapshot), _LOCAL)
                 ledger.was_told = True
         else:  # the next step compares again; or this one, after a long wait
             self.suspect = snapshot
@@ -199,19 +230,38 @@ class ReplicaCheck(Observer):
         # A digest under way may be of a forward that not all ranks ran.
         self.suspect = None
         self.postpone()
-        found = self._find_difference(snapshot)
-        if not found.names:
+        found = self._find_differences(snapshot)
+        if not found:
             self._agree(snapshot.step)
-        elif self._is_auto and self._is_rounding(snapshot, found.names):
-            self._warn(found, is_rounding=True)
+        elif self._is_auto and self._is_rounding(snapshot, [*found]):
+            self._warn(snapshot.step, found, _ROUNDING)
         else:
-            raise ReplicaMismatchError(found.error())
+            raise ReplicaMismatchError(self._explain(snapshot.step, found, _UNKNOWN))
 
-    def _warn(self, found: Difference, *, is_rounding: bool) -> None:
+    def _warn(self, step: int, found: _Differences, cause: _Cause) -> None:
         """Warn of ``found``, once for this object; not if no tensor differs."""
-        if found.names and not self._has_warned:
+        if found and not self._has_warned:
             self._has_warned = True
-            warn(found.warning(is_rounding=is_rounding))
+            warn(self._explain(step, found, cause))
+
+    def _explain(self, step: int, found: _Differences, cause: _Cause) -> str:
+        """Return a message: which tensors differ, on which ranks, since when, why."""
+        names = [*found]
+        sums = found[names[0]]
+        usual = max(sums, key=sums.count)
+        odd = [str(rank) for rank, value in enumerate(sums) if value != usual]
+        rest = [str(rank) for rank, value in enumerate(sums) if value == usual]
+        more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+        since = "" if self._agreed < 0 else f" They agreed at step {self._agreed}."
+        return explain(
+            self._queue.communicator.rank,
+            f"The replicas differ: at the beginning of step {step}, {names[0]} is not "
+            f"the same on all ranks{more}.{since}{cause.text}",
+            names=names[:MAX_NAMES],
+            expected=f"the bits of rank {', '.join(rest)}",
+            found=f"other ones on rank {', '.join(odd)}",
+            remedy=cause.remedy,
+        )
 
     def _gather(self, row: Sequence[int]) -> list[list[int]]:
         """Collective: exchange one row of integers per rank; return them, by rank."""
@@ -219,114 +269,40 @@ class ReplicaCheck(Observer):
         with self._queue.communicator.blocking("comparing the replicas"):
             return gather_integers(row, group, exchange_device(group, device))
 
-    def _find_difference(self, snapshot: _Snapshot) -> Difference:
-        """Collective: return which parameters differ now, which buffers at `begin`."""
+    def _find_differences(self, snapshot: _Snapshot) -> _Differences:
+        """Collective: return what differs: parameters now, or buffers at `begin`."""
         own = [sum_of_bits(tensor).cpu() for tensor in snapshot.tensors.values()]
         names = [*snapshot.tensors, *snapshot.buffer_sums]
         sums = [*torch.stack(own).tolist(), *snapshot.buffer_sums.values()]
         columns = zip(names, zip(*self._gather(sums), strict=True), strict=True)
-        odd_ones = {name: sums for name, sums in columns if len(set(sums)) > 1}
-        return Difference(
-            self._queue.communicator.rank, snapshot.step, self._agreed, odd_ones
-        )
+        return {name: sums for name, sums in columns if len(set(sums)) > 1}
 
     def _is_rounding(self, snapshot: _Snapshot, names: Sequence[str]) -> bool:
-        """Collective: return whether differences of ``names`` may all be rounding.
+        """Collective: return whether parameters now are close to rank 0's everywhere.
 
-        Compares present values with rank 0's, up to the tensor that reaches 64 MiB;
-        does not look at later ones.
+        Those of ``names``, on all ranks, as `_is_close` says.
         """
-        worst, left = 0.0, MOST_BYTES
-        for tensor in (snapshot.tensors[name] for name in names):
-            if left > 0:
-                worst = max(worst, self._distance(tensor.detach()))
-                left -= tensor.nbytes
-        return all(is_small for (is_small,) in self._gather([worst <= 1]))
-
-    def _distance(self, tensor: torch.Tensor) -> float:
-        """Collective: return a tensor's largest difference from rank 0's, scaled.
-
-        Scale: 1e-3 (or 16 eps) of rank 0's largest element; up to 1 may be rounding.
-        """
-        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        group = self._queue.communicator.group
-        root = values.contiguous().clone().to(exchange_device(group, values.device))
-        with self._queue.communicator.blocking("finding out how much replicas differ"):
-            wait_for(start_broadcast(root, group, 0))
-        root, mine = root.double(), values.to(root.device).double()
-        off = (root - mine).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-        off[(root == mine) | (root.isnan() & mine.isnan())] = 0.0
-        if not off.any():
-            return 0.0
-        eps = torch.finfo(values.dtype).eps if values.is_floating_point() else 0.0
-        scale = root[root.isfinite()].abs().max() if root.isfinite().any() else 0.0
-        return float(off.max() / (max(ROUNDING, 16 * eps) * scale))
+        communicator, are_close = self._queue.communicator, True
+        for mine in (snapshot.tensors[name].detach() for name in names):
+            root = mine.clone()
+            with communicator.blocking("finding out how much replicas differ"):
+                broadcast_coalesced([root], communicator.group)
+            are_close &= _is_close(mine, root)
+        return all(is_small for (is_small,) in self._gather([are_close]))
 
 
-class Difference:
-    """Hold which tensors differ between ranks, and on which; write messages of it."""
+def _is_close(mine: torch.Tensor, root: torch.Tensor) -> bool:
+    """Return whether no element is off by more than rounding may explain.
 
-    def __init__(
-        self, rank: int, step: int, agreed: int, sums: Mapping[str, Sequence[int]]
-    ) -> None:
-        self._rank, self._step = rank, step
-        self._agreed = agreed  # the last step without a difference; -1: none
-        self.names = [*sums]  # of all tensors that differ
-        first = next(iter(sums.values()), ())
-        usual = max(first, key=first.count, default=0)
-        odd = [str(rank) for rank, value in enumerate(first) if value != usual]
-        rest = [str(rank) for rank, value in enumerate(first) if value == usual]
-        self._odd, self._rest = ", ".join(odd), ", ".join(rest)
-        self._more = f" (and {len(sums) - 1} more)" if len(sums) > 1 else ""
-
-    def error(self) -> str:
-        """Return an error text: which tensors differ, on which ranks, since when."""
-        since = "" if self._agreed < 0 else f" They agreed at step {self._agreed}."
-        return explain(
-            self._rank,
-            f"The replicas differ: at the beginning of step {self._step}, "
-            f"{self.names[0]} is not the same on all ranks{self._more}.{since}",
-            names=self.names[:MAX_NAMES],
-            expected=f"the bits of rank {self._rest}",
-            found=f"other ones on rank {self._odd}",
-            remedy="look for what changes parameters on some ranks only: a checkpoint "
-            "that was loaded on one rank (load it on all, or on rank 0 before "
-            "wrapping, which broadcasts), other seeds with init_sync=False, updates "
-            "by hand, random numbers, unsynced='ignore'; what is to differ belongs to "
-            "the parameters to ignore (_set_params_and_buffers_to_ignore_for_model), "
-            "or pass check_replicas_every=0; load the last checkpoint on all ranks and "
-            "call reset(), or wrap the module again",
-        )
-
-    def warning(self, *, is_rounding: bool) -> str:
-        """Return a warning: replicas differ by rounding, or by updates in no_sync()."""
-        if is_rounding:
-            agreed = f"after step {self._agreed}, when they agreed, "
-            what = (
-                f"The replicas differ a little: {agreed if self._agreed >= 0 else ''}"
-                f"{self.names[0]} has other last bits on rank {self._odd}{self._more} "
-                f"(step {self._step}). Other hardware, or kernels that are not "
-                "deterministic, explain as much."
-            )
-            remedy = (
-                "nothing, if that is so; else look at what changes parameters on some "
-                "ranks only. check_replicas_every=100 makes any difference an error"
-            )
-        else:
-            what = (
-                "Parameters were updated inside no_sync(), where gradients stay local, "
-                f"and at the synchronised backward of step {self._step} the replicas "
-                "differ: nobody has averaged them in between."
-            )
-            remedy = (
-                "if the update was to use averaged gradients, take optimizer.step() "
-                "and zero_grad() out of the no_sync() block (an indentation too deep); "
-                "for local SGD average the parameters before the next forward outside "
-                "no_sync(); then load the last checkpoint on all ranks"
-            )
-        names = self.names[:MAX_NAMES]
-        remedy = f"{remedy}. This is said once"
-        return explain(self._rank, what, names=names, remedy=remedy)
+    That is 1e-3 (or 16 eps of the dtype) of the largest finite element of ``root``.
+    """
+    if mine.is_complex():
+        mine, root = torch.view_as_real(mine), torch.view_as_real(root)
+    eps = torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0
+    mine, root = mine.double(), root.double()
+    largest = float(root.abs().nan_to_num(nan=0.0, posinf=0.0).max())
+    limit = max(ROUNDING, 16 * eps) * largest
+    return torch.allclose(mine, root, rtol=0.0, atol=limit, equal_nan=True)
 
 
 def is_foreign(hook: CommHook) -> bool:

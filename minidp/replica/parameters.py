@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -52,9 +51,9 @@ class Replica:
 def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
     """Sort a module's parameters into a `Replica`; leave out those on its ignore list.
 
-    ``delayed`` ones, sent after all others, take part even if ignored. Warn of unknown
-    names on that list; RuntimeError if nothing is left; TypeError: no module;
-    ValueError: a name is taken.
+    ``delayed`` ones, sent after all others, take part even if ignored, or of another
+    module (ValueError if this module has their name). Warn of unknown names on the
+    ignore list. TypeError: no module; RuntimeError: nothing is left to average.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(
@@ -139,8 +138,3 @@ def check_data(parameters: Mapping[str, nn.Parameter]) -> None:
             "process group pass device_mesh, a slice (mesh['dp']) of the mesh they are "
             f"distributed over. DTensors: {', '.join(dtensors)}."
         )
-
-
-def module_buffers(module: nn.Module, ignored: frozenset[str]) -> dict[str, Any]:
-    """Return the module buffers not ignored, by name; also non-persistent ones."""
-    return {n: b for n, b in module.named_buffers() if n not in ignored}

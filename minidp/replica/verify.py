@@ -142,17 +142,12 @@ def _explain_difference(replicas: Sequence[dict[str, str]], rank: int) -> str:
             f"Rank {other} lacks [{', '.join(n for n in root if n not in found)}] of "
             f"rank 0, and has besides [{', '.join(n for n in found if n not in root)}]."
         )
-    elif [*root] != [*found]:
-        here, there = next((a, b) for a, b in zip(root, found, strict=True) if a != b)
-        what = (
-            f"Expected {here}, as on rank 0; rank {other} has {there} in its place "
-            "(another registration order)."
-        )
     else:
-        name = next(name for name in root if root[name] != found[name])
+        pairs = zip(items[0], items[other], strict=True)
+        (name, here), (twin, there) = next((a, b) for a, b in pairs if a != b)
+        place = "" if twin == name else f"{twin} (another registration order): "
         what = (
-            f"Expected {name}: {root[name]} (rank 0); found on rank {other}: "
-            f"{found[name]}."
+            f"Expected {name}: {here} (rank 0); found on rank {other}: {place}{there}."
         )
     return explain(
         rank,

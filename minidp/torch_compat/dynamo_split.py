@@ -47,7 +47,7 @@ def _call(run: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @untraced
 def _tell_if_graphs_stay_whole(module: Any, *, is_compiling: bool) -> None:
-    """Warn if ``module`` is compiled, but not split into a graph per bucket."""
+    """Warn if ``module`` is compiled, or its caller is, but buckets split no graph."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None or dynamo.config.optimize_ddp in (True, "ddp_optimizer"):
         return

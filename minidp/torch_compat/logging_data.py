@@ -46,24 +46,11 @@ VARIABLES = {
 }
 
 
-class _BucketTimes:
-    """Collect the times (ns) of buckets' events by `Moment`, for all buckets alike."""
-
-    def __init__(self) -> None:
-        self.times: dict[Moment, list[int]] = {}
-
-    def note(self, moment: Moment, bucket: int) -> None:
-        """Append the present time to those of ``moment``."""
-        self.times.setdefault(moment, []).append(time.perf_counter_ns())
-
-    def enter(self, phase: StepEvent) -> None:
-        """Do nothing: phases are not logged."""
-
-
 class LoggingData:
     """Collect what ``_get_ddp_logging_data()`` returns for one `DataParallel`.
 
-    Facts at construction, times in sampled iterations, states when it is called.
+    Facts at construction, times in sampled iterations, states when it is called. In a
+    sampled iteration it is a `Listener` of the reducer's tracer.
     """
 
     def __init__(self, ddp: DataParallel) -> None:
@@ -74,12 +61,19 @@ class LoggingData:
         self._runtime: dict[str, Any] = {"iteration": 0}
         self._rate = 100
         self._iteration = 0  # synchronised forwards so far
-        self._recorded = _BucketTimes()  # in this iteration, if sampled
+        self._bucket_times: dict[Moment, list[int]] = {}  # ns, of this iteration
         self._begin = self._end = 0  # of the last forward, ns
         self._sums: Counter[str] = Counter()  # of the times in all samples
         self._num_samples = 0
 
-    def note(self, error: Exception) -> None:
+    def note(self, moment: Moment, bucket: int) -> None:
+        """Append the present time to those of ``moment``, of whatever bucket."""
+        self._bucket_times.setdefault(moment, []).append(time.perf_counter_ns())
+
+    def enter(self, phase: StepEvent) -> None:
+        """Do nothing: phases are not logged."""
+
+    def note_error(self, error: Exception) -> None:
         """Store the text of an error of the wrapper, for the key ``error``."""
         self.error = f"{type(error)}: {error}"  # no traceback: it would keep us
 
@@ -96,10 +90,10 @@ class LoggingData:
         """Collect the last iteration's data, and record this one's, if sampled."""
         if self._iteration and self._is_sampled(self._iteration):
             self._runtime = {**self._buckets(), **self._times()}
-        self._recorded.times.clear()
+        self._bucket_times.clear()
         tracer = self._ddp._reducer.queue.tracer
         is_sampled = self._is_sampled(self._iteration + 1)
-        (tracer.add if is_sampled else tracer.remove)(self._recorded)
+        (tracer.add if is_sampled else tracer.remove)(self)
         self._begin, self._end = time.perf_counter_ns(), 0
 
     def forward_ends(self) -> None:
@@ -109,19 +103,6 @@ class LoggingData:
 
     def _is_sampled(self, iteration: int) -> bool:
         return iteration <= ALWAYS or iteration % self._rate == 0
-
-    def ready_times(self) -> list[int]:
-        """Return ns from the end of the last forward to each gradient, by parameter.
-
-        All zeros unless `DataParallel.set_recorder` was called.
-        """
-        reducer = self._ddp._reducer
-        times = {
-            event.index: event.time_ns - self._end
-            for event in reducer.queue.tracer.recorder or ()
-            if event.moment is Moment.PARAM_READY
-        }
-        return [times.get(i, 0) for i in range(len(reducer.params))]
 
     def to_dict(self) -> dict[str, Any]:
         """Return all logging data under torch's keys: facts, times and states."""
@@ -169,7 +150,7 @@ class LoggingData:
         Durations, their averages, begins and ends. If no bucket was recorded: four
         durations of 0, and nothing is added.
         """
-        times = self._recorded.times
+        times = self._bucket_times
         names = (
             "forward_compute_time",
             "backward_compute_time",

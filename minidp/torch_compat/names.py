@@ -128,7 +128,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         try:
             return super()._pre_forward(*inputs, **kwargs)
         except Exception as error:
-            self.logger.note(error)
+            self.logger.note_error(error)
             raise
 
     _run_ddp_forward = run_splitting
@@ -149,7 +149,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         try:
             super().register_comm_hook(state, hook)
         except Exception as error:
-            self.logger.note(error)
+            self.logger.note_error(error)
             raise
 
     def _register_builtin_comm_hook(self, kind: Any) -> None:
@@ -235,7 +235,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
                 "set_static_graph() should be called before training loop starts and "
                 "after DistributedDataParallel is constructed."
             )
-            self.logger.note(error)
+            self.logger.note_error(error)
             raise error
         self._given.static_graph = self.static_graph = True
         reducer = self._reducer
@@ -244,7 +244,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         reducer.adopt(reducer.queue.configure(config))
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Use another group, if this rank is in it; reset, without communication."""
+        """Reset, without communication, on another group if this rank is in it."""
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
         self._reducer.reset(self.process_group)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from minidp import DataParallel, ReplicaMismatchError
+from minidp import DataParallel
 from tests.support.both import grads, same, wrapped
 from tests.support.ranks import as_in_torch, on_ranks
 from tests.support.tracing import collective_trace
@@ -139,14 +139,3 @@ def test_parameters_of_another_module_may_be_delayed(ctx):
     ddp = wrapped(ctx, module, param_to_hook_all_reduce=other.weight, **options)
     (ddp(batch(ctx)) + other(batch(ctx)).sum()).backward()
     return [other.weight.grad, inner.grad]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("what", ["delayed", "skip_all_reduce_unused_params"])
-def test_what_ranks_send_must_be_the_same(ctx, what):
-    module = Mixed()
-    options: dict[str, Any] = {what: ctx.rank == 1}
-    if what == "delayed":
-        options = delaying(module, f"layers.{ctx.rank}")
-    with pytest.raises(ReplicaMismatchError, match=f"option {what}"):
-        wrapped(ctx, module, **options)

@@ -14,13 +14,7 @@ from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import minidp
-from minidp import (
-    ItemCountError,
-    MiniDPError,
-    ReplicaMismatchError,
-    SyncBatchNorm,
-    comm_hooks,
-)
+from minidp import ItemCountError, MiniDPError, SyncBatchNorm, comm_hooks
 from minidp.config import setting
 from tests.support.both import error_of, wrapped
 from tests.support.ranks import on_ranks
@@ -509,13 +503,6 @@ def test_comm_hooks_are_refused_by_name(ctx):
 
 
 @on_ranks(2)
-def test_ranks_must_agree_on_the_option(ctx):
-    over = "items" if ctx.rank else "ranks"
-    with pytest.raises(ReplicaMismatchError, match="option average_over"):
-        wrap(ctx, average_over=over)
-
-
-@on_ranks(2)
 def test_wrong_words(ctx):
     plain, counted = wrap(ctx, average_over="ranks"), wrap(ctx)
     for call, kind in (
@@ -550,14 +537,6 @@ def test_all_kinds_of_numbers(ctx):
         ddp.count_items(n)
         loss_of(ddp, inputs(ctx.rank, size=2)).backward()
         assert ddp.item_totals.count == total
-
-
-@on_ranks(2)
-def test_environment_variable(ctx):
-    with setting({"MINIDP_AVERAGE_OVER": "items"}):
-        ddp = wrap(ctx, average_over="ranks")
-    step_on(ddp, inputs(ctx.rank, size=2))
-    assert ddp.item_totals.count == 4
 
 
 @on_ranks(2)

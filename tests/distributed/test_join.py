@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -112,36 +111,6 @@ def test_difference_zero_optimizer_of_a_joined_rank_steps_on_fresh_gradients(ctx
     theirs, ours = on_both(ctx, with_zero)
     assert ours == [0.65, 0.65]
     assert sorted(theirs) == [0.65, 0.7]
-
-
-class Mixed(nn.Module):
-    """A sparse and a complex gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.Embedding(5, 2, sparse=True)
-        self.z = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-
-    def forward(self, i):
-        return (self.rows(i) * self.z.real).sum() + (self.z * 1j).abs().sum()
-
-
-@on_ranks(2)
-def test_difference_sparse_gradients_join(ctx):
-    """Torch cannot shadow a sparse bucket; here the joined rank adds nothing."""
-    ddp, seen = wrapped(ctx, Mixed()), []
-    with ddp.join():
-        for i in range(2 * ctx.rank + 1):
-            ddp.zero_grad()
-            ddp(torch.tensor([ctx.rank, i])).backward()
-            seen.append(ddp.module.rows.weight.grad.to_dense().sum(1).tolist())
-            assert ddp.module.z.grad.real.all()
-    if ctx.rank == 1:
-        assert seen == [
-            [3.0, 1.0, 0.0, 0.0, 0.0],
-            [0.0, 2.0, 0.0, 0.0, 0.0],
-            [0.0, 1.0, 1.0, 0.0, 0.0],
-        ]
 
 
 @on_ranks(2)

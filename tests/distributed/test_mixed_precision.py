@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections import namedtuple
 
 import pytest
@@ -196,20 +195,6 @@ def test_a_comm_hook_besides_is_refused(lone_group):
     ddp = DataParallel(Doubles(), mixed_precision=mixed)
     with pytest.raises(RuntimeError, match="only be called once, and reduce_in_low"):
         ddp.register_comm_hook(None, comm_hooks.all_reduce_hook)
-
-
-def test_copies(lone_group):
-    ddp = DataParallel(Net(), mixed_precision=_MixedPrecision(BF16, BF16, BF16))
-    ddp(*inputs(0, 0)).sum().backward()
-    for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
-        found = []
-        for each in (ddp, twin):
-            each.zero_grad()
-            each(*inputs(0, 1)).sum().backward()
-            found.append(grads(each))
-        assert twin.module.seen == ddp.module.seen
-        assert same(*found)
-        assert twin.mixed_precision == ddp.mixed_precision
 
 
 def test_parameters_are_what_they_were(lone_group):

@@ -18,22 +18,17 @@ from minidp import DataParallel, comm_hooks
 from tests.support.both import (
     MODES,
     Scalars,
-    error_of,
     grads,
     history_of,
     modes,
     on_both,
     same,
-    values,
     wrapped,
     x_of,
 )
 from tests.support.ranks import as_in_torch, on_ranks
 
 views = pytest.mark.parametrize("view", [False, True])
-
-
-# -- the no_sync table of two ranks with inputs 1 and 2 --------------------------------
 
 
 # -- checkpointing ---------------------------------------------------------------------
@@ -379,20 +374,6 @@ def test_nothing_is_predicted_from_an_output_that_cannot_be_seen(ctx):
     return grads(ddp)[:4]
 
 
-@on_ranks(2)
-def test_static_graph_whose_first_backward_is_local(ctx):
-    """Torch dies of an internal assert."""
-    ddp = wrapped(ctx, Scalars(2), static_graph=True)
-    with ddp.no_sync():
-        ddp(x_of(ctx)).sum().backward()
-    history = [values(ddp)]
-    for _ in range(3):
-        ddp(x_of(ctx)).sum().backward()
-        history.append(values(ddp))
-        ddp.zero_grad()
-    assert history == [[ctx.rank + 1.0] * 2, [3.0] * 2, [1.5] * 2, [1.5] * 2]
-
-
 # -- groups and layout -----------------------------------------------------------------
 
 
@@ -459,13 +440,6 @@ def test_gradients_are_views_with_stable_addresses(lone_group):
 
 
 @as_in_torch(2)
-def test_wrapped_twice(ctx, wrap):
-    module = Scalars(2)
-    first, second = wrap(module), wrap(module)
-    return history_of(module, lambda _: second(first(x_of(ctx))).sum())
-
-
-@as_in_torch(2)
 def test_nested(ctx, wrap):
     ddp = wrap(nn.Sequential(wrap(Scalars(1)), Scalars(1)))
     return history_of(ddp, lambda _: ddp(x_of(ctx)).sum()), list(ddp.state_dict())
@@ -485,21 +459,6 @@ def test_called_directly(ctx, wrap):
         history.append(ddp(x).clone())
     ddp.eval()
     return history + history_of(ddp, lambda _: ddp(x).sum(), 1)
-
-
-@on_ranks(2)
-def test_two_wrappers_with_views_on_one_parameter_are_refused(ctx):
-    """As by torch."""
-
-    def run(ctx, wrap):
-        first = wrap(Scalars(2), gradient_as_bucket_view=True)
-        second = wrap(first, gradient_as_bucket_view=True)
-        second(x_of(ctx)).sum().backward()
-
-    theirs, ours = on_both(ctx, run)
-    assert "not the expected DDP bucket view" in theirs
-    assert ours.startswith("GradientError: [rank ")
-    assert "not the expected DDP bucket view" in ours
 
 
 @on_ranks(3)
@@ -533,19 +492,6 @@ def test_two_heads_with_zeroing(ctx, wrap, view):
         return second.sum()
 
     return history_of(ddp, loss)
-
-
-@on_ranks(2)
-def test_parameters_that_lost_their_hooks_are_named(ctx):
-    """Torch takes them for unused: replicas drift silently."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    ddp = wrapped(ctx, net, find_unused_parameters=True)
-    net[1].double()
-    net[1].float()
-    said = error_of(lambda: ddp(torch.ones(1, 2)).sum().backward())
-    assert said.startswith("GradientError: ")
-    assert "Parameters lost their grad hooks" in said
-    assert "Parameters: 1.weight, 1.bias." in said
 
 
 @on_ranks(2)

@@ -12,44 +12,38 @@ from minidp.config.options import (
     MIB,
     UNLIMITED,
     BucketCaps,
+    OwnOptions,
     ReducerConfig,
-    Safety,
     bucket_caps,
 )
 
 FIRST = 1000  # bytes of the small first bucket
 
 
+def caps(cap_mb=None, cap_mb_list=None, first=FIRST):
+    return bucket_caps(first, bucket_cap_mb=cap_mb, bucket_cap_mb_list=cap_mb_list)
+
+
 @pytest.mark.parametrize(
-    ("cap_mb", "cap_bytes"), [(0, 0), (0.5, MIB // 2), (1e-6, 1), (3, 3 * MIB)]
+    ("found", "limits"),
+    [
+        # MiB, rounded down.
+        *((caps(mb), (size,)) for mb, size in [(0, 0), (0.5, MIB // 2), (1e-6, 1)]),
+        (caps(25), (25 * MIB,)),
+        (caps(7, []), (7 * MIB,)),
+        # Without a cap the first bucket is small.
+        (caps(), (FIRST, 25 * MIB)),
+        (caps("auto", []), (FIRST, 25 * MIB)),
+        (caps(first=30 * MIB), (25 * MIB,)),
+        (caps(7, [1, 4, 2]), (MIB, 4 * MIB, 2 * MIB)),
+    ],
 )
-def test_caps_are_mebibytes_rounded_down(cap_mb, cap_bytes):
-    assert bucket_caps(cap_mb, None, FIRST).rest_bytes == cap_bytes
-
-
-def test_only_no_cap_means_25_mib_with_a_small_first_bucket():
-    for cap_mb in (None, "auto"):
-        caps = bucket_caps(cap_mb, [], FIRST)
-        assert caps == bucket_caps(cap_mb, None, FIRST) == BucketCaps(FIRST, 25 * MIB)
-        assert caps.rebuilt_limits() == (FIRST, 25 * MIB)
-    assert bucket_caps(25, None, FIRST).rebuilt_limits() == (25 * MIB,)
-    assert bucket_caps(7, [], FIRST) == bucket_caps(7, None, FIRST)
-    assert bucket_caps(None, None, 30 * MIB).rebuilt_limits() == (25 * MIB,)
-
-
-def test_list_wins_and_serves_both_layouts():
-    caps = bucket_caps(7, [1, 4, 2], FIRST)
-    limits = (MIB, 4 * MIB, 2 * MIB)
-    assert caps.initial_limits(one_bucket=True) == limits
-    assert caps.initial_limits(one_bucket=False) == limits
-    assert caps.rebuilt_limits() == limits
-    assert caps.rest_bytes == 4 * MIB
-
-
-def test_first_layout_is_one_bucket_unless_it_stays():
-    caps = bucket_caps(None, None, FIRST)
-    assert caps.initial_limits(one_bucket=True) == (UNLIMITED,)
-    assert caps.initial_limits(one_bucket=False) == (FIRST, 25 * MIB)
+def test_caps(found, limits):
+    is_list = len(limits) == 3
+    assert found.rebuilt_limits() == found.initial_limits(one_bucket=False) == limits
+    first = found.initial_limits(one_bucket=True)
+    assert first == (limits if is_list else (UNLIMITED,))
+    assert found.rest_bytes == (4 * MIB if is_list else limits[-1])
 
 
 NUMBER = 'bucket_cap_mb must be a number of MiB (int or float), or "auto", but got '
@@ -71,13 +65,13 @@ RANGE = " must be finite and not negative (MiB), but got "
 )
 def test_bad_caps_are_refused(cap_mb, cap_mb_list, error, text):
     with pytest.raises(error, match=re.escape(text)):
-        bucket_caps(cap_mb, cap_mb_list, FIRST)
+        caps(cap_mb, cap_mb_list)
 
 
 def test_what_is_neither_true_nor_false_is_refused_at_once():
-    assert Safety(check_finite_grads=np.bool_(True)).check_finite_grads is True
+    assert OwnOptions(check_finite_grads=np.bool_(True)).check_finite_grads is True
     with pytest.raises(ValueError, match="ambiguous"):
-        Safety(check_finite_grads=np.ones(2))
+        OwnOptions(check_finite_grads=np.ones(2))
 
 
 def test_which_modes_rebuild_and_start_with_one_bucket():

@@ -146,8 +146,9 @@ def test_rounding_is_said_once_by_default(pool):
     """Other hardware, kernels that are not deterministic: legal in torch."""
     for k, _, (text,) in pool.run(changed, 2, 1, "rounding", 12):
         assert k is None
-        assert "The replicas differ a little: after step 0, when they agreed, " in text
-        assert "0.weight has other last bits on rank 1 (step 1). " in text
+        assert "beginning of step 1, 0.weight is not the same on all ranks." in text
+        assert "They agreed at step 0. The difference is as small as rounding: " in text
+        assert "Found: other ones on rank 1." in text
 
 
 @on_ranks(2)
@@ -257,10 +258,9 @@ def indented(ctx, averages):
 
 def test_a_step_inside_no_sync_is_said_once(pool):
     for rank, ((text, file),) in enumerate(pool.run(indented, 2, False)):
-        assert text.startswith(
-            f"[rank {rank}] Parameters were updated inside no_sync()"
-        )
-        assert "at the synchronised backward of step 0 the replicas differ" in text
+        assert text.startswith(f"[rank {rank}] The replicas differ: at the beginning ")
+        assert "of step 0, " in text
+        assert "Parameters were updated inside no_sync()" in text
         assert "an indentation too deep" in text
         assert file == __file__
     assert pool.run(indented, 2, True) == [[], []]  # local SGD
@@ -341,8 +341,6 @@ def test_one_rank_compares_nothing(lone_group):
 
 @on_ranks(2)
 def test_ranks_compare_at_the_same_steps(ctx):
-    found = "option check_replicas_every: 0 (rank 0); found on rank 1: 1."
-    assert found in error_of(lambda: make(ctx, check_replicas_every=ctx.rank))
     ddp = make(ctx, check_replicas_every=2)
     optimizer = sgd(ddp)
     for _ in range(2):
@@ -368,30 +366,20 @@ def test_goes_on_after_reset(ctx):
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.complex64, bool],
-)
-def test_any_change_of_one_element_is_seen(dtype):
-    dtype = torch.bool if dtype is bool else dtype
-    tensor = torch.tensor([[0, 1, 2], [3, 4, 5]]).to(dtype).t()  # not contiguous
-    before = sum_of_bits(tensor)
-    assert before.dtype is torch.int64
-    assert sum_of_bits(tensor.clone()) == before
-    tensor[0, 1] = 1 if dtype is torch.bool and not tensor[0, 1] else 0
-    assert sum_of_bits(tensor) != before
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.int8, torch.bool]
+    [
+        *(torch.float64, torch.float32, torch.bfloat16, torch.int8),
+        *(torch.bool, torch.complex64),
+    ],
 )
 @pytest.mark.parametrize("size", [7, 2**18 + 3])
-def test_any_exchange_of_two_elements_is_seen(dtype, size):
-    places = {0, 1, 2, 3, size - 3, size - 2, size - 1}
-    found = set()
-    for place in places:
-        tensor = torch.zeros(size, dtype=dtype)
+def test_any_change_or_exchange_of_elements_is_seen(dtype, size):
+    found = {0}
+    for place in (0, 1, 2, 3, size - 3, size - 2, size - 1):
+        tensor = torch.zeros(size, 2, dtype=dtype).t()[0]  # not contiguous
         tensor[place] = 1
+        assert sum_of_bits(tensor) == sum_of_bits(tensor.clone())
         found.add(int(sum_of_bits(tensor)))
-    assert len(found) == len(places)
+    assert len(found) == 8
 
 
 def test_views_have_the_sum_of_their_values():

@@ -49,6 +49,13 @@ def having(**tensors):
     return Module(**tensors), {}
 
 
+def late():
+    module, _ = two()
+    pairs, until = [("b", module.b)], module.a
+    options = {"delay_all_reduce_named_params": pairs}
+    return module, {**options, "param_to_hook_all_reduce": until}
+
+
 # Name -> what ranks 0 and 1 build: a module, and options; what the error says.
 LACKS_B = "Rank 1 lacks [parameter b] of rank 0, and has besides []."
 HAS_B = "Rank 1 lacks [] of rank 0, and has besides [parameter b]."
@@ -73,8 +80,8 @@ CASES = {
     "order": (
         two,
         lambda: having(b=param(2), a=param(2)),
-        "Expected parameter a, as on rank 0; rank 1 has parameter b in its place "
-        "(another registration order).",
+        "Expected parameter a: shape (2,), ",
+        "found on rank 1: parameter b (another registration order): shape (2,), ",
     ),
     "frozen": (
         two,
@@ -96,11 +103,17 @@ CASES = {
     ),
     "buffer dtype": (with_buffer, partial(with_buffer, dtype=torch.int64), "h.int64, "),
     "no buffer": (with_buffer, one, "lacks [module buffer stat]"),
+    "delayed": (two, late, "option delayed: [] (rank 0); found on rank 1: ['b']."),
 }
 # Name of an option in the error -> options of ranks 0 and 1, and the values told.
 OPTIONS = {
     "find_unused_parameters": ({}, {"find_unused_parameters": True}, "False", "True."),
     "static_graph": ({}, {"static_graph": True}, "False", "True."),
+    "skip_all_reduce_unused_params": (
+        *({}, {"skip_all_reduce_unused_params": True}, "False", "True."),
+    ),
+    "average_over": ({}, {"average_over": "items"}, "ranks", "items."),
+    "check_replicas_every": ({}, {"check_replicas_every": 1}, "auto", "1."),
     "bucket caps (bytes)": (
         *({"bucket_cap_mb": 1}, {"bucket_cap_mb": 2}),
         *("BucketCaps(first_bytes=1048576, ", "BucketCaps("),

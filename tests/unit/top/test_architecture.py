@@ -108,8 +108,8 @@ CORE_LINES = 2800  # the door is not counted
 
 # The constructor of 20 arguments, each of which the class's docstring explains.
 DICTATED_BY_TORCH = {"data_parallel/wrapper.DataParallel"}
-# Facades of torch's private names are as wide as what they stand for.
-FACADES = {"torch_compat/names.DataParallel", "torch_compat/reducer.ReducerNames"}
+# A facade of torch's private names is as wide as what it stands for.
+FACADES = {"torch_compat/names.DataParallel"}
 DELEGATES = {"data_parallel/wrapper.DataParallel"}  # to parts, a line or two per method
 PUBLIC_METHODS = 30  # of DataParallel, torch's names included
 MANY_ARGUMENTS = {

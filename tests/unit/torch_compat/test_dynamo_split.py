@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minidp import DataParallel, UnsyncedGradientsError
+from minidp import DataParallel
 from tests.support.compiling import Counting, clean_compiler, compiled_backwards
 
 WRAPPERS = (DistributedDataParallel, DataParallel)
@@ -147,28 +147,6 @@ def test_whole_compiled_backward_is_an_error_that_names_us(lone_group):
             pytest.raises(torch._dynamo.exc.Unsupported, match="minidp synchronises"),
         ):
             loss.backward()
-
-
-def test_functional_call_of_a_wrapped_module(lone_group):
-    """The parameters given take part; the managed ones get no gradient.
-
-    Nobody averages those of the others, so that has to be meant.
-    """
-    for wrapper in WRAPPERS:
-        ddp = wrapper(nn.Linear(2, 2))
-        given = {
-            name: torch.ones_like(p, requires_grad=True)
-            for name, p in ddp.named_parameters()
-        }
-        if wrapper is DataParallel:
-            with pytest.raises(UnsyncedGradientsError, match="functional_call"):
-                torch.func.functional_call(ddp, given, (torch.ones(1, 2),))
-        with ddp.no_sync():
-            out = torch.func.functional_call(ddp, given, (torch.ones(1, 2),))
-        out.sum().backward()
-        assert out.tolist() == [[3.0, 3.0]]
-        assert all(p.grad is not None for p in given.values())
-        assert all(p.grad is None for p in ddp.parameters())
 
 
 @pytest.mark.slow
