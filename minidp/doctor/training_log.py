@@ -23,7 +23,7 @@ from .checks.model import option, synchroniser, wrapped_module
 from .checks.ranks import digest_of
 from .words import in_words
 
-NUM_COMPARED = 3  # steps whose batches and gradients are compared between ranks
+NUM_COMPARED = 3  # batches that are compared between ranks
 Note = TypeVar("Note", bound=Callable[..., None])
 
 
@@ -76,7 +76,6 @@ class TrainingLog:
             "shuffles": bool(splits),
             "epochs": [],  # the sampler's epoch at each iter()
             "batches": [],  # a checksum of each of the first batches
-            "gradients": [],  # by parameter, checksums in the first steps
             "backwards": [],  # synchronised backwards in each optimizer step
             "over_items": option(model, "average_over", default="ranks") == "items",
             "samples": [],  # by optimizer step, samples of each of its forwards
@@ -175,28 +174,21 @@ class TrainingLog:
 
     @_harmless
     def _note_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Optimizer pre-hook: record the model's gradients and backwards of a step."""
+        """Optimizer pre-hook: record backwards, samples, unused parameters of a step.
+
+        Not of a step inside a backward, without new gradients, or of other parameters.
+        """
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        ours = {n: p for n, p in self._trainable.items() if id(p) in held}
+        ours = held.intersection(map(id, self._trainable.values()))
         # A step inside the backward: other gradients are still missing.
         if current_task() != NO_TASK or not self._arrived or not ours:
             return
-        facts, synchronises = self.facts, self._synchronises()
-        facts["backwards"].append(len(self._tasks))
-        facts["samples"].append(self._samples)
+        self.facts["backwards"].append(len(self._tasks))
+        self.facts["samples"].append(self._samples)
         self._samples = []
         unused = self._trainable.keys() - self._arrived
-        facts["unused"] = sorted(unused.union(facts["unused"]))
-        facts["local_steps"] += not synchronises
-        if synchronises and len(facts["gradients"]) < NUM_COMPARED:
-            grads = {name: param.grad for name, param in ours.items()}
-            facts["gradients"].append(
-                {
-                    name: int(sum_of_bits(grad))
-                    for name, grad in grads.items()
-                    if grad is not None and grad.layout is torch.strided
-                }
-            )
+        self.facts["unused"] = sorted(unused.union(self.facts["unused"]))
+        self.facts["local_steps"] += not self._synchronises()
         self._arrived.clear()
         self._tasks.clear()
 

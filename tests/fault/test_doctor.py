@@ -37,7 +37,7 @@ runpy.run_module("minidp.doctor", run_name="__main__", alter_sys=True)
     )
 
 
-def play(*codes, timeout="100", wait="30", meanwhile=lambda ranks: None):
+def play(*codes, timeout="15", wait="30", meanwhile=lambda ranks: None):
     """Exit status and printed report of each rank; no rank may hang.
 
     ``meanwhile`` gets the processes as soon as they are started.
@@ -86,22 +86,21 @@ def test_a_rank_that_dies_in_a_check():
 
 def test_a_rank_that_raises_in_a_check_ends_it_for_all():
     codes, (report, _) = play("", at_clocks("raise ValueError('of all things')"))
-    assert codes == [1, 1]
-    said = {tuple(f["ranks"]): f["found"] for f in report["findings"] if f["ranks"]}
-    assert (1,) in said, report["findings"]
+    assert codes == [1, 0]  # the rank that prints says that something failed
+    failed = [f for f in report["findings"] if f["status"] == "failed"]
+    said = {tuple(finding["ranks"]): finding["found"] for finding in failed}
+    assert said.keys() == {(0,), (1,)}, failed
     assert said[1,] == "ValueError: of all things"
-    # Rank 0 hears of it inside the check, or before it begins.
-    assert said[0,].endswith("rank 1 left: its check 'clocks' failed")
     assert found(report, "all-reduce, Gloo") == []
 
 
 def test_a_rank_that_stands_still_in_a_check():
     stays = "threading.Event().wait()"
     codes, (report, _) = play("", at_clocks(stays), timeout="5")
-    assert codes == [1, 1]
-    # One rank runs into a limit, the backend's or the check's, and tells the other.
-    assert failures(report) == ["clocks", "clocks"]
-    assert any("was given up: rank" in text for text in found(report, "clocks"))
+    assert codes == [1, 0]
+    # Each rank runs into a limit, the backend's or the check's.
+    assert {*failures(report)} == {"clocks"}
+    assert "the check did not end within 7 s" in found(report, "clocks")
 
 
 NOTES_IMPORTS = """
@@ -153,12 +152,12 @@ def test_ctrl_c_prints_what_was_found_until_then(tmp_path):
     assert report["exit_code"] == 0  # nothing failed
 
 
-def test_ctrl_c_on_one_rank_is_told_to_the_other():
-    """Each prints what it has: nobody waits for the one that ends."""
+def test_ctrl_c_on_one_rank_does_not_hold_the_other():
     ctrl_c = "os.kill(os.getpid(), signal.SIGINT); threading.Event().wait()"
     codes, (report, _) = play("", at_clocks(ctrl_c))
     assert codes == [1, 130]
-    assert any("interrupted" in text for text in found(report, "clocks")), report
+    (interrupted,) = [f for f in report["findings"] if f["check"] == "interrupted"]
+    assert interrupted["ranks"] == [1]
 
 
 def test_without_rank_0_each_rank_speaks_for_itself():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -12,7 +11,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, 
 from minidp.doctor.findings import Finding, Found, failed, ok, skipped, warning
 from minidp.doctor.words import join
 
-from .ranks import digest_of, digest_of_states, judge_streams
+from .ranks import digest_of_states, judge_streams
 
 _SPLIT = (
     "DataLoader(dataset, sampler=DistributedSampler(dataset), shuffle=False): the "
@@ -43,9 +42,6 @@ def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
         found = f"a {type(loader).__name__} has no dataset to split"
         return failed(found, "pass the DataLoader of the training data")
     watch = "doctor.watch compares what the ranks are fed"
-    if isinstance(loader.dataset, IterableDataset):
-        found = "an IterableDataset must split itself by rank, which cannot be seen"
-        return skipped(found, watch)
     sampler = sampler_of(loader)
     kind = type(sampler).__name__
     if splits(sampler):
@@ -60,8 +56,9 @@ def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
         return ok(f"{kind}, made for this rank; it shuffles")
     if world_size == 1:
         return ok(f"{kind}; one rank")
-    if isinstance(loader.dataset, Subset):
-        return ok(f"{kind} over a Subset: compared below")
+    if isinstance(loader.dataset, IterableDataset | Subset):
+        found = f"a {type(loader.dataset).__name__} may be split by rank: is not seen"
+        return skipped(found, watch)
     if isinstance(sampler, RandomSampler):
         found = f"shuffle=True ({kind}): every rank draws from all the data"
         return warning(found, _SPLIT)
@@ -71,33 +68,21 @@ def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
     return skipped(f"a {kind} is unknown here: does it split by rank?", watch)
 
 
-def judge_workers(loader: Any) -> Finding:
-    """Return a warning if this host's loaders have over two workers per core, or ok."""
-    workers = int(getattr(loader, "num_workers", 0))
-    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    processes, cores = int(local) if local.isdecimal() else 1, os.cpu_count() or 1
-    found = f"{processes} x {workers} on {cores} cores"
-    if processes * workers > 2 * cores:
-        return warning(found, f"num_workers={max(1, cores // processes)}")
-    return ok(found)
-
-
 def read_loader(loader: Any) -> dict[str, Any]:
     """Return facts to compare between ranks; None: what loader or sampler lacks."""
     dataset, sampler = getattr(loader, "dataset", None), sampler_of(loader)
-    inner, indices = dataset, getattr(dataset, "indices", ())
-    while isinstance(inner, Subset):
-        inner = inner.dataset
+    samples = _length(dataset)
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
     names = ("augment", "augmentation", "transform", "transforms")
-    transforms = [name for name in names if getattr(inner, name, None) is not None]
+    transforms = [name for name in names if getattr(dataset, name, None) is not None]
     return {
         "batches": _length(loader),
-        "samples": _length(dataset),
+        "samples": samples,
         "splits": splits(sampler),
         "part": getattr(sampler, "rank", None),
         "seed": getattr(sampler, "seed", None),
         "epoch": getattr(sampler, "epoch", None),
-        "subset": digest_of([*indices]) if isinstance(dataset, Subset) else None,
         "streams": digest_of_states(),
         "draws": f"the dataset has a {join(transforms)}" if transforms else "",
     }
@@ -125,17 +110,10 @@ def judge_batches(of_rank: Facts) -> Finding:
 
 
 def judge_parts(of_rank: Facts) -> Found:
-    """Failed if ranks' samplers overlap, a warning if Subsets do; [] without either."""
+    """Judge if ranks' samplers overlap: failed or ok; [] if a rank's splits nothing."""
     all_facts = [*of_rank.values()]
-    if len(all_facts) == 1:
+    if len(all_facts) == 1 or not all(facts["splits"] for facts in all_facts):
         return []  # judge_sampler has reported on the sampler
-    if not all(facts["splits"] for facts in all_facts):
-        subsets = [facts["subset"] for facts in all_facts]
-        if None in subsets:
-            return []
-        if len({*subsets}) < len(subsets):
-            return warning("ranks have the same Subset of the data", _SPLIT)
-        return ok("each rank has a Subset of its own")
     parts = [facts["part"] for facts in all_facts]
     if len({*parts}) < len(parts):
         found = f"samplers for ranks {join(parts)}: some data is read twice, some never"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from minidp.attachment import attached_to, straight_on
 from minidp.config import aside
 from minidp.core import find_tensors, reachable_nodes
-from minidp.doctor.findings import Finding, Found, failed, ok, skipped, warning
+from minidp.doctor.findings import Finding, failed, ok, skipped, warning
 from minidp.doctor.words import differing, in_words, join
 from minidp.replica import sum_of_bits
 
-from .ranks import digest_of_states, judge_owners, judge_streams, uuid_of
+from .ranks import digest_of_states, judge_streams
 
 SMALL_BATCH = 16  # samples per rank below which batch norm's statistics are noisy
 Facts = Mapping[int, Mapping[str, Any]]  # results of `read_model` by rank
@@ -217,8 +216,6 @@ def read_model(model: nn.Module) -> dict[str, Any]:
         "is_wrapped": synchroniser(model) is not None,
         "streams": digest_of_states(),
         "draws": f"dropout ({join(sorted(drops), 3)}) runs" if drops else "",
-        "host": socket.gethostname(),
-        "gpu": "",
         "unreadable": "",
     }
     try:
@@ -229,8 +226,6 @@ def read_model(model: nn.Module) -> dict[str, Any]:
             for name, p in params.items()
         }
         facts["sums"] = {name: int(sum_of_bits(p)) for name, p in params.items()}
-        device = next((p.device for p in params.values()), torch.device("cpu"))
-        facts["gpu"] = uuid_of(device) if device.type == "cuda" else ""
     except Exception as error:  # the check of devices reports the cause
         facts["unreadable"] = in_words(error)
     return facts
@@ -261,13 +256,7 @@ def judge_replicas(of_rank: Facts) -> Finding:
     return failed(found, remedy)
 
 
-def judge_gpus(of_rank: Facts) -> Found:
-    """Return `judge_owners` of the models' GPUs; [] if no rank's model is on one."""
-    return judge_owners(of_rank) if any(f["gpu"] for f in of_rank.values()) else []
-
-
 COMPARED = {
     "replicas": judge_replicas,
     "random streams": judge_streams,
-    "one GPU each": judge_gpus,
 }

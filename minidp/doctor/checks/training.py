@@ -48,23 +48,6 @@ def judge_same_batches(logs: Logs) -> Finding:
     return failed(found, remedy)
 
 
-def judge_same_gradients(logs: Logs) -> Finding:
-    """Judge gradients of the first 3 steps: failed if ranks differ; none: skipped."""
-    if not all(log["is_wrapped"] for log in logs.values()):
-        return _NOT_WRAPPED
-    steps = [*zip(*(log["gradients"] for log in logs.values()), strict=False)]
-    if not steps:
-        return skipped("no synchronised optimizer step seen on some rank")
-    odd = sorted({name for step in steps for name in differing(step)})
-    if odd:
-        remedy = (
-            "call the wrapper and not model.module; one backward for each forward; no "
-            "step after no_sync() alone; same optimizer and clipping on all ranks"
-        )
-        return failed(f"ranks step with different gradients of {join(odd, 4)}", remedy)
-    return ok(f"the same on all ranks in {len(steps)} steps that were compared")
-
-
 def judge_same_replicas(logs: Logs) -> Finding:
     """Judge parameters: failed if ranks differ (local steps: a warning), or ok."""
     if not all(log["is_wrapped"] and len(log["values"]) == 2 for log in logs.values()):
@@ -91,8 +74,9 @@ def judge_same_replicas(logs: Logs) -> Finding:
         )
         return warning(found, remedy)
     remedy = (
-        "look for what changes parameters on some ranks only: load_state_dict, updates "
-        "by hand, random numbers, unsynced='ignore'"
+        "call the wrapper and not model.module; one backward for each forward; look "
+        "for what changes parameters on some ranks only: load_state_dict, updates by "
+        "hand, random numbers, unsynced='ignore'"
     )
     return failed(found, remedy)
 
@@ -179,7 +163,6 @@ def judge_printing(logs: Logs) -> Finding:
 COMPARED = {
     "set_epoch": judge_epochs,
     "batches": judge_same_batches,
-    "gradients": judge_same_gradients,
     "replicas": judge_same_replicas,
     "accumulation": judge_accumulation,
     "mean of means": judge_mean_of_means,

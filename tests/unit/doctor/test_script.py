@@ -10,7 +10,6 @@ import builtins
 import contextlib
 import importlib
 import io
-import warnings
 from pathlib import Path
 
 import pytest
@@ -188,8 +187,8 @@ class Everything:
     (DataLoader(DATA), WARNING, "in the same order"),
     (DataLoader(DATA, sampler=split(rank=0)), FAILED, "made for rank 0 of 2"),
     (DataLoader(DATA, sampler=split(num_replicas=4)), FAILED, "rank 1 of 4"),
-    (DataLoader(data.Subset(DATA, [1, 2])), OK, "Subset"),
-    (DataLoader(Stream()), SKIPPED, "split itself"),
+    (DataLoader(data.Subset(DATA, [1, 2])), SKIPPED, "a Subset may be split"),
+    (DataLoader(Stream()), SKIPPED, "a Stream may be split"),
     (DataLoader(DATA, sampler=Everything()), SKIPPED, "Everything is unknown"),
     (DataLoader(DATA, batch_sampler=BATCHES), OK, "made for this rank"),
 )
@@ -202,17 +201,7 @@ def test_one_rank_needs_no_sampler(loader):
     return loaders.judge_sampler(loader, 0, 1)
 
 
-@pytest.mark.parametrize(("workers", "status"), [(0, OK), (1, OK), (500, WARNING)])
-def test_loader_workers(monkeypatch, workers, status):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of 500, too
-        loader = DataLoader(DATA, num_workers=workers)
-    says(loaders.judge_workers(loader), status, f"2 x {workers} on 4 cores")
-
-
-PART = {"splits": True, "seed": 0, "samples": 16, "epoch": 0, "subset": None}
+PART = {"splits": True, "seed": 0, "samples": 16, "epoch": 0}
 
 
 @judged(
@@ -224,14 +213,8 @@ PART = {"splits": True, "seed": 0, "samples": 16, "epoch": 0, "subset": None}
 )
 def test_parts(changes):
     other = {**PART, "part": 1, **changes}
-    return loaders.judge_parts({0: {**PART, "part": 0}, 1: other})
-
-
-@judged(("ab", OK, "of its own"), ("aa", WARNING, "the same Subset"))
-def test_subsets(subsets):
-    facts = {r: {"splits": False, "subset": s} for r, s in enumerate(subsets)}
-    without = {2: {"splits": False, "subset": None}}  # nothing can be said then
-    assert loaders.judge_parts({**facts, **without}) == []
+    facts = {0: {**PART, "part": 0}, 1: other}
+    assert loaders.judge_parts({**facts, 2: {"splits": False}}) == []
     return loaders.judge_parts(facts)
 
 
@@ -251,7 +234,6 @@ def test_a_loader_that_is_none_is_a_finding_and_no_traceback(capsys):
 LOG = {
     "host": "h",
     "batches": [1, 2, 3],
-    "gradients": [{"w": 5}, {"w": 6}],
     "backwards": [1, 1],
     "over_items": False,
     "samples": [[8], [8]],
@@ -281,11 +263,6 @@ FINDS = {"finds_unused": True}
     ("batches", {}, {}, OK, "its own"),
     ("batches", {}, {"batches": [1, 2, 3]}, FAILED, "ranks 0 and 1"),
     ("batches", {}, {"batches": []}, SKIPPED, "not every rank"),
-    ("gradients", {}, {}, OK, "in 2 steps"),
-    ("gradients", {}, {"gradients": [{"w": 7}]}, FAILED, "of w"),
-    ("gradients", {}, {"gradients": [{}]}, FAILED, "of w"),
-    ("gradients", {}, {"gradients": []}, SKIPPED, "no synchronised"),
-    ("gradients", {"is_wrapped": False}, {}, SKIPPED, "not wrapped"),
     ("accumulation", {}, {}, OK, "one synchronised backward"),
     ("accumulation", {"backwards": [4, 4, 2]}, {}, WARNING, "4 synchronised"),
     ("accumulation", {"backwards": [1, 1, 2]}, {}, OK, "one"),
@@ -350,7 +327,6 @@ def test_nothing_stays_patched(end):
                 raise KeyError
     except KeyError:
         assert watched.report is None
-        assert list(watched) == []
     else:
         assert watched.report is not None
     assert all(during[place] != before[place] for place in before)
@@ -384,9 +360,9 @@ def test_what_cannot_be_noted_does_not_end_the_training():
         model(torch.ones(4, 2).to_sparse())
         with contextlib.suppress(ZeroDivisionError):
             print(Unreadable())
-    (epochs,) = [f for f in watched if f.check == "set_epoch"]
+    (epochs,) = [f for f in watched.report if f.check == "set_epoch"]
     assert epochs.status is SKIPPED
-    mishaps = [f.found for f in watched if f.check == "watching"]
+    mishaps = [f.found for f in watched.report if f.check == "watching"]
     assert len(mishaps) == 3
     assert all("not everything could be noted" in found for found in mishaps)
 
@@ -418,7 +394,7 @@ def test_what_a_log_writes_down(tmp_path, capsys):
     names = {*dict(model.named_parameters())}
     assert [{*values} for values in facts["values"]] == [names, names]
     assert facts["values"][0] != facts["values"][1]
-    assert len(facts["batches"]) == len(facts["gradients"]) == 3
+    assert len(facts["batches"]) == 3
     assert len({*facts["batches"]}) == 3
     assert facts["lines"] == 2
     assert facts["saved"] == [str(tmp_path / name) for name in ("last.pt", "other.pt")]
