@@ -35,6 +35,7 @@ from .timebox import GRACE_SECONDS, Runner
 
 _stores: Any = dist  # the type stubs do not export the stores
 CPU = torch.device("cpu")
+INTERRUPTED_SECONDS = 8.0  # after Ctrl-C, to hear what other ranks found
 
 DESCRIPTION = """\
 Checks the machine and the job: environment variables, ports, network interfaces,
@@ -138,11 +139,11 @@ class Examination:
         self.runner.add("interrupted", skipped(found))
         self.runner.is_stuck = True
         if self._meeting is not None:
-            self._meeting.seconds = 2 * GRACE_SECONDS
+            self._meeting.seconds = INTERRUPTED_SECONDS
         return self._report()
 
     def _alone(self) -> bool:
-        """Run checks that need no other rank; return if the master port is usable."""
+        """Run checks that need no other rank; return False without a usable port."""
         env, runner, run = self._env, self.runner, self.runner.run
         run("environment", lambda: environment.judge_launch(env))
         status, is_reachable = runner.findings[-1].status, False
@@ -180,7 +181,10 @@ class Examination:
         return is_reachable
 
     def _meet(self, launch: environment.Launch) -> Iterator[Finding]:
-        """Wait for all ranks at the store; yield findings of their compared facts."""
+        """Wait for all ranks at the store; yield findings of their compared facts.
+
+        Set `_meeting`, and, if all came and none twice, `_store`.
+        """
         store = _stores.TCPStore(
             launch.address,
             launch.port,

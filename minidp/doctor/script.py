@@ -108,12 +108,12 @@ def watch(
     need; batches of one step that differ in size (a mean of means); several ranks that
     save or print. All ranks enter the block. At its end (not if it raises) ranks
     exchange what they recorded, rank 0 prints the table, and `Watched` holds the
-    report. Inside, the model has hooks, ``print`` and ``torch.save`` are replaced, and
-    the sampler's class is a subclass. A hook that cannot be attached raises; later
+    report. Inside, the model has hooks; ``print``, ``torch.save`` and
+    ``DataLoader.__iter__`` are replaced. A hook that cannot be attached raises; later
     errors are findings.
 
-    ``model``: wrapped or attached. ``loader``: for ``set_epoch`` only. The other
-    arguments are those of `check_model`.
+    ``model``: wrapped or attached. ``loader``: a ``DataLoader``, for ``set_epoch``
+    only. The other arguments are those of `check_model`.
     """
     watched, log = Watched(), TrainingLog(model, loader)
     with log.recording():

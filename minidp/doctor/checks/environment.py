@@ -51,7 +51,10 @@ def read_launch(env: Mapping[str, str]) -> Launch:
 
 
 def judge_launch(env: Mapping[str, str]) -> Found:
-    """Judge a launch's variables: failed if they do not fit; skipped if none is set."""
+    """Judge a launch's variables: failed if they do not fit, skipped if none is set.
+
+    A warning if only LOCAL_RANK is missing.
+    """
     missing = [name for name in LAUNCH if not env.get(name)]
     if len(missing) == len(LAUNCH):
         found = f"this process is alone: none of {join(LAUNCH)} is set"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -146,12 +147,12 @@ def check_unused(model: nn.Module, batch: Any) -> Finding:
         return skipped("needs a forward", "pass a batch to check_model")
     module = wrapped_module(model)
     try:
+        is_many, is_dict = isinstance(batch, tuple | list), isinstance(batch, dict)
+        given = tuple(batch) if is_many else () if is_dict else (batch,)
+        buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
         with _as_it_was(module), straight_on(module), torch.enable_grad():
-            if isinstance(batch, dict):
-                outputs = module(**batch)
-            else:
-                is_many = isinstance(batch, tuple | list)
-                outputs = module(*batch) if is_many else module(batch)
+            named = batch if is_dict else None
+            outputs = functional_call(module, buffers, given, named)
             reached = reachable_nodes(outputs)
     except Exception as error:
         remedy = "batch is what the model is called with: a tensor, a tuple or a dict"
@@ -180,15 +181,9 @@ def check_unused(model: nn.Module, batch: Any) -> Finding:
 
 @contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Restore random states and buffers at exit; inside, SyncBatchNorm is in eval."""
-    modules = [*module.modules()]
-    synced = [m for m in modules if isinstance(m, nn.SyncBatchNorm) and m.training]
-    buffers = [
-        (child._buffers, name, value, value.detach().clone())
-        for child in modules
-        for name, value in child._buffers.items()
-        if value is not None
-    ]
+    """Restore random states at exit; inside, SyncBatchNorm is in eval."""
+    norms = (m for m in module.modules() if isinstance(m, nn.SyncBatchNorm))
+    synced = [layer for layer in norms if layer.training]
     old_random, old_numpy = random.getstate(), np.random.get_state()
     num_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     try:
@@ -201,11 +196,6 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
         np.random.set_state(old_numpy)
         for layer in synced:
             layer.training = True
-        for owner, name, value, copy in buffers:
-            owner[name] = value
-            # A copy that changes nothing would still count as a change for autograd.
-            if not value.is_meta and not torch.equal(value, copy):
-                value.data.copy_(copy)
 
 
 def read_model(model: nn.Module) -> dict[str, Any]:
@@ -232,7 +222,10 @@ def read_model(model: nn.Module) -> dict[str, Any]:
 
 
 def judge_replicas(of_rank: Facts) -> Finding:
-    """Judge parameters: failed if ranks differ in names, shapes or (wrapped) values."""
+    """Judge parameters: failed if ranks differ in names, shapes or (wrapped) values.
+
+    Skipped if a rank could not read its own.
+    """
     first, model = min(of_rank), of_rank[min(of_rank)]
     for rank, facts in of_rank.items():
         if facts["unreadable"]:

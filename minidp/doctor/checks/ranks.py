@@ -165,7 +165,7 @@ def digest_of(value: Any) -> str:
 
 
 def judge_streams(of_rank: Mapping[int, Facts]) -> Finding:
-    """Return a warning if random states are equal on all ranks, and something draws."""
+    """Return a warning if random states are equal on all ranks and are used; or ok."""
     first, *others = [facts["streams"] for facts in of_rank.values()]
     if not others:
         return ok("one rank: nothing to compare")
