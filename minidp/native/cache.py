@@ -37,10 +37,10 @@ def folder() -> Path:
 
 
 def find(recipe: Recipe) -> tuple[Path | None, str]:
-    """Return the cached binary of a recipe, and ""; else None, and why there is none.
+    """Return a recipe's intact binary in the cache, and ""; else None, and why.
 
-    Reasons: nothing is built, the binary is damaged, or only others' are there ("stale"
-    names the inputs that differ from the most similar one).
+    Why: nothing is built, the binary is damaged, or stale; that names the inputs by
+    which the most similar binary differs.
     """
     records = {}
     for path in sorted(folder().glob(f"*/{_RECORD}")):

@@ -113,7 +113,10 @@ def _decide() -> tuple[ModuleType | None, Status]:
 
 
 def read_mode() -> str:
-    """Return MINIDP_NATIVE, else "build" if installed with that, else "auto"."""
+    """Return MINIDP_NATIVE; unset: "build" if installed with that, else "auto".
+
+    ValueError if it is none of auto, build, 0 and 1.
+    """
     default = "build" if _MARK.exists() else "auto"
     mode = os.environ.get("MINIDP_NATIVE") or default
     if mode not in ("auto", "build", "0", "1"):

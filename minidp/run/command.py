@@ -14,7 +14,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from minidp.comm import gather_json, launcher_store, post_json
-from minidp.config import add_options, misspelt, read_environment, setting, variables
+from minidp.config import (
+    add_options,
+    misspelt,
+    numbered,
+    read_environment,
+    setting,
+    variables,
+)
 from minidp.console import fold, positive_seconds, say_on_stderr
 from minidp.data_parallel import DataParallel
 from minidp.overlap import Timeline, from_json, html_page, report, to_json
@@ -62,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save",
         type=Path,
         metavar="FILE",
-        help="--report, and keep what was recorded, for minidp report FILE (of several "
-        "models the first; of the others FILE with .2, .3 and so on)",
+        help="--report, and keep what was recorded, for minidp report FILE; of a "
+        "second model FILE with .1 before its suffix, and so on",
     )
     what = "--report, also as a page for the browser"
     parser.add_argument("--html", type=Path, metavar="FILE", help=what)
@@ -234,7 +241,7 @@ class WrappedModels:
                 recording.__exit__(None, None, None)
 
     def finish(self, status: int) -> int:
-        """Print reports; return ``status``; 1 if asked for, but there is no model."""
+        """Print reports; return ``status``, but 1 if a due report has no model."""
         if self._largest == 1:
             say_once(
                 "minidp run: this was a world of one rank, so nothing was averaged. "
@@ -273,10 +280,7 @@ class WrappedModels:
             words = fold(report(timelines), sys.stderr)
             say_on_stderr(f"minidp run: {title}\n{words}")
             for first, write in self._files.items():
-                more, end = f".{number + 1}" * bool(number), first.suffix
-                name = first.name + more  # a browser goes by the end: page.2.html
-                name = f"{first.stem}{more}{end}" if end == ".html" else name
-                path = first.with_name(name)
+                path = numbered(first, number)
                 path.write_text(write(timelines), encoding="utf-8")
                 say_on_stderr(f"minidp run: wrote {path}")
 

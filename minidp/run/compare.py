@@ -1,9 +1,9 @@
 """Run a script on torch's DDP, then on minidp, and compare: ``minidp run --compare``.
 
 Each run is a process of its own (`begin_phase`). The run on torch is in a copy of the
-folder, so that the run on minidp does not find its checkpoints; virtual environments,
-git repositories and unreadable files are linked there. A command of the user
-(``--before``) may delete checkpoints elsewhere.
+folder, so that the run on minidp does not find its checkpoints; virtual environments
+and git repositories are linked there. A command of the user (``--before``) may delete
+checkpoints elsewhere.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def too_large(folder: Path) -> str:
 
 
 def copy(folder: Path, to: Path) -> None:
-    """Copy a folder to a new one; link environments, .git and unreadable files."""
+    """Copy a folder to a new one; link environments and .git; OSError if it fails."""
     entries = list(_entries(folder))  # first: the copy may lie in the folder itself
     to.mkdir(parents=True)
     for path in entries:
@@ -209,17 +209,7 @@ def copy(folder: Path, to: Path) -> None:
         elif path.is_dir():
             place.mkdir()
         elif path.is_file():
-            _copy_file(path, place)
-
-
-def _copy_file(path: Path, place: Path) -> None:
-    """Copy a file; link one that is not readable; skip one that is gone."""
-    try:
-        shutil.copy2(path, place)
-    except (PermissionError, FileNotFoundError):  # not readable, or removed meanwhile
-        place.unlink(missing_ok=True)
-        if path.exists():
-            place.symlink_to(path)
+            shutil.copy2(path, place)
 
 
 def _entries(folder: Path) -> Iterator[Path]:
@@ -320,7 +310,7 @@ class OutcomeRecorder:
         return Outcome(weights, len(self._modules), tuple(self._ends))
 
     def save(self, exit_s: float | None = None) -> None:
-        """Write the outcome; end this process if it lives ``exit_s`` (limit) more."""
+        """Write the outcome; end this process in ``exit_s`` s (None: the limit)."""
         self._watch(exit_s or self._limit)
         partial = self._path.with_suffix(".partial")
         torch.save(tuple(self.outcome()), partial)
