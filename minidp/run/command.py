@@ -13,7 +13,7 @@ from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 
-from minidp.comm import gather_json, launcher_store, post_json
+from minidp.comm import die_with_parent, gather_json, launcher_store, post_json
 from minidp.config import (
     add_options,
     misspelt,
@@ -92,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--before",
         metavar="COMMAND",
-        help="run by the shell before each of the two runs, once per machine: 'rm -rf "
-        "out' for checkpoints elsewhere that the script would resume from",
+        help="run by the shell before each of the two runs: 'rm -rf out' for "
+        "checkpoints elsewhere that the script would resume from",
     )
     group.add_argument(
         "--limit",
@@ -131,18 +131,19 @@ def main(options: Namespace) -> int:
         if problem:
             say_once(f"minidp run: {problem.removesuffix('.')}.")
             return 2
+        if options.phase:
+            die_with_parent()
+        else:
+            for warning in misspelt():
+                say_once(f"minidp run: {warning}")
+        flags = _words(options, "report", "save", "html")
+        if options.compare:
+            return run_both(script, options, flags)
+        if options.num_ranks is not None:
+            flags += _words(options, "phase", "outcome", "limit")
+            return start_ranks(options.num_ranks, "run", flags, script)
         if options.phase == "torch":
             return run_on_torch(script, options)
-        if options.phase:
-            return _run_on_minidp(script, options)
-        for warning in misspelt():
-            say_once(f"minidp run: {warning}")
-        if options.num_ranks is not None:
-            names = "report save html compare copy before limit"
-            flags = _words(options, *names.split())
-            return start_ranks(options.num_ranks, "run", flags, script)
-        if options.compare:
-            return run_both(script, options, _words(options, "report", "save", "html"))
         return _run_on_minidp(script, options)
 
 
@@ -158,9 +159,10 @@ def _problem(script: Script, options: Namespace) -> str:
         read_environment()
     except ValueError as error:
         return str(error)
-    is_alone = from_environment("WORLD_SIZE", 1) == 1
-    if options.compare and not is_alone and launcher_store("compare") is None:
-        return "--compare needs ranks that torchrun or -n start"
+    size = from_environment("WORLD_SIZE", 1)
+    local_size = from_environment("LOCAL_WORLD_SIZE", 1)
+    if options.compare and local_size != size:
+        return "--compare needs ranks on one machine, that torchrun or -n start"
     return ""
 
 
@@ -169,8 +171,8 @@ def _words(options: Namespace, *names: str) -> list[str]:
     words = []
     for name in names:
         value = getattr(options, name)
-        if value is True or (value is False and name == "copy"):
-            words.append(f"--{name}" if value else f"--no-{name}")
+        if value is True:
+            words.append(f"--{name}")
         elif value not in (None, False):
             words += [f"--{name}", str(value)]
     return words

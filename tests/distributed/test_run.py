@@ -482,7 +482,7 @@ def test_a_run_on_torch_that_does_not_exit_has_a_result(tmp_path, train):
     words = ("run", "--phase", "torch", "--outcome", str(tmp_path / "torch"), hangs)
     done = subprocess.run([sys.executable, "-c", code, *words], timeout=200)
     assert done.returncode == 1
-    assert (tmp_path / "torch").exists()
+    assert (tmp_path / "torch-0").exists()
 
 
 def test_the_first_optimizer_is_timed(tmp_path):
