@@ -105,8 +105,8 @@ class Attachment:
     def detach(self) -> None:
         """Stop averaging gradients, and remove all that `attach` put on the model.
 
-        Call it on all ranks, after the same step. Gradients that are views of buckets
-        become copies. A second call does nothing.
+        Call it on all ranks, after the same step; it does not communicate. Gradients
+        that are views of buckets become copies. A second call does nothing.
         """
         inside, self._data_parallel = self._data_parallel, None
         if inside is None:
@@ -189,7 +189,7 @@ def straight_on(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _check(model: nn.Module) -> None:
-    """Raise if a model is a wrapper (torch.compile's, too), or averaged already."""
+    """Raise TypeError for a wrapped or compiled model, RuntimeError if averaged."""
     name = type(model).__name__
     for inner, remedy in (
         ("_orig_mod", "attach to the module that was compiled, then compile it"),

@@ -50,7 +50,8 @@ def run_both(script: Script, options: argparse.Namespace, flags: Sequence[str]) 
     """Run the script on torch's DDP and on minidp; return 0 if results are equal.
 
     Else 1 (they differ, or cannot be compared), the exit status of the run that failed,
-    or 130 after Ctrl-C. ``flags``: options of ``minidp run`` for the run on minidp.
+    or 130 after Ctrl-C. Of the ranks of a launcher all but the first return 0 at once.
+    ``flags``: options of ``minidp run`` for the run on minidp.
     """
     num_ranks = options.num_ranks
     if "RANK" in os.environ:  # of torchrun: its rank 0 starts the ranks of both runs

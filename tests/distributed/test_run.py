@@ -74,6 +74,7 @@ def test_the_script_of_the_readme(tmp_path, script):
     ours = torchrun(*words, cwd=tmp_path)
     assert ours.returncode == 0, ours.stderr
     err = ours.stderr
+    assert err.count("minidp run: torch_train on 2 ranks here") == 2  # torch, minidp
     assert err.count("is minidp.DataParallel in torch_train.") == 1
     assert err.count("weights   identical, bit for bit (models: 1, tensors: 4") == 1
     assert "ranks 0, 1 of 2; gloo on cpu" in err
@@ -325,14 +326,6 @@ def test_a_script_that_nobody_started_as_ranks(
     assert f"{path}, which runs as one process (-n N: as N ranks)" in done.stderr
     assert f"minidp run: {path} needs {name}, which a launcher" in done.stderr
     assert done.stderr.endswith(f"minidp run -n 2 {path} --lr 1\n")
-
-
-def test_it_starts_the_ranks_itself(tmp_path, script):
-    words = ("-n", "2", "--report", "--hang-timeout", "77", str(script))
-    done = started("minidp.run", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert f"minidp run: {script} on 2 ranks here" in done.stderr
-    assert "report of Sequential\nranks 0, 1 of 2; gloo on cpu" in done.stderr
 
 
 OPTIONS = """

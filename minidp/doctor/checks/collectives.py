@@ -125,9 +125,10 @@ def check_gradients(
     device: torch.device,
     wrap: Callable[..., nn.Module] = DataParallel,
 ) -> Finding:
-    """Collective: failed if a probe's gradients are not the ranks' mean.
+    """Collective: compare a probe's gradients between ranks, with their mean and torch.
 
-    A warning if they are, but torch's DDP gives other bits.
+    Failed if ranks differ or have not the mean; a warning if torch's DDP gives other
+    bits; or ok.
     """
     classes = (wrap, DistributedDataParallel)
     wrapped = (each(_probe().to(device), process_group=group) for each in classes)

@@ -116,7 +116,7 @@ def judge_shared_memory() -> Finding:
 
 
 def judge_threads(processes: int) -> Finding:
-    """Return a warning if ``processes`` have more threads than cores exist; or ok."""
+    """Return a warning if several processes have more threads than cores; or ok."""
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     found = f"{processes} x {threads} threads on {cores} cores"
     fair = max(1, cores // processes)

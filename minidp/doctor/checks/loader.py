@@ -36,7 +36,8 @@ def splits(sampler: Any) -> bool:
 def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
     """Judge a sampler: ok if it gives this rank a part of its own, or cannot overlap.
 
-    Failed: made for another rank. Warning: each rank reads all. Skipped: unknown.
+    Failed: made for another rank, or no dataset. Warning: each rank reads all. Skipped:
+    cannot be known.
     """
     if not hasattr(loader, "dataset"):
         found = f"a {type(loader).__name__} has no dataset to split"

@@ -39,7 +39,7 @@ def synchroniser(model: nn.Module) -> nn.Module | None:
 
 
 def option(model: nn.Module, name: str, *, default: Any) -> Any:
-    """Return an attribute of the model's DDP object (none: its own), or ``default``."""
+    """Return an attribute of the model's DDP object, else of the model, or default."""
     wrapper = synchroniser(model)  # None if compiled: that forwards attributes
     return getattr(model if wrapper is None else wrapper, name, default)
 
@@ -115,7 +115,10 @@ def judge_own_gpu(device: torch.device) -> Iterator[Finding]:
 
 
 def judge_batch_norm(module: nn.Module, batch: Any, world_size: int) -> Finding:
-    """Judge BatchNorm: a warning below 16 samples per rank; unknown: skipped; or ok."""
+    """Return a warning if BatchNorm sees under 16 samples per rank; skipped; or ok.
+
+    Skipped: without a batch. Ok also if it is synchronised, or with one rank.
+    """
     synced = [m for m in module.modules() if isinstance(m, nn.SyncBatchNorm)]
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training]
     num_layers = len({*norms} - {*synced})
