@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, 
 from minidp.doctor.findings import Finding, Found, failed, ok, skipped, warning
 from minidp.doctor.words import join
 
-from .ranks import digest_of_states, judge_streams
+from .ranks import digest_of, digest_of_states, judge_streams
 
 _SPLIT = (
     "DataLoader(dataset, sampler=DistributedSampler(dataset), shuffle=False): the "
@@ -57,9 +57,11 @@ def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
         return ok(f"{kind}, made for this rank; it shuffles")
     if world_size == 1:
         return ok(f"{kind}; one rank")
-    if isinstance(loader.dataset, IterableDataset | Subset):
-        found = f"a {type(loader.dataset).__name__} may be split by rank: is not seen"
+    if isinstance(loader.dataset, IterableDataset):
+        found = "an IterableDataset must split itself by rank, which cannot be seen"
         return skipped(found, watch)
+    if isinstance(loader.dataset, Subset):
+        return ok(f"{kind} over a Subset: compared below")
     if isinstance(sampler, RandomSampler):
         found = f"shuffle=True ({kind}): every rank draws from all the data"
         return warning(found, _SPLIT)
@@ -72,14 +74,16 @@ def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
 def read_loader(loader: Any) -> dict[str, Any]:
     """Return facts to compare between ranks; None: what loader or sampler lacks."""
     dataset, sampler = getattr(loader, "dataset", None), sampler_of(loader)
-    samples = _length(dataset)
-    while isinstance(dataset, Subset):
+    samples, subset = _length(dataset), None
+    if isinstance(dataset, Subset):
+        subset = digest_of([*dataset.indices])
         dataset = dataset.dataset
     names = ("augment", "augmentation", "transform", "transforms")
     transforms = [name for name in names if getattr(dataset, name, None) is not None]
     return {
         "batches": _length(loader),
         "samples": samples,
+        "subset": subset,
         "splits": splits(sampler),
         "part": getattr(sampler, "rank", None),
         "seed": getattr(sampler, "seed", None),
@@ -111,10 +115,17 @@ def judge_batches(of_rank: Facts) -> Finding:
 
 
 def judge_parts(of_rank: Facts) -> Found:
-    """Judge if ranks' samplers overlap: failed or ok; [] if a rank's splits nothing."""
+    """Failed if ranks' samplers overlap, a warning if Subsets do; [] without either."""
     all_facts = [*of_rank.values()]
-    if len(all_facts) == 1 or not all(facts["splits"] for facts in all_facts):
+    if len(all_facts) == 1:
         return []  # judge_sampler has reported on the sampler
+    if not all(facts["splits"] for facts in all_facts):
+        subsets = [facts["subset"] for facts in all_facts]
+        if None in subsets:
+            return []
+        if len({*subsets}) < len(subsets):
+            return warning("ranks have the same Subset of the data", _SPLIT)
+        return ok("each rank has a Subset of its own")
     parts = [facts["part"] for facts in all_facts]
     if len({*parts}) < len(parts):
         found = f"samplers for ranks {join(parts)}: some data is read twice, some never"

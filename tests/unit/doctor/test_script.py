@@ -187,8 +187,8 @@ class Everything:
     (DataLoader(DATA), WARNING, "in the same order"),
     (DataLoader(DATA, sampler=split(rank=0)), FAILED, "made for rank 0 of 2"),
     (DataLoader(DATA, sampler=split(num_replicas=4)), FAILED, "rank 1 of 4"),
-    (DataLoader(data.Subset(DATA, [1, 2])), SKIPPED, "a Subset may be split"),
-    (DataLoader(Stream()), SKIPPED, "a Stream may be split"),
+    (DataLoader(data.Subset(DATA, [1, 2])), OK, "Subset"),
+    (DataLoader(Stream()), SKIPPED, "split itself"),
     (DataLoader(DATA, sampler=Everything()), SKIPPED, "Everything is unknown"),
     (DataLoader(DATA, batch_sampler=BATCHES), OK, "made for this rank"),
 )
@@ -201,7 +201,7 @@ def test_one_rank_needs_no_sampler(loader):
     return loaders.judge_sampler(loader, 0, 1)
 
 
-PART = {"splits": True, "seed": 0, "samples": 16, "epoch": 0}
+PART = {"splits": True, "seed": 0, "samples": 16, "epoch": 0, "subset": None}
 
 
 @judged(
@@ -213,8 +213,14 @@ PART = {"splits": True, "seed": 0, "samples": 16, "epoch": 0}
 )
 def test_parts(changes):
     other = {**PART, "part": 1, **changes}
-    facts = {0: {**PART, "part": 0}, 1: other}
-    assert loaders.judge_parts({**facts, 2: {"splits": False}}) == []
+    return loaders.judge_parts({0: {**PART, "part": 0}, 1: other})
+
+
+@judged(("ab", OK, "of its own"), ("aa", WARNING, "the same Subset"))
+def test_subsets(subsets):
+    facts = {r: {"splits": False, "subset": s} for r, s in enumerate(subsets)}
+    without = {2: {"splits": False, "subset": None}}  # nothing can be said then
+    assert loaders.judge_parts({**facts, **without}) == []
     return loaders.judge_parts(facts)
 
 
