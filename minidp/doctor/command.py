@@ -113,6 +113,7 @@ class Examination:
         self._meeting: Meeting | None = None  # once ranks have exchanged their facts
         self._store: Any = None  # once all ranks came, one process each
         self._present: tuple[int, ...] = ()  # ranks that joined in time
+        self._has_own_gpus = False  # each rank has one
         self._is_over = False  # this rank communicates no more
 
     def run(self) -> Report | None:
@@ -207,6 +208,7 @@ class Examination:
         yield from named("ranks", came)
         for name, judge in ranks.COMPARED.items():
             yield from named(name, judge(heard))
+        self._has_own_gpus = ranks.judge_owners(heard).status is Status.OK
         if absent:
             remedy = (
                 "were all processes started, with the same MASTER_ADDR, MASTER_PORT "
@@ -219,11 +221,10 @@ class Examination:
     def _communicate(self, launch: environment.Launch) -> None:
         """Check clocks, all-reduces and gradients on Gloo, then the last two on NCCL.
 
-        Collective. NCCL only if no check has failed so far and every rank has a GPU.
-        After a check that raises, hangs or lacks a rank, the others are left out.
+        Collective. NCCL only if every rank has a GPU of its own. After a check that
+        raises, hangs or lacks a rank, the others are left out.
         """
-        runner, meeting = self.runner, self._meeting
-        assert meeting is not None
+        runner = self.runner
         timeout = timedelta(seconds=runner.seconds)
         groups: list[Any] = []
 
@@ -255,15 +256,11 @@ class Examination:
         check("clocks", collectives.check_clocks, CPU)
         check("shared buckets", collectives.check_shared_memory, CPU)
         measure("Gloo", CPU)
-        is_refused = any(f.status is Status.FAILED for f in runner.findings)
-        index = None if is_refused else ranks.index_of_gpu(launch.local_rank)
-        ask = partial(meeting.gather, "GPU", index)
-        answers = [] if self._is_over else runner.attempt(ask, meeting.seconds)
-        of_rank, absent = answers[0] if answers else ({0: None}, "")
-        if not absent and None not in of_rank.values() and dist.is_nccl_available():
+        if self._has_own_gpus and dist.is_nccl_available():
             # Without it a late collective would end the process, and leave no finding.
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
             self._together("NCCL group", open_nccl)
+            index = ranks.index_of_gpu(launch.local_rank)
             measure("NCCL", torch.device(f"cuda:{index}"))
         if not self._is_over:
             runner.attempt(dist.destroy_process_group)
