@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .comm import Hook, ItemTotals
+from .comm import ItemTotals
 from .core import untraced_itself
 from .guard import is_averaged
 from .replica import DETOUR
@@ -88,10 +88,6 @@ class Attachment:
         """
         return self._detour.depth.deeper()
 
-    def sync_gradients(self) -> None:
-        """Collective: average over ranks what the parameters' ``.grad`` hold now."""
-        self.data_parallel.sync_gradients()
-
     def count_items(self, n: Number, loss: Number | None = None) -> None:
         """Add ``n`` items to this step; see `DataParallel.count_items`."""
         self.data_parallel.count_items(n, loss)
@@ -106,19 +102,11 @@ class Attachment:
         totals: ItemTotals = self.data_parallel.item_totals
         return totals
 
-    def reset(self) -> None:
-        """Collective: recover from a failed, aborted or unfinished backward."""
-        self.data_parallel.reset()
-
-    def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let ``hook`` reduce the buckets; see `DataParallel.register_comm_hook`."""
-        self.data_parallel.register_comm_hook(state, hook)
-
     def detach(self) -> None:
         """Stop averaging gradients, and remove all that `attach` put on the model.
 
-        Call it on all ranks, after the same step. Gradients that are views of buckets
-        become copies. A second call does nothing.
+        Call it on all ranks, after the same step; it does not communicate. Gradients
+        that are views of buckets become copies. A second call does nothing.
         """
         inside, self._data_parallel = self._data_parallel, None
         if inside is None:
@@ -201,7 +189,7 @@ def straight_on(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _check(model: nn.Module) -> None:
-    """Raise if a model is a wrapper (torch.compile's, too), or averaged already."""
+    """Raise TypeError for a wrapped or compiled model, RuntimeError if averaged."""
     name = type(model).__name__
     for inner, remedy in (
         ("_orig_mod", "attach to the module that was compiled, then compile it"),

@@ -39,14 +39,14 @@ def say_on_stderr(text: str) -> None:
 
 
 def say_progress(text: str) -> None:
-    """Print a line to standard error on RANK 0 or without RANK, if a terminal."""
+    """Print a line to standard error if that is a terminal, and RANK 0 or unset."""
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and sys.stderr is not None and width_of(sys.stderr):
         say_on_stderr(text)
 
 
 def _write(stream: TextIO | None, text: str) -> None:
-    """Print a line and flush, unless None; let a closed pipe be the null device."""
+    """Print a line and flush (None: do nothing); a closed pipe becomes /dev/null."""
     if stream is None:  # print() would write to standard output
         return
     try:
@@ -115,7 +115,7 @@ def positive_seconds(text: str) -> float:
 def parse(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parse words (None: ``sys.argv``); text or errors may meet a closed pipe."""
+    """Parse words (None: ``sys.argv``), as argparse; its texts survive closed pipes."""
     out, err = io.StringIO(), io.StringIO()
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

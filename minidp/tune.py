@@ -131,7 +131,7 @@ class TunedLayouts:
         say_on_stderr(f"minidp tune: {path}: {choice}. {use}")
 
     def finish(self) -> int:
-        """Return 1, and print why, if rank 0 lacks a model or some layout; else 0."""
+        """Return 1, and print why, if no model was made, or rank 0 lacks a layout."""
         count, missing = len(self._models), len(self._models) - self._num_written
         if not self._is_rank_0:
             return 0

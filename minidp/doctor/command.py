@@ -4,8 +4,9 @@ alone          environment, port, variables, interfaces, backends, machine
 meet           ranks find each other through the store; who is missing is named
 compare        versions, settings, GPUs: facts by way of the store (one check with
                the meeting)
-communicate    clocks, all-reduce, gradients, on groups with a short timeout; if a rank
-               has died or failed, the others leave out what comes after
+communicate    clocks, all-reduce, gradients, on groups with a short timeout; a rank
+               whose check fails leaves out what comes after, and so the others do,
+               as soon as their check finds that a rank is missing
 report         the lowest rank that came prints what all ranks found
 """
 
@@ -29,11 +30,12 @@ from minidp.console import positive_seconds, say
 
 from .checks import collectives, environment, network, ranks, variables
 from .findings import Check, Finding, Report, Status, failed, merge, named, ok, skipped
-from .meeting import Meeting, absence
+from .meeting import Meeting
 from .timebox import GRACE_SECONDS, Runner
 
 _stores: Any = dist  # the type stubs do not export the stores
 CPU = torch.device("cpu")
+INTERRUPTED_SECONDS = 8.0  # after Ctrl-C, to hear what other ranks found
 
 DESCRIPTION = """\
 Checks the machine and the job: environment variables, ports, network interfaces,
@@ -45,7 +47,8 @@ ranks. No check hangs.
   python -m minidp.doctor                           this process alone
 """
 EPILOG = """\
-exit status: 0 if nothing failed (there may be warnings), 1 if something failed,
+exit status: 0 if nothing failed (there may be warnings), 1 if something failed on
+any rank (of the rank that prints the table, and 0 of the others),
 2 for wrong arguments, 130 after Ctrl-C, which prints what was found until then.
 
 In a script: minidp.doctor.check_model(model, batch), check_loader(loader), and
@@ -68,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run all checks; print the report on one rank; return 0, 1 (failed) or 130.
 
-    130: after Ctrl-C. If a check hangs or a group is unusable, end by ``os._exit``.
+    A rank that does not print returns 0: its findings are in the report. 130: after
+    Ctrl-C. If a check hangs or a group is unusable, end by ``os._exit``.
     """
     examination = Examination(os.environ, options.timeout, options.wait)
     code = 0
@@ -77,13 +81,9 @@ def main(options: argparse.Namespace) -> int:
         report = examination.run()
     except KeyboardInterrupt:
         report, code = examination.interrupt(), 128 + signal.SIGINT
-    # If another rank prints, the exit status is that of the own findings.
-    code = code or (report or examination.own_report()).exit_code
     if report is not None:
         print_report(report, as_json=options.json)
-    # torchrun ends all ranks when one exits with status 1: first the report is printed.
-    if report is not None or code == 1:
-        examination.end(is_printed=report is not None)
+        code = code or report.exit_code
     if examination.runner.is_stuck:
         os._exit(code)
     return code
@@ -113,7 +113,8 @@ class Examination:
         self._meeting: Meeting | None = None  # once ranks have exchanged their facts
         self._store: Any = None  # once all ranks came, one process each
         self._present: tuple[int, ...] = ()  # ranks that joined in time
-        self._is_over = False  # no rank communicates any more
+        self._has_own_gpus = False  # each rank has one
+        self._is_over = False  # this rank communicates no more
 
     def run(self) -> Report | None:
         """Run all checks; return the report, or None if a lower rank prints it."""
@@ -134,31 +135,16 @@ class Examination:
         return self._report()
 
     def interrupt(self) -> Report | None:
-        """After Ctrl-C: tell other ranks; return the report so far, as `run` does."""
+        """After Ctrl-C: return the report so far, as `run` does, without long waits."""
         found = f"Ctrl-C during: {self.runner.current}; what comes after is left out"
         self.runner.add("interrupted", skipped(found))
-        self._leave("was interrupted (Ctrl-C)")
+        self.runner.is_stuck = True
+        if self._meeting is not None:
+            self._meeting.seconds = INTERRUPTED_SECONDS
         return self._report()
 
-    def end(self, *, is_printed: bool) -> None:
-        """Tell other ranks that the report is printed, or wait for that (limited)."""
-        meeting, first = self._meeting, self._present[:1]
-        if meeting is not None and is_printed:
-            self.runner.attempt(lambda: meeting.post("printed", "yes"))
-        elif meeting is not None:
-            wait = partial(meeting.gather, "printed", "yes", first, is_last=True)
-            self.runner.attempt(wait, meeting.seconds)
-
-    def own_report(self) -> Report:
-        """Return a report of this rank's findings alone; no communication."""
-        launch, findings = self._launch, {0: self.runner.findings}
-        if launch is None:
-            return merge("minidp doctor", findings, 1)
-        title = f"minidp doctor: rank {launch.rank}"
-        return merge(title, findings, launch.world_size)
-
     def _alone(self) -> bool:
-        """Run checks that need no other rank; return if the master port is usable."""
+        """Run checks that need no other rank; return False without a usable port."""
         env, runner, run = self._env, self.runner, self.runner.run
         run("environment", lambda: environment.judge_launch(env))
         status, is_reachable = runner.findings[-1].status, False
@@ -196,7 +182,10 @@ class Examination:
         return is_reachable
 
     def _meet(self, launch: environment.Launch) -> Iterator[Finding]:
-        """Wait for all ranks at the store; yield findings of their compared facts."""
+        """Wait for all ranks at the store; yield findings of their compared facts.
+
+        Set `_meeting`, and, if all came and none twice, `_store`.
+        """
         store = _stores.TCPStore(
             launch.address,
             launch.port,
@@ -219,23 +208,23 @@ class Examination:
         yield from named("ranks", came)
         for name, judge in ranks.COMPARED.items():
             yield from named(name, judge(heard))
+        self._has_own_gpus = ranks.judge_owners(heard).status is Status.OK
         if absent:
             remedy = (
                 "were all processes started, with the same MASTER_ADDR, MASTER_PORT "
                 "and WORLD_SIZE? look at what those ranks printed; try --wait 120"
             )
-            yield failed(absence(absent), remedy)
+            yield failed(absent, remedy)
         elif all(finding.status is Status.OK for finding in came):
             self._store = prefix(store)
 
     def _communicate(self, launch: environment.Launch) -> None:
         """Check clocks, all-reduces and gradients on Gloo, then the last two on NCCL.
 
-        Collective. NCCL only if no check has failed so far and every rank has a GPU.
-        After a check that raises, hangs or lacks a rank, the others are left out.
+        Collective. NCCL only if every rank has a GPU of its own. After a check that
+        raises, hangs or lacks a rank, the others are left out.
         """
-        runner, meeting = self.runner, self._meeting
-        assert meeting is not None
+        runner = self.runner
         timeout = timedelta(seconds=runner.seconds)
         groups: list[Any] = []
 
@@ -267,68 +256,45 @@ class Examination:
         check("clocks", collectives.check_clocks, CPU)
         check("shared buckets", collectives.check_shared_memory, CPU)
         measure("Gloo", CPU)
-        is_refused = any(f.status is Status.FAILED for f in runner.findings)
-        index = None if is_refused else ranks.index_of_gpu(launch.local_rank)
-        ask = partial(meeting.gather, "GPU", index)
-        answers = [] if self._is_over else runner.attempt(ask, meeting.seconds)
-        if answers and None not in answers[0][0].values() and dist.is_nccl_available():
+        if self._has_own_gpus and dist.is_nccl_available():
             # Without it a late collective would end the process, and leave no finding.
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
             self._together("NCCL group", open_nccl)
+            index = ranks.index_of_gpu(launch.local_rank)
             measure("NCCL", torch.device(f"cuda:{index}"))
         if not self._is_over:
             runner.attempt(dist.destroy_process_group)
 
     def _together(self, name: str, check: Check) -> None:
-        """Run a check with all ranks; leave if it raises, hangs, or a rank has left."""
-        if self._is_over:
-            return
+        """Run a check with all ranks, unless one before has raised or hung here."""
         seconds = self.runner.seconds + GRACE_SECONDS
-        if gone := self._who_left():
-            remedy = "look at what that rank printed; what comes after is left out"
-            self.runner.add(name, failed(gone, remedy))
-            self._leave("saw another rank leave")
-        elif not self.runner.run(name, check, seconds, self._who_left):
-            self._leave(f"left: its check '{name}' failed")
-
-    def _who_left(self) -> str:
-        """Return which ranks left and why, or that the store is gone; else empty."""
-        try:
-            return "" if self._meeting is None else absence(self._meeting.who_left())
-        except RuntimeError:
-            return "the store is gone"
-
-    def _leave(self, why: str) -> None:
-        """Skip all further checks with other ranks, and tell these ``why``."""
-        meeting = self._meeting
-        self._is_over = self.runner.is_stuck = True
-        if meeting is not None:
-            # From here on, ranks are at most GRACE_SECONDS apart.
-            meeting.seconds = 2 * GRACE_SECONDS
-            self.runner.attempt(lambda: meeting.leave(why))
+        if not self._is_over and not self.runner.run(name, check, seconds):
+            self._is_over = self.runner.is_stuck = True
 
     def _report(self) -> Report | None:
         """Return all ranks' report on the lowest that came, and None on the others.
 
         Return this rank's own report if ranks have not met, or the store fails.
         """
-        runner, meeting, own = self.runner, self._meeting, self.own_report()
+        runner, meeting, launch = self.runner, self._meeting, self._launch
+        place = "" if launch is None else f": rank {launch.rank}"
+        size = 1 if launch is None else launch.world_size
+        own = merge(f"minidp doctor{place}", {0: runner.findings}, size)
         if meeting is None:
             return own
         mine = [finding.as_json() for finding in runner.findings]
         if meeting.rank != self._present[0]:
             was_posted = runner.attempt(lambda: meeting.post("findings", mine))
             return None if was_posted else own
-        hear = partial(meeting.gather, "findings", mine, self._present, is_last=True)
+        hear = partial(meeting.gather, "findings", mine, self._present)
         answers = runner.attempt(hear, meeting.seconds)
         if not answers:
             return own
         heard, absent = answers[0]
         of_rank = {r: [*map(Finding.of_json, heard[r])] for r in heard}
         if absent:
-            found = failed(absence(absent), "look at what that rank printed")
+            found = failed(absent, "look at what that rank printed")
             of_rank[meeting.rank] += named("answers", found)
-        size = meeting.world_size
         return merge(f"minidp doctor: {size} rank{'s' * (size != 1)}", of_rank, size)
 
 

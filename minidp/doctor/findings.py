@@ -72,9 +72,6 @@ class Report:
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.findings)
 
-    def __len__(self) -> int:
-        return len(self.findings)
-
     def __str__(self) -> str:
         return self.table()
 

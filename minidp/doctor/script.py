@@ -23,7 +23,7 @@ from .checks import model as models
 from .checks import training
 from .command import print_report
 from .findings import Check, Finding, Found, Report, failed, merge, named, skipped
-from .meeting import Meeting, absence
+from .meeting import Meeting
 from .training_log import TrainingLog
 from .words import in_words
 
@@ -72,7 +72,7 @@ def check_loader(
     seconds: float = WAIT_SECONDS,
     quiet: bool = False,
 ) -> Report:
-    """Check samplers, numbers of batches, random states and workers of ranks' loaders.
+    """Check samplers, numbers of batches and random states of ranks' loaders.
 
     All ranks call this function; rank 0 prints the table. Only attributes are read: no
     index is drawn. ``loader`` is a ``torch.utils.data.DataLoader``, or has its
@@ -82,21 +82,14 @@ def check_loader(
     rank, size = ranks.rank, ranks.world_size
     own: dict[str, Check] = {
         "sampler": lambda: loaders.judge_sampler(loader, rank, size),
-        "workers": lambda: loaders.judge_workers(loader),
     }
     return ranks.conclude(own, loaders.read_loader(loader), loaders.COMPARED)
 
 
 class Watched:
-    """The report of `watch`: None before the block ends, and if it raises; iterable."""
+    """The report of `watch`: None before the block ends, and if it raises."""
 
     report: Report | None = None
-
-    def __iter__(self) -> Iterator[Finding]:
-        return iter(self.report or ())
-
-    def __str__(self) -> str:
-        return str(self.report or "nothing yet")
 
 
 @contextmanager
@@ -110,16 +103,17 @@ def watch(
 ) -> Iterator[Watched]:
     """Watch two short epochs of training for mistakes that show only at run time.
 
-    Found are: no ``set_epoch``; ranks fed the same batches; steps with gradients that
-    differ; accumulation without ``no_sync``; ``find_unused_parameters`` without need;
-    batches of one step that differ in size (a mean of means); several ranks that save
-    or print. All ranks enter the block. At its end ranks exchange what they recorded
-    (not if it raises), rank 0 prints the table, and `Watched` holds the report. Inside,
-    the model has hooks, ``print`` and ``torch.save`` are replaced, and the sampler's
-    class is a subclass. Hooks that cannot be attached raise; later errors are findings.
+    Found are: no ``set_epoch``; ranks fed the same batches; replicas that differ at the
+    begin or end; accumulation without ``no_sync``; ``find_unused_parameters`` without
+    need; batches of one step that differ in size (a mean of means); several ranks that
+    save or print. All ranks enter the block. At its end (not if it raises) ranks
+    exchange what they recorded, rank 0 prints the table, and `Watched` holds the
+    report. Inside, the model has hooks; ``print``, ``torch.save`` and
+    ``DataLoader.__iter__`` are replaced. A hook that cannot be attached raises; later
+    errors are findings.
 
-    ``model``: wrapped or attached. ``loader``: for ``set_epoch`` only. The other
-    arguments are those of `check_model`.
+    ``model``: wrapped or attached. ``loader``: a ``DataLoader``, for ``set_epoch``
+    only. The other arguments are those of `check_model`.
     """
     watched, log = Watched(), TrainingLog(model, loader)
     with log.recording():
@@ -182,7 +176,7 @@ class _Ranks:
                 findings += named("other ranks", problem)
             if absent:
                 remedy = "call doctor on all ranks, at the same place of the script"
-                problem = failed(f"did not take part: {absence(absent)}", remedy)
+                problem = failed(f"did not take part: {absent}", remedy)
                 findings += named("other ranks", problem)
             mine = [finding.as_json() for finding in findings]
             answers, _ = meeting.gather("findings", mine, heard)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TypeVar
@@ -15,19 +14,13 @@ from .findings import Check, Finding, failed, named
 from .words import in_words
 
 Result = TypeVar("Result")
-SLICE_SECONDS = 0.25
 GRACE_SECONDS = 2.0  # lets a backend report its own, more precise error first
 
 
-def run_within(
-    seconds: float,
-    function: Callable[[], Result],
-    find_reason: Callable[[], str] = str,
-) -> Result:
+def run_within(seconds: float, function: Callable[[], Result]) -> Result:
     """Call a function in a daemon thread; return its result or raise its error.
 
-    TimeoutError after ``seconds``, or as soon as ``find_reason`` (called every 0.25 s)
-    returns a reason not to wait any longer. The thread stays behind then.
+    TimeoutError after ``seconds``; the thread stays behind then.
     """
     future: Future[Result] = Future()
 
@@ -38,12 +31,8 @@ def run_within(
             future.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()
-    deadline = time.monotonic() + seconds
-    while not wait([future], min(seconds, SLICE_SECONDS)).done:
-        if time.monotonic() >= deadline:
-            raise TimeoutError(f"did not end within {seconds:g} s")
-        if reason := find_reason():
-            raise TimeoutError(f"was given up: {reason}")
+    if not wait([future], seconds).done:
+        raise TimeoutError(f"did not end within {seconds:g} s")
     return future.result()
 
 
@@ -56,34 +45,24 @@ class Runner:
         self.is_stuck = False  # a thread was left behind, or a group is unusable
         self.current = "the first check"  # that runs, or ran last
 
-    def run(
-        self,
-        name: str,
-        check: Check,
-        seconds: float | None = None,
-        find_reason: Callable[[], str] = str,
-    ) -> bool:
+    def run(self, name: str, check: Check, seconds: float | None = None) -> bool:
         """Run one check; add its findings; return False if it raised or was late.
 
-        Both add a failed finding. Late: after ``seconds`` (None: the runner's), or once
-        ``find_reason`` returns a reason; its thread goes on, and `is_stuck` is set.
+        Both add a failed finding. Late: after ``seconds`` (None: the runner's); the
+        check's thread goes on then, and `is_stuck` is set.
         """
         self.current = name
         say_progress(f"minidp doctor: {name} ...")
         seconds = self.seconds if seconds is None else seconds
         try:
-            self.findings += run_within(
-                seconds, lambda: named(name, check()), find_reason
-            )
+            self.findings += run_within(seconds, lambda: named(name, check()))
             return True
         except TimeoutError as error:
             self.is_stuck = True
             self.add(name, failed(f"the check {error}", _why_late(name)))
         except Exception as error:
-            # A rank that left has closed its connections, which raised this error.
-            words = "; ".join(filter(None, (in_words(error), find_reason())))
             remedy = "look at the settings above; --timeout and --wait give more time"
-            self.add(name, failed(words, remedy))
+            self.add(name, failed(in_words(error), remedy))
         return False
 
     def add(self, name: str, finding: Finding) -> None:

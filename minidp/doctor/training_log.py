@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 
 from minidp.core import NO_TASK, current_task, find_tensors, untraced
 from minidp.replica import sum_of_bits
@@ -23,7 +24,7 @@ from .checks.model import option, synchroniser, wrapped_module
 from .checks.ranks import digest_of
 from .words import in_words
 
-NUM_COMPARED = 3  # steps whose batches and gradients are compared between ranks
+NUM_COMPARED = 3  # batches that are compared between ranks
 Note = TypeVar("Note", bound=Callable[..., None])
 
 
@@ -62,7 +63,8 @@ class TrainingLog:
         named = wrapped_module(model).named_parameters()
         self._params = {name: param for name, param in named if name not in ignored}
         self._trainable = {n: p for n, p in self._params.items() if p.requires_grad}
-        self._sampler = sampler = sampler_of(loader)
+        self._loader, self._sampler = loader, sampler_of(loader)
+        sampler = self._sampler
         splits = hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", True)
         self._arrived: set[str] = set()  # with a gradient since the last step
         self._tasks: set[int] = set()  # synchronised backwards since the last step
@@ -72,11 +74,10 @@ class TrainingLog:
             "host": socket.gethostname(),
             "is_wrapped": synchroniser(model) is not None,
             "finds_unused": option(model, "find_unused_parameters", default=False),
-            "sees_epochs": False,
+            "sees_epochs": isinstance(loader, DataLoader),
             "shuffles": bool(splits),
-            "epochs": [],  # the sampler's epoch at each iter()
+            "epochs": [],  # the sampler's number of each epoch
             "batches": [],  # a checksum of each of the first batches
-            "gradients": [],  # by parameter, checksums in the first steps
             "backwards": [],  # synchronised backwards in each optimizer step
             "over_items": option(model, "average_over", default="ranks") == "items",
             "samples": [],  # by optimizer step, samples of each of its forwards
@@ -102,7 +103,8 @@ class TrainingLog:
                 arrive = functools.partial(self._note_arrival, name)
                 keep(param.register_post_accumulate_grad_hook(arrive))
             keep(register_optimizer_step_pre_hook(self._note_step))
-            patches = (
+            patches: tuple[tuple[Any, str, Any], ...] = (
+                (DataLoader, "__iter__", self._note_epoch),
                 (builtins, "print", self._note_line),
                 (torch, "save", self._note_save),
             )
@@ -110,31 +112,9 @@ class TrainingLog:
                 original = getattr(owner, name)
                 undo.callback(setattr, owner, name, original)
                 setattr(owner, name, _after(note, original))
-            self._observe(undo)
             self._note_values()
             yield
         self._note_values()
-
-    @_harmless
-    def _observe(self, undo: ExitStack) -> None:
-        """Give the sampler a class that records the epoch at each ``iter(sampler)``.
-
-        ``undo`` gives it its own class back.
-        """
-        sampler = self._sampler
-        kind: Any = type(sampler)
-        epochs = self.facts["epochs"]
-
-        def begin(self: Any) -> Any:
-            epoch = getattr(self, "epoch", None)
-            epochs.append(epoch if isinstance(epoch, int) else None)
-            return kind.__iter__(self)
-
-        if sampler is not None:
-            # Not an attribute: Python looks `__iter__` up in the class.
-            sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": begin})
-            undo.callback(setattr, sampler, "__class__", kind)
-            self.facts["sees_epochs"] = True
 
     @_harmless
     def _note_values(self) -> None:
@@ -175,30 +155,30 @@ class TrainingLog:
 
     @_harmless
     def _note_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        """Optimizer pre-hook: record the model's gradients and backwards of a step."""
+        """Optimizer pre-hook: record backwards, samples, unused parameters of a step.
+
+        Not of a step inside a backward, without new gradients, or of other parameters.
+        """
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        ours = {n: p for n, p in self._trainable.items() if id(p) in held}
+        ours = held.intersection(map(id, self._trainable.values()))
         # A step inside the backward: other gradients are still missing.
         if current_task() != NO_TASK or not self._arrived or not ours:
             return
-        facts, synchronises = self.facts, self._synchronises()
-        facts["backwards"].append(len(self._tasks))
-        facts["samples"].append(self._samples)
+        self.facts["backwards"].append(len(self._tasks))
+        self.facts["samples"].append(self._samples)
         self._samples = []
         unused = self._trainable.keys() - self._arrived
-        facts["unused"] = sorted(unused.union(facts["unused"]))
-        facts["local_steps"] += not synchronises
-        if synchronises and len(facts["gradients"]) < NUM_COMPARED:
-            grads = {name: param.grad for name, param in ours.items()}
-            facts["gradients"].append(
-                {
-                    name: int(sum_of_bits(grad))
-                    for name, grad in grads.items()
-                    if grad is not None and grad.layout is torch.strided
-                }
-            )
+        self.facts["unused"] = sorted(unused.union(self.facts["unused"]))
+        self.facts["local_steps"] += not self._synchronises()
         self._arrived.clear()
         self._tasks.clear()
+
+    @_harmless
+    def _note_epoch(self, values: Any, _options: Any) -> None:
+        """Record the sampler's epoch number when an epoch of the loader begins."""
+        if values[0] is self._loader:
+            epoch = getattr(self._sampler, "epoch", None)
+            self.facts["epochs"].append(epoch if isinstance(epoch, int) else None)
 
     @_harmless
     def _note_line(self, values: Any, options: Any) -> None:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import signal
-import sys
 import time
 
-from minidp.console import run_command, say, say_on_stderr, width_of
+from minidp.console import run_command, say, say_on_stderr
 from minidp.errors import MiniDPError
 
 from .state import attempt, build, read_mode
 
-_ERASE = "\r\x1b[K"  # the line in which the terminal's cursor is
 _EPILOG = """\
 environment variables:
   MINIDP_NATIVE        auto (default): use a binary that fits, if there is one;
@@ -66,55 +64,23 @@ def _build(options: argparse.Namespace) -> int:
     """Run ``build``; return 0 (on failure if ``--optional``, else raise) or 130."""
     if options.optional and (read_mode() == "0" or attempt("auto")[0]):
         return 0
-    display = _Display()
-    # These signals are to end the compilers, too.
-    numbers = {signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
-    before = {n: signal.signal(n, signal.default_int_handler) for n in numbers}
+    start = time.perf_counter()
     try:
-        tick = display.tick if width_of(sys.stdout) else None
-        path = build(
-            force=options.force, verbose=options.verbose, say=display.say, tick=tick
-        )
+        path = build(force=options.force, say=say)
     except KeyboardInterrupt:
-        say_on_stderr("interrupted: the compilers were ended, and nothing was built")
+        say_on_stderr("interrupted: nothing was built")
         return 128 + signal.SIGINT
     except MiniDPError as error:
         if not options.optional:
             raise
-        display.say(f"minidp runs in pure Python, with the same bits: {error}")
+        say(f"minidp runs in pure Python, with the same bits: {error}")
         return 0
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    display.say(f"done in {display.seconds:.1f} s")
-    display.say(str(path))
+    log = path.parent.with_suffix(".log")
+    if options.verbose and log.exists():
+        say(log.read_text())
+    say(f"done in {time.perf_counter() - start:.1f} s")
+    say(str(path))
     return 0
-
-
-class _Display:
-    """Print lines; on a terminal, below them, one that counts commands and seconds."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._shown = ""  # the line that counts
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._start
-
-    def say(self, text: str) -> None:
-        """Print a line that stays."""
-        say(f"{_ERASE if self._shown else ''}{text}")
-        self._shown = ""
-
-    def tick(self, done: int, count: int, running: list[str]) -> None:
-        """Replace the line that counts; never wider than the terminal."""
-        text = f"{self.seconds:.0f} s, {done} of {count} done: {', '.join(running)}"
-        text = text[: (width_of(sys.stdout) or 80) - 1]
-        if text != self._shown:
-            sys.stdout.write(f"{_ERASE}{text}")
-            sys.stdout.flush()
-            self._shown = text
 
 
 if __name__ == "__main__":

@@ -36,26 +36,28 @@ def folder() -> Path:
     return Path(base).expanduser() / "minidp"
 
 
-def nearest(recipe: Recipe) -> tuple[Path | None, list[str]]:
-    """Return the cached binary whose inputs differ least, and reasons not to load it.
+def find(recipe: Recipe) -> tuple[Path | None, str]:
+    """Return a recipe's intact binary in the cache, and ""; else None, and why.
 
-    No reasons: it fits and is intact. (None, []) if the cache has no binary.
+    Why: nothing is built, the binary is damaged, or stale; that names the inputs by
+    which the most similar binary differs.
     """
-    found = []
-    for record in sorted(folder().glob(f"*/{_RECORD}")):
+    records = {}
+    for path in sorted(folder().glob(f"*/{_RECORD}")):
         # What cannot be read is no record, or not one of this version of minidp.
         with suppress(OSError, ValueError, KeyError, TypeError):
-            facts = json.loads(record.read_text())
-            # Not only under the recipe's key: its compiler may be gone.
+            facts = json.loads(path.read_text())
             changes = recipe.changes_since(dict(facts["parts"]))
-            found.append((changes, record.with_name(facts["binary"]), facts["digest"]))
-    if not found:
-        return None, []
-    changes, binary, digest = min(found, key=lambda each: len(each[0]))
+            records[path.with_name(facts["binary"])] = (changes, facts["digest"])
+    if not records:
+        return None, "The native kernels are not built."
+    binary, (changes, digest) = min(records.items(), key=lambda each: len(each[1][0]))
+    if changes:
+        return None, f"The binary is stale: built with another {', '.join(changes)}."
     # To map a truncated file kills the process.
-    if not changes and (not binary.exists() or hash_file(binary) != digest):
-        changes = [f"{binary} is not the file that was built, it is damaged"]
-    return binary, changes
+    if not binary.exists() or hash_file(binary) != digest:
+        return None, f"The binary {binary} is damaged."
+    return binary, ""
 
 
 @contextmanager
@@ -75,7 +77,7 @@ def publish(recipe: Recipe, built: Path) -> Path:
     home = folder() / recipe.key
     home.mkdir(exist_ok=True)
     digest = hash_file(built)
-    # A new name for a new binary: a process may have mapped the old file.
+    # A new name for a new binary, which readers find by the record.
     binary = home / f"{EXTENSION}-{digest[:12]}.so"
     os.replace(built, binary)
     record = {"binary": binary.name, "digest": digest, "parts": recipe.parts}

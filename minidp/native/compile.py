@@ -8,55 +8,53 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sysconfig
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
 
 from minidp.errors import NativeError
 
 from . import cache
-from .recipe import EXCEPTIONS, EXTENSION, FLAGS, NVCC_FLAGS, Recipe
+from .recipe import (
+    EXCEPTIONS,
+    EXTENSION,
+    FLAGS,
+    NVCC_FLAGS,
+    Recipe,
+    describe,
+    source_files,
+)
 
-_POLL_SECONDS = 0.05
-_GRACE_SECONDS = 2.0  # between SIGTERM and SIGKILL
 _TAIL = 15  # lines of a compiler's output in an error
 
 Say = Callable[[str], None]  # called with a line of progress, when something begins
-Tick = Callable[[int, int, list[str]], None]  # commands done, of how many; what runs
-Process = subprocess.Popen[bytes]
-Job = tuple[str, list[str]]  # what it does ("compiling x.cpp"), and the command
-_Running = tuple[Process, str, list[str], Path]  # `Job`, and a file for the output
+Command = list[str]
 
 
-def build_into_cache(
-    recipe: Recipe,
-    say: Say,
-    *,
-    force: bool = False,
-    verbose: bool = False,
-    tick: Tick | None = None,
-) -> Path:
-    """Return the cached binary; build (after others) if ``force`` or it is missing."""
+def build_into_cache(recipe: Recipe, say: Say, *, force: bool = False) -> Path:
+    """Return the cached binary; build (after others) if ``force`` or it is missing.
+
+    NativeError: no compiler or source, a command failed, or the cache is not writable.
+    """
     try:
         # Looks first without the lock, which may be held for minutes.
         binary = None if force else _built_before(recipe, say)
         if binary is not None:
             return binary
         with _lock(say), cache.workspace() as workspace:
-            log = cache.folder() / f"{recipe.key}.log"
-            shell = _Shell(log, say, tick, is_verbose=verbose)
             binary = None if force else _built_before(recipe, say)
-            return binary or _build(recipe, workspace, shell)
+            return binary or _build(recipe, workspace, say)
     except OSError as error:
         raise NativeError(
             f"Building in {cache.folder()} failed: {error}. What to do: if it is not "
@@ -66,10 +64,9 @@ def build_into_cache(
 
 def _built_before(recipe: Recipe, say: Say) -> Path | None:
     """Return the cached binary that fits, and say "already built"; None without one."""
-    binary, misfits = cache.nearest(recipe)
-    if binary is None or misfits:
-        return None
-    say("already built")
+    binary, _ = cache.find(recipe)
+    if binary is not None:
+        say("already built")
     return binary
 
 
@@ -85,30 +82,61 @@ def _lock(say: Say) -> AbstractContextManager[object]:
         return lock.acquire()
 
 
-def _build(recipe: Recipe, workspace: Path, shell: _Shell) -> Path:
+def cxx() -> Command:
+    """Return the C++ compiler's command: CXX, else ``c++``."""
+    return shlex.split(os.environ.get("CXX") or "c++")
+
+
+def fitting_nvcc() -> str:
+    """Return the path of nvcc; "" if there is none of torch's CUDA major version."""
+    # Imported only for a build: the import takes half a second.
+    torch_paths: Any = importlib.import_module("torch.utils.cpp_extension")
+    if torch_paths.CUDA_HOME is None or torch.version.cuda is None:
+        return ""
+    nvcc = str(Path(torch_paths.CUDA_HOME, "bin", "nvcc"))
+    if shutil.which(nvcc) is None:
+        return ""
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    # The runtime libraries of two major versions do not mix in one process.
+    major = torch.version.cuda.partition(".")[0]
+    return nvcc if f"release {major}." in version.stdout else ""
+
+
+def _build(recipe: Recipe, workspace: Path, say: Say) -> Path:
     """Compile, link; return the binary's path in the cache; NativeError if it fails."""
-    if not recipe.sources(".cpp"):
+    compiler, nvcc = cxx(), fitting_nvcc()
+    # Of the files in cuda/, only with nvcc.
+    sources = [
+        path
+        for path in source_files(recipe.folder)
+        if path.suffix in (".cpp", ".cu") and (nvcc or path.parent == recipe.folder)
+    ]
+    if not sources:
         raise NativeError(f"There are no C++ sources to build in {recipe.folder}.")
-    if shutil.which(recipe.cxx[0]) is None:
+    if shutil.which(compiler[0]) is None:
         raise NativeError(
-            f"There is no C++ compiler: {recipe.cxx[0]!r} is not on the PATH. What to "
+            f"There is no C++ compiler: {compiler[0]!r} is not on the PATH. What to "
             "do: install g++ or clang, or name one in the environment variable CXX."
         )
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    if not header.exists():
-        raise NativeError(
-            f"Python's headers are missing: there is no {header}. What to do: install "
-            "them (python3-dev or python3-devel in most distributions)."
-        )
-    shell.log.write_text("")
-    flags = [*FLAGS, *_accepted_wishes(recipe, shell.say)]
-    includes, libraries = _paths(recipe.nvcc)
-    limit = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)  # as in torch
-    shell.run(list(_compilations(recipe, workspace, flags, includes)), max(limit, 1))
+    log = cache.folder() / f"{recipe.key}.log"
+    log.write_text("")
+    flags = [*compiler, *FLAGS, *_accepted_wishes(compiler, recipe.wishes, say)]
+    includes, libraries = _paths(is_cuda=bool(nvcc))
+    run = partial(_run, log, say)
+    objects: list[str] = []
+    jobs = []
+    for source in sources:
+        command = [*flags, *EXCEPTIONS.get(source.name, "").split()]
+        if source.suffix == ".cu":
+            command = [nvcc, *NVCC_FLAGS, f"-ccbin={shutil.which(compiler[0])}"]
+        objects.append(str(workspace / f"{len(objects)}.o"))
+        command += [f"-I{recipe.folder}", *includes, "-c", str(source)]
+        doing = f"compiling {source.name} ({len(objects)} of {len(sources)})"
+        jobs.append((doing, [*command, "-o", objects[-1]]))
+    _run_in_parallel(run, jobs)
     built = workspace / f"{EXTENSION}.so"
-    link = [*recipe.cxx, *flags, "-shared", *map(str, workspace.glob("*.o"))]
-    shell.run([("linking", [*link, *libraries, "-o", str(built)])])
-    if recipe.is_outdated():
+    run("linking", [*flags, "-shared", *objects, *libraries, "-o", str(built)])
+    if describe().key != recipe.key:
         raise NativeError(
             f"The sources in {recipe.folder} changed during the build. What to do: "
             "build again."
@@ -116,126 +144,78 @@ def _build(recipe: Recipe, workspace: Path, shell: _Shell) -> Path:
     return cache.publish(recipe, built)
 
 
-def _accepted_wishes(recipe: Recipe, say: Say) -> list[str]:
+def _accepted_wishes(
+    compiler: Command, wishes: Iterable[Iterable[str]], say: Say
+) -> list[str]:
     """Try groups of optional compiler flags, one by one; return those accepted."""
     accepted: list[str] = []
-    for group in recipe.wishes:
+    for group in wishes:
         # -c and not -fsyntax-only: only then does an assembler see the -m flags.
-        command = [*recipe.cxx, *accepted, *group]
+        command = [*compiler, *accepted, *group]
         command += ["-x", "c++", "-c", os.devnull, "-o", os.devnull]
         if subprocess.run(command, capture_output=True, check=False).returncode:
-            say(f"left out, because {recipe.cxx[0]} refuses: {' '.join(group)}")
+            say(f"left out, because {compiler[0]} refuses: {' '.join(group)}")
         else:
             accepted += group
     return accepted
 
 
-def _compilations(
-    recipe: Recipe, workspace: Path, flags: list[str], includes: list[str]
-) -> Iterator[Job]:
-    """Yield a job per source; its command writes an object file to the workspace."""
-    cuda = ["-DMINIDP_CUDA"] if recipe.nvcc else []
-    for source in recipe.sources(".cpp", ".cu"):
-        command = [*recipe.cxx, *flags, *EXCEPTIONS.get(source.name, "").split()]
-        if source.suffix == ".cu":
-            host = f"-ccbin={shutil.which(recipe.cxx[0])}"
-            command = [recipe.nvcc, *NVCC_FLAGS, host]
-        name = source.relative_to(recipe.folder).as_posix()
-        target = workspace / f"{name.replace('/', '-')}.o"
-        command += [*cuda, f"-I{recipe.folder}", *includes]
-        yield f"compiling {name}", [*command, "-c", str(source), "-o", str(target)]
-
-
-def _paths(nvcc: str) -> tuple[list[str], list[str]]:
-    """Return flags to compile, and to link, with torch; with CUDA if ``nvcc``."""
-    # Imported only for a build: the import takes half a second.
+def _paths(*, is_cuda: bool) -> tuple[list[str], list[str]]:
+    """Return flags to compile, and to link, with torch and perhaps CUDA."""
     torch_paths: Any = importlib.import_module("torch.utils.cpp_extension")
-    folders = [*torch_paths.include_paths(), sysconfig.get_path("include")]
-    libraries = list(torch_paths.library_paths())
+    kind = "cuda" if is_cuda else "cpu"
     names = ["c10", "torch_cpu", "torch", "torch_python"]
-    if nvcc:  # which may be a script elsewhere than in CUDA's folder
-        command = [nvcc, "--dryrun", "-x", "cu", os.devnull]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        found = re.search(r"^#\$ TOP=(.+)$", done.stderr, re.MULTILINE)
-        home = Path(found[1] if found else Path(nvcc).parent.parent).resolve()
-        folders.append(f"{home}/include")
-        libraries += [f"{home}/lib64", f"{home}/lib"]
-        names += ["c10_cuda", "torch_cuda", "cudart"]
+    names += ["c10_cuda", "torch_cuda", "cudart"] * is_cuda
     # -isystem: -Wall is about our sources, not about torch's headers.
-    includes = [word for path in folders for word in ("-isystem", path)]
-    return includes, [f"-L{path}" for path in libraries] + [f"-l{n}" for n in names]
+    includes = ["-DMINIDP_CUDA"] * is_cuda
+    for path in (*torch_paths.include_paths(kind), sysconfig.get_path("include")):
+        includes += ["-isystem", path]
+    libraries = [f"-L{path}" for path in torch_paths.library_paths(kind)]
+    return includes, [*libraries, *(f"-l{name}" for name in names)]
 
 
-class _Shell:
-    """Run the commands of one build; write commands and output to its log file."""
+def _run_in_parallel(
+    run: Callable[[str, Command], None], jobs: Iterable[tuple[str, Command]]
+) -> None:
+    """Call ``run`` with each job, MAX_JOBS (one per core) at a time.
 
-    def __init__(
-        self, log: Path, say: Say, tick: Tick | None, *, is_verbose: bool
-    ) -> None:
-        self.log, self.say, self._tick, self._is_verbose = log, say, tick, is_verbose
-
-    def run(self, jobs: list[Job], limit: int = 1) -> None:
-        """Run jobs, ``limit`` at a time; on an error or Ctrl-C end those that run."""
-        waiting, running = jobs[::-1], list[_Running]()
-        try:
-            while waiting or running:
-                while waiting and len(running) < limit:
-                    running.append(self._start(*waiting.pop()))
-                if self._tick:
-                    done = len(jobs) - len(waiting) - len(running)
-                    self._tick(done, len(jobs), [doing for _, doing, *_ in running])
-                time.sleep(_POLL_SECONDS)
-                for ended in [each for each in running if each[0].poll() is not None]:
-                    running.remove(ended)
-                    self._look_at(*ended)
-        finally:
-            _end([process for process, *_ in running])
-
-    def _start(self, doing: str, command: list[str]) -> _Running:
-        """Start a job's command, its output to a file, in a session of its own."""
-        self.say(doing)
-        output = Path(f"{command[-1]}.txt")
-        with output.open("wb") as file:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a compiler's driver has children: `_end`
-            )
-        return process, doing, command, output
-
-    def _look_at(
-        self, process: Process, doing: str, command: list[str], printed: Path
-    ) -> None:
-        """Log an ended command's output; raise NativeError if the command failed."""
-        output = printed.read_text(errors="replace")
-        text = f"$ {shlex.join(command)}\n{output}".rstrip()
-        with self.log.open("a") as log:
-            log.write(f"{text}\n")
-        if self._is_verbose:
-            self.say(text)
-        if not process.returncode:
-            return
-        lines = output.splitlines()
-        tail = lines[-_TAIL:]
-        first = next((line for line in lines if "error:" in line), "")
-        if first and first not in tail:  # the first of many errors is the real one
-            tail = [first, "...", *tail]
-        said = "\n".join(f"    {line}" for line in tail) or "    (nothing)"
-        raise NativeError(
-            f"It failed while {doing}: {command[0]} exited with {process.returncode} "
-            f"and said:\n{said}\nThe whole output is in {self.log}."
-        )
+    After an error or Ctrl-C start no more, wait for those that run (a terminal sends
+    Ctrl-C to these, too), and raise it.
+    """
+    limit = max(1, int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))  # as torch
+    waiting = iter(jobs)
+    with ThreadPoolExecutor(limit) as pool:
+        running = {pool.submit(run, *job) for job in islice(waiting, limit)}
+        while running:
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            for each in ended:
+                each.result()
+            running |= {pool.submit(run, *job) for job in islice(waiting, len(ended))}
 
 
-def _end(processes: list[Process]) -> None:
-    """Send SIGTERM, 2 s later SIGKILL, to processes and their children; wait."""
-    # SIGTERM first: compilers then remove their temporary files.
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, number)
-        for process in processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_GRACE_SECONDS)
+def _run(log: Path, say: Say, doing: str, command: Command) -> None:
+    """Run a command; append it and its output to ``log``; NativeError if it fails."""
+    say(doing)
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    with log.open("a") as file:
+        file.write(f"$ {shlex.join(command)}\n{done.stdout}")
+    if not done.returncode:
+        return
+    lines = done.stdout.splitlines()
+    tail = lines[-_TAIL:]
+    first = next((line for line in lines if "error:" in line), "")
+    if first and first not in tail:  # the first of many errors is the real one
+        tail = [first, "...", *tail]
+    said = "\n".join(f"    {line}" for line in tail) or "    (nothing)"
+    raise NativeError(
+        f"It failed while {doing}: {command[0]} exited with {done.returncode} "
+        f"and said:\n{said}\nThe whole output is in {log}."
+    )

@@ -15,7 +15,7 @@ from types import ModuleType
 from minidp.errors import NativeError
 
 from . import cache
-from .compile import Say, Tick, build_into_cache
+from .compile import Say, build_into_cache
 from .recipe import EXTENSION, describe
 
 _LOG = logging.getLogger(__name__)
@@ -90,21 +90,14 @@ def status() -> Status:
     return _decide()[1]
 
 
-def build(
-    *,
-    force: bool = False,
-    verbose: bool = False,
-    say: Say = _LOG.info,
-    tick: Tick | None = None,
-) -> Path:
+def build(*, force: bool = False, say: Say = _LOG.info) -> Path:
     """Build the native kernels unless the cache has them; return the binary's path.
 
     They are not loaded. ``force``: build also if the cache has an intact binary;
-    ``verbose``: pass commands and compiler output, too, to ``say``, which gets all
-    lines of progress; ``tick``: called often, for a display that counts seconds.
-    NativeError: no compiler, header or source, or a command failed.
+    ``say`` gets each line of progress. NativeError: no compiler or source, a command
+    failed, or the cache cannot be written.
     """
-    return build_into_cache(describe(), say, force=force, verbose=verbose, tick=tick)
+    return build_into_cache(describe(), say, force=force)
 
 
 def _decide() -> tuple[ModuleType | None, Status]:
@@ -120,7 +113,10 @@ def _decide() -> tuple[ModuleType | None, Status]:
 
 
 def read_mode() -> str:
-    """Return MINIDP_NATIVE, else "build" if installed with that, else "auto"."""
+    """Return MINIDP_NATIVE; unset: "build" if installed with that, else "auto".
+
+    ValueError if it is none of auto, build, 0 and 1.
+    """
     default = "build" if _MARK.exists() else "auto"
     mode = os.environ.get("MINIDP_NATIVE") or default
     if mode not in ("auto", "build", "0", "1"):
@@ -144,23 +140,17 @@ def attempt(mode: str) -> tuple[ModuleType | None, Status]:
     try:
         recipe = describe()
         found = {"key": recipe.key} | {n: recipe.parts[n] for n in ("torch", "flags")}
-        binary, misfits = cache.nearest(recipe)
-        if mode in ("1", "build") and (binary is None or misfits):
+        path, why_not = cache.find(recipe)
+        if path is None and mode in ("1", "build"):
             # Silence would look like a hang.
             _LOG.log(
                 _notable(), "Building the C++ extension, once: it takes about 20 s."
             )
-            binary = build_into_cache(recipe, _LOG.info)
-        elif binary is None:
-            sources = "" if recipe.sources(".cpp") else f" {recipe.folder} is empty."
-            what = f"The native kernels are not built.{sources}"
-            raise NativeError(f"{what} What to do: {BUILD}")
-        elif misfits:
-            text = "The native extension is stale and not used: %s."
-            _LOG.log(_notable(), text, misfits[0])
-            why = "; ".join(misfits)
-            raise NativeError(f"The binary is stale: {why}. What to do: {BUILD}")
-        path = binary
+            path = build_into_cache(recipe, _LOG.info)
+        elif path is None:
+            if "stale" in why_not:  # whoever has built one expects to use it
+                _LOG.log(_notable(), "The native extension is not used. %s", why_not)
+            raise NativeError(f"{why_not} What to do: {BUILD}")
         module = load(path)
         reason = "A binary of these sources, this torch and this CPU was found."
     except NativeError as error:

@@ -50,7 +50,10 @@ _joined = ExitStack()  # never closed: until the process ends
 
 
 def join() -> None:
-    """Swap torch's class or not, and seed, as `RUN` says; called in a child process."""
+    """In a child process: swap torch's class, or die with the parent; perhaps seed.
+
+    `RUN`, which `reached_children` has set, says which.
+    """
     orders = json.loads(os.environ[RUN])
     if orders["swaps"]:
         swap_here()

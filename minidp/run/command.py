@@ -13,8 +13,15 @@ from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 
-from minidp.comm import gather_json, launcher_store, post_json
-from minidp.config import add_options, misspelt, read_environment, setting, variables
+from minidp.comm import die_with_parent, gather_json, launcher_store, post_json
+from minidp.config import (
+    add_options,
+    misspelt,
+    numbered,
+    read_environment,
+    setting,
+    variables,
+)
 from minidp.console import fold, positive_seconds, say_on_stderr
 from minidp.data_parallel import DataParallel
 from minidp.overlap import Timeline, from_json, html_page, report, to_json
@@ -62,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--save",
         type=Path,
         metavar="FILE",
-        help="--report, and keep what was recorded, for minidp report FILE (of several "
-        "models the first; of the others FILE with .2, .3 and so on)",
+        help="--report, and keep what was recorded, for minidp report FILE; of a "
+        "second model FILE with .1 before its suffix, and so on",
     )
     what = "--report, also as a page for the browser"
     parser.add_argument("--html", type=Path, metavar="FILE", help=what)
@@ -85,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--before",
         metavar="COMMAND",
-        help="run by the shell before each of the two runs, once per machine: 'rm -rf "
-        "out' for checkpoints elsewhere that the script would resume from",
+        help="run by the shell before each of the two runs: 'rm -rf out' for "
+        "checkpoints elsewhere that the script would resume from",
     )
     group.add_argument(
         "--limit",
@@ -124,18 +131,19 @@ def main(options: Namespace) -> int:
         if problem:
             say_once(f"minidp run: {problem.removesuffix('.')}.")
             return 2
+        if options.phase:
+            die_with_parent()
+        else:
+            for warning in misspelt():
+                say_once(f"minidp run: {warning}")
+        flags = _words(options, "report", "save", "html")
+        if options.compare:
+            return run_both(script, options, flags)
+        if options.num_ranks is not None:
+            flags += _words(options, "phase", "outcome", "limit")
+            return start_ranks(options.num_ranks, "run", flags, script)
         if options.phase == "torch":
             return run_on_torch(script, options)
-        if options.phase:
-            return _run_on_minidp(script, options)
-        for warning in misspelt():
-            say_once(f"minidp run: {warning}")
-        if options.num_ranks is not None:
-            names = "report save html compare copy before limit"
-            flags = _words(options, *names.split())
-            return start_ranks(options.num_ranks, "run", flags, script)
-        if options.compare:
-            return run_both(script, options, _words(options, "report", "save", "html"))
         return _run_on_minidp(script, options)
 
 
@@ -151,9 +159,10 @@ def _problem(script: Script, options: Namespace) -> str:
         read_environment()
     except ValueError as error:
         return str(error)
-    is_alone = from_environment("WORLD_SIZE", 1) == 1
-    if options.compare and not is_alone and launcher_store("compare") is None:
-        return "--compare needs ranks that torchrun or -n start"
+    size = from_environment("WORLD_SIZE", 1)
+    local_size = from_environment("LOCAL_WORLD_SIZE", 1)
+    if options.compare and local_size != size:
+        return "--compare needs ranks on one machine, that torchrun or -n start"
     return ""
 
 
@@ -162,8 +171,8 @@ def _words(options: Namespace, *names: str) -> list[str]:
     words = []
     for name in names:
         value = getattr(options, name)
-        if value is True or (value is False and name == "copy"):
-            words.append(f"--{name}" if value else f"--no-{name}")
+        if value is True:
+            words.append(f"--{name}")
         elif value not in (None, False):
             words += [f"--{name}", str(value)]
     return words
@@ -234,7 +243,7 @@ class WrappedModels:
                 recording.__exit__(None, None, None)
 
     def finish(self, status: int) -> int:
-        """Print reports; return ``status``; 1 if asked for, but there is no model."""
+        """Print reports; return ``status``, but 1 if a due report has no model."""
         if self._largest == 1:
             say_once(
                 "minidp run: this was a world of one rank, so nothing was averaged. "
@@ -273,10 +282,7 @@ class WrappedModels:
             words = fold(report(timelines), sys.stderr)
             say_on_stderr(f"minidp run: {title}\n{words}")
             for first, write in self._files.items():
-                more, end = f".{number + 1}" * bool(number), first.suffix
-                name = first.name + more  # a browser goes by the end: page.2.html
-                name = f"{first.stem}{more}{end}" if end == ".html" else name
-                path = first.with_name(name)
+                path = numbered(first, number)
                 path.write_text(write(timelines), encoding="utf-8")
                 say_on_stderr(f"minidp run: wrote {path}")
 

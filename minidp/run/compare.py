@@ -1,9 +1,9 @@
 """Run a script on torch's DDP, then on minidp, and compare: ``minidp run --compare``.
 
-Each run is a process of its own (`begin_phase`). The run on torch is in a copy of the
-folder, so that the run on minidp does not find its checkpoints; virtual environments,
-git repositories and unreadable files are linked there. A command of the user
-(``--before``) may delete checkpoints elsewhere.
+One process on this machine starts the ranks of both runs and compares their outcomes.
+The run on torch is in a copy of the folder, so that the run on minidp does not find its
+checkpoints; virtual environments and git repositories are linked there. A command of
+the user (``--before``) may delete checkpoints elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -27,10 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import TCPStore
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from minidp.comm import die_with_parent, gather_json, launcher_store, post_json
 from minidp.config import RUN
 from minidp.console import say_on_stderr
 from minidp.swapping import TORCHS
@@ -41,7 +39,6 @@ from .script import Script, after_wrapping
 
 WARM_UP = 5  # steps that rebuild buckets and allocate memory
 EXIT_SECONDS = 60.0  # for a run on torch to exit after its outcome is written
-HOST_SECONDS = 1800.0  # for the first rank of a host to copy, or to run a command
 MAX_BYTES, MAX_FILES = 500 * 2**20, 20_000  # of a folder, limits without --copy
 
 
@@ -53,13 +50,19 @@ def run_both(script: Script, options: argparse.Namespace, flags: Sequence[str]) 
     """Run the script on torch's DDP and on minidp; return 0 if results are equal.
 
     Else 1 (they differ, or cannot be compared), the exit status of the run that failed,
-    or 130 after Ctrl-C. ``flags``: options of ``minidp run`` for the run on minidp.
+    or 130 after Ctrl-C. Of the ranks of a launcher all but the first return 0 at once.
+    ``flags``: options of ``minidp run`` for the run on minidp.
     """
+    num_ranks = options.num_ranks
+    if "RANK" in os.environ:  # of torchrun: its rank 0 starts the ranks of both runs
+        num_ranks = from_environment("WORLD_SIZE", 1)
+        if from_environment("RANK", 0):
+            return 0
     # When a rank fails, torchrun sends SIGTERM to the others: clean up first.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="minidp-compare-") as made:
         try:
-            return _Comparison(options, Path(made)).run(script, flags)
+            return _Comparison(options, Path(made), num_ranks).run(script, flags)
         except _CannotCompareError as why:
             say_on_stderr(f"minidp run: {why}")
             return 1
@@ -67,78 +70,64 @@ def run_both(script: Script, options: argparse.Namespace, flags: Sequence[str]) 
             return 128 + signal.SIGINT
 
 
-class _Comparison:
-    """Run the script twice on this rank; ``made``: a folder for copy and outcomes."""
+class _Comparison(NamedTuple):
+    """Run the script twice, on ``num_ranks`` ranks or (None) as one process."""
 
-    def __init__(self, options: argparse.Namespace, made: Path) -> None:
-        self._options, self._made = options, made
-        self._store = launcher_store("compare")
+    options: argparse.Namespace
+    made: Path  # a folder for the copy and the outcomes
+    num_ranks: int | None
 
     def run(self, script: Script, flags: Sequence[str]) -> int:
         """Run on torch, then on minidp; print the verdict; return as `run_both`."""
         here = Path.cwd()
-        folder, why_not = self._once_per_host("copy", lambda: self._copy(here))
+        folder, why_not = self._copy(here)
         where = f"in this folder ({why_not})" if why_not else "in a copy of this folder"
         say_once(f"minidp run: first on torch's DistributedDataParallel, {where}.")
-        environment = {n: value for n, value in os.environ.items() if n != RUN}
-        if self._store is not None:
-            # In the launcher's store the second run would find keys of the first. The
-            # ranks go on as clients (torchrun's TORCHELASTIC_USE_AGENT_STORE), of ours.
-            is_first = not from_environment("RANK", 0)
-            port = self._once("port", is_first=is_first, do=self._serve)
-            environment["MASTER_PORT"] = str(port)
         script = script.seen_from(here)
-        torchs = self._run("torch", script.words, folder, environment)
+        torchs = self._run("torch", script.words, folder)
         if isinstance(torchs, int):
             say_once(
                 "minidp run: the script failed on torch's DDP, so there is nothing to "
                 "compare. Pass --no-copy if it needs this folder."
             )
             return torchs
-        ours = self._run("minidp", [*flags, *script.words], str(here), os.environ)
+        ours = self._run("minidp", [*flags, *script.words], str(here))
         if isinstance(ours, int):
             return ours
-        if not ours.num_models:
-            return 1  # the run on minidp has said so
-        is_same, text = compare(torchs, ours, why_not)
-        rank = from_environment("RANK", 0)
-        if not rank or not is_same:
-            say_on_stderr(f"minidp run: torch's DDP and minidp on rank {rank}\n{text}")
-        return int(not is_same)
+        results = [compare(*pair, why_not) for pair in zip(torchs, ours, strict=True)]
+        for rank, (is_same, text) in enumerate(results):
+            if not rank or not is_same:
+                name = f"torch's DDP and minidp on rank {rank}"
+                say_on_stderr(f"minidp run: {name}\n{text}")
+        return int(not all(is_same for is_same, _ in results))
 
-    def _serve(self) -> int:
-        """Open a store that lives as long as this object; return its port."""
-        self._own = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        return int(self._own.port)
-
-    def _run(
-        self, library: str, words: Sequence[str], cwd: str, env: Mapping[str, str]
-    ) -> Outcome | int:
-        """Run --before, then the script in a process; return its outcome or status."""
-        before, limit = self._options.before, self._options.limit
+    def _run(self, library: str, words: Sequence[str], cwd: str) -> list[Outcome] | int:
+        """Run --before, then the script; return ranks' outcomes, or a bad status."""
+        before, limit = self.options.before, self.options.limit
         if before is not None:
-            status = self._once_per_host(
-                f"before {library}",
-                lambda: subprocess.call(before, shell=True, cwd=cwd),
-            )
+            status = subprocess.call(before, shell=True, cwd=cwd)
             if status:
                 raise _CannotCompareError(
                     f"the command of --before ended with exit status {status}: {before}"
                 )
-        outcome = self._made / library
-        _stacks(outcome).touch()
-        phase = ("--phase", library, "--outcome", str(outcome), "--limit", str(limit))
-        command = [sys.executable, "-m", "minidp.run", *phase, *words]
-        status = subprocess.call(command, cwd=cwd, env=env)
+        outcome = self.made / library
+        ranks = [] if self.num_ranks is None else ["-n", str(self.num_ranks)]
+        phase = ["--phase", library, "--outcome", str(outcome), "--limit", str(limit)]
+        command = [sys.executable, "-m", "minidp.run", *ranks, *phase, *words]
+        # The ranks are of a launcher of our own, in both runs.
+        inherited = {n: v for n, v in os.environ.items() if n not in (RUN, "RANK")}
+        status = subprocess.call(command, cwd=cwd, env=inherited)
+        paths = [_of_rank(outcome, rank) for rank in range(self.num_ranks or 1)]
         # Torch may hang when it exits.
-        if outcome.exists() and (not status or library == "torch"):
-            return Outcome(*torch.load(outcome, weights_only=True))
-        if stacks := _stacks(outcome).read_text():
-            raise _CannotCompareError(
-                f"rank {from_environment('RANK', 0)} made no optimizer step on "
-                f"{library} for {limit:g} s, and was ended. To wait longer: --limit "
-                f"SECONDS. It was here:\n{stacks}"
-            )
+        if all(p.exists() for p in paths) and (not status or library == "torch"):
+            return [Outcome(*torch.load(p, weights_only=True)) for p in paths]
+        for rank, path in enumerate(paths):
+            if _stacks(path).exists() and (stacks := _stacks(path).read_text()):
+                raise _CannotCompareError(
+                    f"rank {rank} made no optimizer step on {library} for {limit:g} s, "
+                    f"and was ended. To wait longer: --limit SECONDS. It was here:\n"
+                    f"{stacks}"
+                )
         if not status:
             raise _CannotCompareError(
                 f"on {library}, the script ended its process itself (os._exit), so its "
@@ -148,10 +137,10 @@ class _Comparison:
 
     def _copy(self, here: Path) -> tuple[str, str]:
         """Copy the folder ``here``; return the copy and "", or ``here`` and why not."""
-        why_not, target = "", self._made / "copy"
-        if self._options.copy is None and (why_not := too_large(here)):
+        why_not, target = "", self.made / "copy"
+        if self.options.copy is None and (why_not := too_large(here)):
             why_not += "; --copy copies it"
-        elif self._options.copy is False:
+        elif self.options.copy is False:
             why_not = "--no-copy"
         try:
             if not why_not:
@@ -160,22 +149,6 @@ class _Comparison:
             shutil.rmtree(target, ignore_errors=True)
             why_not = f"it cannot be copied: {error}"
         return str(here if why_not else target), why_not
-
-    def _once_per_host(self, topic: str, do: Callable[[], Any]) -> Any:
-        """Call ``do`` on a host's first rank; return its result on all of the host."""
-        topic = f"{topic} on host {from_environment('GROUP_RANK', 0)}"
-        return self._once(topic, is_first=not from_environment("LOCAL_RANK", 0), do=do)
-
-    def _once(self, topic: str, *, is_first: bool, do: Callable[[], Any]) -> Any:
-        """Call ``do`` on one rank; others wait, up to 30 minutes; return its result."""
-        if self._store is None:
-            return do()
-        if is_first:
-            post_json(self._store, topic, 0, do())
-        found = gather_json(self._store, topic, [0], HOST_SECONDS)
-        if not found:
-            raise _CannotCompareError(f"the first rank posted no result ({topic})")
-        return found[0]
 
 
 # ------------------------------------------------------------- a copy of the folder
@@ -195,7 +168,7 @@ def too_large(folder: Path) -> str:
 
 
 def copy(folder: Path, to: Path) -> None:
-    """Copy a folder to a new one; link environments, .git and unreadable files."""
+    """Copy a folder to a new one; link environments and .git; OSError if it fails."""
     entries = list(_entries(folder))  # first: the copy may lie in the folder itself
     to.mkdir(parents=True)
     for path in entries:
@@ -209,17 +182,7 @@ def copy(folder: Path, to: Path) -> None:
         elif path.is_dir():
             place.mkdir()
         elif path.is_file():
-            _copy_file(path, place)
-
-
-def _copy_file(path: Path, place: Path) -> None:
-    """Copy a file; link one that is not readable; skip one that is gone."""
-    try:
-        shutil.copy2(path, place)
-    except (PermissionError, FileNotFoundError):  # not readable, or removed meanwhile
-        place.unlink(missing_ok=True)
-        if path.exists():
-            place.symlink_to(path)
+            shutil.copy2(path, place)
 
 
 def _entries(folder: Path) -> Iterator[Path]:
@@ -238,15 +201,19 @@ def _is_linked(folder: Path) -> bool:
 # --------------------------------------------------------------------------- one run
 
 
+def _of_rank(outcome: Path, rank: int) -> Path:
+    return outcome.with_name(f"{outcome.name}-{rank}")
+
+
 def _stacks(outcome: Path) -> Path:
     return outcome.with_suffix(".stacks")  # where a run hung
 
 
 def begin_phase(options: argparse.Namespace) -> OutcomeRecorder:
-    """Let this process die with its parent; seed it; return an outcome recorder."""
-    die_with_parent()
-    seed(from_environment("RANK", 0))
-    return OutcomeRecorder(options.outcome, options.limit)
+    """Seed this process with its rank; return a recorder of its outcome."""
+    rank = from_environment("RANK", 0)
+    seed(rank)
+    return OutcomeRecorder(_of_rank(options.outcome, rank), options.limit)
 
 
 def run_on_torch(script: Script, options: argparse.Namespace) -> int:
@@ -320,7 +287,7 @@ class OutcomeRecorder:
         return Outcome(weights, len(self._modules), tuple(self._ends))
 
     def save(self, exit_s: float | None = None) -> None:
-        """Write the outcome; end this process if it lives ``exit_s`` (limit) more."""
+        """Write the outcome; end this process in ``exit_s`` s (None: the limit)."""
         self._watch(exit_s or self._limit)
         partial = self._path.with_suffix(".partial")
         torch.save(tuple(self.outcome()), partial)

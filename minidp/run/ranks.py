@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from minidp.console import OURS, say_on_stderr
+from minidp.console import say_on_stderr
 
 from .script import Script
 
@@ -116,13 +115,9 @@ def run_here(command: str, script: Script) -> int:
         has_launcher = "RANK" in os.environ
         if has_launcher or not variable or not is_lookup or variable[0] in os.environ:
             raise
-        place = script.target
-        for frame in traceback.extract_tb(error.__traceback__):
-            if not frame.filename.startswith(("<frozen ", *OURS)):
-                place = f"{frame.filename}, line {frame.lineno},"
         say_on_stderr(
-            f"minidp {command}: {place} needs {variable[0]}, which a launcher of ranks "
-            "sets, but this is one process without a launcher. For two ranks on this "
-            f"machine: {how_to_start(command, script)}"
+            f"minidp {command}: {script.target} needs {variable[0]}, which a launcher "
+            "of ranks sets, but this is one process without a launcher. For two ranks "
+            f"on this machine: {how_to_start(command, script)}"
         )
         sys.exit(1)

@@ -30,7 +30,7 @@ class Script:
         return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
 
     def seen_from(self, folder: Path) -> Script:
-        """Return a copy, its path relative to ``folder`` if inside, else absolute."""
+        """Return a copy, its path relative to ``folder`` if in it, else absolute."""
         target = os.path.abspath(self.target)
         if Path(target).is_relative_to(folder):
             target = os.path.relpath(target, folder)

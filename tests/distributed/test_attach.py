@@ -121,7 +121,7 @@ def after_detach(ctx):
     handle.detach()
     handle.detach()
     with pytest.raises(RuntimeError, match="was detached"):
-        handle.sync_gradients()
+        handle.no_sync()
     assert same(synced, [p.grad for p in net.parameters()])
     net.zero_grad()
     net(x).square().sum().backward()
@@ -154,13 +154,13 @@ def test_guard_reset_hook_and_record(ctx):
         with pytest.raises(minidp.UnsyncedGradientsError) as caught:
             optimizer.step()
         assert "after attach() model.forward(x), or inside alone()" in str(caught.value)
-        handle.sync_gradients()
+        handle.data_parallel.sync_gradients()
         optimizer.step()
     net.zero_grad()
     with pytest.raises(ValueError, match="boo"):
         net(x, fails=True)
-    handle.reset()
-    handle.register_comm_hook(None, comm_hooks.all_reduce_hook)
+    handle.data_parallel.reset()
+    handle.data_parallel.register_comm_hook(None, comm_hooks.all_reduce_hook)
     net(x).square().sum().backward()
     optimizer.step()
     for either in (handle, net, handle.data_parallel):

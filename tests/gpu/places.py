@@ -13,6 +13,7 @@ processes are new interpreters, because CUDA does not survive a fork.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from minidp.native.recipe import describe
+from minidp.native.compile import cxx, fitting_nvcc
 from tests.support.pool import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -127,10 +128,9 @@ def why_not(place: Place, num_gpus: int, why_no_extension: Callable[[], str]) ->
 
 def why_no_extension() -> str:
     """What is missing to build one with CUDA kernels; empty if nothing is."""
-    recipe = describe()
-    if not recipe.parts["compiler"]:
+    if shutil.which(cxx()[0]) is None:
         return "there is no C++ compiler"
-    if not recipe.nvcc:
+    if not fitting_nvcc():
         return f"there is no nvcc for CUDA {torch.version.cuda}, which torch has"
     return ""
 

@@ -26,7 +26,6 @@ import minidp
 from minidp import native
 from minidp.__main__ import main
 from minidp.errors import NativeError
-from minidp.native import __main__ as command
 from minidp.native import cache, state
 from minidp.native import recipe as recipes
 
@@ -128,21 +127,12 @@ def test_key_changes_with_every_part_and_every_source(here):
         changed = dataclasses.replace(recipe, parts={**recipe.parts, name: "other"})
         keys.add(changed.key)
     assert len(keys) == 1 + len(recipe.parts)
-    assert {"csrc/stub.cpp", "compiler", "nvcc", "flags", "torch"} < set(recipe.parts)
-    assert {"python", "platform", "CPU", "CPU features", "GPUs"} < set(recipe.parts)
+    assert {"csrc/stub.cpp", "flags", "nvcc flags", "torch"} < set(recipe.parts)
+    assert {"python", "platform", "CPU features", "GPUs"} < set(recipe.parts)
     for name in ("stub.cpp", "new.cpp", "new.h"):
         (here.source / name).write_text("// changed")
         keys.add(recipes.describe().key)
     assert len(keys) == 4 + len(recipe.parts)
-
-
-def test_cuda_files_are_left_out_without_nvcc(here):
-    (here.source / "cuda").mkdir()
-    for name in ("cuda/a.cu", "cuda/b.cpp"):
-        (here.source / name).touch()
-    for nvcc, names in (("", ["stub"]), ("/bin/nvcc", ["a", "b", "stub"])):
-        recipe = dataclasses.replace(recipes.describe(), nvcc=nvcc)
-        assert [path.stem for path in recipe.sources(".cpp", ".cu")] == names
 
 
 def test_folder_of_the_cache(monkeypatch, tmp_path):
@@ -164,7 +154,6 @@ def test_auto_with_nothing_built(here, caplog):
     (here.source / "new.h").symlink_to(here.cache)
     assert "FileNotFoundError" in reason_of("auto")  # any failure is survived
     shutil.rmtree(here.source)
-    assert "csrc is empty" in reason_of("auto")
     assert "no C++ sources" in reason_of("1")
 
 
@@ -237,10 +226,7 @@ def test_stale_is_explained(built, monkeypatch):
     (built.source / "stub.cpp").rename(built.source / "new.cpp")
     monkeypatch.setattr(recipes, "FLAGS", (*recipes.FLAGS, "-g"))
     reason = reason_of("auto")
-    assert "stale: csrc/new.cpp is new; csrc/stub.cpp is gone; flags changed" in reason
-    assert "(- -> -g). What to do: python -m minidp.native build" in reason
-    (built.source / "stub.cpp").write_text(STUB + "// edited")
-    assert "csrc/stub.cpp was edited" in reason_of("auto")
+    assert "built with another csrc/new.cpp, csrc/stub.cpp, flags. What to" in reason
 
 
 @needs_compiler
@@ -288,7 +274,7 @@ def test_the_command(here, capsys, monkeypatch):
     assert "not built" in said("status", status=1)[1]  # nothing is built by asking
     lines = said("build", "--verbose")
     assert lines[-1] == str(here.binary)
-    assert "compiling stub.cpp" in lines
+    assert "compiling stub.cpp (1 of 1)" in lines
     assert any("-ffp-contract=off" in line for line in lines)
     assert said("build")[0] == "already built"
     assert "linking" in said("build", "--force")
@@ -298,17 +284,6 @@ def test_the_command(here, capsys, monkeypatch):
     monkeypatch.setenv("CXX", "/missing/c++")
     assert main(["native", "build", "--force"]) == 1
     assert "/missing/c++" in capsys.readouterr().err
-
-
-@needs_compiler
-def test_a_terminal_counts_commands_and_seconds(here, monkeypatch, capsys):
-    monkeypatch.setattr(command, "width_of", lambda stream: 35)
-    assert main(["native", "build"]) == 0
-    shown, erase = capsys.readouterr().out, re.escape(command._ERASE)
-    line = re.search(f"compiling stub.cpp\n{erase}(.*?){erase}", shown)[1]
-    assert re.fullmatch(r"\d+ s, 0 of 1 done: compiling st.*", line)
-    assert len(line) == 34  # cut: the terminal does not wrap
-    assert shown.endswith(f"{here.binary}\n")
 
 
 @needs_compiler
@@ -349,9 +324,10 @@ def test_refused_flags_are_left_out(here, monkeypatch):
     wishes = (("-O1", "-mno-such-thing"), ("-g0",))
     monkeypatch.setattr(recipes, "WISHES", wishes)
     said: list[str] = []
-    native.build(say=said.append, verbose=True)
+    native.build(say=said.append)
     assert said[0].endswith("refuses: -O1 -mno-such-thing")
-    linking = next(line for line in said if "-shared" in line)
+    (log,) = here.cache.glob("*.log")
+    linking = log.read_text().splitlines()[-1]
     assert " -g0 " in linking
     assert " -O1 " not in linking
 
@@ -398,6 +374,7 @@ def process(here: Here, code: str, *words: str, **env: str) -> subprocess.Popen[
         env={**os.environ, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        start_new_session=True,
         text=True,
     )
 
@@ -406,72 +383,55 @@ BUILD = "from minidp import native; print(native.build())"
 COMMAND = "from minidp.__main__ import main; sys.exit(main())"
 
 
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def is_running(pid: str) -> bool:
-    """Whether a process has not ended; a zombie has."""
-    try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        )
-    except FileNotFoundError:
-        return False
-
-
 def hanging_compiler(folder: Path) -> tuple[str, Path]:
-    """A driver, which has a compiler as its child; both write down who they are."""
+    """A compiler that compiles nothing, and the file where it writes its number."""
     pids = folder / "pids"
     cxx = program(
         folder / "hanging-c++",
-        'case "$*" in *--version*|*/dev/null*) exec c++ "$@";; esac\n'
-        f"sh -c 'echo $$ >> {pids}; exec sleep 300' & echo $$ >> {pids}; wait",
+        'case "$*" in */dev/null*) exec c++ "$@";; esac\n'
+        f"echo $$ >> {pids}; exec sleep 300",
     )
     return cxx, pids
+
+
+def wait_for_compilers(pids: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while not pids.exists() or len(pids.read_text().split()) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @needs_compiler
 def test_a_killed_builder_blocks_nobody(here, tmp_path):
     cxx, pids = hanging_compiler(tmp_path)
     builder = process(here, BUILD, CXX=cxx)
-    wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+    wait_for_compilers(pids, 1)
     assert len(list(here.cache.glob("building-*"))) == 1
     builder.kill()
     builder.communicate(timeout=60)
     try:
-        # The compiler it had started lives on, and that must not matter either.
-        assert all(map(is_running, pids.read_text().split()))
+        # The compiler that it has started lives on, and that must not matter either.
         assert native.build() == here.binary
     finally:
-        for pid in pids.read_text().split():
-            os.kill(int(pid), signal.SIGKILL)
+        os.kill(int(pids.read_text()), signal.SIGKILL)
     assert not list(here.cache.glob("building-*"))
 
 
 @needs_compiler
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_build_ends_at_once_and_leaves_nothing(here, tmp_path, number):
+def test_ctrl_c_ends_a_build_which_leaves_nothing(here, tmp_path):
     for name in ("second.cpp", "third.cpp"):
         shutil.copy(here.source / "stub.cpp", here.source / name)
     cxx, pids = hanging_compiler(tmp_path)
     builder = process(here, COMMAND, "native", "build", CXX=cxx, MAX_JOBS="2")
     try:
-        wait_until(lambda: pids.exists() and len(pids.read_text().split()) == 4)
-        builder.send_signal(number)
+        wait_for_compilers(pids, 2)
+        os.killpg(builder.pid, signal.SIGINT)  # as a terminal does
         out, err = builder.communicate(timeout=60)
     finally:
         builder.kill()
     assert builder.returncode == 128 + signal.SIGINT
-    assert err.startswith("interrupted: ")
-    assert "Traceback" not in err
+    assert err == "interrupted: nothing was built\n"
     assert out.count("compiling ") == 2  # the third file's turn never came
-    started = pids.read_text().split()
-    wait_until(lambda: not any(map(is_running, started)))
     assert not list(here.cache.glob("building-*"))
     for name in ("second.cpp", "third.cpp"):
         (here.source / name).unlink()

@@ -45,7 +45,10 @@ def judge_backends(*, has_gpus: bool) -> Finding:
 def check_all_reduce(
     group: ProcessGroup, device: torch.device, num_bytes: int
 ) -> Finding:
-    """Collective: time all-reduces; `judge_all_reduce` sums and the slowest rank."""
+    """Collective: all-reduce up to 6 times; return `judge_all_reduce` of the result.
+
+    The time is the median of the slowest rank, without the first round.
+    """
     world_size = group.size()
     count = torch.arange(num_bytes // 4, device=device, dtype=torch.float32) % _MODULUS
     expected = count * (world_size * (world_size + 1) // 2)
@@ -97,7 +100,7 @@ def judge_all_reduce(
 def check_clocks(
     group: ProcessGroup, device: torch.device, clock: Callable[[], float] = time.time
 ) -> Finding:
-    """Collective: read the clocks after 5 barriers; `judge_clocks` the best round."""
+    """Collective: read all clocks after each of 5 barriers; return `judge_clocks`."""
     rounds = []
     for _ in range(_ROUNDS):
         dist.barrier(group=group)
@@ -110,7 +113,7 @@ def check_clocks(
 
 
 def check_shared_memory(group: ProcessGroup, device: torch.device) -> Finding:
-    """Report if ranks can share buckets' memory, else why: always ok. A collective."""
+    """Collective: say if ranks can share buckets' memory, and why not; always ok."""
     found = share([(1, torch.float32)], Communicator(group), device)
     if isinstance(found, str):
         return ok(f"buckets travel through the process group: {found}")
@@ -122,9 +125,10 @@ def check_gradients(
     device: torch.device,
     wrap: Callable[..., nn.Module] = DataParallel,
 ) -> Finding:
-    """Collective: failed if a probe's gradients are not the ranks' mean.
+    """Collective: compare a probe's gradients between ranks, with their mean and torch.
 
-    A warning if they are, but torch's DDP gives other bits.
+    Failed if ranks differ or have not the mean; a warning if torch's DDP gives other
+    bits; or ok.
     """
     classes = (wrap, DistributedDataParallel)
     wrapped = (each(_probe().to(device), process_group=group) for each in classes)

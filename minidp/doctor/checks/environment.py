@@ -51,7 +51,10 @@ def read_launch(env: Mapping[str, str]) -> Launch:
 
 
 def judge_launch(env: Mapping[str, str]) -> Found:
-    """Judge a launch's variables: failed if they do not fit; skipped if none is set."""
+    """Judge a launch's variables: failed if they do not fit, skipped if none is set.
+
+    A warning if only LOCAL_RANK is missing.
+    """
     missing = [name for name in LAUNCH if not env.get(name)]
     if len(missing) == len(LAUNCH):
         found = f"this process is alone: none of {join(LAUNCH)} is set"
@@ -113,7 +116,7 @@ def judge_shared_memory() -> Finding:
 
 
 def judge_threads(processes: int) -> Finding:
-    """Return a warning if ``processes`` have more threads than cores exist; or ok."""
+    """Return a warning if several processes have more threads than cores; or ok."""
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     found = f"{processes} x {threads} threads on {cores} cores"
     fair = max(1, cores // processes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -37,15 +36,13 @@ def splits(sampler: Any) -> bool:
 def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
     """Judge a sampler: ok if it gives this rank a part of its own, or cannot overlap.
 
-    Failed: made for another rank. Warning: each rank reads all. Skipped: unknown.
+    Failed: made for another rank, or no dataset. Warning: each rank reads all. Skipped:
+    cannot be known.
     """
     if not hasattr(loader, "dataset"):
         found = f"a {type(loader).__name__} has no dataset to split"
         return failed(found, "pass the DataLoader of the training data")
     watch = "doctor.watch compares what the ranks are fed"
-    if isinstance(loader.dataset, IterableDataset):
-        found = "an IterableDataset must split itself by rank, which cannot be seen"
-        return skipped(found, watch)
     sampler = sampler_of(loader)
     kind = type(sampler).__name__
     if splits(sampler):
@@ -60,6 +57,9 @@ def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
         return ok(f"{kind}, made for this rank; it shuffles")
     if world_size == 1:
         return ok(f"{kind}; one rank")
+    if isinstance(loader.dataset, IterableDataset):
+        found = "an IterableDataset must split itself by rank, which cannot be seen"
+        return skipped(found, watch)
     if isinstance(loader.dataset, Subset):
         return ok(f"{kind} over a Subset: compared below")
     if isinstance(sampler, RandomSampler):
@@ -71,33 +71,23 @@ def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
     return skipped(f"a {kind} is unknown here: does it split by rank?", watch)
 
 
-def judge_workers(loader: Any) -> Finding:
-    """Return a warning if this host's loaders have over two workers per core, or ok."""
-    workers = int(getattr(loader, "num_workers", 0))
-    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    processes, cores = int(local) if local.isdecimal() else 1, os.cpu_count() or 1
-    found = f"{processes} x {workers} on {cores} cores"
-    if processes * workers > 2 * cores:
-        return warning(found, f"num_workers={max(1, cores // processes)}")
-    return ok(found)
-
-
 def read_loader(loader: Any) -> dict[str, Any]:
     """Return facts to compare between ranks; None: what loader or sampler lacks."""
     dataset, sampler = getattr(loader, "dataset", None), sampler_of(loader)
-    inner, indices = dataset, getattr(dataset, "indices", ())
-    while isinstance(inner, Subset):
-        inner = inner.dataset
+    samples, subset = _length(dataset), None
+    if isinstance(dataset, Subset):
+        subset = digest_of([*dataset.indices])
+        dataset = dataset.dataset
     names = ("augment", "augmentation", "transform", "transforms")
-    transforms = [name for name in names if getattr(inner, name, None) is not None]
+    transforms = [name for name in names if getattr(dataset, name, None) is not None]
     return {
         "batches": _length(loader),
-        "samples": _length(dataset),
+        "samples": samples,
+        "subset": subset,
         "splits": splits(sampler),
         "part": getattr(sampler, "rank", None),
         "seed": getattr(sampler, "seed", None),
         "epoch": getattr(sampler, "epoch", None),
-        "subset": digest_of([*indices]) if isinstance(dataset, Subset) else None,
         "streams": digest_of_states(),
         "draws": f"the dataset has a {join(transforms)}" if transforms else "",
     }

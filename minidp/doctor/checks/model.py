@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -22,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from minidp.attachment import attached_to, straight_on
 from minidp.config import aside
 from minidp.core import find_tensors, reachable_nodes
-from minidp.doctor.findings import Finding, Found, failed, ok, skipped, warning
+from minidp.doctor.findings import Finding, failed, ok, skipped, warning
 from minidp.doctor.words import differing, in_words, join
 from minidp.replica import sum_of_bits
 
-from .ranks import digest_of_states, judge_owners, judge_streams, uuid_of
+from .ranks import digest_of_states, judge_streams
 
 SMALL_BATCH = 16  # samples per rank below which batch norm's statistics are noisy
 Facts = Mapping[int, Mapping[str, Any]]  # results of `read_model` by rank
@@ -39,7 +39,7 @@ def synchroniser(model: nn.Module) -> nn.Module | None:
 
 
 def option(model: nn.Module, name: str, *, default: Any) -> Any:
-    """Return an attribute of the model's DDP object (none: its own), or ``default``."""
+    """Return an attribute of the model's DDP object, else of the model, or default."""
     wrapper = synchroniser(model)  # None if compiled: that forwards attributes
     return getattr(model if wrapper is None else wrapper, name, default)
 
@@ -115,7 +115,10 @@ def judge_own_gpu(device: torch.device) -> Iterator[Finding]:
 
 
 def judge_batch_norm(module: nn.Module, batch: Any, world_size: int) -> Finding:
-    """Judge BatchNorm: a warning below 16 samples per rank; unknown: skipped; or ok."""
+    """Return a warning if BatchNorm sees under 16 samples per rank; skipped; or ok.
+
+    Skipped: without a batch. Ok also if it is synchronised, or with one rank.
+    """
     synced = [m for m in module.modules() if isinstance(m, nn.SyncBatchNorm)]
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training]
     num_layers = len({*norms} - {*synced})
@@ -147,12 +150,12 @@ def check_unused(model: nn.Module, batch: Any) -> Finding:
         return skipped("needs a forward", "pass a batch to check_model")
     module = wrapped_module(model)
     try:
+        is_many, is_dict = isinstance(batch, tuple | list), isinstance(batch, dict)
+        given = tuple(batch) if is_many else () if is_dict else (batch,)
+        buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
         with _as_it_was(module), straight_on(module), torch.enable_grad():
-            if isinstance(batch, dict):
-                outputs = module(**batch)
-            else:
-                is_many = isinstance(batch, tuple | list)
-                outputs = module(*batch) if is_many else module(batch)
+            named = batch if is_dict else None
+            outputs = functional_call(module, buffers, given, named)
             reached = reachable_nodes(outputs)
     except Exception as error:
         remedy = "batch is what the model is called with: a tensor, a tuple or a dict"
@@ -181,15 +184,9 @@ def check_unused(model: nn.Module, batch: Any) -> Finding:
 
 @contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Restore random states and buffers at exit; inside, SyncBatchNorm is in eval."""
-    modules = [*module.modules()]
-    synced = [m for m in modules if isinstance(m, nn.SyncBatchNorm) and m.training]
-    buffers = [
-        (child._buffers, name, value, value.detach().clone())
-        for child in modules
-        for name, value in child._buffers.items()
-        if value is not None
-    ]
+    """Restore random states at exit; inside, SyncBatchNorm is in eval."""
+    norms = (m for m in module.modules() if isinstance(m, nn.SyncBatchNorm))
+    synced = [layer for layer in norms if layer.training]
     old_random, old_numpy = random.getstate(), np.random.get_state()
     num_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     try:
@@ -202,11 +199,6 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
         np.random.set_state(old_numpy)
         for layer in synced:
             layer.training = True
-        for owner, name, value, copy in buffers:
-            owner[name] = value
-            # A copy that changes nothing would still count as a change for autograd.
-            if not value.is_meta and not torch.equal(value, copy):
-                value.data.copy_(copy)
 
 
 def read_model(model: nn.Module) -> dict[str, Any]:
@@ -217,8 +209,6 @@ def read_model(model: nn.Module) -> dict[str, Any]:
         "is_wrapped": synchroniser(model) is not None,
         "streams": digest_of_states(),
         "draws": f"dropout ({join(sorted(drops), 3)}) runs" if drops else "",
-        "host": socket.gethostname(),
-        "gpu": "",
         "unreadable": "",
     }
     try:
@@ -229,15 +219,16 @@ def read_model(model: nn.Module) -> dict[str, Any]:
             for name, p in params.items()
         }
         facts["sums"] = {name: int(sum_of_bits(p)) for name, p in params.items()}
-        device = next((p.device for p in params.values()), torch.device("cpu"))
-        facts["gpu"] = uuid_of(device) if device.type == "cuda" else ""
     except Exception as error:  # the check of devices reports the cause
         facts["unreadable"] = in_words(error)
     return facts
 
 
 def judge_replicas(of_rank: Facts) -> Finding:
-    """Judge parameters: failed if ranks differ in names, shapes or (wrapped) values."""
+    """Judge parameters: failed if ranks differ in names, shapes or (wrapped) values.
+
+    Skipped if a rank could not read its own.
+    """
     first, model = min(of_rank), of_rank[min(of_rank)]
     for rank, facts in of_rank.items():
         if facts["unreadable"]:
@@ -261,13 +252,7 @@ def judge_replicas(of_rank: Facts) -> Finding:
     return failed(found, remedy)
 
 
-def judge_gpus(of_rank: Facts) -> Found:
-    """Return `judge_owners` of the models' GPUs; [] if no rank's model is on one."""
-    return judge_owners(of_rank) if any(f["gpu"] for f in of_rank.values()) else []
-
-
 COMPARED = {
     "replicas": judge_replicas,
     "random streams": judge_streams,
-    "one GPU each": judge_gpus,
 }

@@ -22,7 +22,10 @@ _RETRY_SECONDS = 0.2
 
 
 def check_port(launch: Launch, seconds: float) -> Finding:
-    """Judge the store's port: failed if in use (rank 0), or dead for ``seconds``."""
+    """Judge the store's port: failed if in use (rank 0) or, elsewhere, never answers.
+
+    Waits up to ``seconds`` for rank 0. A warning if the address is not rank 0's.
+    """
     place, text = (launch.address, launch.port), f"{launch.address}:{launch.port}"
     try:
         resolved = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
@@ -65,7 +68,7 @@ def check_lighthouse(url: str, seconds: float) -> Finding:
 
 
 def _check_own_port(text: str, address: Any, family: int) -> Finding:
-    """Open the port for a moment: failed if in use, a warning for a foreign address."""
+    """Open the port for a moment: failed if in use; a warning if no own address."""
     host, port, *scope = address
     try:
         socket.create_server(("", port)).close()

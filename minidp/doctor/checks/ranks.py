@@ -63,7 +63,7 @@ def read_versions() -> dict[str, str]:
 
 
 def index_of_gpu(local_rank: int | None) -> int | None:
-    """Return this process's GPU: its local rank, 0 if it sees just one; None: none."""
+    """Return this process's GPU: its local rank, 0 if it sees one; None without."""
     count = torch.cuda.device_count()
     # A process that sees one GPU has no choice; else the local rank is its number.
     index = 0 if count == 1 else local_rank
@@ -97,7 +97,7 @@ def judge_ranks(facts: Collection[Facts], rank: int, claims: int) -> Iterator[Fi
 
 
 def judge_versions(of_rank: Mapping[int, Facts]) -> list[Finding]:
-    """Judge versions that differ by rank: failed (numpy, Python's patch: a warning)."""
+    """Judge each version that differs: failed (numpy, Python's patch: warning)."""
     remedy = "install the same everywhere: one image, or one lock file"
     findings = []
     versions = {rank: facts.get("versions", {}) for rank, facts in of_rank.items()}
@@ -118,7 +118,7 @@ def judge_versions(of_rank: Mapping[int, Facts]) -> list[Finding]:
 
 
 def judge_owners(of_rank: Mapping[int, Facts]) -> Finding:
-    """Judge GPUs: failed if ranks share one, or only some have one; skipped if none."""
+    """Judge GPUs: failed if ranks share one or only some have one; skipped; or ok."""
     ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, facts in of_rank.items():
         ranks_of[facts["host"], facts.get("gpu", "")].append(rank)
@@ -165,7 +165,7 @@ def digest_of(value: Any) -> str:
 
 
 def judge_streams(of_rank: Mapping[int, Facts]) -> Finding:
-    """Return a warning if random states are equal on all ranks, and something draws."""
+    """Return a warning if random states are equal on all ranks and are used; or ok."""
     first, *others = [facts["streams"] for facts in of_rank.values()]
     if not others:
         return ok("one rank: nothing to compare")

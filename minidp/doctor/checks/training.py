@@ -35,7 +35,7 @@ def judge_epochs(logs: Logs) -> Finding:
 
 
 def judge_same_batches(logs: Logs) -> Finding:
-    """Judge first 3 batches: failed if ranks share all; skipped if a rank has none."""
+    """Judge first 3 batches: failed if two ranks have the same; skipped if none."""
     fed = {rank: tuple(log["batches"]) for rank, log in logs.items()}
     if not all(fed.values()):
         return skipped("not every rank had a training step with tensors")
@@ -48,25 +48,11 @@ def judge_same_batches(logs: Logs) -> Finding:
     return failed(found, remedy)
 
 
-def judge_same_gradients(logs: Logs) -> Finding:
-    """Judge gradients of the first 3 steps: failed if ranks differ; none: skipped."""
-    if not all(log["is_wrapped"] for log in logs.values()):
-        return _NOT_WRAPPED
-    steps = [*zip(*(log["gradients"] for log in logs.values()), strict=False)]
-    if not steps:
-        return skipped("no synchronised optimizer step seen on some rank")
-    odd = sorted({name for step in steps for name in differing(step)})
-    if odd:
-        remedy = (
-            "call the wrapper and not model.module; one backward for each forward; no "
-            "step after no_sync() alone; same optimizer and clipping on all ranks"
-        )
-        return failed(f"ranks step with different gradients of {join(odd, 4)}", remedy)
-    return ok(f"the same on all ranks in {len(steps)} steps that were compared")
-
-
 def judge_same_replicas(logs: Logs) -> Finding:
-    """Judge parameters: failed if ranks differ (local steps: a warning), or ok."""
+    """Judge parameters at begin and end: failed if ranks differ, or ok.
+
+    A warning if they differ at the end only, after local steps. Skipped: not wrapped.
+    """
     if not all(log["is_wrapped"] and len(log["values"]) == 2 for log in logs.values()):
         return _NOT_WRAPPED
     at_begin, at_end = (
@@ -91,14 +77,18 @@ def judge_same_replicas(logs: Logs) -> Finding:
         )
         return warning(found, remedy)
     remedy = (
-        "look for what changes parameters on some ranks only: load_state_dict, updates "
-        "by hand, random numbers, unsynced='ignore'"
+        "call the wrapper and not model.module; one backward for each forward; look "
+        "for what changes parameters on some ranks only: load_state_dict, updates by "
+        "hand, random numbers, unsynced='ignore'"
     )
     return failed(found, remedy)
 
 
 def judge_accumulation(logs: Logs) -> Finding:
-    """Return a warning if the median step follows several reduced backwards, or ok."""
+    """Return a warning if the median step follows several reduced backwards, or ok.
+
+    Skipped if no step follows one.
+    """
     seen = [count for count in logs[min(logs)]["backwards"] if count]
     if not seen:
         return skipped("no synchronised backward before an optimizer step seen")
@@ -111,7 +101,10 @@ def judge_accumulation(logs: Logs) -> Finding:
 
 
 def judge_mean_of_means(logs: Logs) -> Finding:
-    """Return a warning if batches of a step differ in size, but no items count."""
+    """Return a warning if batches of a step differ in size, and no items are counted.
+
+    Else ok; skipped if the model is not wrapped, or some rank made no step.
+    """
     first = logs[min(logs)]
     if not all(log["is_wrapped"] for log in logs.values()):
         return _NOT_WRAPPED
@@ -139,7 +132,10 @@ def judge_mean_of_means(logs: Logs) -> Finding:
 
 
 def judge_find_unused(logs: Logs) -> Finding:
-    """Judge ``find_unused_parameters``: a warning if set, and nothing was unused."""
+    """Return a warning if find_unused_parameters is set without need, or ok.
+
+    Skipped if it is set, and no step was seen.
+    """
     if not logs[min(logs)]["finds_unused"]:
         return ok("not set")
     steps = min(len(log["backwards"]) for log in logs.values())
@@ -154,7 +150,7 @@ def judge_find_unused(logs: Logs) -> Finding:
 
 
 def judge_saving(logs: Logs) -> Finding:
-    """Judge ``torch.save``: failed if two ranks of a host wrote the same path."""
+    """Judge ``torch.save``: failed if two ranks of a host wrote one path, or ok."""
     writers = Counter(
         (log["host"], path) for log in logs.values() for path in {*log["saved"]}
     )
@@ -166,7 +162,7 @@ def judge_saving(logs: Logs) -> Finding:
 
 
 def judge_printing(logs: Logs) -> Finding:
-    """Return a warning if another rank printed lines, as many as the first; or ok."""
+    """Return a warning if another rank printed no fewer lines than the first; or ok."""
     (first, usual), *others = [(rank, log["lines"]) for rank, log in logs.items()]
     noisy = [rank for rank, count in others if count and count >= usual]
     if noisy:
@@ -179,7 +175,6 @@ def judge_printing(logs: Logs) -> Finding:
 COMPARED = {
     "set_epoch": judge_epochs,
     "batches": judge_same_batches,
-    "gradients": judge_same_gradients,
     "replicas": judge_same_replicas,
     "accumulation": judge_accumulation,
     "mean of means": judge_mean_of_means,

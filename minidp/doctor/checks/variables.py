@@ -1,4 +1,4 @@
-"""Explain environment variables of communication; compare them between ranks."""
+"""Judge environment variables of communication; compare them between ranks."""
 
 from __future__ import annotations
 
@@ -13,60 +13,24 @@ from minidp.doctor.words import differing, join
 # Settings of one process or host, which may differ between ranks.
 _MAY_DIFFER = ("IFNAME", "_FILE", "_HCA", "CUDA_VISIBLE_DEVICES", "HOSTID")
 
-MEANINGS: Mapping[str, str] = {
-    "GLOO_SOCKET_IFNAME": "the network interface that Gloo uses",
-    "GLOO_DEVICE_TRANSPORT": "Gloo's transport: TCP, TCP_TLS, UV or IBVERBS",
-    "TORCH_GLOO_LAZY_INIT": "1: Gloo connects two ranks when they first talk",
-    "TP_SOCKET_IFNAME": "the network interface of RPC (TensorPipe)",
-    "NCCL_ALGO": "the algorithms that NCCL may use; best left to NCCL",
-    "NCCL_DEBUG": "what NCCL logs; INFO shows interfaces and rings",
-    "NCCL_DEBUG_FILE": "where NCCL logs to",
-    "NCCL_DEBUG_SUBSYS": "of which parts NCCL logs",
-    "NCCL_IB_DISABLE": "1: TCP instead of InfiniBand or RoCE",
-    "NCCL_IB_GID_INDEX": "RoCE's global id index",
-    "NCCL_IB_HCA": "the InfiniBand adapters that NCCL may use",
-    "NCCL_LAUNCH_ORDER_IMPLICIT": "1: orders kernels of several groups on a GPU",
-    "NCCL_MAX_CTAS": "most thread blocks of NCCL on a GPU",
-    "NCCL_MAX_NCHANNELS": "most channels (GPU cores) of NCCL",
-    "NCCL_MIN_CTAS": "fewest thread blocks of NCCL on a GPU",
-    "NCCL_MIN_NCHANNELS": "fewest channels (GPU cores) of NCCL",
-    "NCCL_NET": "NCCL's network module: Socket, IB or a plugin",
-    "NCCL_NET_GDR_LEVEL": "how near a network adapter must be for GPUDirect RDMA",
-    "NCCL_NVLS_ENABLE": "whether NVSwitch reduces",
-    "NCCL_P2P_DISABLE": "1: GPUs do not copy directly to each other",
-    "NCCL_P2P_LEVEL": "how near two GPUs must be for direct copies",
-    "NCCL_PROTO": "NCCL's protocols; best left to NCCL",
-    "NCCL_SHM_DISABLE": "1: no shared memory between processes of a host",
-    "NCCL_SOCKET_IFNAME": "the network interfaces that NCCL may use",
-    "NCCL_TOPO_FILE": "a file that describes the machine to NCCL",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "what ends when NCCL fails or times out",
-    "TORCH_NCCL_BLOCKING_WAIT": "1: waiting for NCCL blocks, and raises when late",
-    "TORCH_NCCL_DESYNC_DEBUG": "1: after a timeout, says which rank lags behind",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1: writes the flight recorder after a timeout",
-    "TORCH_NCCL_ENABLE_TIMING": "1: measures each collective",
-    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "seconds until a stuck watchdog ends it all",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE": "collectives that the flight recorder keeps",
-    "TORCH_CPP_LOG_LEVEL": "what torch's C++ code logs",
-    "TORCH_DISTRIBUTED_DEBUG": "INFO or DETAIL: torch checks and logs more",
-    "CUDA_LAUNCH_BLOCKING": "1: the CPU waits for every kernel",
-    "CUDA_VISIBLE_DEVICES": "the GPUs that this process sees",
-    "DDP_SET_LAST_BUCKET_CAP": "1: the small bucket is the last one",
-    "MINIDP_NATIVE": "minidp's extension: 0 never, 1 insist, build, auto if built",
-    "MINIDP_SHARED_MEMORY": "buckets of ranks on one host: 0 messages, 1 insist, auto",
-    "OMP_NUM_THREADS": "threads per process",
-    "TORCHFT_LIGHTHOUSE": "torchft's lighthouse: it knows which replicas there are",
-    "TORCHFT_MANAGER_PORT": "the port of a replica's manager",
-    "TORCHFT_QUORUM_RETRIES": "how often a manager asks the lighthouse again",
-    "TORCHFT_CONNECT_TIMEOUT_SEC": "seconds to connect to lighthouse and managers",
-    "TORCHFT_QUORUM_TIMEOUT_SEC": "seconds that a step waits for enough replicas",
-    "TORCHFT_TIMEOUT_SEC": "seconds that a replica waits for one that is silent",
-    **{
-        each.variable: f"{each.name} of every DataParallel, whatever the script passes"
-        for each in OPTIONS.values()
-    },
-}
+_NAMES = """
+    GLOO_DEVICE_TRANSPORT GLOO_SOCKET_IFNAME TORCH_GLOO_LAZY_INIT TP_SOCKET_IFNAME
+    NCCL_ALGO NCCL_DEBUG NCCL_DEBUG_FILE NCCL_DEBUG_SUBSYS NCCL_IB_DISABLE
+    NCCL_IB_GID_INDEX NCCL_IB_HCA NCCL_LAUNCH_ORDER_IMPLICIT NCCL_MAX_CTAS
+    NCCL_MAX_NCHANNELS NCCL_MIN_CTAS NCCL_MIN_NCHANNELS NCCL_NET NCCL_NET_GDR_LEVEL
+    NCCL_NVLS_ENABLE NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_PROTO NCCL_SHM_DISABLE
+    NCCL_SOCKET_IFNAME NCCL_TOPO_FILE
+    TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_BLOCKING_WAIT TORCH_NCCL_DESYNC_DEBUG
+    TORCH_NCCL_DUMP_ON_TIMEOUT TORCH_NCCL_ENABLE_TIMING
+    TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC TORCH_NCCL_TRACE_BUFFER_SIZE
+    TORCH_CPP_LOG_LEVEL TORCH_DISTRIBUTED_DEBUG DDP_SET_LAST_BUCKET_CAP
+    CUDA_LAUNCH_BLOCKING CUDA_VISIBLE_DEVICES OMP_NUM_THREADS
+    MINIDP_NATIVE MINIDP_SHARED_MEMORY
+    TORCHFT_CONNECT_TIMEOUT_SEC TORCHFT_LIGHTHOUSE TORCHFT_MANAGER_PORT
+    TORCHFT_QUORUM_RETRIES TORCHFT_QUORUM_TIMEOUT_SEC TORCHFT_TIMEOUT_SEC
+"""
+KNOWN = {*_NAMES.split(), *(option.variable for option in OPTIONS.values())}
 _NUMBERS = ("_SEC", "_RETRIES", "_PORT")
-_RENAMED = ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "DESYNC_DEBUG", "ENABLE_TIMING")
 _PREFIXES = (
     *("NCCL_", "GLOO_", "TORCHFT_", "TORCH_NCCL_", "TORCH_GLOO_"),
     "TORCH_DISTRIBUTED_",
@@ -86,7 +50,7 @@ def relevant(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: env[name]
         for name in sorted(env)
-        if name in MEANINGS or name.startswith((*_PREFIXES, PREFIX))
+        if name in KNOWN or name.startswith((*_PREFIXES, PREFIX))
     }
 
 
@@ -97,7 +61,7 @@ def judge_variables(env: Mapping[str, str]) -> list[Finding]:
 
 
 def _judge(name: str, value: str) -> Finding:
-    """Return ok and the meaning; a warning if costly, renamed, misspelt; or failed."""
+    """Return ok; a warning if costly or perhaps misspelt; failed if no number."""
     said = f"{name}={value}"
     if cost := _COSTS.get((name, value.upper())):
         remedy = f"fine while looking for a fault; else unset {name}"
@@ -106,15 +70,12 @@ def _judge(name: str, value: str) -> Finding:
     if is_number and not value.strip().isdecimal():
         found = f"{said}: torchft ends when it reads it, because it is no whole number"
         return failed(found, f"write it like {name}=60")
-    if name in MEANINGS:
-        return ok(f"{said}: {MEANINGS[name]}")
-    if name in [f"NCCL_{bare}" for bare in _RENAMED]:
-        new = f"TORCH_{name}"
-        return warning(f"{said}: torch renamed it {new}", f"set {new} instead")
-    similar = difflib.get_close_matches(name, MEANINGS, n=1, cutoff=0.85)
+    if name in KNOWN:
+        return ok(said)
+    # Also names that torch has changed since: NCCL_BLOCKING_WAIT has TORCH_ in front.
+    similar = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.85)
     if similar:
-        found = f"{said}: nobody reads a variable of this name"
-        return warning(found, f"did you mean {similar[0]}?")
+        return warning(f"{said}: unknown here", f"did you mean {similar[0]}?")
     return ok(f"{said}: a setting that this doctor does not know")
 
 
