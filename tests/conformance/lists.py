@@ -9,7 +9,6 @@ minidp/torch_compat.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ _HERE = Path(__file__).parent
 BASELINE, EXCEPTIONS = _HERE / "baseline.txt", _HERE / "exceptions.txt"
 README = _HERE.parent.parent / "minidp" / "torch_compat" / "README.md"
 _SLOW_SECONDS = 20.0
-_MAX_REASON = 160  # characters
 _HEAD = """\
 # What torch {version} passes, of the tests in torch's wheel that wrap a module in DDP.
 # Made by: python tests/conformance/run.py --implementation torch --record
@@ -95,42 +93,15 @@ def _lines(path: Path) -> Iterator[str]:
             yield line
 
 
-class Judge:
-    """Compares outcomes with the list of exceptions, and counts.
+def judge(outcome: Outcome, exceptions: Mapping[str, str]) -> tuple[str, str]:
+    """Return a verdict and its reason, in the light of the tests that are listed.
 
-    A listed test that passes is an error, too: its row is stale, and would hide the day
-    on which it fails again.
+    A listed test that fails "differs". One that passes is "STALE", an error: its row
+    would hide the day on which it fails again.
     """
-
-    def __init__(self, exceptions: Mapping[str, str]) -> None:
-        self._exceptions = exceptions
-        self._counts: Counter[str] = Counter()
-
-    def line(self, outcome: Outcome) -> str:
-        """Take note of an outcome; returns what to print."""
-        row = self._exceptions.get(outcome.name)
-        verdict, reason = outcome.verdict, outcome.reason
-        if row and verdict == "ok":
-            verdict, reason = "STALE", "passes, but exceptions.txt lists it"
-        elif row:
-            verdict, reason = "differs", row
-        self._counts[verdict] += 1
-        if len(reason) > _MAX_REASON:
-            reason = reason[: _MAX_REASON - 3] + "..."
-        text = f"{verdict:8}{outcome.name}  {outcome.seconds:.1f} s  {reason}"
-        return text.rstrip()
-
-    def summary(self, num_baseline: int) -> str:
-        """The last line of a run."""
-        passed = self._counts["ok"] + self._counts["STALE"]
-        text = f"passed {passed} of {self._counts.total()}"
-        text += f" (torch itself: {num_baseline})"
-        for verdict in ("differs", "STALE", "FAILED", "skipped"):
-            if self._counts[verdict]:
-                text += f", {self._counts[verdict]} {verdict}"
-        return text
-
-    @property
-    def is_satisfied(self) -> bool:
-        """Something ran, and nothing failed, was skipped or passed unexpectedly."""
-        return bool(self._counts) and self._counts.keys() <= {"ok", "differs"}
+    row = exceptions.get(outcome.name)
+    if row is None:
+        return outcome.verdict, outcome.reason
+    if outcome.verdict == "ok":
+        return "STALE", "passes, but exceptions.txt lists it"
+    return "differs", row
