@@ -36,7 +36,7 @@ class Known:
 
     @property
     def is_slow(self) -> bool:
-        """Whether it runs on request only."""
+        """Whether it runs only with --slow."""
         return self.seconds > _SLOW_SECONDS
 
 
@@ -54,18 +54,18 @@ class Outcome:
 
 
 def read_baseline() -> dict[str, Known]:
-    """By name, in the order of the file."""
+    """Read baseline.txt: tests by name, in the order of the file."""
     rows = (line.split() for line in _lines(BASELINE))
     return {name: Known(name, int(num), float(sec)) for name, num, sec in rows}
 
 
 def baseline_version() -> str:
-    """The torch that passed those tests."""
+    """Return the version of torch that passed the tests of baseline.txt."""
     return BASELINE.read_text().split()[3]
 
 
 def write_baseline(outcomes: Iterable[Outcome]) -> None:
-    """Keep what passed and has to do with the wrapper at all."""
+    """Write baseline.txt: tests that passed and built the implementation's class."""
     rows = sorted(
         f"{outcome.name} {outcome.num_ranks} {outcome.seconds:.1f}\n"
         for outcome in outcomes
@@ -75,7 +75,11 @@ def write_baseline(outcomes: Iterable[Outcome]) -> None:
 
 
 def read_exceptions() -> dict[str, str]:
-    """Tests that minidp fails on purpose, each with its row of the README's table."""
+    """Read exceptions.txt: tests that minidp fails on purpose -> row of the README.
+
+    Raises:
+        ValueError: the README has no such row.
+    """
     table = README.read_text().split("\n## Differences from torch\n")[1]
     table = table.split("\n## ")[0]
     listed = {}

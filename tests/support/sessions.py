@@ -132,7 +132,7 @@ def run_session(ctx: Any, session: Session, wrapper: str) -> Log:
 
 
 def first_difference(session: Session, expected: Log, found: Log) -> str:
-    """Where two logs differ, in words; empty when they are equal bit for bit."""
+    """Return where two logs differ bit for bit, in words; empty if nowhere."""
     on = {name for name, value in session.options if value is True}
     has_unused = not on.isdisjoint(["find_unused_parameters", "static_graph"])
     can_drift = has_unused and "gradient_as_bucket_view" in on
@@ -167,7 +167,7 @@ def first_difference(session: Session, expected: Log, found: Log) -> str:
 
 
 def _drifts(before: Seen | None, theirs: Seen, ours: Seen) -> set[int]:
-    """Unused gradients that torch averages once more in place, and minidp leaves alone.
+    """Return the unused gradients that torch has averaged once more, and minidp not.
 
     Ours then has the bytes of the step before, and torch's is the same but for the last
     bits (README, differences). Anything else is still a difference.
@@ -184,7 +184,7 @@ def _drifts(before: Seen | None, theirs: Seen, ours: Seen) -> set[int]:
 
 
 def _is_within_ulps(a: torch.Tensor, b: torch.Tensor, ulps: int) -> bool:
-    """At most four ulps: one of the division, and one of each addition at 4 ranks."""
+    """Whether two tensors are within ``ulps`` units in the last place."""
     eps, tiny = torch.finfo(b.dtype).eps, torch.finfo(b.dtype).tiny
     wide = torch.complex128 if b.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)  # atol would underflow in the narrow dtypes
