@@ -68,7 +68,7 @@ def in_a_context(stage):
                 found = dist_autograd.get_gradients(context)
                 for param in stage.model.parameters():
                     param.grad = found[param].clone()
-            stage.due.append(made)
+            stage.due.append((made.loss, made.count))
             stage.play("step")
 
 

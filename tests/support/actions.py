@@ -97,11 +97,11 @@ def plain(module: Any, x: torch.Tensor, _rank: int) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward that was run."""
+    """A forward that waits for its backward."""
 
     losses: list[torch.Tensor]
     loss: Loss  # that made them
-    count: int  # how many there were before, and it
+    count: int  # the number of the forward
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class Step:
 
 @dataclass
 class Record:
-    """What happened on one rank, without a word to the others.
+    """What happened on one rank; ranks say nothing to each other about it.
 
-    Lists of steps and ends have an entry for each stretch up to a recovery.
+    ``steps`` and ``ends`` have an entry for each stretch between recoveries.
     """
 
     steps: list[list[Step]] = field(default_factory=lambda: [[]])
@@ -131,14 +131,14 @@ class Record:
 
 
 class Stage:
-    """What the actions of a training act upon, on one rank.
+    """One rank's model, optimizers and losses, which actions act upon.
 
     Args:
         ctx: of the rank; ``ctx.group`` is the group to wrap on.
         wrapper: a key of WRAPPERS.
         make: returns the module.
         options: of the wrapper.
-        loss: of a forward that says nothing else.
+        loss: what `forward` calculates by default.
         key: a name of this training alone, under which ranks wait for each other
             before they recover, however long; empty: they do not.
     """
@@ -167,7 +167,7 @@ class Stage:
         self.undo: list[Callable[[], object]] = []  # before recovery
 
     def play(self, text: str) -> None:
-        """Do some actions; raise what the first of them raises that fails."""
+        """Do the actions of a text that this rank takes part in, up to an error."""
         for word in text.split(", "):
             found = _SYNTAX.fullmatch(word)
             assert found is not None
@@ -178,11 +178,11 @@ class Stage:
     # -- the wrapper -------------------------------------------------------------------
 
     def wrap(self, module: nn.Module) -> Any:
-        """Wrap on the group: a collective call."""
+        """Return a wrapper on the group; collective."""
         return self.wrapper(module, process_group=self.group, **self.options)
 
     def begin(self, module: nn.Module) -> None:
-        """Wrap a module on all ranks, and make its optimizers."""
+        """Wrap a module, which is collective, and make optimizers."""
         parameters = module.named_parameters()
         self.frozen = {name for name, p in parameters if not p.requires_grad}
         self.model = self.wrap(module)
@@ -191,11 +191,11 @@ class Stage:
         self.start()
 
     def start(self) -> None:
-        """Forget what has begun, and make new optimizers."""
+        """Make new optimizers, and forget losses, hooks and what is to go wrong."""
         self.renew_optimizers()
         self.loss = self._usual
         self.waiting: list[Forward] = []  # for their backward
-        self.due: list[Forward] = []  # in the gradients
+        self.due: list[tuple[Loss, int]] = []  # of which forwards .grad is the sum
         self.handles: list[Any] = []  # of hooks that a backward removes
         self.quiet = ExitStack()
         self.wrong_hook: Callable[[Any], Any] | None = None
@@ -203,7 +203,7 @@ class Stage:
         self._num_before = self._num_synchronised()
 
     def renew_optimizers(self, **options: Any) -> None:
-        """Make them of everything trainable that the model has now."""
+        """Make optimizers of all parameters that are trainable now."""
         params = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizers: dict[str, torch.optim.Optimizer] = {
             "step": torch.optim.SGD(params, lr=0.1, **options),
@@ -212,7 +212,7 @@ class Stage:
         }
 
     def comm_hook(self, _state, bucket):  # type: ignore[no-untyped-def]  # torch reads it
-        """Average, or once do what is set as ``wrong_hook`` (with what averages)."""
+        """Average a bucket; or return ``wrong_hook(average)``, once, if it is set."""
         buffer = bucket.buffer().div_(self.world_size)
         place = {"group": self.model.process_group}
 
@@ -233,12 +233,12 @@ class Stage:
     # -- a step ------------------------------------------------------------------------
 
     def x(self, rank: int, count: int) -> torch.Tensor:
-        """The input of a rank in one of its forwards."""
+        """Return the input of a rank in its forward number ``count``."""
         generator = torch.Generator().manual_seed(1000 * rank + count)
         return torch.randn(4, 3, generator=generator)
 
     def forward(self, loss: Loss | None = None, module: Any = None) -> None:
-        """Run the next forward, of the wrapper if no other module is given."""
+        """Calculate the loss of the next input, by the wrapper or another module."""
         self.count += 1
         loss, x = loss or self.loss, self.x(self.rank, self.count)
         if self.has_nan:
@@ -248,11 +248,11 @@ class Stage:
             self.waiting.append(Forward(losses, loss, self.count))
 
     def backward(self, which: int = -1, *, keeps: bool = False) -> None:
-        """Run the backward of a waiting forward, if there is one."""
+        """Run the backward of a waiting forward, if any; ``keeps``: it waits on."""
         if not self.waiting:
             return
         made = self.waiting[which] if keeps else self.waiting.pop(which)
-        self.due.append(made)
+        self.due.append((made.loss, made.count))
         for loss in [_sum(made.losses)] if self.sums else made.losses:
             loss.backward(retain_graph=keeps)
         self.unhook()
@@ -263,7 +263,10 @@ class Stage:
             self.handles.pop().remove()
 
     def step(self, name: str = "step", *, is_checked: bool = False) -> None:
-        """Step with an optimizer and note it, unless it has no gradients."""
+        """Step with an optimizer, and note it if there are gradients.
+
+        ``is_checked``: compare them with the mean over ranks before.
+        """
         optimizer = self.optimizers[name]
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if all(p.grad is None for p in held):
@@ -278,13 +281,13 @@ class Stage:
         self.note(is_right=is_right)
 
     def note(self, *, digest: str | None = None, is_right: bool = True) -> None:
-        """Write down a step; its digest is that of the parameters by default."""
+        """Record a step; ``digest`` is that of the present parameters by default."""
         where = self._num_synchronised() - self._num_before, self.number
         digest = self.digest() if digest is None else digest
         self.record.steps[-1].append(Step(where, digest, is_right))
 
     def digest(self) -> str:
-        """Return one of all parameters; one NaN is as good as another."""
+        """Return a digest of all parameters; all NaNs are alike."""
         text = hashlib.sha1(usedforsecurity=False)
         for name, param in self.model.module.named_parameters():
             values = param.detach().double().nan_to_num(nan=1e300, posinf=2e300)
@@ -292,13 +295,13 @@ class Stage:
         return text.hexdigest()[:12]
 
     def _has_right_gradients(self) -> bool:
-        """Whether they are the mean over ranks of all losses since they were zeroed."""
+        """Whether .grad is the mean over ranks of all backwards since `zero`."""
         module = self.model.module
         oracle = copy.deepcopy(module)
         oracle.zero_grad()
-        for made in self.due:
+        for loss, count in self.due:
             for rank in range(self.world_size):
-                losses = made.loss(oracle, self.x(rank, made.count), rank)
+                losses = loss(oracle, self.x(rank, count), rank)
                 (_sum(losses) / self.world_size).backward()
         pairs = zip(module.parameters(), oracle.parameters(), strict=True)
         return all(_is_close(mine.grad, theirs.grad) for mine, theirs in pairs)
@@ -366,9 +369,9 @@ def _is_close(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
 
 
 def has_drifted(records: Sequence[Record], stretch: int) -> bool:
-    """Whether replicas differed after a step, or a step used wrong gradients.
+    """Whether, in one stretch, replicas differed after a step or gradients were wrong.
 
-    A stretch that a rank has not reached is no difference.
+    Only ranks that reached the stretch are compared, and only steps that all made.
     """
     steps = [step for record in records for step in record.steps[stretch:][:1]]
     if not all(step.is_right for by_rank in steps for step in by_rank):
@@ -378,9 +381,10 @@ def has_drifted(records: Sequence[Record], stretch: int) -> bool:
 
 
 def run(stage: Stage, text: str, *, goes_on: bool = False) -> Record:
-    """Wrap, do the actions, and on minidp recover and train on, after errors, too.
+    """Wrap and do the actions; on minidp then recover, and train three steps.
 
-    The first error ends the actions, unless ``goes_on``: then each one is tried.
+    The first error ends the actions, unless ``goes_on``. Errors are recorded, not
+    raised.
     """
     record, documented = stage.record, (RuntimeError, ValueError, TypeError)
     with warnings.catch_warnings(record=True) as caught:
@@ -392,10 +396,8 @@ def run(stage: Stage, text: str, *, goes_on: bool = False) -> Record:
             except Exception as error:
                 told = f"{type(error).__name__}: {error}"
                 record.errors.append((stage.number, told))
-                is_ours = (
-                    isinstance(error, documented) and "INTERNAL ASSERT" not in told
-                )
-                record.undocumented += "" if is_ours else f"{word}: {told}"
+                if not isinstance(error, documented) or "INTERNAL ASSERT" in told:
+                    record.undocumented += f"{word}: {told} "
                 is_bad_value = isinstance(error, TypeError | ValueError)
                 record.is_argument = stage.model is None and is_bad_value
             if word != "reset":  # which begins with a meeting
@@ -418,7 +420,7 @@ def run(stage: Stage, text: str, *, goes_on: bool = False) -> Record:
 
 @action("forward")
 def forward(stage: Stage, *use: str) -> None:
-    """With the layers that ``use`` has for the rank; one entry is for all ranks."""
+    """Run a forward with the layers ``use[rank]``; one entry is for all ranks."""
 
     def loss(module: Any, x: torch.Tensor, rank: int) -> list[torch.Tensor]:
         return squares(module(x, use[rank % len(use)]))
@@ -428,14 +430,14 @@ def forward(stage: Stage, *use: str) -> None:
 
 @action("train")
 def train(stage: Stage, *use: str) -> None:
-    """A step as it should be."""
+    """Make a step as it should be."""
     forward(stage, *use)
     stage.play("zero, backward, step")
 
 
 @action("part")
 def part(stage: Stage) -> None:
-    """The backward of the first loss of a forward; the others wait."""
+    """Run the backward of only the first loss of a forward; the others wait."""
     if stage.waiting and len(stage.waiting[-1].losses) > 1:
         stage.waiting[-1].losses.pop(0).backward(retain_graph=True)
         stage.unhook()
@@ -445,9 +447,9 @@ def part(stage: Stage) -> None:
 
 @action("sum")
 def backward_of_all(stage: Stage) -> None:
-    """One backward for all forwards that wait."""
+    """Run one backward for all forwards that wait."""
     losses = [loss for made in stage.waiting for loss in made.losses]
-    stage.due += stage.waiting
+    stage.due += [(made.loss, made.count) for made in stage.waiting]
     stage.waiting = []
     if losses:
         _sum(losses).backward()
@@ -456,27 +458,27 @@ def backward_of_all(stage: Stage) -> None:
 @action("no_grad")
 @torch.no_grad()
 def forward_without_grad(stage: Stage) -> None:
-    """A forward that no backward follows."""
+    """Run a forward that no backward follows."""
     stage.forward()
 
 
 @action("quiet")
 def forward_in_no_sync(stage: Stage) -> None:
-    """A forward whose backward does not average."""
+    """Run a forward inside no_sync()."""
     with stage.model.no_sync():
         stage.forward()
 
 
 @action("zero")
 def zero(stage: Stage, *, to_none: bool = True) -> None:
-    """Zero all gradients of the model."""
+    """Set all gradients of the model to None, or to zeros."""
     stage.model.zero_grad(set_to_none=to_none)
     stage.due.clear()
 
 
 @action("freeze")
 def freeze(stage: Stage, prefix: str, *, is_trained: bool = False) -> None:
-    """Freeze the parameters whose names begin so."""
+    """Freeze (or not) the parameters whose names begin with ``prefix``."""
     for name, param in stage.model.module.named_parameters():
         if name.startswith(prefix):
             param.requires_grad_(is_trained)
