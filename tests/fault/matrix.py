@@ -43,7 +43,7 @@ class Verdict:
 
 
 def judge(records, culprits, names, timeout) -> Verdict:
-    """How a pattern ended, and what came after it.
+    """Return how a pattern ended, and whether training went on after reset().
 
     Args:
         records: a `Record` or a `RankError` for each rank.
@@ -65,7 +65,7 @@ def judge(records, culprits, names, timeout) -> Verdict:
 
 
 def _outcome(records, culprits, names, timeout) -> Outcome:
-    """Of ranks that all lived."""
+    """Return the outcome if no process ended or hung."""
     drifted = has_drifted(records, 0)
     raised = {rank: r.errors[0][1] for rank, r in enumerate(records) if r.errors}
     if not raised:
@@ -115,30 +115,30 @@ def verdict_of(name: str, wrapper: str) -> Verdict:
 
 
 def outcome_on_torch(pattern: Pattern, *, runs_hangs: bool) -> Outcome:
-    """Played, but for hangs, which are only looked up unless they are asked for."""
+    """Play a pattern on torch's DDP; a known hang only if ``runs_hangs``."""
     if pattern.torch is Outcome.HANG and not runs_hangs:
         return pattern.torch
     return verdict_of(pattern.name, "torch").outcome
 
 
 def mode_of(pattern: Pattern) -> str:
-    """Which options of `DataParallel`."""
+    """Return the mode of a pattern: a key of MODES."""
     return next((m for m, o in MODES.items() if o == pattern.mode), "default")
 
 
 def base_of(pattern: Pattern) -> str:
-    """The wrong use, in whichever mode."""
+    """Return the name of a pattern without its mode."""
     return pattern.name.removesuffix(f", {mode_of(pattern)}")
 
 
 def of_each_base() -> tuple[Pattern, ...]:
-    """Each wrong use in one mode only, which is half of the table."""
+    """Return each wrong use in its first mode only: half of the table."""
     first = {base_of(pattern): pattern for pattern in reversed(PATTERNS)}
     return tuple(pattern for pattern in PATTERNS if pattern in first.values())
 
 
 def table(*, runs_hangs: bool) -> str:
-    """Both outcomes of every pattern, in Markdown; alike rows are joined."""
+    """Play all patterns; return a Markdown table that joins modes that end alike."""
     lines = ["| pattern | torch DDP | minidp |", "|---|---|---|"]
     rows: dict[tuple[str, str, str], list[str]] = {}
     num_modes = Counter(map(base_of, PATTERNS))
@@ -154,7 +154,7 @@ def table(*, runs_hangs: bool) -> str:
 
 
 def score(patterns: Sequence[Pattern] = PATTERNS, *, runs_hangs: bool) -> str:
-    """How often each outcome came."""
+    """Play patterns; return how often each outcome came."""
     counts = {
         "torch": Counter(outcome_on_torch(p, runs_hangs=runs_hangs) for p in patterns),
         "minidp": Counter(verdict_of(p.name, "minidp").outcome for p in patterns),

@@ -23,7 +23,7 @@ from tests.support.actions import Loss, Net, Stage, plain, run
 
 
 class Outcome(Enum):
-    """From best to worst."""
+    """How a pattern ends, from best to worst."""
 
     RIGHT = "right"
     NAMED = "named error"
@@ -39,7 +39,7 @@ BOTH, SECOND = frozenset({0, 1}), frozenset({1})
 
 
 def net(_rank: int = 0, frozen: str = "") -> nn.Module:
-    """The module of most patterns, with some layers frozen."""
+    """Make the module of most patterns, with some layers frozen."""
     made = Net()
     for name in frozen:
         getattr(made, name).requires_grad_(False)
@@ -340,7 +340,7 @@ for name, ends, text, more in [
 
 
 def with_optimizer(_rank):
-    """An optimizer was built before a layer was replaced."""
+    """Make a module and an optimizer of it, then replace a layer."""
     made = Net()
     made.optimizers = [torch.optim.SGD(made.parameters(), lr=0.1)]
     made.b = nn.Linear(3, 3)

@@ -35,8 +35,8 @@ WORDS_PER_TEAM = 150  # a broken group keeps its threads for good: new processes
 _numbers = itertools.count()
 
 
-class Stage:
-    """Plays words on its own pool, and counts."""
+class Runner:
+    """Plays words on a pool, and counts what happened."""
 
     def __init__(self) -> None:
         self.pool = Pool(3)
@@ -45,7 +45,7 @@ class Stage:
         self.aborted: list[Word] = []
 
     def play(self, word: Word, world_size: int) -> str:
-        """Which law the word broke; empty: none."""
+        """Play a word on new groups; return which law it broke, empty if none."""
         number = next(_numbers)
         if number % WORDS_PER_TEAM == WORDS_PER_TEAM - 1:
             self.pool.close()
@@ -66,7 +66,7 @@ class Stage:
         return judge(word, outcomes)
 
     def _what_ended(self, word: Word, ends: list[RankError]) -> str:
-        """A process is gone, or stuck.
+        """Return the error of a process that is gone or stuck, unless Gloo ended it.
 
         Gloo ends it (std::terminate on its own thread) when two messages of different
         sizes meet, which no one can catch: that is counted, and no failure of ours.
@@ -79,8 +79,8 @@ class Stage:
 
 
 @pytest.fixture(scope="module")
-def stage() -> Any:
-    made, begin = Stage(), time.monotonic()
+def runner() -> Any:
+    made, begin = Runner(), time.monotonic()
     yield made
     made.pool.close()
     seconds = time.monotonic() - begin
@@ -91,14 +91,14 @@ def stage() -> Any:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_random_words(stage: Stage, world_size: int) -> None:
+def test_random_words(runner: Runner, world_size: int) -> None:
     count = hypothesis.settings.default.max_examples
     count = {50: 15, 60: 10, 120: 25}.get(count, count)
 
     @hypothesis.settings(max_examples=count)
     @given(words(world_size))
     def run(word: Word) -> None:
-        assert not stage.play(word, world_size)
+        assert not runner.play(word, world_size)
 
     run()
 
@@ -163,11 +163,11 @@ PINNED = {
 
 
 @pytest.mark.parametrize("name", PINNED)
-def test_pinned(stage: Stage, name: str) -> None:
+def test_pinned(runner: Runner, name: str) -> None:
     text, *options = PINNED[name]
-    assert not stage.play(Word(text, tuple(options)), 2)
+    assert not runner.play(Word(text, tuple(options)), 2)
 
 
-def test_a_missing_guard_is_noticed(stage: Stage) -> None:
+def test_a_missing_guard_is_noticed(runner: Runner) -> None:
     text = f"forward, backward, {METHOD_ON_1}, blind step"
-    assert "silently different" in stage.play(Word(text, (("unsynced", "ignore"),)), 2)
+    assert "silently different" in runner.play(Word(text, (("unsynced", "ignore"),)), 2)

@@ -45,7 +45,7 @@ def fast_weights(module, x, _rank):
 
 @contextlib.contextmanager
 def worker_of_rpc():
-    """This process alone is a world of RPC; contexts need no other workers."""
+    """Start RPC with this process as the only worker, and shut it down afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         init_method = f"file://{folder}/rpc"
         options = rpc.TensorPipeRpcBackendOptions(init_method=init_method)
@@ -58,7 +58,7 @@ def worker_of_rpc():
 
 @action("steps of distributed autograd")
 def in_a_context(stage):
-    """Gradients live in a context of RPC."""
+    """Make two steps whose gradients come from a context of distributed autograd."""
     with worker_of_rpc():
         for _ in range(2):
             stage.play("zero, forward")
@@ -74,7 +74,7 @@ def in_a_context(stage):
 
 @action("outer")
 def through_another_wrapper(stage):
-    """A forward of a wrapper around the wrapper."""
+    """Run a forward of a wrapper around the wrapper."""
     if not hasattr(stage, "outer"):
         stage.outer = stage.wrap(stage.model)
         stage.undo.append(lambda: delattr(stage, "outer"))
@@ -83,13 +83,13 @@ def through_another_wrapper(stage):
 
 @action("penalty")
 def penalty(stage):
-    """A backward of a loss without an input."""
+    """Run the backward of a loss that no forward made."""
     stage.model.module.b.weight.square().sum().backward()
 
 
 @action("interrupted")
 def interrupted(stage):
-    """Ctrl-C in a backward on all ranks, and on with the next batch (a notebook)."""
+    """Press Ctrl-C in a backward on all ranks, as in a notebook, and go on."""
 
     def ctrl_c(_grad):
         raise KeyboardInterrupt
@@ -105,7 +105,7 @@ def fail(_):
 
 
 def set_grad(make):
-    """A hook of b.weight, in one backward: sets its gradient."""
+    """Return an action: a hook sets the gradient of b.weight in one backward."""
 
     def add(stage):
         def hook(param):
@@ -119,7 +119,7 @@ def set_grad(make):
 
 @action("grad")
 def grad_function(stage, what="dropped"):
-    """`torch.autograd.grad`: its result is dropped, kept in .grad, or applied."""
+    """Call `torch.autograd.grad`; what it returns is dropped, kept or applied."""
     if not stage.waiting:
         return
     made = stage.waiting.pop()
@@ -139,7 +139,7 @@ def grad_function(stage, what="dropped"):
 @action("hand step")
 @torch.no_grad()
 def by_hand(stage, what_then="drop"):
-    """A step without optimizer: its drift is reported one step later."""
+    """Step without an optimizer, and then drop the gradients (or keep them)."""
     for param in stage.model.parameters():
         if param.grad is not None:
             param -= 0.1 * param.grad
@@ -155,7 +155,7 @@ def average_parameters(stage):
 
 @action("foreign weights")
 def foreign_weights(stage, how):
-    """Steps with tensors that the parameters are then copied from."""
+    """Make two steps of foreign tensors, and copy them to the parameters."""
     own = dict(stage.model.named_parameters())
     others = {n: p.detach().clone().requires_grad_() for n, p in own.items()}
     optimizer = torch.optim.SGD(others.values(), lr=0.1)
@@ -181,7 +181,7 @@ def save(stage):
 @action("climb")
 @torch.no_grad()
 def climb(stage):
-    """To the worst case nearby, for this rank's data."""
+    """Move the parameters along their gradients, uphill."""
     for param in stage.model.parameters():
         param += 0.05 * param.grad
 
@@ -233,7 +233,7 @@ def cast_b(stage, *dtypes):
 
 
 def setting(name, make):
-    """Set an attribute of the module, with the same values on all ranks."""
+    """Return an action that sets an attribute of the module, alike on all ranks."""
 
     def change(stage):
         torch.manual_seed(1)
@@ -245,7 +245,7 @@ def setting(name, make):
 
 @action("parameter replaced")
 def replace_parameter(stage):
-    """By one with the same values."""
+    """Replace b.weight by a parameter with the same values."""
     layer = stage.model.module.b
     layer.weight = nn.Parameter(layer.weight.detach().clone())
     stage.is_changed = True
@@ -286,7 +286,7 @@ def optimizer_of_a_copy(stage):
 
 @action("optimizer of the first module")
 def optimizer_of_before(stage):
-    """It holds parameters that the model has no more."""
+    """Use an optimizer that holds parameters which the model has no more."""
     stage.optimizers["step"] = stage.model.module.optimizers[0]
 
 
@@ -301,7 +301,7 @@ def average_in_a_hook(stage):
 
 @action("local hook")
 def reduce_in_few_ranks(stage):
-    """Post-local SGD: a hook that averages over few ranks, here one."""
+    """Register a comm hook of post-local SGD: it averages over one rank only."""
 
     def hook(_state, bucket):  # torch reads annotations
         if stage.is_over:

@@ -77,7 +77,7 @@ def play(ctx: Any, word: Word, key: str) -> Record:
 
 
 def judge(word: Word, records: Sequence[Record]) -> str:
-    """Which law a word broke, in words; empty: none."""
+    """Return which law a word broke; empty if none."""
     for rank, record in enumerate(records):
         if record.undocumented:
             return f"rank {rank}: {record.undocumented}"
@@ -95,7 +95,7 @@ def judge(word: Word, records: Sequence[Record]) -> str:
 
 
 def _first_difference(word: Word, stretch: Sequence[list[Step]]) -> str:
-    """Replicas that differ although no rank was refused a step before.
+    """Return after which step replicas differ, if no rank was refused one before.
 
     Ranks that left something out may be a backward ahead of others: their gradients
     then pair up with those of another step, until one waits in vain. Nobody can know
@@ -126,7 +126,7 @@ STEP = "zero, forward, backward, blind step"
 
 
 def words(world_size: int) -> st.SearchStrategy[Word]:
-    """Actions that all do rightly, and some that go wrong."""
+    """Draw words: steps that are right, and actions that go wrong on some ranks."""
     ranks = range(world_size)
     skipped = [f"{action} !{rank}" for action in ONE_MAY_SKIP for rank in ranks]
     alone = [f"{action} @{rank}" for action in ONE_MAY_DO for rank in ranks]
