@@ -51,7 +51,7 @@ NOT_SLOW = ("-m", "not slow and not gpu")
 
 @dataclass(frozen=True)
 class Command:
-    """A program that must exit with status 0."""
+    """A program that a stage runs; another exit status than 0 fails the stage."""
 
     words: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -59,14 +59,14 @@ class Command:
 
 
 def python(*words: str, needs: str = "", **env: str) -> Command:
-    """Run this interpreter."""
+    """Return a command that runs this interpreter."""
     return Command((sys.executable, *words), env, needs)
 
 
 def pytest(
     *words: str, native: bool = False, profile: str = "ci", **env: str
 ) -> Command:
-    """Run tests in several processes, with the C++ extension or without it."""
+    """Return a command of pytest in several processes, with the extension or not."""
     workers = os.environ.get("MINIDP_TEST_WORKERS", WORKERS)
     return python(
         *("-m", "pytest", "--numprocesses", workers, "--dist", "worksteal", *words),
@@ -78,7 +78,7 @@ def pytest(
 
 
 def page(*words: str, profile: str = "ci") -> Command:
-    """Run tests of the page in one process: a browser serves all of them."""
+    """Return a command of pytest in one process: a browser serves all its tests."""
     return python(
         *("-m", "pytest", "-p", "no:xdist", *words),
         HYPOTHESIS_PROFILE=os.environ.get("HYPOTHESIS_PROFILE", profile),
@@ -86,12 +86,12 @@ def page(*words: str, profile: str = "ci") -> Command:
 
 
 def conformance(native: str, needs: str = "") -> Command:
-    """Run torch's own DDP tests on minidp."""
+    """Return a command that runs torch's own DDP tests on minidp."""
     return python("tests/conformance/run.py", needs=needs, MINIDP_NATIVE=native)
 
 
 def tests(folder: str, *names: str) -> tuple[str, ...]:
-    """Name test files of a folder."""
+    """Return the paths of test files of a folder."""
     return tuple(f"tests/{folder}/test_{name}.py" for name in names)
 
 
@@ -235,7 +235,7 @@ TIERS = {
 
 
 class Interruption:
-    """Ends the processes of the tests when a signal asks for the end of the run."""
+    """Kill the processes of the tests when SIGINT, SIGTERM or SIGHUP comes."""
 
     def __init__(self) -> None:
         self.number = 0  # of the signal that came

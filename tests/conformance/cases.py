@@ -69,7 +69,7 @@ _rpc = _import_torch_tests("ddp_under_dist_autograd_test")
 
 
 class _Forked:
-    """Torch's harness of a test: forks its ranks, watches, ends and judges them.
+    """Fork the ranks of a test, in the place of torch's way to start them.
 
     A process that has threads could not be forked safely: none runs in the harness.
     """
@@ -118,7 +118,7 @@ class _Forked:
 class Distributed(
     _Forked, _distributed.TestDistBackend, _distributed.DistributedTest._DistTestBase
 ):
-    """Torch's main tests, one method each."""
+    """Torch's main DDP tests; each of its methods is one."""
 
     def _barrier(self, wait_for: int | None = None, timeout: float = 10) -> None:
         # Torch waits for 10 s, which a rank on a busy machine may need to get here.
@@ -130,18 +130,18 @@ class _OverRpc(
     tensorpipe_rpc_agent_test_fixture.TensorPipeRpcAgentTestFixture,
     common_distributed.MultiProcessTestCase,
 ):
-    """What torch's tests of distributed autograd need besides their own class."""
+    """Base classes that torch's tests of distributed autograd need beside their own."""
 
 
 # Torch's classes come first: their world sizes are the right ones.
 class UnderDistAutograd(_rpc.DdpUnderDistAutogradTest, _OverRpc):
-    """Trainers, a parameter server and a master; gradients live in contexts."""
+    """Torch's tests with trainers, a parameter server and a master over RPC."""
 
 
 class ComparedWithDistAutograd(
     _rpc.DdpComparisonTest, _rpc.CudaDdpComparisonTest, _OverRpc
 ):
-    """Local and distributed autograd bring the same gradients."""
+    """Torch's comparisons of local with distributed autograd."""
 
 
 CASE_OF: dict[str, Any] = {
@@ -153,13 +153,13 @@ CASE_OF: dict[str, Any] = {
 
 
 def fixed_num_ranks(name: str) -> int | None:
-    """How many ranks a test needs, if its class says so."""
+    """Return how many ranks a test needs; None if its class does not fix that."""
     case = CASE_OF[name]
     return None if case is Distributed else int(case(name).world_size)
 
 
 def why_skipped(name: str) -> str:
-    """The reason that a decorator left for unittest's own runner; empty if none."""
+    """Return why a decorator of unittest skips a test; empty if none does."""
     test = getattr(CASE_OF[name], name)
     is_skipped = getattr(test, "__unittest_skip__", False)
     return str(test.__unittest_skip_why__) if is_skipped else ""
@@ -169,7 +169,7 @@ def why_skipped(name: str) -> str:
 
 
 def bind(name: str, at_instance: Callable[[], None]) -> None:
-    """Make this process reach the implementation under every name of torch's class."""
+    """Replace torch's DDP class by an implementation everywhere in this process."""
     implementation = IMPLEMENTATIONS[name]
     construct = implementation.__init__
 
@@ -201,7 +201,7 @@ def _take_the_place_of_torchs(implementation: Any) -> None:
 
 
 def place_on_cpu() -> None:
-    """Patch torch in this process, once all imports are over.
+    """Patch torch so that this process places everything on the CPU.
 
     Some modules compile functions when they are imported, and would find the patches.
     """

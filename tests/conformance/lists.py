@@ -9,7 +9,6 @@ minidp/torch_compat.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ _HERE = Path(__file__).parent
 BASELINE, EXCEPTIONS = _HERE / "baseline.txt", _HERE / "exceptions.txt"
 README = _HERE.parent.parent / "minidp" / "torch_compat" / "README.md"
 _SLOW_SECONDS = 20.0
-_MAX_REASON = 160  # characters
 _HEAD = """\
 # What torch {version} passes, of the tests in torch's wheel that wrap a module in DDP.
 # Made by: python tests/conformance/run.py --implementation torch --record
@@ -38,7 +36,7 @@ class Known:
 
     @property
     def is_slow(self) -> bool:
-        """Whether it runs on request only."""
+        """Whether it runs only with --slow."""
         return self.seconds > _SLOW_SECONDS
 
 
@@ -56,18 +54,18 @@ class Outcome:
 
 
 def read_baseline() -> dict[str, Known]:
-    """By name, in the order of the file."""
+    """Read baseline.txt: tests by name, in the order of the file."""
     rows = (line.split() for line in _lines(BASELINE))
     return {name: Known(name, int(num), float(sec)) for name, num, sec in rows}
 
 
 def baseline_version() -> str:
-    """The torch that passed those tests."""
+    """Return the version of torch that passed the tests of baseline.txt."""
     return BASELINE.read_text().split()[3]
 
 
 def write_baseline(outcomes: Iterable[Outcome]) -> None:
-    """Keep what passed and has to do with the wrapper at all."""
+    """Write baseline.txt: tests that passed and built the implementation's class."""
     rows = sorted(
         f"{outcome.name} {outcome.num_ranks} {outcome.seconds:.1f}\n"
         for outcome in outcomes
@@ -77,7 +75,11 @@ def write_baseline(outcomes: Iterable[Outcome]) -> None:
 
 
 def read_exceptions() -> dict[str, str]:
-    """Tests that minidp fails on purpose, each with its row of the README's table."""
+    """Read exceptions.txt: tests that minidp fails on purpose -> row of the README.
+
+    Raises:
+        ValueError: the README has no such row.
+    """
     table = README.read_text().split("\n## Differences from torch\n")[1]
     table = table.split("\n## ")[0]
     listed = {}
@@ -95,42 +97,15 @@ def _lines(path: Path) -> Iterator[str]:
             yield line
 
 
-class Judge:
-    """Compares outcomes with the list of exceptions, and counts.
+def judge(outcome: Outcome, exceptions: Mapping[str, str]) -> tuple[str, str]:
+    """Return a verdict and its reason, in the light of the tests that are listed.
 
-    A listed test that passes is an error, too: its row is stale, and would hide the day
-    on which it fails again.
+    A listed test that fails "differs". One that passes is "STALE", an error: its row
+    would hide the day on which it fails again.
     """
-
-    def __init__(self, exceptions: Mapping[str, str]) -> None:
-        self._exceptions = exceptions
-        self._counts: Counter[str] = Counter()
-
-    def line(self, outcome: Outcome) -> str:
-        """Take note of an outcome; returns what to print."""
-        row = self._exceptions.get(outcome.name)
-        verdict, reason = outcome.verdict, outcome.reason
-        if row and verdict == "ok":
-            verdict, reason = "STALE", "passes, but exceptions.txt lists it"
-        elif row:
-            verdict, reason = "differs", row
-        self._counts[verdict] += 1
-        if len(reason) > _MAX_REASON:
-            reason = reason[: _MAX_REASON - 3] + "..."
-        text = f"{verdict:8}{outcome.name}  {outcome.seconds:.1f} s  {reason}"
-        return text.rstrip()
-
-    def summary(self, num_baseline: int) -> str:
-        """The last line of a run."""
-        passed = self._counts["ok"] + self._counts["STALE"]
-        text = f"passed {passed} of {self._counts.total()}"
-        text += f" (torch itself: {num_baseline})"
-        for verdict in ("differs", "STALE", "FAILED", "skipped"):
-            if self._counts[verdict]:
-                text += f", {self._counts[verdict]} {verdict}"
-        return text
-
-    @property
-    def is_satisfied(self) -> bool:
-        """Something ran, and nothing failed, was skipped or passed unexpectedly."""
-        return bool(self._counts) and self._counts.keys() <= {"ok", "differs"}
+    row = exceptions.get(outcome.name)
+    if row is None:
+        return outcome.verdict, outcome.reason
+    if outcome.verdict == "ok":
+        return "STALE", "passes, but exceptions.txt lists it"
+    return "differs", row

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.lists import Judge, Outcome
-
 _RUN = Path(__file__).parent / "run.py"
 _REDUCES = "test_DistributedDataParallelCPU"
 _ACCUMULATES = "test_accumulate_gradients_no_sync"
@@ -31,20 +29,3 @@ def test_a_wrapper_that_is_wrong_fails(implementation, fails, passes):
     assert done.returncode == 1
     verdicts = {line.split()[1]: line.split()[0] for line in done.stdout.splitlines()}
     assert (verdicts[fails], verdicts[passes]) == ("FAILED", "ok"), done.stdout
-
-
-@pytest.mark.parametrize(
-    ("name", "verdict", "is_right"),
-    [
-        ("new", "ok", True),
-        ("new", "FAILED", False),
-        ("new", "skipped", False),
-        ("listed", "FAILED", True),
-        ("listed", "ok", False),  # stale
-    ],
-)
-def test_what_the_judge_accepts(name, verdict, is_right):
-    judge = Judge({"listed": "a row"})
-    assert not judge.is_satisfied  # no test ran
-    judge.line(Outcome(name, verdict, 1.0, 2))
-    assert judge.is_satisfied is is_right

@@ -21,7 +21,7 @@ from tests.conformance.lists import Known, Outcome
 def run_all(
     tests: Sequence[Known], implementation: str, timeout: float, jobs: int
 ) -> Iterator[Outcome]:
-    """Outcomes as they come; the longest tests start first.
+    """Run tests, the longest first; yield each outcome as it comes.
 
     A test may take `timeout` seconds, or four times as long as it took torch.
 
@@ -44,7 +44,7 @@ def run_all(
 def run_trial(
     name: str, implementation: str, num_ranks: int, timeout: float
 ) -> Outcome:
-    """Run a test on as many processes as it needs."""
+    """Run one test on ``num_ranks`` processes; ``timeout`` is in seconds."""
     start, case, result = time.monotonic(), cases.CASE_OF[name], unittest.TestResult()
     os.environ["WORLD_SIZE"] = str(num_ranks)
     with (
@@ -71,7 +71,7 @@ def run_trial(
 
 
 def _first_line(text: str) -> str:
-    """The exception of the last traceback, without torch's C++ stack."""
+    """Return the first line of the last exception in a text of tracebacks."""
     frames = text.split("Traceback (most recent call last):\n")[-1]
     lines = [line for line in frames.splitlines() if line and not line.startswith(" ")]
     return lines[0] if lines else text.splitlines()[-1]

@@ -142,7 +142,7 @@ def twice(value):
 
 
 def later(make):
-    """Completed from another thread, at once or a little later."""
+    """Return a future that another thread completes with what ``make()`` returns."""
     future = Future()
 
     def run():
@@ -160,7 +160,7 @@ def fail(error):
 
 
 class Strange(Exception):
-    """An exception whose text cannot be had."""
+    """An exception whose __str__ raises."""
 
     def __str__(self):
         raise ValueError("no text")
@@ -218,7 +218,7 @@ TINY = (("bucket_cap_mb", 8 / 2**20),)
 
 @dataclass(frozen=True)
 class Case:
-    """One hook: on bucket ``bucket`` (-1: on all) of step ``step`` it goes wrong."""
+    """A hook that goes wrong on bucket ``bucket`` (-1: on all) of step ``step``."""
 
     touch: str = "nothing"
     brings: str = "itself"
@@ -254,7 +254,7 @@ cases = st.builds(
 
 
 class Hook:
-    """All-reduces alone, until it is its turn to do as the case says."""
+    """A comm hook that returns the bucket unchanged, and once what the case says."""
 
     def __init__(self, case):
         self.case, self.step = case, -1

@@ -34,7 +34,7 @@ DOCUMENTED = (TypeError, ValueError, RuntimeError)
 
 
 class Bag(nn.Module):
-    """Its loss is 3 * sum of |p|^2 over what is trainable: each gradient is 6 p."""
+    """A module whose loss is 3 * sum of |p|^2: each trainable p has gradient 6 p."""
 
     def __init__(self, *tensors):
         super().__init__()
@@ -51,7 +51,7 @@ def values(*shape, dtype=torch.float32):
 
 
 def bag(**extras):
-    """Two parameters, and what else there is."""
+    """Make a `Bag` of two parameters; ``extras`` are set as its attributes."""
     made = Bag(values(3, 2), values(5))
     for name, value in extras.items():
         setattr(made, name, value)
@@ -197,12 +197,12 @@ JUNK = {repr(value): value for value in _PLAIN} | {
 
 @cache
 def mesh(*shape):
-    """One per process: each makes groups."""
+    """Return a mesh on the CPU; one for each shape, because it makes groups."""
     return init_device_mesh("cpu", shape, mesh_dim_names=tuple("abc"[: len(shape)]))
 
 
 class HalfMesh:
-    """Has a group, and nothing else of a mesh."""
+    """Has `get_group` and nothing else of a mesh."""
 
     def get_group(self, mesh_dim=None):
         return dist.group.WORLD
@@ -213,7 +213,7 @@ def pairs(module):
 
 
 def own_layout(module):
-    """One bucket for everything that is trained, of whatever dtypes."""
+    """Return a bucket layout with one bucket for all trainable parameters."""
     names = [name for name, param in pairs(module) if param.requires_grad]
     return {"format": 1, "rebuilt": True, "buckets": [names]}
 
@@ -313,7 +313,7 @@ calls = st.builds(
 
 
 class Broken(AssertionError):
-    """A law does not hold."""
+    """A law that `try_call` or `try_hook` checks does not hold."""
 
 
 def try_call(call: Call) -> str:
@@ -347,7 +347,7 @@ def try_call(call: Call) -> str:
 
 
 def make(call: Call) -> tuple[Any, dict[str, Any]]:
-    """Module and arguments."""
+    """Build the module and the arguments of a call."""
     module = MODULES[call.module]()
     return module, _arguments(call, module)
 
@@ -367,7 +367,7 @@ def _name_of(error):
 
 
 def _train_one(ddp, call):
-    """One step of what was accepted."""
+    """Run one backward of an accepted wrapper; return the outcome in a word."""
     ddp.zero_grad()
     try:
         ddp(torch.ones(1)).sum().backward()
@@ -412,7 +412,7 @@ def _is_module(thing):
 
 
 def nodes_of(module: Any) -> list[Any]:
-    """The AccumulateGrad nodes, kept alive, so that no hook can hide by their death."""
+    """Return the AccumulateGrad nodes of a module: their hooks live as long as they."""
     params = module.parameters() if _is_module(module) else ()
     return [
         get_gradient_edge(p).node
@@ -423,7 +423,7 @@ def nodes_of(module: Any) -> list[Any]:
 
 
 def hooks_on(nodes: list[Any]) -> list[int]:
-    """Which nodes carry Python hooks."""
+    """Return the indices of the nodes that carry Python hooks."""
     found = []
     for i, node in enumerate(nodes):
         handle = node.register_hook(lambda *_: None)
@@ -434,7 +434,7 @@ def hooks_on(nodes: list[Any]) -> list[int]:
 
 
 def look(module: Any) -> Any:
-    """What a failed constructor must not have changed."""
+    """Return the identities of all parts of a module, to be compared later."""
     if not _is_module(module):
         return None
     modules = [
@@ -457,7 +457,7 @@ def _kept(value):
 
 
 def dies(reference: weakref.ref[Any]) -> bool:
-    """Whether nothing is left of an object, at the latest after a collection."""
+    """Whether an object is dead, at the latest after a garbage collection."""
     if reference() is not None:
         gc.collect()
     return reference() is None

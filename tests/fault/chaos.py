@@ -10,7 +10,7 @@ What is asked of a run:
 
 * it ends by itself within the limit, with exit status 0, and leaves no process behind;
 * the last digest of the weights is that of the undisturbed run of as many ranks;
-* a rank that is late, but within ``--hang-timeout``, disturbs nobody: no restart;
+* a rank that is late, but within the limit for hangs, disturbs nobody: no restart;
 * after any other deed there is exactly one restart, and the right rank is named:
 
     kill, exit, segv   by torchrun (exit status and rank), which ends the peers as soon
@@ -50,6 +50,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "elastic_checkpoint.py"
 SABOTEUR = ROOT / "tests" / "fault" / "saboteur.py"
 STEPS, EVERY = 24, 6
+HANG_TIMEOUT = 5.0
 SAVES = STEPS // EVERY
 WORLD_SIZES = (2, 2, 2, 2, 3, 3, 4)  # drawn from
 EXIT_CODES = {"kill": -9, "exit": 7, "segv": -11, "raise": 1}
@@ -70,7 +71,7 @@ class Trial:
     ranks: int
     plan: Plan
     is_cold: bool
-    hang_timeout: float
+    hang_timeout: float = HANG_TIMEOUT
 
     @property
     def limit(self) -> float:
@@ -79,7 +80,7 @@ class Trial:
         return 90 + self.hang_timeout + slow
 
     def command(self, folder: Path) -> list[str]:
-        """Arguments of torchrun."""
+        """Return the arguments of torchrun."""
         started = [] if self.is_cold else ["--run-path", "--start-method", "fork"]
         return [
             *("--standalone", "--max-restarts", "2", "--redirects", "3"),
@@ -91,8 +92,8 @@ class Trial:
         ]
 
 
-def draw(seed: int, number: int, hang_timeout: float, cold_every: int) -> Trial:
-    """Run ``number``, always the same."""
+def draw(seed: int, number: int, cold_every: int) -> Trial:
+    """Draw the trial of a number: the same for the same seed."""
     table = moments(None)
     cells = [(moment, deed) for moment in table for deed in DEEDS]
     random.Random(f"{seed}, {number // len(cells)}").shuffle(cells)
@@ -107,9 +108,9 @@ def draw(seed: int, number: int, hang_timeout: float, cold_every: int) -> Trial:
         moment=moment,
         occurrence=rng.randint(1, times),
         deed=deed,
-        seconds=round(rng.uniform(0.1, 0.5) * hang_timeout, 2),
+        seconds=round(rng.uniform(0.1, 0.5) * HANG_TIMEOUT, 2),
     )
-    return Trial(number, ranks, plan, is_cold, hang_timeout)
+    return Trial(number, ranks, plan, is_cold)
 
 
 # -------------------------------------------------------------------------- one run
@@ -140,7 +141,7 @@ class Run:
         return cls(trial, folder, pid, began)
 
     def __str__(self) -> str:
-        """One line of the table."""
+        """Return one line of the table."""
         trial, plan = self.trial, self.trial.plan
         return (
             f"{trial.number:4}  {trial.ranks} ranks  {plan.deed:6}"
@@ -151,23 +152,23 @@ class Run:
 
     @property
     def digest(self) -> str:
-        """The last one that rank 0 printed, in whichever attempt."""
+        """The last digest that rank 0 printed, in whichever attempt; empty if none."""
         printed = "".join(self._read(f"attempt_{n}/0/stdout.log") for n in range(3))
         found = re.findall(r"digest after step \d+: (\w+)", printed)
         return found[-1] if found else ""
 
     def poll(self) -> int | None:
-        """Exit status, once it has ended."""
+        """Return the exit status of torchrun; None while it runs."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if pid else None
 
     def abandon(self) -> None:
-        """End torchrun; its workers are `left_behind`."""
+        """Kill torchrun, not its workers: `left_behind` does that."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
     def left_behind(self) -> list[int]:
-        """Workers that are still there; they are ended now."""
+        """Kill the workers that still run; return their process ids."""
         found = []
         for note in self.folder.glob("worker-*.pid"):
             pid = int(note.read_text() or "0")
@@ -177,11 +178,11 @@ class Run:
         return found
 
     def errors(self, rank: int, attempt: int = 0) -> str:
-        """What a rank wrote to stderr."""
+        """Return what a rank wrote to stderr in an attempt."""
         return self._read(f"attempt_{attempt}/{rank}/stderr.log")
 
     def attempts(self) -> int:
-        """How often the workers were started."""
+        """Return how often torchrun started the workers."""
         return len(list(self.folder.glob("logs/*/attempt_*")))
 
     def _read(self, name: str) -> str:
@@ -192,7 +193,7 @@ class Run:
 def _become_torchrun(
     command: Sequence[str], plan: Plan, log: int, *, is_cold: bool
 ) -> None:
-    """In a fork of this process: never returns."""
+    """Turn this forked process into torchrun; never returns."""
     try:
         os.setsid()
         os.dup2(log, 1)
@@ -227,7 +228,7 @@ def _is_ours(pid: int, folder: Path) -> bool:
 
 
 def judge(run: Run, status: int | None, digest: str) -> None:
-    """Hold a run that ended, or did not, against what is asked of it."""
+    """Set the complaints of a run; status None: it did not end in time."""
     trial, plan = run.trial, run.trial.plan
     left, found = run.left_behind(), run.digest
     attempts = 1 if plan.deed == "delay" else 2
@@ -269,7 +270,7 @@ def _judge_names(run: Run) -> None:
 
 
 def named_in(text: str) -> set[int]:
-    """The ranks that errors in ``text`` say are missing."""
+    """Return the ranks that errors in ``text`` call missing."""
     return {
         int(rank)
         for pattern in NAMES
@@ -282,7 +283,7 @@ def named_in(text: str) -> set[int]:
 
 
 def conduct(trials: Sequence[Trial], jobs: int) -> Iterator[tuple[Run, int | None]]:
-    """Run trials, ``jobs`` at a time; each with its exit status as it ends."""
+    """Run trials, ``jobs`` at a time; yield each with its exit status (None: late)."""
     live: list[Run] = []
     waiting = list(trials)
     try:
@@ -309,7 +310,7 @@ def conduct(trials: Sequence[Trial], jobs: int) -> Iterator[tuple[Run, int | Non
 
 
 def summary(runs: Sequence[Run]) -> str:
-    """Counts by deed, moment, number of ranks and witness."""
+    """Return a table of counts by deed, moment, number of ranks and witness."""
     lines = [f"\n{'':18} runs  failed  median s  longest s"]
     for key in (
         lambda run: run.trial.plan.deed,
@@ -330,27 +331,22 @@ def summary(runs: Sequence[Run]) -> str:
 
 
 def main() -> int:
-    """Run, print, and say by the exit status whether all went well."""
+    """Run trials and print them; return 1 if there is a complaint, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.fault.chaos", description=(__doc__ or "").splitlines()[0]
     )
     add = parser.add_argument
     add("--runs", type=int, default=200, help="how many (default 200)")
-    add("--start", type=int, default=0, help="number of the first one (default 0)")
     add("--seed", type=int, default=0, help="what is drawn (default 0)")
     add("--jobs", type=int, default=2, help="runs at a time (default 2)")
-    add("--hang-timeout", type=float, default=5.0, help="seconds (default 5)")
     add("--cold-every", type=int, default=25, help="0: no cold runs (default 25)")
-    add("--deeds", nargs="*", choices=list(DEEDS), help="only these")
     add("--keep", type=Path, help="folder for the logs of runs that failed")
     args = parser.parse_args()
 
     import torch._dynamo  # so that forked workers need not; optimizers import it
 
     assert torch._dynamo is not None
-    numbers = range(args.start, args.start + args.runs)
-    drawn = [draw(args.seed, n, args.hang_timeout, args.cold_every) for n in numbers]
-    trials = [t for t in drawn if not args.deeds or t.plan.deed in args.deeds]
+    trials = [draw(args.seed, n, args.cold_every) for n in range(args.runs)]
     sizes = sorted({trial.ranks for trial in trials})
     undisturbed = [
         Trial(-1, n, Plan(""), is_cold=False, hang_timeout=30.0) for n in sizes

@@ -31,7 +31,7 @@ from minidp.data_parallel import replication
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens in a run."""
+    """Which rank does what, when; an environment variable carries it as JSON."""
 
     folder: str  # for notes: what was done, and which processes there were
     rank: int = -1  # none: an undisturbed run
@@ -79,7 +79,7 @@ class Moment:
 
 
 def moments(script: Any) -> dict[str, Moment]:
-    """All moments; ``script`` is the imported training script."""
+    """Return all moments by name; ``script`` is the imported training script."""
     wrapper, replicas = minidp.DataParallel, replication.Replication
     launch = (bucket.Bucket, "launch")
     return {
@@ -108,12 +108,12 @@ RARE = {"between buckets": -1, "buffer broadcast": -1}  # not in the first step
 
 
 def occurrences(moment: Moment, name: str, steps: int, saves: int) -> int:
-    """How often a moment comes in an undisturbed run."""
+    """Return how often a moment comes in an undisturbed run."""
     return {"run": 1, "step": steps, "save": saves}[moment.per] + RARE.get(name, 0)
 
 
 def arm(plan: Plan, script: Any) -> None:
-    """Replace what the moment of the plan is hooked to."""
+    """Replace the function of the plan's moment by one that strikes."""
     moment = moments(script)[plan.moment]
     owner, name = moment.where
     original = getattr(owner, name)
@@ -138,7 +138,7 @@ def arm(plan: Plan, script: Any) -> None:
 
 
 def strike(plan: Plan) -> None:
-    """Do it, and leave a note that it was done."""
+    """Leave a note in the folder of the plan, and do its deed."""
     Path(plan.folder, "struck").touch()
     DEEDS[plan.deed](plan)
 

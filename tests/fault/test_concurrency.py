@@ -25,7 +25,7 @@ STEPS = int(os.environ.get("MINIDP_STRESS_STEPS", "60"))
 
 
 class Net(nn.Module):
-    """The same values whatever other threads draw at random."""
+    """Five layers with values of their own generator: other threads draw, too."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def grads(module: nn.Module) -> list[torch.Tensor]:
 
 
 def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
-    """Start together; results, or the first exception."""
+    """Run jobs in threads that start together; return results, or raise an error."""
     barrier = threading.Barrier(len(jobs))
 
     def run(job: Callable[[], Any]) -> Any:
@@ -115,7 +115,7 @@ def plain_gradients(seed: int, step: int) -> list[torch.Tensor]:
 
 
 def hammer(group: Any, seed: int, options: dict[str, Any]) -> int:
-    """Wrap, train a little and drop, over and over; how many gradients were wrong."""
+    """Wrap, train and drop, over and over; return how many steps were wrong."""
     wrong = 0
     expected = [plain_gradients(seed, step) for step in range(5)]
     for _ in range(max(1, STEPS // 5)):

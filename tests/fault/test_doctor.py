@@ -38,7 +38,7 @@ runpy.run_module("minidp.doctor", run_name="__main__", alter_sys=True)
 
 
 def play(*codes, timeout="60", wait="30", meanwhile=lambda ranks: None):
-    """Exit status and printed report of each rank; no rank may hang.
+    """Run two ranks; return the exit status and printed report of each.
 
     ``meanwhile`` gets the processes as soon as they are started.
     """
@@ -64,7 +64,7 @@ def failures(report):
 
 
 def at_clocks(deed):
-    """Code of a rank that does a deed in the check of clocks."""
+    """Return code that makes a rank do a deed in the check of clocks."""
     return f"""
 import minidp.doctor.checks.collectives
 def deed(*_, **_options):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
-import signal
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -73,45 +72,6 @@ def test_the_newest_stay(example, tmp_path):
     example.tidy(tmp_path)
     assert sorted(example.whole_ones(tmp_path)) == [4, 5, 6]
     assert len(list(tmp_path.iterdir())) == 3
-
-
-# ------------------------------------------------------------------ killed in the save
-
-
-# The function of os in which the process dies, and how much of the file is written.
-STAGES = {
-    "nothing is written": ("fsync", 0.0),
-    "half is written": ("fsync", 0.5),
-    "all is written": ("fsync", 1.0),
-    "all is on the disk": ("replace", None),
-    "it has its name": ("open", None),  # os.open: of the directory, to sync it
-}
-
-
-def save_and_die(ctx: Any, directory: str, stage: str) -> None:
-    example = load_example()
-    name, share = STAGES[stage]
-
-    def die(descriptor: Any, *_: Any) -> None:
-        if share is not None:
-            size = os.fstat(descriptor).st_size
-            os.ftruncate(descriptor, int(size * share))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(os, name, die)
-    example.write(example.path_of(Path(directory), 2), state(2))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_killed_in_the_save(example, tmp_path, stage):
-    example.write(example.path_of(tmp_path, 1), state(1))
-    (dead,) = run_fresh(save_and_die, 1, str(tmp_path), stage, errors="return")
-    assert dead.exit_code == -signal.SIGKILL
-    has_name = stage == "it has its name"
-    assert sorted(example.whole_ones(tmp_path)) == ([1, 2] if has_name else [1])
-    assert len(list(tmp_path.glob("*.part"))) == (not has_name)
-    example.tidy(tmp_path)
-    assert list(tmp_path.glob("*.part")) == []
 
 
 # ------------------------------------------------------------------- all ranks the same

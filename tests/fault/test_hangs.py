@@ -30,7 +30,7 @@ SLOW_MACHINE = 10.0  # seconds that we allow on top
 
 
 def wait_for_others(ctx: Any) -> None:
-    """Until every rank is here; no collective. (Killed ones are not waited for.)"""
+    """Wait in the store until every rank calls this."""
     store = dist.distributed_c10d._get_default_store()
     store.add("here", 1)
     while store.add("here", 0) < ctx.world_size:
@@ -66,7 +66,7 @@ ABSENCES: dict[str, tuple[Callable[[Any, DataParallel], None], str]] = {
 
 
 def absent_once(ctx: Any, how: str) -> Any:
-    """Rank 1 is absent from the fourth step; what the others get to know."""
+    """Let rank 1 stay away from the fourth step; return error and seconds of others."""
     ddp = DataParallel(TwoLayers(), hang_timeout=LIMIT)
     for _ in range(3):
         backward(ddp)
@@ -95,7 +95,7 @@ def test_who_is_absent_is_named(how: str) -> None:
 
 
 def patient(module: nn.Module, seconds: float = LIMIT, **options: Any) -> DataParallel:
-    """The default, which would take 5 minutes."""
+    """Wrap with hang_timeout="auto", but with another limit than 5 minutes."""
     config_options.HANG_SECONDS = seconds
     return DataParallel(module, **options)
 
@@ -114,7 +114,7 @@ class Counts(logging.Handler):
 
 
 def evaluates(store: Any, ctx: Any) -> None:
-    """Longer than the limit: until every other rank has been warned."""
+    """Compute without gradients until every other rank has been warned."""
     with torch.no_grad():
         while store.add("warned", 0) < ctx.world_size - 1:
             nn.Linear(4, 4)(torch.ones(1, 4))
@@ -153,7 +153,7 @@ def killed() -> None:
 
 
 def stopped() -> None:
-    """Until `end_the_stopped`."""
+    """Stop this process until `end_the_stopped`."""
     store = dist.distributed_c10d._get_default_store()
     store.set("stopped", str(os.getpid()))
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -165,7 +165,7 @@ def end_the_stopped() -> None:
 
 
 def patiently_absent(ctx: Any, how: str) -> Any:
-    """Rank 1 is killed, stopped, or waits where the others are not."""
+    """Let rank 1 be killed, stopped or wait elsewhere; return rank 0's error."""
     other_group = dist.new_group()
     # On one group, gloo would take one object's gradients for the other's.
     first, second = (
@@ -215,7 +215,7 @@ def test_a_rank_that_will_not_come_is_an_error_all_the_same(how: str) -> None:
 
 
 def absent_early(ctx: Any, place: str) -> str:
-    """Rank 0 sends module buffers, rank 2 waits for a bucket: rank 1 does nothing."""
+    """Let rank 1 stay away from the constructor, or from a broadcast of buffers."""
     if place == "constructor":
         make = lambda: DataParallel(TwoLayers(), hang_timeout=LIMIT)  # noqa: E731
     else:
@@ -243,7 +243,7 @@ def test_who_is_absent_from_another_collective_is_named(place: str, words: str) 
 
 
 def store_host_stops(ctx: Any) -> str:
-    """Rank 0 hosts the store: without it nothing is known about anybody."""
+    """Stop rank 0, which hosts the store: nothing is known about any rank then."""
     ddp = DataParallel(TwoLayers(), hang_timeout=LIMIT)
     backward(ddp)
     if ctx.rank == 0:
@@ -318,7 +318,7 @@ ENDS = {
 
 
 def run_two(rank1: str, end: str = "") -> list[tuple[int, str]]:
-    """Exit statuses and outputs; a process that is stopped is killed then."""
+    """Run SCRIPT on two ranks; return exit status and output of each that ends."""
     script = textwrap.dedent(SCRIPT).format(rank1=rank1, end=end)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port

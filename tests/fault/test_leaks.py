@@ -41,7 +41,7 @@ MANY_CYCLES = 1000
 
 
 class Net(nn.Module):
-    """Some 10 KiB of parameters: a leak of one object's buffers shows."""
+    """A module with 10 KiB of parameters: leaked buffers of one wrapper show."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 def cycle(variant: Variant, group: Any) -> None:
-    """Wrap, train and drop; what fails on purpose is caught, as users do."""
+    """Wrap a module, train it and drop it; catch what fails on purpose."""
     net = Net()
     if variant.fails == "constructor":
         net.register_buffer("sparse", torch.eye(2).to_sparse())
@@ -131,7 +131,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def used_bytes() -> int:
-    """In all arenas of malloc and its mappings, and in Python's small blocks."""
+    """Return the bytes handed out by malloc and by Python's allocator."""
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = _MallInfo
     info = libc.mallinfo2()
@@ -146,7 +146,7 @@ def resident_bytes() -> int:
 
 
 def handles() -> tuple[int, int, int]:
-    """Open files, threads of Python, threads; once the watchdog has ended."""
+    """Wait for the watchdog; return numbers of files, Python threads, threads."""
     for thread in threading.enumerate():
         if thread.name == "minidp watchdog":
             thread.join(20.0)  # it may be telling the others that a replica is gone
@@ -165,7 +165,7 @@ class Growth:
 
 
 def measure(step: Callable[[], None], num_cycles: int) -> Growth:
-    """Run cycles, and see what they leave.
+    """Run cycles and return what each adds to memory, files and threads.
 
     The slope is Theil's and Sen's: the median of the slopes between all pairs of
     periods. A single jump (an arena of the allocator, a cache) does not move it; a leak
@@ -198,7 +198,7 @@ def measure(step: Callable[[], None], num_cycles: int) -> Growth:
 
 
 def measure_variant(ctx: Any, name: str, num_cycles: int) -> Growth:
-    """On a rank, or in a group of this process alone."""
+    """Measure a variant on the group of ``ctx``."""
     _fill_flight_recorder(ctx.group)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -206,14 +206,14 @@ def measure_variant(ctx: Any, name: str, num_cycles: int) -> Growth:
 
 
 def _fill_flight_recorder(group: Any) -> None:
-    """Torch remembers the last 2,000 collectives: memory that grows until then."""
+    """Run 2,500 collectives: torch's memory of the last 2,000 grows until then."""
     tensor = torch.ones(1)
     for _ in range(2500):
         dist.broadcast(tensor, group=group, group_src=0)
 
 
 def problem(growth: Growth, world_size: int = 1) -> str:
-    """What is not flat; empty if everything is."""
+    """Return what grows with the cycles; empty if nothing does."""
     if growth.used > MAX_BYTES_PER_CYCLE[world_size]:
         return f"{growth.used:.0f} bytes per cycle"
     if growth.is_long and growth.resident > MAX_RESIDENT_PER_CYCLE:

@@ -11,12 +11,10 @@ import os
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.fault import matrix
-from tests.fault.patterns import PATTERNS
-from tests.fault.play import GOOD, REMEDY, Outcome, Pattern, Record, judge
-from tests.support.pool import RankError
+from tests.fault.matrix import GOOD
+from tests.fault.patterns import PATTERNS, Outcome, Pattern
 
 IS_LONG = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 PLAYED = PATTERNS if IS_LONG else matrix.of_each_base()
@@ -43,43 +41,3 @@ def test_pattern(pattern: Pattern) -> None:
 def test_score() -> None:
     print("\n" + matrix.score(PLAYED, runs_hangs=IS_LONG))
     assert len({p.name for p in PATTERNS}) == len(PATTERNS)
-
-
-# -- the judge can tell ----------------------------------------------------------------
-
-
-def record(*steps, right=True, error="", warned="", seconds=0.0):
-    states = [{"w": torch.tensor([step])} for step in steps]
-    is_named = "[rank" in error
-    return Record(
-        *(states, [right] * len(steps), error, is_named),
-        warned=[warned],
-        seconds=seconds,
-    )
-
-
-NAMED = "E: [rank {}] w. " + REMEDY + "x"
-TELLS_0, TELLS_1 = NAMED.format(0), NAMED.format(1)
-
-
-@pytest.mark.parametrize(
-    ("records", "outcome"),
-    [
-        ([record(1, 2), record(1, 2)], Outcome.RIGHT),
-        ([record(1, 2), record(1, 3)], Outcome.SILENT),
-        ([record(1, right=False), record(1)], Outcome.SILENT),
-        ([record(1, warned=TELLS_0), record(2, warned=TELLS_1)], Outcome.WARNED),
-        ([record(1, warned=TELLS_0), record(2, warned="[rank 1] hm")], Outcome.SILENT),
-        ([record(1, warned=TELLS_0), record(2)], Outcome.SILENT),
-        ([record(1, error=TELLS_0), record(1)], Outcome.NAMED),
-        ([record(1, error=TELLS_1), record(1)], Outcome.ERROR),
-        ([record(1, error="E: [rank 0] w"), record(1)], Outcome.ERROR),
-        ([record(1, error=TELLS_0.replace("w", "")), record(1)], Outcome.ERROR),
-        ([record(1, error=TELLS_0), record(2)], Outcome.LATE),
-        ([record(1, error="timed out", seconds=2.1), record(1)], Outcome.HANG),
-        ([record(1), RankError(1, ("Exited",), "")], Outcome.CRASH),
-        ([record(1), RankError(1, ("Hang",), "")], Outcome.HANG),
-    ],
-)
-def test_judge(records: list[object], outcome: Outcome) -> None:
-    assert judge(records, frozenset({0, 1}), ["w"], 2.0).outcome is outcome

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from torch.nn.parallel import DistributedDataParallel
 
-from minidp import DataParallel
 from tests.support import oracle
 from tests.support.models import ModelSpec, ParamShape
+from tests.support.sessions import Session, first_difference, run_session
 from tests.support.tracing import collective_trace
-from tests.support.words import Session, first_difference, run_session
 
 # Torch defects that minidp does not share; README lists them as differences.
 TORCH_DEFECTS = (
@@ -29,9 +27,9 @@ def compare_on_rank(ctx: Any, session: Session) -> tuple[str, str, list[Any]]:
     """(difference, torch's error message, minidp's collectives) on one rank."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = run_session(session, DistributedDataParallel, ctx.group)
+        expected = run_session(ctx, session, "torch")
         with collective_trace() as trace:
-            found = run_session(session, DataParallel, ctx.group)
+            found = run_session(ctx, session, "minidp")
     return first_difference(session, expected, found), expected.message, trace
 
 
@@ -64,7 +62,8 @@ skipping = st.booleans()
 if "skip_all_reduce_unused_params" not in oracle.TAKES:
     skipping = st.just(False)
 # Torch skips buckets that only local backwards used, so that they stay local.
-SKIPPING_LETTERS = "FGSZzETMK"
+SKIPPING = ["forward", "no_grad", "sum", "zero", "zero to 0", "eval", "train mode"]
+SKIPPING += ["next mask", "freeze"]
 
 
 @st.composite
@@ -86,8 +85,11 @@ def models(draw: st.DrawFn, mode: str) -> ModelSpec:
     )
 
 
+FB = "forward, oldest"
+
+
 @st.composite
-def sessions(draw: st.DrawFn, mode: str, letters: str) -> Session:
+def sessions(draw: st.DrawFn, mode: str, actions: list[str]) -> Session:
     model = draw(models(mode))
     num_branches = len(model.branches)
     uses = st.lists(st.booleans(), min_size=num_branches, max_size=num_branches)
@@ -100,7 +102,7 @@ def sessions(draw: st.DrawFn, mode: str, letters: str) -> Session:
         options["skip_all_reduce_unused_params"] = True
         # Torch divides an old gradient in a skipped bucket, see test_matrix.py.
         options.pop("gradient_as_bucket_view", None)
-        letters = SKIPPING_LETTERS
+        actions = SKIPPING
     # Without find_unused_parameters ranks must use the same branches, else torch hangs.
     # With it each rank still needs something to run backward on: the batch norm.
     per_rank = mode == "find_unused_parameters" and model.batch_norm and not skips
@@ -109,16 +111,17 @@ def sessions(draw: st.DrawFn, mode: str, letters: str) -> Session:
     masks = draw(st.lists(one_mask.map(tuple), min_size=1, max_size=2))
     if mode == "default" or draw(st.booleans()):
         masks = [(everything,), *masks]
-    steps = ["FB", "FB", "FB", "FFS", "Z", "z", *letters]
-    steps += [] if skips else ["FFBB", "NB"]
-    word = "".join(draw(st.lists(st.sampled_from(steps), min_size=1, max_size=9)))
+    pieces = [FB, FB, FB, "forward, forward, sum", "zero", "zero to 0", *actions]
+    pieces += [] if skips else ["forward, forward, oldest, oldest", "quiet, oldest"]
+    drawn = draw(st.lists(st.sampled_from(pieces), min_size=1, max_size=9))
+    frozen = draw(st.integers(0, len(model.params) - 1))
+    text = ", ".join(drawn).replace("freeze", f"freeze(params.{frozen})")
     return Session(
         model,
         tuple(options.items()),
         # Torch's static graph breaks when its first backward is local.
-        "FB" + word if mode == "static_graph" else word,
+        f"{FB}, {text}" if mode == "static_graph" else text,
         tuple(masks),
-        frozen=draw(st.integers(0, len(model.params) - 1)),
         has_grads=draw(st.booleans()),
         has_hook=draw(st.sampled_from([False, False, True])),
         delayed=draw(st.just(()) | indices_of(model)),
@@ -146,14 +149,15 @@ def test_every_cap_is_compared() -> None:
 
 
 world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-LETTERS = "FNGBLSZzETM"
+ACTIONS = ["forward", "quiet", "no_grad", "oldest", "backward", "sum", "zero"]
+ACTIONS += ["zero to 0", "eval", "train mode", "next mask", "freeze"]
 
 
 # A bucket in flight while the backward of its forward is interrupted.
 INTERRUPTED = Session(
     ModelSpec((ParamShape((7,)),) * 2, ((0, 1),), in_two_parts=True),
     (("bucket_cap_mb_list", (16 / 2**20,)),),
-    "FBFBFB",
+    f"{FB}, {FB}, {FB}",
     (((True,),),),
 )
 
@@ -161,7 +165,7 @@ INTERRUPTED = Session(
 @world_sizes
 def test_default_mode(pool: Any, world_size: int) -> None:
     @example(INTERRUPTED)
-    @given(sessions("default", LETTERS + "KR"))
+    @given(sessions("default", [*ACTIONS, "retain"]))
     def run(session: Session) -> None:
         check(pool, world_size, session)
 
@@ -172,13 +176,13 @@ def test_default_mode(pool: Any, world_size: int) -> None:
 DRIFT = Session(
     ModelSpec((ParamShape((7,)),), ((0,), (0,)), batch_norm=True),
     (("find_unused_parameters", True), ("gradient_as_bucket_view", True)),
-    "FBFBKFB",
+    f"{FB}, {FB}, freeze(params.0), {FB}",
     (((False, False), (False, False), (False, True), (False, False)),),
 )
 HALF_DRIFT = Session(
     ModelSpec((ParamShape((7,), dtype="fp16"),), ((0,),), batch_norm=True),
     (("find_unused_parameters", True), ("gradient_as_bucket_view", True)),
-    "FBMFB",
+    f"{FB}, next mask, {FB}",
     (((True,),), ((False,),)),
 )
 
@@ -187,7 +191,7 @@ HALF_DRIFT = Session(
 def test_find_unused_parameters(pool: Any, world_size: int) -> None:
     @example(DRIFT)
     @example(HALF_DRIFT)
-    @given(sessions("find_unused_parameters", LETTERS + "K"))
+    @given(sessions("find_unused_parameters", ACTIONS))
     def run(session: Session) -> None:
         check(pool, world_size, session)
 
@@ -199,7 +203,7 @@ def test_find_unused_parameters(pool: Any, world_size: int) -> None:
 TIED = Session(
     ModelSpec((ParamShape((2, 3)),), ((0,),), batch_norm=False),
     (("static_graph", True), ("gradient_as_bucket_view", True)),
-    "FBFFBZBFB",
+    f"{FB}, forward, {FB}, zero, oldest, {FB}",
     (((True,),),),
 )
 
@@ -207,7 +211,7 @@ TIED = Session(
 LATE = Session(
     ModelSpec((ParamShape(()),), ((0,), (0,)), batch_norm=True),
     (("static_graph", True),),
-    "FBMFB",
+    f"{FB}, next mask, {FB}",
     (((False, False),), ((False, True),)),
 )
 
@@ -216,7 +220,7 @@ LATE = Session(
 def test_static_graph(pool: Any, world_size: int) -> None:
     @example(TIED)
     @example(LATE)
-    @given(sessions("static_graph", LETTERS + "K"))
+    @given(sessions("static_graph", ACTIONS))
     def run(session: Session) -> None:
         check(pool, world_size, session)
 

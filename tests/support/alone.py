@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 
 @contextmanager
 def lone_default_group() -> Iterator[dist.ProcessGroup]:
-    """Make it, and take it down again."""
+    """Yield a new default group with this process alone; destroy it afterwards."""
     dist.init_process_group(
         "gloo",
         store=HashStore(),

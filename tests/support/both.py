@@ -25,13 +25,14 @@ modes = pytest.mark.parametrize("mode", MODES, ids=lambda m: "-".join(m) or "def
 
 
 class Raised(str):
-    """The class and text of an error, in the place of a result."""
+    """An error as "Class: text", in the place of a result."""
 
 
 def on_both(ctx: Any, scenario: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """(torch's, minidp's) result of ``scenario(ctx, wrap, *args)``, or error's text.
+    """Return torch's and minidp's result of ``scenario(ctx, wrap, *args)``.
 
-    ``wrap(module, **options)`` wraps on the group of ``ctx``.
+    ``wrap(module, **options)`` wraps on the group of ``ctx``. A `RuntimeError` is
+    returned as `Raised`.
     """
     results = []
     for wrapper in (DistributedDataParallel, DataParallel):
@@ -64,7 +65,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equality bit for bit through lists, tuples and dicts."""
+    """Whether two nests of lists, tuples, dicts and tensors are equal bit for bit."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
@@ -75,14 +76,14 @@ def same(a: Any, b: Any) -> bool:
 
 
 def grads(module: nn.Module) -> list[torch.Tensor | None]:
-    """Copies of all gradients."""
+    """Return copies of the gradients of all parameters; None where there is none."""
     return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
 
 
 def history_of(
     module: nn.Module, loss: Callable[[int], torch.Tensor], n: int = 3
 ) -> list[list[torch.Tensor | None]]:
-    """The gradients of some steps, each after `zero_grad`."""
+    """Run ``n`` backwards of ``loss(step)``, each from zero; copy all gradients."""
     history = []
     for step in range(n):
         module.zero_grad()
@@ -92,44 +93,44 @@ def history_of(
 
 
 def values(module: nn.Module) -> list[float | None]:
-    """The gradients of parameters with one element each."""
+    """Return the gradients of parameters that have one element each, as numbers."""
     return [None if g is None else g.item() for g in grads(module)]
 
 
 class Scale(nn.Module):
-    """One parameter of one element."""
+    """Has one parameter ``w`` of one element."""
 
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``w * x``"""
+        """Return ``w * x``."""
         return self.w * x
 
 
 class Chain(nn.Module):
-    """Gradients arrive in the order c, b, a."""
+    """Has three parameters, whose gradients arrive in the order c, b, a."""
 
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = (nn.Parameter(torch.ones(2)) for _ in range(3))
 
     def forward(self, x: torch.Tensor, *, skip_b: bool = False) -> torch.Tensor:
-        """A function of all parameters, or of all but b."""
+        """Return a function of all parameters, or of all but b."""
         middle = (x * self.a).exp()
         return (middle if skip_b else (middle * self.b).exp()) * self.c
 
 
 class Scalars(nn.Module):
-    """n parameters of one element; forward sums the used ones times x."""
+    """Has ``n`` parameters ``w[i]`` of one element."""
 
     def __init__(self, n: int = 1) -> None:
         super().__init__()
         self.w = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(n)])
 
     def forward(self, x: torch.Tensor, use: Any = None) -> torch.Tensor:
-        """``sum(w[i] * x for i in use)``; all by default."""
+        """Return ``sum(w[i] * x for i in use)``, of all ``i`` by default."""
         chosen = range(len(self.w)) if use is None else use
         total = torch.zeros(1)
         for i in chosen:
@@ -138,7 +139,7 @@ class Scalars(nn.Module):
 
 
 class Two(nn.Module):
-    """The loss may use one of two parameters, or both: b's gradient comes first."""
+    """Has parameters a and b of one element; b's gradient comes first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,17 +147,17 @@ class Two(nn.Module):
         self.b = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor, use: str = "ab") -> torch.Tensor:
-        """``sum(parameter * x for parameter in use)``."""
+        """Return ``sum(parameter * x for parameter in use)``."""
         return torch.stack([getattr(self, name) * x for name in use]).sum(0)
 
 
 def done(value: Any) -> Future[Any]:
-    """A future that has brought a value, as comm hooks return."""
+    """Return a future that is completed with a value."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future
 
 
 def x_of(ctx: Any) -> torch.Tensor:
-    """1.0 on rank 0, 2.0 on rank 1, ..."""
+    """Return the input of a rank: 1.0 on rank 0, 2.0 on rank 1, ..."""
     return torch.tensor([float(ctx.rank + 1)])

@@ -10,7 +10,7 @@ from minidp import DataParallel
 
 
 class NoReduce(DataParallel):
-    """Replicas start equal and then never hear of each other."""
+    """Never averages gradients."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with super().no_sync():
@@ -18,7 +18,7 @@ class NoReduce(DataParallel):
 
 
 class NoSyncIgnored(DataParallel):
-    """Averages gradients also where it was told not to."""
+    """Averages gradients inside no_sync(), too."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from torch._dynamo import compiled_autograd
 
 @contextmanager
 def clean_compiler(**config: Any) -> Iterator[None]:
-    """Nothing compiled before is there, or is left behind; ``config`` is dynamo's."""
+    """Reset torch.compile before and after the block; ``config`` is of dynamo."""
     torch.compiler.reset()
     try:
         with torch._dynamo.config.patch(**config):
@@ -23,7 +23,7 @@ def clean_compiler(**config: Any) -> Iterator[None]:
 
 
 class Counting:
-    """A backend that runs graphs as they are."""
+    """A backend of torch.compile that counts graphs, and runs them as they are."""
 
     def __init__(self) -> None:
         self.num_graphs = 0
@@ -34,7 +34,7 @@ class Counting:
 
 
 def compiled_backwards(backend: Any = None, **options: Any) -> Any:
-    """Context in which autograd compiles backwards; None: captures, then runs them."""
+    """Return a context in which backwards are compiled; None: captured, then run."""
     if backend is None:
         return compiled_autograd._enable(lambda graph: graph)
     return compiled_autograd._enable(torch.compile(backend=backend, **options))

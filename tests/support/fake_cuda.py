@@ -24,7 +24,7 @@ Seen = Counter[int]  # handle -> how much of its work
 
 
 class FakeEvent:
-    """Remembers what a stream had seen; knows the time, which its device counts."""
+    """Stands for a CUDA event: what the recording stream had seen, and when."""
 
     def __init__(self, cuda: FakeCuda, *, enable_timing: bool = False) -> None:
         self._cuda = cuda
@@ -44,7 +44,11 @@ class FakeEvent:
         return self.seen is None or self.at_ms <= self._cuda.done_ms
 
     def elapsed_time(self, other: FakeEvent) -> float:
-        """Milliseconds."""
+        """Return the milliseconds between two recorded events.
+
+        Raises:
+            ValueError: as torch does without timing, or before they are recorded.
+        """
         if not (self._enable_timing and other._enable_timing):
             raise ValueError("Both events must be created with enable_timing=True.")
         if self.seen is None or other.seen is None:
@@ -53,7 +57,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """A queue of work, in order."""
+    """Stands for a CUDA stream, and knows what work comes before what it does next."""
 
     def __init__(self, cuda: FakeCuda, handle: int) -> None:
         self._cuda = cuda
@@ -61,12 +65,12 @@ class FakeStream:
         self.seen = cuda.seen_by[handle]
 
     def work(self) -> int:
-        """Do something; returns its number."""
+        """Do a piece of work on the stream; return its number."""
         self.seen[self.cuda_stream] += 1
         return self.seen[self.cuda_stream]
 
     def has_seen(self, other: FakeStream, number: int) -> bool:
-        """Whether work of another stream comes before what this one does next."""
+        """Whether that work of another stream comes before what this one does next."""
         return self.seen[other.cuda_stream] >= number
 
     def record_event(self) -> FakeEvent:
@@ -79,7 +83,7 @@ class FakeStream:
             self.seen |= event.seen
 
     def wait_stream(self, other: FakeStream) -> None:
-        """What follows here comes after all that the other does up to now."""
+        """Let what this stream does next wait for what the other has done up to now."""
         self.wait_event(other.record_event())
 
     def synchronize(self) -> None:
@@ -87,7 +91,7 @@ class FakeStream:
 
 
 class FakeCuda:
-    """One device. Its attributes have the names of those of ``torch.cuda``."""
+    """Stands for ``torch.cuda`` with one device; its attributes have the same names."""
 
     def __init__(self) -> None:
         self.seen_by: dict[int, Seen] = {0: Seen()}
@@ -105,7 +109,7 @@ class FakeCuda:
         return FakeStream(self, handle)
 
     def ExternalStream(self, stream_ptr: int, device: object = None) -> FakeStream:
-        """The stream of a handle; of 0 a new one, as torch's C++ has it."""
+        """Return the stream of a handle; for handle 0 a new one, as torch does."""
         return FakeStream(self, stream_ptr) if stream_ptr else self.Stream()
 
     def Event(self, *, enable_timing: bool = False) -> FakeEvent:
@@ -119,7 +123,7 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def stream(self, stream: FakeStream | None) -> Iterator[None]:
-        """Work goes there; None changes nothing."""
+        """Make a stream the current one inside the block; None changes nothing."""
         before, self._current = self._current, stream or self._current
         try:
             yield
@@ -134,13 +138,13 @@ class FakeCuda:
         return ("default", "warn", "error").index(self._sync_mode)
 
     def set_sync_debug_mode(self, mode: int | str) -> None:
-        """What happens when the host waits."""
+        """Set "default", "warn" or "error"; the stand-in only remembers it."""
         names = ("default", "warn", "error")
         self._sync_mode = names[mode] if isinstance(mode, int) else mode
 
 
 def install(monkeypatch: Any, fake: FakeCuda) -> None:
-    """Put the stand-in in the place of what minidp and tests use of ``torch.cuda``."""
+    """Replace what minidp and tests use of ``torch.cuda`` by the stand-in."""
     import torch
 
     for name in (

@@ -15,7 +15,7 @@ OK, WARNING, FAILED, SKIPPED = Status
 
 
 class Net(nn.Module):
-    """What a check may stumble over: batch norm, dropout, an unused layer."""
+    """A model of two layers with batch norm, dropout or an unused layer on request."""
 
     def __init__(
         self, *, norm: bool = False, drop: bool = False, spare: bool = False
@@ -28,13 +28,13 @@ class Net(nn.Module):
         self.spare = nn.Linear(1, 1) if spare else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A number for each row of ``x``, which has two columns."""
+        """Return a number for each row of ``x``, which has two columns."""
         y: torch.Tensor = self.last(self.drop(self.norm(self.first(x))))
         return y
 
 
 def says(found: Found, status: Status, words: str = "") -> None:
-    """Assert that there is one finding, with this status and these words in it."""
+    """Assert that a check found one thing, with this status and these words in it."""
     (finding,) = named("check", found)
     assert finding.status is status, finding
     assert words in f"{finding.found} -> {finding.remedy}", finding

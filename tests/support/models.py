@@ -55,7 +55,10 @@ class Patchwork(nn.Module):
     def forward(
         self, x: torch.Tensor, used: tuple[bool, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """The summed losses of the branches that are ``used``; x is (4, 3), fp32."""
+        """Return the loss of the branches that are ``used``, in one part or two.
+
+        ``x`` is (4, 3), fp32.
+        """
         scale = x if self.norm is None else self.norm(x)
         base = scale.double().pow(2).mean() if self.norm is not None else x.sum() * 0.0
         indices = [

@@ -48,7 +48,7 @@ class Ended:
 
 
 def why_not() -> str:
-    """Why there can be no such nodes here; empty if there can."""
+    """Return why two nodes cannot be made on this machine; empty if they can."""
     if os.geteuid() != 0:
         return "needs root"
     missing = [tool for tool in ("ip", "unshare", "hostname") if not shutil.which(tool)]

@@ -152,7 +152,6 @@ class Pool:
         *args: Any,
         errors: str = "raise",
         limit: float = 45.0,
-        strict_warnings: bool = False,
     ) -> list[Any]:
         """Call ``function(ctx, *args)`` on several ranks and collect what it returns.
 
@@ -167,7 +166,6 @@ class Pool:
                 A rank that died has the kind ``Exited`` and its ``exit_code`` (-9 after
                 SIGKILL), one that never answered the kind ``Hang``.
             limit: Seconds after which a rank counts as hung.
-            strict_warnings: Whether a warning on a rank is an error there.
 
         Returns:
             One result for each rank, in rank order.
@@ -185,7 +183,7 @@ class Pool:
         self.start()
         begin = time.monotonic()
         try:
-            outcomes = self._run(Job(module, name, ranks, args, strict_warnings), limit)
+            outcomes = self._run(Job(module, name, ranks, args), limit)
         except BaseException:  # interrupted: nobody knows what the ranks are doing
             self.close()
             raise

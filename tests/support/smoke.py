@@ -33,7 +33,7 @@ FORKED = ["--run-path", "--start-method", "fork"]
 
 @dataclass
 class Run:
-    """A script that runs."""
+    """A script under way."""
 
     script: Path
     output: IO[bytes]
@@ -41,7 +41,10 @@ class Run:
 
 
 def main(folder: str, *names: str) -> int:
-    """Print what each script prints, in one piece; stop at the first failure."""
+    """Run scripts, print the output of each when it ends; stop at the first failure.
+
+    Returns the exit status: 1 also if there is no script.
+    """
     start = torchrun if folder == "examples" else python
     scripts = [Path(folder, name) for name in names] or sorted(
         Path(folder).glob("*.py")
@@ -83,7 +86,7 @@ def become(start: Callable[[Path], object], run: Run) -> NoReturn:
 
 
 def torchrun(script: Path) -> None:
-    """Start two ranks."""
+    """Run a script on two ranks by torchrun, in this process or (COLD) a new one."""
     if script.name in COLD:
         words = [sys.executable, "-m", "torch.distributed.run", *TORCHRUN]
         os.execv(sys.executable, [*words, str(script), "--smoke"])
@@ -91,7 +94,7 @@ def torchrun(script: Path) -> None:
 
 
 def python(script: Path) -> None:
-    """Start a new interpreter."""
+    """Replace this process by an interpreter that runs the script."""
     os.execv(sys.executable, [sys.executable, str(script), "--smoke"])
 
 

@@ -11,7 +11,7 @@ Times = tuple[float, float, float, float]  # full, launched, done, copied out
 
 
 def span(begin: float, end: float, at: float = 0) -> Span:
-    """Of ``begin`` to ``end`` ms after ``at``."""
+    """Make a span that begins and ends so many ms after ``at``."""
     return Span(round((at + begin) * MS), round((at + end) * MS))
 
 
@@ -28,7 +28,7 @@ def step(
     local_forwards: Sequence[tuple[float, float]] = (),
     local_backwards: Sequence[tuple[float, float]] = (),
 ) -> Step:
-    """A step that begins ``at`` ms; all other times count from there."""
+    """Make a step that begins at ``at`` ms; all other times count from there."""
     done = max([backward[1], *(times[3] for times in buckets)])
     return Step(
         number=number,
@@ -57,7 +57,10 @@ def timeline(
     nbytes: int = 2**20,
     host: str = "here",
 ) -> Timeline:
-    """Of a model whose parameters are layers.0.weight, layers.1.weight, ..."""
+    """Make a recording of a model whose parameters are layers.0.weight and so on.
+
+    ``members`` has the parameters of each bucket, by index.
+    """
     count = sum(map(len, members))
     return Timeline(
         where=Where(rank, world_size, "gloo", "cpu", host, {"torch": "2.13"}),

@@ -20,7 +20,7 @@ Trace = list[tuple[str, int, str]]
 
 @contextmanager
 def collective_trace() -> Iterator[Trace]:
-    """Record (operation, numel, dtype) of every collective of minidp."""
+    """Yield a list of (operation, numel, dtype) that each collective is added to."""
     trace: Trace = []
     # The module under another name, so that only minidp's own calls are recorded.
     real: Any = vars(collectives)["dist"]

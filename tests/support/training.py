@@ -39,12 +39,15 @@ class Training:
     spare: tuple[tuple[bool, ...], ...] = ((True,),)  # [forward %][rank %]: part used
 
     def uses_spare(self, i: int, rank: int) -> bool:
-        """Whether the forward ``i`` of a rank uses the part that may be unused."""
+        """Whether forward ``i`` of a rank uses the part named "spare"."""
         by_rank = self.spare[i % len(self.spare)]
         return by_rank[rank % len(by_rank)]
 
     def divisor(self, num_active: int) -> int:
-        """By what the sum of gradients is to be divided. Torch's hooks never ask."""
+        """Return what the sum of gradients is divided by while some ranks are active.
+
+        Torch's hooks always divide by the world size.
+        """
         by_active = self.joins is False and self.hooks in ((), ("by_divisor",))
         return num_active if by_active else len(self.counts)
 
@@ -53,7 +56,7 @@ class Training:
 class Log:
     """What one rank saw: the gradients after each backward, and the state at the end.
 
-    Gradients also at the end: nobody may have touched those of a rank that waits.
+    The last gradients are those at the end: a rank that waits in join() keeps its own.
     """
 
     grads: list[list[torch.Tensor | None]] = field(default_factory=list)
@@ -61,13 +64,13 @@ class Log:
     error: str = ""
 
     def note(self, module: nn.Module) -> None:
-        """Add the present gradients."""
+        """Append copies of the present gradients."""
         grads = [p.grad for p in module.parameters()]
         # Of sparse tensors it makes a new one, too.
         self.grads.append([g if g is None else g.clone().to_dense() for g in grads])
 
     def end(self, module: nn.Module) -> None:
-        """Add what there is in the end."""
+        """Append the last gradients, and copy the state."""
         self.note(module)
         self.state = {name: t.clone() for name, t in module.state_dict().items()}
 
@@ -95,7 +98,7 @@ class Net(nn.Module):
             self._ddp_params_and_buffers_to_ignore = names
 
     def forward(self, x: torch.Tensor, *, use_spare: bool = True) -> torch.Tensor:
-        """The loss of (4, 3) inputs."""
+        """Return the loss; ``x`` is (4, 3)."""
         if self.norm is not None:
             x = self.norm(x)
         if self.table is not None:
@@ -114,17 +117,17 @@ class Net(nn.Module):
         return loss
 
     def is_shared(self, name: str) -> bool:
-        """Whether the ranks have this parameter or module buffer in common."""
+        """Whether the wrapper does not ignore this parameter or module buffer."""
         return not name.startswith("ignored")
 
 
 def inputs_of(rank: int, i: int) -> torch.Tensor:
-    """Of one forward of one rank."""
+    """Return the input of forward ``i`` of a rank."""
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * rank + i))
 
 
 def by_divisor(_state: Any, bucket: Any) -> Any:
-    """A hook that follows the number of ranks that are still active."""
+    """Average over the bucket's divisor: in join(), the ranks that are still active."""
     buffer = bucket.buffer().div_(bucket.divisor())
     work = dist.all_reduce(buffer, group=bucket.process_group(), async_op=True)
     return work.get_future().then(lambda _: buffer)
@@ -162,7 +165,7 @@ def train(
 def train_both(
     ctx: Any, training: Training, with_torch: bool = True
 ) -> tuple[Log, Log | None]:
-    """(minidp's, torch's) log of this rank."""
+    """Run a training on minidp and on torch's DDP; return both logs of this rank."""
     ours = train(training, DataParallel, ctx.group, ctx.device)
     if not with_torch:
         return ours, None
@@ -209,7 +212,7 @@ def _zero(training: Training, step: int, module: nn.Module) -> None:
 
 
 class Plain:
-    """The same training in one process, in plain words."""
+    """Run a training of all ranks in one process, without any wrapper: the oracle."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
@@ -223,7 +226,7 @@ class Plain:
         self._users: set[int] = set()  # ranks that used the spare part since a step
 
     def run(self) -> list[Log]:
-        """What every rank should see."""
+        """Return the log that each rank should have."""
         training = self._training
         num_forwards = max(training.counts)
         for i in range(num_forwards):
@@ -284,7 +287,7 @@ class Plain:
 
 
 def difference(expected: Log, found: Log, *, tolerance: float = 0.0) -> str:
-    """Where two logs differ, in words; empty if nowhere. Tolerance 0: bit for bit."""
+    """Return where two logs differ; empty if nowhere. Tolerance 0: bit for bit."""
     if expected.error or found.error:
         return f"expected {expected.error or 'no error'}, got {found.error or 'none'}"
     if len(expected.grads) != len(found.grads):
@@ -302,7 +305,7 @@ def difference(expected: Log, found: Log, *, tolerance: float = 0.0) -> str:
 def is_same(
     a: torch.Tensor | None, b: torch.Tensor | None, tolerance: float = 0.0
 ) -> bool:
-    """Whether two tensors are equal, or near, or both missing."""
+    """Whether two tensors have the same dtype, shape and values, or both are None."""
     if a is None or b is None:
         return a is b
     if a.dtype is not b.dtype or a.shape != b.shape:
@@ -313,5 +316,5 @@ def is_same(
 
 
 def short(tensor: torch.Tensor | None) -> str:
-    """The first values."""
+    """Return the first values as text."""
     return "None" if tensor is None else str(tensor.flatten()[:3].tolist())

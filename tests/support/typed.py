@@ -12,13 +12,13 @@ import minidp
 
 
 class Net(nn.Module):
-    """Has something that other modules lack."""
+    """A module with an attribute that `nn.Module` lacks."""
 
     own: int
 
 
 def the_module_keeps_its_type(net: Net) -> int:
-    """Also without a word of the user's about it."""
+    """Wrapping infers the type of the module."""
     wrapped = minidp.DataParallel(net)
     assert_type(wrapped, minidp.DataParallel[Net])
     assert_type(wrapped.module, Net)
@@ -28,31 +28,31 @@ def the_module_keeps_its_type(net: Net) -> int:
 
 
 def takes_any(model: minidp.DataParallel) -> None:
-    """No parameter to be written: that of any module."""
+    """Without a type parameter, the module may be any."""
     assert_type(model.module, nn.Module)
 
 
 def takes_any_of_any_module(model: minidp.DataParallel[nn.Module]) -> None:
-    """The same, in full."""
+    """The same, written out."""
 
 
 class Derived(minidp.DataParallel[Net]):
-    """Of one kind of module."""
+    """A subclass for one kind of module."""
 
     def own(self) -> int:
-        """Known to be there."""
+        """Return an attribute that only `Net` has."""
         return self.module.own
 
 
 def bucket_cap_mb_is_a_number_or_auto(net: Net) -> None:
-    """And no other word."""
+    """Another word is refused."""
     minidp.DataParallel(net, bucket_cap_mb="auto")
     minidp.DataParallel(net, bucket_cap_mb=4)
     minidp.DataParallel(net, bucket_cap_mb="fast")  # type: ignore[arg-type]
 
 
 def modules_are_attributes(net: Net) -> None:
-    """Also those that are imported when they are asked for, and no other names."""
+    """Modules that are imported on first use are known; other names are refused."""
     minidp.nope  # type: ignore[attr-defined]  # noqa: B018
     assert_type(minidp.doctor.check_model(net), minidp.doctor.Report)
     assert_type(minidp.report.report([]), str)

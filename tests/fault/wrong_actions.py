@@ -1,0 +1,362 @@
+"""Actions that go wrong in real trainings, or are legal and look like ones that do."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import tempfile
+
+import torch
+import torch.distributed.autograd as dist_autograd
+from torch import nn
+from torch.distributed import rpc
+from torch.func import functional_call
+
+from tests.support.actions import ACTIONS, action, plain, squares
+from tests.support.both import done
+
+# -- forwards and backwards ------------------------------------------------------------
+
+
+def by_method(module, x, _rank):
+    return squares(module.other(x))
+
+
+def of_b(module, x, _rank):
+    return [module.b(x).sum()]
+
+
+def penalised(module, x, _rank):
+    x = x.clone().requires_grad_()
+    out = module(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return [out.pow(2).sum(), slope.pow(2).sum()]
+
+
+def penalised_on_rank_0(module, x, rank):
+    return (plain if rank else penalised)(module, x, rank)
+
+
+def fast_weights(module, x, _rank):
+    fast = {n: p * 0.5 for n, p in module.named_parameters()}
+    return squares(functional_call(module, fast, (x,)))
+
+
+@contextlib.contextmanager
+def worker_of_rpc():
+    """Start RPC with this process as the only worker, and shut it down afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        init_method = f"file://{folder}/rpc"
+        options = rpc.TensorPipeRpcBackendOptions(init_method=init_method)
+        rpc.init_rpc("worker", rank=0, world_size=1, rpc_backend_options=options)
+        try:
+            yield
+        finally:
+            rpc.shutdown()
+
+
+@action("steps of distributed autograd")
+def in_a_context(stage):
+    """Make two steps whose gradients come from a context of distributed autograd."""
+    with worker_of_rpc():
+        for _ in range(2):
+            stage.play("zero, forward")
+            made = stage.waiting.pop()
+            with dist_autograd.context() as context:
+                dist_autograd.backward(context, made.losses)
+                found = dist_autograd.get_gradients(context)
+                for param in stage.model.parameters():
+                    param.grad = found[param].clone()
+            stage.due.append((made.loss, made.count))
+            stage.play("step")
+
+
+@action("outer")
+def through_another_wrapper(stage):
+    """Run a forward of a wrapper around the wrapper."""
+    if not hasattr(stage, "outer"):
+        stage.outer = stage.wrap(stage.model)
+        stage.undo.append(lambda: delattr(stage, "outer"))
+    stage.forward(module=stage.outer)
+
+
+@action("penalty")
+def penalty(stage):
+    """Run the backward of a loss that no forward made."""
+    stage.model.module.b.weight.square().sum().backward()
+
+
+@action("interrupted")
+def interrupted(stage):
+    """Press Ctrl-C in a backward on all ranks, as in a notebook, and go on."""
+
+    def ctrl_c(_grad):
+        raise KeyboardInterrupt
+
+    stage.handles.append(stage.model.module.a.weight.register_hook(ctrl_c))
+    with contextlib.suppress(KeyboardInterrupt):
+        stage.play("forward, backward")
+    stage.unhook()
+
+
+def fail(_):
+    raise ValueError("user code")
+
+
+def set_grad(make):
+    """Return an action: a hook sets the gradient of b.weight in one backward."""
+
+    def add(stage):
+        def hook(param):
+            param.grad = make(param.grad)
+
+        weight = stage.model.module.b.weight
+        stage.handles.append(weight.register_post_accumulate_grad_hook(hook))
+
+    return add
+
+
+@action("grad")
+def grad_function(stage, what="dropped"):
+    """Call `torch.autograd.grad`; what it returns is dropped, kept or applied."""
+    if not stage.waiting:
+        return
+    made = stage.waiting.pop()
+    params = [p for p in stage.model.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(sum(made.losses), params, allow_unused=True)
+    with torch.no_grad():
+        for param, grad in zip(params, grads, strict=True):
+            if what == "kept":
+                param.grad = grad
+            elif what == "applied":
+                param -= 0.1 * grad
+
+
+# -- parameters ------------------------------------------------------------------------
+
+
+@action("hand step")
+@torch.no_grad()
+def by_hand(stage, what_then="drop"):
+    """Step without an optimizer, and then drop the gradients (or keep them)."""
+    for param in stage.model.parameters():
+        if param.grad is not None:
+            param -= 0.1 * param.grad
+            param.grad = None if what_then == "drop" else param.grad
+
+
+@action("average")
+def average_parameters(stage):
+    for param in stage.model.parameters():
+        torch.distributed.all_reduce(param.data, group=stage.group)
+        param.data.div_(stage.world_size)
+
+
+@action("foreign weights")
+def foreign_weights(stage, how):
+    """Make two steps of foreign tensors, and copy them to the parameters."""
+    own = dict(stage.model.named_parameters())
+    others = {n: p.detach().clone().requires_grad_() for n, p in own.items()}
+    optimizer = torch.optim.SGD(others.values(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        x = stage.x(stage.rank, stage.count)
+        functional_call(stage.model, others, (x,)).pow(2).sum().backward()
+        if how == "optimizer":
+            optimizer.step()
+        with torch.no_grad():
+            for name, param in own.items():
+                if how != "optimizer":
+                    others[name] -= 0.1 * others[name].grad
+                param.copy_(others[name])
+        stage.note()
+
+
+@action("save")
+def save(stage):
+    stage.saved = [param.detach().clone() for param in stage.model.parameters()]
+
+
+@action("climb")
+@torch.no_grad()
+def climb(stage):
+    """Move the parameters along their gradients, uphill."""
+    for param in stage.model.parameters():
+        param += 0.05 * param.grad
+
+
+@action("disturb")
+@torch.no_grad()
+def disturb(stage):
+    generator = torch.Generator().manual_seed(stage.rank)
+    for param in stage.model.parameters():
+        param += 0.1 * torch.randn(param.shape, generator=generator)
+
+
+@action("restore")
+@torch.no_grad()
+def restore(stage):
+    for param, old in zip(stage.model.parameters(), stage.saved, strict=True):
+        param.copy_(old)
+
+
+@action("load")
+def load(stage, part=""):
+    module = stage.model.module.get_submodule(part)
+    module.load_state_dict({n: v + 0.5 for n, v in module.state_dict().items()})
+
+
+@action("add a half")
+def add_half(stage):
+    stage.model.module.b.weight.data[0, 0] += 0.5
+
+
+# -- the module and its wrappers -------------------------------------------------------
+
+
+@action("cast")
+def cast(stage, *dtypes):
+    for dtype in dtypes:
+        if hasattr(nn.Module, dtype):
+            getattr(stage.model, dtype)()
+        else:
+            stage.model.to(getattr(torch, dtype))
+    stage.is_changed = True
+
+
+@action("cast b")
+def cast_b(stage, *dtypes):
+    for dtype in dtypes:
+        getattr(stage.model.module.b, dtype)()
+    stage.is_changed = True
+
+
+def setting(name, make):
+    """Return an action that sets an attribute of the module, alike on all ranks."""
+
+    def change(stage):
+        torch.manual_seed(1)
+        setattr(stage.model.module, name, make())
+        stage.is_changed = True
+
+    return change
+
+
+@action("parameter replaced")
+def replace_parameter(stage):
+    """Replace b.weight by a parameter with the same values."""
+    layer = stage.model.module.b
+    layer.weight = nn.Parameter(layer.weight.detach().clone())
+    stage.is_changed = True
+
+
+@action("parameter added to the optimizer")
+def add_parameter(stage):
+    if not hasattr(stage.model.module, "scale"):
+        ACTIONS["parameter added"](stage)
+        added = {"params": [stage.model.module.scale]}
+        stage.optimizers["step"].add_param_group(added)
+
+
+@action("unpickle")
+def unpickle(stage):
+    file = io.BytesIO()
+    torch.save(stage.model, file)
+    file.seek(0)
+    stage.model = torch.load(file, weights_only=False)
+
+
+@action("deepcopy")
+def deepcopy(stage):
+    stage.model = copy.deepcopy(stage.model)
+
+
+@action("wrap again")
+def wrap_again(stage):
+    stage.kept = stage.model
+    stage.model = stage.wrap(stage.model.module)
+
+
+@action("optimizer of a copy")
+def optimizer_of_a_copy(stage):
+    copied = copy.deepcopy(stage.model.module)
+    stage.optimizers["step"] = torch.optim.SGD(copied.parameters(), lr=0.1)
+
+
+@action("optimizer of the first module")
+def optimizer_of_before(stage):
+    """Use an optimizer that holds parameters which the model has no more."""
+    stage.optimizers["step"] = stage.model.module.optimizers[0]
+
+
+# -- comm hooks ------------------------------------------------------------------------
+
+
+@action("hook")
+def average_in_a_hook(stage):
+    stage.has_hook = True
+    stage.model.register_comm_hook(None, stage.comm_hook)
+
+
+@action("local hook")
+def reduce_in_few_ranks(stage):
+    """Register a comm hook of post-local SGD: it averages over one rank only."""
+
+    def hook(_state, bucket):  # torch reads annotations
+        if stage.is_over:
+            group = stage.model.process_group
+            torch.distributed.all_reduce(bucket.buffer().div_(2), group=group)
+        return done(bucket.buffer())
+
+    stage.model.register_comm_hook(None, hook)
+
+
+def none(_average):
+    return None
+
+
+# Once, in the place of the right result; each gets the function that averages.
+BAD_HOOKS = {
+    "hook fails early": fail,
+    "hook returns None early": none,
+    "hook raises": lambda average: fail(average()),
+    "hook's future raises": lambda average: done(average()).then(fail),
+    "hook returns None": lambda average: none(average()),
+    "hook returns a tensor": lambda average: average(),
+    "hook's future brings None": lambda average: done(none(average())),
+    "hook's future brings a list": lambda average: done([average()]),
+    "hook's future is too short": lambda average: done(average()[:-1].clone()),
+    "hook's future is too long": lambda average: done(torch.cat([average()] * 2)),
+    "hook's future has another dtype": lambda average: done(average().double()),
+    "hook brings NaN": lambda average: done(torch.full_like(average(), float("nan"))),
+}
+
+for name, wrong in BAD_HOOKS.items():
+    ACTIONS[name] = lambda stage, wrong=wrong: setattr(stage, "wrong_hook", wrong)
+for name, loss in {
+    "penalised": penalised,
+    "penalised on rank 0": penalised_on_rank_0,
+    "fast weights": fast_weights,
+    "plain": plain,
+}.items():
+    ACTIONS[name] = lambda stage, loss=loss: setattr(stage, "loss", loss)
+for name, loss in {"method": by_method, "only b": of_b}.items():
+    ACTIONS[name] = lambda s, loss=loss: s.forward(loss, module=s.model.module)
+ACTIONS |= {
+    "raise in backward": lambda stage: stage.handles.append(
+        stage.model.module.a.bias.register_hook(fail)
+    ),
+    "drop .grad": set_grad(lambda grad: None),
+    "replace .grad": set_grad(torch.clone),
+    "expand .grad": set_grad(lambda grad: torch.zeros(1).expand(grad.shape)),
+    "NaN": lambda stage: setattr(stage, "has_nan", True),
+    "sync": lambda stage: stage.model.sync_gradients(),
+    "layer added": setting("c", lambda: nn.Linear(3, 3)),
+    "layer replaced": setting("b", lambda: nn.Linear(3, 3)),
+    "parameter added": setting("scale", lambda: nn.Parameter(torch.ones(3))),
+    "nothing": lambda stage: stage.model.to(torch.float32).to("cpu"),
+    "no reentrance afterwards": lambda stage: stage.undo.append(
+        lambda: setattr(stage.model.module, "use_reentrant", False)
+    ),
+}
