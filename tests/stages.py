@@ -118,7 +118,7 @@ NATIVE_UNIT = (
 )
 NATIVE_DISTRIBUTED = tests(
     *("distributed", "matrix", "delayed", "special_cases", "overlap", "skip_unused"),
-    *("comm_hooks", "from_scratch", "items"),
+    *("comm_hooks", "items"),
 )
 # Who is missing does not depend on hooks and copies, so there is no test_hangs.
 NATIVE_FAULT = tests(
