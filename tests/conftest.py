@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 
 _TESTS = Path(__file__).parent
 _MARKER_OF_FOLDER = {"distributed": "dist", "fault": "fault", "native": "native"}
+# Most of these start interpreters, and take seconds each.
+_LONG = {
+    *("distributed/test_compile.py", "distributed/test_doctor.py"),
+    *("distributed/test_from_scratch.py", "distributed/test_launches.py"),
+    *("distributed/test_run.py", "distributed/test_speed.py", "fault/test_chaos.py"),
+    *("fault/test_doctor.py", "fault/test_hangs.py"),
+}
 
 # No profile has a deadline: an example may start or restart rank processes, and this
 # suite never fails because a machine is slow.
@@ -61,6 +68,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(_MARKER_OF_FOLDER[folder])
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(no_gpu)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items[:] = _with_long_ones_spread(items)
+
+
+def _with_long_ones_spread(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests of `_LONG` at even distances among the others.
+
+    Each process begins with a piece of the list. If one piece had all of them, they
+    would run one after the other in the end, while other processes have no work left.
+    """
+    is_long = [item.path.relative_to(_TESTS).as_posix() in _LONG for item in items]
+    spread = [item for item, long in zip(items, is_long, strict=True) if not long]
+    long_ones = [item for item, long in zip(items, is_long, strict=True) if long]
+    for number, item in enumerate(long_ones):
+        spread.insert(number * len(items) // len(long_ones), item)
+    return spread
 
 
 @pytest.fixture(autouse=True)

@@ -120,6 +120,7 @@ NATIVE_DISTRIBUTED = tests(
     *("distributed", "matrix", "delayed", "special_cases", "overlap", "skip_unused"),
     *("comm_hooks", "items"),
 )
+NATIVE_PROPERTY = tests("property", "matches_torch", "hook_laws", "join", "items")
 # Who is missing does not depend on hooks and copies, so there is no test_hangs.
 NATIVE_FAULT = tests(
     *("fault", "faults", "comm_hooks", "concurrency", "leaks", "wrong_words"),
@@ -158,9 +159,7 @@ STAGES: dict[str, Sequence[Command]] = {
     "native": [BUILD, pytest(*NATIVE, *NATIVE_UNIT, *NATIVE_DISTRIBUTED, native=True)],
     "native-fault": [
         # The laws are the same as in the other mode, so fewer examples do.
-        pytest(
-            *("tests/property", *NATIVE_FAULT, *NOT_SLOW), native=True, profile="brief"
-        )
+        pytest(*NATIVE_PROPERTY, *NATIVE_FAULT, *NOT_SLOW, native=True, profile="brief")
     ],
     "native-conformance": [conformance("1", needs=COMPILER)],
     "examples": [BUILD_IF_POSSIBLE, python("-m", "tests.support.smoke", "examples")],
@@ -177,7 +176,7 @@ STAGES: dict[str, Sequence[Command]] = {
     "property": [pytest("tests/property")],
     "distributed": [pytest(*DISTRIBUTED, *NOT_GPU)],
     "native-unit": [pytest(*NATIVE_UNIT, native=True)],
-    "native-property": [pytest("tests/property", native=True, profile="brief")],
+    "native-property": [pytest(*NATIVE_PROPERTY, native=True, profile="brief")],
     "native-distributed": [pytest(*NATIVE_DISTRIBUTED, native=True)],
     # ---- nightly
     "fuzz": [
@@ -196,7 +195,7 @@ STAGES: dict[str, Sequence[Command]] = {
     "messages": [
         BUILD,
         pytest(
-            *("tests/property", *NATIVE, *NATIVE_UNIT, *NATIVE_DISTRIBUTED),
+            *(*NATIVE, *NATIVE_UNIT, *NATIVE_PROPERTY, *NATIVE_DISTRIBUTED),
             *(*NATIVE_FAULT, *NOT_SLOW),
             native=True,
             profile="brief",

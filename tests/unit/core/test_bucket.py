@@ -91,7 +91,11 @@ def test_a_misfit_is_named(lone_group, options):
 @pytest.mark.parametrize("shape", [(1,), (2, 1), (4, 1)])
 def test_a_gradient_of_another_shape_is_not_broadcast(lone_group, shape, options):
     ddp = DataParallel(Chain(), process_group=lone_group, **options)
-    ddp.module.a.data = torch.ones(shape)
+
+    def hook(param):
+        param.grad.data = torch.ones(shape)
+
+    ddp.module.a.register_post_accumulate_grad_hook(hook)
     with pytest.raises(GradientError, match=r"shape \(2,\), on cpu\. Found: .*: a\."):
         ddp(torch.ones(2)).sum().backward()
 
