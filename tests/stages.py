@@ -47,6 +47,7 @@ TIMED = tuple(
 MOST_REPEATED = 2  # failures in one stage; more of them are no accident
 NOT_GPU = ("-m", "not gpu")
 NOT_SLOW = ("-m", "not slow and not gpu")
+NOT_LONG = ("-m", "not gpu and not (slow and fault)")
 
 
 @dataclass(frozen=True)
@@ -151,15 +152,17 @@ STAGES: dict[str, Sequence[Command]] = {
     "reference": [
         pytest(
             *("tests/unit", "tests/property", *DISTRIBUTED, "tests/conformance"),
-            *NOT_GPU,
+            *("tests/fault", *NOT_LONG),
         )
     ],
-    "fault": [pytest("tests/fault", *NOT_SLOW, profile="brief")],
     "conformance": [conformance("0")],
-    "native": [BUILD, pytest(*NATIVE, *NATIVE_UNIT, *NATIVE_DISTRIBUTED, native=True)],
-    "native-fault": [
-        # The laws are the same as in the other mode, so fewer examples do.
-        pytest(*NATIVE_PROPERTY, *NATIVE_FAULT, *NOT_SLOW, native=True, profile="brief")
+    "native": [
+        BUILD,
+        pytest(
+            *(*NATIVE, *NATIVE_UNIT, *NATIVE_PROPERTY, *NATIVE_DISTRIBUTED),
+            *(*NATIVE_FAULT, *NOT_LONG),
+            native=True,
+        ),
     ],
     "native-conformance": [conformance("1", needs=COMPILER)],
     "examples": [BUILD_IF_POSSIBLE, python("-m", "tests.support.smoke", "examples")],
@@ -175,9 +178,11 @@ STAGES: dict[str, Sequence[Command]] = {
     "unit": [pytest("tests/unit")],
     "property": [pytest("tests/property")],
     "distributed": [pytest(*DISTRIBUTED, *NOT_GPU)],
+    "fault": [pytest("tests/fault", *NOT_SLOW)],
     "native-unit": [pytest(*NATIVE_UNIT, native=True)],
-    "native-property": [pytest(*NATIVE_PROPERTY, native=True, profile="brief")],
+    "native-property": [pytest(*NATIVE_PROPERTY, native=True)],
     "native-distributed": [pytest(*NATIVE_DISTRIBUTED, native=True)],
+    "native-fault": [pytest(*NATIVE_FAULT, *NOT_SLOW, native=True)],
     # ---- nightly
     "fuzz": [
         pytest("tests/property", "tests/fault", "--timeout", "3600", profile="nightly")
@@ -196,9 +201,8 @@ STAGES: dict[str, Sequence[Command]] = {
         BUILD,
         pytest(
             *(*NATIVE, *NATIVE_UNIT, *NATIVE_PROPERTY, *NATIVE_DISTRIBUTED),
-            *(*NATIVE_FAULT, *NOT_SLOW),
+            *(*NATIVE_FAULT, *NOT_LONG),
             native=True,
-            profile="brief",
             MINIDP_SHARED_MEMORY="0",
         ),
     ],
@@ -219,9 +223,8 @@ STAGES: dict[str, Sequence[Command]] = {
 TIERS = {
     "fast": ["lint", "types", "gradients", "native-gradients", "quickstart"],
     "full": [
-        *("lint", "types", "reference", "fault", "conformance"),
-        *("native", "native-fault", "native-conformance", "examples", "benchmarks"),
-        *("page", "torchft"),
+        *("lint", "types", "reference", "conformance", "native", "native-conformance"),
+        *("examples", "benchmarks", "page", "torchft"),
     ],
     "nightly": [
         *("fuzz", "page-fuzz", "chaos", "sanitizers", "messages", "mutants"),
