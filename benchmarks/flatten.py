@@ -219,7 +219,7 @@ def _cat_and_mul(bucket: Bucket) -> None:
 def _flatten_in_python(bucket: Bucket) -> None:
     for view, grad in bucket.large:
         kernels.multiply_into(view, grad, DIVISOR)
-    bucket.plan.flatten(bucket.small_views, bucket.small_grads, DIVISOR)
+    bucket.plan.fill(bucket.small_views, bucket.small_grads, DIVISOR)
 
 
 def _must(did: object) -> None:

@@ -139,7 +139,8 @@ class Reduction(nn.Module):
             param.grad = grad
         if self._queue is not None:
             self._queue.start()
-            self._queue.flatten(0, self._grads, ())
+            (bucket,) = self._queue.buckets
+            bucket.flatten(self._grads, self._queue.averaging.factors)
             self._queue.launch_due()
             self._queue.finish(())
 

@@ -1,4 +1,4 @@
-// The slots of one dense bucket: the everyday case of minidp/core/bucket.py. That is:
+// The slots of one dense bucket: the everyday case of minidp/core/dense_bucket.py. That is:
 // every gradient is there or counts as zeros, is a plain strided tensor of its slot's
 // dtype, shape and device, has no history to keep; and is either outside of the buffer,
 // or all gradients are their views.

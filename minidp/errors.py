@@ -83,6 +83,18 @@ def lost_hooks(rank: int, names: Sequence[str]) -> str:
     )
 
 
+def unreached(rank: int, name: str) -> str:
+    """Return the error text for a gradient of a bucket that no rank reduces."""
+    return explain(
+        rank,
+        "A gradient arrived, but no rank's forward reached its parameter: its bucket "
+        "is not reduced (skip_all_reduce_unused_params=True).",
+        names=[name],
+        remedy="make the loss of what forward() returns alone, or leave that option "
+        "out; call reset() on all ranks to go on",
+    )
+
+
 def frozen_here(rank: int, names: Sequence[str]) -> str:
     """Return the error text for parameters frozen on this rank but not on others."""
     return explain(

@@ -130,12 +130,12 @@ MUTANTS = [
     ),
     Mutant(
         "averages are not copied out",
-        "bucket.unflatten(kept, ",
-        "bucket.unflatten(range(len(bucket.params)), ",
+        "bucket.copy_out(kept, ",
+        "bucket.copy_out(range(len(bucket.params)), ",
     ),
     Mutant(
         "gradients are copied out before the all-reduce is over",
-        "            result = self.communicator.wait(bucket.work)\n",
+        "            result = self.communicator.wait(self.work)\n",
         "            result = None\n",
     ),
     Mutant(
@@ -165,8 +165,8 @@ MUTANTS = [
     ),
     Mutant(
         "the hook takes the last bucket for full one gradient early",
-        "if not left:\n            pending.complete(bucket)",
-        "if left <= 1:\n            pending.complete(bucket)",
+        "if not left:\n            pending.complete(number)",
+        "if left <= 1:\n            pending.complete(number)",
     ),
     Mutant(
         "a comm hook's result is divided",
@@ -180,8 +180,8 @@ MUTANTS = [
     ),
     Mutant(
         "sparse gradients are not divided",
-        "kernels.divide(self.payload, factors.product)\n        self._advance",
-        "self._advance",
+        "            kernels.divide(self.payload, factors.product)\n",
+        "",
     ),
     Mutant(
         "complex gradients lose their imaginary part",

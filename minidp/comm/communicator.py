@@ -12,7 +12,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ import torch
 from minidp.errors import CollectiveError, CommHookError, MiniDPError, explain
 
 from .groups import ProcessGroup, group_timeout, is_mixed, is_timed, keep_for_good
-from .work import Work, current_deadline, is_done_within, is_python_group
+from .work import Work, current_deadline, is_python_group
 
 logger = logging.getLogger("minidp")
 SLICE_SECONDS = 0.5
@@ -130,7 +132,8 @@ class Communicator:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
-        self.is_python = is_python_group(group)
+        # Its all-reduce changes nothing; a group written in Python may do anything.
+        self.is_alone = self.size == 1 and not is_python_group(group)
         has_limit = self.limit is not None and self.size > 1
         self._is_timed = has_limit and is_timed(group)
         # If one may wait on the host, another on a device, their own limit applies.
@@ -257,6 +260,16 @@ class Communicator:
                 keep_for_good(self.group, [late.work])
                 raise TimeoutError(lost)
         return late.work.wait()
+
+
+def is_done_within(work: Any, seconds: float) -> bool:
+    """Wait up to ``seconds`` for ``work``; return whether it is done or failed."""
+    if hasattr(work, "is_done_within"):
+        return bool(work.is_done_within(seconds))
+    with suppress(RuntimeError):  # timed out or failed: see below
+        work.wait(timedelta(seconds=seconds))
+        return True
+    return bool(work.is_completed())
 
 
 class Operation:

@@ -30,7 +30,7 @@ from torch._C import _distributed_c10d as c10d_C
 from torch.distributed import ProcessGroup as ProcessGroup  # for all rooms
 from torch.distributed import distributed_c10d as c10d
 
-from .work import Work, is_done_within, is_python_group
+from .work import Work, is_python_group
 
 logger = logging.getLogger("minidp")
 EXIT_SECONDS = 2.0
@@ -392,8 +392,10 @@ def _wait_for_left_behind() -> None:
     They fail when other ranks end; if Python is finalizing then, the process aborts.
     """
     deadline = time.monotonic() + EXIT_SECONDS
-    for work in _left_behind:
-        is_done_within(work, max(0.001, deadline - time.monotonic()))
+    while not all(work.is_completed() for work in _left_behind):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(SETTLE_SECONDS)
 
 
 def die_with_parent() -> None:

@@ -1,4 +1,4 @@
-"""Wait for collectives and futures; every wait of the core goes through `wait_for`."""
+"""Wait for collectives and futures; `wait_for` keeps the current time limit."""
 
 from __future__ import annotations
 
@@ -178,16 +178,6 @@ def wait_for(work: Work) -> Any:
     """
     waiter = current_deadline.waiter
     return work.wait() if waiter is None else waiter.wait(work)
-
-
-def is_done_within(work: Any, seconds: float) -> bool:
-    """Wait up to ``seconds`` for ``work``; return whether it is done or failed."""
-    if hasattr(work, "is_done_within"):
-        return bool(work.is_done_within(seconds))
-    with suppress(RuntimeError):  # timed out or failed: see below
-        work.wait(timedelta(seconds=seconds))
-        return True
-    return bool(work.is_completed())
 
 
 def then(

@@ -6,9 +6,10 @@ Read first the forward in `minidp.data_parallel`, which arms the reducer, and
     grad_hooks      receive each gradient from autograd; which ones have arrived
     reducer         the plot: phases; arm, open, launch full buckets, finish
     expected        which gradients a backward must bring: one class per mode
-    bucket          copy gradients into one flat buffer and back; gradients as views
+    bucket          the steps of a bucket: flatten, launch, wait, copy out
+    dense_bucket    copy gradients into one flat buffer and back; gradients as views
     kernels         the arithmetic of these copies; CUDA streams
-    bucket_queue    launch in index order, wait, copy out
+    bucket_queue    launch full buckets in index order, finish them
     averaging       by what to divide; the comm hook; item counts; shared memory
 
 From there the collectives are in `minidp.comm`. When the averages are in ``.grad``,

@@ -12,7 +12,6 @@ last bucket also finishes the reduction; modes that must see the end are rejecte
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
@@ -116,14 +115,6 @@ def _mark(function: Function, callees: _FrameAction) -> Function:
     strategy = _FrameExecStrategy(_FrameAction.SKIP, callees)
     set_code_exec_strategy(marked.__code__, strategy)
     return function
-
-
-def is_compiled_backward() -> bool:
-    """Return whether compiled autograd runs the current backward."""
-    compiled_autograd: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    return compiled_autograd is not None and bool(
-        compiled_autograd.in_compiled_autograd_region
-    )
 
 
 def accept_compiled(rank: int, *, needs_end: bool) -> None:

@@ -76,6 +76,12 @@ class Averaging:
         if hook is not None:
             self.wait_description = f"waiting for the comm hook {hook.name}, call"
 
+    def turn(self, number: int, *, is_last: bool) -> comm.Turn:
+        """Return what the comm hook is told of its call for bucket ``number``."""
+        # Over items the buffer is divided already.
+        divisor = self.divisor if self.items is None else 1
+        return comm.Turn(number, is_last, divisor, self._communicator.group)
+
     def factors_of(self, divisor: int) -> DivideFactors:
         """Return ``divisor`` as that of gradients or, if ``batched``, of buffers."""
         return DivideFactors(1, divisor) if self._is_batched else DivideFactors(divisor)

@@ -1,4 +1,4 @@
-"""Flatten buckets, launch them strictly in index order, wait, copy out.
+"""Launch full buckets strictly in index order, wait for them, copy out.
 
 ::
 
@@ -11,9 +11,8 @@ which gets them undivided: see `averaging`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,41 +21,13 @@ from minidp import comm
 from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig
 from minidp.layout import Layout, ParamSpec, initial_layout, resumed_layout
-from minidp.trace import Moment, Tracer, is_profiling, label
+from minidp.trace import Tracer
 
 from .averaging import Averaging
-from .bucket import Bucket, BucketState, DenseBucket
+from .bucket import Bucket, BucketState
+from .dense_bucket import DenseBucket
 from .grad_hooks import Entry
 from .sparse_bucket import SparseBucket
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _traced(
-    doing: str, *, before: Moment | None = None, after: Moment | None = None
-) -> Callable[[Method], Method]:
-    """Decorate a method ``(self, number, ...)`` that does one step of a bucket.
-
-    Each call is a `label` for torch.profiler. If anybody listens, ``self.tracer`` is
-    told of an event ``before`` it, and of another ``after`` it, unless it raises.
-    """
-
-    def decorate(method: Method) -> Method:
-        @wraps(method)
-        def with_events(self: BucketQueue, number: int, *args: Any) -> Any:
-            if not (self.tracer.is_on or is_profiling()):
-                return method(self, number, *args)
-            if before is not None:
-                self.tracer.note(before, number)
-            with label(doing, number):
-                result = method(self, number, *args)
-            if after is not None:
-                self.tracer.note(after, number)
-            return result
-
-        return cast("Method", with_events)
-
-    return decorate
 
 
 class Observer:
@@ -117,7 +88,7 @@ class BucketQueue:
         shares_reach: bool = False,
         context: comm.ContextGrads | None = None,
     ) -> None:
-        """Begin a synchronised backward: fix skipped buckets, divisor and comm hook.
+        """Begin a synchronised backward: choose skipped buckets, divisor and comm hook.
 
         With ``shares_reach`` skips buckets of parameters that no rank's forward
         reached; may wait. ``context``: the RPC context that holds the gradients; None:
@@ -130,9 +101,12 @@ class BucketQueue:
         self.next = 0
         self._summing.clear()
         self.skipped = ()
-        if shares_reach and (absent := self.reach_map.unused_everywhere()):
-            plans = enumerate(self.layout.buckets)
-            self.skipped = {n for n, plan in plans if absent.issuperset(plan.indices)}
+        if shares_reach and (unreached := self.reach_map.unused_everywhere()):
+            self.skipped = {
+                plan.number
+                for plan in self.layout.buckets
+                if unreached.issuperset(plan.indices)
+            }
         self.averaging.begin()
 
     def copy_now(self, i: int, grad: Tensor) -> Entry:
@@ -140,67 +114,39 @@ class BucketQueue:
         bucket = self.buckets[self.layout.bucket_of[i]]
         return bucket.copy_now(bucket.position[i], grad, self.averaging.factors.pre)
 
-    @_traced("flatten", before=Moment.FULL)
-    def flatten(
-        self, number: int, entries: Sequence[Entry], filled: Collection[int]
-    ) -> None:
-        """Copy ``entries`` into a bucket (`Bucket.flatten`); `launch_due` comes next.
-
-        ``filled``: indices of parameters that did not arrive.
-        """
-        bucket, undecided = self.buckets[number], set[int]()
-        if filled:
-            undecided = {bucket.position[i] for i in filled if i in bucket.position}
-        bucket.flatten(entries, self.averaging.factors, undecided)
-
     def launch_due(self) -> bool:
         """Launch buckets in index order, while the next one is FULL or skipped.
 
         Return True only from the call that reaches the end.
         """
-        before = self.next
-        if self._summing:
+        before, averaging = self.next, self.averaging
+        if self._summing:  # the question also adds this rank's part to the sum
             self._summing = [each for each in self._summing if not each.is_completed()]
-        while self.next < len(self.buckets):
-            number = self.next
-            if number not in self.skipped:
-                if self.buckets[number].state is not BucketState.FULL:
+        for bucket in self.buckets[before:]:
+            if self.next not in self.skipped:
+                if bucket.state is not BucketState.FULL:
                     break
-                self._launch(number)
+                if bucket.plan.tail or self.checks_finite:
+                    self._prepare(bucket)
+                following = range(self.next + 1, len(self.buckets))
+                is_last = all(later in self.skipped for later in following)
+                bucket.launch(averaging, is_last=is_last)
+                if bucket.shared is not None and bucket.work is not None:
+                    self._summing.append(bucket.work)
             self.next += 1
         is_launched = before < self.next == len(self.buckets)
-        items = self.averaging.items
+        items = averaging.items
         if is_launched and items is not None and not items.is_sent:
             items.send(self.layout.buckets[0].device)
         return is_launched
 
-    # The event comes first: the collective may be over when this thread runs again.
-    @_traced("launch", before=Moment.LAUNCHED)
-    def _launch(self, number: int) -> None:
-        bucket, hook = self.buckets[number], self.averaging.active_comm_hook
-        if bucket.plan.tail and self.averaging.items is not None:
-            with bucket.on_stream():
+    def _prepare(self, bucket: Bucket) -> None:
+        """Write the item counts to the bucket's tail; check that values are finite."""
+        with bucket.on_stream():  # after the kernels that filled it
+            if bucket.plan.tail and self.averaging.items is not None:
                 self.averaging.items.write(bucket.tail)
-        if self.checks_finite:
-            with bucket.on_stream():  # after the kernels that filled it
-                _check_finite(bucket, self.tracer.backward, comm.BEFORE)
-        with self.communicator.watching("launching the all-reduce", number):
-            if hook is None:
-                work = bucket.all_reduce()
-                if bucket.shared is not None:
-                    self._summing.append(work)
-            else:
-                following = range(number + 1, len(self.buckets))
-                is_last = all(later in self.skipped for later in following)
-                divisor, group = self.averaging.divisor, self.communicator.group
-                if self.averaging.items is not None:
-                    divisor = 1  # the buffer is divided already
-                turn = comm.Turn(number, is_last, divisor, group)
-                work = bucket.run_hook(hook, turn)
-            self.communicator.note_started(work)
-        if self.tracer.is_on:
-            done = partial(self.tracer.note, Moment.DONE, number)
-            work.get_future().add_done_callback(done)
+            if self.checks_finite:
+                _check_finite(bucket, comm.BEFORE)
 
     # -- wait --------------------------------------------------------------------------
 
@@ -218,14 +164,7 @@ class BucketQueue:
                 self.averaging.items.check()
         for number, bucket in enumerate(self.buckets):
             if number not in self.skipped:
-                slots = bucket.position.items() if untouched else ()
-                kept = [k for i, k in slots if i in untouched]
-                writes_all = not (kept or self._context)
-                if writes_all and isinstance(bucket, DenseBucket) and bucket.shared:
-                    bucket.offer_grads(bucket.shared)
-                if bucket.state is BucketState.IN_FLIGHT:  # the counts' bucket is not
-                    self._wait(number)
-                self._copy_out(number, kept)
+                self._finish(bucket, untouched)
             for stepper in steppers:
                 stepper.reduced(bucket.params)
         for observer in observers:
@@ -236,22 +175,21 @@ class BucketQueue:
                 comm.wait_for(comm.FutureWork(future))
         self.tracer.backward += 1
 
-    @_traced("wait")
-    def _wait(self, number: int) -> None:
-        bucket = self.buckets[number]
-        assert bucket.work is not None
-        with self.communicator.watching(self.averaging.wait_description, number):
-            result = self.communicator.wait(bucket.work)
-        bucket.receive(result)
-
-    @_traced("copy out", after=Moment.COPIED_OUT)
-    def _copy_out(self, number: int, kept: Sequence[int]) -> None:
-        bucket, into = self.buckets[number], None
+    def _finish(self, bucket: Bucket, untouched: Collection[int]) -> None:
+        """Wait for one bucket, and write its averages to ``.grad`` or RPC's context."""
+        slots = bucket.position.items() if untouched else ()
+        kept = [k for i, k in slots if i in untouched]
+        writes_all = not (kept or self._context)
+        if writes_all and isinstance(bucket, DenseBucket) and bucket.shared:
+            bucket.offer_grads(bucket.shared)
+        if bucket.state is BucketState.IN_FLIGHT:  # else `_receive_counts` has waited
+            bucket.wait(self.averaging.wait_description)
         if self.checks_finite and self.averaging.active_comm_hook is not None:
-            _check_finite(bucket, self.tracer.backward, comm.AFTER)
+            _check_finite(bucket, comm.AFTER)
+        into = None
         if self._context is not None:
             into = self._context.to_write(bucket.params, bucket.names, kept)
-        bucket.unflatten(kept, into)
+        bucket.copy_out(kept, into)
 
     # -- other buckets, another group --------------------------------------------------
 
@@ -278,15 +216,15 @@ class BucketQueue:
         if self.averaging.items is not None:
             layout = layout.with_tail(self.averaging.items.tail)
         self.layout = layout
-        names = [spec.name for spec in self.specs]
-        common = (self._params, names, self.communicator, self.config)
         buffers = iter(self.averaging.share(layout, maps, asks=shares))
-        self.buckets = [
-            SparseBucket(plan, *common)
-            if plan.sparse
-            else DenseBucket(plan, *common, next(buffers, None))
-            for plan in layout.buckets
-        ]
+        for plan in layout.buckets:
+            named = {self.specs[i].name: self._params[i] for i in plan.indices}
+            common = (plan, named, self.communicator, self.config, self.tracer)
+            self.buckets.append(
+                SparseBucket(*common)
+                if plan.sparse
+                else DenseBucket(*common, next(buffers, None))
+            )
         if self.averaging.items is not None:
             # Gradients that have arrived when the counts are sent: by the smallest of
             # them `ItemCounts.look` sees whether ``.grad`` still holds averages.
@@ -298,9 +236,9 @@ class BucketQueue:
 
     def drain(self) -> None:
         """Wait for collectives in flight (buckets, used-maps), but copy nothing out."""
-        for number, bucket in enumerate(self.buckets):
-            if bucket.state is BucketState.IN_FLIGHT:
-                self._wait(number)
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.wait(self.averaging.wait_description)
         self.used_map.settle()
         self.reach_map.settle()
         if self.averaging.items is not None:
@@ -331,7 +269,7 @@ def _receive_counts(queue: BucketQueue, items: comm.ItemCounts) -> None:
     tail = None
     for number, bucket in enumerate(queue.buckets):
         if bucket.plan.tail and number not in queue.skipped:
-            queue._wait(number)
+            bucket.wait(queue.averaging.wait_description)
             tail = bucket.tail
     factor = items.read(tail, queue.averaging.factors.product)
     for bucket in queue.buckets:
@@ -339,6 +277,7 @@ def _receive_counts(queue: BucketQueue, items: comm.ItemCounts) -> None:
         bucket.is_alone &= isinstance(factor, float) and factor == 1.0
 
 
-def _check_finite(bucket: Bucket, step: int, when: str) -> None:
+def _check_finite(bucket: Bucket, when: str) -> None:
     parts = dict(zip(bucket.names, bucket.views or [bucket.payload], strict=True))
-    comm.refuse_nonfinite(bucket.payload, parts, bucket.communicator.rank, step, when)
+    rank, step = bucket.communicator.rank, bucket.tracer.backward
+    comm.refuse_nonfinite(bucket.payload, parts, rank, step, when)

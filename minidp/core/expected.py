@@ -10,8 +10,8 @@ StaticGraph         as often as in the       first backward: as FindUnused;
 ==================  =======================  =====================================
 
 The reducer asks; a mode answers. It acts itself in two places: `StaticGraph.takes`
-counts arrivals, and `untouched` waits for the used-map. What the default does not need
-is told by attributes (`absent`, `fills_in_missing`), so that it costs no call.
+counts arrivals, and the used-map is launched and waited for. What the default does not
+need is told by attributes (`absent`, `fills_in_missing`), so that it costs no call.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from minidp.errors import (
     MiniDPError,
     explain,
     frozen_here,
+    unreached,
 )
 
 from .autograd import unreachable
@@ -40,19 +41,18 @@ if TYPE_CHECKING:
     from .reducer import Reducer
 
 
-class EveryParameter:
-    """Expect every parameter's gradient exactly once per reduction: the default."""
+class Mode:
+    """Answer the reducer's questions as the default does; base class of all modes."""
 
     fills_in_missing = False  # at the end of the backward, so that all buckets launch
-    # Ranks exchange which parameters they used. If so, the order of this backward's
-    # gradients does not rebuild the buckets.
-    shares_used_map = False
+    orders_buckets = True  # buckets may be rebuilt in this backward's ready order
+    shares_used_map = False  # ranks exchange which parameters they used
     map_goes_first = False  # the exchange starts before the buckets (torch's order)
     shares_reach = False  # ranks exchange what a forward's backward can reach
     counts_arrivals = False  # a parameter may arrive several times
     is_steady = True  # every backward so far missed the same parameters
     kept: Collection[int] = ()  # parameters whose ``.grad`` is never written
-    absent: Sequence[int] = ()  # parameters that are predicted to be missing
+    absent: Sequence[int] = ()  # parameters that this rank predicts to be missing
     cause_of_missing = "your module has parameters that were not used in producing loss"
 
     def __init__(self, num_params: int) -> None:
@@ -74,8 +74,9 @@ class EveryParameter:
         ``nodes``: AccumulateGrad nodes by parameter index.
         """
 
-    def begin(self, reducer: Reducer) -> None:
-        """Prepare for a backward that opens now. Called only if `counts_arrivals`."""
+    def first_marks(self) -> dict[int, GradState]:
+        """Return the first entries, by index, that are special (`counts_arrivals`)."""
+        return {}
 
     def takes(self, i: int, reducer: Reducer) -> bool:
         """Return True, to record the arriving gradient; raise if it is a second one.
@@ -140,7 +141,11 @@ class EveryParameter:
         )
 
 
-class FindUnused(EveryParameter):
+class EveryParameter(Mode):
+    """Expect every parameter's gradient exactly once per reduction: the default."""
+
+
+class FindUnused(Mode):
     """Accept missing gradients (``find_unused_parameters=True``).
 
     Torch walks the graph in every forward, to launch unused parameters' buckets early.
@@ -150,6 +155,7 @@ class FindUnused(EveryParameter):
     """
 
     fills_in_missing = shares_used_map = True
+    orders_buckets = False
 
     def __init__(self, num_params: int, *, shares_reach: bool = False) -> None:
         super().__init__(num_params)
@@ -177,8 +183,9 @@ class FindUnused(EveryParameter):
         """
         if i in reducer.pending.filled:
             queue, number = reducer.queue, reducer.pending.bucket_of[i]
-            is_filling = queue.buckets[number].state is BucketState.FILLING
-            if is_filling and number not in queue.skipped:
+            if number in queue.skipped:
+                raise GradientError(unreached(reducer.rank, reducer.names[i]))
+            if queue.buckets[number].state is BucketState.FILLING:
                 return True
         return super().takes(i, reducer)
 
@@ -194,21 +201,22 @@ class FindUnused(EveryParameter):
         contributed: bool = True,
     ) -> None:
         """Keep ``missing`` for `saw_outputs`; clear `is_steady` if it has changed."""
-        is_first = self._missing_last is None
-        self.is_steady &= is_first or set(missing) == set(self._missing_last or ())
-        self._missing_last = missing
+        if contributed:
+            is_first = self._missing_last is None
+            self.is_steady &= is_first or set(missing) == set(self._missing_last or ())
+            self._missing_last = missing
         self.absent, self._has_searched = (), False
 
     def reset(self) -> None:
         """Forget missing and absent parameters, as before the first backward."""
-        self._missing_last = None
+        self._missing_last, self.is_steady = None, True
         self.absent, self._has_searched = (), False
 
 
 _SAME_PARAMETERS = "use static_graph only if every iteration uses the same parameters"
 
 
-class StaticGraph(EveryParameter):
+class StaticGraph(Mode):
     """Count arrivals in the first backward, then expect the same (``static_graph``).
 
     The first backward records no gradient: all are filled in at its end with their
@@ -240,16 +248,15 @@ class StaticGraph(EveryParameter):
         """Count again in the next backward, as in the first one."""
         self.kept = self.absent = ()
         self._is_first = self.fills_in_missing = self.shares_used_map = True
+        self.orders_buckets = False
 
-    def begin(self, reducer: Reducer) -> None:
-        """Count anew; set entries to COUNTED (later only those of repeated ones)."""
+    def first_marks(self) -> dict[int, GradState]:
+        """Count anew: return COUNTED for all; later only for those that repeat."""
         if self._is_first:
             self._counts = [0] * self._num_params
-            reducer.pending.entries[:] = [GradState.COUNTED] * self._num_params
-            return
+            return dict.fromkeys(range(self._num_params), GradState.COUNTED)
         self._left = dict(self._repeated)
-        for i in self._left:
-            reducer.pending.entries[i] = GradState.COUNTED
+        return dict.fromkeys(self._left, GradState.COUNTED)
 
     def takes(self, i: int, reducer: Reducer) -> bool:
         """Return True at the last arrival that the first backward predicts.
@@ -276,7 +283,7 @@ class StaticGraph(EveryParameter):
         """
         if self.shares_used_map:
             return _unused_everywhere(reducer)
-        # (A hook may have nulled its gradient the first time.)
+        # Kept and yet counted: a hook had set its gradient to None in the first one.
         used = reducer.pending.used() if self.kept else set()
         if late := used.intersection(self.kept) - reducer.pending.filled:
             raise self.twice(reducer.rank, reducer.names[min(late)])
@@ -295,7 +302,7 @@ class StaticGraph(EveryParameter):
         later backward of this rank will be its first, and counts.
         """
         if self._is_first:
-            self.shares_used_map = False
+            self.shares_used_map, self.orders_buckets = False, True
             self.kept = frozenset(untouched)
         if contributed:
             if self._is_first:
@@ -338,7 +345,7 @@ def _unused_everywhere(reducer: Reducer) -> Collection[int]:
     return unused
 
 
-def expectation_for(num_params: int, config: ReducerConfig) -> EveryParameter:
+def expectation_for(num_params: int, config: ReducerConfig) -> Mode:
     """Return a new mode object for ``config``; static_graph beats find_unused."""
     if config.static_graph:
         return StaticGraph(num_params)

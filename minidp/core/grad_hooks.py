@@ -16,7 +16,7 @@ needs more than an entry::
 
 Index ``i`` is a parameter, ``k`` a slot in a bucket, ``number`` a bucket.
 
-[Note: hook position] A grad hook sits on the parameter's AccumulateGrad *node*, as that
+A grad hook sits on the parameter's AccumulateGrad *node*, as that
 of torch's reducer: it runs after user tensor hooks and all post-accumulate hooks. The
 node must be referenced, or it is freed with its hooks. Its Python hooks share one
 ordered dict; a native hook runs before them. Other hooks on the node must not change
@@ -28,7 +28,8 @@ refilled and never replaced, because hooks keep references to them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from operator import itemgetter
 from types import MethodType
@@ -97,10 +98,10 @@ def _small_hook(params: Sequence[Tensor], pending: PendingGrads) -> GradHook:
             return
         entries[i] = params[i].grad
         note_ready(i)
-        bucket = bucket_of[i]
-        num_left[bucket] = left = num_left[bucket] - 1
+        number = bucket_of[i]
+        num_left[number] = left = num_left[number] - 1  # no call: no thread switch
         if not left:
-            pending.complete(bucket)
+            pending.complete(number)
 
     return grad_hook
 
@@ -144,6 +145,12 @@ def _noting_stream(
     return grad_hook
 
 
+def is_compiled_backward() -> bool:
+    """Return whether compiled autograd runs the current backward."""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(compiled and compiled.in_compiled_autograd_region)
+
+
 class GradTable:
     """Store each parameter's gradient or `GradState`; count what each bucket lacks."""
 
@@ -157,9 +164,9 @@ class GradTable:
     def adopt(self, members: Sequence[Sequence[int]]) -> None:
         """Use buckets whose parameter indices are in ``members``; then `refill`."""
         self._members = members
-        for bucket, indices in enumerate(members):
+        for number, indices in enumerate(members):
             for i in indices:
-                self.bucket_of[i] = bucket
+                self.bucket_of[i] = number
         self.refill()
 
     def refill(self) -> None:
@@ -176,9 +183,9 @@ class GradTable:
         self.num_left[self.bucket_of[i]] -= 1
         return self.num_left[self.bucket_of[i]]
 
-    def gather(self, bucket: int) -> Sequence[Entry]:
+    def gather(self, number: int) -> Sequence[Entry]:
         """Return the current entries of a bucket in slot order."""
-        indices = self._members[bucket]
+        indices = self._members[number]
         found = itemgetter(*indices)(self.entries)
         return found if len(indices) > 1 else (found,)
 
@@ -200,15 +207,15 @@ def native_table(params: Sequence[Tensor], reducer: Reducer) -> Any | None:
     def admit(i: int) -> bool:
         if not reducer.admit(i):
             return False
-        pending = reducer.pending  # a strong reference to the table would be a cycle
+        table: Any = reducer.pending.native  # a strong reference would be a cycle
         # The table belongs to the thread that opened the backward, perhaps just now:
         # its native hooks go on, those on other threads leave the gradient to Python.
-        if pending.native is not None and pending.native.is_owner():
+        if table.is_owner():
             return True
-        pending.arrive(i)
+        reducer.pending.arrive(i)
         return False
 
-    on_full = untraced(lambda bucket: reducer.pending.complete(bucket))
+    on_full = untraced(lambda number: reducer.pending.complete(number))
     unset, copied = GradState.UNSET, GradState.COPIED
     table = library.GradTable(params, tuple(GradState), unset, copied, (on_full, admit))
     table.entries[:] = [GradState.CLOSED] * len(params)
@@ -254,16 +261,15 @@ class PendingGrads:
     # -- a backward begins, ends, or is interrupted ------------------------------------
 
     def open(
-        self, usual: GradState, divisor: int, via_reducer: Iterable[int] = ()
+        self, usual: GradState, marks: Mapping[int, GradState], divisor: int
     ) -> None:
-        """Set all entries; reset counts and ready order; C++ hooks use ``divisor``.
+        """Set entries to ``usual``, or to ``marks`` by index; reset counts and order.
 
-        Entries are ``usual``, or VIA_REDUCER for parameters in ``via_reducer``: there
-        the reducer records and copies.
+        C++ hooks divide by ``divisor``.
         """
         entries = [usual] * len(self.entries)
-        for i in via_reducer:
-            entries[i] = GradState.VIA_REDUCER
+        for i, mark in marks.items():
+            entries[i] = mark
         if self.native is not None:
             self.native.scale = 1.0 / divisor
         self.table.refill()
@@ -278,8 +284,9 @@ class PendingGrads:
     def pause(self) -> None:
         """Save all entries for `resume`, and make the next hook ask the reducer.
 
-        Gradients are copied now, because the user may change or zero them before
-        another backward goes on. Gradients of full buckets were copied before.
+        Gradients are copied now (`BucketQueue.copy_now` says which are not), because
+        the user may change or zero them before another backward goes on. Gradients of
+        full buckets were copied before.
         """
         for i, entry in enumerate(self.entries):
             is_full = not self.num_left[self.bucket_of[i]]

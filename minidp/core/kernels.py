@@ -80,7 +80,7 @@ class CopyPlan:
         self._is_row = all(view.dim() == 1 for view in views)
         pairs = list(zip(views, is_large, strict=True))
         # If hooks have copied all large slots, these are left: and their memory, in as
-        # few pieces as possible. (Some other set may have as many elements.)
+        # few pieces as possible. By identity: other slots may be as many and as large.
         self._small_ids = [id(view) for view, large in pairs if not large]
         self._small_runs = _runs(values, [(v.numel(), large) for v, large in pairs])
 
@@ -91,7 +91,7 @@ class CopyPlan:
         is_same_dtype = set(map(_dtype_of, grads)) <= {self._values.dtype}
         return is_same_dtype and list(map(Tensor.numel, grads)) == numels
 
-    def flatten(self, views: list[Tensor], grads: list[Tensor], divisor: int) -> None:
+    def fill(self, views: list[Tensor], grads: list[Tensor], divisor: int) -> None:
         """Compute ``views[k] = grads[k] * (1 / divisor)`` for all slots or some."""
         if not grads:
             return

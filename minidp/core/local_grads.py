@@ -19,6 +19,7 @@ from torch import Tensor
 from minidp.trace import StepEvent, Tracer
 
 from . import autograd
+from .grad_hooks import is_compiled_backward
 
 if TYPE_CHECKING:
     from .reducer import PhaseMachine
@@ -53,7 +54,7 @@ class Ledger:
         # Synchronising forwards, synchronised backwards; set anew by reset and join.
         self.armed = self.finalized = 0
         self.steps = 0  # optimizer steps since the last synchronised backward
-        self.used_locally: set[int] = set()  # since the last synchronised backward
+        self.used_locally: set[int] = set()  # since that; and in static graph's first
         # Only the guard reads these five.
         self.unsynced: set[int] = set()  # parameters whose .grad holds a local part
         self.origins: dict[int, Origin] = {}  # where each one's last local part is from
@@ -187,7 +188,7 @@ class LocalBackwards:
         compiled, in a synchronised backward, or without listeners.
         """
         is_new = self._tracer.listeners and autograd.current_task() != self._task
-        if is_new and self._phase.is_idle and not autograd.is_compiled_backward():
+        if is_new and self._phase.is_idle and not is_compiled_backward():
             self._task = autograd.current_task()
             self._tracer.enter(StepEvent.LOCAL_BACKWARD_BEGIN)
             autograd.queue_final_callback(self._end)

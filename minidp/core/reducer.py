@@ -42,7 +42,7 @@ from minidp.trace import Moment, StepEvent
 from . import autograd
 from .bucket_queue import BucketQueue
 from .expected import expectation_for
-from .grad_hooks import Entry, GradHooks, GradState, PendingGrads
+from .grad_hooks import Entry, GradHooks, GradState, PendingGrads, is_compiled_backward
 from .local_grads import Ledger, LocalBackwards, origin_now
 from .rebuild import RebuildPolicy, agreed_layout
 
@@ -51,7 +51,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Phase(Enum):
-    """Name the states of a reducer between two synchronised backwards."""
+    """Name the states of a reducer."""
 
     IDLE = "idle"  # gradients accumulate locally
     ARMED = "armed"  # a synchronising forward ended: the next backward reduces
@@ -65,11 +65,11 @@ class Phase(Enum):
 
 TRANSITIONS = {
     Phase.IDLE: {Phase.ARMED, Phase.REDUCING, Phase.FAILED},
-    Phase.ARMED: {Phase.ARMED, Phase.REDUCING, Phase.FAILED},
+    Phase.ARMED: {Phase.ARMED, Phase.REDUCING, Phase.FAILED},  # a second forward
     Phase.REDUCING: {Phase.PAUSED, Phase.FINALIZING, Phase.FAILED},
     Phase.PAUSED: {Phase.REDUCING, Phase.FAILED},
     Phase.FINALIZING: {Phase.IDLE, Phase.FAILED},
-    Phase.FAILED: {Phase.FAILED, Phase.IDLE},
+    Phase.FAILED: {Phase.FAILED, Phase.IDLE},  # methods that fail may be nested
 }
 
 
@@ -146,7 +146,7 @@ class Reducer:
         weakref.finalize(self, _detach, self.hooks, self.pending)
         self.contexts = comm.NotedContexts(self.params, self.hooks.nodes, communicator)
         # CUDA runs one autograd thread per device; users may run several backwards. The
-        # lock guards the phase, `_tasks`, and which buckets the queue has launched.
+        # lock guards, in a backward, the phase, `_tasks`, and what the queue launched.
         self._lock = threading.RLock()
         # Graph tasks at whose end `end_now` will run. Only the task holds its callback:
         # if the backward raises, the weak reference dies.
@@ -185,7 +185,7 @@ class Reducer:
 
     def adopt(self, layout: Layout, *, shares: bool = False) -> None:
         """Replace the buckets; with ``shares`` a collective (`BucketQueue.adopt`)."""
-        self.pending.adopt(())
+        self.pending.adopt(())  # frees the old buckets before new ones take memory
         self.queue.adopt(layout, shares=shares)
         self.pending.adopt(self.queue.buckets)
 
@@ -211,7 +211,7 @@ class Reducer:
                 self._open(i)
             elif self.phase.now is Phase.PAUSED:
                 self.contexts.refuse_another(i, self.context, self.names[i])
-                self._is_compiled = autograd.is_compiled_backward()
+                self._is_compiled = is_compiled_backward()
                 self.phase.enter(Phase.REDUCING)
                 self.pending.resume()
             if self.pending.entries[i] is GradState.UNSET:
@@ -226,20 +226,22 @@ class Reducer:
         GradientError if options exclude compiled autograd, or this RPC context.
         """
         queue, expected = self.queue, self.expected
-        self._is_compiled = autograd.is_compiled_backward()
-        if self._is_compiled:
-            autograd.accept_compiled(self.rank, needs_end=expected.fills_in_missing)
+        self.phase.enter(Phase.REDUCING)
         self.context = self.contexts.of_backward(first) if self._uses_rpc else None
         if self.context and any(each.uses_grads for each in queue.observers):
             self.context.refuse_steps()
-        self.phase.enter(Phase.REDUCING)
         queue.start(shares_reach=expected.shares_reach, context=self.context)
         sees_all = queue.tracer.recorder is not None or self.context
         usual = GradState.VIA_REDUCER if sees_all else GradState.UNSET
-        hooked = self.hooks.hooked_by_others()
-        self.pending.open(usual, queue.averaging.factors.pre, via_reducer=hooked)
+        hooked = self.hooks.hooked_by_others()  # their gradients are copied at once
+        marks = dict.fromkeys(hooked, GradState.VIA_REDUCER)
         if expected.counts_arrivals:
-            expected.begin(self)
+            marks |= expected.first_marks()
+        # Not in two steps: hooks on other threads read entries without the lock.
+        self.pending.open(usual, marks, queue.averaging.factors.pre)
+        self._is_compiled = is_compiled_backward()
+        if self._is_compiled:
+            autograd.accept_compiled(self.rank, needs_end=expected.fills_in_missing)
         for i in expected.absent:
             travels = queue.layout.bucket_of[i] not in queue.skipped
             self.pending.fill_missing(i, travels=travels)
@@ -249,7 +251,8 @@ class Reducer:
         pending, tracer = self.pending, self.queue.tracer
         tracer.note(Moment.PARAM_READY, i)
         number = pending.bucket_of[i]
-        if pending.num_left[number] == len(self.queue.buckets[number].params):
+        members = self.queue.buckets[number].position.keys()
+        if pending.num_left[number] == len(members - pending.filled):
             tracer.note(Moment.FIRST_GRADIENT, number)
         pending.arrive(i)
 
@@ -260,14 +263,14 @@ class Reducer:
         After the last one launch the used-map, and queue `_finalize` for the end of the
         backward (compiled: call it). In an RPC context gradients are read from there.
         """
+        queue, bucket = self.queue, self.queue.buckets[number]
         if self.context is not None:
-            bucket = self.queue.buckets[number]
             entries = self.context.read(bucket.params)
             for i, grad in zip(bucket.plan.indices, entries, strict=True):
                 self.pending.entries[i] = grad
         with self._lock:
-            self.queue.flatten(number, entries, self.pending.filled)
-            if self.queue.launch_due():
+            bucket.flatten(entries, queue.averaging.factors, self.pending.filled)
+            if queue.launch_due():
                 if self.expected.shares_used_map:
                     self.expected.launch_used_map(self)
                 if self._is_compiled:  # runs no final callback
@@ -335,7 +338,7 @@ class Reducer:
             lacks_some = expected.fills_in_missing or expected.kept
             untouched = expected.untouched(self) if lacks_some else ()
             self.queue.finish(untouched)
-            if not expected.shares_used_map and not self.rebuild_policy.has_rebuilt:
+            if expected.orders_buckets and not self.rebuild_policy.has_rebuilt:
                 self.rebuild_policy.note([*self.pending.ready, *filled])
             if lacks_some:  # not earlier: StaticGraph may then stop to share its map
                 expected.ended(filled, untouched)
@@ -366,6 +369,7 @@ class Reducer:
         with self._lock:
             self.phase.enter(Phase.FAILED)
             self.failure = ""
+            self.pending.adopt(())
             self.queue.reset(group)
             self.pending.adopt(self.queue.buckets)
             self._tasks.clear()

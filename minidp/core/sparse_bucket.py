@@ -11,21 +11,19 @@ from minidp.errors import misfit
 
 from . import kernels
 from .averaging import DivideFactors
-from .bucket import Bucket, BucketState, Entries, Slots
+from .bucket import Bucket, Entries, Slots
 
 
 class SparseBucket(Bucket):
     """Reduce one sparse gradient without a flat buffer."""
 
-    def flatten(
+    def copy_in(
         self, entries: Entries, factors: DivideFactors, undecided: Slots = ()
     ) -> None:
-        """Copy the gradient (None: an empty one), divide; FULL. Raises if it is no COO.
+        """Copy the gradient (None: an empty one), divide. Raises if it is no COO.
 
         A copy, because two embeddings that are added share the memory of their values.
         """
-        if self.streams is not None:
-            self.streams.gather(entries)
         grad = entries[0]
         if not isinstance(grad, Tensor):
             param = self.params[0].detach()
@@ -43,11 +41,8 @@ class SparseBucket(Bucket):
         with torch.no_grad():
             self.payload = grad.detach().clone()
             kernels.divide(self.payload, factors.product)
-        self._advance(BucketState.FULL)
 
-    def unflatten(
-        self, kept: Slots = (), into: Sequence[Tensor | None] | None = None
-    ) -> None:
+    def write_averages(self, kept: Slots, into: Sequence[Tensor | None] | None) -> None:
         """Write the average to ``into`` or ``.grad``, unless kept; drop the payload."""
         param, reduced = self.params[0], self.payload
         del self.payload

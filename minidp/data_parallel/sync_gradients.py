@@ -63,8 +63,8 @@ def _reduce(
         for number, bucket in enumerate(queue.buckets):
             if number not in queue.skipped:
                 entries = [grads[i] for i in bucket.plan.indices]
-                undecided = [k for k, entry in enumerate(entries) if entry is None]
-                bucket.flatten(entries, queue.averaging.factors, undecided)
+                filled = [i for i in bucket.plan.indices if grads[i] is None]
+                bucket.flatten(entries, queue.averaging.factors, filled)
         queue.launch_due()
         if used is not None:
             used_map.launch(used)

@@ -1,8 +1,8 @@
 """Stop optimizer steps that would make replicas differ.
 
 Read `optimizer_guard` (called before every optimizer step and every forward),
-`mistakes` (an ordered list of checks, each with its message), `late_parameters` (that
-joined the module after wrapping), `local_updates` (by hand, or inside no_sync()).
+`mistakes` (an ordered list of checks, each with its message; parameters that joined the
+module after wrapping), `local_updates` (by hand, or inside no_sync()).
 """
 
 from .mistakes import refuse_forward

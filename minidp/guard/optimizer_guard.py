@@ -34,9 +34,8 @@ from minidp.errors import (
 from minidp.replica import Replica, ReplicaCheck
 from minidp.trace import StepEvent
 
-from .late_parameters import LateParameters
 from .local_updates import Corners, LocalSteps, copy_corners, find_manual_update
-from .mistakes import Step, explain_late, find_cast, refuse_forward
+from .mistakes import LateParameters, Step, explain_late, find_cast, refuse_forward
 
 
 class Guard:
@@ -87,7 +86,8 @@ class Guard:
         step = Step(self, optimizer, self._at_step.get(optimizer, never))
         if ledger.sync_enabled:
             ledger.steps += is_ours
-            self._complain(step.find_problem(self.late_parameters.find()))
+            if problem := step.find_problem(self.late_parameters.find()):
+                self._complain(problem)
             check = self.replica_check
             if is_ours and check is not None and check.suspect is not None:
                 check.confirm()
@@ -251,20 +251,17 @@ def _after_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         guard.trace(optimizer, StepEvent.OPTIMIZER_END)
 
 
-def _check_all(optimizer: Optimizer) -> None:
-    for guard in _live_guards():
-        guard.check(optimizer)
-
-
 @untraced
 def _before_any_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Pre-hook: check the step; if it has a closure, after each call of that."""
+    guards = _live_guards()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
-        _check_all(optimizer)
-    for guard in _live_guards():
+        for guard in guards:
+            guard.check(optimizer)
+    for guard in guards:
         guard.trace(optimizer, StepEvent.OPTIMIZER_BEGIN)
     if not callable(closure):
         return None
@@ -273,7 +270,8 @@ def _before_any_step(
     @functools.wraps(closure)
     def checked(*closure_args: Any, **closure_kwargs: Any) -> Any:
         result = closure(*closure_args, **closure_kwargs)
-        _check_all(optimizer)
+        for guard in _live_guards():
+            guard.check(optimizer)
         return result
 
     if "closure" in kwargs:

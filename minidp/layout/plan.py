@@ -93,6 +93,7 @@ class BucketPlan:
     sparse: bool = False
     # Elements of the buffer after the last slot; where parameters lie is the same.
     tail: int = field(default=0, compare=False)
+    number: int = field(default=0, compare=False)  # of the bucket, in its layout
 
     def __post_init__(self) -> None:
         count, end = len(self.slots), 0
@@ -248,14 +249,15 @@ def build_layout(
 ) -> Layout:
     """Return the layout whose buckets hold the given parameter indices, in order."""
     plans = []
-    for members in assignment:
+    for number, members in enumerate(assignment):
         slots, offset = [], 0
         for i in members:
             spec = specs[i]
             slots.append(Slot(i, offset, spec.numel, spec.shape, spec.view_stride))
             offset += spec.numel
         head = specs[members[0]]
-        plans.append(BucketPlan(tuple(slots), head.dtype, head.device, head.sparse))
+        kind = head.dtype, head.device, head.sparse
+        plans.append(BucketPlan(tuple(slots), *kind, number=number))
     return Layout(tuple(plans), len(specs))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from minidp.core import BucketState, Reducer, decode_layout, encode_layout
+from minidp.core import Reducer, decode_layout, encode_layout
 from minidp.errors import CollectiveError, MiniDPError, explain
 from minidp.layout import Layout
 
@@ -340,9 +340,7 @@ class Quorum:
         self.contributors = self._count()
         factors = self._reducer.queue.averaging.factors_of(self.contributors)
         for bucket in self._reducer.queue.buckets:
-            bucket.state = BucketState.FILLING
-            bucket.flatten([param.grad for param in bucket.params], factors)
-            bucket.state = BucketState.IN_FLIGHT
+            bucket.copy_in([param.grad for param in bucket.params], factors)
         for each in sums:
             each.launch()
 

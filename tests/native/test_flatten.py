@@ -518,9 +518,9 @@ def test_difference_alone_a_change_by_way_of_data_stays(lone_group, library):
         module.weight.grad = torch.ones(2, 2)
         bucket.flatten([module.weight.grad], ddp._reducer.queue.averaging.factors)
         edit(module.weight.grad)
-        bucket.all_reduce()
-        bucket.receive(None)
-        bucket.unflatten()
+        bucket.launch(ddp._reducer.queue.averaging, is_last=True)
+        bucket.wait("waiting")
+        bucket.copy_out()
         is_kept = bool((module.weight.grad == 7).all())
         assert is_kept is (stays and bucket.native is not None)
 

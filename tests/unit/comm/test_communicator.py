@@ -14,13 +14,8 @@ from torch.futures import Future
 
 from minidp import CollectiveError, CommHookError, GradientError
 from minidp.comm import communicator as module
-from minidp.comm.communicator import Communicator, PeerMonitor, Report
-from minidp.comm.work import (
-    FutureWork,
-    is_done_within,
-    then,
-    wait_for,
-)
+from minidp.comm.communicator import Communicator, PeerMonitor, Report, is_done_within
+from minidp.comm.work import FutureWork, then, wait_for
 
 GROUP = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
 

@@ -94,12 +94,12 @@ KNOWS_TORCH_DISTRIBUTED = {
     "doctor/command",
 }
 
-FILE_LINES = 420  # goal 400; core/bucket.py has the rules of all copies
+FILE_LINES = 420  # goal 400; core/grad_hooks.py has three sorts of hooks
 CLASS_LINES = 260
 CLASS_METHODS = 15
 NESTING = 3
-CORE_FILES = 11
-CORE_LINES = 2760  # the door is not counted
+CORE_FILES = 12
+CORE_LINES = 2800  # the door is not counted
 
 # The constructor of 20 arguments, each of which the class's docstring explains.
 DICTATED_BY_TORCH = {"data_parallel/wrapper.DataParallel"}

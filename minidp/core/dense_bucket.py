@@ -1,0 +1,286 @@
+"""Reduce gradients of one dtype and device through a flat buffer, with views into it.
+
+::
+
+    .grad --copy_in--> buffer: | slot 0 | slot 1 | slot 2 | --write_averages--> .grad
+
+Only this file has the rules of ``gradient_as_bucket_view``: ``param.grad is view``
+after a synchronised backward, so that the next one accumulates into the buffer and
+`copy_in` only divides. ``zero_grad(set_to_none=True)`` breaks the alias; a later
+backward restores it. In shared memory the sum may be written to ``.grad`` already
+(`DenseBucket.offer_grads`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from minidp import comm
+from minidp.config import ReducerConfig
+from minidp.errors import misfit
+from minidp.layout import BucketPlan
+from minidp.trace import Tracer
+
+from . import kernels
+from .averaging import DivideFactors
+from .bucket import Bucket, Entries, Slots
+from .grad_hooks import Entry, GradState, is_copied_at_once
+
+
+class DenseBucket(Bucket):
+    """Reduce gradients of one dtype and device through a flat buffer."""
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        params: Mapping[str, torch.nn.Parameter],
+        communicator: comm.Communicator,
+        config: ReducerConfig,
+        tracer: Tracer,
+        shared: comm.SharedBuffer | None = None,
+    ) -> None:
+        super().__init__(plan, params, communicator, config, tracer)
+        self._as_view = as_view = config.gradient_as_bucket_view
+        self.shared = shared
+        # One memory: in the parameters' dtype, as a view per slot, and 1-D real.
+        if shared is None:
+            values = torch.empty(plan.length, dtype=plan.dtype, device=plan.device)
+        else:
+            values = shared.values.view(plan.dtype)
+        self.payload, self.tail = map(kernels.as_real, (values, values[plan.numel :]))
+        self._values = values = values[: plan.numel]
+        self.views = [
+            values.as_strided(s.shape, s.stride, s.offset) for s in plan.slots
+        ]
+        self._memory = kernels.Memory(self.payload)
+        is_large = [is_copied_at_once(param) for param in self.params]
+        self._copy_plan = kernels.CopyPlan(values, self.views, is_large)
+        if (extension := kernels.extension_for([values])) is not None:
+            mine = list(self.params)
+            self.native = extension.Slots(mine, self.views, values, as_view=as_view)
+            if values.is_cpu:  # CUDA: one kernel for all
+                self.copied_by_hook = [*range(len(self.params))]
+        self._saved: dict[int, Tensor] = {}  # per slot, .grad to restore if unused
+        self._tracked: dict[int, Tensor] = {}  # per slot, divided gradient with history
+        self._arrived: Sequence[Entry] = ()
+        self._is_apart = False
+
+    # -- copy in -----------------------------------------------------------------------
+
+    def copy_now(self, k: int, grad: Tensor, divisor: int) -> Entry:
+        """Copy ``grad``, divided, to slot ``k``, return COPIED; or return it as it is.
+
+        As it is if it does not fit, lies in the buffer, or grad mode is on. With bucket
+        views, ``.grad`` becomes the view now.
+        """
+        view = self.views[k]
+        fits = grad.layout is torch.strided and grad.dtype is view.dtype
+        is_here = grad is view or (self._as_view and self._memory.owns(grad))
+        if not fits or grad.shape != view.shape or is_here or torch.is_grad_enabled():
+            return grad
+        kernels.multiply_into(view, grad, divisor)
+        if self._as_view:
+            self.params[k].grad = view  # frees the gradient's own memory
+        return GradState.COPIED
+
+    def copy_in(  # noqa: D102
+        self, entries: Entries, factors: DivideFactors, undecided: Slots = ()
+    ) -> None:
+        self._arrived = entries
+        is_usual = not self._is_apart and not (undecided and self._as_view)
+        native = self.native if is_usual else None
+        if not (native and native.flatten(entries, factors.pre)):
+            self._fill_in_python(tuple(entries), factors.pre, undecided)
+        if factors.post != 1:
+            kernels.divide(self.payload, factors.post)
+            reciprocal = 1.0 / factors.post
+            self._tracked = {k: g * reciprocal for k, g in self._tracked.items()}
+
+    def _fill_in_python(
+        self, entries: tuple[Entry, ...], divisor: int, undecided: Slots
+    ) -> None:
+        views, grads, in_place = self._classify(entries, undecided)
+        if not self._copy_plan.may_fit(views, grads):
+            self._check_fit(views, grads)
+        if torch.is_grad_enabled() and any(g.requires_grad for g in grads + in_place):
+            # create_graph=True: scaled copies with a history stay outside the buffer.
+            for k, grad in enumerate(entries):
+                if isinstance(grad, Tensor):
+                    self._tracked[k] = grad * (1.0 / divisor)
+                    kernels.multiply_into(self.views[k], grad.detach(), divisor)
+            return
+        try:
+            self._copy_plan.fill(views, grads, divisor)
+        except (RuntimeError, ValueError):
+            self._check_fit(views, grads)
+            raise
+        for values in [self._values] if len(in_place) == len(entries) else in_place:
+            kernels.divide(values, divisor)
+
+    def _classify(
+        self, entries: tuple[Entry, ...], undecided: Slots
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Return views to fill, a gradient for each, and views that hold theirs.
+
+        A COPIED entry is in no result. Slots without gradient are set to zeros;
+        undecided ones whose ``.grad`` lies in the buffer are saved before.
+        """
+        everything = cast("list[Tensor]", list(entries))
+        if set(map(type, entries)) == {Tensor} and not (
+            self._as_view and self._memory.may_own_any(everything)
+        ):
+            return self.views, everything, []  # the usual case
+        views, grads, in_place = [], [], []
+        for k, (view, grad) in enumerate(zip(self.views, entries, strict=True)):
+            is_here = grad is view or (self._as_view and self._memory.owns(grad))
+            # Without a gradient, .grad may still be this view: a rank without inputs.
+            if k in undecided and (
+                is_here or (grad is None and self._memory.owns(self.params[k].grad))
+            ):
+                self._saved[k] = view.clone()
+            if is_here:
+                in_place.append(view)
+            elif grad is None:
+                view.zero_()
+            elif isinstance(grad, Tensor):
+                views.append(view)
+                grads.append(grad)
+        return views, grads, in_place
+
+    def _check_fit(self, views: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Raise GradientError if a gradient's dtype, layout, shape, device differs."""
+        for view, grad in zip(views, grads, strict=True):
+            expected, found = (
+                f"{t.dtype}, {t.layout}, shape {tuple(t.shape)}, on {t.device}"
+                for t in (view, grad)
+            )
+            if expected != found:
+                k = next(k for k, mine in enumerate(self.views) if mine is view)
+                raise misfit(self.communicator.rank, self.names[k], expected, found)
+
+    # -- copy out ----------------------------------------------------------------------
+
+    def offer_grads(self, shared: comm.SharedBuffer) -> None:
+        """Let the sum in ``shared`` memory write averages to ``.grad``, if C++ can.
+
+        Not with a history, nor with a tail, which has been waited for. The caller must
+        `copy_out` all slots.
+        """
+        native = None if self._tracked or self.plan.tail else self.native
+        takes = native and self._arrived and native.offer_tiles(self.factor)
+        shared.into = native if takes else None
+
+    def write_averages(  # noqa: D102
+        self, kept: Slots, into: Sequence[Tensor | None] | None
+    ) -> None:
+        if self._as_view or into is not None or isinstance(self.factor, Tensor):
+            self._rescale()  # else the extension may multiply on the way
+        for k in kept:
+            if k in self._saved:
+                self.views[k].copy_(self._saved[k])
+        if into is not None:
+            for grad, view in zip(into, self.views, strict=True):
+                if grad is not None:
+                    grad.detach().copy_(view)
+        elif not self._write_natively(kept):
+            self._write_in_python(kept)
+        self._saved.clear()
+        self._tracked.clear()
+        self._arrived = ()
+
+    def _rescale(self) -> None:
+        """Multiply the payload by `factor`, which is then 1."""
+        factor, self.factor = self.factor, 1.0
+        if isinstance(factor, Tensor) or factor != 1.0:
+            kernels.rescale(self.payload, factor)
+            self._tracked = {k: grad * factor for k, grad in self._tracked.items()}
+
+    def _write_natively(self, kept: Slots) -> bool:
+        """Write all averages in C++; False if Python must do it."""
+        if self.native is None:
+            return False
+        if not kept and not self._tracked and self._arrived:
+            arrived, is_alone = self._arrived, self.is_alone
+            with suppress(RuntimeError):  # a gradient overlaps itself
+                if self.native.unflatten(arrived, is_alone=is_alone, scale=self.factor):
+                    return True
+            if self.native.is_scaled:  # `wait` has multiplied, but could not write
+                self.factor = 1.0
+        self.native.forget_copies()
+        return False
+
+    def _write_in_python(self, kept: Slots) -> None:
+        self._rescale()
+        grads = [param.grad for param in self.params]
+        if self._as_view and not self._tracked:
+            self._point_at_views(grads, kept)
+            return
+        if not kept and not self._tracked and set(map(type, grads)) == {Tensor}:
+            # Raises for gradients that are lazily negated, for example.
+            with suppress(RuntimeError):
+                torch._foreach_copy_(cast("list[Tensor]", grads), self.views)
+                return
+        for k in sorted({*range(len(grads))} - {*kept}):
+            self._write_slot(k)
+
+    def _point_at_views(self, grads: Sequence[Tensor | None], kept: Slots) -> None:
+        for k, (view, grad) in enumerate(zip(self.views, grads, strict=True)):
+            if grad is view or k in kept:
+                continue
+            arrived = self._arrived[k]
+            if grad is not None and arrived is not None and grad is not arrived:
+                raise misfit(
+                    self.communicator.rank,
+                    self.names[k],
+                    "the bucket's view, or the gradient that arrived",
+                    "a .grad that is not the expected DDP bucket view",
+                    "do not replace .grad in hooks; if another live wrapper of this "
+                    "module put its view there, let go of it before wrapping again, or "
+                    "pass gradient_as_bucket_view=True to one of them only",
+                )
+            self.params[k].grad = view
+
+    def _write_slot(self, k: int) -> None:
+        param, view = self.params[k], self.views[k]
+        grad = param.grad
+        if grad is None or (self._as_view and k in self._tracked and grad is view):
+            grad = torch.empty_like(view)
+            param.grad = grad
+        if k in self._tracked:
+            with torch.enable_grad():
+                grad.copy_(self._tracked[k])  # gives .grad its history
+        with torch.no_grad():
+            try:
+                grad.detach().copy_(view)
+            except RuntimeError:  # a hook put an expanded tensor there
+                param.grad = torch.empty_like(view).copy_(view)
+
+    def set_apart(self, *, apart: bool) -> None:  # noqa: D102
+        # There are no views then: a ``.grad`` that lies in the buffer becomes a copy.
+        may_be_view = self.config.gradient_as_bucket_view
+        self._is_apart, self._as_view = apart, may_be_view and not apart
+        for param in self.params if apart and may_be_view else ():
+            grad = param.grad
+            if grad is not None and self._memory.owns(grad):
+                param.grad = grad.clone()
+
+    def alias_grads_to_views(self) -> None:
+        """Copy each ``.grad`` into its view and make it the view, as torch does.
+
+        Leaves out gradients with a history, and those that differ in dtype, layout,
+        device or shape from the parameter or the view (`copy_in` rejects misfits).
+        """
+        for param, view in zip(self.params, self.views, strict=True):
+            grad = param.grad
+            if grad is None or grad.requires_grad:
+                continue
+            kinds = {
+                (t.dtype, t.layout, t.device, t.shape) for t in (param, grad, view)
+            }
+            if len(kinds) == 1:
+                param.grad = view.copy_(grad)
