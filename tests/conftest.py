@@ -1,4 +1,4 @@
-"""Hypothesis profiles, markers by folder, one seed per test, process groups."""
+"""Hypothesis profiles, markers and order of tests, seeds, process groups."""
 
 from __future__ import annotations
 

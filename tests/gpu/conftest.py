@@ -23,7 +23,7 @@ assert native.library().has_cuda, "it has no CUDA kernels"
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[Place, Pool]]:
-    """The processes of places on GPUs that some test has needed."""
+    """Rank processes by place, of places on GPUs that a test has used."""
     found: dict[Place, Pool] = {}
     yield found
     for pool in found.values():
@@ -32,7 +32,7 @@ def pools() -> Iterator[dict[Place, Pool]]:
 
 @pytest.fixture(scope="session")
 def extension() -> None:
-    """The extension for this machine's GPU, built in another process."""
+    """Build the extension for this GPU; skip the test if a compiler is missing."""
     recipe = describe()
     if not recipe.parts["compiler"]:
         pytest.skip("there is no C++ compiler")

@@ -1,4 +1,4 @@
-"""Whether the host waits for a device.
+"""Find out whether the host waits for the current CUDA device.
 
 Also for the stand-in of `tests.support.fake_cuda` in the place of ``torch.cuda``.
 """
@@ -28,7 +28,7 @@ def waiting_is_an_error() -> Iterator[None]:
 
 
 def cycles_of(seconds: float) -> int:
-    """How long ``torch.cuda._sleep`` has to be told to sleep; waits for the device."""
+    """Return the cycles of ``torch.cuda._sleep`` that last so long; wait for it."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(MEASURED_CYCLES)  # the first one loads the kernel
     begin.record()
@@ -39,7 +39,7 @@ def cycles_of(seconds: float) -> int:
 
 
 def waits(seconds: float, work: Callable[[], object]) -> bool:
-    """Whether the host waited for the device during ``work()``.
+    """Call ``work()``; return whether the host waited for the device meanwhile.
 
     The device is busy first, for longer than the host needs: if it has come to the end
     of that when the host is done, the host has waited.

@@ -34,7 +34,7 @@ class Place:
 
     @property
     def num_gpus(self) -> int:
-        """How many GPUs the place needs."""
+        """Number of GPUs that the place needs; 0 on the CPU."""
         return (self.world_size if self.backend == "nccl" else 1) * bool(self.kernels)
 
     @property
@@ -43,7 +43,7 @@ class Place:
         return self.kernels == "native"
 
     def pool(self) -> Pool:
-        """Its processes on GPUs; not started yet."""
+        """Return rank processes on the place's GPUs; the first job starts them."""
         return Pool(
             self.world_size,
             GROUP_SECONDS,

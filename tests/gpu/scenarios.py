@@ -27,7 +27,7 @@ STEPS = 4
 
 
 def exactly(ctx: Any, function: Any, *args: Any) -> Any:
-    """``function(ctx, *args)`` with kernels that give the same bits each time."""
+    """Call a function with kernels that give the same bits each time."""
     backend = torch.backends.cudnn
     before = backend.deterministic, backend.benchmark, backend.allow_tf32
     backend.deterministic, backend.benchmark, backend.allow_tf32 = True, False, False
@@ -233,7 +233,7 @@ LAST_TRIAL = 52  # backwards; see _autotune
 
 
 def recorded(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
-    """Gradients before and while minidp records, whose recording is looked at."""
+    """Gradients before and while minidp records; assert what the recording says."""
     ddp = wrap(net(ctx), **SMALL, **options)
     if not isinstance(ddp, DataParallel):
         return [_train(ctx, ddp) for _ in range(2)]
