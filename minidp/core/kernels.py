@@ -92,12 +92,14 @@ class CopyPlan:
         return is_same_dtype and list(map(Tensor.numel, grads)) == numels
 
     def fill(self, views: list[Tensor], grads: list[Tensor], divisor: int) -> None:
-        """Compute ``views[k] = grads[k] * (1 / divisor)`` for all slots or some."""
+        """Compute ``views[k] = grads[k] * (1 / divisor)``; may raise if shapes differ."""
         if not grads:
             return
         is_all = len(grads) == len(self._views)
         if not is_all and list(map(id, views)) != self._small_ids:
             for view, grad in zip(views, grads, strict=True):
+                if view.shape != grad.shape:
+                    raise ValueError("torch.mul would resize the view")
                 multiply_into(view, grad, divisor)
             return
         if is_all and self._is_row:

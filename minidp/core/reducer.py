@@ -148,10 +148,8 @@ class Reducer:
         # CUDA runs one autograd thread per device; users may run several backwards. The
         # lock guards, in a backward, the phase, `_tasks`, and what the queue launched.
         self._lock = threading.RLock()
-        # Graph tasks at whose end `end_now` will run. Only the task holds its callback:
-        # if the backward raises, the weak reference dies.
+        # By graph task, the call of `end_now` at its end; dead if the backward raised.
         self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
-        # What may differ between two backwards; set when one is opened or resumed.
         self._uses_rpc = False  # RPC was up when the last forward ended
         self._is_compiled = False  # compiled autograd runs this backward
         self.context: comm.ContextGrads | None = None  # this backward's RPC context
@@ -233,8 +231,7 @@ class Reducer:
         queue.start(shares_reach=expected.shares_reach, context=self.context)
         sees_all = queue.tracer.recorder is not None or self.context
         usual = GradState.VIA_REDUCER if sees_all else GradState.UNSET
-        hooked = self.hooks.hooked_by_others()  # their gradients are copied at once
-        marks = dict.fromkeys(hooked, GradState.VIA_REDUCER)
+        marks = dict.fromkeys(self.hooks.hooked_by_others(), GradState.VIA_REDUCER)
         if expected.counts_arrivals:
             marks |= expected.first_marks()
         # Not in two steps: hooks on other threads read entries without the lock.
