@@ -92,7 +92,7 @@ class CopyPlan:
         return is_same_dtype and list(map(Tensor.numel, grads)) == numels
 
     def fill(self, views: list[Tensor], grads: list[Tensor], divisor: int) -> None:
-        """Compute ``views[k] = grads[k] * (1 / divisor)``; may raise if shapes differ."""
+        """Compute ``views[k] = grads[k] * (1 / divisor)`` for all slots or some."""
         if not grads:
             return
         is_all = len(grads) == len(self._views)
