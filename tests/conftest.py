@@ -1,4 +1,4 @@
-"""Hypothesis profiles, markers by folder, one seed per test, process groups."""
+"""Hypothesis profiles, markers and order of tests, seeds, process groups."""
 
 from __future__ import annotations
 
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 
 _TESTS = Path(__file__).parent
 _MARKER_OF_FOLDER = {"distributed": "dist", "fault": "fault", "native": "native"}
+# Most of these start interpreters, and take seconds each.
+_LONG = {
+    *("distributed/test_compile.py", "distributed/test_doctor.py"),
+    *("distributed/test_from_scratch.py", "distributed/test_launches.py"),
+    *("distributed/test_run.py", "distributed/test_speed.py", "fault/test_chaos.py"),
+    *("fault/test_doctor.py", "fault/test_hangs.py"),
+}
 
 # No profile has a deadline: an example may start or restart rank processes, and this
 # suite never fails because a machine is slow.
@@ -42,11 +49,26 @@ for _name, _count, _options in [
     hypothesis.settings.register_profile(
         _name, max_examples=_count, deadline=None, **_options
     )
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
+hypothesis.settings.load_profile(_PROFILE)
+# Folders in which "brief" is enough for the CI: an example of a fault takes a second,
+# and the laws are the same with the extension.
+_BRIEF = {"fault"} | ({"property"} if os.environ.get("MINIDP_NATIVE") == "1" else set())
 
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """For what is decorated by ``@given`` when its module is imported."""
+    if isinstance(collector, pytest.Module):
+        _load_profile(collector.path)
+
+
+def _load_profile(path: Path) -> None:
+    is_brief = _PROFILE == "ci" and path.relative_to(_TESTS).parts[0] in _BRIEF
+    hypothesis.settings.load_profile("brief" if is_brief else _PROFILE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,6 +83,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(_MARKER_OF_FOLDER[folder])
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(no_gpu)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items[:] = _with_long_ones_spread(items)
+
+
+def _with_long_ones_spread(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests of `_LONG` at even distances among the others.
+
+    Each process begins with a piece of the list. If one piece had all of them, they
+    would run one after the other in the end, while other processes have no work left.
+    """
+    is_long = [item.path.relative_to(_TESTS).as_posix() in _LONG for item in items]
+    spread = [item for item, long in zip(items, is_long, strict=True) if not long]
+    long_ones = [item for item, long in zip(items, is_long, strict=True) if long]
+    for number, item in enumerate(long_ones):
+        spread.insert(number * len(items) // len(long_ones), item)
+    return spread
+
+
+@pytest.fixture(autouse=True)
+def _profile_of_folder(request: pytest.FixtureRequest) -> None:
+    """For what is decorated by ``@given`` inside a test."""
+    _load_profile(request.path)
 
 
 @pytest.fixture(autouse=True)

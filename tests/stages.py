@@ -47,6 +47,7 @@ TIMED = tuple(
 MOST_REPEATED = 2  # failures in one stage; more of them are no accident
 NOT_GPU = ("-m", "not gpu")
 NOT_SLOW = ("-m", "not slow and not gpu")
+NOT_LONG = ("-m", "not gpu and not (slow and fault)")
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,9 @@ NATIVE_UNIT = (
 )
 NATIVE_DISTRIBUTED = tests(
     *("distributed", "matrix", "delayed", "special_cases", "overlap", "skip_unused"),
-    *("comm_hooks", "from_scratch", "items"),
+    *("comm_hooks", "items"),
 )
+NATIVE_PROPERTY = tests("property", "matches_torch", "hook_laws", "join", "items")
 # Who is missing does not depend on hooks and copies, so there is no test_hangs.
 NATIVE_FAULT = tests(
     *("fault", "faults", "comm_hooks", "concurrency", "leaks", "wrong_words"),
@@ -150,17 +152,17 @@ STAGES: dict[str, Sequence[Command]] = {
     "reference": [
         pytest(
             *("tests/unit", "tests/property", *DISTRIBUTED, "tests/conformance"),
-            *NOT_GPU,
+            *("tests/fault", *NOT_LONG),
         )
     ],
-    "fault": [pytest("tests/fault", *NOT_SLOW, profile="brief")],
     "conformance": [conformance("0")],
-    "native": [BUILD, pytest(*NATIVE, *NATIVE_UNIT, *NATIVE_DISTRIBUTED, native=True)],
-    "native-fault": [
-        # The laws are the same as in the other mode, so fewer examples do.
+    "native": [
+        BUILD,
         pytest(
-            *("tests/property", *NATIVE_FAULT, *NOT_SLOW), native=True, profile="brief"
-        )
+            *(*NATIVE, *NATIVE_UNIT, *NATIVE_PROPERTY, *NATIVE_DISTRIBUTED),
+            *(*NATIVE_FAULT, *NOT_LONG),
+            native=True,
+        ),
     ],
     "native-conformance": [conformance("1", needs=COMPILER)],
     "examples": [BUILD_IF_POSSIBLE, python("-m", "tests.support.smoke", "examples")],
@@ -176,9 +178,11 @@ STAGES: dict[str, Sequence[Command]] = {
     "unit": [pytest("tests/unit")],
     "property": [pytest("tests/property")],
     "distributed": [pytest(*DISTRIBUTED, *NOT_GPU)],
+    "fault": [pytest("tests/fault", *NOT_SLOW)],
     "native-unit": [pytest(*NATIVE_UNIT, native=True)],
-    "native-property": [pytest("tests/property", native=True, profile="brief")],
+    "native-property": [pytest(*NATIVE_PROPERTY, native=True)],
     "native-distributed": [pytest(*NATIVE_DISTRIBUTED, native=True)],
+    "native-fault": [pytest(*NATIVE_FAULT, *NOT_SLOW, native=True)],
     # ---- nightly
     "fuzz": [
         pytest("tests/property", "tests/fault", "--timeout", "3600", profile="nightly")
@@ -196,10 +200,9 @@ STAGES: dict[str, Sequence[Command]] = {
     "messages": [
         BUILD,
         pytest(
-            *("tests/property", *NATIVE, *NATIVE_UNIT, *NATIVE_DISTRIBUTED),
-            *(*NATIVE_FAULT, *NOT_SLOW),
+            *(*NATIVE, *NATIVE_UNIT, *NATIVE_PROPERTY, *NATIVE_DISTRIBUTED),
+            *(*NATIVE_FAULT, *NOT_LONG),
             native=True,
-            profile="brief",
             MINIDP_SHARED_MEMORY="0",
         ),
     ],
@@ -220,9 +223,8 @@ STAGES: dict[str, Sequence[Command]] = {
 TIERS = {
     "fast": ["lint", "types", "gradients", "native-gradients", "quickstart"],
     "full": [
-        *("lint", "types", "reference", "fault", "conformance"),
-        *("native", "native-fault", "native-conformance", "examples", "benchmarks"),
-        *("page", "torchft"),
+        *("lint", "types", "reference", "conformance", "native", "native-conformance"),
+        *("examples", "benchmarks", "page", "torchft"),
     ],
     "nightly": [
         *("fuzz", "page-fuzz", "chaos", "sanitizers", "messages", "mutants"),

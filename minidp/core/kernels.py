@@ -98,6 +98,8 @@ class CopyPlan:
         is_all = len(grads) == len(self._views)
         if not is_all and list(map(id, views)) != self._small_ids:
             for view, grad in zip(views, grads, strict=True):
+                if view.shape != grad.shape:
+                    raise ValueError("torch.mul would resize the view")
                 multiply_into(view, grad, divisor)
             return
         if is_all and self._is_row:

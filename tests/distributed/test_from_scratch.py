@@ -12,13 +12,12 @@ import os
 import re
 import runpy
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from minidp.overlap import from_json, report
+from minidp.overlap import Timeline, from_json, report
+from tests.support.pool import PRELOADED
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "from_scratch"
@@ -33,29 +32,6 @@ TWO_RANKS = [
     "stage5_no_sync_unused_views.py",
     "minidp_itself.py",
 ]
-SAME = "--ranks 3 --same-messages"
-CASES = [
-    *TWO_RANKS,
-    "stage4_wrong_order.py",
-    "stage4_wrong_order.py --in-order",
-    f"stage1_after_backward.py {SAME}",
-    f"stage2_hook_per_parameter.py {SAME}",
-    f"stage4_overlap.py {SAME}",
-    f"stage5_no_sync_unused_views.py {SAME}",
-    "stage5_no_sync_unused_views.py --ranks 3",
-]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    status: int | None
-    output: str
-    recording: Path
-
-    @property
-    def is_identical(self) -> bool:
-        (answer,) = re.findall(r"^identical: (yes|no)$", self.output, re.MULTILINE)
-        return answer == "yes"
 
 
 def play(words: str, output: Path) -> None:
@@ -69,81 +45,72 @@ def play(words: str, output: Path) -> None:
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    out = tmp_path_factory.mktemp("from_scratch")
+def run(words: str, folder: Path) -> tuple[str, str]:
+    """Run a script: whether it says that all was identical, and all that it printed.
+
+    It leaves its recording in the folder.
+    """
+    output, recording = folder / "output.txt", folder / "recording.json"
+    words += f" --epochs 2 --save {recording}"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "sklearn.datasets"])
-
-    def outcome(number: int) -> Outcome:
-        output, recording = out / f"{number}.txt", out / f"{number}.json"
-        words = f"{CASES[number]} --epochs 2 --save {recording}"
-        process = context.Process(target=play, args=(words, output))
-        process.start()
-        process.join()
-        return Outcome(process.exitcode, output.read_text(), recording)
-
-    with ThreadPoolExecutor(2) as threads:
-        return dict(zip(CASES, threads.map(outcome, range(len(CASES))), strict=True))
+    context.set_forkserver_preload([*PRELOADED, "sklearn.datasets"])
+    process = context.Process(target=play, args=(words, output))
+    process.start()
+    process.join()
+    text = output.read_text()
+    output.unlink()
+    (answer,) = re.findall(r"^identical: (yes|no)$", text, re.MULTILINE)
+    is_wrong = answer == "no" and "--ranks 3" not in words
+    assert process.exitcode == is_wrong, text
+    return answer, text
 
 
 @pytest.mark.parametrize("script", TWO_RANKS)
-def test_two_ranks_have_torchs_bits(script: str, outcomes: dict[str, Outcome]) -> None:
-    found = outcomes[script]
-    assert found.status == 0, found.output
-    assert found.is_identical
-    assert "compared: 40 tensors x 10 steps" in found.output
-    assert re.search(r"a step takes \S+ ms, torch's DDP \S+ ms", found.output)
-
-
-@pytest.mark.parametrize("script", TWO_RANKS[:5])
-def test_the_recording_says_what_travelled_when(
-    script: str, outcomes: dict[str, Outcome]
-) -> None:
-    timelines = from_json(outcomes[script].recording.read_text())
+def test_two_ranks_have_torchs_bits_and_are_recorded(script, tmp_path):
+    answer, text = run(script, tmp_path)
+    assert answer == "yes"
+    assert "compared: 40 tensors x 10 steps" in text
+    assert re.search(r"a step takes \S+ ms, torch's DDP \S+ ms", text)
+    timelines = from_json((tmp_path / "recording.json").read_text())
     assert [timeline.where.rank for timeline in timelines] == [0, 1]
     assert "Is communication hidden?" in report(timelines)
-    num_messages = 20 if script < "stage3" else 5
-    for timeline in timelines:
-        assert len(timeline.steps) == 24
-        for layout in timeline.layouts:
-            assert sorted(i for message in layout for i in message) == list(range(20))
-            assert len(layout) == num_messages
-        for step in timeline.steps:
-            end = step.backward.end_ns
-            assert step.forwards[0].end_ns <= step.backward.begin_ns <= end
-            assert end <= step.finalize_end_ns <= step.end_ns
-            assert len(step.local_backwards) == int(script.startswith("stage5"))
-            launched = [bucket.launched_ns for bucket in step.buckets]
-            assert launched == sorted(launched)
-            if script.startswith(("stage1", "stage3")):
-                assert launched[0] >= end
-            elif not script.startswith("stage5"):  # whose first bucket may lack a block
-                assert launched[0] < end
+    if script.startswith("stage"):
+        for timeline in timelines:
+            check_what_travelled_when(script, timeline)
 
 
-def test_launching_in_an_order_of_ones_own_is_wrong(
-    outcomes: dict[str, Outcome],
-) -> None:
-    wrong = outcomes["stage4_wrong_order.py"]
-    assert not wrong.is_identical
-    assert wrong.status == 1
-    assert "step 0, rank 0: towers.0.weight" in wrong.output
-    right = outcomes["stage4_wrong_order.py --in-order"]
-    assert right.is_identical
-    assert right.status == 0
+def check_what_travelled_when(script: str, timeline: Timeline) -> None:
+    assert len(timeline.steps) == 24
+    for layout in timeline.layouts:
+        assert sorted(i for message in layout for i in message) == list(range(20))
+        assert len(layout) == (20 if script < "stage3" else 5)
+    for step in timeline.steps:
+        end = step.backward.end_ns
+        assert step.forwards[0].end_ns <= step.backward.begin_ns <= end
+        assert end <= step.finalize_end_ns <= step.end_ns
+        assert len(step.local_backwards) == int(script.startswith("stage5"))
+        launched = [bucket.launched_ns for bucket in step.buckets]
+        assert launched == sorted(launched)
+        if script.startswith(("stage1", "stage3")):
+            assert launched[0] >= end
+        elif not script.startswith("stage5"):  # whose first bucket may lack a block
+            assert launched[0] < end
 
 
-def test_with_three_ranks_and_torchs_messages_only_stage_1_has_other_bits(
-    outcomes: dict[str, Outcome],
-) -> None:
-    found = {case: outcomes[case] for case in CASES if case.endswith(SAME)}
-    assert [each.is_identical for each in found.values()] == [False, True, True, True]
-    assert [each.status for each in found.values()] == [0] * 4
-    # Other messages are summed in another order.
-    other = outcomes["stage5_no_sync_unused_views.py --ranks 3"]
-    assert not other.is_identical
-    assert other.status == 0
+def test_launching_in_an_order_of_ones_own_is_wrong(tmp_path):
+    answer, text = run("stage4_wrong_order.py", tmp_path)
+    assert answer == "no"
+    assert "step 0, rank 0: towers.0.weight" in text
+    assert run("stage4_wrong_order.py --in-order", tmp_path)[0] == "yes"
+
+
+def test_more_than_two_ranks_have_the_bits_that_the_readme_says(tmp_path):
+    said = re.findall(
+        r"^python \S+/(\w+\.py --ranks 3.*?)  +# (.*)$", README, re.MULTILINE
+    )
+    assert len(said) == 3
+    for words, answer in said:
+        assert f"identical: {run(words, tmp_path)[0]}" == answer
 
 
 # ------------------------------------------------------------------------------- text

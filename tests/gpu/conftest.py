@@ -2,47 +2,65 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from functools import cache
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu import places
-from tests.gpu.places import Place, Pool, Ranks
+from minidp.native.recipe import describe
+from tests.gpu.places import Place, Ranks
+from tests.support.pool import Pool
 
-why_no_extension = cache(places.why_no_extension)
-build_extension = cache(places.build_extension)
+BUILD = """
+from minidp import native
+assert native.library().has_cuda, "it has no CUDA kernels"
+"""
 
 
 @pytest.fixture(scope="session")
-def gpu_pool() -> Iterator[Any]:
-    """``gpu_pool(place)``: its processes, started when first needed."""
-    pools: list[Pool] = []
-
-    @cache
-    def at(place: Place) -> Pool:
-        pools.append(places.new_pool(place))
-        return pools[-1]
-
-    yield at
-    for pool in pools:
+def pools() -> Iterator[dict[Place, Pool]]:
+    """Rank processes by place, of places on GPUs that a test has used."""
+    found: dict[Place, Pool] = {}
+    yield found
+    for pool in found.values():
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def extension() -> None:
+    """Build the extension for this GPU; skip the test if a compiler is missing."""
+    recipe = describe()
+    if not recipe.parts["compiler"]:
+        pytest.skip("there is no C++ compiler")
+    if not recipe.nvcc:
+        pytest.skip(f"there is no nvcc for CUDA {torch.version.cuda}, which torch has")
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD],
+        env=os.environ | {"MINIDP_NATIVE": "1", "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=160,
+    )
+    assert done.returncode == 0, f"the extension cannot be built: {done.stderr}"
 
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Ranks:
     """Ranks at the place that `places.at` names."""
     place: Place = request.param
-    if not place.on_gpu:
+    if not place.kernels:
         return Ranks(place, request.getfixturevalue("pool"))
     # Without a CUDA context: those are for the ranks.
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    reason = places.why_not(place, num_gpus, why_no_extension)
-    if reason:
-        pytest.skip(reason)
-    error = build_extension() if place.is_native else ""
-    if error:
-        pytest.fail(f"the extension cannot be built: {error}", pytrace=False)
-    return Ranks(place, request.getfixturevalue("gpu_pool")(place))
+    num_gpus = torch.cuda.device_count()
+    if place.num_gpus > num_gpus:
+        pytest.skip(f"needs {place.num_gpus} GPUs, there are {num_gpus}")
+    if place.is_native:
+        request.getfixturevalue("extension")
+    pools = request.getfixturevalue("pools")
+    return Ranks(place, pools.setdefault(place, place.pool()))

@@ -9,7 +9,7 @@ import torch
 
 from minidp import native
 
-SIZES = [*range(20), 255, 256, 257, 2047, 2048, 2049, 9001, *[7] * 130]
+SIZES = [*range(35), 255, 256, 257, 2047, 2048, 2049, 9001, *[7] * 130]
 DONE = "all kernels have run"
 
 if __name__ == "__main__":

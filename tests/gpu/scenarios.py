@@ -8,9 +8,7 @@ without them a scenario does the same in torch's words.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -21,38 +19,21 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 import minidp
 from minidp import DataParallel, comm_hooks
 from minidp.torch_compat.names import BUILTIN_HOOKS
-from tests.support.both import grads, on_both
+from tests.support.both import grads
 from tests.support.models import ModelSpec, ParamShape, Patchwork
-from tests.support.training import Training, train_both
 
 SMALL = {"bucket_cap_mb": 64 / 2**20}  # several buckets
 STEPS = 4
 
 
-# ----------------------------------------------------------------------- how they run
-
-
-def compare(ctx: Any, scenario: Any, *args: Any) -> tuple[Any, Any]:
-    """(torch's, minidp's) result, each from the same random numbers."""
-    with deterministic():
-        return on_both(ctx, scenario, *args)
-
-
-def compare_trainings(ctx: Any, training: Training) -> Any:
-    """(minidp's, torch's) log of this rank."""
-    with deterministic():
-        return train_both(ctx, training)
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    """Kernels that give the same bits each time, and no TF32."""
+def exactly(ctx: Any, function: Any, *args: Any) -> Any:
+    """Call a function with kernels that give the same bits each time."""
     backend = torch.backends.cudnn
     before = backend.deterministic, backend.benchmark, backend.allow_tf32
     backend.deterministic, backend.benchmark, backend.allow_tf32 = True, False, False
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        yield
+        return function(ctx, *args)
     finally:
         torch.use_deterministic_algorithms(False)
         backend.deterministic, backend.benchmark, backend.allow_tf32 = before
@@ -115,34 +96,25 @@ def mixed_dtypes(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
     return history
 
 
-HOOKS: dict[str, tuple[Any, Any]] = {  # torch's, minidp's
-    "allreduce": (default_hooks.allreduce_hook,) * 2,
-    "fp16": (default_hooks.fp16_compress_hook, comm_hooks.fp16_compress_hook),
-    "bf16": (default_hooks.bf16_compress_hook, comm_hooks.bf16_compress_hook),
-    "torch's fp16": (default_hooks.fp16_compress_hook,) * 2,
-    "fp16 wrapper": (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),)
-    * 2,
-}
-IN_CPP = {str(kind): kind for kind in BUILTIN_HOOKS}  # torch's
+BUILTIN = {str(kind): kind for kind in BUILTIN_HOOKS}  # torch's, in C++
+# The matrix has torch's allreduce and fp16 hooks.
+HOOKS = ["fp16", "power_sgd", *BUILTIN]
 
 
 def with_hook(ctx: Any, wrap: Any, name: str, options: dict[str, Any]) -> Any:
-    """Torch's hooks on both; and ours beside torch's of the same name."""
-    ddp = wrap(net(ctx), **SMALL, **options)
-    if name in IN_CPP:
-        ddp._register_builtin_comm_hook(IN_CPP[name])
+    """Torch's hooks on both; our fp16 beside torch's."""
+    # In one bucket: several make PowerSGD hang on Gloo.
+    ddp = wrap(net(ctx), **({} if name == "power_sgd" else SMALL), **options)
+    if name in BUILTIN:
+        ddp._register_builtin_comm_hook(BUILTIN[name])
+    elif name == "fp16":
+        ours = isinstance(ddp, DataParallel)
+        hooks = comm_hooks if ours else default_hooks
+        ddp.register_comm_hook(ctx.group, hooks.fp16_compress_hook)
     else:
-        hook = HOOKS[name][isinstance(ddp, DataParallel)]
-        ddp.register_comm_hook(ctx.group, hook)
-    return _train(ctx, ddp)
-
-
-def with_power_sgd(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
-    """A hook with a state. In one bucket: several make it hang on Gloo."""
-    ddp = wrap(net(ctx), **options)
-    state = powerSGD_hook.PowerSGDState(ctx.group, start_powerSGD_iter=2)
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    logging.getLogger(powerSGD_hook.__name__).setLevel(logging.ERROR)
+        logging.getLogger(powerSGD_hook.__name__).setLevel(logging.ERROR)
+        state = powerSGD_hook.PowerSGDState(ctx.group, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return _train(ctx, ddp)
 
 
@@ -155,7 +127,7 @@ def _train(ctx: Any, ddp: Any) -> Any:
     return history
 
 
-def with_amp(ctx: Any, wrap: Any, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+def with_amp(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
     """Autocast and a scaler, which skips the step of an overflow."""
     ddp = wrap(net(ctx), **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
@@ -163,7 +135,7 @@ def with_amp(ctx: Any, wrap: Any, dtype: torch.dtype, options: dict[str, Any]) -
     history = []
     for step in range(6):
         optimizer.zero_grad()
-        with torch.autocast(ctx.device.type, dtype=dtype):
+        with torch.autocast(ctx.device.type, dtype=torch.float16):
             loss = ddp(inputs(ctx, step)).pow(2).sum()
         if step == 2:
             loss = loss * torch.inf
@@ -179,7 +151,7 @@ def with_amp(ctx: Any, wrap: Any, dtype: torch.dtype, options: dict[str, Any]) -
 
 
 class Image(nn.Module):
-    """Convolutions in channels_last, with a norm between."""
+    """Convolutions with a norm between."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,47 +163,29 @@ class Image(nn.Module):
         return self.second(torch.relu(self.norm(self.first(x))))
 
 
-def channels_last(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
-    """Gradients, and how they lie in memory."""
-    module = net(ctx, Image).to(memory_format=torch.channels_last)
-    ddp = wrap(module, **options)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    history = []
-    for step in range(STEPS):
-        x = inputs(ctx, step, 2, 3, 6, 6).to(memory_format=torch.channels_last)
-        optimizer.zero_grad()
-        ddp(x).square().mean().backward()
-        optimizer.step()
-        strides = [p.grad.stride() for p in ddp.parameters() if p.grad is not None]
-        history.append((grads(ddp), strides, values(ddp)))
-    return history, [b.clone() for b in ddp.buffers()]
-
-
 def sync_batch_norm(ctx: Any) -> Any:
     """Gradients and module buffers on minidp."""
     module = minidp.SyncBatchNorm.convert_sync_batchnorm(net(ctx, Image), ctx.group)
-    with deterministic():
-        return _train_images(DataParallel(module, process_group=ctx.group), [ctx])
+    return _train_images(DataParallel(module, process_group=ctx.group), [ctx])
 
 
 def full_batches(ctx: Any) -> Any:
     """The same without ranks: one process has the batches of all."""
     others = [replace(ctx, rank=rank) for rank in range(ctx.world_size)]
-    with deterministic():
-        return _train_images(net(ctx, Image), others)
+    return _train_images(net(ctx, Image), others)
 
 
 def _train_images(module: Any, ranks: list[Any]) -> Any:
-    """Gradients of each step, and the module buffers; the loss is a rank's sum."""
+    """Gradients of all steps, then the module buffers; the loss is a rank's sum."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    history = []
+    history: list[Any] = []
     for step in range(STEPS):
         parts = [inputs(rank, step, 2 + rank.rank, 3, 6, 6) for rank in ranks]
         optimizer.zero_grad()
         (module(torch.cat(parts)).square().sum() / len(ranks)).backward()
         optimizer.step()
-        history.append(grads(module))
-    return history, [b.clone() for b in module.buffers()]
+        history += grads(module)
+    return history + [b.clone() for b in module.buffers()]
 
 
 def moved_inputs(ctx: Any, wrap: Any) -> Any:
@@ -279,35 +233,23 @@ LAST_TRIAL = 52  # backwards; see _autotune
 
 
 def recorded(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
-    """Gradients while minidp records; `recording_of` looks at what it recorded."""
+    """Gradients before and while minidp records; assert what the recording says."""
     ddp = wrap(net(ctx), **SMALL, **options)
     if not isinstance(ddp, DataParallel):
         return [_train(ctx, ddp) for _ in range(2)]
     found = [_train(ctx, ddp)]
-    with minidp.record(ddp):
-        found.append(_train(ctx, ddp))
-    return found
-
-
-def recording_makes_sense(ctx: Any) -> None:
-    """Check what a recording says of steps, and that it can be gathered."""
-    ddp = DataParallel(net(ctx), process_group=ctx.group, **SMALL)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    _train(ctx, ddp)
     with minidp.record(ddp) as recording:
-        for step in range(10):
-            optimizer.zero_grad()
-            ddp(inputs(ctx, step)).pow(2).sum().backward()
-            optimizer.step()
+        found.append(_train(ctx, ddp))
     (timeline,) = recording.timelines
     assert timeline.where.device.startswith(ctx.device.type)
-    assert len(timeline.steps) == 10
+    assert len(timeline.steps) == STEPS
     for step in timeline.steps:
         begin = step.backward.begin_ns
         assert step.forwards[0].begin_ns < begin < step.backward.end_ns
         assert step.backward.end_ns <= step.finalize_end_ns < begin + 60e9
-        assert len(step.buckets) > 1 == len(step.optimizers)
+        assert len(step.buckets) > 1
     ready = timeline.steps[0].ready_ns
     assert sum(t is not None for t in ready) == 9, "the first step's hooks are timed"
     assert "backward" in recording.report()
     assert len(recording.gather().timelines) == ctx.world_size
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -19,8 +18,8 @@ from tests.distributed.test_matrix import (
 from tests.gpu import scenarios
 from tests.gpu.places import EVERYWHERE, ON_GPUS, at
 from tests.support import oracle
-from tests.support.both import same
-from tests.support.training import difference
+from tests.support.both import on_both, same
+from tests.support.training import difference, train_both
 
 NO_OPTIONS: dict[str, Any] = {}
 VIEWS = {"gradient_as_bucket_view": True}
@@ -36,7 +35,7 @@ both = pytest.mark.parametrize("mode", [NO_OPTIONS, VIEWS], ids=["default", "vie
 
 def check(ranks: Any, scenario: Any, *args: Any) -> list[Any]:
     """The scenario's results are those of torch's DDP, on every rank."""
-    found = ranks.run(scenarios.compare, scenario, *args)
+    found = ranks.run(scenarios.exactly, on_both, scenario, *args)
     for rank, (theirs, ours) in enumerate(found):
         assert not isinstance(theirs, str), f"torch fails: {theirs}"
         assert not isinstance(ours, str), f"rank {rank}: {ours}"
@@ -59,7 +58,7 @@ COMBINATIONS = [features for features in COMBINATIONS if not oddities_of(feature
 def test_training(ranks: Any, features: frozenset[str]) -> None:
     training = training_of(features, ranks.place.world_size)
     oracle.skip_unless_torch_takes(name for name, _ in training.options)
-    logs = ranks.run(scenarios.compare_trainings, training)
+    logs = ranks.run(scenarios.exactly, train_both, training)
     for rank, (ours, theirs) in enumerate(logs):
         assert difference(theirs, ours) == "", f"rank {rank}"
     check_numbers(training, [ours for ours, _ in logs])
@@ -72,44 +71,20 @@ def test_every_dtype_and_layout(ranks: Any, mode: dict[str, Any]) -> None:
     check(ranks, scenarios.mixed_dtypes, mode)
 
 
-@everywhere
-@both
-def test_channels_last(ranks: Any, mode: dict[str, Any]) -> None:
-    check(ranks, scenarios.channels_last, mode)
-
-
-# ------------------------------------------------------------------------------- hooks
-
-
-@everywhere
-@pytest.mark.parametrize("mode", [NO_OPTIONS, VIEWS, STATIC], ids=str)
-@pytest.mark.parametrize(
-    "hook", [*(h for h in scenarios.HOOKS if h != "bf16"), *scenarios.IN_CPP]
-)
-def test_comm_hook(ranks: Any, hook: str, mode: dict[str, Any]) -> None:
-    check(ranks, scenarios.with_hook, hook, mode)
-
-
-@at(ON_GPUS)
-def test_bf16_hook(ranks: Any) -> None:
-    """Torch's DDP takes it with a torch for CUDA only."""
-    check(ranks, scenarios.with_hook, "bf16", NO_OPTIONS)
-
-
-@everywhere
-@both
-def test_power_sgd(ranks: Any, mode: dict[str, Any]) -> None:
-    check(ranks, scenarios.with_power_sgd, mode)
-
-
 # -------------------------------------------------------------------------- around them
 
 
 @everywhere
 @both
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_autocast_and_scaler(ranks: Any, dtype: Any, mode: dict[str, Any]) -> None:
-    for history in check(ranks, scenarios.with_amp, dtype, mode):
+@pytest.mark.parametrize("hook", scenarios.HOOKS)
+def test_comm_hook(ranks: Any, hook: str, mode: dict[str, Any]) -> None:
+    check(ranks, scenarios.with_hook, hook, mode)
+
+
+@everywhere
+@both
+def test_autocast_and_scaler(ranks: Any, mode: dict[str, Any]) -> None:
+    for history in check(ranks, scenarios.with_amp, mode):
         scales = [scale for *_, scale in history]
         assert scales[2] < scales[1], "the overflow was not noticed"
         before, after = history[1][1], history[2][1]
@@ -118,13 +93,9 @@ def test_autocast_and_scaler(ranks: Any, dtype: Any, mode: dict[str, Any]) -> No
 
 @everywhere
 def test_sync_batch_norm_is_that_of_the_full_batch(ranks: Any) -> None:
-    found = ranks.run(scenarios.sync_batch_norm)
-    expected = ranks.run(scenarios.full_batches)[0]
-    for history, module_buffers in found:
-        mine = [*itertools.chain(*history), *module_buffers]
-        theirs = [*itertools.chain(*expected[0]), *expected[1]]
-        for a, b in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    expected, *_ = ranks.run(scenarios.exactly, scenarios.full_batches)
+    for found in ranks.run(scenarios.exactly, scenarios.sync_batch_norm):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @at(ON_GPUS)
@@ -134,11 +105,6 @@ def test_device_ids_move_inputs(ranks: Any) -> None:
         assert ids == [output]
 
 
-def steps_in_the_backward(ctx: Any, *case: Any) -> Any:
-    with scenarios.deterministic():
-        return test_overlap.train(ctx, *case)
-
-
 SEVERAL_BUCKETS = {"bucket_cap_mb_list": [0.00005]}
 
 
@@ -146,7 +112,8 @@ SEVERAL_BUCKETS = {"bucket_cap_mb_list": [0.00005]}
 @pytest.mark.parametrize("how", [{}, {"clip": 0.3}], ids=["", "clipped"])
 @pytest.mark.parametrize("name", ["sgd", "adamw"])
 def test_steps_in_the_backward(ranks: Any, name: str, how: dict[str, Any]) -> None:
-    for theirs, ours in ranks.run(steps_in_the_backward, name, SEVERAL_BUCKETS, how):
+    case = name, SEVERAL_BUCKETS, how
+    for theirs, ours in ranks.run(scenarios.exactly, test_overlap.train, *case):
         assert same(theirs, ours)
 
 
@@ -162,8 +129,3 @@ def test_auto(ranks: Any, mode: dict[str, Any]) -> None:
 def test_recording_changes_nothing(ranks: Any, mode: dict[str, Any]) -> None:
     oracle.skip_unless_torch_takes(mode)
     check(ranks, scenarios.recorded, mode)
-
-
-@everywhere
-def test_what_is_recorded_makes_sense(ranks: Any) -> None:
-    ranks.run(scenarios.recording_makes_sense)

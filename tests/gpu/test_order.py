@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,20 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from minidp import DataParallel, comm_hooks
-from minidp.core.kernels import BucketStreams
 from tests.gpu import measure, scenarios
-from tests.gpu.places import ON_GPUS, at, places_on_gpus
+from tests.gpu.places import NCCL, ON_GPUS, ONE_RANK, at
 from tests.gpu.test_bits import MODES, UNUSED, VIEWS, check, modes
 
 SECONDS = 2.0  # of sleep on the device: more than a host needs for a small backward
 WARM_UP = 3  # backwards, one of which makes new buckets
-
-# Gloo copies to the host, and must wait.
-ASYNCHRONOUS = places_on_gpus("nccl-1", "nccl-2")
-
-
-def busy() -> measure.Busy:
-    return measure.Busy(torch.cuda, torch.cuda._sleep)
 
 
 # --------------------------------------------------------------------------- streams
@@ -50,16 +43,15 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weights = nn.ParameterList(nn.Parameter(torch.ones(5000)) for _ in "abc")
-        self.streams = [torch.cuda.Stream() for _ in "abc"]
+        sides = [torch.cuda.Stream() for _ in "ab"]
+        self.streams = [*sides, torch.cuda.default_stream()]
 
-    def forward(self, x: torch.Tensor, cycles: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cycles: tuple[int, ...]) -> torch.Tensor:
         here, parts = torch.cuda.current_stream(), []
-        for k, (weight, stream) in enumerate(
-            zip(self.weights, self.streams, strict=True)
-        ):
+        for k, stream in enumerate(self.streams):
             stream.wait_stream(here)
             with torch.cuda.stream(stream):
-                slow = Slowly.apply(weight, cycles if k == 1 else 0)
+                slow = Slowly.apply(self.weights[k], cycles[k])
                 parts.append((slow * x * (k + 1)).sum())
         for stream in self.streams:
             here.wait_stream(stream)
@@ -67,14 +59,14 @@ class Branches(nn.Module):
 
 
 def slow_branches(ctx: Any, wrap: Any, options: dict[str, Any]) -> Any:
-    """Gradients, and in which backwards the host was ahead of the device."""
-    cycles = int(SECONDS / 4 * busy().cycles_per_second)
+    """Gradients, and whether the host was ahead of the device in all slow backwards."""
+    cycles = measure.cycles_of(SECONDS / 4)
     ddp = wrap(Branches().to(ctx.device), **options)
     history, is_ahead = [], []
-    for step in range(WARM_UP + 2):
+    for step, slow in enumerate([None] * WARM_UP + [1, 2]):  # a side stream, no side
         ddp.zero_grad()
         x = scenarios.inputs(ctx, step, 5000)
-        loss = ddp(x, cycles if step >= WARM_UP else 0)
+        loss = ddp(x, tuple(cycles * (k == slow) for k in range(3)))
         loss.backward()
         end = torch.cuda.Event()
         end.record()
@@ -94,38 +86,6 @@ def test_a_copy_waits_for_a_slow_kernel_of_another_stream(
         assert is_ahead, "the device was done before the host: nothing was tested"
 
 
-def copied(ctx: Any, writer: str, reader: str, is_ordered: bool) -> bool:
-    """Whether a copy on one stream sees what a slow kernel of another one writes."""
-    streams = {
-        "default": torch.cuda.default_stream(),
-        "side": torch.cuda.Stream(),
-        "other": torch.cuda.Stream(),
-    }
-    source = torch.zeros(1000, device=ctx.device)
-    keeps_busy = busy()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(streams[writer]):
-        keeps_busy.for_seconds(SECONDS / 4)
-        source.fill_(1)
-    of_bucket = BucketStreams(ctx.device)
-    of_bucket.written_on.add(streams[writer].cuda_stream)
-    with torch.cuda.stream(streams[reader]):
-        if is_ordered:
-            of_bucket.gather([source])
-        copy = source.clone()
-    torch.cuda.synchronize()
-    return bool((copy == 1).all())
-
-
-@at(places_on_gpus("nccl-1")[:1])
-@pytest.mark.parametrize(
-    ("writer", "reader"), [("side", "default"), ("default", "side"), ("side", "other")]
-)
-def test_who_flattens_waits_for_who_wrote(ranks: Any, writer: str, reader: str) -> None:
-    assert ranks.run(copied, writer, reader, True) == [True]
-    assert ranks.run(copied, writer, reader, False) == [False], "the sleep is too short"
-
-
 # ------------------------------------------------------------------------------ waits
 
 
@@ -139,29 +99,40 @@ def backwards_without_wait(ctx: Any, options: dict[str, Any], hook: str) -> list
     )
     if hook:
         ddp.register_comm_hook(ctx.group, getattr(comm_hooks, hook))
+    one = torch.ones((), device=ctx.device)  # of items; the host does not know how many
+
+    def backward(x: torch.Tensor) -> None:
+        if "average_over" in options:
+            ddp.count_items(one)
+        ddp(x).pow(2).sum().backward()
+
     for step in range(WARM_UP):
-        ddp(scenarios.inputs(ctx, step)).pow(2).sum().backward()
-    x, keeps_busy = scenarios.inputs(ctx, WARM_UP), busy()
+        ddp.zero_grad()
+        backward(scenarios.inputs(ctx, step))
+    x = scenarios.inputs(ctx, WARM_UP)
 
-    def step() -> None:
-        with measure.waiting_is_an_error(torch.cuda):
-            ddp(x).pow(2).sum().backward()
+    def step_of(num_backwards: int) -> None:
+        ddp.zero_grad()
+        with measure.waiting_is_an_error():
+            for _ in range(num_backwards - 1):
+                with ddp.no_sync():
+                    backward(x)
+            backward(x)
 
-    def step_of_two() -> None:
-        with ddp.no_sync():
-            step()
-        step()
-
-    works = [step, step] if options.get("static_graph") else [step, step_of_two]
-    found = [measure.waits(keeps_busy, SECONDS, work) for work in works]
+    numbers = [1, 1] if "static_graph" in options else [1, 2]
+    found = [measure.waits(SECONDS, partial(step_of, n)) for n in numbers]
     torch.cuda.synchronize()
     return found
 
 
-@at(ASYNCHRONOUS)
+FP16 = "fp16_compress_hook"
+ITEMS = {"average_over": "items", "check_replicas_every": 0}
+
+
+@at(NCCL)  # Gloo copies to the host, and must wait
 @pytest.mark.parametrize(
     ("mode", "hook"),
-    [*((mode, "") for mode in MODES), ({}, "fp16_compress_hook"), (VIEWS | UNUSED, "")],
+    [*((mode, "") for mode in [*MODES, VIEWS | UNUSED, ITEMS]), ({}, FP16)],
     ids=str,
 )
 def test_no_backward_waits(ranks: Any, mode: dict[str, Any], hook: str) -> None:
@@ -171,17 +142,17 @@ def test_no_backward_waits(ranks: Any, mode: dict[str, Any], hook: str) -> None:
 
 def wait_of_item(ctx: Any) -> tuple[bool, str]:
     """What both ways to look say of a wait."""
-    x, keeps_busy = torch.ones(1, device=ctx.device), busy()
-    by_clock = measure.waits(keeps_busy, SECONDS / 4, x.item)
+    x = torch.ones(1, device=ctx.device)
+    by_clock = measure.waits(SECONDS / 4, x.item)
     try:
-        with measure.waiting_is_an_error(torch.cuda):
+        with measure.waiting_is_an_error():
             x.item()
     except RuntimeError as error:
         return by_clock, str(error)
     return by_clock, ""
 
 
-@at(places_on_gpus("nccl-1")[:1])
+@at(ONE_RANK)
 def test_a_wait_would_be_seen(ranks: Any) -> None:
     ((by_clock, error),) = ranks.run(wait_of_item)
     assert by_clock

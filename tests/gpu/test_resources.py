@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel
-from tests.gpu import measure, scenarios
+from tests.gpu import scenarios
 from tests.gpu.places import EVERYWHERE, ON_GPUS, at
 from tests.gpu.test_bits import modes
 from tests.support import oracle
@@ -45,7 +45,12 @@ def peaks(ctx: Any, options: dict[str, Any]) -> list[int]:
                 ddp.zero_grad()
                 ddp(x).sum().backward()
 
-        found.append(measure.peak_bytes(torch.cuda, train))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        train()
+        torch.cuda.synchronize()
+        found.append(torch.cuda.max_memory_allocated() - before)
         del module, train
         gc.collect()
     return found

@@ -59,7 +59,7 @@ __all__ = ["Context", "Pool", "RankError"]
 
 _SUBGROUPS: tuple[Ranks, ...] = ((0,), (0, 1), (0, 1, 2), (1, 2), (2, 3))
 _START_LIMIT = 120.0  # seconds for all ranks to come up, on a slow and busy machine
-_PRELOADED = [
+PRELOADED = [
     *("torch", "torch.distributed", "torch.nn.parallel"),
     "torch._dynamo",  # imported by the first torch DDP of a process, for a second
     # Test modules import these; better once here than once in each rank.
@@ -207,7 +207,7 @@ class Pool:
             "spawn" if self._env else "forkserver"
         )
         if not self._env:
-            context.set_forkserver_preload(_PRELOADED)
+            context.set_forkserver_preload(PRELOADED)
         try:
             with mock.patch.dict(os.environ, self._env):
                 for rank in range(self._world_size):

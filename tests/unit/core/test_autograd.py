@@ -1,4 +1,4 @@
-"""What autograd says about tasks and graphs."""
+"""The tensors of an output, and what a graph does not reach."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel.distributed import _find_tensors
 
-from minidp.core.autograd import (
-    find_tensors,
-    probe_outputs,
-    unreachable,
-)
+from minidp.core.autograd import find_tensors, unreachable
 
 
 @dataclass
@@ -59,19 +55,6 @@ def test_tensors_of_an_output(output, found):
     assert [id(tensor) for tensor in find_tensors(output)] == expected
     if output is not Output:  # torch fails
         assert [id(tensor) for tensor in _find_tensors(output)] == expected
-
-
-def test_probe_runs_when_a_backward_reaches_an_output():
-    leaf = torch.ones(1, requires_grad=True)
-    calls = []
-    first, second = leaf * 2, leaf * 3
-    outputs = [first, {"x": second}, leaf, leaf.detach()]
-    probe_outputs(outputs, lambda _: calls.append(1))
-    second.backward()
-    assert calls == [1]
-    (first * 5).backward()
-    assert calls == [1, 1]
-    assert leaf.grad.item() == 13.0  # probes change nothing
 
 
 def test_search_survives_long_chains():

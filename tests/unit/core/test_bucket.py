@@ -1,229 +1,136 @@
-"""One bucket: memory, copy in, copy out, and the alias rules."""
+"""What users do to `.grad` between two backwards, and gradients that fit no bucket."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from minidp.comm import Communicator
-from minidp.config import BucketCaps, ReducerConfig
-from minidp.core import kernels
-from minidp.core.averaging import Averaging, DivideFactors
-from minidp.core.dense_bucket import DenseBucket
-from minidp.core.grad_hooks import COPY_AT_ONCE_BYTES
-from minidp.core.sparse_bucket import SparseBucket
+from minidp import DataParallel
 from minidp.errors import GradientError
-from minidp.layout.plan import ParamSpec, build_layout
-from minidp.trace import Tracer
-from tests.support.fake_cuda import FakeCuda, install
+from tests.support.both import Chain, Scalars, values, wrapped, x_of
+from tests.support.ranks import on_ranks
 
-LARGE = COPY_AT_ONCE_BYTES // 4  # elements of fp32
-as_views = pytest.mark.parametrize("as_view", [False, True])
-
-
-def bucket_of(params, *, as_view=False, sparse=False):
-    specs = [
-        ParamSpec(f"p{i}", tuple(p.shape), p.stride(), p.dtype, p.device, sparse)
-        for i, p in enumerate(params)
-    ]
-    (plan,) = build_layout(specs, [range(len(params))]).buckets
-    config = ReducerConfig(BucketCaps(1, 1), gradient_as_bucket_view=as_view)
-    kind = SparseBucket if sparse else DenseBucket
-    named = {spec.name: param for spec, param in zip(specs, params, strict=True)}
-    return kind(plan, named, SimpleNamespace(rank=0), config, Tracer())
+VIEWS = {"gradient_as_bucket_view": True}
+as_views = pytest.mark.parametrize("options", [{}, VIEWS], ids=["", "views"])
 
 
-def make_params(*shapes, dtype=torch.float32):
-    return [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
-
-
-def give_grads(params):
-    """Distinct values everywhere: a gradient in a wrong place shows."""
-    start = 1
-    for param in params:
-        values = torch.arange(start, start + param.numel(), dtype=torch.float32)
-        param.grad = values.to(param.dtype).reshape(param.shape)
-        start += param.numel()
-    return [param.grad for param in params]
-
-
-def finish(bucket, group, *, kept=()):
-    bucket.communicator = communicator = Communicator(group)
-    averaging = Averaging(communicator, over_items=False, batched=False)
-    bucket.launch(averaging, is_last=True)
-    bucket.is_alone = False  # as on several ranks
-    bucket.wait("waiting")
-    bucket.copy_out(kept)
-
-
-# -------------------------------------------------------------------- dense, copied
-
-
-@pytest.mark.parametrize("numel", [3, LARGE])
-def test_alone_what_was_written_after_the_copy_is_undone(lone_group, numel):
-    """As in torch: also where the copy out is left out because nobody wrote."""
-    params = make_params((numel,), (numel,), (numel,))
-    bucket = bucket_of(params)
-    grads = give_grads(params)
-    expected = [grad.clone() for grad in grads]
-    entries = [bucket.copy_now(k, grad, 1) for k, grad in enumerate(grads)]
-    bucket.flatten(entries, DivideFactors(1))
-    params[0].grad.mul_(7)
-    params[1].grad = grads[1] * 7
-    finish(bucket, lone_group)
-    for param, value in zip(params, expected, strict=True):
-        assert torch.equal(param.grad, value)
-
-
-# ------------------------------------------------------- gradients that are views
-
-
-def synced(params, group):
-    """A bucket after one synchronised backward with views."""
-    bucket = bucket_of(params, as_view=True)
-    bucket.flatten(give_grads(params), DivideFactors(1))
-    finish(bucket, group)
-    return bucket
-
-
-def test_replaced_gradients_are_tolerated(lone_group):
+@on_ranks(2)
+def test_replaced_views_are_averaged_and_are_views_again(ctx):
     """By another tensor on the same memory, which counts as the view; by a copy."""
-    params = make_params((2,), (2,), (2,))
-    bucket = synced(params, lone_group)
-    params[1].grad = bucket.payload[2:4]
-    params[2].grad = params[2].grad.clone()
-    bucket.flatten([p.grad for p in params], DivideFactors(2))
-    assert bucket.payload.tolist() == [0.5, 1, 1.5, 2, 2.5, 3]
-    finish(bucket, lone_group)
-    assert params[2].grad is bucket.views[2]
-    assert params[2].grad.tolist() == [2.5, 3]
+    ddp = wrapped(ctx, Scalars(3), **VIEWS)
+    for _ in range(2):  # then buckets are final
+        ddp(x_of(ctx)).sum().backward()
+    _, same, copied = ddp.module.w
+    views = [param.grad for param in ddp.module.w]
+    same.grad = same.grad.view(1)
+    copied.grad = copied.grad.clone()
+    ddp(x_of(ctx)).sum().backward()
+    assert values(ddp) == [4.5] * 3
+    assert [v.item() for v in views] == [4.5] * 3
+    assert copied.grad is views[2]
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_undecided_views_get_their_bytes_back_when_kept(lone_group, is_kept):
-    params = make_params((3,), (2,))
-    bucket = synced(params, lone_group)
-    before = torch.tensor([0.1, 0.2, 0.3])
-    params[0].grad.copy_(before)
-    bucket.flatten([p.grad for p in params], DivideFactors(3), filled={0})
-    finish(bucket, lone_group, kept=[0] * is_kept)
-    assert params[0].grad is bucket.views[0]
-    expected = before if is_kept else before / 3  # no ulp of drift
-    assert torch.equal(params[0].grad, expected)
-    assert bucket._saved == {}
-
-
-def test_gradients_that_exist_become_views_of_a_new_bucket(lone_group):
+def test_new_buckets_take_the_gradients_that_exist(lone_group):
     """Except those with a history, and misfits."""
-    params = make_params((2,), (3,), (1,), (1,), (2,), (2,))
-    old = synced(params, lone_group)
-    params[2].grad = torch.tensor([7.0])  # of a local backward after zero_grad
-    params[3].grad = None
-    leaf = torch.ones(2, requires_grad=True)
-    params[4].grad = tracked = leaf * 2
-    params[5].grad = misfit = torch.ones(2).to_sparse()
-    new = bucket_of(params, as_view=True)
-    new.alias_grads_to_views()
-    for param, view in zip(params[:3], new.views, strict=False):
-        assert param.grad is view
-    assert params[3].grad is None
-    assert params[4].grad is tracked
-    assert params[5].grad is misfit
-    assert new.payload[:6].tolist() == [1, 2, 3, 4, 5, 7]
-    assert old.payload[:6].tolist() == [1, 2, 3, 4, 5, 6]
+    ddp = DataParallel(Scalars(5), process_group=lone_group, **VIEWS)
+    ddp(torch.ones(1)).sum().backward()
+    kept, local, none, tracked, misfit = ddp.module.w
+    old = kept.grad
+    local.grad = fresh = torch.tensor([7.0])  # of a local backward after zero_grad
+    none.grad = None
+    tracked.grad = history = torch.ones(1, requires_grad=True) * 2
+    misfit.grad = sparse = torch.ones(1).to_sparse()
+    ddp(torch.ones(1))
+    assert kept.grad is not old
+    assert local.grad is not fresh
+    assert (kept.grad, local.grad, none.grad) == (1.0, 7.0, None)
+    assert tracked.grad is history
+    assert misfit.grad is sparse
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 @as_views
-def test_gradients_that_require_grad_keep_their_history(lone_group, as_view):
-    (param,) = make_params((2,))
-    leaf = torch.tensor([3.0, 4.0], requires_grad=True)
-    param.grad = leaf * leaf
-    bucket = bucket_of([param], as_view=as_view)
-    with torch.enable_grad():
-        bucket.flatten([param.grad], DivideFactors(2))
-    assert bucket.payload.tolist() == [4.5, 8.0]
-    assert not bucket.payload.requires_grad
-    with torch.no_grad():
-        finish(bucket, lone_group)
-    assert param.grad.tolist() == [4.5, 8.0]
-    (second,) = torch.autograd.grad(param.grad.sum(), leaf)
-    assert second.tolist() == [3.0, 4.0]  # d(x^2 / 2)
-    assert bucket._tracked == {}
+def test_alone_every_bit_is_kept(lone_group, dtype, options):
+    special = torch.tensor([-0.0, torch.inf, torch.nan, 1e-45])
+    if dtype.is_complex:
+        special = torch.complex(special, special.flip(0))
+    module = nn.Module()
+    module.w = nn.Parameter(torch.ones(4, dtype=dtype))
+    module.w.register_hook(lambda _: special.clone())
+    module.forward = lambda: module.w.abs().sum()
+    ddp = DataParallel(module, process_group=lone_group, **options)
+    ddp().backward()
+    assert torch.equal(module.w.grad.view(torch.int32), special.view(torch.int32))
 
 
 # ------------------------------------------------------------------------- misfits
 
 
+def replace_grad(kind):
+    def hook(param):
+        param.grad = getattr(param.grad, kind)()
+
+    return hook
+
+
 @as_views
-@pytest.mark.parametrize(
-    ("grad", "found"),
-    [
-        (torch.ones(2, 2, dtype=torch.float64), "float64, torch.strided, {}, on cpu"),
-        (torch.ones(2, 2).to_sparse(), "float32, torch.sparse_coo, {}, on cpu"),
-        (torch.ones(2, 2, device="meta"), "float32, torch.strided, {}, on meta"),
-    ],
-)
-def test_misfits_are_named(grad, found, as_view):
-    bucket = bucket_of(make_params((3,), (2, 2)), as_view=as_view)
+def test_a_misfit_is_named(lone_group, options):
+    ddp = DataParallel(Chain(), process_group=lone_group, **options)
+    ddp.module.a.register_post_accumulate_grad_hook(replace_grad("to_sparse"))
     with pytest.raises(GradientError, match="do not change dtype, shape") as caught:
-        bucket.flatten([torch.ones(3), grad], DivideFactors(1))
+        ddp(torch.ones(2)).sum().backward()
     assert str(caught.value).startswith(
         "[rank 0] A gradient does not fit its bucket. Expected: torch.float32, "
-        "torch.strided, shape (2, 2), on cpu. "
-        f"Found: torch.{found.format('shape (2, 2)')}. Parameters: p1. "
+        "torch.strided, shape (2,), on cpu. Found: torch.float32, torch.sparse_coo, "
+        "shape (2,), on cpu. Parameters: a. "
     )
 
 
+@as_views
 @pytest.mark.parametrize("shape", [(1,), (2, 1), (4, 1)])
-def test_a_gradient_of_another_shape_is_not_broadcast(shape):
-    bucket = bucket_of(make_params((3,), (4,)))
-    misfit = r"shape \(4,\), on cpu\. Found: .* Parameters: p1"
-    with pytest.raises(GradientError, match=misfit):
-        bucket.flatten([torch.ones(3), torch.ones(shape)], DivideFactors(1))
-    with pytest.raises(GradientError, match="Parameters: p0"):  # of the right total
-        bucket.flatten([torch.ones(1), torch.ones(6)], DivideFactors(1))
+def test_a_gradient_of_another_shape_is_not_broadcast(lone_group, shape, options):
+    ddp = DataParallel(Chain(), process_group=lone_group, **options)
+
+    def hook(param):
+        param.grad.data = torch.ones(shape)
+
+    ddp.module.a.register_post_accumulate_grad_hook(hook)
+    with pytest.raises(GradientError, match=r"shape \(2,\), on cpu\. Found: .*: a\."):
+        ddp(torch.ones(2)).sum().backward()
 
 
 # --------------------------------------------------------------------------- sparse
 
 
-@pytest.fixture
-def embedding():
-    return nn.Parameter(torch.zeros(4, 2))
+class Embeds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(4, 2, sparse=True)
+        self.w = nn.Parameter(torch.ones(1))
+
+    def forward(self, row):
+        return self.w.sum() if row is None else (self.table(row) * self.w).sum()
 
 
-def sparse_grad(row, value):
-    values = torch.full((1, 2), value)
-    return torch.sparse_coo_tensor([[row]], values, (4, 2), check_invariants=True)
+@on_ranks(2)
+def test_a_sparse_gradient_that_no_rank_used_stays(ctx):
+    ddp = wrapped(ctx, Embeds(), find_unused_parameters=True)
+    weight = ddp.module.table.weight
+    ddp(torch.tensor([ctx.rank])).backward()
+    grad, before = weight.grad, weight.grad.to_dense()
+    ddp(None).backward()
+    assert weight.grad is grad
+    assert torch.equal(grad.to_dense(), before)
+    return before
 
 
-@pytest.mark.parametrize("grad", [sparse_grad(2, 6.0), None], ids=["kept", "None"])
-def test_kept_sparse_gradient_stays(lone_group, embedding, grad):
-    embedding.grad = grad
-    bucket = bucket_of([embedding], sparse=True)
-    bucket.flatten([grad], DivideFactors(3), filled={0})
-    finish(bucket, lone_group, kept=[0])
-    assert embedding.grad is grad
-    assert grad is None or grad.to_dense()[2].tolist() == [6, 6]
-
-
-def test_dense_gradient_in_a_sparse_bucket_is_a_misfit(embedding):
-    bucket = bucket_of([embedding], sparse=True)
+def test_a_dense_gradient_of_a_sparse_embedding_is_a_misfit(lone_group):
+    ddp = DataParallel(Embeds(), process_group=lone_group)
+    weight = ddp.module.table.weight
+    weight.register_post_accumulate_grad_hook(replace_grad("to_dense"))
     with pytest.raises(GradientError) as caught:
-        bucket.flatten([torch.ones(4, 2)], DivideFactors(1))
-    for part in ("[rank 0]", "sparse=True", "torch.strided", "Parameters: p0."):
-        assert part in str(caught.value)
-
-
-def test_a_bucket_is_launched_on_the_stream_where_it_was_read(monkeypatch, embedding):
-    cuda = FakeCuda()
-    install(monkeypatch, cuda)
-    side, bucket = cuda.Stream(), bucket_of([embedding], sparse=True)
-    bucket.streams = kernels.BucketStreams(torch.device("cuda", 0))
-    with cuda.stream(side):
-        bucket.flatten([torch.zeros(4, 2).to_sparse()], DivideFactors(1))
-    with bucket.on_stream():
-        assert cuda.current_stream() is side
+        ddp(torch.tensor([1])).backward()
+    text = str(caught.value)
+    for part in ("[rank 0]", "sparse=True", "torch.strided", "rs: table.weight."):
+        assert part in text

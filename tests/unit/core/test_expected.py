@@ -1,44 +1,24 @@
-"""Which gradients a backward must bring: when the graph is walked, what errors say."""
+"""Which gradients a backward must bring: when the graph is walked."""
 
 from __future__ import annotations
 
-import pytest
 import torch
-from torch.autograd.graph import get_gradient_edge
 
-from minidp.core.expected import EveryParameter, FindUnused, StaticGraph
-from minidp.errors import GraphChangedError, MarkedTwiceError
-
-
-def test_graph_is_not_walked_while_everything_arrives(monkeypatch):
-    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
-    nodes = [get_gradient_edge(param).node for param in params]
-
-    def walk(*_):
-        raise AssertionError("walked the graph")
-
-    monkeypatch.setattr("minidp.core.expected.unreachable", walk)
-    mode = FindUnused(3)
-    for _ in range(3):
-        mode.saw_outputs(params[0] * 2, nodes)
-        assert mode.absent == []
-        mode.ended([], ())
-    mode.ended([1], ())
-    with pytest.raises(AssertionError, match="walked the graph"):
-        mode.saw_outputs(params[0] * 2, nodes)
+from minidp import DataParallel
+from minidp.core import expected
+from tests.support.both import Scalars
 
 
-@pytest.mark.parametrize(
-    ("mode", "kind", "remedy"),
-    [
-        (EveryParameter(1), MarkedTwiceError, "checkpoint(..., use_reentrant=False)"),
-        (FindUnused(1), MarkedTwiceError, "checkpoint(..., use_reentrant=False)"),
-        (StaticGraph(1), GraphChangedError, "use static_graph only if every iteration"),
-    ],
-)
-def test_a_second_arrival_names_rank_parameter_and_remedy(mode, kind, remedy):
-    error = mode.twice(2, "net.weight")
-    assert type(error) is kind
-    assert str(error).startswith("[rank 2] ")
-    for part in ("Parameters: net.weight.", remedy, "call reset() on all ranks"):
-        assert part in str(error)
+def test_graph_is_not_walked_while_everything_arrives(lone_group, monkeypatch):
+    walks, walk = [], expected.unreachable
+    monkeypatch.setattr(
+        expected, "unreachable", lambda *args: walks.append(args) or walk(*args)
+    )
+    ddp = DataParallel(
+        Scalars(2), process_group=lone_group, find_unused_parameters=True
+    )
+    for use, num_walks in (([0, 1], 0), ([0, 1], 0), ([0], 0), ([0], 1)):
+        ddp.zero_grad()
+        ddp(torch.ones(1), use).sum().backward()
+        assert [p.grad is not None for p in ddp.parameters()] == [True, 1 in use]
+        assert len(walks) == num_walks

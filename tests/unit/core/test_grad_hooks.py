@@ -12,24 +12,15 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from minidp import CommHookError, DataParallel, ReducerFailedError, native
-from minidp.core.autograd import queue_final_callback
-from minidp.core.grad_hooks import (
-    COPY_AT_ONCE_BYTES,
-    GradHooks,
-    GradState,
-    PendingGrads,
-    is_copied_at_once,
+from minidp import (
+    CommHookError,
+    DataParallel,
+    Recorder,
+    ReducerFailedError,
+    native,
 )
+from minidp.core.autograd import queue_final_callback
 from tests.support.both import Scale
-
-CLOSED, UNSET, COPIED = GradState.CLOSED, GradState.UNSET, GradState.COPIED
-
-
-def reducer_of(called):
-    queue = SimpleNamespace(copy_now=lambda _i, grad: grad)
-    return SimpleNamespace(on_full=called, admit=called, queue=queue)
-
 
 both = pytest.mark.parametrize("wrap", [DistributedDataParallel, DataParallel])
 
@@ -113,41 +104,13 @@ def test_final_callback_is_queued_where_torch_queues_its_own(lone_group, wrap):
 # ----------------------------------------------------------------- coming and going
 
 
-@pytest.fixture
-def params():
-    return [nn.Parameter(torch.ones(1)) for _ in range(2)]
-
-
-@pytest.fixture
-def pending(params):
-    return PendingGrads(params, reducer_of(lambda _: None))
-
-
-def test_hooks_can_be_removed_twice(params, pending):
-    hooks = GradHooks(params, pending)
-    assert hooks.nodes == [get_gradient_edge(param).node for param in params]
-    hooks.remove()
-    hooks.remove()
-    assert hooks.nodes == []
-    pending.adopt([])
-    (params[0] * params[1]).backward()
-    assert list(pending.ready) == []
-
-
-def test_nodes_that_users_share_are_told(params, pending):
-    hooks = GradHooks(params, pending)
-    assert hooks.hooked_by_others() == []
-    handle = hooks.nodes[1].register_hook(lambda *_: None)
-    # The native hooks copy each gradient before other hooks run.
-    assert hooks.hooked_by_others() == ([] if pending.native else [1])
-    handle.remove()
-    assert hooks.hooked_by_others() == []
-
-
-def test_hooks_need_no_grad_mode(params, pending):
+def test_wrapping_needs_no_grad_mode(lone_group):
     with torch.no_grad():
-        hooks = GradHooks(params, pending)
-    assert hooks.nodes[0] is get_gradient_edge(params[0]).node
+        ddp = DataParallel(Scale(), process_group=lone_group)
+    recorder = Recorder()
+    ddp.set_recorder(recorder)
+    ddp(torch.ones(1)).sum().backward()
+    assert len(recorder) > 0
 
 
 @pytest.mark.usefixtures("no_gc")
@@ -193,53 +156,6 @@ def test_nothing_is_planted_on_parameters(lone_group, option):
     for child in module.modules():
         assert not child._forward_hooks
         assert not child._forward_pre_hooks
-
-
-# ------------------------------------------- entries, ready order, pending counts
-
-
-def bucket_of(*indices):
-    return SimpleNamespace(
-        plan=SimpleNamespace(indices=indices),
-        streams=SimpleNamespace(written_on=set()),
-        native=None,
-        copied_by_hook=(),
-    )
-
-
-def test_a_bucket_is_full_with_its_last_gradient():
-    """Parameters 2 and 0 lie in bucket 0, parameter 1 in bucket 1."""
-    full, small = [], torch.ones(1)
-    queue = SimpleNamespace(copy_now=lambda _, g: COPIED if g.numel() > 1 else g)
-    reducer = SimpleNamespace(
-        on_full=lambda number, entries: full.append((number, list(entries))),
-        admit=None,
-        queue=queue,
-    )
-    params = [nn.Parameter(torch.ones(size)) for size in (2, 1, 1)]
-    pending = PendingGrads(params, reducer)
-    pending.adopt([bucket_of(2, 0), bucket_of(1)])
-    assert list(pending.entries) == [CLOSED] * 3
-    assert list(pending.bucket_of) == [0, 1, 0]
-    pending.open(UNSET, {}, 1)
-    assert list(pending.num_left) == [2, 1]
-    params[0].grad, params[1].grad = torch.ones(2), small
-    pending.arrive(0)
-    pending.arrive(1)
-    assert full == [(1, [small])]
-    pending.arrive(2)
-    assert full == [(1, [small]), (0, [None, COPIED])]  # in slot order
-    assert list(pending.ready) == [0, 1, 2]
-    assert list(pending.num_left) == [0, 0]
-    assert list(pending.entries) == [COPIED, small, None]
-    assert pending.used() == {0, 1}  # with a gradient
-
-
-def test_large_gradients_are_copied_at_once():
-    numel = COPY_AT_ONCE_BYTES // 4
-    assert is_copied_at_once(torch.empty(numel))
-    assert not is_copied_at_once(torch.empty(numel - 1))
-    assert is_copied_at_once(torch.empty(numel // 2, dtype=torch.float64))
 
 
 class Boxed(nn.Module):

@@ -1,8 +1,7 @@
-"""The reference kernels' two formulas; who waits for which stream of a stand-in."""
+"""Who waits for which stream of a stand-in for the device."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -10,48 +9,6 @@ from minidp.core import kernels
 from minidp.core.grad_hooks import GradState
 from minidp.overlap import stopwatch as clocks
 from tests.support.fake_cuda import FakeCuda, install
-
-
-def flatten(view, grad, divisor):
-    kernels.CopyPlan(view, [view], [False]).fill([view], [grad], divisor)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("divisor", [2, 3])
-def test_the_two_formulas_against_numpy(dtype, divisor):
-    """An oracle without torch; and the two do differ, so the choice is tested."""
-    grad = torch.randn(1000, dtype=dtype)
-    scaled, divided = torch.empty_like(grad), grad.clone()
-    kernels.multiply_into(scaled, grad, divisor)
-    kernels.divide(divided, divisor)
-    numbers = grad.numpy()
-    kind = numbers.dtype.type
-    assert np.array_equal(scaled.numpy(), numbers * kind(1.0 / divisor))
-    assert np.array_equal(divided.numpy(), numbers / kind(divisor))
-    assert torch.equal(scaled, divided) == (divisor == 2)
-
-
-def test_half_precision_is_scaled_in_single_precision():
-    grad = torch.randn(1000, dtype=torch.bfloat16)
-    view = torch.empty_like(grad)
-    plan = kernels.CopyPlan(view, [view], [False])
-    assert plan.may_fit([view], [grad])
-    assert not plan.may_fit([view], [grad[1:]])
-    flatten(view, grad, 3)
-    assert torch.equal(view, (grad.float() * np.float32(1.0 / 3)).bfloat16())
-
-
-def test_a_divisor_of_one_copies_every_bit():
-    grad = torch.tensor([-0.0, torch.inf, torch.nan, 1e-45])
-    for fill, of in (
-        (kernels.multiply_into, grad),
-        (kernels.multiply_into, torch.complex(grad, grad.flip(0))),
-        (flatten, grad),
-    ):
-        view = torch.full_like(of, 7.0)
-        fill(view, of, 1)
-        assert torch.equal(view.view(torch.int32), of.view(torch.int32))
-
 
 DEVICE = torch.device("cuda", 0)
 

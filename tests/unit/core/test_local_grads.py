@@ -53,13 +53,6 @@ def test_settle_keeps_what_no_rank_touched():
     assert ledger.used_locally == set()
 
 
-def test_counts():
-    ledger = play("( N N ) F")
-    assert (ledger.forwards, ledger.armed, ledger.finalized) == (3, 1, 0)
-    ledger.settle(())
-    assert (ledger.forwards, ledger.armed, ledger.finalized) == (0, 1, 1)
-
-
 def test_reset_announces_nothing():
     ledger = play("F S F b0 ( N")
     ledger.reset()

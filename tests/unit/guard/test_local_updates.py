@@ -135,24 +135,6 @@ def test_gradients_of_inputs(ddp, way):
         optimizer.step()
 
 
-def test_new_optimizer_after_a_grad_function(ddp):
-    ddp(X).backward()
-    torch.optim.SGD(ddp.parameters(), lr=0.1).step()
-    params = list(ddp.parameters())
-    for param, grad in zip(params, torch.autograd.grad(ddp(X), params), strict=True):
-        param.grad = grad
-    with pytest.raises(UnsyncedGradientsError, match="never came"):
-        torch.optim.SGD(ddp.parameters(), lr=0.1).step()
-
-
-def test_an_optimizer_may_where_local_gradients_are_ignored(lone_group):
-    ddp = DataParallel(Two(), process_group=lone_group, unsynced="ignore")
-    ddp.module(X).backward()
-    torch.optim.SGD(ddp.parameters(), lr=0.1).step()
-    ddp._guard.policy = "raise"
-    ddp(X)
-
-
 def test_local_gradient_of_a_probe_and_an_untouched_model(ddp):
     state = {k: v.clone() + 1 for k, v in ddp.state_dict().items()}
     ddp.module(X).backward()

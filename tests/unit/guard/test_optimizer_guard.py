@@ -185,18 +185,13 @@ def test_it_stays_refused_until_synchronised(setting, synchronise, expected):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_dropped_gradients_do_not_matter(setting, set_to_none, momentum):
-    params = setting.ddp.parameters()
-    setting.optimizer = torch.optim.SGD(params, lr=0.1, momentum=momentum)
+def test_dropped_gradients_do_not_matter(setting, set_to_none):
     setting.train_step()
     setting.local_backward()
     setting.optimizer.zero_grad(set_to_none=set_to_none)
     setting.optimizer.step()
     setting.train_step()
-    is_moved = momentum and not set_to_none  # by zeros
-    expected = 0.6 if not momentum else 0.258 if is_moved else 0.42
-    assert setting.a.item() == pytest.approx(expected)
+    assert setting.a.item() == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -375,22 +370,19 @@ def test_lbfgs_may_backward_in_its_closure(setting):
         optimizer.step(closure)
 
 
-@pytest.mark.parametrize("by_keyword", [False, True])
-def test_local_backward_in_a_closure(setting, by_keyword):
+def test_local_backward_in_a_closure(setting):
     def closure():
         loss = setting.ddp(X)
         loss.backward()
         return loss
 
-    args, kwargs = ((), {"closure": closure}) if by_keyword else ((closure,), {})
-    assert setting.optimizer.step(*args, **kwargs).item() == 4.0
+    assert setting.optimizer.step(closure).item() == 4.0
     assert setting.a.item() == pytest.approx(0.8)
     setting.optimizer.zero_grad()
     with setting.ddp.no_sync():
         loss = setting.ddp(X)
     closure = lambda: loss.backward() or loss  # noqa: E731
-    args, kwargs = ((), {"closure": closure}) if by_keyword else ((closure,), {})
-    setting.refuses(QUIET, "a, b", lambda: setting.optimizer.step(*args, **kwargs))
+    setting.refuses(QUIET, "a, b", lambda: setting.optimizer.step(closure=closure))
 
 
 def test_grad_scaler(setting):

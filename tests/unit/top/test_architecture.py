@@ -1,16 +1,14 @@
 """The shape of the package: who imports whom, how long things get, the map.
 
 A number or a table that stands in the way is changed here, with the code that needs
-it, and says why.
+it, and says why. Ruff has more limits: of statements, branches and arguments of a
+function, and of imports inside functions (`pyproject.toml`).
 """
 
 from __future__ import annotations
 
 import ast
-import io
 import re
-import statistics
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -97,11 +95,8 @@ KNOWS_TORCH_DISTRIBUTED = {
 }
 
 FILE_LINES = 420  # goal 400; core/grad_hooks.py has three sorts of hooks
-FUNCTION_CODE_LINES_P90 = 30
-FUNCTION_CODE_LINES_MAX = 50
 CLASS_LINES = 260
 CLASS_METHODS = 15
-ARGUMENTS = 6
 NESTING = 3
 CORE_FILES = 12
 CORE_LINES = 2800  # the door is not counted
@@ -112,10 +107,6 @@ DICTATED_BY_TORCH = {"data_parallel/wrapper.DataParallel"}
 FACADES = {"torch_compat/names.DataParallel"}
 DELEGATES = {"data_parallel/wrapper.DataParallel"}  # to parts, a line or two per method
 PUBLIC_METHODS = 30  # of DataParallel, torch's names included
-MANY_ARGUMENTS = {
-    "data_parallel/wrapper.DataParallel.__init__": "torch's takes 20",
-}
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -127,7 +118,6 @@ class Source:
     name: str
     text: str
     tree: ast.Module
-    code_lines: frozenset[int]  # lines with a token that is no comment or docstring
 
     def functions(self) -> Iterator[tuple[str, Function]]:
         yield from _functions(self.tree, self.name)
@@ -135,27 +125,11 @@ class Source:
     def classes(self) -> Iterator[ast.ClassDef]:
         return (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
 
-    def count_code(self, node: Function) -> int:
-        return sum(node.lineno <= n <= node.end_lineno for n in self.code_lines)
-
 
 @cache
 def read(module: str) -> Source:
     text = (PACKAGE / f"{module}.py").read_text()
-    tree = ast.parse(text)
-    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE}
-    skipped |= {tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in skipped:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(
-            node
-        ):
-            words = node.body[0]
-            lines -= set(range(words.lineno, words.end_lineno + 1))
-    return Source(module, text, tree, frozenset(lines))
+    return Source(module, text, ast.parse(text))
 
 
 def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
@@ -168,14 +142,6 @@ def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function]]:
             yield from _functions(child, f"{prefix}.{child.name}")
         else:
             yield from _functions(child, prefix)
-
-
-def every_function() -> list[tuple[str, Function, Source]]:
-    return [
-        (name, node, read(module))
-        for module in MODULES
-        for name, node in read(module).functions()
-    ]
 
 
 def is_for_types(node: ast.AST) -> bool:
@@ -338,17 +304,6 @@ def test_only_collectives_touch_torch_distributed(module):
     assert bool(touched) == (module in allowed), touched
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_nothing_is_imported_inside_functions(module):
-    late = [
-        name
-        for name, node in read(module).functions()
-        for inner in ast.walk(node)
-        if isinstance(inner, ast.Import | ast.ImportFrom)
-    ]
-    assert late == []
-
-
 def test_public_names_are_sorted_and_exist():
     assert minidp.__all__ == sorted(minidp.__all__)
     assert [name for name in minidp.__all__ if not hasattr(minidp, name)] == []
@@ -374,13 +329,6 @@ def test_files_are_short_and_core_is_readable_in_one_evening():
     lines = lines_of_core()
     assert len(lines) <= CORE_FILES
     assert sum(lines.values()) <= CORE_LINES, lines
-
-
-def test_functions_are_short():
-    counts = {name: src.count_code(node) for name, node, src in every_function()}
-    too_long = {n: c for n, c in counts.items() if c > FUNCTION_CODE_LINES_MAX}
-    assert too_long == {}
-    assert statistics.quantiles(counts.values(), n=10)[-1] <= FUNCTION_CODE_LINES_P90
 
 
 def _lines_of_our_own(module: str, c: ast.ClassDef) -> int:
@@ -422,19 +370,9 @@ def test_data_parallel_has_no_mixins_and_few_methods():
     assert {name for name in vars(bases[-2]) if name[0] != "_"} == set()
 
 
-def test_functions_take_few_arguments():
-    counts = {}
-    for name, node, _ in every_function():
-        a = node.args
-        names = {each.arg for each in (*a.posonlyargs, *a.args, *a.kwonlyargs)}
-        counts[name] = len(names - {"self", "cls"})
-    for name in MANY_ARGUMENTS:
-        assert counts.pop(name) > ARGUMENTS, f"{name}: not exempt now"
-    assert {name: count for name, count in counts.items() if count > ARGUMENTS} == {}
-
-
 def test_statements_are_not_nested_deeply():
-    depths = {name: _depth(node) for name, node, _ in every_function()}
+    functions = (each for m in MODULES for each in read(m).functions())
+    depths = {name: _depth(node) for name, node in functions}
     assert {name: depth for name, depth in depths.items() if depth > NESTING} == {}
 
 
@@ -450,15 +388,6 @@ def _depth(node: ast.AST) -> int:
         is_elif = is_if and node.orelse == [child]
         deepest = max(deepest, _depth(child) + (is_block and not is_elif))
     return deepest
-
-
-def test_everything_is_annotated():
-    for name, node, _ in every_function():
-        given = [a for a in ast.walk(node.args) if isinstance(a, ast.arg)]
-        bare = {a.arg for a in given if a.annotation is None} - {"self", "cls"}
-        is_lambda = any(isinstance(n, ast.Lambda) for n in ast.walk(node.args))
-        assert is_lambda or not bare, name
-        assert node.returns is not None, name
 
 
 def test_measures_see_what_they_should():
