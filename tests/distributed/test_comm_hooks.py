@@ -65,27 +65,32 @@ def train(
 
 # -- torch's hooks, unmodified ---------------------------------------------------------
 
-TORCHS = {
-    "allreduce": default_hooks.allreduce_hook,
-    "fp16": default_hooks.fp16_compress_hook,
-    "fp16(allreduce)": default_hooks.fp16_compress_wrapper(
-        default_hooks.allreduce_hook
+SUM, FP16 = default_hooks.allreduce_hook, default_hooks.fp16_compress_hook
+HOOKS = {  # name -> hook on torch's DDP, on minidp
+    "allreduce": (SUM, SUM),
+    "fp16": (FP16, FP16),
+    "fp16(allreduce)": (default_hooks.fp16_compress_wrapper(SUM),) * 2,
+    "noop": (debugging_hooks.noop_hook,) * 2,
+    "our allreduce": (SUM, comm_hooks.all_reduce_hook),
+    "our fp16": (FP16, comm_hooks.fp16_compress_hook),
+    "our fp16(allreduce)": (
+        default_hooks.fp16_compress_wrapper(SUM),
+        comm_hooks.fp16_compress_wrapper(comm_hooks.all_reduce_hook),
     ),
-    "noop": debugging_hooks.noop_hook,
 }
 
 
 @as_in_torch(2, 3)
 @modes
-@pytest.mark.parametrize("name", TORCHS)
-def test_stateless_hook_of_torch(ctx, wrap, name, mode):
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_with_torchs_bits(ctx, wrap, name, mode):
     """Registered at once, and after two backwards (one of them after the rebuild)."""
     histories = []
     for after in (0, 2):
         ddp = wrap(Net(), **SMALL, **mode)
         how = {"skips": "find_unused_parameters" in mode, "keeps": after == 2}
         histories += train(ddp, ctx, range(after), **how)
-        ddp.register_comm_hook(ctx.group, TORCHS[name])
+        ddp.register_comm_hook(ctx.group, HOOKS[name][isinstance(ddp, DataParallel)])
         histories += train(ddp, ctx, range(after, 5), **how)
     return histories
 
@@ -219,23 +224,6 @@ class Words(nn.Module):
         return self.end(self.table(x.flatten().abs().mul(10).long() % 9))
 
 
-KINDS = {"complex": Waves, "channels_last": Images, "sparse": Words}
-
-
-# Torch's fp16 hooks add sparse halves, which it cannot.
-WITH_HOOK = [(k, n) for k in KINDS for n in TORCHS if (k, n[:4]) != ("sparse", "fp16")]
-
-
-@as_in_torch(2, 3)
-@pytest.mark.parametrize(("kind", "name"), WITH_HOOK)
-@pytest.mark.parametrize("view", [False, True])
-def test_unusual_gradients(ctx, wrap, kind, name, view):
-    ddp = wrap(KINDS[kind](), gradient_as_bucket_view=view)
-    ddp.register_comm_hook(ctx.group, TORCHS[name])
-    history = train(ddp, ctx, range(3))
-    return [[g.to_dense() for g in step] for step in history]
-
-
 FP32, INT8 = comm_hooks.fp32_accumulate_hook, comm_hooks.int8_error_feedback_hook
 EVERYTHING = comm_hooks.one_at_a_time(
     comm_hooks.fp16_compress_wrapper(comm_hooks.row_major(FP32))
@@ -317,26 +305,6 @@ def test_our_hooks_average_all_kinds_of_gradients(ctx, hook, mode):
 
 
 # -- our hooks -------------------------------------------------------------------------
-
-SAME_AS_TORCHS = {
-    "allreduce": comm_hooks.all_reduce_hook,
-    "fp16": comm_hooks.fp16_compress_hook,
-    "fp16(allreduce)": comm_hooks.fp16_compress_wrapper(comm_hooks.all_reduce_hook),
-}
-
-
-@on_ranks(2, 3)
-@pytest.mark.parametrize("name", SAME_AS_TORCHS)
-@pytest.mark.parametrize("mode", [{}, {"find_unused_parameters": True}], ids=str)
-def test_our_hook_has_the_bits_of_torchs(ctx, name, mode):
-    results = []
-    for hook in (TORCHS[name], SAME_AS_TORCHS[name]):
-        torch.manual_seed(0)
-        ddp = wrapped(ctx, Net(), **SMALL, **mode)
-        ddp.register_comm_hook(None if hook is not TORCHS[name] else ctx.group, hook)
-        results.append(train(ddp, ctx, range(4), skips=bool(mode)))
-    assert same(*results)
-
 
 BF16 = {
     "ours": comm_hooks.bf16_compress_hook,

@@ -16,8 +16,8 @@ from torch import nn
 
 from minidp import DataParallel, native
 from minidp.errors import MiniDPError
-from tests.support.both import Scalars, error_of, grads, modes, same, wrapped, x_of
-from tests.support.ranks import as_in_torch, on_ranks
+from tests.support.both import Scalars, error_of, grads, same, wrapped, x_of
+from tests.support.ranks import on_ranks
 
 pytestmark = [
     pytest.mark.usefixtures("library"),  # skips without a compiler
@@ -73,32 +73,6 @@ def test_where_buckets_lie(ctx):
             train(hooked, ctx)
         hooked.register_comm_hook(ctx.group, plain_hook)
         assert both(hooked) == [HOOK, HOOK]
-
-
-class Mixed(nn.Module):
-    """Parameters of five dtypes, one with a sparse gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.words = nn.Embedding(7, 3, sparse=True)
-        dtypes = (torch.float64, torch.bfloat16, torch.float16, torch.complex64)
-        self.rest = nn.ParameterList(
-            [nn.Parameter(torch.randn(n, 5, dtype=t)) for n, t in enumerate(dtypes, 1)]
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        total = (self.words(x.long()) * x).sum()
-        for parameter in self.rest:
-            total = total + (parameter * parameter).abs().sum().float() * x.sum()
-        return total
-
-
-@as_in_torch(2, 3)
-@modes
-def test_dtypes(ctx, wrap, mode):
-    found = train(wrap(Mixed(), **mode), ctx)
-    return [[g.to_dense() if g.is_sparse else g for g in step] for step in found]
 
 
 def _raise(_: Any) -> None:
