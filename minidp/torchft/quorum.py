@@ -6,7 +6,7 @@ The only file that knows torchft: its versions, types, and private names.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from minidp.core import BucketState, Reducer, decode_layout, encode_layout
-from minidp.errors import CollectiveError, MiniDPError, explain
+from minidp.comm import SharedBuffer, UsedMap
+from minidp.core import Averaging, BucketState, Reducer, decode_layout, encode_layout
+from minidp.errors import CollectiveError, MiniDPError, UnsyncedGradientsError, explain
 from minidp.layout import Layout
 
 from .agreement import Agreement
@@ -50,7 +51,7 @@ require_known(metadata.version("torchft"))
 
 
 class Rank(int):
-    """The rank 0, which prints as the rank and id of the manager's replica."""
+    """Be the rank 0, but print as rank and id of the manager's replica."""
 
     text = "0"
 
@@ -60,7 +61,7 @@ class Rank(int):
 
 
 class Replica(ProcessGroupDummy):  # type: ignore[misc]
-    """A group of one rank: collectives change nothing, but an all-reduce sums."""
+    """Be a group of one rank; its all-reduce sums over the participants."""
 
     quorum: Quorum
 
@@ -88,9 +89,9 @@ class Replica(ProcessGroupDummy):  # type: ignore[misc]
 
 
 class Sum:
-    """The sum of one tensor over the participants: a work, and its own future.
+    """Sum one tensor over the participants, in place; a work that is its own future.
 
-    ``write`` returns the tensor to sum, in place, of this replica in this quorum.
+    ``write`` returns the tensor: it is called again for each new quorum.
     """
 
     def __init__(self, quorum: Quorum, write: Callable[[], torch.Tensor]) -> None:
@@ -140,18 +141,23 @@ class Sum:
         inner.get_future().add_done_callback(call)
 
 
-class Quorum:
-    """Find out who takes part in each backward; sum over them, again if one dies."""
+class Quorum(Averaging):
+    """Find out who contributes to each backward, to sum over them and divide by them.
+
+    Sum once more if a replica dies. Tell the optimizer guard what is not committed.
+    """
 
     def __init__(self, manager: Any, reducer: Reducer) -> None:
+        config = reducer.queue.config
+        batched = config.batched_grad_copy
+        super().__init__(reducer.communicator, over_items=False, batched=batched)
+        self.no_shared_memory = "the manager reduces the buckets"
         self.manager = manager
         self.sums: list[Sum] = []  # of this backward, in launch order
-        self.step = -1  # the manager's, when this backward began
-        self.contributors = 1  # in this quorum, to divide by
-        self.seat = 0, 1  # index in the last `members`, and how many these were
-        tunes = reducer.queue.config.tunes
-        self.agreement = Tuning(reducer) if tunes else Agreement(reducer)
-        self._reducer, self.rank = reducer, reducer.rank
+        self.agreement = Tuning(reducer) if config.tunes else Agreement(reducer)
+        self._step = -1  # the manager's, when this backward began
+        self._seat = 0, 1
+        self._reducer, self._rank = reducer, reducer.rank
         self._told: list[int] = []  # participants that were logged last
         try:
             manager.register_state_dict_fn(KEY, self.agreement.receive, self.state)
@@ -164,6 +170,34 @@ class Quorum:
     def state(self) -> dict[str, Any]:
         """Return `Agreement.state` for the manager's step, for a joining replica."""
         return self.agreement.state(self.manager.current_step())
+
+    @property
+    def seat(self) -> tuple[int, int]:
+        """This replica's index in the last `members`, and how many these were."""
+        return self._seat
+
+    def share(
+        self, layout: Layout, maps: Sequence[UsedMap], *, asks: bool
+    ) -> list[SharedBuffer]:
+        """Return no buffers in shared memory."""
+        return []
+
+    # -- what the optimizer guard asks, of its replica check ---------------------------
+
+    @property
+    def suspect(self) -> object:
+        """Not None if the step of the last backward is not committed."""
+        return self if self.manager.current_step() == self._step else None
+
+    def confirm(self) -> None:
+        """Raise UnsyncedGradientsError for what `suspect` found."""
+        what = (
+            f"An optimizer steps, but the manager has not committed step {self._step}."
+        )
+        remedy = "step with torchft's optimizer, or if manager.should_commit()"
+        raise UnsyncedGradientsError(explain(self._rank, what, remedy=remedy))
+
+    # -- who is in the quorum ----------------------------------------------------------
 
     @property
     def contributes(self) -> bool:
@@ -198,8 +232,8 @@ class Quorum:
 
     # -- a backward begins -------------------------------------------------------------
 
-    def begin(self) -> int:
-        """Wait for the quorum; return how many replicas contribute.
+    def begin(self) -> None:
+        """Wait for the quorum, and fix the divisor: the number of contributors.
 
         Uses the bucket layout that the replicas have agreed on, or agrees on one.
         """
@@ -210,8 +244,8 @@ class Quorum:
             self.agreement.follow(self.manager.current_step())
         else:
             self.agreement.receive(received)
-        self.contributors = self._count()
-        return self.contributors
+        self.num_contributors = self._count()
+        super().begin()
 
     def _find_out(self) -> None:
         """Wait for the quorum; log who is in it, if others than before.
@@ -219,7 +253,7 @@ class Quorum:
         Raises MiniDPError if none was started or the manager cannot save the model,
         CollectiveError if none was found.
         """
-        manager, rank = self.manager, self.rank
+        manager, rank = self.manager, self._rank
         if manager._quorum_future is None:
             remedy = "call zero_grad() of torchft's optimizer, or "
             remedy += "manager.start_quorum(), at the begin of each step"
@@ -238,7 +272,7 @@ class Quorum:
             remedy += "and start this process again: its manager cannot go on"
             text = explain(rank, what, expected=expected, remedy=remedy)
             raise CollectiveError(text) from error
-        self.seat = self.position(), len(now)
+        self._seat = self.position(), len(now)
         if now != self._told:
             step, who = manager.current_step(), ", ".join(map(str, now))
             logger.info("From step %d on the replicas in the quorum are %s.", step, who)
@@ -255,20 +289,20 @@ class Quorum:
         if KEY not in found["user"]:
             what = "The replica that this one catches up with sends no bucket layout."
             remedy = "wrap the model by minidp.torchft.DataParallel in all replicas"
-            raise MiniDPError(explain(self.rank, what, remedy=remedy))
+            raise MiniDPError(explain(self._rank, what, remedy=remedy))
         state: dict[str, Any] = found["user"][KEY]
         return state
 
     def _count(self) -> int:
         """Return how many replicas contribute; agree on a layout if that is due.
 
-        Then, and in step 0, by an all-reduce over the quorum: in step 0 the manager
-        also counts those whose gradients it sets to zero.
+        Waits for an all-reduce over the quorum if it is due, and in step 0, in which
+        the manager also counts the replicas whose gradients it sets to zero.
         """
         manager, specs = self.manager, self._reducer.queue.specs
-        self.step = step = manager.current_step()
+        self._step = step = manager.current_step()
         count = max(int(manager.num_participants()), 1)
-        quorum = manager._quorum_id if self.seat[1] > 1 else None
+        quorum = manager._quorum_id if self._seat[1] > 1 else None
         is_due = self.agreement.begin(step, quorum)
         if step and not is_due:
             return count
@@ -303,7 +337,7 @@ class Quorum:
             if error is None or attempt == ATTEMPTS or not self._may_repeat():
                 break
             why = str(error).partition("\n")[0]  # without its traceback
-            logger.info("Step %d is repeated with the survivors: %s", self.step, why)
+            logger.info("Step %d is repeated with the survivors: %s", self._step, why)
             manager.should_commit()  # False. The next quorum then gets a new group.
             manager.start_quorum()
             self._repeat(sums)
@@ -337,8 +371,8 @@ class Quorum:
                 self._stand_in(layout, sums[len(self._reducer.queue.buckets) :])
                 return
             self.agreement.receive(received)
-        self.contributors = self._count()
-        factors = self._reducer.queue.averaging.factors_of(self.contributors)
+        self.num_contributors = self._count()
+        factors = self.factors_of(self.divisor)
         for bucket in self._reducer.queue.buckets:
             bucket.state = BucketState.FILLING
             bucket.flatten([param.grad for param in bucket.params], factors)

@@ -14,16 +14,12 @@ the manager's (`quorum.Replica`) and whose divisor is the number of contributors
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from minidp import torch_compat
-from minidp.comm import SharedBuffer, UsedMap
-from minidp.core import Averaging, Observer, Reducer
-from minidp.errors import UnsyncedGradientsError, explain
-from minidp.layout import Layout
+from minidp.core import Observer, Reducer
 
 from .items import ItemRows
 from .quorum import Quorum, Replica
@@ -65,13 +61,13 @@ class DataParallel(torch_compat.DataParallel):
         super().__init__(module, process_group=group, **options)
         reducer = self._reducer
         self._refuse_what_needs_history(reducer)
-        self._quorum = group.quorum = Quorum(manager, reducer)
-        reducer.queue.averaging = _ByContributors(self._quorum, reducer)
+        self._quorum = group.quorum = reducer.queue.averaging = Quorum(manager, reducer)
         if reducer.queue.config.averages_items:
+            self._quorum.items = ItemRows(self._quorum, reducer)
             reducer.adopt(reducer.queue.layout)  # counts have a message of their own
         reducer.queue.observers.append(_Receives(self._quorum, reducer))
         # The optimizer guard asks it before each step, as it asks a comparison.
-        self._guard.replica_check = _Commits(self._quorum)  # type: ignore[assignment]
+        self._guard.replica_check = self._quorum  # type: ignore[assignment]
 
     def _refuse_what_needs_history(self, reducer: Reducer) -> None:
         config, specs = reducer.queue.config, reducer.queue.specs
@@ -129,35 +125,6 @@ def _refuse(what: str, why: str) -> None:
     )
 
 
-class _ByContributors(Averaging):
-    """Divide by the number of replicas that contribute to a backward."""
-
-    def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
-        config = reducer.queue.config
-        batched = config.batched_grad_copy
-        super().__init__(reducer.communicator, over_items=False, batched=batched)
-        if config.averages_items:
-            self.items = ItemRows(quorum, reducer)
-        self._quorum = quorum
-        self.no_shared_memory = "the manager reduces the buckets"
-
-    @property
-    def seat(self) -> tuple[int, int]:
-        """This replica's index among those in the last quorum, and their number."""
-        return self._quorum.seat
-
-    def share(
-        self, layout: Layout, maps: Sequence[UsedMap], *, asks: bool
-    ) -> list[SharedBuffer]:
-        """Return no buffers in shared memory."""
-        return []
-
-    def begin(self) -> None:
-        """Wait for the quorum, and fix this backward's divisor."""
-        self.num_contributors = self._quorum.begin()
-        super().begin()
-
-
 class _Receives(Observer):
     """With unused parameters, drop local gradients of a replica that only receives.
 
@@ -175,23 +142,3 @@ class _Receives(Observer):
             counts = queue.used_map.last_counts.tolist()
             for param, count in zip(self._params, counts, strict=True):
                 param.grad = param.grad if count else None
-
-
-class _Commits:
-    """Stand in for the optimizer guard's replica check: is the step committed?"""
-
-    def __init__(self, quorum: Quorum) -> None:
-        self._quorum = quorum
-
-    @property
-    def suspect(self) -> object:
-        """Not None if the step of the last backward is not committed."""
-        quorum = self._quorum
-        return self if quorum.manager.current_step() == quorum.step else None
-
-    def confirm(self) -> None:
-        """Raise UnsyncedGradientsError for what `suspect` found."""
-        step, rank = self._quorum.step, self._quorum.rank
-        what = f"An optimizer steps, but the manager has not committed step {step}."
-        remedy = "step with torchft's optimizer, or if manager.should_commit()"
-        raise UnsyncedGradientsError(explain(rank, what, remedy=remedy))
