@@ -153,7 +153,7 @@ class Fp32State:
 
 
 def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average 16-bit gradients with a float32 sum: ``r((sum of r(g)) / n)``.
+    """Average with 16 bits sent, but a float32 sum: ``r((sum of r(g)) / n)``.
 
     Rank k collects the k-th part of all ranks (all-to-all), sums it in float32, and
     sends the rounded mean to all ranks (all-gather): as many bytes as a 16-bit
@@ -262,7 +262,7 @@ class Int8State:
 def int8_error_feedback_hook(
     state: Int8State, bucket: GradBucket
 ) -> Future[torch.Tensor]:
-    """Average 8-bit gradients; add the rounding error to the next step's gradients.
+    """Average gradients rounded to 8 bits; add the rounding error to the next step's.
 
     Per block: ``v = g + residual``, ``scale = max|v| / 127``, ``q = round(v / scale)``,
     ``residual = v - scale * q``. One all-gather sends q and scale. Every rank sums in

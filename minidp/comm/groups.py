@@ -59,7 +59,7 @@ def default_group() -> ProcessGroup:
 
 
 def joined_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return ``group`` (None: the default group); None if no default group exists."""
+    """Return ``group``, or for None the default group; None if there is no default."""
     if not is_initialized():
         return None
     return default_group() if group is None else group
@@ -105,7 +105,7 @@ def _backends(group: ProcessGroup) -> set[str]:
 
 
 def is_timed(group: ProcessGroup) -> bool:
-    """Return whether we can limit waits: several ranks, Gloo alone, not in Python."""
+    """Return whether waits can have a limit: several ranks, Gloo alone, in C++."""
     if group.size() == 1 or is_python_group(group):
         return False
     return _backends(group) == {"gloo"}
@@ -273,7 +273,10 @@ def own_store(group: ProcessGroup, prefix: str) -> c10d.Store:
 
 
 def launcher_store(prefix: str) -> c10d.Store | None:
-    """Connect to torchrun's store, which outlives groups; None without torchrun."""
+    """Return torchrun's store, under ``prefix`` and the restart; None without torchrun.
+
+    A new connection each time. The store outlives process groups.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

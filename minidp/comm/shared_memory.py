@@ -77,7 +77,7 @@ class ProcessEnds:
         self._poll = select.poll()
 
     def add(self, rank: int, process: int) -> None:
-        """Watch the process of this id; OSError if it has ended, or none can be."""
+        """Watch the process of this id; OSError if it has ended, or cannot be seen."""
         descriptor = os.pidfd_open(process)  # readable when the process ends
         self._ranks[descriptor] = rank
         self._poll.register(descriptor, select.POLLIN)
@@ -111,7 +111,7 @@ class SharedBuffer:
     def all_reduce(self) -> SharedWork:
         """Start to sum `values` over all ranks, in place; return the work.
 
-        RuntimeError if it was moved to other memory (``share_memory_()``).
+        RuntimeError if `values` was moved to other memory (``share_memory_()``).
         """
         if self.values.data_ptr() != self._address:
             raise RuntimeError(
@@ -184,7 +184,7 @@ class SharedWork:
                 raise TimeoutError(f"it did not finish within {limit:g} s")
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of None. Only a wait of this object completes it."""
+        """Return a future of None. Only the methods above complete it."""
         if self._future is None:
             self._future = torch.futures.Future()
             if self._is_done:
@@ -202,8 +202,8 @@ def share(
 
     A collective, with equal ``shapes`` (elements, dtype of each bucket), if the group
     is Gloo's own, of two ranks or more, and the gradients are on a CPU; else the reason
-    comes at once. ``maps`` get buffers, too. NativeError for the reason if
-    MINIDP_SHARED_MEMORY=1 on this rank.
+    comes at once. ``maps`` get buffers, too. NativeError for any reason but "one rank"
+    if MINIDP_SHARED_MEMORY=1 on this rank.
     """
     group = communicator.group
     if group.size() == 1:
