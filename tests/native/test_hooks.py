@@ -54,6 +54,23 @@ def attached(arrivals):
     hooks.remove()
 
 
+def in_new_thread(work):
+    failures = []
+
+    def guarded():
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+
+
 # --------------------------------------------------------------------------- the twin
 
 
@@ -74,7 +91,7 @@ class World:
 
     def __init__(self, library):
         self.params = make_params()
-        self.log = []
+        self.log, self.gathered = [], []
         reducer = SimpleNamespace(
             on_full=self._on_full,
             admit=self._admit,
@@ -116,18 +133,24 @@ class World:
                 for param in self.params:
                     param.grad = None
             case "gather", (bucket,):
-                self.log.append(("gather", self.read(self.arrivals.gather(bucket))))
-            case "backward", (uses,):
-                self.backward(uses)
+                self.gathered.append(self.arrivals.gather(bucket))
+            case "backward", (uses, in_thread):
+                self.backward(uses, in_thread=in_thread)
             case _:
                 getattr(self.arrivals, name)(*arguments)
 
-    def backward(self, uses):
+    def backward(self, uses, *, in_thread):
         terms = [
             NoGradient.apply(self.params[i]) if factor == 0 else self.params[i] * factor
             for i, factor in uses
         ]
-        torch.stack(terms).sum().backward()
+        loss = torch.stack(terms).sum()
+
+        def run():
+            self.arrivals.refill()  # as the thread does on which a backward is opened
+            loss.backward()
+
+        in_new_thread(run) if in_thread else loss.backward()
 
     def state(self):
         found = self.arrivals
@@ -138,6 +161,7 @@ class World:
             "bucket_of": list(found.bucket_of),
             "used": list(found.used()),
             "log": self.log,
+            "gathered": [self.read(each) for each in self.gathered],
             "grads": self.read([p.grad for p in self.params]),
         }
 
@@ -168,7 +192,7 @@ operations = st.one_of(
         st.just("adopt"), st.permutations(range(NUM_PARAMS)).map(in_three_buckets)
     ),
     st.tuples(st.just("gather"), st.integers(0, 2)),
-    st.tuples(st.just("backward"), uses),
+    st.tuples(st.just("backward"), uses, st.booleans()),
 )
 
 
@@ -195,16 +219,6 @@ def test_entries_are_the_very_objects(library):
         params[1].backward()
     assert arrivals.entries[1] is params[1].grad
     assert all(arrivals.entries[i] is GradState.UNSET for i in (0, 3, 4))
-
-
-def test_gathered_stays_as_it_was(library):
-    arrivals = native_arrivals(library, make_params())
-    arrivals.adopt([(3, 4), (1, 0), (2,)])
-    arrivals.entries[1] = None
-    gathered = arrivals.gather(1)
-    arrivals.entries[:] = [GradState.CLOSED] * NUM_PARAMS
-    assert len(gathered) == 2
-    assert list(gathered) == [None, GradState.UNSET]
 
 
 def test_the_lists_are_views(library):
@@ -301,45 +315,6 @@ def test_exceptions_arrive_whole(library, name, in_thread):
         arrivals.entries[0] = None
         if name == "on_full":
             (params[0] * 2).backward()
-
-
-def in_new_thread(work):
-    failures = []
-
-    def guarded():
-        try:
-            work()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    if failures:
-        raise failures[0]
-
-
-# ---------------------------------------------------------------------- where it sits
-
-
-def test_a_backward_in_another_thread(library):
-    params = make_params()
-    threads = []
-    arrivals = native_arrivals(
-        library, params, on_full=lambda b: threads.append(threading.current_thread())
-    )
-
-    def run():
-        arrivals.refill()  # it is this thread that opens the backward
-        torch.stack(params).sum().backward()
-
-    with attached(arrivals):
-        in_new_thread(run)
-    assert len(threads) == 1
-    assert threads[0] is not threading.main_thread()
-    assert sorted(arrivals.ready) == list(range(NUM_PARAMS))
-    assert list(arrivals.num_left) == [0]
 
 
 def test_a_backward_in_a_callback(library):
