@@ -15,7 +15,14 @@ import torch
 from torch.distributed import ReduceOp
 
 from minidp.comm import SharedBuffer, UsedMap
-from minidp.core import Averaging, BucketState, Reducer, decode_layout, encode_layout
+from minidp.core import (
+    Averaging,
+    BucketState,
+    Observer,
+    Reducer,
+    decode_layout,
+    encode_layout,
+)
 from minidp.errors import CollectiveError, MiniDPError, UnsyncedGradientsError, explain
 from minidp.layout import Layout
 
@@ -141,7 +148,7 @@ class Sum:
         inner.get_future().add_done_callback(call)
 
 
-class Quorum(Averaging):
+class Quorum(Averaging, Observer):
     """Find out who contributes to each backward, to sum over them and divide by them.
 
     Sum once more if a replica dies. Tell the optimizer guard what is not committed.
@@ -322,6 +329,17 @@ class Quorum(Averaging):
         return max(contributors, 1)
 
     # -- it ends -----------------------------------------------------------------------
+
+    def finished(self) -> None:
+        """With unused parameters, drop local gradients if this replica only receives.
+
+        The others have no ``.grad`` where no contributor used the parameter.
+        """
+        queue = self._reducer.queue
+        if queue.config.find_unused_parameters and not self.contributes:
+            counts = queue.used_map.last_counts.tolist()
+            for param, count in zip(self._reducer.params, counts, strict=True):
+                param.grad = param.grad if count else None
 
     def settle(self) -> None:
         """Wait for all sums of the backward; if one failed, sum over a new quorum.

@@ -13,13 +13,12 @@ the manager's (`quorum.Replica`) and whose divisor is the number of contributors
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 from torch import nn
 
 from minidp import torch_compat
-from minidp.core import Observer, Reducer
+from minidp.core import Reducer
 
 from .items import ItemRows
 from .quorum import Quorum, Replica
@@ -65,7 +64,7 @@ class DataParallel(torch_compat.DataParallel):
         if reducer.queue.config.averages_items:
             self._quorum.items = ItemRows(self._quorum, reducer)
             reducer.adopt(reducer.queue.layout)  # counts have a message of their own
-        reducer.queue.observers.append(_Receives(self._quorum, reducer))
+        reducer.queue.observers.append(self._quorum)
         # The optimizer guard asks it before each step, as it asks a comparison.
         self._guard.replica_check = self._quorum  # type: ignore[assignment]
 
@@ -123,22 +122,3 @@ def _refuse(what: str, why: str) -> None:
         f"minidp.torchft.DataParallel does not have {what}: {why}. What to do: leave "
         "it out (also the environment variable that sets it)."
     )
-
-
-class _Receives(Observer):
-    """With unused parameters, drop local gradients of a replica that only receives.
-
-    The others have no ``.grad`` where no contributor used the parameter.
-    """
-
-    def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
-        self._quorum, self._params = quorum, reducer.params
-        self._queue = weakref.proxy(reducer.queue)  # which holds this object
-
-    def finished(self) -> None:
-        """At the end of a backward, set ``.grad`` to None where nobody contributed."""
-        queue = self._queue
-        if queue.config.find_unused_parameters and not self._quorum.contributes:
-            counts = queue.used_map.last_counts.tolist()
-            for param, count in zip(self._params, counts, strict=True):
-                param.grad = param.grad if count else None
