@@ -128,22 +128,16 @@ def power_sgd_state(ctx: Any, **options: Any) -> Any:
 
 @as_in_torch(2, 3)
 @pytest.mark.parametrize("feedback", [False, True])
-def test_power_sgd(ctx, wrap, feedback):
-    """One bucket: it starts collectives in callbacks, see `one_at_a_time`."""
-    ddp = wrap(Net())
-    state = power_sgd_state(ctx, use_error_feedback=feedback)
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return train(ddp, ctx, range(6))
-
-
-@as_in_torch(2, 3)
-def test_one_at_a_time_lets_power_sgd_have_many_buckets(ctx, wrap):
-    ddp = wrap(Net(), **SMALL)
-    hook = comm_hooks.one_at_a_time(powerSGD_hook.powerSGD_hook)
-    if not isinstance(ddp, DataParallel):
-        # Torch's wrapper reads this annotation, and wants its own class there.
-        hook.__annotations__.clear()
-    ddp.register_comm_hook(power_sgd_state(ctx), hook)
+@pytest.mark.parametrize("options", [{}, SMALL], ids=["one bucket", "many"])
+def test_power_sgd(ctx, wrap, options, feedback):
+    """It starts collectives in callbacks: many buckets have to go one at a time."""
+    ddp, hook = wrap(Net(), **options), powerSGD_hook.powerSGD_hook
+    if options:
+        hook = comm_hooks.one_at_a_time(hook)
+        if not isinstance(ddp, DataParallel):
+            # Torch's wrapper reads this annotation, and wants its own class there.
+            hook.__annotations__.clear()
+    ddp.register_comm_hook(power_sgd_state(ctx, use_error_feedback=feedback), hook)
     return train(ddp, ctx, range(8))
 
 

@@ -160,7 +160,7 @@ def test_buckets_come_in_order_and_the_last_one_says_so(pool: Any) -> None:
 # -- bounds ----------------------------------------------------------------------------
 
 
-class RawArguments(torch.nn.Module):
+class Rows(torch.nn.Module):
     """Parameters whose gradient in step s on a rank is a given row."""
 
     def __init__(self, numels):
@@ -174,7 +174,7 @@ class RawArguments(torch.nn.Module):
 
 def decoded(ctx, rows, numels, hook, **state):
     """What the hook makes of ``rows[rank, step]``, per step."""
-    module = RawArguments(numels)
+    module = Rows(numels)
     ddp = DataParallel(module, process_group=ctx.group, bucket_cap_mb=256 / 2**20)
     if hook == "int8":
         state, hook = comm_hooks.Int8State(**state), comm_hooks.int8_error_feedback_hook
