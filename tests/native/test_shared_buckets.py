@@ -16,6 +16,7 @@ from torch import nn
 
 from minidp import DataParallel, native
 from minidp.errors import MiniDPError
+from tests.native.test_shared_memory import mapped
 from tests.support.both import Scalars, error_of, grads, same, wrapped, x_of
 from tests.support.ranks import on_ranks
 
@@ -160,23 +161,18 @@ def test_large_buckets(ctx, dtype, options):
     assert same(*found)
 
 
-def mappings() -> int:
-    with open("/proc/self/maps", encoding="ascii") as lines:
-        return sum("memfd:minidp" in line for line in lines)
-
-
 @on_ranks(2, fresh={})
 def test_a_rebuild_frees_the_old_buckets(ctx):
     """How many buckets' files are mapped: wrapped, after the rebuild, and freed."""
     ddp = wrapped(ctx, Scalars(2))
-    found = [mappings()]
+    found = [len(mapped())]
     train(ddp, ctx, steps=1)
     out = ddp(x_of(ctx))  # rebuilds the buckets
-    found.append(mappings())
+    found.append(len(mapped()))
     out.backward()
     del ddp, out
     gc.collect()
-    assert [*found, mappings()] == [2, 2, 0]
+    assert [*found, len(mapped())] == [2, 2, 0]
 
 
 @on_ranks(2)
