@@ -19,7 +19,7 @@ from tests.support.both import (
     wrapped,
     x_of,
 )
-from tests.support.ranks import on_ranks
+from tests.support.ranks import as_in_torch, on_ranks
 from tests.support.tracing import collective_trace
 
 ALONE = {
@@ -131,7 +131,8 @@ def test_comm_hooks_hear_which_bucket_is_the_last_to_travel(ctx):
     assert turns == [(0, False), (2, True)]
 
 
-def reduced_count(ctx: Any, make: Any) -> Any:
+@as_in_torch(2)
+def test_number_of_reduced_buckets(ctx, make):
     ddp, seen = make(Scalars(4), **ALONE), []
     for uses in ([0, 1, 2, 3], [0, 1], [2], [1, 2, 3]):
         ddp(x_of(ctx), uses).sum().backward()
@@ -139,10 +140,6 @@ def reduced_count(ctx: Any, make: Any) -> Any:
         seen.append(ddp._get_ddp_logging_data()["num_buckets_reduced"])
         ddp(x_of(ctx)).sum().backward()
     return seen
-
-
-def test_number_of_reduced_buckets_is_torchs(pool: Any) -> None:
-    assert pool.run(on_both, 2, reduced_count) == [([4, 2, 1, 3],) * 2] * 2
 
 
 @on_ranks(2)

@@ -96,14 +96,16 @@ class Replica:
     def layout(self):
         return self.model._reducer.queue.layout
 
+    def micro_batch(self, x, way):
+        self.model(x, way).square().mean().backward()
+
     def step(self, way="both", quiet=0):
         step = self.manager.current_step()
         self.optimizer.zero_grad()
         for number in range(quiet + 1):
             is_local = number < quiet
             with self.model.no_sync() if is_local else nullcontext():
-                x = batch(self.number, step) + number
-                self.model(x, way).square().mean().backward()
+                self.micro_batch(batch(self.number, step) + number, way)
         self.backwards += 1
         self.optimizer.step()
         if self.manager.current_step() > step:
@@ -280,24 +282,23 @@ def test_a_step_in_which_a_replica_dies_is_repeated_from_the_same_gradients(
 class Counting(Replica):
     """One whose batches have other numbers of items: 1 + 2 * its number."""
 
+    counts = True
+
     def __init__(self, number, lighthouse, **options):
         super().__init__(number, lighthouse, average_over="items", **options)
         self.totals = {}  # step -> items of each replica
 
-    def step(self, *, counts=True):
-        step = self.manager.current_step()
-        self.optimizer.zero_grad()
-        for number in range(2):
-            with self.model.no_sync() if number == 0 else nullcontext():
-                rows = batch(self.number, step)[: 1 + 2 * self.number] + number
-                loss = self.model(rows).square().sum(1)
-                if counts:
-                    self.model.count_items(len(rows), loss.sum())
-                loss.sum().backward()
-        self.optimizer.step()
-        if self.manager.current_step() > step:
-            self.seen[self.manager.current_step()] = flat(self.net)
-            self.totals[self.manager.current_step()] = self.model.item_totals
+    def micro_batch(self, x, way):
+        rows = x[: 1 + 2 * self.number]
+        loss = self.model(rows, way).square().sum(1)
+        if self.counts:
+            self.model.count_items(len(rows), loss.sum())
+        loss.sum().backward()
+
+    def step(self, way="both", quiet=1):
+        super().step(way, quiet)
+        if (step := self.manager.current_step()) in self.seen:
+            self.totals.setdefault(step, self.model.item_totals)
 
 
 def then_do(work, call):
@@ -428,15 +429,17 @@ def test_a_replica_that_does_not_count_its_items_is_named(start):
     a, b = start(0, 2, kind=Counting, **SMALL)
     train(3, a, b)
 
-    def fails(replica, counts):
+    def fails(replica):
         words = "No number of items was said on rank 2"
         with pytest.raises(minidp.ItemCountError, match=words) as found:
-            replica.step(counts=counts)
+            replica.step()
         assert "rank 0: 2, rank 2: nothing" in str(found.value)
         replica.model.reset()
+        replica.counts = True
         replica.train(5)
 
-    together(lambda: fails(a, True), lambda: fails(b, False))
+    b.counts = False
+    together(partial(fails, a), partial(fails, b))
     assert torch.equal(a.seen[5], b.seen[5])
 
 
