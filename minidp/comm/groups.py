@@ -85,8 +85,7 @@ def group_name(group: ProcessGroup) -> str:
 
 def group_ranks(group: ProcessGroup) -> list[int]:
     """Return the global ranks of a group, by group rank; empty if torch knows none."""
-    known = c10d._world.pg_group_ranks.get(group, {})
-    return sorted(known, key=known.__getitem__)
+    return list(c10d._world.pg_group_ranks.get(group, ()))  # in this order, as torch's
 
 
 # -- its backend -----------------------------------------------------------------------
@@ -285,15 +284,10 @@ def launcher_store(prefix: str) -> c10d.Store | None:
     return c10d.PrefixStore(f"minidp/{prefix}/{attempt}", store)
 
 
-def unprefixed(store: Any) -> Any:
-    """Return the store that a PrefixStore wraps, through all prefixes."""
+def address_of(store: Any) -> tuple[str, int] | None:
+    """Return host name and port of a TCP store, also behind prefixes; else None."""
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
-    return store
-
-
-def address_of(store: object) -> tuple[str, int] | None:
-    """Return host name and port of a TCP store; None for other stores."""
     return (store.host, store.port) if isinstance(store, c10d_C.TCPStore) else None
 
 
