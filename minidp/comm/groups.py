@@ -224,7 +224,7 @@ def renew_side_groups(group: ProcessGroup, key: str) -> None:
     """Forget the side groups of ``group``, and of all groups within its ranks.
 
     All ranks call this after a failure, without waiting; `side_group` then creates new
-    ones. ``key`` names those: equal on all ranks, never used before.
+    ones. ``key`` names the new ones: equal on all ranks, never used before.
     """
     members = frozenset(group_ranks(group))
     renewals = _renewals.setdefault(default_group(), {})
@@ -369,7 +369,7 @@ def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
 
 
 def _call_once_at_exit(function: Any) -> None:
-    """Run ``function`` once at exit, before those that were registered earlier."""
+    """Run ``function`` once at exit, before functions registered earlier."""
     atexit.unregister(function)
     atexit.register(function)
 

@@ -255,7 +255,7 @@ class Quorum(Averaging, Observer):
         super().begin()
 
     def _find_out(self) -> None:
-        """Wait for the quorum; log who is in it, if others than before.
+        """Wait for the quorum; log which replicas are in it, if others than before.
 
         Raises MiniDPError if none was started or the manager cannot save the model,
         CollectiveError if none was found.

@@ -4,7 +4,7 @@
     backward     first gradient: wait for the quorum. Full buckets: start the manager's
                  all-reduce, wait for nothing
     its end      wait for all buckets. Has a replica died, a new quorum sums the same
-                 local gradients, divided by the number of those who are left
+                 local gradients, divided by the number of replicas left
     step         torchft's optimizer asks the manager whether to commit it
 
 For the rest of minidp a replica is alone, in a group of one rank whose all-reduce is
@@ -87,7 +87,7 @@ class DataParallel(torch_compat.DataParallel):
         """Numbers of the replicas in the quorum: the digits at the end of their ids.
 
         Places in the quorum if ids end with no number, or two with the same. Waits for
-        the quorum. Includes those that are still catching up.
+        the quorum. Includes replicas that are catching up.
         """
         return self._quorum.members()
 
