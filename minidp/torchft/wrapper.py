@@ -59,7 +59,7 @@ class DataParallel(torch_compat.DataParallel):
         group = Replica(manager)
         super().__init__(module, process_group=group, **options)
         reducer = self._reducer
-        self._refuse_what_needs_history(reducer)
+        self._refuse_options(reducer)
         self._quorum = group.quorum = reducer.queue.averaging = Quorum(manager, reducer)
         if reducer.queue.config.averages_items:
             self._quorum.items = ItemRows(self._quorum, reducer)
@@ -68,19 +68,21 @@ class DataParallel(torch_compat.DataParallel):
         # The optimizer guard asks it before each step, as it asks a comparison.
         self._guard.replica_check = self._quorum  # type: ignore[assignment]
 
-    def _refuse_what_needs_history(self, reducer: Reducer) -> None:
+    def _refuse_options(self, reducer: Reducer) -> None:
+        """Raise ValueError for options that do not go with changing replicas."""
         config, specs = reducer.queue.config, reducer.queue.specs
-        why = "a replica that joins knows nothing of the others' earlier backwards"
-        for name, is_wanted in {
-            "static_graph": config.static_graph,
-            "skip_all_reduce_unused_params": config.skip_all_reduce_unused_params,
-            "check_replicas_every": self._replication.check is not None,
-        }.items():
+        past = "a replica that joins knows nothing of the others' earlier backwards"
+        dense = "the manager reduces dense buckets, as they are"
+        skips = "skip_all_reduce_unused_params"
+        for is_wanted, name, why in (
+            (config.static_graph, "static_graph", past),
+            (config.skip_all_reduce_unused_params, skips, past),
+            (self._replication.check is not None, "check_replicas_every", past),
+            (self._precision is not None, "mixed_precision", dense),
+            (any(spec.sparse for spec in specs), "a sparse gradient", dense),
+        ):
             if is_wanted:
                 _refuse(name, why)
-        if self._precision is not None or any(spec.sparse for spec in specs):
-            what = "mixed_precision" if self._precision else "a sparse gradient"
-            _refuse(what, "the manager reduces dense buckets, as they are")
 
     @property
     def participants(self) -> list[int]:
