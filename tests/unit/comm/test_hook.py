@@ -134,24 +134,6 @@ def test_wrong_annotations(hook, text):
 # -- results ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        torch.full((4,), 2.0),
-        torch.full((2, 2), 2.0),
-        torch.full((4,), 2.0, dtype=torch.float16),
-        torch.full((4,), 2.0, dtype=torch.float64),
-        torch.full((4,), 2, dtype=torch.int32),
-        torch.full((2, 4), 2.0)[:, ::2],
-    ],
-    ids=lambda t: f"{t.dtype}-{tuple(t.shape)}",
-)
-def test_tensors_of_as_many_elements_fit(result):
-    found = call(done(result))
-    assert found.shape == (4,)
-    assert found.tolist() == [2.0] * 4
-
-
 def test_results_that_are_returned_unchanged():
     buffer, grad = torch.ones(4), torch.eye(4).to_sparse()
     assert call(done(buffer), buffer) is buffer
