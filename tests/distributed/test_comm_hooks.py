@@ -13,13 +13,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
-    post_localSGD_hook,
     powerSGD_hook,
 )
 
 from minidp import DataParallel, comm_hooks
 from tests.support import both
-from tests.support.both import error_of, grads, on_both, same, wrapped
+from tests.support.both import error_of, grads, same, wrapped
 from tests.support.ranks import as_in_torch, on_ranks
 
 MODES = [*both.MODES, {"batched_grad_copy": True}]
@@ -93,31 +92,6 @@ def test_hooks_with_torchs_bits(ctx, wrap, name, mode):
         ddp.register_comm_hook(ctx.group, HOOKS[name][isinstance(ddp, DataParallel)])
         histories += train(ddp, ctx, range(after, 5), **how)
     return histories
-
-
-def with_local_sgd(ctx: Any, wrap: Any, averages_in_subgroup: bool) -> Any:
-    ddp = wrap(Net(), **SMALL)
-    pair = ctx.subgroups.get((0, 1)) if ctx.rank < 2 else None
-    state = post_localSGD_hook.PostLocalSGDState(
-        process_group=ctx.group,
-        subgroup=pair or ctx.group,
-        start_localSGD_iter=3,
-        post_local_gradient_allreduce=averages_in_subgroup and pair is not None,
-    )
-    ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
-    return train(ddp, ctx, range(6))
-
-
-@pytest.mark.parametrize("averages_in_subgroup", [True, False])
-def test_post_local_sgd(pool, averages_in_subgroup):
-    """First all three ranks average, then ranks 0 and 1 do, or nobody."""
-    results = pool.run(on_both, 3, with_local_sgd, averages_in_subgroup)
-    assert all(same(theirs, mine) for theirs, mine in results)
-    ours = [mine for _, mine in results]
-    assert not any(isinstance(mine, str) for mine in ours), ours
-    assert same(ours[0][2], ours[2][2])
-    assert not same(ours[0][5], ours[2][5])
-    assert same(ours[0][5], ours[1][5]) == averages_in_subgroup
 
 
 def power_sgd_state(ctx: Any, **options: Any) -> Any:

@@ -19,7 +19,7 @@ from tests.support.both import (
     wrapped,
     x_of,
 )
-from tests.support.ranks import as_in_torch, on_ranks
+from tests.support.ranks import on_ranks
 from tests.support.tracing import collective_trace
 
 ALONE = {
@@ -117,17 +117,6 @@ def test_comm_hooks_hear_which_bucket_is_the_last_to_travel(ctx):
     ddp.register_comm_hook(None, hook)
     ddp(x_of(ctx), [1, 3]).sum().backward()  # buckets 2 and 0: the last comes first
     assert turns == [(0, False), (2, True)]
-
-
-@as_in_torch(2)
-def test_number_of_reduced_buckets(ctx, make):
-    ddp, seen = make(Scalars(4), **ALONE), []
-    for uses in ([0, 1, 2, 3], [0, 1], [2], [1, 2, 3]):
-        ddp(x_of(ctx), uses).sum().backward()
-        ddp(x_of(ctx))  # looks at the iteration before
-        seen.append(ddp._get_ddp_logging_data()["num_buckets_reduced"])
-        ddp(x_of(ctx)).sum().backward()
-    return seen
 
 
 @on_ranks(2)

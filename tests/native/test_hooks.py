@@ -6,7 +6,6 @@ import contextlib
 import gc
 import threading
 import traceback
-import warnings
 import weakref
 from types import SimpleNamespace
 
@@ -232,85 +231,28 @@ def test_the_lists_are_views(library):
     assert (list(ready), list(pending), held[0]) == ([3], [7], None)
 
 
-# ------------------------------------------------------------------- copied at once
-
-
-@pytest.mark.parametrize("as_view", [False, True])
-def test_a_gradient_is_copied_by_its_own_hook(library, as_view):
-    param = torch.nn.Parameter(torch.zeros(100))
-    buffer = torch.zeros(102)
-    view = buffer[1:-1]
-    slots = library.Slots([param], [view], view, as_view=as_view)
-    arrivals = native_arrivals(library, [param])
-    arrivals.copy_at_once(0, slots, 0)
-    arrivals.scale = 1 / 3
-    grad = torch.randn(100)
-    with attached(arrivals):
-        param.backward(grad)
-        assert arrivals.entries[0] is GradState.COPIED
-        assert list(arrivals.used()) == [0]
-        assert torch.equal(view, grad * (1 / 3))
-        assert (buffer[0], buffer[-1]) == (0, 0)
-        assert (param.grad is view) == as_view
-
-        # What does not fit is kept, for Python to look at.
-        param.grad = None
-        buffer.zero_()
-        arrivals.entries[0] = GradState.UNSET
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # a reference cycle
-            (param * (param + 1)).sum().backward(create_graph=True)
-        assert arrivals.entries[0] is param.grad
-        assert not buffer.any()
-
-        param.grad = None
-        arrivals.adopt([[0]])  # other buckets
-        arrivals.entries[0] = GradState.UNSET
-        param.backward(grad)
-        assert arrivals.entries[0] is param.grad
-        assert not buffer.any()
-    param.grad = None
-
-
 # -------------------------------------------------------------------------- exceptions
 
 
 class Boom(Exception):
-    def __init__(self, message, *, code):
-        super().__init__(message)
-        self.code = code
-
-
-def explode(_index):
-    raise Boom("with these words", code=17)
+    pass
 
 
 @pytest.mark.parametrize("name", ["on_full", "admit"])
-@pytest.mark.parametrize("in_thread", [False, True])
-def test_exceptions_arrive_whole(library, name, in_thread):
-    params = make_params(1)
+def test_exceptions_arrive_whole(library, name):
+    params, mine = make_params(1), Boom("with these words")
+
+    def explode(_index):
+        raise mine
+
     arrivals = native_arrivals(library, params, **{name: explode})
     if name == "admit":
         arrivals.entries[0] = GradState.CLOSED
-    caught = []
-
-    def run():
-        arrivals.refill()  # as the thread does on which a backward is opened
-        with pytest.raises(Boom, match=r"^with these words$") as info:
-            (params[0] * 2).backward()
-        caught.append(info.value)
-
     with attached(arrivals):
-        if in_thread:
-            in_new_thread(run)
-        else:
-            run()
-        (error,) = caught
-        assert error.code == 17
-        frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-        assert frames[-1] == "explode"
-        assert "run" in frames
-
+        with pytest.raises(Boom) as caught:
+            (params[0] * 2).backward()
+        assert caught.value is mine
+        assert traceback.extract_tb(mine.__traceback__)[-1].name == "explode"
         # And the hook goes on as before.
         arrivals.entries[0] = None
         if name == "on_full":

@@ -61,11 +61,9 @@ def gradients(ctx, spec, options, hook, state=None):
 
 
 plain = comm_hooks.all_reduce_hook
-to_bf16, to_fp16 = comm_hooks.bf16_compress_wrapper, comm_hooks.fp16_compress_wrapper
+to_bf16 = comm_hooks.bf16_compress_wrapper
 # Two comm hooks; None: there is none.
 EQUAL: dict[str, tuple[Any, Any]] = {
-    "a wrapper is the hook (bf16)": (to_bf16(plain), comm_hooks.bf16_compress_hook),
-    "a wrapper is the hook (fp16)": (to_fp16(plain), comm_hooks.fp16_compress_hook),
     "wrapping twice is wrapping once": (to_bf16(to_bf16(plain)), to_bf16(plain)),
     "waiting changes nothing": (comm_hooks.one_at_a_time(plain), plain),
     "row_major of nothing is nothing": (comm_hooks.row_major(noop_hook), noop_hook),
@@ -92,34 +90,31 @@ def test_equal_hooks(pool, law):
 
 
 def calls(ctx, spec, options):
-    seen = []
+    """Per backward and bucket: was it the last one, how many gradients were in it."""
+    backwards = []
 
     def hook(state, bucket):
-        numbers = bucket.index(), bucket.is_last(), bucket.buffer().numel()
-        seen.append((*numbers, len(bucket.gradients())))
+        if bucket.index() == 0:
+            backwards.append([])
+        assert bucket.index() == len(backwards[-1])
+        backwards[-1].append((bucket.is_last(), len(bucket.gradients())))
         return plain(state, bucket)
 
     gradients(ctx, spec, options, hook)
-    return seen
+    assert len(backwards) == 3
+    for backward in backwards:
+        lasts, counts = zip(*backward, strict=True)
+        assert [*lasts] == [False] * (len(lasts) - 1) + [True]
+        assert sum(counts) == len(spec.params)
+    return backwards
 
 
-def test_buckets_come_in_order_and_the_last_one_says_so(pool: Any) -> None:
+def test_buckets_come_in_order_and_the_last_one_says_so(pool):
     @quick
     @given(models(), options, world_sizes)
-    def run(spec: ModelSpec, options: dict[str, Any], world_size: int) -> None:
-        per_rank = pool.run(calls, world_size, spec, options)
-        assert all(seen == per_rank[0] for seen in per_rank)
-        backwards: list[list[Any]] = []
-        for call in per_rank[0]:
-            if call[0] == 0:
-                backwards.append([])
-            backwards[-1].append(call)
-        assert len(backwards) == 3
-        for backward in backwards:
-            count = len(backward)
-            assert [call[0] for call in backward] == list(range(count))
-            assert [call[1] for call in backward] == [False] * (count - 1) + [True]
-            assert sum(call[3] for call in backward) == len(spec.params)
+    def run(spec, options, world_size):
+        first, *others = pool.run(calls, world_size, spec, options)
+        assert all(each == first for each in others)
 
     run()
 
