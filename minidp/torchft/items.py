@@ -58,7 +58,7 @@ class ItemRows(ItemCounts):
         if self._quorum.has_failed:
             self._message, self.is_sent, self.holds_averages = None, False, True
             return 1.0
-        return super().read(None, self._quorum.divisor)
+        return super().read(None, self._quorum.contributors)
 
     def reset(self) -> None:
         """As in `ItemCounts`; also forget the sum in flight."""

@@ -6,7 +6,7 @@ The only file that knows torchft: its versions, types, and private names.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -14,16 +14,8 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from minidp.comm import SharedBuffer, UsedMap
-from minidp.core import (
-    Averaging,
-    BucketState,
-    Observer,
-    Reducer,
-    decode_layout,
-    encode_layout,
-)
-from minidp.errors import CollectiveError, MiniDPError, UnsyncedGradientsError, explain
+from minidp.core import BucketState, Reducer, decode_layout, encode_layout
+from minidp.errors import CollectiveError, MiniDPError, explain
 from minidp.layout import Layout
 
 from .agreement import Agreement
@@ -148,23 +140,18 @@ class Sum:
         inner.get_future().add_done_callback(call)
 
 
-class Quorum(Averaging, Observer):
-    """Find out who contributes to each backward, to sum over them and divide by them.
-
-    Sum once more if a replica dies. Tell the optimizer guard what is not committed.
-    """
+class Quorum:
+    """Find out who takes part in each backward; sum over them, again if one dies."""
 
     def __init__(self, manager: Any, reducer: Reducer) -> None:
-        config = reducer.queue.config
-        batched = config.batched_grad_copy
-        super().__init__(reducer.communicator, over_items=False, batched=batched)
-        self.no_shared_memory = "the manager reduces the buckets"
         self.manager = manager
         self.sums: list[Sum] = []  # of this backward, in launch order
-        self.agreement = Tuning(reducer) if config.tunes else Agreement(reducer)
-        self._step = -1  # the manager's, when this backward began
-        self._seat = 0, 1
-        self._reducer, self._rank = reducer, reducer.rank
+        self.step = -1  # the manager's, when this backward began
+        self.contributors = 1  # in this quorum, to divide by
+        self.seat = 0, 1  # index in the last `members`, and how many these were
+        tunes = reducer.queue.config.tunes
+        self.agreement = Tuning(reducer) if tunes else Agreement(reducer)
+        self._reducer, self.rank = reducer, reducer.rank
         self._told: list[int] = []  # participants that were logged last
         try:
             manager.register_state_dict_fn(KEY, self.agreement.receive, self.state)
@@ -177,34 +164,6 @@ class Quorum(Averaging, Observer):
     def state(self) -> dict[str, Any]:
         """Return `Agreement.state` for the manager's step, for a joining replica."""
         return self.agreement.state(self.manager.current_step())
-
-    @property
-    def seat(self) -> tuple[int, int]:
-        """This replica's index in the last `members`, and how many these were."""
-        return self._seat
-
-    def share(
-        self, layout: Layout, maps: Sequence[UsedMap], *, asks: bool
-    ) -> list[SharedBuffer]:
-        """Return no buffers in shared memory."""
-        return []
-
-    # -- what the optimizer guard asks, of its replica check ---------------------------
-
-    @property
-    def suspect(self) -> object:
-        """Not None if the step of the last backward is not committed."""
-        return self if self.manager.current_step() == self._step else None
-
-    def confirm(self) -> None:
-        """Raise UnsyncedGradientsError for what `suspect` found."""
-        what = (
-            f"An optimizer steps, but the manager has not committed step {self._step}."
-        )
-        remedy = "step with torchft's optimizer, or if manager.should_commit()"
-        raise UnsyncedGradientsError(explain(self._rank, what, remedy=remedy))
-
-    # -- who is in the quorum ----------------------------------------------------------
 
     @property
     def contributes(self) -> bool:
@@ -239,8 +198,8 @@ class Quorum(Averaging, Observer):
 
     # -- a backward begins -------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Wait for the quorum, and fix the divisor: the number of contributors.
+    def begin(self) -> int:
+        """Wait for the quorum; return how many replicas contribute.
 
         Uses the bucket layout that the replicas have agreed on, or agrees on one.
         """
@@ -251,8 +210,8 @@ class Quorum(Averaging, Observer):
             self.agreement.follow(self.manager.current_step())
         else:
             self.agreement.receive(received)
-        self.num_contributors = self._count()
-        super().begin()
+        self.contributors = self._count()
+        return self.contributors
 
     def _find_out(self) -> None:
         """Wait for the quorum; log which replicas are in it, if others than before.
@@ -260,7 +219,7 @@ class Quorum(Averaging, Observer):
         Raises MiniDPError if none was started or the manager cannot save the model,
         CollectiveError if none was found.
         """
-        manager, rank = self.manager, self._rank
+        manager, rank = self.manager, self.rank
         if manager._quorum_future is None:
             remedy = "call zero_grad() of torchft's optimizer, or "
             remedy += "manager.start_quorum(), at the begin of each step"
@@ -279,7 +238,7 @@ class Quorum(Averaging, Observer):
             remedy += "and start this process again: its manager cannot go on"
             text = explain(rank, what, expected=expected, remedy=remedy)
             raise CollectiveError(text) from error
-        self._seat = self.position(), len(now)
+        self.seat = self.position(), len(now)
         if now != self._told:
             step, who = manager.current_step(), ", ".join(map(str, now))
             logger.info("From step %d on the replicas in the quorum are %s.", step, who)
@@ -296,7 +255,7 @@ class Quorum(Averaging, Observer):
         if KEY not in found["user"]:
             what = "The replica that this one catches up with sends no bucket layout."
             remedy = "wrap the model by minidp.torchft.DataParallel in all replicas"
-            raise MiniDPError(explain(self._rank, what, remedy=remedy))
+            raise MiniDPError(explain(self.rank, what, remedy=remedy))
         state: dict[str, Any] = found["user"][KEY]
         return state
 
@@ -307,9 +266,9 @@ class Quorum(Averaging, Observer):
         the manager also counts the replicas whose gradients it sets to zero.
         """
         manager, specs = self.manager, self._reducer.queue.specs
-        self._step = step = manager.current_step()
+        self.step = step = manager.current_step()
         count = max(int(manager.num_participants()), 1)
-        quorum = manager._quorum_id if self._seat[1] > 1 else None
+        quorum = manager._quorum_id if self.seat[1] > 1 else None
         is_due = self.agreement.begin(step, quorum)
         if step and not is_due:
             return count
@@ -330,17 +289,6 @@ class Quorum(Averaging, Observer):
 
     # -- it ends -----------------------------------------------------------------------
 
-    def finished(self) -> None:
-        """With unused parameters, drop local gradients if this replica only receives.
-
-        The others have no ``.grad`` where no contributor used the parameter.
-        """
-        queue = self._reducer.queue
-        if queue.config.find_unused_parameters and not self.contributes:
-            counts = queue.used_map.last_counts.tolist()
-            for param, count in zip(self._reducer.params, counts, strict=True):
-                param.grad = param.grad if count else None
-
     def settle(self) -> None:
         """Wait for all sums of the backward; if one failed, sum over a new quorum.
 
@@ -355,7 +303,7 @@ class Quorum(Averaging, Observer):
             if error is None or attempt == ATTEMPTS or not self._may_repeat():
                 break
             why = str(error).partition("\n")[0]  # without its traceback
-            logger.info("Step %d is repeated with the survivors: %s", self._step, why)
+            logger.info("Step %d is repeated with the survivors: %s", self.step, why)
             manager.should_commit()  # False. The next quorum then gets a new group.
             manager.start_quorum()
             self._repeat(sums)
@@ -389,8 +337,8 @@ class Quorum(Averaging, Observer):
                 self._stand_in(layout, sums[len(self._reducer.queue.buckets) :])
                 return
             self.agreement.receive(received)
-        self.num_contributors = self._count()
-        factors = self.factors_of(self.divisor)
+        self.contributors = self._count()
+        factors = self._reducer.queue.averaging.factors_of(self.contributors)
         for bucket in self._reducer.queue.buckets:
             bucket.state = BucketState.FILLING
             bucket.flatten([param.grad for param in bucket.params], factors)

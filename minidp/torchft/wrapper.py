@@ -13,12 +13,16 @@ the manager's (`quorum.Replica`) and whose divisor is the number of contributors
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from minidp import torch_compat
-from minidp.core import Reducer
+from minidp.comm import SharedBuffer, UsedMap
+from minidp.core import Averaging, Observer, Reducer
+from minidp.errors import UnsyncedGradientsError, explain
+from minidp.layout import Layout
 
 from .items import ItemRows
 from .quorum import Quorum, Replica
@@ -60,13 +64,13 @@ class DataParallel(torch_compat.DataParallel):
         super().__init__(module, process_group=group, **options)
         reducer = self._reducer
         self._refuse_options(reducer)
-        self._quorum = group.quorum = reducer.queue.averaging = Quorum(manager, reducer)
-        if reducer.queue.config.averages_items:
-            self._quorum.items = ItemRows(self._quorum, reducer)
+        self._quorum = group.quorum = Quorum(manager, reducer)
+        averaging = reducer.queue.averaging = _ByContributors(self._quorum, reducer)
+        if averaging.items is not None:
             reducer.adopt(reducer.queue.layout)  # counts have a message of their own
-        reducer.queue.observers.append(self._quorum)
+        reducer.queue.observers.append(averaging)
         # The optimizer guard asks it before each step, as it asks a comparison.
-        self._guard.replica_check = self._quorum  # type: ignore[assignment]
+        self._guard.replica_check = averaging  # type: ignore[assignment]
 
     def _refuse_options(self, reducer: Reducer) -> None:
         """Raise ValueError for options that do not go with changing replicas."""
@@ -124,3 +128,56 @@ def _refuse(what: str, why: str) -> None:
         f"minidp.torchft.DataParallel does not have {what}: {why}. What to do: leave "
         "it out (also the environment variable that sets it)."
     )
+
+
+class _ByContributors(Averaging, Observer):
+    """Divide by the number of contributors; tell the optimizer guard of their step."""
+
+    def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
+        config = reducer.queue.config
+        batched = config.batched_grad_copy
+        super().__init__(reducer.communicator, over_items=False, batched=batched)
+        if config.averages_items:
+            self.items = ItemRows(quorum, reducer)
+        self._quorum, self._reducer = quorum, reducer
+        self.no_shared_memory = "the manager reduces the buckets"
+
+    @property
+    def seat(self) -> tuple[int, int]:
+        """This replica's index among those in the last quorum, and their number."""
+        return self._quorum.seat
+
+    def share(
+        self, layout: Layout, maps: Sequence[UsedMap], *, asks: bool
+    ) -> list[SharedBuffer]:
+        """Return no buffers in shared memory."""
+        return []
+
+    def begin(self) -> None:
+        """Wait for the quorum, and fix this backward's divisor."""
+        self.num_contributors = self._quorum.begin()
+        super().begin()
+
+    def finished(self) -> None:
+        """With unused parameters, drop local gradients if this replica only receives.
+
+        The others have no ``.grad`` where no contributor used the parameter.
+        """
+        queue = self._reducer.queue
+        if queue.config.find_unused_parameters and not self._quorum.contributes:
+            counts = queue.used_map.last_counts.tolist()
+            for param, count in zip(self._reducer.params, counts, strict=True):
+                param.grad = param.grad if count else None
+
+    @property
+    def suspect(self) -> object:
+        """Not None if the step of the last backward is not committed."""
+        quorum = self._quorum
+        return self if quorum.manager.current_step() == quorum.step else None
+
+    def confirm(self) -> None:
+        """Raise UnsyncedGradientsError for what `suspect` found."""
+        step, rank = self._quorum.step, self._quorum.rank
+        what = f"An optimizer steps, but the manager has not committed step {step}."
+        remedy = "step with torchft's optimizer, or if manager.should_commit()"
+        raise UnsyncedGradientsError(explain(rank, what, remedy=remedy))

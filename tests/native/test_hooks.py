@@ -29,7 +29,7 @@ def make_params(count=NUM_PARAMS):
 
 
 def native_arrivals(library, params, *, on_full=None, admit=None):
-    """Open, one bucket."""
+    """Return a table of the extension with one bucket, open for gradients."""
     made = library.GradTable(
         params,
         tuple(GradState),
@@ -117,7 +117,7 @@ class World:
         ]
 
     def do(self, name, *arguments):
-        """One of the operations below."""
+        """Do one of the `operations` below."""
         match name, arguments:
             case "entry", (i, entry):
                 self.arrivals.entries[i] = entry
