@@ -72,10 +72,6 @@ HOOKS = {  # name -> hook on torch's DDP, on minidp
     "noop": (debugging_hooks.noop_hook,) * 2,
     "our allreduce": (SUM, comm_hooks.all_reduce_hook),
     "our fp16": (FP16, comm_hooks.fp16_compress_hook),
-    "our fp16(allreduce)": (
-        default_hooks.fp16_compress_wrapper(SUM),
-        comm_hooks.fp16_compress_wrapper(comm_hooks.all_reduce_hook),
-    ),
 }
 
 
@@ -201,10 +197,6 @@ OURS: dict[str, Any] = {  # name -> how to make the state, hook
     "all_reduce on a group": (lambda ctx: ctx.group, comm_hooks.all_reduce_hook),
     "fp16": (lambda _: None, comm_hooks.fp16_compress_hook),
     "bf16": (lambda _: None, comm_hooks.bf16_compress_hook),
-    "fp16 wrapper": (
-        lambda _: None,
-        comm_hooks.fp16_compress_wrapper(comm_hooks.all_reduce_hook),
-    ),
     "fp32 accumulate": (lambda _: comm_hooks.Fp32State(), FP32),
     "bf16(fp32 accumulate)": (
         lambda _: comm_hooks.Fp32State(),
