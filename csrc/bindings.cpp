@@ -268,6 +268,9 @@ void check_pairs(const Tensors& views, const Tensors& grads) {
     if (grads[k].sizes() != views[k].sizes()) {
       throw py::value_error("gradient " + std::to_string(k) + " has not its view's shape");
     }
+    if (grads[k].scalar_type() != views[k].scalar_type()) {
+      throw py::value_error("gradient " + std::to_string(k) + " has not its view's dtype");
+    }
     if (grads[k].layout() != at::kStrided || views[k].layout() != at::kStrided) {
       throw py::value_error("gradient " + std::to_string(k) + " is not strided");
     }

@@ -76,35 +76,33 @@ void copy_bytes(void* to, const void* from, size_t size) {
   }
 }
 
-template <typename To, typename From>
-void scale_row(To* to, const From* from, int64_t n, double scale, bool past_cache = false) {
-  if (past_cache && scale == 1 && std::is_same_v<To, From>) {
-    copy_past_cache(to, from, n * sizeof(To));
+template <typename T>
+void scale_row(T* to, const T* from, int64_t n, double scale, bool past_cache = false) {
+  if (past_cache && scale == 1) {
+    copy_past_cache(to, from, n * sizeof(T));
     return;
   }
   if (past_cache) {
-    constexpr int64_t kBlock = 4096 / sizeof(To);
-    alignas(64) To block[kBlock];
+    constexpr int64_t kBlock = 4096 / sizeof(T);
+    alignas(64) T block[kBlock];
     for (int64_t at = 0; at < n; at += kBlock) {
       const int64_t size = std::min(kBlock, n - at);
       scale_row(block, from + at, size, scale);
-      copy_past_cache(to + at, block, size * sizeof(To));
+      copy_past_cache(to + at, block, size * sizeof(T));
     }
     return;
   }
-  const auto factor = static_cast<Wide<From>>(scale);
+  if (scale == 1) {
+    copy_bytes(to, from, n * sizeof(T));
+    return;
+  }
+  const auto factor = static_cast<Wide<T>>(scale);
   int64_t i = 0;
-  if constexpr (std::is_same_v<To, From>) {
-    if (scale == 1) {
-      copy_bytes(to, from, n * sizeof(To));
-      return;
-    }
-    if constexpr (is_half<To>) {
-      i = scale_halves(to, from, n, factor);
-    }
+  if constexpr (is_half<T>) {
+    i = scale_halves(to, from, n, factor);
   }
   for (; i < n; ++i) {
-    to[i] = static_cast<To>(scaled(from[i], factor));
+    to[i] = scaled(from[i], factor);
   }
 }
 
@@ -149,12 +147,12 @@ void with_type(at::ScalarType type, F f) {
   }
 }
 
-template <typename To, typename From>
+template <typename T>
 void copy_typed(const Rows& rows, double scale) {
-  for_stretches(rows.ends, sizeof(To), [&](Stretch s) {
+  for_stretches(rows.ends, sizeof(T), [&](Stretch s) {
     scale_row(
-        static_cast<To*>(rows.to[s.slot]) + s.begin,
-        static_cast<const From*>(rows.from[s.slot]) + s.begin,
+        static_cast<T*>(rows.to[s.slot]) + s.begin,
+        static_cast<const T*>(rows.from[s.slot]) + s.begin,
         s.end - s.begin,
         scale,
         rows.past_cache);
@@ -166,23 +164,21 @@ void copy_typed(const Rows& rows, double scale) {
 
 // Whether a copy is a loop over memory, or a row of a kernel.
 bool is_loop(const at::Tensor& to, const at::Tensor& from) {
-  if (!has_loop(to.scalar_type()) || !has_loop(from.scalar_type()) ||
+  if (!has_loop(to.scalar_type()) || to.scalar_type() != from.scalar_type() ||
       !same_order(to, from)) {
     return false;
   }
 #ifdef MINIDP_CUDA
   if (to.is_cuda()) {
-    return to.scalar_type() == from.scalar_type();
+    return true;
   }
 #endif
   return to.is_cpu();
 }
 
-// Whether two copies can be done together.
-bool are_alike(
-    const at::Tensor& to, const at::Tensor& from, const at::Tensor& to2, const at::Tensor& from2) {
-  return to.scalar_type() == to2.scalar_type() &&
-      from.scalar_type() == from2.scalar_type() && to.device() == to2.device();
+// Whether two copies to these can be done together.
+bool are_alike(const at::Tensor& to, const at::Tensor& other) {
+  return to.scalar_type() == other.scalar_type() && to.device() == other.device();
 }
 
 // Copies slots that are all alike.
@@ -202,11 +198,7 @@ void copy_together(
   for (const size_t slot : slots) {
     rows.add(to[slot]->data_ptr(), from[slot]->const_data_ptr(), to[slot]->numel());
   }
-  with_type(to[first]->scalar_type(), [&](auto t) {
-    with_type(from[first]->scalar_type(), [&](auto f) {
-      copy_typed<decltype(t), decltype(f)>(rows, scale);
-    });
-  });
+  copy_rows(rows, to[first]->scalar_type(), scale);
 }
 
 void copy_all(const Refs& to, const Refs& from, double scale) {
@@ -224,8 +216,7 @@ void copy_all(const Refs& to, const Refs& from, double scale) {
     } else if (!is_loop(*to[k], *from[k])) {
       scale_by_torch(*to[k], *from[k], scale);
     } else {
-      if (!alike.empty() &&
-          !are_alike(*to[alike.front()], *from[alike.front()], *to[k], *from[k])) {
+      if (!alike.empty() && !are_alike(*to[alike.front()], *to[k])) {
         flush();
       }
       alike.push_back(k);
@@ -289,7 +280,7 @@ std::string take_bytes(const at::Tensor& from) {
 }
 
 void copy_rows(const Rows& rows, at::ScalarType type, double scale) {
-  with_type(type, [&](auto x) { copy_typed<decltype(x), decltype(x)>(rows, scale); });
+  with_type(type, [&](auto x) { copy_typed<decltype(x)>(rows, scale); });
 }
 
 void copy_row(
@@ -365,14 +356,12 @@ void scale_by_torch(const at::Tensor& view, const at::Tensor& grad, double scale
   at::NoGradGuard no_grad;
   if (scale == 1) {
     view.copy_(grad);
-  } else if (view.scalar_type() == grad.scalar_type()) {
+  } else {
     // By their schemas: the headers of at::mul_out and at::scalar_tensor take seconds.
     auto factor = at::_ops::scalar_tensor::call(scale, at::kDouble, {}, at::kCPU, {});
     factor.unsafeGetTensorImpl()->set_wrapped_number(true);  // never promotes
     at::Tensor out = view;
     at::_ops::mul_out::call(grad, factor, out);
-  } else {
-    view.copy_(grad.mul(scale));
   }
 }
 

@@ -66,11 +66,10 @@ void copy_row(
     double scale,
     bool past_cache);
 
-// views[k] = grads[k] * scale, multiplied in the gradient's dtype, then converted to the
-// view's. An undefined gradient gives zeros.
+// views[k] = grads[k] * scale, of one dtype. An undefined gradient gives zeros.
 void flatten(const Refs& views, const Refs& grads, double scale);
 
-// grads[k] = views[k] * scale, converted.
+// grads[k] = views[k] * scale.
 void unflatten(const Refs& grads, const Refs& views, double scale = 1.0);
 
 }  // namespace minidp

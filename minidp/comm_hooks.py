@@ -61,17 +61,10 @@ def all_reduce_hook(state: Group, bucket: GradBucket) -> Future[torch.Tensor]:
     gradients are multiplied by ``1 / n``.
     """
     buffer = bucket.buffer()
-    return _average(buffer, state, bucket, lambda: buffer)
-
-
-def _average(
-    values: torch.Tensor, state: Group, bucket: GradBucket, finish: Any
-) -> Future[torch.Tensor]:
-    """Divide ``values`` in place, all-reduce; return a future of ``finish()``."""
     group, n = _group_and_divisor(state, bucket)
-    values.div_(n)  # before the sum, which might overflow
-    work = dist.all_reduce(values, group=group, async_op=True)
-    return then(work.get_future(), finish)
+    buffer.div_(n)  # before the sum, which might overflow
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    return then(work.get_future(), lambda: buffer)
 
 
 # -- 16 bits on the wire ---------------------------------------------------------------
@@ -82,7 +75,7 @@ def fp16_compress_hook(state: Group, bucket: GradBucket) -> Future[torch.Tensor]
 
     Values above 65504 become infinite, on all ranks.
     """
-    return _compress(torch.float16, state, bucket)
+    return fp16_compress_wrapper(all_reduce_hook)(state, bucket)
 
 
 def bf16_compress_hook(state: Group, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -90,18 +83,7 @@ def bf16_compress_hook(state: Group, bucket: GradBucket) -> Future[torch.Tensor]
 
     Keeps the range of float32, with 8 significant bits. Also works on Gloo.
     """
-    return _compress(torch.bfloat16, state, bucket)
-
-
-def _compress(
-    dtype: torch.dtype, state: Group, bucket: GradBucket
-) -> Future[torch.Tensor]:
-    """Average the bucket in ``dtype``; uncompressed if the cast makes it no smaller."""
-    buffer = bucket.buffer()
-    if not _shrinks(buffer, dtype):
-        return all_reduce_hook(state, bucket)
-    small = buffer.to(dtype)
-    return _average(small, state, bucket, lambda: buffer.copy_(small))
+    return bf16_compress_wrapper(all_reduce_hook)(state, bucket)
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
@@ -153,7 +135,7 @@ class Fp32State:
 
 
 def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average 16-bit gradients with a float32 sum: ``r((sum of r(g)) / n)``.
+    """Average with 16 bits sent, but a float32 sum: ``r((sum of r(g)) / n)``.
 
     Rank k collects the k-th part of all ranks (all-to-all), sums it in float32, and
     sends the rounded mean to all ranks (all-gather): as many bytes as a 16-bit
@@ -262,7 +244,7 @@ class Int8State:
 def int8_error_feedback_hook(
     state: Int8State, bucket: GradBucket
 ) -> Future[torch.Tensor]:
-    """Average 8-bit gradients; add the rounding error to the next step's gradients.
+    """Average gradients rounded to 8 bits; add the rounding error to the next step's.
 
     Per block: ``v = g + residual``, ``scale = max|v| / 127``, ``q = round(v / scale)``,
     ``residual = v - scale * q``. One all-gather sends q and scale. Every rank sums in

@@ -53,7 +53,6 @@ from .groups import (
     read_json,
     renew_side_groups,
     side_group,
-    unprefixed,
     warn_without_store,
 )
 from .hook import CommHook, Hook, name_of
@@ -74,6 +73,6 @@ __all__ += ["is_builtin", "is_group", "is_initialized", "read_mode"]
 __all__ += ["exchange_device", "fresh_group", "group_of_forwards", "joined_group"]
 __all__ += ["die_with_parent", "keep_for_good", "renew_side_groups", "side_group"]
 __all__ += ["address_of", "group_store", "has_store", "launcher_store", "mark_group"]
-__all__ += ["own_store", "post_json", "read_json", "start_broadcast", "unprefixed"]
+__all__ += ["own_store", "post_json", "read_json", "start_broadcast"]
 __all__ += ["AFTER", "BEFORE", "MESSAGE_BYTES", "ProcessGroup", "refuse_nonfinite"]
 __all__ += ["warn_without_store"]

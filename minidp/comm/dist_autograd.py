@@ -73,7 +73,10 @@ class NotedContexts:
         return is_rpc_up() and not torch._C._will_engine_execute_node(self._nodes[i])
 
     def has_gradient(self, i: int) -> bool:
-        """Return if ``i``, whose hook runs, has a gradient: ``.grad``, or by RPC."""
+        """Return whether parameter ``i``, whose hook runs, has a gradient.
+
+        It is in ``.grad``, or in the context of an RPC backward.
+        """
         return self._params[i].grad is not None or self._is_distributed(i)
 
     def of_backward(self, i: int) -> ContextGrads | None:
@@ -106,7 +109,7 @@ class NotedContexts:
         )
 
     def refuse_another(self, i: int, context: ContextGrads | None, name: str) -> None:
-        """Raise GradientError if this backward uses another place than ``context``.
+        """Raise GradientError unless this backward keeps its gradients in ``context``.
 
         ``context``: where earlier gradients of this reduction are (None: in ``.grad``).
         ``i``, ``name``: index and name of the parameter whose hook runs.

@@ -59,7 +59,7 @@ def default_group() -> ProcessGroup:
 
 
 def joined_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return ``group`` (None: the default group); None if no default group exists."""
+    """Return ``group``, or for None the default group; None if there is no default."""
     if not is_initialized():
         return None
     return default_group() if group is None else group
@@ -85,8 +85,7 @@ def group_name(group: ProcessGroup) -> str:
 
 def group_ranks(group: ProcessGroup) -> list[int]:
     """Return the global ranks of a group, by group rank; empty if torch knows none."""
-    known = c10d._world.pg_group_ranks.get(group, {})
-    return sorted(known, key=known.__getitem__)
+    return list(c10d._world.pg_group_ranks.get(group, ()))  # in this order, as torch's
 
 
 # -- its backend -----------------------------------------------------------------------
@@ -105,7 +104,7 @@ def _backends(group: ProcessGroup) -> set[str]:
 
 
 def is_timed(group: ProcessGroup) -> bool:
-    """Return whether we can limit waits: several ranks, Gloo alone, not in Python."""
+    """Return whether waits can have a limit: several ranks, Gloo alone, in C++."""
     if group.size() == 1 or is_python_group(group):
         return False
     return _backends(group) == {"gloo"}
@@ -225,7 +224,7 @@ def renew_side_groups(group: ProcessGroup, key: str) -> None:
     """Forget the side groups of ``group``, and of all groups within its ranks.
 
     All ranks call this after a failure, without waiting; `side_group` then creates new
-    ones. ``key`` names those: equal on all ranks, never used before.
+    ones. ``key`` names the new ones: equal on all ranks, never used before.
     """
     members = frozenset(group_ranks(group))
     renewals = _renewals.setdefault(default_group(), {})
@@ -273,7 +272,10 @@ def own_store(group: ProcessGroup, prefix: str) -> c10d.Store:
 
 
 def launcher_store(prefix: str) -> c10d.Store | None:
-    """Connect to torchrun's store, which outlives groups; None without torchrun."""
+    """Return torchrun's store, under ``prefix`` and the restart; None without torchrun.
+
+    A new connection each time. The store outlives process groups.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -282,15 +284,10 @@ def launcher_store(prefix: str) -> c10d.Store | None:
     return c10d.PrefixStore(f"minidp/{prefix}/{attempt}", store)
 
 
-def unprefixed(store: Any) -> Any:
-    """Return the store that a PrefixStore wraps, through all prefixes."""
+def address_of(store: Any) -> tuple[str, int] | None:
+    """Return host name and port of a TCP store, also behind prefixes; else None."""
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
-    return store
-
-
-def address_of(store: object) -> tuple[str, int] | None:
-    """Return host name and port of a TCP store; None for other stores."""
     return (store.host, store.port) if isinstance(store, c10d_C.TCPStore) else None
 
 
@@ -372,7 +369,7 @@ def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
 
 
 def _call_once_at_exit(function: Any) -> None:
-    """Run ``function`` once at exit, before those that were registered earlier."""
+    """Run ``function`` once at exit, before functions registered earlier."""
     atexit.unregister(function)
     atexit.register(function)
 

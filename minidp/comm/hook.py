@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, get_origin, get_type_hints
+from typing import Any, get_origin
 
 import torch
 from torch.futures import Future
@@ -101,8 +101,8 @@ class HookInFlight(FutureWork):
     def wait(self) -> torch.Tensor:
         """Wait for the hook, and return the tensor that replaces the buffer.
 
-        Raises CommHookError if the future failed, its value is not a tensor of as many
-        elements, or the hook moved or resized the bucket's buffer.
+        Raises CommHookError if the future failed, its value cannot replace the buffer
+        (number of elements, layout, dtype), or the hook moved or resized the buffer.
         """
         buffer = self._buffer
         try:
@@ -136,7 +136,7 @@ class HookInFlight(FutureWork):
     def problem(
         self, what: str, *, expected: str = "", found: str = ""
     ) -> CommHookError:
-        """Return the error "The comm hook NAME ``what`` (bucket n)", with names."""
+        """Return the error "The comm hook NAME ``what`` (bucket n).", to be raised."""
         return CommHookError(
             explain(
                 self._rank,
@@ -206,7 +206,10 @@ def name_of(hook: object) -> str:
 
 
 def _check_signature(hook: object) -> None:
-    """Raise TypeError unless callable with two arguments; ValueError by annotation."""
+    """Raise TypeError unless ``hook`` is callable with two arguments.
+
+    ValueError for an annotation that does not fit; one that is a string is not read.
+    """
     if not callable(hook):
         raise TypeError(
             "Communication hook must be callable, as hook(state, bucket), but got "
@@ -223,21 +226,18 @@ def _check_signature(hook: object) -> None:
             "Communication hook must take two arguments, hook(state, bucket), but "
             f"{name_of(hook)}{signature} does not: {error}."
         ) from None
-    function = hook if hasattr(hook, "__annotations__") else type(hook).__call__
-    try:
-        hints = get_type_hints(function)
-    except Exception:  # a string may hold any code
-        return
-    kind = hints.get([*signature.parameters, ""][1], Any)
-    is_class = isinstance(kind, type) and kind is not Any
+    parameters, empty = [*signature.parameters.values()], signature.empty
+    kind = parameters[1].annotation if len(parameters) > 1 else empty  # as (*args)
+    is_class = isinstance(kind, type) and kind not in (Any, empty)
     is_bucket = not is_class or kind.__name__ == "GradBucket"  # torch's, too
     if not is_bucket and not issubclass(GradBucket, kind):
         raise ValueError(
             "Communication hook: bucket annotation should be dist.GradBucket. "
             f"({name_of(hook)} has {kind!r}; minidp.GradBucket will do as well.)"
         )
-    returned = hints.get("return")
-    if returned not in (None, Any) and (get_origin(returned) or returned) is not Future:
+    returned = signature.return_annotation
+    is_given = returned not in (Any, empty) and not isinstance(returned, str)
+    if is_given and (get_origin(returned) or returned) is not Future:
         raise ValueError(
             "Communication hook: return annotation should be "
             f"torch.futures.Future[torch.Tensor]. ({name_of(hook)} has {returned!r}.)"

@@ -33,7 +33,7 @@ _MOST = sys.float_info.max  # of the sum of all counts
 
 @dataclass(frozen=True, eq=False)
 class ItemTotals:
-    """Hold what one synchronised backward averaged over; float64, on its device."""
+    """Hold over what one synchronised backward averaged, in float64 tensors."""
 
     count: Tensor  # items of all ranks and micro-batches, shape ()
     mean_loss: Tensor  # over these items, shape (); NaN if a rank gave no loss
@@ -53,7 +53,10 @@ class _Step:
     forwards: int = 0  # in grad mode
 
     def is_stale(self) -> Tensor | bool:
-        """Return if a backward added to an old average; a tensor, or False."""
+        """Return whether a backward has added to a gradient in `averages`.
+
+        A bool tensor, which is not read here; False if none has.
+        """
         found = [
             is_average
             for param, grad, version, is_average in self.averages
@@ -74,7 +77,10 @@ class _Step:
 
 
 class ItemCounts:
-    """Add up this rank's items until a reduction sends them; divide by the total."""
+    """Count this rank's items, send them with a reduction, and read those of all ranks.
+
+    `read` returns by what to multiply gradients for the mean over all items.
+    """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
@@ -154,7 +160,7 @@ class ItemCounts:
     # -- what travels ------------------------------------------------------------------
 
     def write(self, tail: Tensor) -> None:
-        """Write this rank's counts into ``tail``, zeros elsewhere; forget them.
+        """Write this rank's counts into ``tail``, zeros elsewhere; count anew.
 
         ``tail``: the end of a bucket's buffer: 1-D, real, `tail` elements or more.
         """
@@ -229,8 +235,9 @@ class ItemCounts:
     def check(self) -> None:
         """On CUDA, wait for the last counts, which arrive before most gradients.
 
-        ItemCountError if a rank said no count, or one negative or not finite; all are
-        zero; or a backward added to averages. On the CPU no-op: `read` has raised.
+        On the CPU no-op: `read` has raised. ItemCountError if a rank counted nothing,
+        a negative or no finite number, or for some of its forwards only; if all counts
+        are zero; or if a backward added to averages.
         """
         late, self._late = self._late, None
         if late is not None:
@@ -238,7 +245,7 @@ class ItemCounts:
             self._refuse(late[0].tolist())
 
     def reset(self) -> None:
-        """Forget what was counted, sent and received."""
+        """Forget what was counted and sent; keep `totals`, of the last reduction."""
         self._step, self._late = _Step(), None
         self._work = self._message = None
         self.is_sent = self.holds_averages = False

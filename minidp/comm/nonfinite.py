@@ -49,7 +49,7 @@ def refuse_nonfinite(
 
 
 def _values_of(tensor: Tensor) -> Tensor:
-    """Return detached values: those a sparse tensor stores, complex ones as reals."""
+    """Return the values, detached; only the stored ones if sparse, reals if complex."""
     values = (tensor._values() if tensor.is_sparse else tensor).detach()
     return torch.view_as_real(values) if values.is_complex() else values
 

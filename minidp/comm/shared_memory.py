@@ -14,7 +14,6 @@ import os
 import select
 import time
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,25 +37,17 @@ _SLICE_SECONDS = 0.5  # between two looks at whether the other processes live
 _FILE = "/memfd:minidp"  # where /proc says that a file of ours lies
 
 
-class Obstacle(IntEnum):
-    """Number why a rank cannot share memory, for the other ranks; 0: it can."""
-
-    NONE = 0
-    SWITCHED_OFF = 1
-    NO_EXTENSION = 2
-    NO_MEMORY = 3
-    OTHER_BUILD = 4
-    NOT_REACHABLE = 5
-
-
-_TEXTS = {
-    Obstacle.SWITCHED_OFF: f"{VARIABLE}=0",
-    Obstacle.NO_EXTENSION: "the extension is not loaded (minidp.native status)",
-    Obstacle.NO_MEMORY: "no anonymous memory from the system, or no sums of a dtype",
-    Obstacle.OTHER_BUILD: "ranks run different builds of the extension",
-    Obstacle.NOT_REACHABLE: "cannot map the memory of another rank: another host, "
-    "another container, or another user",
-}
+# Why a rank cannot share memory. Ranks tell each other the obstacle's number.
+READY, SWITCHED_OFF, NO_EXTENSION, NO_MEMORY, OTHER_BUILD, NOT_REACHABLE = range(6)
+OBSTACLES = (
+    "",
+    f"{VARIABLE}=0",
+    "the extension is not loaded (minidp.native status)",
+    "no anonymous memory from the system, or no sums of a dtype",
+    "ranks run different builds of the extension",
+    "cannot map the memory of another rank: another host, another container, or "
+    "another user",
+)
 
 
 def read_mode() -> str:
@@ -77,7 +68,7 @@ class ProcessEnds:
         self._poll = select.poll()
 
     def add(self, rank: int, process: int) -> None:
-        """Watch the process of this id; OSError if it has ended, or none can be."""
+        """Watch the process of this id; OSError if it has ended, or cannot be seen."""
         descriptor = os.pidfd_open(process)  # readable when the process ends
         self._ranks[descriptor] = rank
         self._poll.register(descriptor, select.POLLIN)
@@ -111,7 +102,7 @@ class SharedBuffer:
     def all_reduce(self) -> SharedWork:
         """Start to sum `values` over all ranks, in place; return the work.
 
-        RuntimeError if it was moved to other memory (``share_memory_()``).
+        RuntimeError if `values` was moved to other memory (``share_memory_()``).
         """
         if self.values.data_ptr() != self._address:
             raise RuntimeError(
@@ -184,7 +175,7 @@ class SharedWork:
                 raise TimeoutError(f"it did not finish within {limit:g} s")
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of None. Only a wait of this object completes it."""
+        """Return a future of None. Only the methods above complete it."""
         if self._future is None:
             self._future = torch.futures.Future()
             if self._is_done:
@@ -202,8 +193,8 @@ def share(
 
     A collective, with equal ``shapes`` (elements, dtype of each bucket), if the group
     is Gloo's own, of two ranks or more, and the gradients are on a CPU; else the reason
-    comes at once. ``maps`` get buffers, too. NativeError for the reason if
-    MINIDP_SHARED_MEMORY=1 on this rank.
+    comes at once. ``maps`` get buffers, too. NativeError for any reason but "one rank"
+    if MINIDP_SHARED_MEMORY=1 on this rank.
     """
     group = communicator.group
     if group.size() == 1:
@@ -226,12 +217,12 @@ def share(
     ends = ProcessEnds()
     with communicator.blocking("looking for shared memory"):
         facts = gather_integers(mine, group, device)
-        refusals = [Obstacle(found[0]) for found in facts]
+        refusals = [found[0] for found in facts]
         if not any(refusals):
             obstacle = _connect(memory, facts, communicator.rank, ends)
             # Also keeps each file open until all ranks have mapped it.
             answers = gather_integers([obstacle], group, device)
-            refusals = [Obstacle(code) for (code,) in answers]
+            refusals = [answer for (answer,) in answers]
     if not any(refusals):
         numbers = range(len(shapes))
         buffers = [SharedBuffer(memory, k, group, ends) for k in numbers]
@@ -239,7 +230,7 @@ def share(
             used_map.use(buffers.pop())
         return buffers
     rank = next(r for r, refusal in enumerate(refusals) if refusal)
-    return _refuse(f"rank {rank}: {_TEXTS[refusals[rank]]}", communicator)
+    return _refuse(f"rank {rank}: {OBSTACLES[refusals[rank]]}", communicator)
 
 
 def _refuse(reason: str, communicator: Communicator) -> str:
@@ -259,43 +250,43 @@ def _refuse(reason: str, communicator: Communicator) -> str:
 
 def _own_memory(
     shapes: Sequence[tuple[int, torch.dtype]], communicator: Communicator
-) -> tuple[Any | None, Obstacle]:
-    """Create this rank's memory; return (memory, NONE), or (None, what prevents it)."""
+) -> tuple[Any | None, int]:
+    """Create this rank's memory; return it and READY, or None and its obstacle."""
     if read_mode() == "0":
-        return None, Obstacle.SWITCHED_OFF
+        return None, SWITCHED_OFF
     library = native.library()
     if library is None:
-        return None, Obstacle.NO_EXTENSION
+        return None, NO_EXTENSION
     if not hasattr(library, "SharedMemory"):  # built elsewhere than on Linux
-        return None, Obstacle.NO_MEMORY
+        return None, NO_MEMORY
     try:
         memory = library.SharedMemory(communicator.rank, communicator.size, shapes)
     except RuntimeError:
-        return None, Obstacle.NO_MEMORY
-    return memory, Obstacle.NONE
+        return None, NO_MEMORY
+    return memory, READY
 
 
 def _connect(
     memory: Any, facts: Sequence[Sequence[int]], rank: int, ends: ProcessEnds
-) -> Obstacle:
-    """Map all other ranks' memory, watch their processes; return what prevents it.
+) -> int:
+    """Map other ranks' memory, watch their processes; return READY, or an obstacle.
 
     ``facts``: of each rank its obstacle, process id, file descriptor, token, build.
     """
     if any(found[4] != facts[rank][4] for found in facts):
-        return Obstacle.OTHER_BUILD
+        return OTHER_BUILD
     for peer, (_, process, descriptor, token, _) in enumerate(facts):
         if peer == rank:
             continue
         path = f"/proc/{process}/fd/{descriptor}"
         try:
             if not os.readlink(path).startswith(_FILE):
-                return Obstacle.NOT_REACHABLE
+                return NOT_REACHABLE
             memory.connect(peer, path, token)
             ends.add(peer, process)
         except (OSError, RuntimeError):
-            return Obstacle.NOT_REACHABLE
-    return Obstacle.NONE
+            return NOT_REACHABLE
+    return READY
 
 
 def _build_number() -> int:

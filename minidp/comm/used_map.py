@@ -42,7 +42,8 @@ class UsedMap:
     def launch(self, used: Collection[int]) -> None:
         """Collective: start to exchange ``used``, indices that this rank used.
 
-        Waits for the one before; no-op if its `unused_everywhere` was not called.
+        Waits for the exchange before. No-op if `unused_everywhere` has not been called
+        since that one was launched.
         """
         if self._is_open:
             return
@@ -82,7 +83,7 @@ class UsedMap:
         return rows.to(self._device, non_blocking=True)
 
     def relaunch(self, used: Collection[int]) -> None:
-        """Collective: as `launch`, also if the last exchange's result was not read."""
+        """Collective: as `launch`, also if `unused_everywhere` was not called since."""
         self._is_open = False
         self.launch(used)
 
@@ -115,6 +116,6 @@ class UsedMap:
             self._work = None
 
     def drop(self) -> None:
-        """Abandon the exchange in flight without waiting; allocate new memory."""
+        """Abandon the exchange in flight without waiting; leave its memory to it."""
         self._is_open, self._work = False, None
         self._counts = self._rows(())

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minidp.comm import address_of, post_json, read_json, unprefixed
+from minidp.comm import address_of, post_json, read_json
 from minidp.core import Phase, Reducer
 from minidp.errors import MAX_NAMES
 
@@ -218,7 +218,7 @@ def connect(store: object) -> socket.socket | None:
 
     None for other stores, or if it does not accept within two seconds.
     """
-    address = address_of(unprefixed(store))
+    address = address_of(store)
     try:
         return address and socket.create_connection(address, CONNECT_SECONDS)
     except OSError:

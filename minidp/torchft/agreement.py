@@ -36,7 +36,7 @@ class NotByItself(RebuildPolicy):
 
 
 class Agreement:
-    """Decide on the layout of each backward of one reducer.
+    """Decide on the layout of each backward of one reducer, alike on all replicas.
 
     A plan is plain data: "layout" (`to_plain`), and what `tuning` adds.
     """
@@ -94,12 +94,15 @@ class Agreement:
         return found + [f"{name}={getattr(config, name)}" for name in DECISIVE]
 
     def follow(self, step: int) -> None:
-        """Before the backward of ``step``: use what was agreed on, if committed."""
+        """Use the layout agreed on in an earlier step, as ``step`` begins.
+
+        No-op if there is none, or if that step was not committed.
+        """
         if self._agreed is not None and step > self._agreed[0]:
             self.adopt(self._agreed[1])
 
     def receive(self, state: dict[str, Any]) -> None:
-        """Use another replica's `state`, only once; may raise as `layout_of`."""
+        """Use the `state` of another replica, unless used already; see `layout_of`."""
         if state is not self._received:
             self.layout_of(state)
             self._received, self._agreed = state, None

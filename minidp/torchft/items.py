@@ -17,10 +17,10 @@ from .quorum import Quorum, Sum
 
 
 class ItemRows(ItemCounts):
-    """Sum the replicas' counts of items, after the last bucket is launched.
+    """Sum the replicas' counts of items by a message of their own.
 
-    A row is that of a replica in `Quorum.members`. The manager sets it to zero if the
-    replica is catching up: it counts as one without items.
+    A row for each replica in `Quorum.members`. The manager sends zeros for a replica
+    that is catching up: as if it had no items.
     """
 
     tail = 0  # no elements in a bucket
@@ -35,7 +35,7 @@ class ItemRows(ItemCounts):
         return self._quorum.members()
 
     def send(self, device: torch.device) -> None:
-        """Start to sum the counts; sum the same again if the quorum changes."""
+        """Start to sum the counts; the same ones again if the quorum changes."""
         step, quorum = self._step, self._quorum
         row = super().tail  # of the group of one rank
 
@@ -61,6 +61,6 @@ class ItemRows(ItemCounts):
         return super().read(None, self._quorum.contributors)
 
     def reset(self) -> None:
-        """Forget what was counted, sent and received."""
+        """As in `ItemCounts`; also forget the sum in flight."""
         super().reset()
         self._sum = None

@@ -50,7 +50,7 @@ require_known(metadata.version("torchft"))
 
 
 class Rank(int):
-    """The rank 0, which prints as the rank and id of the manager's replica."""
+    """Be the rank 0, but print as rank and id of the manager's replica."""
 
     text = "0"
 
@@ -60,7 +60,7 @@ class Rank(int):
 
 
 class Replica(ProcessGroupDummy):  # type: ignore[misc]
-    """A group of one rank: collectives change nothing, but an all-reduce sums."""
+    """Be a group of one rank; its all-reduce sums over the participants."""
 
     quorum: Quorum
 
@@ -88,9 +88,9 @@ class Replica(ProcessGroupDummy):  # type: ignore[misc]
 
 
 class Sum:
-    """The sum of one tensor over the participants: a work, and its own future.
+    """Sum one tensor over the participants, in place; a work that is its own future.
 
-    ``write`` returns the tensor to sum, in place, of this replica in this quorum.
+    ``write`` returns the tensor: it is called again for each new quorum.
     """
 
     def __init__(self, quorum: Quorum, write: Callable[[], torch.Tensor]) -> None:
@@ -214,7 +214,7 @@ class Quorum:
         return self.contributors
 
     def _find_out(self) -> None:
-        """Wait for the quorum; log who is in it, if others than before.
+        """Wait for the quorum; log which replicas are in it, if others than before.
 
         Raises MiniDPError if none was started or the manager cannot save the model,
         CollectiveError if none was found.
@@ -262,8 +262,8 @@ class Quorum:
     def _count(self) -> int:
         """Return how many replicas contribute; agree on a layout if that is due.
 
-        Then, and in step 0, by an all-reduce over the quorum: in step 0 the manager
-        also counts those whose gradients it sets to zero.
+        Waits for an all-reduce over the quorum if it is due, and in step 0, in which
+        the manager also counts the replicas whose gradients it sets to zero.
         """
         manager, specs = self.manager, self._reducer.queue.specs
         self.step = step = manager.current_step()

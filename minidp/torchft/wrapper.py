@@ -4,7 +4,7 @@
     backward     first gradient: wait for the quorum. Full buckets: start the manager's
                  all-reduce, wait for nothing
     its end      wait for all buckets. Has a replica died, a new quorum sums the same
-                 local gradients, divided by the number of those who are left
+                 local gradients, divided by the number of replicas left
     step         torchft's optimizer asks the manager whether to commit it
 
 For the rest of minidp a replica is alone, in a group of one rank whose all-reduce is
@@ -13,7 +13,6 @@ the manager's (`quorum.Replica`) and whose divisor is the number of contributors
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,35 +63,37 @@ class DataParallel(torch_compat.DataParallel):
         group = Replica(manager)
         super().__init__(module, process_group=group, **options)
         reducer = self._reducer
-        self._refuse_what_needs_history(reducer)
+        self._refuse_options(reducer)
         self._quorum = group.quorum = Quorum(manager, reducer)
-        reducer.queue.averaging = _ByContributors(self._quorum, reducer)
-        if reducer.queue.config.averages_items:
+        averaging = reducer.queue.averaging = _ByContributors(self._quorum, reducer)
+        if averaging.items is not None:
             reducer.adopt(reducer.queue.layout)  # counts have a message of their own
-        reducer.queue.observers.append(_Receives(self._quorum, reducer))
+        reducer.queue.observers.append(averaging)
         # The optimizer guard asks it before each step, as it asks a comparison.
-        self._guard.replica_check = _Commits(self._quorum)  # type: ignore[assignment]
+        self._guard.replica_check = averaging  # type: ignore[assignment]
 
-    def _refuse_what_needs_history(self, reducer: Reducer) -> None:
+    def _refuse_options(self, reducer: Reducer) -> None:
+        """Raise ValueError for options that do not go with changing replicas."""
         config, specs = reducer.queue.config, reducer.queue.specs
-        why = "a replica that joins knows nothing of the others' earlier backwards"
-        for name, is_wanted in {
-            "static_graph": config.static_graph,
-            "skip_all_reduce_unused_params": config.skip_all_reduce_unused_params,
-            "check_replicas_every": self._replication.check is not None,
-        }.items():
+        past = "a replica that joins knows nothing of the others' earlier backwards"
+        dense = "the manager reduces dense buckets, as they are"
+        skips = "skip_all_reduce_unused_params"
+        for is_wanted, name, why in (
+            (config.static_graph, "static_graph", past),
+            (config.skip_all_reduce_unused_params, skips, past),
+            (self._replication.check is not None, "check_replicas_every", past),
+            (self._precision is not None, "mixed_precision", dense),
+            (any(spec.sparse for spec in specs), "a sparse gradient", dense),
+        ):
             if is_wanted:
                 _refuse(name, why)
-        if self._precision is not None or any(spec.sparse for spec in specs):
-            what = "mixed_precision" if self._precision else "a sparse gradient"
-            _refuse(what, "the manager reduces dense buckets, as they are")
 
     @property
     def participants(self) -> list[int]:
         """Numbers of the replicas in the quorum: the digits at the end of their ids.
 
         Places in the quorum if ids end with no number, or two with the same. Waits for
-        the quorum. Includes those that are still catching up.
+        the quorum. Includes replicas that are catching up.
         """
         return self._quorum.members()
 
@@ -129,8 +130,8 @@ def _refuse(what: str, why: str) -> None:
     )
 
 
-class _ByContributors(Averaging):
-    """Divide by the number of replicas that contribute to a backward."""
+class _ByContributors(Averaging, Observer):
+    """Divide by the number of contributors; tell the optimizer guard of their step."""
 
     def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
         config = reducer.queue.config
@@ -138,7 +139,7 @@ class _ByContributors(Averaging):
         super().__init__(reducer.communicator, over_items=False, batched=batched)
         if config.averages_items:
             self.items = ItemRows(quorum, reducer)
-        self._quorum = quorum
+        self._quorum, self._reducer = quorum, reducer
         self.no_shared_memory = "the manager reduces the buckets"
 
     @property
@@ -157,31 +158,16 @@ class _ByContributors(Averaging):
         self.num_contributors = self._quorum.begin()
         super().begin()
 
-
-class _Receives(Observer):
-    """With unused parameters, drop local gradients of a replica that only receives.
-
-    The others have no ``.grad`` where no contributor used the parameter.
-    """
-
-    def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
-        self._quorum, self._params = quorum, reducer.params
-        self._queue = weakref.proxy(reducer.queue)  # which holds this object
-
     def finished(self) -> None:
-        """At the end of a backward, set ``.grad`` to None where nobody contributed."""
-        queue = self._queue
+        """With unused parameters, drop local gradients if this replica only receives.
+
+        The others have no ``.grad`` where no contributor used the parameter.
+        """
+        queue = self._reducer.queue
         if queue.config.find_unused_parameters and not self._quorum.contributes:
             counts = queue.used_map.last_counts.tolist()
-            for param, count in zip(self._params, counts, strict=True):
+            for param, count in zip(self._reducer.params, counts, strict=True):
                 param.grad = param.grad if count else None
-
-
-class _Commits:
-    """Stand in for the optimizer guard's replica check: is the step committed?"""
-
-    def __init__(self, quorum: Quorum) -> None:
-        self._quorum = quorum
 
     @property
     def suspect(self) -> object:

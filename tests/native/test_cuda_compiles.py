@@ -193,8 +193,11 @@ def any_bits(numel, dtype):
 @dtypes
 @pytest.mark.parametrize("scale", SCALES)
 def test_a_copy_has_torchs_bits(copy, host, dtype, scale):
+    """Also in place, where an element that is scaled twice would show."""
     of = [any_bits(n, dtype) for n in NUMELS]
-    rooms = [torch.full((n + GUARD,), 42.0, dtype=dtype) for n in NUMELS]
+    if dtype.itemsize == 2:  # all numbers: ties are rounded specially
+        of[-1] = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    rooms = [torch.full((len(each) + GUARD,), 42.0, dtype=dtype) for each in of]
     to = [room[:-GUARD] for room in rooms]
     run = copy(to, of, scale)
     assert run.num_launches == -(-(len(NUMELS) - NUMELS.count(0)) // 120)
@@ -204,27 +207,6 @@ def test_a_copy_has_torchs_bits(copy, host, dtype, scale):
         if scale == 1:  # also those of a NaN
             assert torch.equal(found.view(torch.uint8), source.view(torch.uint8))
     assert all((room[-GUARD:] == 42).all() for room in rooms)
-
-
-@dtypes
-def test_every_element_is_scaled_once(copy, dtype):
-    """In place, a second time would show."""
-    values = [torch.randn(n, dtype=torch.float64).to(dtype) for n in NUMELS]
-    expected = [value * (1 / 3) for value in values]
-    copy(values, values, 1 / 3)
-    for found, wanted in zip(values, expected, strict=True):
-        assert_same_bits(found, wanted)
-
-
-@dtypes
-def test_every_value_that_is_rounded_specially(copy, dtype):
-    """Ties, and neighbours of ties."""
-    exponents = torch.arange(-30, 17, dtype=torch.float64)[:, None, None]
-    near = torch.tensor([0, 2.0**-8, 2.0**-9, 2.0**-11, 2.0**-12, 3 * 2.0**-12])
-    off = torch.tensor([0, 2.0**-40, -(2.0**-40), 2.0**-50], dtype=torch.float64)
-    values = (2**exponents * (1 + near.double()[:, None] + off)).flatten()
-    source = torch.cat([values, -values]).to(dtype)
-    for scale in [1 / 2, 1 / 3, 1 / 2049]:
-        to = torch.zeros_like(source)
-        copy([to], [source], scale)
-        assert_same_bits(to, source * scale)
+    copy(of, of, scale)
+    for found, expected in zip(of, to, strict=True):
+        assert_same_bits(found, expected)

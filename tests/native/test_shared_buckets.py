@@ -1,23 +1,22 @@
-"""Training with buckets in shared memory: when it happens, torch's bits, failures."""
+"""Training with buckets in shared memory: when it happens, and the bits of messages."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import os
-import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from minidp import DataParallel, native
+from minidp import DataParallel, comm_hooks, native
 from minidp.errors import MiniDPError
-from tests.support.both import Scalars, error_of, grads, modes, same, wrapped, x_of
-from tests.support.ranks import as_in_torch, on_ranks
+from tests.native.test_shared_memory import mapped
+from tests.support.both import Scalars, error_of, grads, same, wrapped, x_of
+from tests.support.ranks import on_ranks
 
 pytestmark = [
     pytest.mark.usefixtures("library"),  # skips without a compiler
@@ -50,102 +49,30 @@ def train(ddp: Any, ctx: Any, steps: int = 3) -> list[Any]:
     return history
 
 
-def plain_hook(group: Any, bucket: Any) -> Any:
-    future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
-    return future.then(lambda done: done.value()[0] / group.size())
-
-
 @on_ranks(2)
 def test_where_buckets_lie(ctx):
-    """The reason after wrapping and after a rebuild, for several ways to wrap."""
+    """The reason after wrapping and after a rebuild, for several ways to wrap.
+
+    `tests/fault` has the failures in the middle of a reduction, and threads.
+    """
 
     def both(ddp: Any) -> list[str]:
         before = why_not(ddp)
         train(ddp, ctx)
         return [before, why_not(ddp)]
 
-    assert both(wrapped(ctx, Scalars(3))) == ["", ""]
+    ddp = wrapped(ctx, Scalars(3))
+    assert both(ddp) == ["", ""]
+    ddp.reset()
+    assert both(ddp) == ["", ""]
     assert both(wrapped(ctx, Scalars(3), init_sync=False)) == [NOT_ASKED, ""]
     assert both(copy.deepcopy(wrapped(ctx, Scalars(3)))) == [NOT_ASKED, ""]
     for is_late in (False, True):
         hooked = wrapped(ctx, Scalars(3))
         if is_late:
             train(hooked, ctx)
-        hooked.register_comm_hook(ctx.group, plain_hook)
+        hooked.register_comm_hook(ctx.group, comm_hooks.all_reduce_hook)
         assert both(hooked) == [HOOK, HOOK]
-
-
-class Mixed(nn.Module):
-    """Parameters of five dtypes, one with a sparse gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.words = nn.Embedding(7, 3, sparse=True)
-        dtypes = (torch.float64, torch.bfloat16, torch.float16, torch.complex64)
-        self.rest = nn.ParameterList(
-            [nn.Parameter(torch.randn(n, 5, dtype=t)) for n, t in enumerate(dtypes, 1)]
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        total = (self.words(x.long()) * x).sum()
-        for parameter in self.rest:
-            total = total + (parameter * parameter).abs().sum().float() * x.sum()
-        return total
-
-
-@as_in_torch(2, 3)
-@modes
-def test_dtypes(ctx, wrap, mode):
-    found = train(wrap(Mixed(), **mode), ctx)
-    return [[g.to_dense() if g.is_sparse else g for g in step] for step in found]
-
-
-def _raise(_: Any) -> None:
-    raise ZeroDivisionError("on purpose")
-
-
-@on_ranks(2)
-def test_after_a_failure(ctx):
-    """Rank 1 raises when rank 0 has posted its bucket; both reset, and go on."""
-    ddp = wrapped(ctx, Scalars(2), hang_timeout=20.0)
-    train(ddp, ctx)
-    out = ddp(x_of(ctx))
-    if ctx.rank == 1:
-        out.register_hook(_raise)
-    said = error_of(out.backward)
-    if ctx.rank == 1:
-        ddp._reducer.communicator.tell_others(ZeroDivisionError("on purpose"))
-    ddp.reset()
-    ddp.zero_grad()
-    assert said.startswith(("CollectiveError: ", "ZeroDivisionError: ")[ctx.rank])
-    assert why_not(ddp) == ""
-    assert same(train(ddp, ctx), [[torch.tensor([1.5])] * 2] * 3)
-    assert why_not(ddp) == ""
-
-
-@on_ranks(2, fresh={})
-def test_several_at_once(ctx):
-    """Two wrappers in turn on one group, and two more in threads on their own."""
-    pair = [wrapped(ctx, Scalars(2)) for _ in range(2)]
-    total = pair[0](x_of(ctx)) + pair[1](2 * x_of(ctx))
-    total.backward()
-    found = [grads(ddp) for ddp in pair]
-    groups = [dist.new_group(list(range(ctx.world_size))) for _ in range(2)]
-    apart = [DataParallel(Scalars(2), process_group=group) for group in groups]
-    results: list[Any] = [None, None]
-
-    def work(k: int) -> None:
-        results[k] = train(apart[k], ctx, steps=20)[-1]
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [why_not(ddp) for ddp in pair + apart] == [""] * 4
-    one, two = torch.tensor([1.5]), torch.tensor([3.0])
-    assert same(found + results, [[one] * 2, [two] * 2, [one] * 2, [one] * 2])
 
 
 class Weighted(nn.Module):
@@ -186,23 +113,18 @@ def test_large_buckets(ctx, dtype, options):
     assert same(*found)
 
 
-def mappings() -> int:
-    with open("/proc/self/maps", encoding="ascii") as lines:
-        return sum("memfd:minidp" in line for line in lines)
-
-
 @on_ranks(2, fresh={})
 def test_a_rebuild_frees_the_old_buckets(ctx):
     """How many buckets' files are mapped: wrapped, after the rebuild, and freed."""
     ddp = wrapped(ctx, Scalars(2))
-    found = [mappings()]
+    found = [len(mapped())]
     train(ddp, ctx, steps=1)
     out = ddp(x_of(ctx))  # rebuilds the buckets
-    found.append(mappings())
+    found.append(len(mapped()))
     out.backward()
     del ddp, out
     gc.collect()
-    assert [*found, mappings()] == [2, 2, 0]
+    assert [*found, len(mapped())] == [2, 2, 0]
 
 
 @on_ranks(2)

@@ -77,7 +77,7 @@ class Job:
         return notes
 
     def up_to_date(self):
-        """Replicas that run, and have committed a step in the last two seconds."""
+        """Replicas that run, and have committed a step in the last half second."""
         found = []
         for number, process in self.processes.items():
             path = self.folder / f"log.{number}.{process.pid}"

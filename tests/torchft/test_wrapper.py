@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from torchft._torchft import LighthouseServer
 from minidp.report import report
 from minidp.torchft import DataParallel
 from minidp.torchft.quorum import require_known
+from tests.support.both import error_of
 
 from .replica import make_manager, make_store
 
@@ -94,14 +96,16 @@ class Replica:
     def layout(self):
         return self.model._reducer.queue.layout
 
+    def micro_batch(self, x, way):
+        self.model(x, way).square().mean().backward()
+
     def step(self, way="both", quiet=0):
         step = self.manager.current_step()
         self.optimizer.zero_grad()
         for number in range(quiet + 1):
             is_local = number < quiet
             with self.model.no_sync() if is_local else nullcontext():
-                x = batch(self.number, step) + number
-                self.model(x, way).square().mean().backward()
+                self.micro_batch(batch(self.number, step) + number, way)
         self.backwards += 1
         self.optimizer.step()
         if self.manager.current_step() > step:
@@ -278,24 +282,23 @@ def test_a_step_in_which_a_replica_dies_is_repeated_from_the_same_gradients(
 class Counting(Replica):
     """One whose batches have other numbers of items: 1 + 2 * its number."""
 
+    counts = True
+
     def __init__(self, number, lighthouse, **options):
         super().__init__(number, lighthouse, average_over="items", **options)
         self.totals = {}  # step -> items of each replica
 
-    def step(self, *, counts=True):
-        step = self.manager.current_step()
-        self.optimizer.zero_grad()
-        for number in range(2):
-            with self.model.no_sync() if number == 0 else nullcontext():
-                rows = batch(self.number, step)[: 1 + 2 * self.number] + number
-                loss = self.model(rows).square().sum(1)
-                if counts:
-                    self.model.count_items(len(rows), loss.sum())
-                loss.sum().backward()
-        self.optimizer.step()
-        if self.manager.current_step() > step:
-            self.seen[self.manager.current_step()] = flat(self.net)
-            self.totals[self.manager.current_step()] = self.model.item_totals
+    def micro_batch(self, x, way):
+        rows = x[: 1 + 2 * self.number]
+        loss = self.model(rows, way).square().sum(1)
+        if self.counts:
+            self.model.count_items(len(rows), loss.sum())
+        loss.sum().backward()
+
+    def step(self, way="both", quiet=1):
+        super().step(way, quiet)
+        if (step := self.manager.current_step()) in self.seen:
+            self.totals.setdefault(step, self.model.item_totals)
 
 
 def then_do(work, call):
@@ -426,15 +429,17 @@ def test_a_replica_that_does_not_count_its_items_is_named(start):
     a, b = start(0, 2, kind=Counting, **SMALL)
     train(3, a, b)
 
-    def fails(replica, counts):
+    def fails(replica):
         words = "No number of items was said on rank 2"
         with pytest.raises(minidp.ItemCountError, match=words) as found:
-            replica.step(counts=counts)
+            replica.step()
         assert "rank 0: 2, rank 2: nothing" in str(found.value)
         replica.model.reset()
+        replica.counts = True
         replica.train(5)
 
-    together(lambda: fails(a, True), lambda: fails(b, False))
+    b.counts = False
+    together(partial(fails, a), partial(fails, b))
     assert torch.equal(a.seen[5], b.seen[5])
 
 
@@ -598,83 +603,70 @@ class Alone:
         self._user_state_dicts[key] = save
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"process_group": None}, "process_group"),
-        ({"static_graph": True}, "static_graph"),
-        ({"check_replicas_every": 1}, "check_replicas_every"),
-        (UNUSED | {"skip_all_reduce_unused_params": True}, "skip_all_reduce_unused"),
-        ({"module": nn.Embedding(4, 4, sparse=True)}, "sparse"),
-    ],
-)
-def test_what_needs_history_or_a_group_is_refused(options, words):
-    with pytest.raises(ValueError, match=words):
-        DataParallel(Alone(), **{"module": Net()} | options)
+def alone(module=None, **options):
+    return DataParallel(Alone(), module or Net(), **options)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda model: model.join(),
-        lambda model: model.register_comm_hook(None, minidp.comm_hooks.all_reduce_hook),
-        lambda model: model.step_in_backward(torch.optim.SGD(model.parameters(), 1)),
-        copy.deepcopy,
-    ],
-)
-def test_what_does_not_go_with_a_manager_is_refused(call):
-    with pytest.raises(ValueError, match=r"minidp\.torchft\.DataParallel"):
-        call(DataParallel(Alone(), Net()))
-
-
-def test_two_models_on_one_manager_and_arguments_in_the_other_order_are_refused():
-    manager = Alone()
-    DataParallel(manager, Net())
-    with pytest.raises(ValueError, match="already"):
-        DataParallel(manager, Net())
-    with pytest.raises(TypeError, match="manager is the first"):
-        DataParallel(Net(), Alone())
-
-
-def test_a_manager_without_quorum_or_state_names_the_remedy():
+def train_without(quorum, state):
     manager = Alone()
     model = DataParallel(manager, Net())
-    with pytest.raises(minidp.MiniDPError, match="no quorum was started"):
-        model(batch(0, 0)).sum().backward()
-    model = DataParallel(manager := Alone(), Net())
-    manager._quorum_future = object()
-    del manager._user_state_dicts["model"]
-    with pytest.raises(minidp.MiniDPError, match="cannot bring a joining replica up"):
-        model(batch(0, 0)).sum().backward()
+    manager._quorum_future = quorum
+    if state is None:
+        del manager._user_state_dicts["model"]
+    model(batch(0, 0)).sum().backward()
 
 
-def test_another_version_is_refused():
-    with pytest.raises(ImportError, match=r"pip install torchft==0\.2\.0"):
-        require_known("9.9")
+def twice():
+    manager = Alone()
+    return [DataParallel(manager, Net()) for _ in range(2)]
 
 
-def run_python(script):
-    return subprocess.run(
+SKIPS = UNUSED | {"skip_all_reduce_unused_params": True}
+HAS_NOT = r"ValueError: minidp\.torchft\.DataParallel does not have "
+REFUSED = {
+    HAS_NOT + "the argument process_group": lambda: alone(process_group=None),
+    HAS_NOT + "static_graph": lambda: alone(static_graph=True),
+    HAS_NOT + "check_replicas_every": lambda: alone(check_replicas_every=1),
+    HAS_NOT + "skip_all_reduce_unused": lambda: alone(**SKIPS),
+    HAS_NOT + "a sparse": lambda: alone(nn.Embedding(4, 4, sparse=True)),
+    HAS_NOT + "join": lambda: alone().join(),
+    HAS_NOT + "register_comm_hook": lambda: alone().register_comm_hook(None, None),
+    HAS_NOT + "step_in_backward": lambda: alone().step_in_backward(None),
+    HAS_NOT + "a copy": lambda: copy.deepcopy(alone()),
+    "ValueError: This manager has .* already": twice,
+    "TypeError: The manager is the first": lambda: DataParallel(Net(), Alone()),
+    "MiniDPError: .*no quorum was started": lambda: train_without(None, {}),
+    "MiniDPError: .*bring a joining rep": lambda: train_without(object(), None),
+    r"ImportError: .*torchft==0\.2\.0": lambda: require_known("9.9"),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_does_not_go_with_changing_replicas_is_refused(words):
+    assert re.match(words, error_of(REFUSED[words]))
+
+
+HIDDEN = "import sys; sys.modules['torchft'] = None; import minidp"
+MISSING = r"ImportError: minidp\.torchft needs .* pip install 'minidp\[torchft\]'"
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("import minidp; print('torchft' in dir(minidp), minidp.torchft)", "^False <"),
+        (f"{HIDDEN}.torchft", MISSING),
+        (f"{HIDDEN}; minidp.torchft", MISSING),
+    ],
+)
+def test_the_module_is_an_attribute_of_the_package(script, says):
+    """Loaded when asked for; without torchft the error names the extra."""
+    done = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         timeout=60,
         check=False,
     )
-
-
-def test_the_module_is_an_attribute_of_the_package():
-    done = run_python(
-        "import minidp; print('torchft' in dir(minidp), minidp.torchft.DataParallel)"
-    )
-    assert done.stdout.startswith("False <class 'minidp.torchft."), done.stderr
-
-
-@pytest.mark.parametrize(
-    "way", ["import minidp.torchft", "import minidp; minidp.torchft"]
-)
-def test_without_torchft_the_error_names_the_extra(way):
-    done = run_python(f"import sys; sys.modules['torchft'] = None; {way}")
-    assert "ImportError: minidp.torchft needs torchft" in done.stderr
-    assert "pip install 'minidp[torchft]'" in done.stderr
+    assert re.search(says, done.stdout)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import datetime
-import subprocess
-import sys
+import os
 import threading
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from minidp import CollectiveError, CommHookError, GradientError
 from minidp.comm import communicator as module
 from minidp.comm.communicator import Communicator, PeerMonitor, Report, is_done_within
 from minidp.comm.work import FutureWork, then, wait_for
+from minidp.hang.watchdog import Watchdog
 
 GROUP = SimpleNamespace(rank=lambda: 1, size=lambda: 3)
 
@@ -139,74 +139,52 @@ def test_futures_with_a_limit_and_failures():
 
 # ------------------------------------------------------------------------ accelerators
 
-SCRIPT = """
-import datetime
-import time
-import torch
-from minidp.comm import communicator as _module
-from minidp.hang.watchdog import Watchdog
 
-_module.is_timed = _module.is_mixed = lambda group: False
-_module.group_timeout = lambda group: datetime.timedelta(seconds=1000)
-torch.cuda.is_available = lambda: True
-
-class Group:
-    rank = lambda self: 1
-    size = lambda self: 2
-    def abort(self): print("aborted", flush=True)
-
-class Work:
-    is_completed = lambda self: False
-
-class Monitor:
-    asked = 0
-    def report(self, started):
-        self.asked += 1
-        print("asked", flush=True)
-        text = f"Missing: rank 0 of {started}."
-        return _module.Report(text, may_still_come=self.asked <= 3)
-
-class Post:
-    communicator = _module.Communicator(Group(), 0.2, is_patient=True)
-    rank, group = 1, communicator.group
-    report = lambda self, started: self.communicator.peers.report(started)
-
-dog, post = Watchdog(), Post()
-post.communicator.peers = Monitor()
-with post.communicator.watching("launching the all-reduce", 4):
-    post.communicator.note_started(Work())
-dog._end_what_hangs(post)
-print("not yet", flush=True)
-deadline = time.monotonic() + 30
-while time.monotonic() < deadline:
-    dog._end_what_hangs(post)
-    time.sleep(0.01)
-print("still there", flush=True)
-"""
-
-
-def test_what_hangs_on_an_accelerator_ends_the_process():
-    """With stand-ins for a device. The missing rank is busy three times, then not."""
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60
-    )
-    assert run.returncode == 1
-    words = ["not yet", *["asked"] * 5, "aborted"]  # the fifth is for the last word
-    assert run.stdout.split() == " ".join(words).split()
-    assert "Still launching the all-reduce of bucket 4, for 0 s now." in run.stderr
-    assert (
-        "[rank 1] A collective did not finish within its limit: launching the "
-        "all-reduce of bucket 4. Missing: rank 0 of 1." in run.stderr
-    )
-
-
-def test_two_threads_may_look_at_what_an_accelerator_does(monkeypatch):
-    """The watchdog's, and one that launches: none drops what is still under way."""
+@pytest.fixture
+def on_device(make, monkeypatch):
+    """Work of `make`'s communicators runs on a device, of which there is none here."""
     monkeypatch.setattr(module, "is_timed", lambda _: False)
     monkeypatch.setattr(module, "is_mixed", lambda _: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    communicator = Communicator(GROUP, 0.0)
-    others = []
+
+
+def running():
+    return SimpleNamespace(is_completed=lambda: False)
+
+
+def test_what_hangs_on_a_device_ends_the_process(make, on_device, monkeypatch, caplog):
+    """The missing rank is busy three times, then not."""
+    communicator = make(0.2, is_patient=True, hopeful=3)
+    ended, aborted = threading.Event(), []
+    monkeypatch.setattr(os, "_exit", lambda status: status == 1 and ended.set())
+    heartbeat = SimpleNamespace(
+        communicator=communicator,
+        rank=1,
+        group=SimpleNamespace(abort=lambda: aborted.append(not ended.is_set())),
+        report=communicator.peers.report,
+    )
+    watchdog = Watchdog()
+    with communicator.watching("launching the all-reduce", 4):
+        communicator.note_started(running())
+    watchdog._end_what_hangs(heartbeat)
+    assert communicator.peers.asked == 0
+    for _ in range(3000):
+        watchdog._end_what_hangs(heartbeat)
+        if ended.wait(0.01):
+            break
+    assert ended.is_set()
+    assert aborted == [True]
+    assert communicator.peers.asked == 5  # the fifth is for the last word
+    assert "Still launching the all-reduce of bucket 4, for 0 s now." in caplog.text
+    assert (
+        "[rank 1] A collective did not finish within its limit: launching the "
+        "all-reduce of bucket 4. Missing: rank 2." in caplog.text
+    )
+
+
+def test_two_threads_may_look_at_what_a_device_does(make, on_device):
+    """The watchdog's, and one that launches: none drops what is still under way."""
+    communicator, others = make(0.0), []
 
     def is_completed():
         if not others:  # another thread comes between the question and the answer
@@ -215,8 +193,7 @@ def test_two_threads_may_look_at_what_an_accelerator_does(monkeypatch):
             others[0].join(0.2)  # in vain, if it has to wait for us
         return True
 
-    done = SimpleNamespace(is_completed=lambda: False)
-    hangs = SimpleNamespace(is_completed=lambda: False)
+    done, hangs = running(), running()
     communicator.note_started(done)
     communicator.note_started(hangs)
     done.is_completed = is_completed

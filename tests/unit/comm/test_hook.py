@@ -40,11 +40,12 @@ def call(returned, buffer=None, *, sparse=False):
 
 
 def hook_with(bucket="", returned="", more=""):
-    """A hook with these annotations, as strings."""
+    """A hook with these annotations, which are evaluated."""
     names = {"result": done, "torch": torch, "dist": dist, "minidp": minidp}
     names |= {"Any": Any, "Future": Future, "Optional": Optional}
     head = f"def hook(state, b{bucket and ': ' + bucket}{more})"
-    exec(f"{head}{returned and ' -> ' + returned}: return result(b.buffer())", names)
+    code = f"{head}{returned and ' -> ' + returned}: return result(b.buffer())"
+    exec(compile(code, "hook", "exec", dont_inherit=True), names)
     return names["hook"]
 
 
@@ -69,8 +70,7 @@ def with_scale(scale, state, bucket: GradBucket) -> Future[torch.Tensor]:
         (plain, "hook"),
         (hook_with("minidp.GradBucket", "Future[torch.Tensor]"), "hook"),
         (hook_with("dist.GradBucket", "Future"), "hook"),
-        (hook_with("'minidp.GradBucket'", "'Future[Any]'"), "hook"),
-        (hook_with("'Neither'", "'Nor'"), "hook"),  # names that nothing has
+        (hook_with("'Not read'", "'if text'"), "hook"),
         (hook_with("Any", "Any"), "hook"),
         (hook_with("object"), "hook"),
         (hook_with("Optional[minidp.GradBucket]"), "hook"),
@@ -117,7 +117,6 @@ def test_wrong_number_of_arguments(hook):
             hook_with("torch.Tensor"),
             "bucket annotation should be dist.GradBucket. (hook",
         ),
-        (hook_with("'torch.Tensor'"), "bucket annotation should be dist.GradBucket. ("),
         (
             hook_with("Any", "torch.Tensor"),
             "return annotation should be torch.futures.",
@@ -135,24 +134,6 @@ def test_wrong_annotations(hook, text):
 # -- results ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        torch.full((4,), 2.0),
-        torch.full((2, 2), 2.0),
-        torch.full((4,), 2.0, dtype=torch.float16),
-        torch.full((4,), 2.0, dtype=torch.float64),
-        torch.full((4,), 2, dtype=torch.int32),
-        torch.full((2, 4), 2.0)[:, ::2],
-    ],
-    ids=lambda t: f"{t.dtype}-{tuple(t.shape)}",
-)
-def test_tensors_of_as_many_elements_fit(result):
-    found = call(done(result))
-    assert found.shape == (4,)
-    assert found.tolist() == [2.0] * 4
-
-
 def test_results_that_are_returned_unchanged():
     buffer, grad = torch.ones(4), torch.eye(4).to_sparse()
     assert call(done(buffer), buffer) is buffer
@@ -162,52 +143,36 @@ def test_results_that_are_returned_unchanged():
     assert call(chained).tolist() == [2.0] * 4
 
 
+SPARSE = torch.eye(4).to_sparse()
+TORCHS = "callback must return a torch.futures.Future object, but got "
+
+
 @pytest.mark.parametrize(
-    ("result", "found"),
+    ("returned", "says", "buffer"),
     [
-        (torch.ones(3), "shape (3,), torch.strided, torch.float32"),
-        (torch.ones(5), "shape (5,), torch.strided, torch.float32"),
-        (torch.ones(4).cfloat(), "shape (4,), torch.strided, torch.complex64"),
-        (torch.ones(4).to_sparse(), "shape (4,), torch.sparse_coo, torch.float32"),
-        (None, "NoneType"),
-        ([torch.ones(4)], "list (take its first item in .then())"),
-        (4.0, "float"),
+        (done(torch.ones(3)), "shape (3,), torch.strided, torch.float32.", None),
+        (done(torch.ones(5)), "shape (5,), torch.strided, torch.float32.", None),
+        (done(torch.ones(4).cfloat()), "torch.strided, torch.complex64.", None),
+        (done(torch.ones(4).to_sparse()), "shape (4,), torch.sparse_coo, ", None),
+        (done(torch.eye(4)), "shape (4, 4), torch.strided, torch.float32.", SPARSE),
+        (done(torch.eye(5).to_sparse()), "shape (5, 5), torch.sparse_coo, ", SPARSE),
+        (done(torch.ones(4)), "converts to torch.int64", torch.ones(4).long()),
+        (done(None), "Found: NoneType.", None),
+        (done([torch.ones(4)]), "list (take its first item in .then()).", None),
+        (done(4.0), "Found: float.", None),
+        (None, TORCHS + "NoneType ", None),
+        (torch.ones(4), TORCHS + "Tensor ", None),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_results_that_do_not_fit(result, found):
+def test_results_that_do_not_fit(returned, says, buffer):
     with pytest.raises(CommHookError) as caught:
-        call(done(result))
+        call(returned, buffer, sparse=buffer is SPARSE)
     text = str(caught.value)
-    assert text.startswith("[rank 1] The comm hook call.<locals>.<lambda> returned a ")
-    for part in (
-        f"Found: {found}.",
-        "Expected: one tensor of 4 elements",
-        "(bucket 3)",
-    ):
+    assert text.startswith("[rank 1] The comm hook call.<locals>.<lambda> returned ")
+    for part in (says, "(bucket 3)", "Expected: "):
         assert part in text
     assert "Parameters: a.weight, a.bias. What to do: mend the hook" in text
-
-
-@pytest.mark.parametrize(
-    ("result", "buffer", "text"),
-    [
-        (torch.eye(4), torch.eye(4).to_sparse(), "does not fit the bucket"),
-        (torch.eye(5).to_sparse(), torch.eye(4).to_sparse(), "does not fit the bucket"),
-        (torch.ones(4), torch.ones(4, dtype=torch.int64), r"converts to torch.int64"),
-    ],
-    ids=["dense for sparse", "other shape", "floats for integers"],
-)
-def test_results_that_do_not_fit_the_gradient(result, buffer, text):
-    with pytest.raises(CommHookError, match=text):
-        call(done(result), buffer, sparse=buffer.is_sparse)
-
-
-@pytest.mark.parametrize("returned", [None, torch.ones(4)], ids=str)
-def test_no_future(returned):
-    torchs = "callback must return a torch.futures.Future object, but got"
-    with pytest.raises(CommHookError, match=f"{torchs} {type(returned).__name__} "):
-        call(returned)
 
 
 def test_errors_keep_their_cause():

@@ -69,13 +69,6 @@ def test_a_gpu_writes_and_reads_the_same(dtype, is_stale, rank):
     assert torch.equal(item_counts._decoded(tails[0]), expected)
 
 
-def test_count_is_copied_when_it_is_said():
-    mine, n = counts(), torch.tensor(3.0)
-    mine.add(n)
-    n.fill_(100.0)
-    assert mine._step.said[0][0] == 3.0
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_factor_in_a_tensor_is_not_rounded_to_sixteen_bits(dtype):
     values = torch.full((5,), 32768.0, dtype=dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf, nan
+
 import pytest
 import torch
 from torch import nn
@@ -13,68 +15,56 @@ from tests.fault.test_faults import trains
 from tests.support.both import done, error_of
 from tests.support.ranks import on_ranks
 
+BIG = torch.finfo(torch.float32).max
+
 
 class Two(nn.Module):
+    """Gradients are what is given."""
+
     def __init__(self, dtype=None):
         super().__init__()
         self.a = nn.Parameter(torch.ones(3, dtype=dtype))
         self.b = nn.Parameter(torch.ones(2, dtype=dtype))
 
     def forward(self, x, y):
-        return (self.a * x).sum() + (self.b * y).sum()
+        loss = (self.a * x).sum() + (self.b * y).sum()
+        return loss.abs() if loss.is_complex() else loss
 
 
-def gradients_of(ddp, x, y):
-    """Backward with these gradients for a and b; the error's text."""
+def error_with(ddp, a, b):
+    """The error of a backward with these gradients."""
     ddp.zero_grad()
-    try:
-        ddp(x, y).backward()
-    except NonFiniteGradientError as error:
-        return str(error)
-    return ""
+    given = [torch.tensor(each, dtype=ddp.module.a.dtype) for each in (a, b)]
+    return error_of(lambda: ddp(*given).backward())
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0}], ids=str)
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+def test_names_rank_step_and_parameter(lone_group, options, bad):
+    ddp = DataParallel(Two(), check_finite_grads=True, **options)
+    assert error_with(ddp, [1.0, 2.0, 3.0], [1.0, 1.0]) == ""
+    text = error_with(ddp, [1.0, bad, 2.0], [1.0, 1.0])
+    assert text.startswith(
+        "NonFiniteGradientError: [rank 0] A gradient of step 1 is not finite (before "
+    )
+    assert f"Found: {bad} in a, 1 of its 3 elements. Parameters: a." in text
+    ddp.reset()
+    assert error_with(ddp, [1.0, 2.0, 3.0], [1.0, 1.0]) == ""
 
 
 @pytest.mark.parametrize(
-    ("bad", "options"),
-    [(float("nan"), {}), (float("inf"), {"bucket_cap_mb": 0}), (-float("inf"), {})],
+    ("dtype", "large"),
+    [
+        (torch.float32, BIG),  # the quick look at sums sees infinity
+        *((dtype, 20000.0) for dtype in (torch.float16, torch.bfloat16)),
+        (torch.complex64, 20000.0),
+    ],
 )
-def test_names_rank_step_and_parameter(lone_group, options, bad):
-    ddp = DataParallel(Two(), check_finite_grads=True, **options)
-    good = torch.ones(3)
-    assert gradients_of(ddp, good, good[:2]) == ""
-    text = gradients_of(ddp, torch.tensor([1.0, bad, 2.0]), good[:2])
-    assert text.startswith(
-        "[rank 0] A gradient of step 1 is not finite (before it was "
-    )
-    assert f"Found: {bad} in a, 1 of its 3 elements." in text
-    assert "Parameters: a." in text
-    ddp.reset()
-    assert gradients_of(ddp, good, good[:2]) == ""
-
-
-def test_sums_that_overflow_are_looked_at_again(lone_group):
-    """The quick look sees infinity, the careful one does not."""
-    big = torch.finfo(torch.float32).max
-    assert not _is_surely_finite(torch.tensor([big, big]))
-    ddp = DataParallel(Two(), check_finite_grads=True)
-    assert gradients_of(ddp, torch.full((3,), big), torch.ones(2)) == ""
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64])
-def test_other_dtypes(lone_group, dtype):
+def test_sums_that_overflow_are_looked_at_again(lone_group, dtype, large):
+    assert not _is_surely_finite(torch.tensor([BIG, BIG]))
     ddp = DataParallel(Two(dtype), check_finite_grads=True)
-    x, y = torch.full((3,), 60000.0).to(dtype), torch.ones(2, dtype=dtype)
-    nan = y.clone()
-    nan[1] = float("nan")
-
-    def backward(*values):
-        ddp.zero_grad()
-        loss = ddp(*values)
-        (loss.abs() if loss.is_complex() else loss).backward()
-
-    backward(x / 3, y)  # the sum exceeds half precision
-    with pytest.raises(NonFiniteGradientError, match="Parameters: b"):
-        backward(x / 3, nan)
+    assert error_with(ddp, [large] * 3, [1.0, 1.0]) == ""
+    assert "Parameters: b" in error_with(ddp, [1.0] * 3, [1.0, nan])
 
 
 def test_sparse_gradients(lone_group):
@@ -84,18 +74,14 @@ def test_sparse_gradients(lone_group):
         (ddp(torch.tensor([2])) / 0).sum().backward()
 
 
-def test_sync_gradients_is_checked_too(lone_group):
+def test_sync_gradients_and_comm_hooks_are_checked_too(lone_group):
     ddp = DataParallel(Two(), check_finite_grads=True)
-    ddp.module.a.grad = torch.full((3,), float("nan"))
+    ddp.module.a.grad = torch.full((3,), nan)
     with pytest.raises(NonFiniteGradientError, match="Parameters: a"):
         ddp.sync_gradients()
-
-
-def test_what_a_comm_hook_brings_is_checked_too(lone_group):
-    ddp = DataParallel(Two(), check_finite_grads=True)
-
-    ddp.register_comm_hook(None, lambda _, b: done(b.buffer() * float("inf")))
-    text = gradients_of(ddp, torch.ones(3), torch.ones(2))
+    ddp.reset()
+    ddp.register_comm_hook(None, lambda _, b: done(b.buffer() * inf))
+    text = error_with(ddp, [1.0] * 3, [1.0] * 2)
     assert "is not finite after the comm hook" in text
 
 

@@ -42,41 +42,25 @@ def new_map():
     return UsedMap(3, torch.device("cpu"), Communicator(GROUP))
 
 
-def test_a_rank_that_left_one_out_waits_for_what_others_used(exchanges):
+def test_who_waits_and_when(exchanges):
     used_map = new_map()
+    assert used_map.unused_everywhere() == frozenset()  # nothing was launched
     used_map.launch({1})
-    assert used_map.unused_everywhere() == {2}
-    assert [each.waits for each in exchanges] == [1]
+    used_map.launch({0, 1, 2})  # no-op in the same backward
+    assert used_map.unused_everywhere() == {2}  # waits for what others used
     assert used_map.last_counts.tolist() == [1, 1, 0]
     assert [each.waits for each in exchanges] == [1]
-
-
-def test_the_next_launch_completes_an_exchange_that_was_not_needed(exchanges):
-    used_map = new_map()
     used_map.launch({0, 1, 2})
-    assert used_map.unused_everywhere() == frozenset()
-    assert [each.waits for each in exchanges] == [0]
-    used_map.launch({0})
-    assert [each.waits for each in exchanges] == [1, 0]
-    assert used_map.unused_everywhere() == {1, 2}
-    assert used_map.last_counts.tolist() == [2, 0, 0]
-    assert [each.waits for each in exchanges] == [1, 1]
-
-
-def test_a_backward_launches_once_and_abandoned_forwards_do_not_count(exchanges):
-    used_map = new_map()
-    used_map.launch({0})
-    used_map.launch({0, 1, 2})
-    assert len(exchanges) == 1
-    used_map.relaunch({1})
-    assert [each.waits for each in exchanges] == [1, 0]
+    assert used_map.unused_everywhere() == frozenset()  # known without waiting
+    used_map.launch({0})  # completes the exchange that was not needed
+    assert [each.waits for each in exchanges] == [1, 1, 0]
+    used_map.relaunch({1})  # of another forward
+    assert [each.waits for each in exchanges] == [1, 1, 1, 0]
     assert used_map.unused_everywhere() == {2}
 
 
-def test_before_anything_is_launched_and_after_a_drop_nothing_is_known(exchanges):
+def test_after_a_drop_nothing_is_known(exchanges):
     used_map = new_map()
-    assert used_map.unused_everywhere() == frozenset()
-    assert used_map.last_counts.tolist() == [0, 0, 0]
     used_map.launch({0})
     used_map.drop()
     assert used_map.unused_everywhere() == frozenset()

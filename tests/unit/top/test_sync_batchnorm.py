@@ -117,44 +117,6 @@ def test_a_copy_shares_only_the_group(lone_group):
     assert list(first.state_dict()) == list(layer.state_dict())
 
 
-# -------------------------------------------------------------- plain batch norm
-
-
-def same_as_plain(ours, plain, x):
-    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y, expected = ours(input=mine), plain(theirs)
-    assert torch.equal(y, expected)
-    (y * y * y).sum().backward()
-    (expected * expected * expected).sum().backward()
-    assert torch.equal(mine.grad, theirs.grad)
-    for name, value in plain.state_dict().items():
-        assert torch.equal(ours.state_dict()[name], value), name
-
-
-def plain_and_ours(**options):
-    plain = nn.BatchNorm2d(3, **options)
-    return plain, convert(copy.deepcopy(plain))
-
-
-OPTIONS = [
-    {},
-    {"momentum": None},
-    {"affine": False},
-    {"track_running_stats": False},
-]
-
-
-@pytest.mark.parametrize("has_group", [True, False])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_one_rank(lone_group, monkeypatch, options, has_group):
-    if not has_group:
-        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    plain, ours = plain_and_ours(**options)
-    for _ in range(3):
-        same_as_plain(ours, plain, torch.randn(4, 3, 2, 2))
-    same_as_plain(ours.eval(), plain.eval(), torch.randn(4, 3, 2, 2))
-
-
 # ------------------------------------------------------------------------ errors
 
 
@@ -175,6 +137,12 @@ def error_of(layer, x):
 )
 def test_bad_input_is_told_in_torchs_words(lone_group, x, torchs):
     assert error_of(SyncBatchNorm(3), x) == error_of(torchs(3), x)
+
+
+def test_without_any_group_it_is_plain_batch_norm():
+    assert not torch.distributed.is_initialized()
+    x = torch.randn(4, 3)
+    assert torch.equal(SyncBatchNorm(3)(x), nn.BatchNorm1d(3)(x))
 
 
 def test_group_must_be_a_group(lone_group):
