@@ -30,7 +30,7 @@ _values = dict[str, object].values
 _RESET = "call reset() on all ranks, then zero_grad()"
 
 
-class Step:
+class StepCheck:
     """Look for mistakes of one wrapper in an optimizer step that is about to run.
 
     ``last``: forwards and backwards (`armed`, `finalized`) at its previous step.

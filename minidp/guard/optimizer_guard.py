@@ -35,7 +35,7 @@ from minidp.replica import Replica, ReplicaCheck
 from minidp.trace import StepEvent
 
 from .local_updates import Corners, LocalSteps, copy_corners, find_manual_update
-from .mistakes import LateParameters, Step, explain_late, find_cast, refuse_forward
+from .mistakes import LateParameters, StepCheck, explain_late, find_cast, refuse_forward
 
 
 class Guard:
@@ -83,7 +83,7 @@ class Guard:
         never = (0, 0) if ledger.bypassed is None else self._at_any_step
         if is_ours:
             self._check_counts()
-        step = Step(self, optimizer, self._at_step.get(optimizer, never))
+        step = StepCheck(self, optimizer, self._at_step.get(optimizer, never))
         if ledger.sync_enabled:
             ledger.steps += is_ours
             if problem := step.find_problem(self.late_parameters.find()):
