@@ -49,26 +49,11 @@ for _name, _count, _options in [
     hypothesis.settings.register_profile(
         _name, max_examples=_count, deadline=None, **_options
     )
-_PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
-hypothesis.settings.load_profile(_PROFILE)
-# Folders in which "brief" is enough for the CI: an example of a fault takes a second,
-# and the laws are the same with the extension.
-_BRIEF = {"fault"} | ({"property"} if os.environ.get("MINIDP_NATIVE") == "1" else set())
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
-
-
-def pytest_collectstart(collector: pytest.Collector) -> None:
-    """For what is decorated by ``@given`` when its module is imported."""
-    if isinstance(collector, pytest.Module):
-        _load_profile(collector.path)
-
-
-def _load_profile(path: Path) -> None:
-    is_brief = _PROFILE == "ci" and path.relative_to(_TESTS).parts[0] in _BRIEF
-    hypothesis.settings.load_profile("brief" if is_brief else _PROFILE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -99,12 +84,6 @@ def _with_long_ones_spread(items: list[pytest.Item]) -> list[pytest.Item]:
     for number, item in enumerate(long_ones):
         spread.insert(number * len(items) // len(long_ones), item)
     return spread
-
-
-@pytest.fixture(autouse=True)
-def _profile_of_folder(request: pytest.FixtureRequest) -> None:
-    """For what is decorated by ``@given`` inside a test."""
-    _load_profile(request.path)
 
 
 @pytest.fixture(autouse=True)

@@ -47,7 +47,6 @@ TIMED = tuple(
 MOST_REPEATED = 2  # failures in one stage; more of them are no accident
 NOT_GPU = ("-m", "not gpu")
 NOT_SLOW = ("-m", "not slow and not gpu")
-NOT_LONG = ("-m", "not gpu and not (slow and fault)")
 
 
 @dataclass(frozen=True)
@@ -152,17 +151,15 @@ STAGES: dict[str, Sequence[Command]] = {
     "reference": [
         pytest(
             *("tests/unit", "tests/property", *DISTRIBUTED, "tests/conformance"),
-            *("tests/fault", *NOT_LONG),
+            *NOT_GPU,
         )
     ],
+    "fault": [pytest("tests/fault", *NOT_SLOW, profile="brief")],
     "conformance": [conformance("0")],
-    "native": [
-        BUILD,
-        pytest(
-            *(*NATIVE, *NATIVE_UNIT, *NATIVE_PROPERTY, *NATIVE_DISTRIBUTED),
-            *(*NATIVE_FAULT, *NOT_LONG),
-            native=True,
-        ),
+    "native": [BUILD, pytest(*NATIVE, *NATIVE_UNIT, *NATIVE_DISTRIBUTED, native=True)],
+    "native-fault": [
+        # The laws are the same as in the other mode, so fewer examples do.
+        pytest(*NATIVE_PROPERTY, *NATIVE_FAULT, *NOT_SLOW, native=True, profile="brief")
     ],
     "native-conformance": [conformance("1", needs=COMPILER)],
     "examples": [BUILD_IF_POSSIBLE, python("-m", "tests.support.smoke", "examples")],
@@ -178,11 +175,9 @@ STAGES: dict[str, Sequence[Command]] = {
     "unit": [pytest("tests/unit")],
     "property": [pytest("tests/property")],
     "distributed": [pytest(*DISTRIBUTED, *NOT_GPU)],
-    "fault": [pytest("tests/fault", *NOT_SLOW)],
     "native-unit": [pytest(*NATIVE_UNIT, native=True)],
-    "native-property": [pytest(*NATIVE_PROPERTY, native=True)],
+    "native-property": [pytest(*NATIVE_PROPERTY, native=True, profile="brief")],
     "native-distributed": [pytest(*NATIVE_DISTRIBUTED, native=True)],
-    "native-fault": [pytest(*NATIVE_FAULT, *NOT_SLOW, native=True)],
     # ---- nightly
     "fuzz": [
         pytest("tests/property", "tests/fault", "--timeout", "3600", profile="nightly")
@@ -201,8 +196,9 @@ STAGES: dict[str, Sequence[Command]] = {
         BUILD,
         pytest(
             *(*NATIVE, *NATIVE_UNIT, *NATIVE_PROPERTY, *NATIVE_DISTRIBUTED),
-            *(*NATIVE_FAULT, *NOT_LONG),
+            *(*NATIVE_FAULT, *NOT_SLOW),
             native=True,
+            profile="brief",
             MINIDP_SHARED_MEMORY="0",
         ),
     ],
@@ -223,8 +219,9 @@ STAGES: dict[str, Sequence[Command]] = {
 TIERS = {
     "fast": ["lint", "types", "gradients", "native-gradients", "quickstart"],
     "full": [
-        *("lint", "types", "reference", "conformance", "native", "native-conformance"),
-        *("examples", "benchmarks", "page", "torchft"),
+        *("lint", "types", "reference", "fault", "conformance"),
+        *("native", "native-fault", "native-conformance", "examples", "benchmarks"),
+        *("page", "torchft"),
     ],
     "nightly": [
         *("fuzz", "page-fuzz", "chaos", "sanitizers", "messages", "mutants"),

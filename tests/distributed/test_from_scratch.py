@@ -46,15 +46,11 @@ def play(words: str, output: Path) -> None:
 
 
 def run(words: str, folder: Path) -> tuple[str, str]:
-    """Run a script: whether it says that all was identical, and all that it printed.
-
-    It leaves its recording in the folder.
-    """
-    output, recording = folder / "output.txt", folder / "recording.json"
-    words += f" --epochs 2 --save {recording}"
+    """Run a script: whether it says that all was identical, and all that it printed."""
+    output = folder / "output.txt"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, "sklearn.datasets"])
-    process = context.Process(target=play, args=(words, output))
+    process = context.Process(target=play, args=(f"{words} --epochs 2", output))
     process.start()
     process.join()
     text = output.read_text()
@@ -67,11 +63,12 @@ def run(words: str, folder: Path) -> tuple[str, str]:
 
 @pytest.mark.parametrize("script", TWO_RANKS)
 def test_two_ranks_have_torchs_bits_and_are_recorded(script, tmp_path):
-    answer, text = run(script, tmp_path)
+    recording = tmp_path / "recording.json"
+    answer, text = run(f"{script} --save {recording}", tmp_path)
     assert answer == "yes"
     assert "compared: 40 tensors x 10 steps" in text
     assert re.search(r"a step takes \S+ ms, torch's DDP \S+ ms", text)
-    timelines = from_json((tmp_path / "recording.json").read_text())
+    timelines = from_json(recording.read_text())
     assert [timeline.where.rank for timeline in timelines] == [0, 1]
     assert "Is communication hidden?" in report(timelines)
     if script.startswith("stage"):
