@@ -81,8 +81,9 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     exceptions = {} if options.implementation == "torch" else lists.read_exceptions()
     outcomes = run_all(selected, options.implementation, options.timeout, options.jobs)
     counts: Counter[str] = Counter()
-    for outcome in outcomes:
-        counts[_print(outcome, exceptions)] += 1
+    for number, outcome in enumerate(outcomes, 1):
+        progress = f"[{number}/{len(selected)}]"
+        counts[_print(outcome, exceptions, progress)] += 1
         if options.details and outcome.details:
             print(outcome.details)
     if (recorded := lists.baseline_version()) != torch.__version__:
@@ -92,13 +93,11 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     return 0 if counts and counts.keys() <= {"ok", "differs"} else 1
 
 
-def _print(outcome: Outcome, exceptions: Mapping[str, str]) -> str:
+def _print(outcome: Outcome, exceptions: Mapping[str, str], progress: str) -> str:
     """Print a line about a test; return its verdict."""
     verdict, reason = lists.judge(outcome, exceptions)
-    print(
-        f"{verdict:8}{outcome.name}  {outcome.seconds:.1f} s  {reason[:160]}".rstrip()
-    )
-    sys.stdout.flush()
+    line = f"{verdict:8}{outcome.name}  {outcome.seconds:.1f} s  {reason[:160]}"
+    print(f"{line.rstrip()}  {progress}", flush=True)
     return verdict
 
 
@@ -109,8 +108,9 @@ def _record(options: argparse.Namespace) -> int:
     for count in (2, 4):
         tests = [Known(n, cases.fixed_num_ranks(n) or count, 0.0) for n in names]
         names = []
-        for outcome in run_all(tests, "torch", options.timeout, options.jobs):
-            _print(outcome, {})
+        all_of_them = run_all(tests, "torch", options.timeout, options.jobs)
+        for number, outcome in enumerate(all_of_them, 1):
+            _print(outcome, {}, f"[{number}/{len(tests)}]")
             if outcome.verdict == "ok":
                 passed.append(outcome)
             elif _may_need_more_ranks(outcome):

@@ -365,7 +365,7 @@ def _is_close(mine: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
     if mine is None or theirs is None:  # the same as zeros
         present = theirs if mine is None else mine
         return present is None or not bool(present.any())
-    return torch.allclose(mine.double(), theirs.double(), rtol=1e-3, atol=1e-6)
+    return torch.allclose(mine.double(), theirs.double(), rtol=1e-5, atol=1e-6)
 
 
 def has_drifted(records: Sequence[Record], stretch: int) -> bool:
