@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .comm import ItemTotals
+from .comm import Hook, ItemTotals
 from .core import untraced_itself
 from .guard import is_averaged
 from .replica import DETOUR
@@ -88,6 +88,10 @@ class Attachment:
         """
         return self._detour.depth.deeper()
 
+    def sync_gradients(self) -> None:
+        """Collective: average over ranks what the parameters' ``.grad`` hold now."""
+        self.data_parallel.sync_gradients()
+
     def count_items(self, n: Number, loss: Number | None = None) -> None:
         """Add ``n`` items to this step; see `DataParallel.count_items`."""
         self.data_parallel.count_items(n, loss)
@@ -101,6 +105,14 @@ class Attachment:
         """Items and losses of the last step; see `DataParallel.item_totals`."""
         totals: ItemTotals = self.data_parallel.item_totals
         return totals
+
+    def reset(self) -> None:
+        """Collective: recover from a failed, aborted or unfinished backward."""
+        self.data_parallel.reset()
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let ``hook`` reduce the buckets; see `DataParallel.register_comm_hook`."""
+        self.data_parallel.register_comm_hook(state, hook)
 
     def detach(self) -> None:
         """Stop averaging gradients, and remove all that `attach` put on the model.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .wrapper import DataParallel
 
 
-class Step(NamedTuple):
+class StepAnnouncement(NamedTuple):
     """What one rank's forward will do, for the others; each field's maximum counts.
 
     Ranks with inputs must agree on ``reduces``, see `_agree`.
@@ -72,25 +72,25 @@ def stop_joining(ddp: DataParallel) -> None:
 def announce(ddp: DataParallel, **does: bool) -> int:
     """Collective: announce a forward in ``join()`` and what it will do; wait.
 
-    ``does``: values of `Step`'s rebuilds, broadcasts, reduces. Return the rank whose
+    ``does``: values of `StepAnnouncement`'s rebuilds, broadcasts, reduces. Return the rank whose
     module buffers are to be broadcast. Sets the divisor of averages, as `_agree`.
     """
     work = Join.notify_join_context(ddp)
     if work is not None:
         with ddp._reducer.communicator.blocking("announcing a forward in join()"):
             wait_for(work)
-    return _agree(ddp, Step(root=ddp._reducer.rank, **does)).root
+    return _agree(ddp, StepAnnouncement(root=ddp._reducer.rank, **does)).root
 
 
-def _agree(ddp: DataParallel, mine: Step) -> Step:
-    """Collective: exchange the ranks' `Step`s; return the maximum of each field.
+def _agree(ddp: DataParallel, mine: StepAnnouncement) -> StepAnnouncement:
+    """Collective: exchange the ranks' `StepAnnouncement`s; return the maximum of each field.
 
     If some rank reduces, set the number of ranks to average over. CollectiveError on
     all ranks if only some of those with inputs will reduce.
     """
     with ddp._reducer.communicator.blocking("announcing a forward in join()"):
         rows = gather_integers(mine, ddp.process_group, ddp.device)
-        steps = [Step(*row) for row in rows]
+        steps = [StepAnnouncement(*row) for row in rows]
         active = [rank for rank, step in enumerate(steps) if step.root == rank]
         reducing = [rank for rank, step in enumerate(steps) if step.reduces]
         if reducing and reducing != active:
@@ -104,7 +104,7 @@ def _agree(ddp: DataParallel, mine: Step) -> Step:
         averaging.num_contributors = None
     elif reducing:  # else the backward of an earlier forward may still come
         averaging.num_contributors = len(reducing)
-    return Step(*map(max, zip(*steps, strict=True)))
+    return StepAnnouncement(*map(max, zip(*steps, strict=True)))
 
 
 class Shadow(JoinHook):
@@ -140,7 +140,7 @@ class Shadow(JoinHook):
         averages). The first call saves this rank's own gradients.
         """
         ddp, reducer = self._ddp, self._ddp._reducer
-        agreed = _agree(ddp, Step())
+        agreed = _agree(ddp, StepAnnouncement())
         if agreed.rebuilds:
             reducer.rebuild_if_due()
         if agreed.broadcasts:

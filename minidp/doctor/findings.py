@@ -69,6 +69,9 @@ class Report:
     findings: tuple[Finding, ...]
     world_size: int = 1
 
+    def __len__(self) -> int:
+        return len(self.findings)
+
     def __iter__(self) -> Iterator[Finding]:
         return iter(self.findings)
 

@@ -87,9 +87,15 @@ def check_loader(
 
 
 class Watched:
-    """The report of `watch`: None before the block ends, and if it raises."""
+    """The report of `watch`: None before the block ends, and if it raises; iterable."""
 
     report: Report | None = None
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.report or ())
+
+    def __str__(self) -> str:
+        return str(self.report or "nothing yet")
 
 
 @contextmanager
