@@ -72,8 +72,9 @@ def stop_joining(ddp: DataParallel) -> None:
 def announce(ddp: DataParallel, **does: bool) -> int:
     """Collective: announce a forward in ``join()`` and what it will do; wait.
 
-    ``does``: values of `StepAnnouncement`'s rebuilds, broadcasts, reduces. Return the rank whose
-    module buffers are to be broadcast. Sets the divisor of averages, as `_agree`.
+    ``does``: values of `StepAnnouncement`'s rebuilds, broadcasts, reduces. Return the
+    rank whose module buffers are to be broadcast. Sets the divisor of averages, as
+    `_agree`.
     """
     work = Join.notify_join_context(ddp)
     if work is not None:
@@ -83,7 +84,7 @@ def announce(ddp: DataParallel, **does: bool) -> int:
 
 
 def _agree(ddp: DataParallel, mine: StepAnnouncement) -> StepAnnouncement:
-    """Collective: exchange the ranks' `StepAnnouncement`s; return the maximum of each field.
+    """Collective: exchange the ranks' announcements; return each field's maximum.
 
     If some rank reduces, set the number of ranks to average over. CollectiveError on
     all ranks if only some of those with inputs will reduce.
