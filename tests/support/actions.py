@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import re
 import time
 import warnings
@@ -308,7 +309,8 @@ class Stage:
         # A batch norm makes small gradients out of large ones: rounding is of those.
         present = [theirs for _, theirs in pairs if theirs is not None]
         largest = max((float(grad.abs().max()) for grad in present), default=0.0)
-        return all(_is_close(p, q, 1e-5 * largest) for p, q in pairs)
+        atol = 1e-5 * largest if math.isfinite(largest) else 0.0
+        return all(_is_close(p, q, atol) for p, q in pairs)
 
     # -- recovery ----------------------------------------------------------------------
 
