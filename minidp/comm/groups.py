@@ -189,9 +189,9 @@ def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
     """Return a Gloo group over the same ranks for ``purpose``; create it if missing.
 
     Collective when it creates one. Returns ``group`` itself if its ranks share no
-    store. Collectives here are not mixed up with those of buckets: if graphs differ by
-    rank, Gloo would match one with a bucket, and abort or add both up. Nor do they
-    queue behind them.
+    store. Not registered with torch: call its own methods. Keeps collectives apart from
+    those of buckets (else, if graphs differ by rank, Gloo may match one with a bucket,
+    and abort or add both up), and not queued behind them.
     """
     if not has_store(group):
         return group

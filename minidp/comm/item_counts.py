@@ -96,7 +96,7 @@ class ItemCounts:
 
     @property
     def tail(self) -> int:
-        """Number of elements at the end of a bucket that the counts take."""
+        """How many elements counts take at the end of the first dense bucket."""
         return ROW * self._communicator.size
 
     # -- what this rank says -----------------------------------------------------------

@@ -103,10 +103,11 @@ class Averaging:
     def share(
         self, layout: Layout, maps: Sequence[comm.UsedMap], *, asks: bool
     ) -> list[comm.SharedBuffer]:
-        """Collective if ``asks``: return a shared buffer for each dense bucket.
+        """Return a shared buffer for each dense bucket, or [] if a rank cannot share.
 
-        Gives one to each of ``maps``, too. [] if not all ranks can share memory, and,
-        without communication, if not ``asks``. Sets `no_shared_memory`.
+        ``maps`` get theirs, not returned. Collective if ``asks``, unless a comm hook is
+        registered, or one rank, device or group rules it out: then [] at once. Sets
+        `no_shared_memory` to the reason. NativeError with MINIDP_SHARED_MEMORY=1.
         """
         dense = [plan for plan in layout.buckets if not plan.sparse]
         found: list[comm.SharedBuffer] | str = "ranks have not looked for it yet"

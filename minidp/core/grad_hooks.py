@@ -133,7 +133,7 @@ def _admits(reducer: Reducer, i: int) -> bool:
 def _noting_stream(
     params: Sequence[Tensor], pending: PendingGrads, hook: GradHook
 ) -> GradHook:
-    """Return a hook that records the gradient's CUDA stream, then calls ``hook``."""
+    """Note a CUDA gradient's stream for its bucket, then call ``hook``; CUDA only."""
     written_on, bucket_of = pending.written_on, pending.bucket_of
     devices = [param.device.index for param in params]
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
 
     class OfModule(Generic[M_co]):
-        """Make a class generic in the type of its ``module``, for type checkers."""
+        """Make a class generic in ``M_co``, its module's type; for type checkers."""
 else:
 
     class OfModule:

@@ -182,9 +182,9 @@ class Examination:
         return is_reachable
 
     def _meet(self, launch: environment.Launch) -> Iterator[Finding]:
-        """Wait for all ranks at the store; yield findings of their compared facts.
+        """Wait for ranks, `_wait` s at most; yield findings of their compared facts.
 
-        Set `_meeting`, and, if all came and none twice, `_store`.
+        Set `_meeting`, `_present`, `_has_own_gpus`; if all came once, `_store`.
         """
         store = _stores.TCPStore(
             launch.address,

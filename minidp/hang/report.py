@@ -140,10 +140,11 @@ class Inquiry(FutureWork):
 
 
 class Skip(FutureWork):
-    """Find out if all ranks skip backward number ``step``; the result is "" if so.
+    """Find out whether all ranks skip backward ``step``; answered by heartbeats.
 
-    Else a text: who does not, or that the store is gone. ``steps``: this rank's
-    optimizer steps since its last reduced backward.
+    The answer is "" once all other ranks, at ``step``, have made ``steps`` optimizer
+    steps since a reduction; a text once a rank with fewer is in that backward, or the
+    store is gone. Open until then.
     """
 
     can_time_out = True  # whatever the group's backend is

@@ -51,7 +51,7 @@ class Replica:
 def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
     """Sort a module's parameters into a `Replica`; leave out those on its ignore list.
 
-    ``delayed`` ones, sent after all others, take part even if ignored, or of another
+    Trainable ``delayed`` ones, sent last, take part even if ignored, or of another
     module (ValueError if this module has their name). Warn of unknown names on the
     ignore list. TypeError: no module; RuntimeError: nothing is left to average.
     """
