@@ -74,13 +74,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if group is None or group.size() == 1:
             return _BatchNorm.forward(self, input)
         self._check_against_parameters(input)
-        params = [p for p in (self.weight, self.bias) if p is not None]
         wants = INPUTS_TOO if input.requires_grad else PARAMETERS_ONLY
-        has_grad = any(t.requires_grad for t in (input, *params))
-        if not (has_grad and torch.is_grad_enabled()):
+        tensors = [t for t in (input, self.weight, self.bias) if t is not None]
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
             wants = NO_BACKWARD
-        x = input.to(_wide(input))
-        batch = merge_moments(x, wants, group)
+        batch = merge_moments(input, wants, group)
         if batch.count == 1:
             raise ValueError(
                 explain(
@@ -91,15 +89,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             )
         if self.track_running_stats:
             self._track(batch)
-        # With the parameters, so that this node is in the graph of each rank with one.
-        centered, var = _apply(_Center, x, batch, *params)
-        scale = (var + self.eps).rsqrt().to(x.dtype)
-        if self.weight is not None:
-            scale = scale * self.weight
-        bias = torch.zeros_like(scale) if self.bias is None else self.bias.to(x.dtype)
-        # Centered first: x * scale + shift would cancel where the mean is large.
-        y = torch.addcmul(_along(x, bias), centered, _along(x, scale))
-        return y.to(input.dtype)
+        return _apply(_Normalize, input, self.weight, self.bias, batch, self.eps)
 
     def _check_against_parameters(self, input: torch.Tensor) -> None:
         """Raise NotImplementedError for integers, RuntimeError for other channels."""
@@ -205,11 +195,12 @@ class Batch:
 def merge_moments(x: torch.Tensor, wants: int, group: ProcessGroup) -> Batch:
     """Collective: return the `Batch` (mean, variance, ...) of all ranks, equal on each.
 
-    ``x`` is float32 or float64, its channels are dimension 1. ``wants`` is how far this
-    rank takes part in the backward. Waits on a side group, which that uses, too.
+    Channels are dimension 1 of ``x``; ``wants`` is how far this rank takes part in the
+    backward. Waits on a side group of ``group``, which the backward uses, too.
     """
     num_channels = x.size(1)
     count = x.numel() // num_channels
+    x = x.to(_wide(x))
     mean = x.sum(_all_but_channels(x)) / max(count, 1)
     m2 = (x - _along(x, mean)).square_().sum(_all_but_channels(x))
     # float64 also counts exactly: 2**24 values, where float32 stops, are one big image.
@@ -226,36 +217,73 @@ def merge_moments(x: torch.Tensor, wants: int, group: ProcessGroup) -> Batch:
     return Batch(mean, m2 / max(total, 1), total, all_wants, group)
 
 
-class _Center(torch.autograd.Function):
-    """Subtract the mean of all ranks' batches; autograd reaches all ranks' inputs."""
+class _Normalize(torch.autograd.Function):
+    """Compute ``(x - mean) / sqrt(var + eps) * weight + bias``."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, batch: Batch, *_params: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's ``x`` minus the mean, and the variance; no collective."""
-        centered = x - _along(x, batch.mean.to(x.dtype))
-        ctx.batch = batch
-        ctx.save_for_backward(centered)
-        return centered, batch.var.clone()
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        batch: Batch,
+        eps: float,
+    ) -> torch.Tensor:
+        """Return this rank's ``x`` normalised, in its dtype; no collective."""
+        mean = batch.mean.to(_wide(x))
+        invstd = (batch.var + eps).rsqrt().to(_wide(x))
+        ctx.save_for_backward(x, weight, mean, invstd)
+        ctx.batch, ctx.eps = batch, eps
+        # Centered first: x * scale + shift would cancel where the mean is large.
+        y = x - _along(x, mean)
+        y.mul_(_along(x, invstd if weight is None else invstd * weight))
+        if bias is not None:
+            y.add_(_along(x, bias))
+        return y.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dcentered: torch.Tensor, dvar: torch.Tensor) -> Any:
-        """Return the gradient of x; a collective if any rank's x needs one.
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        """Return gradients of x, weight, bias; a collective if any rank's x needs one.
 
         CollectiveError on all ranks if one of them will not take part.
         """
+        x, weight, mean, invstd = ctx.saved_tensors
         batch: Batch = ctx.batch
-        others = (None,) * (len(ctx.needs_input_grad) - 1)
-        if INPUTS_TOO not in batch.wants:
-            return None, *others
-        _expect_everyone(batch, with_graph=torch.is_grad_enabled())
-        # Also for a rank that does not need dx: the others need its sums.
-        (centered,) = ctx.saved_tensors
-        sums = torch.cat([dcentered.sum(_all_but_channels(centered)).double(), dvar])
-        means = _apply(_SumOverRanks, sums, batch.group) / max(batch.count, 1)
-        dmean, slope = (_along(centered, m.to(centered.dtype)) for m in means.chunk(2))
-        return torch.addcmul(dcentered - dmean, centered, 2 * slope), *others
+        is_collective = INPUTS_TOO in batch.wants
+        if is_collective:
+            _expect_everyone(batch, with_graph=torch.is_grad_enabled())
+        if is_collective and torch.is_grad_enabled():  # create_graph=True
+            mean, invstd = _moments_of_inputs(x, batch, ctx.eps)
+        x, dy = x.to(_wide(x)), dy.to(_wide(x))
+        centered = x - _along(x, mean)
+        sum_dy = dy.sum(_all_but_channels(x))
+        sum_dy_centered = (dy * centered).sum(_all_but_channels(x))
+        dx = None
+        if is_collective:
+            # Also for a rank that does not need dx: the others need its sums.
+            sums = torch.cat([sum_dy, sum_dy_centered])
+            means = _apply(_SumOverRanks, sums, batch.group) / max(batch.count, 1)
+            mean_dy, mean_dy_centered = means.chunk(2)
+            scale = invstd if weight is None else invstd * weight
+            slope = -scale * mean_dy_centered * invstd.square()
+            dx = torch.addcmul(_along(x, -mean_dy * scale), dy, _along(x, scale))
+            dx = torch.addcmul(dx, centered, _along(x, slope))
+        # The engine casts to the dtypes of x, weight and bias.
+        grads = (dx, sum_dy_centered * invstd, sum_dy)
+        needed = zip(grads, ctx.needs_input_grad, strict=False)
+        return (*(grad if needs else None for grad, needs in needed), None, None)
+
+
+def _moments_of_inputs(
+    x: torch.Tensor, batch: Batch, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Collective: return mean, 1 / std per channel; autograd reaches all ranks' x."""
+    x = x.to(_wide(x))
+    count = max(batch.count, 1)
+    mean = _apply(_SumOverRanks, x.sum(_all_but_channels(x)), batch.group) / count
+    squares = (x - _along(x, mean)).square().sum(_all_but_channels(x))
+    var = _apply(_SumOverRanks, squares, batch.group) / count
+    return mean, (var + eps).rsqrt()
 
 
 def _expect_everyone(batch: Batch, *, with_graph: bool) -> None:
@@ -294,8 +322,9 @@ class _SumOverRanks(torch.autograd.Function):
         return _apply(_SumOverRanks, grad, ctx.group), None
 
 
-def _apply(function: Any, *args: Any) -> Any:
-    return function.apply(*args)
+def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
+    result: torch.Tensor = function.apply(*args)
+    return result
 
 
 def _watch(group: ProcessGroup, which: str) -> AbstractContextManager[None]:

@@ -63,7 +63,7 @@ def bucket_caps(
     A list replaces ``bucket_cap_mb`` unless it is empty. None and "auto" are 25 MiB,
     after a first bucket of ``first_bytes``. TypeError or ValueError for a bad cap.
     """
-    if bucket_cap_mb_list:
+    if bucket_cap_mb_list is not None and len(bucket_cap_mb_list) > 0:
         if bucket_cap_mb == AUTO:
             raise ValueError(
                 'bucket_cap_mb="auto" looks for the best layout by itself, but '

@@ -41,7 +41,10 @@ def precision_from(given: Any) -> Precision | None:
     if given is None:
         return None
     dtypes: list[Any] = [getattr(given, name, "missing") for name in Precision._fields]
-    if not all(d is None or getattr(d, "is_floating_point", False) for d in dtypes):
+    if not all(
+        d is None or (isinstance(d, torch.dtype) and d.is_floating_point)
+        for d in dtypes
+    ):
         raise TypeError(
             "mixed_precision must have a param_dtype, a reduce_dtype and a "
             "buffer_dtype, each a floating torch.dtype or None (torch.nn.parallel."

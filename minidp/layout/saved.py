@@ -67,6 +67,11 @@ def read_plain(value: object) -> SavedLayout:
             "bucket_layout must be a mapping, as ddp.bucket_layout gives it, or a "
             f"file that minidp tune wrote, but got {type(value).__name__}{source}."
         )
+    if "ranks" in value:
+        raise ValueError(
+            f"bucket_layout must be a layout, but got a recording{source}: that one is "
+            "for minidp report. What to do: minidp tune writes a layout."
+        )
     rebuilt, buckets = value.get("rebuilt"), _rows(value.get("buckets"), str)
     elements = _rows(value.get("elements") or (), int)
     if value.get("format") != FORMAT:

@@ -65,19 +65,19 @@ def _build(options: argparse.Namespace) -> int:
     if options.optional and (read_mode() == "0" or attempt("auto")[0]):
         return 0
     start = time.perf_counter()
+    # As Ctrl-C: they end the compilers, too.
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        signal.signal(number, signal.default_int_handler)
     try:
-        path = build(force=options.force, say=say)
+        path = build(force=options.force, verbose=options.verbose, say=say)
     except KeyboardInterrupt:
-        say_on_stderr("interrupted: nothing was built")
+        say_on_stderr("interrupted: the compilers were ended, and nothing was built")
         return 128 + signal.SIGINT
     except MiniDPError as error:
         if not options.optional:
             raise
         say(f"minidp runs in pure Python, with the same bits: {error}")
         return 0
-    log = path.parent.with_suffix(".log")
-    if options.verbose and log.exists():
-        say(log.read_text())
     say(f"done in {time.perf_counter() - start:.1f} s")
     say(str(path))
     return 0

@@ -10,11 +10,12 @@ import importlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sysconfig
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -122,7 +123,8 @@ def _build(recipe: Recipe, workspace: Path, say: Say) -> Path:
     log.write_text("")
     flags = [*compiler, *FLAGS, *_accepted_wishes(compiler, recipe.wishes, say)]
     includes, libraries = _paths(is_cuda=bool(nvcc))
-    run = partial(_run, log, say)
+    processes: list[subprocess.Popen[str]] = []
+    run = partial(_run, log, say, processes)
     objects: list[str] = []
     jobs = []
     for source in sources:
@@ -133,9 +135,13 @@ def _build(recipe: Recipe, workspace: Path, say: Say) -> Path:
         command += [f"-I{recipe.folder}", *includes, "-c", str(source)]
         doing = f"compiling {source.name} ({len(objects)} of {len(sources)})"
         jobs.append((doing, [*command, "-o", objects[-1]]))
-    _run_in_parallel(run, jobs)
     built = workspace / f"{EXTENSION}.so"
-    run("linking", [*flags, "-shared", *objects, *libraries, "-o", str(built)])
+    try:
+        _run_in_parallel(run, jobs)
+        run("linking", [*flags, "-shared", *objects, *libraries, "-o", str(built)])
+    except BaseException:
+        _end(processes)
+        raise
     if describe().key != recipe.key:
         raise NativeError(
             f"The sources in {recipe.folder} changed during the build. What to do: "
@@ -179,43 +185,64 @@ def _run_in_parallel(
 ) -> None:
     """Call ``run`` with each job, MAX_JOBS (one per core) at a time.
 
-    After an error or Ctrl-C start no more, wait for those that run (a terminal sends
-    Ctrl-C to these, too), and raise it.
+    After an error or Ctrl-C start no more, and raise it; those that run go on.
     """
     limit = max(1, int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))  # as torch
     waiting = iter(jobs)
-    with ThreadPoolExecutor(limit) as pool:
-        running = {pool.submit(run, *job) for job in islice(waiting, limit)}
+    pool = ThreadPoolExecutor(limit)
+    running = {pool.submit(run, *job) for job in islice(waiting, limit)}
+    try:
         while running:
             ended, running = wait(running, return_when=FIRST_COMPLETED)
             for each in ended:
                 each.result()
             running |= {pool.submit(run, *job) for job in islice(waiting, len(ended))}
+    finally:
+        pool.shutdown(wait=False)
 
 
-def _run(log: Path, say: Say, doing: str, command: Command) -> None:
-    """Run a command; append it and its output to ``log``; NativeError if it fails."""
+def _end(processes: Iterable[subprocess.Popen[str]]) -> None:
+    """Kill those that still run, with their children: a compiler's driver has some."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _run(
+    log: Path,
+    say: Say,
+    processes: list[subprocess.Popen[str]],
+    doing: str,
+    command: Command,
+) -> None:
+    """Run a command; append it and its output to ``log``; NativeError if it fails.
+
+    Adds the process, which leads a group of its own, to ``processes``.
+    """
     say(doing)
-    done = subprocess.run(
+    process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        check=False,
+        start_new_session=True,
     )
+    processes.append(process)
+    output, _ = process.communicate()
     with log.open("a") as file:
-        file.write(f"$ {shlex.join(command)}\n{done.stdout}")
-    if not done.returncode:
+        file.write(f"$ {shlex.join(command)}\n{output}")
+    if not process.returncode:
         return
-    lines = done.stdout.splitlines()
+    lines = output.splitlines()
     tail = lines[-_TAIL:]
     first = next((line for line in lines if "error:" in line), "")
     if first and first not in tail:  # the first of many errors is the real one
         tail = [first, "...", *tail]
     said = "\n".join(f"    {line}" for line in tail) or "    (nothing)"
     raise NativeError(
-        f"It failed while {doing}: {command[0]} exited with {done.returncode} "
+        f"It failed while {doing}: {command[0]} exited with {process.returncode} "
         f"and said:\n{said}\nThe whole output is in {log}."
     )

@@ -90,14 +90,19 @@ def status() -> Status:
     return _decide()[1]
 
 
-def build(*, force: bool = False, say: Say = _LOG.info) -> Path:
+def build(*, force: bool = False, verbose: bool = False, say: Say = _LOG.info) -> Path:
     """Build the native kernels unless the cache has them; return the binary's path.
 
     They are not loaded. ``force``: build also if the cache has an intact binary;
-    ``say`` gets each line of progress. NativeError: no compiler or source, a command
-    failed, or the cache cannot be written.
+    ``say`` gets each line of progress, and, ``verbose``, what the compilers said in the
+    end. NativeError: no compiler or source, a command failed, or the cache cannot be
+    written.
     """
-    return build_into_cache(describe(), say, force=force)
+    path = build_into_cache(describe(), say, force=force)
+    log = path.parent.with_suffix(".log")
+    if verbose and log.exists():
+        say(log.read_text())
+    return path
 
 
 def _decide() -> tuple[ModuleType | None, Status]:

@@ -46,6 +46,7 @@ PATIENCE = 10  # steps in which replicas differ, and no optimizer steps
 CONFIRM_SECONDS = 10.0  # for other ranks to step, too
 POLL_SECONDS = 0.005
 ROUNDING = 1e-3  # of the largest element; or a few times what the dtype can tell
+MOST_BYTES = 64 * 2**20  # to be broadcast and compared element by element
 
 # Bits that ranks exchange: why replicas may differ legally.
 LOCAL_UPDATES = 1  # parameters changed inside no_sync()
@@ -278,16 +279,18 @@ class ReplicaCheck(Observer):
         return {name: sums for name, sums in columns if len(set(sums)) > 1}
 
     def _is_rounding(self, snapshot: _Snapshot, names: Sequence[str]) -> bool:
-        """Collective: return whether parameters now are close to rank 0's everywhere.
+        """Collective: return whether parameters now are close to rank 0's on all ranks.
 
-        Those of ``names``, on all ranks, as `_is_close` says.
+        Compares those of ``names`` by `_is_close`, up to the one that reaches 64 MiB.
         """
-        communicator, are_close = self._queue.communicator, True
+        communicator, are_close, left = self._queue.communicator, True, MOST_BYTES
         for mine in (snapshot.tensors[name].detach() for name in names):
-            root = mine.clone()
-            with communicator.blocking("finding out how much replicas differ"):
-                broadcast_coalesced([root], communicator.group)
-            are_close &= _is_close(mine, root)
+            if left > 0:
+                root = mine.clone()
+                with communicator.blocking("finding out how much replicas differ"):
+                    broadcast_coalesced([root], communicator.group)
+                are_close &= _is_close(mine, root)
+                left -= mine.nbytes
         return all(is_small for (is_small,) in self._gather([are_close]))
 
 

@@ -13,6 +13,7 @@ the manager's (`quorum.Replica`) and whose divisor is the number of contributors
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,7 +140,7 @@ class _ByContributors(Averaging, Observer):
         super().__init__(reducer.communicator, over_items=False, batched=batched)
         if config.averages_items:
             self.items = ItemRows(quorum, reducer)
-        self._quorum, self._reducer = quorum, reducer
+        self._quorum, self._reducer = quorum, weakref.proxy(reducer)  # it holds us
         self.no_shared_memory = "the manager reduces the buckets"
 
     @property

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -401,6 +402,16 @@ def wait_for_compilers(pids: Path, count: int) -> None:
         time.sleep(0.02)
 
 
+def wait_for_end_of(pid: int) -> None:
+    deadline = time.monotonic() + 60
+    with suppress(ProcessLookupError, FileNotFoundError):
+        while (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
 @needs_compiler
 def test_a_killed_builder_blocks_nobody(here, tmp_path):
     cxx, pids = hanging_compiler(tmp_path)
@@ -418,19 +429,22 @@ def test_a_killed_builder_blocks_nobody(here, tmp_path):
 
 
 @needs_compiler
-def test_ctrl_c_ends_a_build_which_leaves_nothing(here, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_build_leaves_nothing(here, tmp_path, number):
     for name in ("second.cpp", "third.cpp"):
         shutil.copy(here.source / "stub.cpp", here.source / name)
     cxx, pids = hanging_compiler(tmp_path)
     builder = process(here, COMMAND, "native", "build", CXX=cxx, MAX_JOBS="2")
     try:
         wait_for_compilers(pids, 2)
-        os.killpg(builder.pid, signal.SIGINT)  # as a terminal does
+        builder.send_signal(number)
         out, err = builder.communicate(timeout=60)
     finally:
         builder.kill()
     assert builder.returncode == 128 + signal.SIGINT
-    assert err == "interrupted: nothing was built\n"
+    assert err == "interrupted: the compilers were ended, and nothing was built\n"
+    for pid in pids.read_text().split():
+        wait_for_end_of(int(pid))
     assert out.count("compiling ") == 2  # the third file's turn never came
     assert not list(here.cache.glob("building-*"))
     for name in ("second.cpp", "third.cpp"):
