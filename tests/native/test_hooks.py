@@ -6,6 +6,7 @@ import contextlib
 import gc
 import threading
 import traceback
+import warnings
 import weakref
 from types import SimpleNamespace
 
@@ -29,7 +30,7 @@ def make_params(count=NUM_PARAMS):
 
 
 def native_arrivals(library, params, *, on_full=None, admit=None):
-    """Return a table of the extension with one bucket, open for gradients."""
+    """Open, one bucket."""
     made = library.GradTable(
         params,
         tuple(GradState),
@@ -53,23 +54,6 @@ def attached(arrivals):
     hooks.remove()
 
 
-def in_new_thread(work):
-    failures = []
-
-    def guarded():
-        try:
-            work()
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=guarded)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    if failures:
-        raise failures[0]
-
-
 # --------------------------------------------------------------------------- the twin
 
 
@@ -90,7 +74,7 @@ class World:
 
     def __init__(self, library):
         self.params = make_params()
-        self.log, self.gathered = [], []
+        self.log = []
         reducer = SimpleNamespace(
             on_full=self._on_full,
             admit=self._admit,
@@ -117,7 +101,7 @@ class World:
         ]
 
     def do(self, name, *arguments):
-        """Do one of the `operations` below."""
+        """One of the operations below."""
         match name, arguments:
             case "entry", (i, entry):
                 self.arrivals.entries[i] = entry
@@ -132,24 +116,18 @@ class World:
                 for param in self.params:
                     param.grad = None
             case "gather", (bucket,):
-                self.gathered.append(self.arrivals.gather(bucket))
-            case "backward", (uses, in_thread):
-                self.backward(uses, in_thread=in_thread)
+                self.log.append(("gather", self.read(self.arrivals.gather(bucket))))
+            case "backward", (uses,):
+                self.backward(uses)
             case _:
                 getattr(self.arrivals, name)(*arguments)
 
-    def backward(self, uses, *, in_thread):
+    def backward(self, uses):
         terms = [
             NoGradient.apply(self.params[i]) if factor == 0 else self.params[i] * factor
             for i, factor in uses
         ]
-        loss = torch.stack(terms).sum()
-
-        def run():
-            self.arrivals.refill()  # as the thread does on which a backward is opened
-            loss.backward()
-
-        in_new_thread(run) if in_thread else loss.backward()
+        torch.stack(terms).sum().backward()
 
     def state(self):
         found = self.arrivals
@@ -160,7 +138,6 @@ class World:
             "bucket_of": list(found.bucket_of),
             "used": list(found.used()),
             "log": self.log,
-            "gathered": [self.read(each) for each in self.gathered],
             "grads": self.read([p.grad for p in self.params]),
         }
 
@@ -191,7 +168,7 @@ operations = st.one_of(
         st.just("adopt"), st.permutations(range(NUM_PARAMS)).map(in_three_buckets)
     ),
     st.tuples(st.just("gather"), st.integers(0, 2)),
-    st.tuples(st.just("backward"), uses, st.booleans()),
+    st.tuples(st.just("backward"), uses),
 )
 
 
@@ -220,6 +197,16 @@ def test_entries_are_the_very_objects(library):
     assert all(arrivals.entries[i] is GradState.UNSET for i in (0, 3, 4))
 
 
+def test_gathered_stays_as_it_was(library):
+    arrivals = native_arrivals(library, make_params())
+    arrivals.adopt([(3, 4), (1, 0), (2,)])
+    arrivals.entries[1] = None
+    gathered = arrivals.gather(1)
+    arrivals.entries[:] = [GradState.CLOSED] * NUM_PARAMS
+    assert len(gathered) == 2
+    assert list(gathered) == [None, GradState.UNSET]
+
+
 def test_the_lists_are_views(library):
     arrivals = native_arrivals(library, make_params())
     ready, pending, held = arrivals.ready, arrivals.num_left, arrivals.entries
@@ -231,32 +218,128 @@ def test_the_lists_are_views(library):
     assert (list(ready), list(pending), held[0]) == ([3], [7], None)
 
 
+# ------------------------------------------------------------------- copied at once
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_a_gradient_is_copied_by_its_own_hook(library, as_view):
+    param = torch.nn.Parameter(torch.zeros(100))
+    buffer = torch.zeros(102)
+    view = buffer[1:-1]
+    slots = library.Slots([param], [view], view, as_view=as_view)
+    arrivals = native_arrivals(library, [param])
+    arrivals.copy_at_once(0, slots, 0)
+    arrivals.scale = 1 / 3
+    grad = torch.randn(100)
+    with attached(arrivals):
+        param.backward(grad)
+        assert arrivals.entries[0] is GradState.COPIED
+        assert list(arrivals.used()) == [0]
+        assert torch.equal(view, grad * (1 / 3))
+        assert (buffer[0], buffer[-1]) == (0, 0)
+        assert (param.grad is view) == as_view
+
+        # What does not fit is kept, for Python to look at.
+        param.grad = None
+        buffer.zero_()
+        arrivals.entries[0] = GradState.UNSET
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a reference cycle
+            (param * (param + 1)).sum().backward(create_graph=True)
+        assert arrivals.entries[0] is param.grad
+        assert not buffer.any()
+
+        param.grad = None
+        arrivals.adopt([[0]])  # other buckets
+        arrivals.entries[0] = GradState.UNSET
+        param.backward(grad)
+        assert arrivals.entries[0] is param.grad
+        assert not buffer.any()
+    param.grad = None
+
+
 # -------------------------------------------------------------------------- exceptions
 
 
 class Boom(Exception):
-    pass
+    def __init__(self, message, *, code):
+        super().__init__(message)
+        self.code = code
+
+
+def explode(_index):
+    raise Boom("with these words", code=17)
 
 
 @pytest.mark.parametrize("name", ["on_full", "admit"])
-def test_exceptions_arrive_whole(library, name):
-    params, mine = make_params(1), Boom("with these words")
-
-    def explode(_index):
-        raise mine
-
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_exceptions_arrive_whole(library, name, in_thread):
+    params = make_params(1)
     arrivals = native_arrivals(library, params, **{name: explode})
     if name == "admit":
         arrivals.entries[0] = GradState.CLOSED
-    with attached(arrivals):
-        with pytest.raises(Boom) as caught:
+    caught = []
+
+    def run():
+        arrivals.refill()  # as the thread does on which a backward is opened
+        with pytest.raises(Boom, match=r"^with these words$") as info:
             (params[0] * 2).backward()
-        assert caught.value is mine
-        assert traceback.extract_tb(mine.__traceback__)[-1].name == "explode"
+        caught.append(info.value)
+
+    with attached(arrivals):
+        if in_thread:
+            in_new_thread(run)
+        else:
+            run()
+        (error,) = caught
+        assert error.code == 17
+        frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        assert frames[-1] == "explode"
+        assert "run" in frames
+
         # And the hook goes on as before.
         arrivals.entries[0] = None
         if name == "on_full":
             (params[0] * 2).backward()
+
+
+def in_new_thread(work):
+    failures = []
+
+    def guarded():
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+
+
+# ---------------------------------------------------------------------- where it sits
+
+
+def test_a_backward_in_another_thread(library):
+    params = make_params()
+    threads = []
+    arrivals = native_arrivals(
+        library, params, on_full=lambda b: threads.append(threading.current_thread())
+    )
+
+    def run():
+        arrivals.refill()  # it is this thread that opens the backward
+        torch.stack(params).sum().backward()
+
+    with attached(arrivals):
+        in_new_thread(run)
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+    assert sorted(arrivals.ready) == list(range(NUM_PARAMS))
+    assert list(arrivals.num_left) == [0]
 
 
 def test_a_backward_in_a_callback(library):
@@ -339,6 +422,18 @@ def make_watched(library, *, as_view=True):
 def alive(refs):
     gc.collect()
     return [ref() for ref in refs if ref() is not None]
+
+
+def test_everything_is_freed(library):
+    held, refs = make_watched(library)
+    torch.stack(held.params).sum().backward()
+    grads = [weakref.ref(p.grad) for p in held.params]
+    gathered = held.arrivals.gather(0)
+    del held
+    assert alive(refs)  # `gathered` holds the arrivals
+    del gathered
+    assert alive(refs) == []
+    assert alive(grads) == []
 
 
 def test_gradients_are_let_go(library):
