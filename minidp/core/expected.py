@@ -200,7 +200,7 @@ class FindUnused(Mode):
         *,
         contributed: bool = True,
     ) -> None:
-        """Keep ``missing`` for `saw_outputs`; clear `is_steady` if it has changed."""
+        """Clear `absent`; if ``contributed``, keep ``missing``, update `is_steady`."""
         if contributed:
             is_first = self._missing_last is None
             self.is_steady &= is_first or set(missing) == set(self._missing_last or ())

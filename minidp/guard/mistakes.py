@@ -31,9 +31,9 @@ _RESET = "call reset() on all ranks, then zero_grad()"
 
 
 class StepCheck:
-    """Look for mistakes of one wrapper in an optimizer step that is about to run.
+    """Find mistakes in a coming optimizer step; `find_problem` may wait for ranks.
 
-    ``last``: forwards and backwards (`armed`, `finalized`) at its previous step.
+    ``last``: the ledger's (`armed`, `finalized`) at that optimizer's last step.
     """
 
     def __init__(
