@@ -163,7 +163,7 @@ class Measurement:
         self._stopwatch = self._started(0)
 
     def _started(self, trial: int) -> Stopwatch:
-        """Return a stopwatch of ``trial``, whose first step may have begun already."""
+        """Start and return a stopwatch of ``trial``; its first forward begins now."""
         timed = TIMED_STEPS * (trial in TIMED_TRIALS)
         watch = Stopwatch(self._queue, self._hooks, keep=STEPS, timed_steps=timed)
         watch.start()

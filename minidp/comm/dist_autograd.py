@@ -191,7 +191,7 @@ def _newest_contexts() -> list[int]:
 
 
 def _gradients(context: int) -> dict[torch.Tensor, torch.Tensor] | None:
-    """Return the gradients in a context so far; None if the context has ended."""
+    """Return a context's own gradients, no copies; None if there is no such context."""
     try:
         found: dict[torch.Tensor, torch.Tensor] = _autograd().get_gradients(context)
     except RuntimeError:  # no such context
