@@ -150,7 +150,7 @@ class SharedWork:
         self._future: torch.futures.Future[Any] | None = None
 
     def is_completed(self) -> bool:
-        """Sum what can be summed now, without waiting; return whether all is."""
+        """Sum what can be now; return whether all is. Sees no ended process."""
         return self.is_done_within(0.0)
 
     def is_done_within(self, seconds: float) -> bool:

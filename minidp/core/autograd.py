@@ -85,9 +85,9 @@ def reachable_nodes(output: object) -> set[Node]:
 def unreachable(
     output: object, nodes: Sequence[Node], among: Iterable[int]
 ) -> set[int]:
-    """Return the parameter indices of ``among`` that no backward can reach.
+    """Return indices of ``among`` that no backward of ``output`` reaches.
 
-    Empty if ``output`` has no graph. ``nodes``: AccumulateGrad by parameter index.
+    Empty if `find_tensors` finds no graph. ``nodes``: AccumulateGrad by index.
     """
     reached = reachable_nodes(output)
     return {i for i in among if nodes[i] not in reached} if reached else set()

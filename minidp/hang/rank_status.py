@@ -208,7 +208,7 @@ class Channel:
         post_json(self._store, topic, self.rank, rider(posted))
 
     def read_statuses(self, ranks: Iterable[int]) -> None:
-        """Read the published statuses of ``ranks`` from the store into `statuses`."""
+        """Update `statuses` by what ``ranks`` posted; RuntimeError without store."""
         for rank, fields in read_json(self._store, "status", ranks).items():
             self.statuses[rank] = RankStatus(**fields)
 
