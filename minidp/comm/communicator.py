@@ -316,7 +316,7 @@ class Operation:
             self._communicator.operation = self._outer
 
     def _explain(self, error: Exception) -> None:
-        """Raise a CollectiveError for ``error``, or return: see `__exit__`."""
+        """Raise a CollectiveError, or a hook's error anew; return for minidp's own."""
         owner = self._communicator
         owner.has_failed = True  # other ranks may wait in vain
         of_hook = isinstance(error, CommHookError) and (

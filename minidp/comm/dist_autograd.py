@@ -147,7 +147,7 @@ class ContextGrads:
         """Return the context's gradients, to overwrite by averages; None where kept.
 
         ``kept``: positions in ``params`` of gradients to leave alone. GradientError if
-        the context lacks others, ``names``: Python cannot add them to it.
+        the context lacks any other: Python cannot add it. ``names``: of ``params``.
         """
         grads = self.read(params)
         without = [k for k, grad in enumerate(grads) if grad is None]

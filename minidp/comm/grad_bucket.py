@@ -82,7 +82,7 @@ class GradBucket:
         return [values.as_strided(s.shape, s.stride, start + s.offset) for s in slots]
 
     def in_row_major(self) -> GradBucket:
-        """Return a copy whose gradients are contiguous; itself if they are already."""
+        """Return a copy with contiguous gradients; itself if they are, or if sparse."""
         grads, slots = self.gradients(), self._plan.slots
         if self._plan.sparse or all(grad.is_contiguous() for grad in grads):
             return self

@@ -59,7 +59,7 @@ def default_group() -> ProcessGroup:
 
 
 def joined_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return ``group``, or for None the default group; None if there is no default."""
+    """Return None without a default group; else ``group``, or for None the default."""
     if not is_initialized():
         return None
     return default_group() if group is None else group
@@ -264,7 +264,10 @@ def group_store(group: ProcessGroup, prefix: str) -> c10d.Store:
 
 
 def own_store(group: ProcessGroup, prefix: str) -> c10d.Store:
-    """Return `group_store` through a second connection, to use in another thread."""
+    """Return `group_store` through a second connection, to use in another thread.
+
+    RuntimeError if the store serves one thread only.
+    """
     shared: Any = c10d._get_default_store()
     if shared not in _own_stores:
         _own_stores[shared] = shared.clone()
@@ -369,7 +372,7 @@ def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
 
 
 def _call_once_at_exit(function: Any) -> None:
-    """Run ``function`` once at exit, before functions registered earlier."""
+    """Register ``function`` to run once at exit, before those registered earlier."""
     atexit.unregister(function)
     atexit.register(function)
 

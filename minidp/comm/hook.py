@@ -165,7 +165,10 @@ def _fits(result: torch.Tensor, buffer: torch.Tensor) -> bool:
 
 
 def _is_intact(buffer: torch.Tensor, alias: torch.Tensor) -> bool:
-    """Return whether ``buffer`` still has the memory, shape and dtype of ``alias``."""
+    """Return whether ``buffer`` still has the memory, shape and dtype of ``alias``.
+
+    True for a sparse buffer, which is not checked.
+    """
     if buffer.layout is not torch.strided:
         return True
     end = buffer.storage_offset() * buffer.element_size() + buffer.nbytes
@@ -209,6 +212,7 @@ def _check_signature(hook: object) -> None:
     """Raise TypeError unless ``hook`` is callable with two arguments.
 
     ValueError for an annotation that does not fit; one that is a string is not read.
+    A builtin without a signature passes.
     """
     if not callable(hook):
         raise TypeError(

@@ -115,7 +115,8 @@ class SharedBuffer:
     def is_done_within(self, seconds: float) -> bool:
         """Help to sum, and wait up to ``seconds``; return whether the sum is complete.
 
-        RuntimeError if the process of a rank that is waited for has ended.
+        RuntimeError if the process of a rank that is waited for has ended; never with 0
+        seconds, which only sum what is there.
         """
         memory, k = self._memory, self._k
         if not seconds:
@@ -156,7 +157,8 @@ class SharedWork:
     def is_done_within(self, seconds: float) -> bool:
         """Help to sum, up to ``seconds``; return whether the bucket is reduced.
 
-        Completes the future. RuntimeError if the process of a missing rank ended.
+        If reduced, completes the future. With more than 0 seconds RuntimeError if the
+        process of a missing rank ended.
         """
         if not self._is_done and self._buffer.is_done_within(seconds):
             self._is_done = True
@@ -165,7 +167,10 @@ class SharedWork:
         return self._is_done
 
     def wait(self) -> None:
-        """Wait until the bucket is reduced; TimeoutError after the group's timeout."""
+        """Wait until the bucket is reduced; TimeoutError after the group's timeout.
+
+        RuntimeError if the process of a missing rank ended.
+        """
         if self._is_done:
             return
         limit = self._buffer.timeout

@@ -116,6 +116,6 @@ class UsedMap:
             self._work = None
 
     def drop(self) -> None:
-        """Abandon the exchange in flight without waiting; leave its memory to it."""
+        """Abandon the exchange in flight without waiting; counts are zeros again."""
         self._is_open, self._work = False, None
         self._counts = self._rows(())

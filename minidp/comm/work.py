@@ -157,7 +157,7 @@ def completed(value: Any) -> Future[Any]:
 
 
 class Waiter(Protocol):
-    """What `wait_for` asks to wait with a time limit: a `Communicator`."""
+    """Describe what `wait_for` lets wait with a time limit: a `Communicator`."""
 
     def wait(self, work: Work) -> Any:
         """Return the result of ``work``; raise TimeoutError at the time limit."""

@@ -47,7 +47,7 @@ queue_final_callback = Variable._execution_engine.queue_callback
 def find_tensors(output: object) -> list[Tensor]:
     """Return tensors nested in lists, tuples, dict values, dataclasses, local RRefs.
 
-    [] for any other object: nobody looks into it.
+    A tensor gives itself, any other object [].
     """
     if isinstance(output, Tensor):
         return [output]
@@ -118,7 +118,7 @@ def _mark(function: Function, callees: _FrameAction) -> Function:
 
 
 def accept_compiled(rank: int, *, needs_end: bool) -> None:
-    """Warn that compiled autograd is slow; with ``needs_end`` raise GradientError."""
+    """Raise GradientError if ``needs_end``, else warn: compiled autograd is slow."""
     if needs_end:
         raise GradientError(
             explain(

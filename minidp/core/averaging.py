@@ -33,7 +33,7 @@ class DivideFactors(NamedTuple):
 
     @property
     def product(self) -> int:
-        """By what each gradient is divided in the end."""
+        """The number by which each gradient is divided before the all-reduce."""
         return self.pre * self.post
 
 
@@ -77,17 +77,17 @@ class Averaging:
             self.wait_description = f"waiting for the comm hook {hook.name}, call"
 
     def turn(self, number: int, *, is_last: bool) -> comm.Turn:
-        """Return what the comm hook is told of its call for bucket ``number``."""
+        """Return the hook's `Turn` for bucket ``number``; over items divisor is 1."""
         # Over items the buffer is divided already.
         divisor = self.divisor if self.items is None else 1
         return comm.Turn(number, is_last, divisor, self._communicator.group)
 
     def factors_of(self, divisor: int) -> DivideFactors:
-        """Return ``divisor`` as that of gradients or, if ``batched``, of buffers."""
+        """Return factors with ``divisor`` as `post` if ``batched``, else as `pre`."""
         return DivideFactors(1, divisor) if self._is_batched else DivideFactors(divisor)
 
     def register(self, hook: comm.CommHook) -> None:
-        """Set the comm hook; RuntimeError if there is one, or if it averages items."""
+        """Set the comm hook; RuntimeError if one is registered, or over items."""
         if self.comm_hook is not None:
             text = "register_comm_hook or register_builtin_comm_hook can only be called"
             name = self.comm_hook.name
@@ -105,9 +105,9 @@ class Averaging:
     ) -> list[comm.SharedBuffer]:
         """Return a shared buffer for each dense bucket, or [] if a rank cannot share.
 
-        ``maps`` get theirs, not returned. Collective if ``asks``, unless a comm hook is
-        registered, or one rank, device or group rules it out: then [] at once. Sets
-        `no_shared_memory` to the reason. NativeError with MINIDP_SHARED_MEMORY=1.
+        ``maps`` get theirs, not returned. [] at once if not ``asks``, with a comm hook,
+        or if `comm.share` sees that group or device exclude it; else collective. Sets
+        `no_shared_memory` to the reason, or "". NativeError as `comm.share` raises.
         """
         dense = [plan for plan in layout.buckets if not plan.sparse]
         found: list[comm.SharedBuffer] | str = "ranks have not looked for it yet"
@@ -122,7 +122,7 @@ class Averaging:
 
     @contextmanager
     def without_comm_hook(self) -> Iterator[None]:
-        """Return a context in which no comm hook is registered; restore it after."""
+        """Return a context in which `comm_hook` is None; restore the hook after."""
         hook, self.comm_hook = self.comm_hook, None
         try:
             yield

@@ -142,7 +142,7 @@ class Bucket(ABC):
     def copy_in(
         self, entries: Entries, factors: DivideFactors, undecided: Slots = ()
     ) -> None:
-        """Do what `flatten` says, without state and streams; ``undecided``: slots."""
+        """Copy ``entries``, divided, to the payload; ``undecided``: missing slots."""
 
     # The event comes first: the collective may be over when this thread runs again.
     @_traced("launch", before=Moment.LAUNCHED)
@@ -202,13 +202,13 @@ class Bucket(ABC):
 
     @abstractmethod
     def write_averages(self, kept: Slots, into: Sequence[Tensor | None] | None) -> None:
-        """Do what `copy_out` says."""
+        """Write averages to ``.grad`` or ``into``, but not those of ``kept`` slots."""
 
     def set_apart(self, *, apart: bool) -> None:  # noqa: B027 -- sparse: no views
-        """Say if gradients are in an RPC context, or (``apart`` False) in ``.grad``."""
+        """Say if gradients are in an RPC context, or in ``.grad``; here no-op."""
 
     def alias_grads_to_views(self) -> None:  # noqa: B027 -- sparse: no views
-        """Copy each ``.grad`` into this new bucket, and make it a view of that."""
+        """Copy each ``.grad`` into its view, and make it the view; here no-op."""
 
     def _advance(self, state: BucketState) -> None:
         if _FOLLOWING[self.state] is not state:

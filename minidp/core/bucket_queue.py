@@ -36,14 +36,14 @@ class Observer:
     uses_grads = False  # reads or changes ``.grad`` in `reduced`
 
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
-        """Called per bucket, in order, when averages are in ``.grad`` of ``params``.
+        """Use one bucket's averages, in ``.grad`` of ``params``; called in order.
 
         Only if `uses_grads`. Also for skipped buckets and unused parameters, whose
         ``.grad`` is as before.
         """
 
     def finished(self) -> None:
-        """Called once, after the last bucket is reduced."""
+        """Note the end of a reduction: all averages are in ``.grad``; called once."""
 
 
 class BucketQueue:
@@ -117,7 +117,7 @@ class BucketQueue:
     def launch_due(self) -> bool:
         """Launch buckets in index order, while the next one is FULL or skipped.
 
-        Return True only from the call that reaches the end.
+        True only from the call that reaches the end; that one sends unsent item counts.
         """
         before, averaging = self.next, self.averaging
         if self._summing:  # the question also adds this rank's part to the sum
@@ -141,7 +141,7 @@ class BucketQueue:
         return is_launched
 
     def _prepare(self, bucket: Bucket) -> None:
-        """Write the item counts to the bucket's tail; check that values are finite."""
+        """Write item counts to a tail; if `checks_finite`, raise for NaN or inf."""
         with bucket.on_stream():  # after the kernels that filled it
             if bucket.plan.tail and self.averaging.items is not None:
                 self.averaging.items.write(bucket.tail)
@@ -153,8 +153,8 @@ class BucketQueue:
     def finish(self, untouched: Collection[int]) -> None:
         """Per bucket wait, write averages, call `Observer.reduced`; last `finished`.
 
-        The ``.grad`` of parameters in ``untouched`` are not written. In the end wait
-        for the futures in `owed`, and count the backward.
+        Does not write ``.grad`` of ``untouched`` parameters or skipped buckets. In the
+        end wait for the futures in `owed`, and count the backward.
         """
         observers = tuple(self.observers)  # a call may remove its observer
         steppers = [observer for observer in observers if observer.uses_grads]
@@ -265,7 +265,7 @@ class BucketQueue:
 
 
 def _receive_counts(queue: BucketQueue, items: comm.ItemCounts) -> None:
-    """Wait for all ranks' counts; tell the buckets by what to multiply averages."""
+    """Wait for ranks' item counts; set buckets' `factor`; may raise ItemCountError."""
     tail = None
     for number, bucket in enumerate(queue.buckets):
         if bucket.plan.tail and number not in queue.skipped:

@@ -75,8 +75,8 @@ class DenseBucket(Bucket):
     def copy_now(self, k: int, grad: Tensor, divisor: int) -> Entry:
         """Copy ``grad``, divided, to slot ``k``, return COPIED; or return it as it is.
 
-        As it is if it does not fit, lies in the buffer, or grad mode is on. With bucket
-        views, ``.grad`` becomes the view now.
+        As it is if dtype, layout or shape differ, if it lies in the buffer, or if grad
+        mode is on. When copied, with bucket views, ``.grad`` becomes the view now.
         """
         view = self.views[k]
         fits = grad.layout is torch.strided and grad.dtype is view.dtype
@@ -168,8 +168,8 @@ class DenseBucket(Bucket):
     def offer_grads(self, shared: comm.SharedBuffer) -> None:
         """Let the sum in ``shared`` memory write averages to ``.grad``, if C++ can.
 
-        Not with a history, nor with a tail, which has been waited for. The caller must
-        `copy_out` all slots.
+        Sets ``shared.into``: None with a history, or with a tail, which has been waited
+        for. The caller must `copy_out` all slots.
         """
         native = None if self._tracked or self.plan.tail else self.native
         takes = native and self._arrived and native.offer_tiles(self.factor)
@@ -201,7 +201,7 @@ class DenseBucket(Bucket):
             self._tracked = {k: grad * factor for k, grad in self._tracked.items()}
 
     def _write_natively(self, kept: Slots) -> bool:
-        """Write all averages in C++; False if Python must do it."""
+        """Return True after writing all averages in C++; False if Python must do it."""
         if self.native is None:
             return False
         if not kept and not self._tracked and self._arrived:

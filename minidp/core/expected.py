@@ -75,7 +75,7 @@ class Mode:
         """
 
     def first_marks(self) -> dict[int, GradState]:
-        """Return the first entries, by index, that are special (`counts_arrivals`)."""
+        """Return initial GradStates, by index, unlike the usual one; here {}."""
         return {}
 
     def takes(self, i: int, reducer: Reducer) -> bool:
@@ -88,15 +88,15 @@ class Mode:
         raise self.twice(reducer.rank, reducer.names[i])
 
     def launch_used_map(self, reducer: Reducer) -> None:
-        """Start to exchange which parameters this rank used (if `shares_used_map`).
+        """Collective: start to exchange which parameters this rank used.
 
-        A no-op if that has started in this backward already.
+        Call only if `shares_used_map`. A no-op if started in this backward already.
         """
         used = reducer.pending.used() | reducer.ledger.used_locally
         reducer.queue.used_map.launch(used)
 
     def launch_reach_map(self, reducer: Reducer) -> None:
-        """Start to exchange what backwards reach (if `shares_reach`)."""
+        """Collective: start to exchange what forwards reach; only if `shares_reach`."""
         away = {*self.absent} - reducer.ledger.used_locally
         reducer.queue.reach_map.relaunch({*range(self._num_params)} - away)
 
@@ -179,7 +179,7 @@ class FindUnused(Mode):
     def takes(self, i: int, reducer: Reducer) -> bool:
         """Return True for a first gradient, also one filled in as absent; else raise.
 
-        A filled one is replaced as long as its bucket is not flattened yet.
+        A filled one is replaced until its bucket is flattened. Raises if it is skipped.
         """
         if i in reducer.pending.filled:
             queue, number = reducer.queue, reducer.pending.bucket_of[i]
@@ -279,7 +279,7 @@ class StaticGraph(Mode):
     def untouched(self, reducer: Reducer) -> Collection[int]:
         """Return parameters that no rank used in the first backward.
 
-        If one of them is used now, raise: its ``.grad`` would stay local.
+        The first backward may wait; a later one that uses one raises GraphChangedError.
         """
         if self.shares_used_map:
             return _unused_everywhere(reducer)

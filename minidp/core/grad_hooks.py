@@ -133,7 +133,7 @@ def _admits(reducer: Reducer, i: int) -> bool:
 def _noting_stream(
     params: Sequence[Tensor], pending: PendingGrads, hook: GradHook
 ) -> GradHook:
-    """Note a CUDA gradient's stream for its bucket, then call ``hook``; CUDA only."""
+    """Return a hook that notes its CUDA stream for the bucket, then calls ``hook``."""
     written_on, bucket_of = pending.written_on, pending.bucket_of
     devices = [param.device.index for param in params]
 
@@ -162,7 +162,7 @@ class GradTable:
         self._members: Sequence[Sequence[int]] = ()
 
     def adopt(self, members: Sequence[Sequence[int]]) -> None:
-        """Use buckets whose parameter indices are in ``members``; then `refill`."""
+        """Use buckets whose parameter indices are in ``members``, and call `refill`."""
         self._members = members
         for number, indices in enumerate(members):
             for i in indices:
@@ -307,7 +307,7 @@ class PendingGrads:
     # -- a gradient arrives, or does not -----------------------------------------------
 
     def arrive(self, i: int) -> None:
-        """Record ``.grad``, or COPIED if `copy_now` copied it; maybe `complete`.
+        """Record ``.grad``, or COPIED if copied; `complete` its bucket if now full.
 
         Appends ``i`` to the ready order. If ``i`` was filled in, it leaves `filled`,
         and its entry is replaced, uncopied and not counted again.
@@ -323,7 +323,7 @@ class PendingGrads:
     def fill_missing(self, i: int, *, travels: bool = True) -> None:
         """Record ``i``, which does not arrive, in `filled` with its present ``.grad``.
 
-        Calls `complete` if its bucket is full. Not ``travels`` (bucket skipped): None.
+        Calls `complete` if its bucket is full. Not ``travels``: only records None.
         """
         self.filled.add(i)
         if travels:
@@ -384,14 +384,14 @@ class GradHooks:
 
     @property
     def places(self) -> list[tuple[dict[int, Any], int, GradHook]]:
-        """Per Python hook: all hooks of its node, its key there, the unbound hook."""
+        """Per Python hook: its node's hooks, its key, the unbound hook; native: []."""
         keys = [handle.id for handle in self._handles]
         return [*zip(self._dicts, keys, self._hooks, strict=False)]
 
     def hooked_by_others(self) -> list[int]:
         """Return indices of parameters whose node has other hooks besides ours.
 
-        Not where native hooks copy at once: nobody changes what they have copied.
+        [] where native hooks copy at once (CPU): nobody changes what they have copied.
         """
         if self.table is not None:
             return list(self._native.shared()) if self._params[0].is_cuda else []

@@ -189,7 +189,7 @@ class BucketStreams:
     def gather(self, grads: Iterable[object]) -> None:
         """Make the current stream wait for the streams that wrote ``grads``.
 
-        Tells the allocator (``record_stream``). `launching` will select that stream.
+        Tells the allocator (``record_stream``). `launching` selects the current one.
         """
         current = torch.cuda.current_stream(self._device)
         others = self.written_on - {current.cuda_stream}

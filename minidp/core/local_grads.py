@@ -111,7 +111,7 @@ class Ledger:
     def note_bypass(self, params: Sequence[Tensor]) -> None:
         """Keep versions in `bypassed`, as a backward reached outputs but no grad hook.
 
-        Only the first counts; none if all are frozen (critic in a generator's turn).
+        No-op after the first, or if all are frozen (a critic in a generator's turn).
         """
         if self.bypassed is None and any(param.requires_grad for param in params):
             self.bypassed = [param._version for param in params]
@@ -125,8 +125,8 @@ class Ledger:
     def enable_sync(self, enabled: object, params: Sequence[Tensor]) -> None:
         """Leave no_sync() if ``enabled``, else enter; no-op if that is so already.
 
-        Leaving sets `was_local` if parameters changed inside, sets noted versions to
-        the present ones, and clears `bypassed`.
+        Leaving sets `was_local` if the first or last parameter changed inside, sets
+        noted versions to the present ones, and clears `bypassed`.
         """
         sample = (params[0]._version, params[-1]._version)
         if enabled and not self.sync_enabled:

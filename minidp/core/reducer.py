@@ -80,7 +80,7 @@ class PhaseMachine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether gradients accumulate locally."""
+        """Whether the phase is IDLE: gradients accumulate locally."""
         return self.now is Phase.IDLE
 
     def enter(self, phase: Phase) -> None:
@@ -174,7 +174,7 @@ class Reducer:
         autograd.probe_outputs(output, self._probe)
 
     def rebuild_if_due(self) -> None:
-        """If a rebuild is due, broadcast rank 0's layout, and replace the buckets."""
+        """Collective if a rebuild is due: take rank 0's layout, replace the buckets."""
         if self.rebuild_policy.is_due:
             mine = self.rebuild_policy.next_layout(self.queue.specs, self.queue.config)
             # Also if it is equal, as torch does: last bits change (see `kernels`).
@@ -390,7 +390,7 @@ def _detach(hooks: GradHooks, pending: PendingGrads) -> None:
 
 @autograd.untraced
 def _expect_end(reference: weakref.ref[Reducer], _grads: Any) -> None:
-    """Probe of the outputs: call `Reducer.expect_end`, if the reducer still exists.
+    """Call `Reducer.expect_end`, if the reducer still exists; the outputs' probe.
 
     Before that, over items, look whether gradients still hold the last averages.
     """
