@@ -332,7 +332,8 @@ def weighted(loss: Tensor, count: object) -> Tensor:
 
     TypeError unless ``loss`` is one floating-point number, and ``count`` a real one.
     """
-    if not isinstance(loss, Tensor) or not loss.is_floating_point() or loss.numel() > 1:
+    is_one = isinstance(loss, Tensor) and loss.numel() == 1
+    if not is_one or not loss.is_floating_point():
         is_tensor = isinstance(loss, Tensor)
         found = f"{loss.dtype}, shape {tuple(loss.shape)}" if is_tensor else repr(loss)
         raise TypeError(
