@@ -50,9 +50,11 @@ _joined = ExitStack()  # never closed: until the process ends
 
 
 def join() -> None:
-    """In a child process: swap torch's class, or die with the parent; perhaps seed.
+    """Do in a child process what `reached_children` has written to the variable `RUN`.
 
-    `RUN`, which `reached_children` has set, says which.
+    ``swaps``: swap torch's class. Else keep it, end this process when its parent dies,
+    and leak torch's reducers (`never_take_down`). ``is_compared``: also seed with the
+    rank.
     """
     orders = json.loads(os.environ[RUN])
     if orders["swaps"]:
@@ -74,7 +76,9 @@ def seed(rank: int) -> None:
 def never_take_down(ddp: Any) -> None:
     """Leak the reducer, logger and process group of a torch DDP model, on purpose.
 
-    Their destructors may deadlock with a thread if the model outlives the group.
+    Their destructors may deadlock with a thread if the model outlives the group. The
+    reducer's autograd hooks are removed with the wrapper. No-op if the model has no
+    reducer.
     """
     reducer = getattr(ddp, "reducer", None)
     if reducer is None:
