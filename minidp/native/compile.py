@@ -43,10 +43,9 @@ Command = list[str]
 
 
 def build_into_cache(recipe: Recipe, say: Say, *, force: bool = False) -> Path:
-    """Return the cached binary; build it first if ``force`` or it is missing.
+    """Return the cached binary; build (after others) if ``force`` or it is missing.
 
-    Wait without limit while another process builds. NativeError: no compiler or source,
-    a command failed, sources changed meanwhile, or the cache is not writable.
+    NativeError: no compiler, sources missing or changed, a failed command or write.
     """
     try:
         # Looks first without the lock, which may be held for minutes.

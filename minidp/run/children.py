@@ -74,11 +74,9 @@ def seed(rank: int) -> None:
 
 
 def never_take_down(ddp: Any) -> None:
-    """Leak the reducer, logger and process group of a torch DDP model, on purpose.
+    """Leak reducer, logger and group of a torch DDP: destructors may deadlock.
 
-    Their destructors may deadlock with a thread if the model outlives the group. The
-    reducer's autograd hooks are removed with the wrapper. No-op if the model has no
-    reducer.
+    The reducer's hooks still go when ``ddp`` does. No-op without a reducer.
     """
     reducer = getattr(ddp, "reducer", None)
     if reducer is None:
