@@ -5,8 +5,8 @@ meet           ranks find each other through the store; who is missing is named
 compare        versions, settings, GPUs: facts by way of the store (one check with
                the meeting)
 communicate    clocks, all-reduce, gradients, on groups with a short timeout; a rank
-               whose check fails leaves out what comes after, and so the others do,
-               as soon as their check finds that a rank is missing
+               whose check raises or hangs leaves out what comes after; other ranks
+               do, too, as soon as their own check lacks that rank
 report         the lowest rank that came prints what all ranks found
 """
 
@@ -71,8 +71,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run all checks; print the report on one rank; return 0, 1 (failed) or 130.
 
-    A rank that does not print returns 0: its findings are in the report. 130: after
-    Ctrl-C. If a check hangs or a group is unusable, end by ``os._exit``.
+    A rank that does not print returns 0: its findings are in the report. After Ctrl-C
+    every rank ends with 130. If ``runner.is_stuck`` (Ctrl-C, a check that hung, a group
+    that cannot be used), end with that status by ``os._exit`` instead.
     """
     examination = Examination(os.environ, options.timeout, options.wait)
     code = 0
@@ -103,7 +104,10 @@ def print_report(report: Report, *, as_json: bool = False) -> None:
 
 
 class Examination:
-    """Run ``minidp doctor``: ``seconds`` for each check, ``wait`` s for all ranks."""
+    """Hold the state of one ``minidp doctor``; the method `run` runs the checks.
+
+    ``seconds``: limit of each check; ``wait``: limit of waiting until all ranks came.
+    """
 
     def __init__(self, env: Mapping[str, str], seconds: float, wait: float) -> None:
         self.runner = Runner(seconds)
@@ -135,7 +139,11 @@ class Examination:
         return self._report()
 
     def interrupt(self) -> Report | None:
-        """After Ctrl-C: return the report so far, as `run` does, without long waits."""
+        """Add "interrupted" as a finding; return the report, or None, as `run` does.
+
+        Set ``runner.is_stuck``. Wait about 10 s at most for the findings of other
+        ranks.
+        """
         found = f"Ctrl-C during: {self.runner.current}; what comes after is left out"
         self.runner.add("interrupted", skipped(found))
         self.runner.is_stuck = True
@@ -144,7 +152,11 @@ class Examination:
         return self._report()
 
     def _alone(self) -> bool:
-        """Run checks that need no other rank; return False without a usable port."""
+        """Run checks of this machine; return whether the store's port can be used.
+
+        Set `_launch`, if the launch's variables are right; else return False. A rank
+        that does not open the port itself waits up to `_wait` s until the port answers.
+        """
         env, runner, run = self._env, self.runner, self.runner.run
         run("environment", lambda: environment.judge_launch(env))
         status, is_reachable = runner.findings[-1].status, False
@@ -184,7 +196,9 @@ class Examination:
     def _meet(self, launch: environment.Launch) -> Iterator[Finding]:
         """Wait for ranks, `_wait` s at most; yield findings of their compared facts.
 
-        Set `_meeting`, `_present`, `_has_own_gpus`; if all came once, `_store`.
+        Set `_meeting`, `_present`, `_has_own_gpus`; `_store` only if all ranks came,
+        with one WORLD_SIZE and one process per rank. Raise if the store cannot be
+        reached.
         """
         store = _stores.TCPStore(
             launch.address,
@@ -222,7 +236,8 @@ class Examination:
         """Check clocks, all-reduces and gradients on Gloo, then the last two on NCCL.
 
         Collective. NCCL only if every rank has a GPU of its own. After a check that
-        raises, hangs or lacks a rank, the others are left out.
+        raises or hangs here (as it does if a rank is missing), leave out all later
+        ones.
         """
         runner = self.runner
         timeout = timedelta(seconds=runner.seconds)
@@ -266,7 +281,7 @@ class Examination:
             runner.attempt(dist.destroy_process_group)
 
     def _together(self, name: str, check: Check) -> None:
-        """Run a check with all ranks, unless one before has raised or hung here."""
+        """Run a check with all ranks; no-op after one that raised or hung here."""
         seconds = self.runner.seconds + GRACE_SECONDS
         if not self._is_over and not self.runner.run(name, check, seconds):
             self._is_over = self.runner.is_stuck = True
@@ -274,7 +289,8 @@ class Examination:
     def _report(self) -> Report | None:
         """Return all ranks' report on the lowest that came, and None on the others.
 
-        Return this rank's own report if ranks have not met, or the store fails.
+        The lowest waits up to `_meeting.seconds` for the others' findings. Return this
+        rank's own report if ranks have not met, or the store fails.
         """
         runner, meeting, launch = self.runner, self._meeting, self._launch
         place = "" if launch is None else f": rank {launch.rank}"
@@ -299,7 +315,7 @@ class Examination:
 
 
 def _import(name: str) -> list[Finding]:
-    """Import a module, as a check without findings."""
+    """Import a module; return [], as a check without findings does."""
     importlib.import_module(name)
     return []
 

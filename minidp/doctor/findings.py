@@ -41,7 +41,10 @@ class Finding:
 
     @classmethod
     def of_json(cls, plain: Mapping[str, Any]) -> Finding:
-        """Return what `as_json` converted; KeyError, TypeError or ValueError if bad."""
+        """Return the Finding of an `as_json` dict.
+
+        KeyError, TypeError or ValueError if it is none.
+        """
         status, ranks = Status(plain["status"]), tuple(plain["ranks"])
         return cls(**{**plain, "status": status, "ranks": ranks})
 
@@ -90,7 +93,10 @@ class Report:
         return int(self.counts["failed"] > 0)
 
     def table(self, width: int = 80) -> str:
-        """Return title, rows of findings with remedies, counts, folded at ``width``."""
+        """Return title, rows of findings with remedies, counts, folded at ``width``.
+
+        Wider if that leaves less than 40 columns beside the names of checks.
+        """
         names = max((len(finding.check) for finding in self.findings), default=0)
         width = max(width, 40 + names)
         lines, before = [self.title, ""], ""
@@ -107,7 +113,7 @@ class Report:
         return "\n".join([*lines, "", counts])
 
     def as_json(self) -> dict[str, Any]:
-        """Return title, world size, exit code, counts, list of findings, for JSON."""
+        """Return version, title, world size, exit code, counts, findings, for JSON."""
         return {
             "version": 1,
             "title": self.title,
@@ -121,7 +127,10 @@ class Report:
 def merge(
     title: str, of_rank: Mapping[int, Sequence[Finding]], world_size: int
 ) -> Report:
-    """Make one report; findings that ranks share become one, ``ranks`` () if all do."""
+    """Return one report; equal findings become one with all their ranks.
+
+    ``ranks`` becomes () if every rank of ``of_rank`` has the finding.
+    """
     ranks_of: dict[Finding, set[int]] = {}
     for rank in sorted(of_rank):
         for finding in of_rank[rank]:

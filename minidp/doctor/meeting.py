@@ -29,7 +29,7 @@ class Meeting:
         post_json(self.store, topic, self.rank, value)
 
     def claim(self, times: int = 1) -> int:
-        """Add ``times`` to the store's count of processes with this rank; return it."""
+        """Return the store's count of this rank's processes, after adding ``times``."""
         return int(self.store.add(f"claimed/{self.rank}", times))
 
     def gather(

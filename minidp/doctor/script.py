@@ -143,7 +143,7 @@ def _group_of(model: nn.Module, group: Any) -> Any:
 
 @dataclass
 class _Ranks:
-    """Run checks on this rank and comparisons with other ranks; make one report."""
+    """Hold what a check in a script needs; `conclude` runs it and makes one report."""
 
     subject: str
     group: Any  # None: this process alone
@@ -162,7 +162,9 @@ class _Ranks:
     ) -> Report:
         """Run ``own`` checks; judge all ranks' ``facts``; return all ranks' findings.
 
-        Waits twice, `seconds` each, for absent ranks. ``compared``: judges, by check.
+        Rank 0 prints them unless `quiet`. ``compared``: judges, by check. Waits
+        `seconds` at most for all ranks' facts, then again for the findings of ranks
+        whose facts came. An error of a check, a judge or the store becomes a finding.
         """
         findings = [f for name in own for f in _findings_of(name, own[name])]
         of_rank = {self.rank: findings}
@@ -193,7 +195,11 @@ class _Ranks:
         return report
 
     def _meet(self) -> Meeting:
-        """Return a meeting in a part of the group's store that no other call has."""
+        """Return a Meeting with a part of the group's store for this call only.
+
+        With one rank its store is None. Ranks get the same part if all make the same
+        calls.
+        """
         store = None
         if self.world_size > 1:
             key = (str(self.group.group_name), self.subject)
@@ -205,7 +211,7 @@ class _Ranks:
 
 
 def _findings_of(name: str, check: Check) -> list[Finding]:
-    """Run a check; return its findings, or a failed one if it raises."""
+    """Run a check; return its findings, or one that says failed if the check raises."""
     try:
         return named(name, check())
     except Exception as error:

@@ -37,7 +37,7 @@ def run_within(seconds: float, function: Callable[[], Result]) -> Result:
 
 
 class Runner:
-    """Run checks one after the other, each at most ``seconds``; keep the findings."""
+    """Hold the findings of checks; `run` runs one check, for ``seconds`` at most."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -72,7 +72,7 @@ class Runner:
     def attempt(self, action: Callable[[], Result], seconds: float = 0) -> list[Result]:
         """Call an action in a thread; return [its result], [] if it raises or is late.
 
-        Late: after ``seconds`` + 2 s. [] sets `is_stuck`, but adds no finding.
+        Late: after ``seconds`` + 2 s. In both cases set `is_stuck`, but add no finding.
         """
         try:
             return [run_within(seconds + GRACE_SECONDS, action)]

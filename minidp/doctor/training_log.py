@@ -90,7 +90,7 @@ class TrainingLog:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record training in `facts` by hooks and patches, which the end undoes."""
+        """Record the block in `facts` by hooks and patches, which its end undoes."""
         model = self.model
         with ExitStack() as undo:
 
@@ -124,7 +124,11 @@ class TrainingLog:
 
     @_harmless
     def _note_batch(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Forward pre-hook: record the batch's size and, of the first 3, a digest."""
+        """Forward pre-hook: note a training batch's size and, of the first 3, a digest.
+
+        Size: of the first tensor that has dimensions; its rows if floating, else
+        elements.
+        """
         batches = self.facts["batches"]
         trains = torch.is_grad_enabled() and self.model.training
         tensors = find_tensors([args, kwargs]) if trains else []
@@ -139,12 +143,15 @@ class TrainingLog:
                 batches.append(digest_of(sums))
 
     def _synchronises(self) -> bool:
-        """Return False inside ``no_sync()``."""
+        """Return whether a backward reduces gradients: False in ``no_sync()``."""
         return bool(option(self.model, "require_backward_grad_sync", default=True))
 
     @_harmless
     def _note_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
-        """Forward hook: let a backward from ``output`` be counted, if synchronised."""
+        """Forward hook: let a later backward from ``output`` be counted in `_tasks`.
+
+        No-op inside ``no_sync()`` or without grad mode.
+        """
         if torch.is_grad_enabled() and self._synchronises():
             for tensor in find_tensors(output):
                 if tensor.requires_grad:
@@ -157,7 +164,8 @@ class TrainingLog:
     def _note_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Optimizer pre-hook: record backwards, samples, unused parameters of a step.
 
-        Not of a step inside a backward, without new gradients, or of other parameters.
+        No-op if the step is inside a backward, no gradient arrived since the last one,
+        or the optimizer holds none of the model's parameters.
         """
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         ours = held.intersection(map(id, self._trainable.values()))
@@ -175,7 +183,7 @@ class TrainingLog:
 
     @_harmless
     def _note_epoch(self, values: Any, _options: Any) -> None:
-        """Record the sampler's epoch number when an epoch of the loader begins."""
+        """Record the sampler's epoch, None if no int, when the loader is iterated."""
         if values[0] is self._loader:
             epoch = getattr(self._sampler, "epoch", None)
             self.facts["epochs"].append(epoch if isinstance(epoch, int) else None)

@@ -61,7 +61,10 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _build(options: argparse.Namespace) -> int:
-    """Run ``build``; return 0 (on failure if ``--optional``, else raise) or 130."""
+    """Run ``build``; return 0, or 130 after Ctrl-C; MiniDPError if the build fails.
+
+    ``--optional``: return 0 then, too, and at once in mode "0" or if a binary loads.
+    """
     if options.optional and (read_mode() == "0" or attempt("auto")[0]):
         return 0
     start = time.perf_counter()

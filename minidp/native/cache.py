@@ -62,7 +62,10 @@ def find(recipe: Recipe) -> tuple[Path | None, str]:
 
 @contextmanager
 def workspace() -> Iterator[Path]:
-    """Yield an empty folder for a build, deleted at exit; the lock must be held."""
+    """Yield an empty folder for a build, deleted at exit; the lock must be held.
+
+    First delete the folders that killed builds have left.
+    """
     for leftover in folder().glob(f"{_PREFIX}*"):
         # Its builder is dead: a living one would hold the lock.
         shutil.rmtree(leftover, ignore_errors=True)

@@ -120,7 +120,7 @@ def _cpu_features() -> str:
 
 
 def _read_gpus() -> str:
-    """Return the GPUs' models from /proc: a CUDA context would not survive a fork."""
+    """Return the GPUs' models from /proc ("": none): CUDA would not survive a fork."""
     paths = Path("/proc/driver/nvidia/gpus").glob("*/information")
     lines = (line for path in paths for line in path.read_text().splitlines())
     return " ".join(sorted({line for line in lines if line.startswith("Model:")}))

@@ -39,7 +39,7 @@ class Status:
 
     @property
     def shared_memory(self) -> str:
-        """Return whether CPU ranks of a host may share buckets' memory, or why not."""
+        """Return, as text, whether CPU ranks may share buckets' memory, or why not."""
         if os.environ.get("MINIDP_SHARED_MEMORY") == "0":
             return "no: MINIDP_SHARED_MEMORY=0"
         if not self.is_loaded or sys.platform != "linux":
@@ -83,9 +83,10 @@ def library() -> ModuleType | None:
 
 
 def status() -> Status:
-    """Load the extension; return whether it is loaded, and why not.
+    """Load the extension unless that was tried; return whether it is loaded, and why.
 
-    As `library`, may compile; but a failure only stands in what is returned.
+    As `library`, may compile, and ValueError for a bad MINIDP_NATIVE; but no
+    NativeError: `Status.reason` has its text.
     """
     return _decide()[1]
 

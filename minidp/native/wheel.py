@@ -16,7 +16,10 @@ class BuildPackage(build_py):  # type: ignore[misc]
     """Copy the package; add or remove the mark by which its first use builds."""
 
     def run(self) -> None:
-        """Copy the package and set the mark; an editable install gets no mark."""
+        """Copy the package; add the mark if MINIDP_NATIVE=build, else remove it.
+
+        An editable install: do neither.
+        """
         super().run()
         if self.editable_mode:
             return

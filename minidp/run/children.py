@@ -50,9 +50,11 @@ _joined = ExitStack()  # never closed: until the process ends
 
 
 def join() -> None:
-    """In a child process: swap torch's class, or die with the parent; perhaps seed.
+    """Do in a child process what `reached_children` has written to the variable `RUN`.
 
-    `RUN`, which `reached_children` has set, says which.
+    ``swaps``: swap torch's class. Else keep it, end this process when its parent dies,
+    and leak torch's reducers (`never_take_down`). ``is_compared``: also seed with the
+    rank.
     """
     orders = json.loads(os.environ[RUN])
     if orders["swaps"]:

@@ -121,7 +121,10 @@ def add_script(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def main(options: Namespace) -> int:
-    """Run or compare the script, here or on ``-n`` ranks; return the exit status."""
+    """Run or compare the script, here or on ``-n`` ranks; return the exit status.
+
+    2 if the script or an option cannot be used. What the script raises here passes.
+    """
     script = Script(options.script, options.arguments, options.is_module)
     # Absolute: the script may change its working directory.
     options.save = options.save and options.save.absolute()
@@ -179,7 +182,10 @@ def _words(options: Namespace, *names: str) -> list[str]:
 
 
 def _run_on_minidp(script: Script, options: Namespace) -> int:
-    """Run the script with torch's class swapped; print reports; return the status."""
+    """Run the script with torch's class swapped; print reports; return the status.
+
+    In a comparison, save the outcome if the status (`WrappedModels.finish`) is 0.
+    """
     outcomes = begin_phase(options) if options.phase else None
     models = WrappedModels(script, options, outcomes)
     alone = (
@@ -202,7 +208,7 @@ def _run_on_minidp(script: Script, options: Namespace) -> int:
 
 
 class WrappedModels:
-    """Register the models that the script wraps; record, store and report them."""
+    """Hold the models that the script wraps (`add`); record and report their steps."""
 
     def __init__(
         self, script: Script, options: Namespace, outcomes: OutcomeRecorder | None
@@ -243,7 +249,11 @@ class WrappedModels:
                 recording.__exit__(None, None, None)
 
     def finish(self, status: int) -> int:
-        """Print reports; return ``status``, but 1 if a due report has no model."""
+        """Print reports; return ``status``, or 1 if a due report has no model.
+
+        1 only instead of 0. Due: --report, --save, --html or a comparison. Without a
+        model, or in a world of one rank, rank 0 prints a text.
+        """
         if self._largest == 1:
             say_once(
                 "minidp run: this was a world of one rank, so nothing was averaged. "
@@ -288,7 +298,10 @@ class WrappedModels:
 
 
 def _gathered(mine: list[Timeline]) -> list[list[Timeline]]:
-    """Gather all ranks' timelines by model on rank 0, within 60 s; elsewhere: []."""
+    """Return all ranks' timelines, by model, on rank 0; [] on the other ranks.
+
+    The others post theirs. Rank 0 waits 60 s at most and prints which ranks sent none.
+    """
     rank, size = from_environment("RANK", 0), from_environment("WORLD_SIZE", 1)
     store = launcher_store("report") if size > 1 else None
     if rank:

@@ -71,14 +71,20 @@ def run_both(script: Script, options: argparse.Namespace, flags: Sequence[str]) 
 
 
 class _Comparison(NamedTuple):
-    """Run the script twice, on ``num_ranks`` ranks or (None) as one process."""
+    """Hold a comparison's settings; `run` runs the script twice.
+
+    On ``num_ranks`` ranks, or as one process (None).
+    """
 
     options: argparse.Namespace
     made: Path  # a folder for the copy and the outcomes
     num_ranks: int | None
 
     def run(self, script: Script, flags: Sequence[str]) -> int:
-        """Run on torch, then on minidp; print the verdict; return as `run_both`."""
+        """Run on torch, then on minidp; print the verdict; return as `run_both`.
+
+        _CannotCompareError, as `_run`.
+        """
         here = Path.cwd()
         folder, why_not = self._copy(here)
         where = f"in this folder ({why_not})" if why_not else "in a copy of this folder"
@@ -102,7 +108,12 @@ class _Comparison(NamedTuple):
         return int(not all(is_same for is_same, _ in results))
 
     def _run(self, library: str, words: Sequence[str], cwd: str) -> list[Outcome] | int:
-        """Run --before, then the script; return ranks' outcomes, or a bad status."""
+        """Run --before, then the script; return ranks' outcomes, or a bad status.
+
+        _CannotCompareError: --before failed, a rank made no step for the limit, or
+        outcomes are missing although the status is 0. On torch outcomes count also if
+        the status is not 0.
+        """
         before, limit = self.options.before, self.options.limit
         if before is not None:
             status = subprocess.call(before, shell=True, cwd=cwd)
@@ -267,7 +278,7 @@ class OutcomeRecorder:
         self._watch(self._limit)
 
     def _stepped(self, optimizer: Optimizer, *_arguments: Any) -> None:
-        """Step hook: note when the first optimizer stepped; restart the time limit."""
+        """Step hook: note the first optimizer's steps; any step restarts the limit."""
         now = time.perf_counter()
         self._first = self._first or optimizer
         if optimizer is self._first:
@@ -287,7 +298,10 @@ class OutcomeRecorder:
         return Outcome(weights, len(self._modules), tuple(self._ends))
 
     def save(self, exit_s: float | None = None) -> None:
-        """Write the outcome; end this process in ``exit_s`` s (None: the limit)."""
+        """Write the outcome; end this process if it still runs in ``exit_s`` s.
+
+        None: the limit.
+        """
         self._watch(exit_s or self._limit)
         partial = self._path.with_suffix(".partial")
         torch.save(tuple(self.outcome()), partial)
@@ -349,7 +363,10 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float | None:
 
 
 def _speed(torchs: Outcome, ours: Outcome) -> str:
-    """Return a text: median time of a step of both runs, without the first 5 steps."""
+    """Return a text: median time of a step of both runs, without the first 5 if more.
+
+    Or "no times..." if one run has fewer than two steps.
+    """
     if min(len(torchs.ends), len(ours.ends)) < 2:
         return "no times: fewer than two optimizer steps"
     times = ([b - a for a, b in pairwise(each.ends)] for each in (torchs, ours))

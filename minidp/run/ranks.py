@@ -46,7 +46,7 @@ def add_num_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _at_least_one(text: str) -> int:
-    """Argparse type: return the number in ``text``; raise if it is below 1."""
+    """Argparse type: return the number in ``text``; raise if below 1, or no number."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"at least one rank, but got {text}")
     return int(text)
@@ -75,6 +75,7 @@ def start_ranks(number: int, command: str, flags: Sequence[str], script: Script)
     """Run ``minidp COMMAND FLAGS`` on several ranks of this machine, as torchrun does.
 
     Wait for all; return 0, 128 + a signal that came, or the status of the first failed.
+    For more than one rank, set OMP_NUM_THREADS=1 in ``os.environ`` if it is not set.
     """
     threads = ""
     if number > 1 and "OMP_NUM_THREADS" not in os.environ:
@@ -105,7 +106,8 @@ def how_to_start(command: str, script: Script) -> str:
 def run_here(command: str, script: Script) -> int:
     """Run the script in this process; return its exit status; let its errors pass.
 
-    But exit with 1, and a text, if it raised because no launcher set a variable.
+    But print a text and raise SystemExit(1) if it raised because a variable that a
+    launcher sets (RANK, ...) is not set.
     """
     try:
         return script.run()

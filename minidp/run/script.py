@@ -30,14 +30,20 @@ class Script:
         return [*(["-m"] if self.is_module else []), self.target, *self.arguments]
 
     def seen_from(self, folder: Path) -> Script:
-        """Return a copy, its path relative to ``folder`` if in it, else absolute."""
+        """Return a copy, its path relative to ``folder`` if in it, else absolute.
+
+        Of a module return this object itself.
+        """
         target = os.path.abspath(self.target)
         if Path(target).is_relative_to(folder):
             target = os.path.relpath(target, folder)
         return self if self.is_module else replace(self, target=target)
 
     def problem(self) -> str:
-        """Return why there is no such script, else ""; imports a module's packages."""
+        """Return why there is no such script, else ""; imports a module's packages.
+
+        Raise what these raise, ModuleNotFoundError for what they import included.
+        """
         if not self.is_module:
             found = Path(self.target).exists()
             return "" if found else f"there is no script {self.target}"
@@ -53,7 +59,10 @@ class Script:
         return "" if spec else f"there is no module {self.target} to run"
 
     def run(self) -> int:
-        """Run the script here; return its exit status; raise what it raises."""
+        """Run the script here; return its exit status; raise what it raises.
+
+        But not SystemExit: return its code; a text is printed, and 1 returned.
+        """
         with self._as_started():
             try:
                 if self.is_module:
@@ -69,7 +78,7 @@ class Script:
 
     @contextmanager
     def _as_started(self) -> Iterator[None]:
-        """Set ``sys.argv`` and ``sys.path`` in the block as Python would for it."""
+        """Set ``sys.argv`` and ``sys.path[0]`` in the block as Python does for it."""
         argv, path = sys.argv, list(sys.path)
         sys.argv = [self.target, *self.arguments]
         if not getattr(sys.flags, "safe_path", False):

@@ -32,7 +32,7 @@ _MODULUS = 1021  # sums of small whole numbers are exact in float32
 
 
 def judge_backends(*, has_gpus: bool) -> Finding:
-    """Return failed if torch lacks the needed backend: nccl with GPUs, else gloo."""
+    """Return failed if torch lacks the backend: nccl with GPUs, else gloo; or ok."""
     names = ("gloo", "nccl", "mpi", "ucc", "xccl")
     backends = [name for name in names if getattr(dist, f"is_{name}_available")()]
     found = f"this torch has {join(backends) or 'none'}"
@@ -45,9 +45,9 @@ def judge_backends(*, has_gpus: bool) -> Finding:
 def check_all_reduce(
     group: ProcessGroup, device: torch.device, num_bytes: int
 ) -> Finding:
-    """Collective: all-reduce up to 6 times; return `judge_all_reduce` of the result.
+    """Collective: all-reduce 6 times, or 2 if slow; return `judge_all_reduce` of them.
 
-    The time is the median of the slowest rank, without the first round.
+    The time is the largest of the ranks' medians, without the first round.
     """
     world_size = group.size()
     count = torch.arange(num_bytes // 4, device=device, dtype=torch.float32) % _MODULUS
@@ -77,7 +77,10 @@ def check_all_reduce(
 def judge_all_reduce(
     num_bytes: int, world_size: int, seconds: float, wrong: int
 ) -> Finding:
-    """Judge an all-reduce: failed if ``wrong``, a warning if slow (under 12.5 MB/s)."""
+    """Judge an all-reduce: failed if ``wrong``, the number of wrong elements, is not 0.
+
+    Else a warning if under 12.5 MB/s (from 1 MiB on, with several ranks), or ok.
+    """
     size = f"{num_bytes:,} B"
     if wrong:
         return failed(
@@ -113,7 +116,7 @@ def check_clocks(
 
 
 def check_shared_memory(group: ProcessGroup, device: torch.device) -> Finding:
-    """Collective: say if ranks can share buckets' memory, and why not; always ok."""
+    """Collective: return ok, and as text, if ranks share buckets' memory or why not."""
     found = share([(1, torch.float32)], Communicator(group), device)
     if isinstance(found, str):
         return ok(f"buckets travel through the process group: {found}")

@@ -51,9 +51,9 @@ def read_launch(env: Mapping[str, str]) -> Launch:
 
 
 def judge_launch(env: Mapping[str, str]) -> Found:
-    """Judge a launch's variables: failed if they do not fit, skipped if none is set.
+    """Judge a launch's variables: failed if some are missing, wrong or contradictory.
 
-    A warning if only LOCAL_RANK is missing.
+    Skipped if none is set; a warning if only LOCAL_RANK is missing; or ok.
     """
     missing = [name for name in LAUNCH if not env.get(name)]
     if len(missing) == len(LAUNCH):
@@ -116,7 +116,7 @@ def judge_shared_memory() -> Finding:
 
 
 def judge_threads(processes: int) -> Finding:
-    """Return a warning if several processes have more threads than cores; or ok."""
+    """Return a warning if several processes' threads exceed the cores in sum; or ok."""
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     found = f"{processes} x {threads} threads on {cores} cores"
     fair = max(1, cores // processes)
@@ -129,7 +129,10 @@ def judge_threads(processes: int) -> Finding:
 
 
 def judge_gpus(env: Mapping[str, str], num_processes: int) -> Finding:
-    """Judge GPUs per process: failed if fewer, a warning if more, skipped if none."""
+    """Judge GPUs by process: failed if fewer, warning if more, skipped if none; or ok.
+
+    Also a warning if one of several processes sees one GPU by CUDA_VISIBLE_DEVICES.
+    """
     num_gpus = torch.cuda.device_count()
     found = f"{num_gpus} GPUs for {num_processes} processes on this host"
     if num_gpus == 0:

@@ -21,7 +21,10 @@ Facts = Mapping[int, Mapping[str, Any]]  # results of `read_loader` by rank
 
 
 def sampler_of(loader: Any) -> Any:
-    """Return the loader's (batch) sampler that splits data by rank, or its sampler."""
+    """Return the loader's (batch) sampler that splits data by rank.
+
+    Without one ``loader.sampler``, which may be None.
+    """
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
     sampler = getattr(loader, "sampler", None)
@@ -34,10 +37,10 @@ def splits(sampler: Any) -> bool:
 
 
 def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
-    """Judge a sampler: ok if it gives this rank a part of its own, or cannot overlap.
+    """Judge a sampler: ok if it splits for this rank, with one rank, or on a Subset.
 
     Failed: made for another rank, or no dataset. Warning: each rank reads all. Skipped:
-    cannot be known.
+    an IterableDataset, or a sampler of an unknown class.
     """
     if not hasattr(loader, "dataset"):
         found = f"a {type(loader).__name__} has no dataset to split"
@@ -115,7 +118,10 @@ def judge_batches(of_rank: Facts) -> Finding:
 
 
 def judge_parts(of_rank: Facts) -> Found:
-    """Failed if ranks' samplers overlap, a warning if Subsets do; [] without either."""
+    """Return failed if ranks' samplers overlap, a warning if Subsets are equal; or ok.
+
+    [] with one rank, or if neither all have a sampler that splits nor all a Subset.
+    """
     all_facts = [*of_rank.values()]
     if len(all_facts) == 1:
         return []  # judge_sampler has reported on the sampler

@@ -39,7 +39,7 @@ def synchroniser(model: nn.Module) -> nn.Module | None:
 
 
 def option(model: nn.Module, name: str, *, default: Any) -> Any:
-    """Return an attribute of the model's DDP object, else of the model, or default."""
+    """Return an attribute of the DDP object (of the model, if none), or ``default``."""
     wrapper = synchroniser(model)  # None if compiled: that forwards attributes
     return getattr(model if wrapper is None else wrapper, name, default)
 
@@ -53,9 +53,10 @@ def wrapped_module(model: nn.Module) -> nn.Module:
 
 
 def judge_devices(model: nn.Module, batch: Any) -> Iterator[Finding]:
-    """Judge devices of model and batch; several findings, `judge_places` among them.
+    """Yield one failed finding for lazy modules or no tensors; else `judge_places`.
 
-    Failed: lazy modules, no parameters, or a batch elsewhere without ``device_ids``.
+    If all tensors are on one device, also `judge_own_gpu`, and failed if the batch is
+    on another device and the model has no ``device_ids``.
     """
     module = wrapped_module(model)
     tensors = [*module.named_parameters(), *module.named_buffers()]
@@ -81,7 +82,7 @@ def judge_devices(model: nn.Module, batch: Any) -> Iterator[Finding]:
 
 
 def judge_places(of_device: Mapping[torch.device, list[str]]) -> Finding:
-    """Judge devices: failed for meta, or CPU and GPU; a warning for several GPUs."""
+    """Return failed for meta, or CPU and GPU; a warning for several GPUs; or ok."""
     places = (
         f"{len(names)} on {device}" + f" ({join(names, 4)})" * (len(of_device) > 1)
         for device, names in of_device.items()
@@ -105,7 +106,10 @@ def judge_places(of_device: Mapping[torch.device, list[str]]) -> Finding:
 
 
 def judge_own_gpu(device: torch.device) -> Iterator[Finding]:
-    """Yield a warning if the model is on another GPU than LOCAL_RANK's, or nothing."""
+    """Yield a warning if the model is on another GPU than LOCAL_RANK's, or nothing.
+
+    Nothing also if this process sees only one GPU, or LOCAL_RANK is not set.
+    """
     rank, count = os.environ.get("LOCAL_RANK", ""), torch.cuda.device_count()
     is_gpu = device.type == "cuda" and count > 1 and rank.isdecimal()
     if is_gpu and device.index != int(rank):
@@ -117,7 +121,8 @@ def judge_own_gpu(device: torch.device) -> Iterator[Finding]:
 def judge_batch_norm(module: nn.Module, batch: Any, world_size: int) -> Finding:
     """Return a warning if BatchNorm sees under 16 samples per rank; skipped; or ok.
 
-    Skipped: without a batch. Ok also if it is synchronised, or with one rank.
+    Ok also with one rank, or if no layer in training mode is unsynchronised. Skipped:
+    the batch is None or has no tensor with dimensions.
     """
     synced = [m for m in module.modules() if isinstance(m, nn.SyncBatchNorm)]
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training]
@@ -184,7 +189,7 @@ def check_unused(model: nn.Module, batch: Any) -> Finding:
 
 @contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Restore random states at exit; inside, SyncBatchNorm is in eval."""
+    """Put SyncBatchNorm in eval in the block; then restore it and random states."""
     norms = (m for m in module.modules() if isinstance(m, nn.SyncBatchNorm))
     synced = [layer for layer in norms if layer.training]
     old_random, old_numpy = random.getstate(), np.random.get_state()
@@ -225,9 +230,10 @@ def read_model(model: nn.Module) -> dict[str, Any]:
 
 
 def judge_replicas(of_rank: Facts) -> Finding:
-    """Judge parameters: failed if ranks differ in names, shapes or (wrapped) values.
+    """Judge parameters: failed if ranks differ in names, shapes, dtypes, requires_grad.
 
-    Skipped if a rank could not read its own.
+    If in values only: failed if all ranks have wrapped the model, else ok. Skipped if a
+    rank could not read its own.
     """
     first, model = min(of_rank), of_rank[min(of_rank)]
     for rank, facts in of_rank.items():

@@ -22,9 +22,10 @@ _RETRY_SECONDS = 0.2
 
 
 def check_port(launch: Launch, seconds: float) -> Finding:
-    """Judge the store's port: failed if in use (rank 0) or, elsewhere, never answers.
+    """Judge the store's port: `_check_own_port` on a rank 0 that itself serves it.
 
-    Waits up to ``seconds`` for rank 0. A warning if the address is not rank 0's.
+    Else connect: failed if the port does not answer; a refused connection is tried
+    again for ``seconds``. Failed on any rank if the address cannot be looked up; or ok.
     """
     place, text = (launch.address, launch.port), f"{launch.address}:{launch.port}"
     try:
@@ -52,7 +53,7 @@ def check_port(launch: Launch, seconds: float) -> Finding:
 
 
 def check_lighthouse(url: str, seconds: float) -> Finding:
-    """Connect to torchft's lighthouse: ok, or failed (after ``seconds`` at most)."""
+    """Connect to torchft's lighthouse in ``seconds``: ok, or failed (bad URL, too)."""
     place, said = urlsplit(url), f"TORCHFT_LIGHTHOUSE={url}"
     if not place.scheme or not place.hostname:
         return failed(f"{said} is no address", "write it like http://host:29510")
@@ -68,7 +69,10 @@ def check_lighthouse(url: str, seconds: float) -> Finding:
 
 
 def _check_own_port(text: str, address: Any, family: int) -> Finding:
-    """Open the port for a moment: failed if in use; a warning if no own address."""
+    """Open the port for a moment: failed if in use; a warning if no own address; or ok.
+
+    Other errors of the socket are raised.
+    """
     host, port, *scope = address
     try:
         socket.create_server(("", port)).close()
@@ -96,7 +100,7 @@ def judge_interfaces(
     several_hosts: bool,
     has_gpus: bool,
 ) -> Iterator[Finding]:
-    """Judge the interfaces of Gloo and (with GPUs) NCCL: failed if missing.
+    """Judge the interfaces of Gloo and (with GPUs) NCCL: each failed if missing, or ok.
 
     Failed, too: only loopback with several hosts. ``host_address``: of the host's name.
     """

@@ -63,7 +63,10 @@ def read_versions() -> dict[str, str]:
 
 
 def index_of_gpu(local_rank: int | None) -> int | None:
-    """Return this process's GPU: its local rank, 0 if it sees one; None without."""
+    """Return the index of this process's GPU: 0 if it sees one, else its local rank.
+
+    None if there is no such GPU, or ``local_rank`` is None and several are seen.
+    """
     count = torch.cuda.device_count()
     # A process that sees one GPU has no choice; else the local rank is its number.
     index = 0 if count == 1 else local_rank
@@ -97,7 +100,7 @@ def judge_ranks(facts: Collection[Facts], rank: int, claims: int) -> Iterator[Fi
 
 
 def judge_versions(of_rank: Mapping[int, Facts]) -> list[Finding]:
-    """Judge each version that differs: failed (numpy, Python's patch: warning)."""
+    """Return failed per differing version (numpy, Python's patch: warning), or ok."""
     remedy = "install the same everywhere: one image, or one lock file"
     findings = []
     versions = {rank: facts.get("versions", {}) for rank, facts in of_rank.items()}
@@ -118,7 +121,7 @@ def judge_versions(of_rank: Mapping[int, Facts]) -> list[Finding]:
 
 
 def judge_owners(of_rank: Mapping[int, Facts]) -> Finding:
-    """Judge GPUs: failed if ranks share one or only some have one; skipped; or ok."""
+    """Judge GPUs: failed if shared or on some ranks only; skipped if none; or ok."""
     ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, facts in of_rank.items():
         ranks_of[facts["host"], facts.get("gpu", "")].append(rank)
@@ -165,7 +168,10 @@ def digest_of(value: Any) -> str:
 
 
 def judge_streams(of_rank: Mapping[int, Facts]) -> Finding:
-    """Return a warning if random states are equal on all ranks and are used; or ok."""
+    """Return a warning if a random state is equal on all ranks, and used; or ok.
+
+    Used: by dropout or a dataset's transform on some rank (``draws``).
+    """
     first, *others = [facts["streams"] for facts in of_rank.values()]
     if not others:
         return ok("one rank: nothing to compare")

@@ -16,7 +16,10 @@ _NOT_WRAPPED = skipped("the model is not wrapped", "watch the wrapped model")
 
 
 def judge_epochs(logs: Logs) -> Finding:
-    """Judge epochs: a warning if two in a row have one number; below 2: skipped."""
+    """Judge epochs: a warning if two in a row have one number on some rank; or ok.
+
+    Ok also if no sampler shuffles by epoch. Skipped: no DataLoader, or under 2 epochs.
+    """
     first = logs[min(logs)]
     if not first["sees_epochs"]:
         return skipped("no loader whose epochs can be seen", "watch(model, loader)")
@@ -35,7 +38,7 @@ def judge_epochs(logs: Logs) -> Finding:
 
 
 def judge_same_batches(logs: Logs) -> Finding:
-    """Judge first 3 batches: failed if two ranks have the same; skipped if none."""
+    """Judge first 3 batches: failed if equal on two ranks; skipped if one has none."""
     fed = {rank: tuple(log["batches"]) for rank, log in logs.items()}
     if not all(fed.values()):
         return skipped("not every rank had a training step with tensors")
@@ -87,7 +90,7 @@ def judge_same_replicas(logs: Logs) -> Finding:
 def judge_accumulation(logs: Logs) -> Finding:
     """Return a warning if the median step follows several reduced backwards, or ok.
 
-    Skipped if no step follows one.
+    Counted on the lowest rank, of steps that follow any; skipped if there is none.
     """
     seen = [count for count in logs[min(logs)]["backwards"] if count]
     if not seen:
@@ -101,9 +104,9 @@ def judge_accumulation(logs: Logs) -> Finding:
 
 
 def judge_mean_of_means(logs: Logs) -> Finding:
-    """Return a warning if batches of a step differ in size, and no items are counted.
+    """Return a warning if batches of one step differ in size, within or between ranks.
 
-    Else ok; skipped if the model is not wrapped, or some rank made no step.
+    Else ok, as with average_over="items". Skipped: not wrapped, or a rank made no step.
     """
     first = logs[min(logs)]
     if not all(log["is_wrapped"] for log in logs.values()):
@@ -162,7 +165,7 @@ def judge_saving(logs: Logs) -> Finding:
 
 
 def judge_printing(logs: Logs) -> Finding:
-    """Return a warning if another rank printed no fewer lines than the first; or ok."""
+    """Return a warning if a later rank printed, no less than the first one; or ok."""
     (first, usual), *others = [(rank, log["lines"]) for rank, log in logs.items()]
     noisy = [rank for rank, count in others if count and count >= usual]
     if noisy:

@@ -61,7 +61,7 @@ def judge_variables(env: Mapping[str, str]) -> list[Finding]:
 
 
 def _judge(name: str, value: str) -> Finding:
-    """Return ok; a warning if costly or perhaps misspelt; failed if no number."""
+    """Return a warning (costly, misspelt?), failed (TORCHFT_ without number), or ok."""
     said = f"{name}={value}"
     if cost := _COSTS.get((name, value.upper())):
         remedy = f"fine while looking for a fault; else unset {name}"

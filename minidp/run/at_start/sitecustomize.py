@@ -20,7 +20,7 @@ class Finder:
     """Import hook: after torch, import this file's minidp, and call its `join`."""
 
     def find_spec(self, name: str, *more: Any) -> Any:
-        """Find torch or minidp so that `_imported` follows its import; else None."""
+        """Return torch's or minidp's spec, so that `_imported` follows; else None."""
         found = None
         if name == "minidp":
             found = PathFinder.find_spec(name, [PARENT])
@@ -47,7 +47,10 @@ def _call_after(loader: Any, name: str) -> None:
 
 
 def _imported(name: str) -> None:
-    """Import minidp once torch is imported, call `join` after that; print any error."""
+    """Import minidp once torch is imported; once minidp is imported, call `join`.
+
+    After torch do nothing if minidp itself imports it. Print any error; raise none.
+    """
     try:
         if name == "minidp":
             importlib.import_module("minidp.run.children").join()
@@ -62,7 +65,10 @@ def _imported(name: str) -> None:
 
 
 def run_hidden() -> None:
-    """Import the user's own ``sitecustomize``, which this file hides, if any."""
+    """Import the user's own ``sitecustomize``, which this file hides, if any.
+
+    First remove this folder from ``sys.path``. Raise what the user's file raises.
+    """
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != HERE]
     this = sys.modules.pop("sitecustomize")
     try:
