@@ -32,7 +32,7 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
     """
     # On CUDA an all-reduce orders streams; of a sparse tensor it merges equal indices.
     is_plain = tensor.is_cpu and tensor.layout is torch.strided
-    is_python = type(group) is not ProcessGroup  # its works may lack methods
+    is_python = type(group) is not ProcessGroup  # `is_python_group`, without its call
     if is_plain and not is_python and group.size() == 1:
         return NoWork()
     # The group's own method: dist.all_reduce has three times the overhead, and inside

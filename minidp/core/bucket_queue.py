@@ -122,18 +122,20 @@ class BucketQueue:
         before, averaging = self.next, self.averaging
         if self._summing:  # the question also adds this rank's part to the sum
             self._summing = [each for each in self._summing if not each.is_completed()]
-        for bucket in self.buckets[before:]:
-            if self.next not in self.skipped:
+        for number in range(before, len(self.buckets)):
+            bucket = self.buckets[number]
+            if number not in self.skipped:
                 if bucket.state is not BucketState.FULL:
                     break
                 if bucket.plan.tail or self.checks_finite:
                     self._prepare(bucket)
-                following = range(self.next + 1, len(self.buckets))
-                is_last = all(later in self.skipped for later in following)
+                rest = range(number + 1, len(self.buckets))
+                has_hook = averaging.active_comm_hook is not None
+                is_last = has_hook and all(later in self.skipped for later in rest)
                 bucket.launch(averaging, is_last=is_last)
                 if bucket.shared is not None and bucket.work is not None:
                     self._summing.append(bucket.work)
-            self.next += 1
+            self.next = number + 1
         is_launched = before < self.next == len(self.buckets)
         items = averaging.items
         if is_launched and items is not None and not items.is_sent:

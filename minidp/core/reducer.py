@@ -245,12 +245,12 @@ class Reducer:
 
     def _record(self, i: int) -> None:
         """Trace and record a gradient as a hook would; copy it at once."""
-        pending, tracer = self.pending, self.queue.tracer
-        tracer.note(Moment.PARAM_READY, i)
+        pending, queue = self.pending, self.queue
+        queue.tracer.note(Moment.PARAM_READY, i)
         number = pending.bucket_of[i]
-        members = self.queue.buckets[number].position.keys()
-        if pending.num_left[number] == len(members - pending.filled):
-            tracer.note(Moment.FIRST_GRADIENT, number)
+        num_filled = sum(pending.bucket_of[j] == number for j in pending.filled)
+        if pending.num_left[number] + num_filled == len(queue.buckets[number].params):
+            queue.tracer.note(Moment.FIRST_GRADIENT, number)
         pending.arrive(i)
 
     @_failing

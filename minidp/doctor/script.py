@@ -182,13 +182,11 @@ class _Ranks:
                 found = "no process group: nothing is compared between ranks"
                 problem = skipped(found, "call this after init_process_group()")
                 findings += named("other ranks", problem)
-            if absent:
-                remedy = "call doctor on all ranks, at the same place of the script"
-                problem = failed(f"did not take part: {absent}", remedy)
-                findings += named("other ranks", problem)
+            findings += _absence(absent)
             mine = [finding.as_json() for finding in findings]
-            answers, _ = meeting.gather("findings", mine, heard)
+            answers, absent = meeting.gather("findings", mine, heard)
             of_rank = {r: [*map(Finding.of_json, answers[r])] for r in answers}
+            of_rank[self.rank] += _absence(absent)
         report = merge(f"minidp doctor: {self.subject}", of_rank, self.world_size)
         if not self.quiet and self.rank == 0:
             print_report(report)
@@ -208,6 +206,14 @@ class _Ranks:
             _calls[key] += 1
             store = group_store(self.group, name)
         return Meeting(store, self.rank, self.world_size, self.seconds)
+
+
+def _absence(absent: str) -> list[Finding]:
+    """Return a failed finding for ranks that did not answer; [] for ""."""
+    if not absent:
+        return []
+    remedy = "call doctor on all ranks, at the same place of the script"
+    return named("other ranks", failed(f"did not take part: {absent}", remedy))
 
 
 def _findings_of(name: str, check: Check) -> list[Finding]:

@@ -18,7 +18,8 @@ _NOT_WRAPPED = skipped("the model is not wrapped", "watch the wrapped model")
 def judge_epochs(logs: Logs) -> Finding:
     """Judge epochs: a warning if two in a row have one number on some rank; or ok.
 
-    Ok also if no sampler shuffles by epoch. Skipped: no DataLoader, or under 2 epochs.
+    Ok also if no sampler shuffles by epoch. Skipped: no DataLoader, a sampler without
+    an ``epoch`` attribute, or under 2 epochs.
     """
     first = logs[min(logs)]
     if not first["sees_epochs"]:
@@ -28,10 +29,12 @@ def judge_epochs(logs: Logs) -> Finding:
     count = len(first["epochs"])
     if count < 2:
         return skipped(f"{count} epoch seen, and it takes two", "watch two epochs")
-    epochs = [log["epochs"] for log in logs.values()]
-    if any(a == b for each in epochs for a, b in pairwise(each)):
-        epoch = first["epochs"][0]
-        found = f"several epochs were asked for as epoch {epoch}, in the same order"
+    pairs = [pair for log in logs.values() for pair in pairwise(log["epochs"])]
+    again = [epoch for epoch, following in pairs if epoch == following]
+    if None in again:
+        return skipped("the sampler shows no epoch", "call its set_epoch(epoch)")
+    if again:
+        found = f"several epochs were asked for as epoch {again[0]}, in the same order"
         remedy = "call loader.sampler.set_epoch(epoch) at the beginning of each epoch"
         return warning(found, remedy)
     return ok(f"called: {count} epochs, each its own order")

@@ -263,6 +263,8 @@ FINDS = {"finds_unused": True}
     ("set_epoch", {}, {}, OK, "called"),
     ("set_epoch", {"epochs": [0, 0]}, {"epochs": [0, 0]}, WARNING, "epoch 0"),
     ("set_epoch", {}, {"epochs": [0, 0]}, WARNING, "same order"),
+    ("set_epoch", {}, {"epochs": [0, 1, 1]}, WARNING, "epoch 1"),
+    ("set_epoch", {"epochs": [None, None]}, {}, SKIPPED, "shows no epoch"),
     ("set_epoch", {"epochs": [0]}, {}, SKIPPED, "takes two"),
     ("set_epoch", {"sees_epochs": False}, {}, SKIPPED, "no loader"),
     ("set_epoch", {"shuffles": False}, {}, OK, "not needed"),
