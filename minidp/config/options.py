@@ -61,7 +61,8 @@ def bucket_caps(
     """Convert the constructor's bucket caps from MiB to bytes.
 
     A list replaces ``bucket_cap_mb`` unless it is empty. None and "auto" are 25 MiB,
-    after a first bucket of ``first_bytes``. TypeError or ValueError for a bad cap.
+    after a first bucket of ``first_bytes``. TypeError or ValueError for a bad cap, or
+    a list beside "auto".
     """
     if bucket_cap_mb_list is not None and len(bucket_cap_mb_list) > 0:
         if bucket_cap_mb == AUTO:
@@ -89,7 +90,7 @@ def _to_bytes(argument: str, mb: Any) -> int:
 
 
 def _as_number(argument: str, value: object, unit: str) -> float:
-    """Return ``value`` as a float, infinity for a huge int; TypeError if no number."""
+    """Return ``value`` as a float, infinity for a huge int; TypeError for all else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         other = "" if argument == "bucket_cap_mb_list" else f', or "{AUTO}"'
         raise TypeError(

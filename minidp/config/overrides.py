@@ -128,7 +128,8 @@ OPTIONS = {option.name: option for option in _TABLE}
 def read_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Return the options set by environment variables: value by argument name.
 
-    Raises ValueError, naming the variable, if the constructor would refuse a value.
+    Empty ones count as unset. Raises ValueError, naming the variable, if the
+    constructor would refuse a value.
     """
     found = {}
     for name, option in OPTIONS.items():
@@ -161,7 +162,7 @@ _num_models: Counter[str] = Counter()  # models that asked for a layout, by file
 
 
 def _layout_of_next(text: str) -> str | None:
-    """Return the file of the next model's layout; None for "none".
+    """Count a model; return the file of its layout, None for "none".
 
     If a second or later model has no file: None, and a warning.
     """
@@ -237,7 +238,7 @@ def _checked(option: Option, text: str) -> str:
 
 
 def variables(options: argparse.Namespace) -> dict[str, str]:
-    """Return parsed command-line options as environment variables: text by name."""
+    """Return the given command-line options as environment variables: text by name."""
     given = {o.variable: getattr(options, o.name, None) for o in OPTIONS.values()}
     return {name: _text(v) for name, v in given.items() if v is not None}
 

@@ -142,9 +142,9 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
 def delayed_parameters(given: SimpleNamespace) -> dict[str, nn.Parameter]:
     """Return ``delay_all_reduce_named_params`` as a dict; {} for None.
 
-    TypeError unless pairs (name, parameter); ValueError unless
-    ``param_to_hook_all_reduce`` is given with them, and only then. That one has no
-    effect: delayed gradients travel last.
+    TypeError unless pairs (name, parameter) and a tensor; ValueError unless the tensor,
+    ``param_to_hook_all_reduce``, is given with them, and only then. It has no effect:
+    delayed gradients travel last.
     """
     delayed, until = given.delay_all_reduce_named_params, given.param_to_hook_all_reduce
     if (delayed is None) != (until is None):
@@ -225,7 +225,7 @@ def expose_local_tensors(module: nn.Module, mesh: DeviceMesh) -> None:
 def _check_devices(
     parameters: Mapping[str, nn.Parameter], device_ids: Any, output_device: Any
 ) -> Devices:
-    """Check device arguments; ValueError if they do not fit where parameters are."""
+    """Return the checked devices; ValueError if parameters lie elsewhere."""
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
             "device_ids can only be None or contain a single element, but got "

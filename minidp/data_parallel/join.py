@@ -86,8 +86,9 @@ def announce(ddp: DataParallel, **does: bool) -> int:
 def _agree(ddp: DataParallel, mine: StepAnnouncement) -> StepAnnouncement:
     """Collective: exchange the ranks' announcements; return each field's maximum.
 
-    If some rank reduces, set the number of ranks to average over. CollectiveError on
-    all ranks if only some of those with inputs will reduce.
+    If some rank reduces, set the number of ranks to average over: all, or with
+    divide_by_initial_world_size=False those that reduce. CollectiveError on all ranks
+    if only some of those with inputs will reduce.
     """
     with ddp._reducer.communicator.blocking("announcing a forward in join()"):
         rows = gather_integers(mine, ddp.process_group, ddp.device)
@@ -112,7 +113,7 @@ class Shadow(JoinHook):
     """Take part in collectives of ranks with inputs, by zeros: ``Join`` calls this.
 
     For a rank that ran out. Sets ``.grad`` to the others' averages, for optimizers that
-    join, too.
+    join, too. RuntimeError with a buffer hook.
     """
 
     def __init__(

@@ -86,7 +86,8 @@ class MixedPrecision:
     def run(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module with floating inputs and parameters cast to ``param_dtype``.
 
-        Return its output uncast. MiniDPError if its graph has a reentrant checkpoint.
+        None: no cast, and no check. Return its output uncast. MiniDPError if its graph
+        has a reentrant checkpoint.
         """
         dtype = self._dtype
         if dtype is None:
@@ -137,7 +138,10 @@ class _CastSparse(torch.autograd.Function):
 def reduce_in_low_precision(
     precision: Precision, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Comm hook: cast a floating bucket to ``reduce_dtype``, sum over ranks, divide."""
+    """Comm hook: cast a bucket to ``reduce_dtype``, sum over ranks, divide.
+
+    None: ``param_dtype``. Integers stay as they are. Return a future of the buffer.
+    """
     buffer = bucket.buffer()
     dtype = precision.reduce_dtype or precision.param_dtype
     if dtype is not None and bucket.parameters()[0].is_floating_point():

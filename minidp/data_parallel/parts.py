@@ -70,7 +70,7 @@ def build(
 def portable_state(ddp: DataParallel) -> dict[str, Any]:
     """Return a wrapper's attributes for deepcopy or pickle: no parts, no process group.
 
-    "options" holds the constructor's arguments, "sync_enabled" if it is outside
+    "options" holds the constructor's arguments, "sync_enabled" whether it is outside
     no_sync().
     """
     state = {k: v for k, v in ddp.__dict__.items() if k not in ddp._not_copied}

@@ -58,10 +58,11 @@ def corner_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def find_manual_update(reducer: Reducer, corners: Corners) -> str:
-    """Return an error if parameters changed after a backward that averaged nothing.
+    """Return an error text if parameters changed after an unaveraged backward.
 
-    "" if not, or if ``corners`` (values copied before) show that it was undone. Forgets
-    no_sync() gradients now None, or zeros of changed parameters.
+    "" if not, or if ``corners`` (values copied before) show that it was undone; then
+    keeps the new versions. Forgets no_sync() gradients now None, or zeros of changed
+    parameters.
     """
     ledger, params = reducer.ledger, reducer.params
     if not ledger.versions and ledger.bypassed is None:
@@ -98,7 +99,10 @@ def find_manual_update(reducer: Reducer, corners: Corners) -> str:
 
 
 def _were_put_back(corners: Corners, reducer: Reducer) -> bool:
-    """Return whether parameters changed in place are as in ``corners`` again."""
+    """Return whether parameters changed in place are as in ``corners`` again.
+
+    False if no corner has a gradient that is not zero.
+    """
     versions, params = reducer.ledger.versions, reducer.params
     grads = [grad for i in corners if (grad := params[i].grad) is not None]
     dense = [grad for grad in grads if grad.layout is torch.strided]
@@ -127,7 +131,8 @@ class LocalSteps:
         """Count an optimizer step inside no_sync(); copy some parameter values.
 
         The 1000th since an averaged backward, the last that counts, warns unless values
-        were seen to change between a step and a forward, as if averaged.
+        were seen to change between a step and a forward, as if averaged. No-op for one
+        rank.
         """
         if self._is_over:
             return
@@ -149,7 +154,10 @@ class LocalSteps:
             self._sample = []
 
     def _is_due(self) -> bool:
-        """Return whether to warn: steps were counted, and no average was seen."""
+        """Return whether to warn: steps counted, no average seen, not warned before.
+
+        May wait for a GPU.
+        """
         if self._ledger.was_told or not self._count:
             return False
         self.note_forward()

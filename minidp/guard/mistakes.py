@@ -113,7 +113,10 @@ class StepCheck:
         return self._explain(what, remedy=_RESET)
 
     def _find_local_gradients(self) -> str:
-        """Return an error text if gradients of the step are local; drop zeros."""
+        """Return an error text if gradients of the step are local; drop zeros.
+
+        Not for those that another wrapper has averaged.
+        """
         ledger, params = self._ledger, self._reducer.params
         if not ledger.unsynced:
             return ""
@@ -138,7 +141,8 @@ class StepCheck:
         """Return an error text if a forward's backward was left out, else "".
 
         If all gradients are zeros, this is legal if all ranks do so: ask them (unless
-        ``unsynced="ignore"``) and wait; if some do not, send them the error.
+        ``unsynced="ignore"``) and wait; if some do not, or cannot be asked, send them
+        the error.
         """
         reducer = self._reducer
         if not self._is_armed or self._is_reduced or not self.held:
@@ -209,7 +213,10 @@ class LateParameters:
         return late
 
     def accept(self, module: nn.Module) -> None:
-        """Remember the state of ``module``: `find` returns {} until it changes."""
+        """Remember the state of ``module``: `find` returns {} until it changes.
+
+        A parameter that was frozen and becomes trainable is a change, too.
+        """
         self._module = module
         unknown = self._unknown(module).items()
         # Neither averaged nor ignored; an optimizer may hold them.

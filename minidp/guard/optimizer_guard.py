@@ -62,8 +62,8 @@ class Guard:
     def check(self, optimizer: Optimizer) -> None:
         """Raise or warn, as ``unsynced`` says, of a mistake in a step about to run.
 
-        Not in no_sync(); may wait for ranks. DoubleStepError after
-        `expect_in_backward`.
+        Not in no_sync(), nor inside `allow`; may wait for ranks. DoubleStepError after
+        `expect_in_backward`; ItemCountError; ReplicaMismatchError.
         """
         if id(optimizer) in self._allowed:
             return
@@ -115,9 +115,9 @@ class Guard:
     def check_forward(self, module: nn.Module) -> None:
         """Raise if the last backward failed or is unfinished; look for other mistakes.
 
-        Outside no_sync(), raise or warn (``unsynced``): parameters added or cast,
-        updates by local gradients. Inside, copy values of two parameters: if they come
-        back later, such an update was undone, which is no mistake.
+        ItemCountError for its counts. Outside no_sync(), raise or warn (``unsynced``):
+        parameters added or cast, updates by local gradients. Inside, copy values of two
+        parameters: if they come back later, such an update was undone: no mistake.
         """
         reducer = self.reducer
         self._check_counts()
@@ -189,7 +189,7 @@ class Guard:
         return i not in ledger.unsynced
 
     def _check_counts(self) -> None:
-        """Raise ItemCountError, and fail, for the last step's item counts (CUDA)."""
+        """On CUDA wait for the last item counts; raise ItemCountError, and fail."""
         if (items := self.reducer.queue.averaging.items) is not None:
             try:
                 items.check()
@@ -200,7 +200,8 @@ class Guard:
     def _complain(self, problem: str) -> None:
         """Raise, warn of or ignore ``problem``, as ``unsynced`` says; "": nothing.
 
-        Before it raises within a backward, it tells the other ranks.
+        Before it raises within a backward, it tells the other ranks. Else it sets the
+        ledger's `was_excused`.
         """
         if problem and self.policy == "raise":
             error = UnsyncedGradientsError(problem)
@@ -255,7 +256,10 @@ def _after_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 def _before_any_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Pre-hook: check the step; if it has a closure, after each call of that."""
+    """Pre-hook: check the step, or wrap its closure to check after each call.
+
+    Return None, or the step's arguments with the closure wrapped.
+    """
     guards = _live_guards()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):

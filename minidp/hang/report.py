@@ -105,7 +105,7 @@ def _cut(text: str) -> str:
 
 
 class Inquiry(FutureWork):
-    """Find out which ranks are missing in a collective; the result is a `Report`.
+    """Find out which ranks are missing in a collective; `try_answer` sets a `Report`.
 
     A rank whose status does not get a new number in ``silence`` seconds does not run.
     """

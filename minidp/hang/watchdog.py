@@ -30,7 +30,7 @@ EXIT_SECONDS = 1.0  # to wait at exit for the final heartbeat
 
 
 class Watchdog:
-    """Serve all heartbeats of the process (status to other ranks) in one thread."""
+    """Serve all heartbeats of the process in one thread, which the first one starts."""
 
     def __init__(self) -> None:
         self._heartbeats: list[Heartbeat] = []
@@ -89,7 +89,10 @@ class Watchdog:
             self._bell.clear()
 
     def _drop_deleted(self) -> list[Heartbeat]:
-        """Remove deleted replicas, telling other ranks; return those that remain."""
+        """Remove deleted replicas, telling other ranks; return those that remain.
+
+        Forgets the thread if none remain.
+        """
         while self._leaving:
             heartbeat = self._leaving.pop()
             if is_initialized() and not self._is_mute:

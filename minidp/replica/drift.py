@@ -99,7 +99,10 @@ class _Snapshot(NamedTuple):
 
 
 class ReplicaCheck(Observer):
-    """Compare replicas every so many steps: at a backward's end, or before a step."""
+    """Compare replicas every so many steps: at a backward's end, or before a step.
+
+    Only in steps for which `begin` was called.
+    """
 
     awaits_step = True  # optimizers step after backwards, not inside them
     _under_way: _Snapshot | None = None  # what the next backward's end compares
@@ -227,7 +230,10 @@ class ReplicaCheck(Observer):
         self._confirm(self.suspect)
 
     def _confirm(self, snapshot: _Snapshot) -> None:
-        """Collective: ReplicaMismatchError if still different; "auto" may only warn."""
+        """Collective: compare again; ReplicaMismatchError if replicas still differ.
+
+        With "auto", a difference that rounding explains is only warned of, once.
+        """
         # A digest under way may be of a forward that not all ranks ran.
         self.suspect = None
         self.postpone()
@@ -271,7 +277,10 @@ class ReplicaCheck(Observer):
             return gather_integers(row, group, exchange_device(group, device))
 
     def _find_differences(self, snapshot: _Snapshot) -> _Differences:
-        """Collective: return what differs: parameters now, or buffers at `begin`."""
+        """Collective: return what differs, as every rank's checksums by name.
+
+        Of parameters as they are now, and of buffers as at `begin`.
+        """
         own = [sum_of_bits(tensor).cpu() for tensor in snapshot.tensors.values()]
         names = [*snapshot.tensors, *snapshot.buffer_sums]
         sums = [*torch.stack(own).tolist(), *snapshot.buffer_sums.values()]

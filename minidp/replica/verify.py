@@ -35,7 +35,7 @@ _objects: Counter[tuple[str, str]] = Counter()  # (group name, kind) -> objects 
 
 
 def next_key(group: ProcessGroup, kind: str) -> str:
-    """Return ``kind/n`` for the n-th object of this kind that uses ``group`` here."""
+    """Count: return ``kind/n`` for the n-th object of this kind on ``group`` here."""
     _objects[group_name(group), kind] += 1
     return f"{kind}/{_objects[group_name(group), kind]}"
 
