@@ -76,7 +76,11 @@ class StepCheck:
         return explain(self._reducer.rank, what, **parts)
 
     def _find_late_parameters(self, found: dict[str, nn.Parameter]) -> str:
-        """Return an error text if the step changes parameters added after wrapping."""
+        """Return an error text if the step changes parameters added after wrapping.
+
+        If it changes averaged ones, also for trainable ones that it leaves alone; never
+        for those that another wrapper averages.
+        """
         if frozen := self._guard.late_parameters.frozen:
             found = {n: p for n, p in frozen.items() if p.grad is not None} | found
         if not found:
