@@ -17,7 +17,7 @@ DETOUR = "_compiled_call_impl"  # torch's name: what a module calls, if not its 
 
 @dataclass(frozen=True)
 class Replica:
-    """Hold a module and, by name, its parameters: averaged, ignored, delayed."""
+    """Hold a module, and which of its parameters are averaged, ignored, travel last."""
 
     module: nn.Module
     parameters: Mapping[str, nn.Parameter]  # frozen ones included

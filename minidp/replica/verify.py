@@ -126,7 +126,7 @@ def _explain_other_class(own_rank: int, torchs: Sequence[int]) -> str:
 
 
 def _explain_difference(replicas: Sequence[dict[str, str]], rank: int) -> str:
-    """Return the error for the first rank that rejected its arguments, or differs."""
+    """Return a text: which rank rejected its arguments, or is the first to differ."""
     for other, replica in enumerate(replicas):
         if _REJECTED in replica:
             return explain(
