@@ -54,17 +54,17 @@ class Trial:
 
     @property
     def judged(self) -> Sequence[Step]:
-        """The steps to compare: those without timed grad hooks, else all."""
+        """The steps to compare: those without timed grad hooks; if there are none, all."""
         return [step for step in self.steps if not step.ready_ns] or self.steps
 
     @property
     def seconds(self) -> float:
-        """Median seconds of compared steps, backward's begin to averaged gradients."""
+        """Median over `judged` of seconds from backward's begin to averaged gradients."""
         return median(step.reduced_s for step in self.judged)
 
     @property
     def exposed_s(self) -> float:
-        """Median seconds, of compared steps, from computed to averaged gradients."""
+        """Median over `judged` of seconds from the backward's end to averaged gradients."""
         return median(step.reduced_s - step.backward.seconds for step in self.judged)
 
     @property
@@ -75,7 +75,7 @@ class Trial:
         return 0.93 * float(high - low) / math.sqrt(len(times))
 
     def messages(self) -> Iterator[tuple[int, float]]:
-        """Yield (bytes, seconds) of each message of all steps; see `messages_of`."""
+        """Yield (bytes, seconds) of messages of all steps, not of sparse: `messages_of`."""
         # 0: unknown.
         sizes = [0 if each.sparse else each.nbytes for each in self.layout.buckets]
         for step in self.steps:
@@ -83,7 +83,7 @@ class Trial:
             yield from ((nbytes, ns / 1e9) for nbytes, ns in messages_of(spans))
 
     def is_clearly_faster(self, other: Trial) -> bool:
-        """Return whether this is faster by over 2 % and by more than both's noise."""
+        """Return whether this is faster by over 2 % and by over the joint `noise_s`."""
         noise = math.hypot(self.noise_s, other.noise_s)
         return self.seconds < min(CLEARLY * other.seconds, other.seconds - noise)
 
@@ -131,15 +131,15 @@ class Search:
         self._trials = {torchs: self._torchs}
 
     def add(self, layout: Layout, steps: Sequence[Step]) -> None:
-        """Add steps that used ``layout`` to the `Trial` of it."""
+        """Add steps that used ``layout`` to its `Trial`, a new one if it has none."""
         self._trials.setdefault(layout, Trial(layout)).steps.extend(steps)
 
     def proposal(self, trial: int) -> Layout:
-        """Return the layout of a trial, from 0 to NUM_TRIALS - 1.
+        """Return the layout to try in trial number ``trial``, 0 to NUM_TRIALS - 1.
 
-        0, 4 and, if no gradient was timed, all: torch's. 1 and 3: by `SHARES`. 2: by
-        the model; ValueError if messages of fewer than two sizes were measured. Then
-        the less timed one of the two fastest others.
+        0 and 4: torch's. 1 and 3: buckets of a size by `SHARES`. 2: the model's best;
+        ValueError if messages of fewer than two sizes were timed. 5 on: of the two
+        fastest others, that with fewer steps. Torch's, too, if no gradient was timed.
         """
         if trial in (0, 4) or not self._torchs.steps:
             return self._torchs.layout
@@ -163,9 +163,10 @@ class Search:
         return layout
 
     def choice(self) -> Choice:
-        """Choose torch's layout unless the fastest trial `is_clearly_faster`.
+        """Choose the fastest trial if it `is_clearly_faster` than torch's, else that.
 
-        Returns both. ValueError if no backward with torch's layout was timed.
+        Returns the chosen trial, with a prediction if there can be one, and torch's.
+        ValueError if no backward with torch's layout was timed.
         """
         if not self._torchs.steps:
             raise ValueError("no backward with torch's layout was timed")
@@ -180,7 +181,7 @@ class Search:
         return [one for one in self._trials.values() if one.steps]
 
     def _prediction(self, layout: Layout) -> float | None:
-        """Predict exposed seconds; None if no gradient, or one size only, was timed."""
+        """Predict exposed seconds; None if no gradient or fewer than 2 sizes were timed."""
         backward = self._backward()
         if backward is None:
             return None
@@ -194,12 +195,15 @@ class Search:
             return None
 
     def _network(self) -> Network:
-        """Return the network of all trials; ValueError for messages of one size."""
+        """Fit a network to all trials' messages; ValueError unless of 2 sizes or more."""
         trials = self._trials.values()
         return fit_network(message for one in trials for message in one.messages())
 
     def _backward(self) -> Backward | None:
-        """Return a backward of median times; None if no gradient was timed."""
+        """Return a backward of median times over the steps with timed gradients.
+
+        Leaves out delayed parameters. None if there are no such steps.
+        """
         steps = [s for one in self._timed() for s in one.steps if s.ready_ns]
         if not steps:
             return None

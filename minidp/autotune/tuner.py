@@ -36,7 +36,11 @@ LONG_SECONDS = 5.0  # trials that take longer in all say how far they are
 
 
 class AutotunePolicy(RebuildPolicy, Observer):
-    """Rebuild the buckets for each trial, then for the layout that `Search` chose."""
+    """Let forwards rebuild the buckets for each trial, then for the chosen layout.
+
+    Rank 0's `Search` proposes and chooses. No trials, and no rebuild at all, if
+    ``saved`` was saved after a rebuild. `measure` must be called before `is_due`.
+    """
 
     def __init__(self, saved: SavedLayout | None) -> None:
         super().__init__(saved)
@@ -45,9 +49,9 @@ class AutotunePolicy(RebuildPolicy, Observer):
         self._reset_trials()
 
     def measure(self, queue: BucketQueue, hooks: GradHooks) -> None:
-        """Attach to ``queue``, to count its backwards; keep weak references to both.
+        """Become an observer of ``queue``, to count backwards; keep weak references.
 
-        Call this once, before the first backward. Rank 0 measures with both, later.
+        Call this once, before the first backward. Measuring, on rank 0, starts later.
         """
         # The queue refers to this object: a cycle would keep buckets until gc runs.
         self._pipeline: BucketQueue = weakref.proxy(queue)
@@ -70,7 +74,11 @@ class AutotunePolicy(RebuildPolicy, Observer):
 
     @property
     def is_due(self) -> bool:
-        """Whether the next forward rebuilds for another trial; equal on all ranks."""
+        """Whether the next forward rebuilds; equal on all ranks.
+
+        Before trial 0: when a ready order is kept (after a backward, if the config does
+        not follow it). Then after each `STEPS` backwards, until `is_settled`.
+        """
         if self.is_settled:
             return False
         if self._trial >= 0:
@@ -80,10 +88,11 @@ class AutotunePolicy(RebuildPolicy, Observer):
         return self._count > 0
 
     def next_layout(self, specs: Sequence[ParamSpec], config: ReducerConfig) -> Layout:
-        """Begin the next trial; return a layout for it, of which only rank 0's counts.
+        """Begin the next trial, or end the last; return a layout: only rank 0's counts.
 
-        Trial 0 has torch's layout; on rank 0 measuring starts. For later ones rank 0
-        decides by what it measured; the other ranks return the current layout.
+        Trial 0 has torch's layout; on rank 0 measuring starts. Later, and for the final
+        layout, rank 0 decides by what it measured; other ranks return the current one.
+        Drops the kept ready order. Calls `told` on rank 0 after the last trial.
         """
         now = self._pipeline.layout
         self._count = 0
@@ -101,7 +110,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
         return torchs
 
     def _say_trial(self) -> None:
-        """Print progress on a terminal if `told` is set, or trials will take > 5 s."""
+        """Print progress on a terminal if `told` is set, or trials may take over 5 s."""
         number, now = self._trial, time.monotonic()
         if number == 0:
             self._began = now
@@ -115,14 +124,14 @@ class AutotunePolicy(RebuildPolicy, Observer):
     def plain_layout(
         self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig
     ) -> dict[str, Any]:
-        """Return layout ``now`` as a dict; "rebuilt" is False until trials are over."""
+        """Return what `RebuildPolicy` does, but "rebuilt" is False until `is_settled`."""
         plain = super().plain_layout(now, specs, config)
         return plain | {"rebuilt": self.is_settled}
 
     def reset(self, *, rebuilds_again: bool = False) -> None:
         """Forget the ready order and all measurements; begin the trials again.
 
-        No trials if a final layout was passed to the constructor.
+        No trials if ``saved`` was rebuilt, not even with ``rebuilds_again``.
         """
         super().reset(rebuilds_again=rebuilds_again)
         self._reset_trials()
@@ -141,9 +150,10 @@ class AutotunePolicy(RebuildPolicy, Observer):
             self._measurement = None
 
     def _decide(self, now: Layout) -> Layout:
-        """On rank 0: return the next trial's layout; after the last, call `told`.
+        """Return the layout of the trial that begins; after the last, the chosen one.
 
-        `Measurement.decide` says when ``now`` stays instead; then `told` is not called.
+        For rank 0 only. A choice is passed to `told`, if set, and ends measuring. If
+        `Measurement.decide` returns ``now`` without a choice, `told` is not called.
         """
         assert self._measurement is not None
         layout, choice = self._measurement.decide(self._trial, now)
@@ -155,7 +165,10 @@ class AutotunePolicy(RebuildPolicy, Observer):
 
 
 class Measurement:
-    """Measure the trials of one reducer's ``queue``; decide which layout is next."""
+    """Measure the trials of one reducer's ``queue``; decide which layout is next.
+
+    The constructor starts the stopwatch of trial 0, in that trial's first forward.
+    """
 
     def __init__(self, queue: BucketQueue, hooks: GradHooks, torchs: Layout) -> None:
         self._queue, self._hooks = queue, hooks
@@ -163,7 +176,7 @@ class Measurement:
         self._stopwatch = self._started(0)
 
     def _started(self, trial: int) -> Stopwatch:
-        """Start and return a stopwatch of ``trial``; its first forward begins now."""
+        """Start and return a stopwatch for ``trial``, whose first forward begins now."""
         timed = TIMED_STEPS * (trial in TIMED_TRIALS)
         watch = Stopwatch(self._queue, self._hooks, keep=STEPS, timed_steps=timed)
         watch.start()
@@ -171,15 +184,15 @@ class Measurement:
         return watch
 
     def stop(self) -> None:
-        """Stop measuring for good."""
+        """Stop the stopwatch, and with it measuring, for good."""
         self._stopwatch.stop()
 
     def decide(self, trial: int, now: Layout) -> tuple[Layout, Choice | None]:
-        """Store the times of the trial that ended; return the layout of ``trial``.
+        """Store the ended trial's times but its first step; return ``trial``'s layout.
 
-        After the last trial: log and return the choice, too. ``now``, the layout of the
-        ended trial, stays if the comm hook may know the buckets, or the measurements do
-        not fit the model.
+        With it None; after the last trial, the `Choice`, which is logged. Returns (now,
+        None) if the comm hook may know the buckets, or the search raises ValueError,
+        which is logged. ``now``: the ended trial's layout. Starts another stopwatch.
         """
         steps, layouts = self._stopwatch.steps()
         ended = [step for step in steps if layouts[step.layout] == now.assignment]

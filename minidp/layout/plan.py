@@ -53,7 +53,7 @@ class ParamSpec:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the parameter's strides cover memory without holes or overlap."""
+        """Whether the strides cover memory without holes or overlap; True if empty."""
         both = zip(self.stride, self.shape, strict=True)
         dims = sorted((step, length) for step, length in both if length > 1)
         ends = [1, *accumulate((length for _, length in dims), int.__mul__)]
@@ -85,7 +85,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """List one bucket's slots; InternalError unless they fill its buffer, gapless."""
+    """Hold one bucket's slots, and the dtype and device that they share.
+
+    Raises InternalError if a slot does not start where the one before it ends (the
+    first at 0), if there is no slot, or if a sparse bucket has several.
+    """
 
     slots: tuple[Slot, ...]
     dtype: torch.dtype
@@ -115,12 +119,12 @@ class BucketPlan:
 
     @property
     def length(self) -> int:
-        """Number of elements of the flat buffer."""
+        """Number of elements of the flat buffer: all slots and the `tail`."""
         return self.numel + self.tail
 
     @property
     def nbytes(self) -> int:
-        """Size of all slots in bytes."""
+        """Size of all slots in bytes, without the buffer's `tail`."""
         return self.numel * self.dtype.itemsize
 
     @cached_property
@@ -131,7 +135,7 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Layout:
-    """List buckets in launch order; InternalError unless each parameter has 1 slot."""
+    """Hold buckets in launch order; InternalError unless each parameter has 1 slot."""
 
     buckets: tuple[BucketPlan, ...]
     num_params: int
@@ -151,7 +155,10 @@ class Layout:
         return tuple(owner[i] for i in range(self.num_params))
 
     def with_tail(self, tail: int) -> Layout:
-        """Return this layout with ``tail`` spare elements in the first dense bucket."""
+        """Return a copy whose first dense bucket has ``tail`` elements after its slots.
+
+        They replace that bucket's `tail`. Without a dense bucket the copy is equal.
+        """
         plans = list(self.buckets)
         for number, plan in enumerate(plans):
             if not plan.sparse:
@@ -171,8 +178,9 @@ def fill(
     """Fill buckets by torch's rule; return the numbers of the items in each bucket.
 
     ``items``: number, kind and bytes; a bucket holds one kind. ``limits``: bytes at
-    which the first, second, ... bucket of a kind is full; the last repeats. Buckets
-    below their limit come last, sorted by their last item (by torch: in any order).
+    which the first, second, ... bucket of a kind is full; the last repeats. Full
+    buckets come first, in the order in which they became full; then those below their
+    limit, sorted by when their last item came (by torch: in any order).
     """
     open_bucket: dict[Hashable, list[int]] = {}
     num_closed: Counter[Hashable] = Counter()
@@ -196,8 +204,8 @@ def assign(
 ) -> list[list[int]]:
     """`fill` buckets with parameters; return the parameter indices of each bucket.
 
-    No delayed parameters; a sparse one has a bucket of its own. ``order``: ready order;
-    None: by index, and buckets are then sorted by their smallest one.
+    Skips delayed parameters; a sparse one has a bucket of its own. ``order``: parameter
+    indices in ready order; None: by index, buckets then sorted by their smallest index.
     """
     numbers = range(len(specs)) if order is None else order
     items: list[tuple[int, Hashable, float]] = [
@@ -212,7 +220,7 @@ def assign(
 def delayed(specs: Sequence[ParamSpec]) -> list[list[int]]:
     """Return the buckets of delayed parameters, as lists of parameter indices.
 
-    One for each dtype and device; a sparse parameter has a bucket of its own.
+    One of any size for each dtype and device; a sparse one has a bucket of its own.
     """
     together: dict[tuple[object, ...], list[int]] = {}
     for i, spec in enumerate(specs):
@@ -225,7 +233,8 @@ def delayed(specs: Sequence[ParamSpec]) -> list[list[int]]:
 def initial_layout(specs: Sequence[ParamSpec], limits: Sequence[int]) -> Layout:
     """Return the layout before the ready order is known; ``limits`` as in `assign`.
 
-    Buckets are filled in registration order and launched in reverse, last one first.
+    Buckets are filled in registration order and launched in reverse, last one first;
+    those of delayed parameters follow.
     """
     return build_layout(specs, assign(specs, limits)[::-1] + delayed(specs))
 
@@ -240,7 +249,8 @@ def rebuilt_layout(
     """Return the layout for ``order``, in which the gradients became ready.
 
     With ``from_the_end`` buckets are filled from the last gradient on: the last bucket
-    gets the first of the ``limits`` (bytes). Delayed parameters follow.
+    gets the first of the ``limits`` (bytes, as in `fill`). Delayed parameters, which
+    ``order`` may lack, follow in buckets of their own.
     """
     step = -1 if from_the_end else 1
     assignment = assign(specs, limits, order[::step])[::step]
@@ -250,7 +260,11 @@ def rebuilt_layout(
 def build_layout(
     specs: Sequence[ParamSpec], assignment: Sequence[Sequence[int]]
 ) -> Layout:
-    """Return the layout whose buckets hold the given parameter indices, in order."""
+    """Return the layout that has ``assignment``, parameter indices by bucket.
+
+    A bucket gets the dtype and device of its first parameter; that the others have them
+    is not checked. InternalError unless each of ``specs`` is in one bucket.
+    """
     plans = []
     for number, members in enumerate(assignment):
         slots, offset = [], 0
@@ -265,7 +279,7 @@ def build_layout(
 
 
 def chunks_by_bytes(sizes: Sequence[int], limit: int = UNLIMITED) -> list[list[int]]:
-    """Split positions in ``sizes`` (bytes) into runs; one ends at ``limit`` or more."""
+    """Split positions of ``sizes`` (bytes) into runs that end on reaching ``limit``."""
     chunks: list[list[int]] = []
     filled = limit
     for i, nbytes in enumerate(sizes):

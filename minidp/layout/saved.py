@@ -35,7 +35,7 @@ def to_plain(
 ) -> dict[str, Any]:
     """Return a layout as a dict for JSON: names and sizes by bucket, and ``rebuilt``.
 
-    ``rebuilt``: the layout follows the ready order, and may stay.
+    ``rebuilt``: True if the layout follows the ready order: a resumed run keeps it.
     """
     buckets = [[specs[i] for i in members] for members in layout.assignment]
     return {
@@ -49,7 +49,8 @@ def to_plain(
 def read_plain(value: object) -> SavedLayout:
     """Parse a mapping from `to_plain`, or the JSON file at a path that holds one.
 
-    Raises TypeError or ValueError for another form; `resumed_layout` checks names.
+    Raises TypeError if it is no mapping; ValueError if the file cannot be read, or the
+    mapping has another form. Does not check names against a model: `resumed_layout`.
     """
     source = ""
     if isinstance(value, str | os.PathLike):
@@ -89,7 +90,7 @@ def read_plain(value: object) -> SavedLayout:
 
 
 def _rows(value: Any, kind: type) -> tuple[tuple[Any, ...], ...] | None:
-    """Return lists as tuples of tuples; None unless all items are of type ``kind``."""
+    """Return a list of lists as tuples; None if it is none, or an item no ``kind``."""
     lists = (list, tuple)
     if not isinstance(value, lists) or not all(isinstance(row, lists) for row in value):
         return None
@@ -99,7 +100,11 @@ def _rows(value: Any, kind: type) -> tuple[tuple[Any, ...], ...] | None:
 
 
 def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
-    """Convert a saved layout to one of ``specs``; ValueError if it does not fit."""
+    """Convert a saved layout to one of ``specs``; ValueError if it does not fit.
+
+    It fits if it holds each parameter once, in its saved size (if any), each bucket has
+    one dtype, device and sort of gradient, and delayed parameters are in the last ones.
+    """
 
     def require(fits: object, expected: str, found: str, names: Iterable[str]) -> None:
         if not fits:
@@ -141,6 +146,6 @@ def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
 
 
 def _kind(spec: ParamSpec) -> str:
-    """Return a text of what the parameters of one bucket share; sparse: nothing."""
+    """Return as text what parameters must share to be in one bucket; sparse: unique."""
     sort = f"sparse, {spec.name} alone" if spec.sparse else "dense"
     return f"{spec.dtype} on {spec.device}, {sort}{', delayed' * spec.delayed}"
