@@ -31,7 +31,7 @@ class NotByItself(RebuildPolicy):
     def plain_layout(
         self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig
     ) -> dict[str, Any]:
-        """Return layout ``now``, as `to_plain` does."""
+        """Return layout ``now`` as `to_plain` does: no rebuild is ever due here."""
         return to_plain(now, specs, rebuilt=self.has_rebuilt)
 
 
@@ -53,31 +53,32 @@ class Agreement:
         self._received: object = None  # the last state that came from another replica
 
     def begin(self, step: int, quorum: int | None) -> bool:
-        """Return whether the backward of ``step`` agrees on a layout; equal on all.
+        """Return whether the backward of ``step`` must agree on a layout; equal on all.
 
-        ``quorum``: its number; None if it has one replica. What was agreed on in a step
-        that is not committed is forgotten.
+        True until a layout in ready order is committed, if options ask for one. Forgets
+        what was agreed on but not committed. ``quorum``: its number, or None if it has
+        one replica; used by `Tuning` only.
         """
         self._agreed = None
         follows = self._reducer.queue.config.follows_ready_order
         return follows and not self.plan["layout"]["rebuilt"]
 
     def proposal(self) -> Layout | None:
-        """Return the layout that this replica would agree on; None if it knows none."""
+        """Return the layout for this replica's ready order; None if none is known."""
         queue, order = self._reducer.queue, self._policy.order
         return layout_after(order, queue.specs, queue.config) if order else None
 
     def agree(self, step: int, quorum: int | None, layout: Layout | None) -> None:
-        """Use ``layout``, rank 0's `proposal`, as soon as ``step`` is committed.
+        """Store ``layout``, rank 0's `proposal`, for use once ``step`` is committed.
 
-        None: keep the present one.
+        `follow` then uses it. None: store nothing, so that the present one stays.
         """
         if layout is not None:
             plain = to_plain(layout, self._reducer.queue.specs, rebuilt=True)
             self._agreed = step, {"layout": plain}
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the plan for ``step`` and facts of the model; in any thread."""
+        """Return {"plan": in force at ``step``, "facts": `_facts`}; in any thread."""
         plan, agreed = self.plan, self._agreed
         if agreed is not None and step > agreed[0]:
             plan = agreed[1]
@@ -102,7 +103,10 @@ class Agreement:
             self.adopt(self._agreed[1])
 
     def receive(self, state: dict[str, Any]) -> None:
-        """Use the `state` of another replica, unless used already; see `layout_of`."""
+        """Use the plan in another replica's `state`; MiniDPError as `layout_of`.
+
+        Forgets what was agreed on here. No-op if ``state`` is the last object received.
+        """
         if state is not self._received:
             self.layout_of(state)
             self._received, self._agreed = state, None
@@ -111,8 +115,8 @@ class Agreement:
     def layout_of(self, state: dict[str, Any]) -> Layout:
         """Return the layout of another replica's `state`.
 
-        Raises MiniDPError if its model is another one: gloo ends a process that
-        receives more than it expects.
+        Raises MiniDPError if its `_facts` (model, options) are not ours: gloo ends a
+        process that receives more than it expects.
         """
         theirs, mine = state["facts"], self._facts()
         if theirs != mine:

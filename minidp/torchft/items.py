@@ -31,7 +31,7 @@ class ItemRows(ItemCounts):
         self._sum: Sum | None = None
 
     def ranks(self, count: int) -> Sequence[int]:
-        """Return the numbers of the replicas in the quorum."""
+        """Return the numbers of the replicas in the quorum; ``count`` is not read."""
         return self._quorum.members()
 
     def send(self, device: torch.device) -> None:
@@ -53,7 +53,11 @@ class ItemRows(ItemCounts):
             self._message, self._sum = self._sum.wait(), None
 
     def read(self, tail: torch.Tensor | None, divisor: int) -> float | torch.Tensor:
-        """As in `ItemCounts`; 1.0, of no meaning, if the step will not be committed."""
+        """Wait for all sums; return contributors / all items, as in `ItemCounts`.
+
+        Reads no argument. 1.0, of no meaning, if a sum failed for good: then the step
+        is not committed.
+        """
         self.settle()
         if self._quorum.has_failed:
             self._message, self.is_sent, self.holds_averages = None, False, True
@@ -61,6 +65,6 @@ class ItemRows(ItemCounts):
         return super().read(None, self._quorum.contributors)
 
     def reset(self) -> None:
-        """As in `ItemCounts`; also forget the sum in flight."""
+        """Forget what was counted and sent, as in `ItemCounts`, and the sum in flight."""
         super().reset()
         self._sum = None

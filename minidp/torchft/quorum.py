@@ -80,7 +80,7 @@ class Replica(ProcessGroupDummy):  # type: ignore[misc]
         return "torchft"
 
     def allreduce(self, tensors: list[torch.Tensor], opts: object) -> Sum:
-        """Start to sum a tensor over the participants, in place; wait for nothing."""
+        """Start to sum ``tensors[0]`` over the participants, in place; do not wait."""
         tensor = tensors[0]
         if tensor.dtype is torch.int32:  # a map of used parameters
             return Sum(self.quorum, partial(tensor.copy_, tensor.clone()))
@@ -90,7 +90,8 @@ class Replica(ProcessGroupDummy):  # type: ignore[misc]
 class Sum:
     """Sum one tensor over the participants, in place; a work that is its own future.
 
-    ``write`` returns the tensor: it is called again for each new quorum.
+    The constructor starts the sum. ``write`` fills and returns the tensor: it is called
+    by the constructor, and again for each new quorum.
     """
 
     def __init__(self, quorum: Quorum, write: Callable[[], torch.Tensor]) -> None:
@@ -105,7 +106,7 @@ class Sum:
         self.work: Any = self._quorum.launch(self.tensor)
 
     def end(self) -> None:
-        """Wait for this all-reduce; report an error to the manager.
+        """Wait for this all-reduce; its error is not raised, the manager stores it.
 
         On the CPU without the manager's own `wait`: that makes futures, and hands each
         to a thread with timers, which have nothing to do for a sum that has ended.
@@ -128,7 +129,7 @@ class Sum:
         return self.is_over
 
     def wait(self) -> torch.Tensor:
-        """Wait for all sums of this backward. Errors go to the manager."""
+        """Wait for all sums of this backward, see `Quorum.settle`; return the tensor."""
         if not self.is_over:
             self._quorum.settle()
         return self.tensor
@@ -167,19 +168,19 @@ class Quorum:
 
     @property
     def contributes(self) -> bool:
-        """Whether this replica's gradients count, or it receives the others' only."""
+        """Whether this replica's gradients count; False: it only receives averages."""
         return bool(self.manager.is_participating())
 
     @property
     def has_failed(self) -> bool:
-        """Whether the manager will not commit this step."""
+        """Whether an error is known in this step: the manager will not commit it."""
         manager = self.manager
         return (manager.errored() or manager._pg.errored()) is not None
 
     def members(self) -> list[int]:
         """Return the numbers of the replicas in the quorum, after waiting for it.
 
-        Without numbers at the end of all ids, or with one twice: places in the quorum.
+        If an id ends with no number, or two with the same: 0, 1, ... instead.
         """
         count = self.manager.num_participants()  # waits
         known = getattr(self.manager._pg, "_global_ranks", None)
@@ -199,9 +200,10 @@ class Quorum:
     # -- a backward begins -------------------------------------------------------------
 
     def begin(self) -> int:
-        """Wait for the quorum; return how many replicas contribute.
+        """Wait for the quorum; return how many replicas contribute, see `_count`.
 
-        Uses the bucket layout that the replicas have agreed on, or agrees on one.
+        Before, replaces the buckets if another layout was committed, or comes from the
+        replica to catch up with. Raises as `_find_out` and `Agreement.layout_of`.
         """
         self.sums = []
         self._find_out()
@@ -248,7 +250,10 @@ class Quorum:
             self._told = now
 
     def _received(self) -> dict[str, Any] | None:
-        """Return the `state` of the replica that this one catches up with, or None."""
+        """Return the `state` of the replica that this one catches up with.
+
+        None if it catches up with none. MiniDPError if that one sends no layout.
+        """
         found = self.manager._healing and self.manager._pending_state_dict
         if not found:
             return None
@@ -263,7 +268,8 @@ class Quorum:
         """Return how many replicas contribute; agree on a layout if that is due.
 
         Waits for an all-reduce over the quorum if it is due, and in step 0, in which
-        the manager also counts the replicas whose gradients it sets to zero.
+        the manager also counts the replicas whose gradients it sets to zero. If that
+        fails, returns the manager's count and agrees on nothing.
         """
         manager, specs = self.manager, self._reducer.queue.specs
         self.step = step = manager.current_step()
@@ -293,7 +299,7 @@ class Quorum:
         """Wait for all sums of the backward; if one failed, sum over a new quorum.
 
         At most three times in all, and if `_may_repeat`. Otherwise the manager knows
-        of the error, and will not commit the step.
+        of the error, and will not commit the step. Raises only as `_repeat` does.
         """
         manager, sums = self.manager, self.sums
         for attempt in range(1, ATTEMPTS + 1):
@@ -311,12 +317,12 @@ class Quorum:
             each.is_over = True
 
     def _may_repeat(self) -> bool:
-        """Return whether ``.grad`` still holds what this replica contributed.
+        """Return whether a failed backward can be summed again, from ``.grad``.
 
-        Not views of buckets: they hold partial sums. With create_graph=True the sums
-        have a history. With a synchronous quorum, or if this replica was catching up,
-        it would take part with gradients of other parameters than it has then. Another
-        process of this replica may have noticed nothing, and begin the step anew.
+        False if ``.grad`` are views of buckets, which hold partial sums; with
+        create_graph=True: sums have a history; with a synchronous quorum, or if this
+        replica was catching up: its gradients are of other parameters than it has then;
+        if the replica has several processes: another one may have noticed no error.
         """
         manager, config = self.manager, self._reducer.queue.config
         is_local = not config.gradient_as_bucket_view and not torch.is_grad_enabled()
@@ -324,10 +330,11 @@ class Quorum:
         return is_local and is_alone and not manager._healing
 
     def _repeat(self, sums: list[Sum]) -> None:
-        """Sum the local gradients in ``.grad`` over a new quorum.
+        """Wait for a new quorum; start to sum the local gradients in ``.grad`` over it.
 
         If another replica has committed the step meanwhile, this one brings zeros (by
-        the manager) to the others' next step, and receives their state and averages.
+        the manager) to the others' next step, and receives their state and averages; if
+        their buckets differ, it does `_stand_in`. Raises as `begin`.
         """
         self._find_out()
         received = self._received()
@@ -345,10 +352,11 @@ class Quorum:
             each.launch()
 
     def _stand_in(self, layout: Layout, others: list[Sum]) -> None:
-        """Bring zeros to a step with other buckets, which is then not committed here.
+        """All-reduce zeros in the buckets of ``layout``, that of the other replicas.
 
-        The reducer's own buckets cannot be replaced at the end of a backward.
-        ``others``: what follows the buckets.
+        Waits. Then reports an error, so that this replica does not commit the step: its
+        own buckets cannot be replaced at the end of a backward. ``others``: sums that
+        follow those of the buckets (a map, counts); started again.
         """
         for plan in layout.buckets:
             zeros = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)

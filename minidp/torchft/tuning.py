@@ -47,7 +47,8 @@ class Tuning(Agreement):
     def begin(self, step: int, quorum: int | None) -> bool:
         """As in `Agreement`: True until torch's layout is known, and when a trial ends.
 
-        In a new quorum False, and the search begins anew; False alone, and at the end.
+        False in a new quorum, where the search begins anew; in a quorum of one replica;
+        and, before all that, once the search is over.
         """
         self._agreed, plan = None, self.plan
         if plan["trial"] >= NUM_TRIALS:
@@ -65,7 +66,10 @@ class Tuning(Agreement):
         self._agreed = step, self.plan | start | {"layout": self.plan["torchs"]}
 
     def proposal(self) -> Layout | None:
-        """Return torch's layout, or that of the next trial; None if not measured."""
+        """Return torch's layout if no plan has it yet, else that of the next trial.
+
+        Decided once per trial. None without a ready order, or without measurements.
+        """
         if self.plan["torchs"] is None:
             return super().proposal()
         trial = self.plan["trial"] + 1
@@ -75,7 +79,7 @@ class Tuning(Agreement):
         return self._decided[1] if self._decided else None
 
     def agree(self, step: int, quorum: int | None, layout: Layout | None) -> None:
-        """Use ``layout``, rank 0's proposal, for the next trial once ``step`` commits.
+        """Store ``layout``, rank 0's proposal, for the next trial if ``step`` commits.
 
         The first one is torch's, and begins no trial. None: begin the search anew, in
         ``quorum``; if torch's layout is not known yet, do nothing.
@@ -93,7 +97,10 @@ class Tuning(Agreement):
         self._agreed = step, self.plan | more | {"layout": plain}
 
     def adopt(self, plan: dict[str, Any]) -> None:
-        """As in `Agreement`; measure from trial 0 on, until a layout stays."""
+        """Use a plan, as in `Agreement`; measure from trial 0 on, until a layout stays.
+
+        A plan of trial 0 drops earlier measurements.
+        """
         super().adopt(plan)
         if plan["trial"] in (0, NUM_TRIALS):
             if self._measurement is not None:

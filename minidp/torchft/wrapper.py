@@ -53,7 +53,8 @@ class DataParallel(torch_compat.DataParallel):
         ValueError: an option, or a model, that does not go with changing replicas.
         MiniDPError: in a backward: no quorum was started, or the manager cannot save
             the model.
-        UnsyncedGradientsError: an optimizer is about to step uncommitted.
+        UnsyncedGradientsError: an optimizer steps, but the manager has not committed
+            the step of the last backward.
     """
 
     def __init__(self, manager: Any, module: nn.Module, **options: Any) -> None:
@@ -74,7 +75,7 @@ class DataParallel(torch_compat.DataParallel):
         self._guard.replica_check = averaging  # type: ignore[assignment]
 
     def _refuse_options(self, reducer: Reducer) -> None:
-        """Raise ValueError for options that do not go with changing replicas."""
+        """Raise ValueError if an option is set that changing replicas do not allow."""
         config, specs = reducer.queue.config, reducer.queue.specs
         past = "a replica that joins knows nothing of the others' earlier backwards"
         dense = "the manager reduces dense buckets, as they are"
@@ -132,7 +133,7 @@ def _refuse(what: str, why: str) -> None:
 
 
 class _ByContributors(Averaging, Observer):
-    """Divide by the number of contributors; tell the optimizer guard of their step."""
+    """Divide by the number of contributors; tell the guard of uncommitted steps."""
 
     def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
         config = reducer.queue.config
@@ -151,7 +152,7 @@ class _ByContributors(Averaging, Observer):
     def share(
         self, layout: Layout, maps: Sequence[UsedMap], *, asks: bool
     ) -> list[SharedBuffer]:
-        """Return no buffers in shared memory."""
+        """Return [], whatever the arguments: no bucket lies in shared memory."""
         return []
 
     def begin(self) -> None:
@@ -160,9 +161,10 @@ class _ByContributors(Averaging, Observer):
         super().begin()
 
     def finished(self) -> None:
-        """With unused parameters, drop local gradients if this replica only receives.
+        """Set ``.grad`` to None where no contributor used the parameter.
 
-        The others have no ``.grad`` where no contributor used the parameter.
+        Only with find_unused_parameters, and if this replica does not contribute: there
+        ``.grad`` holds its local gradient, on contributors nothing.
         """
         queue = self._reducer.queue
         if queue.config.find_unused_parameters and not self._quorum.contributes:
@@ -172,12 +174,12 @@ class _ByContributors(Averaging, Observer):
 
     @property
     def suspect(self) -> object:
-        """Not None if the step of the last backward is not committed."""
+        """This object if the last backward's step is not committed, else None."""
         quorum = self._quorum
         return self if quorum.manager.current_step() == quorum.step else None
 
     def confirm(self) -> None:
-        """Raise UnsyncedGradientsError for what `suspect` found."""
+        """Raise UnsyncedGradientsError, always; called if `suspect` is not None."""
         step, rank = self._quorum.step, self._quorum.rank
         what = f"An optimizer steps, but the manager has not committed step {step}."
         remedy = "step with torchft's optimizer, or if manager.should_commit()"
