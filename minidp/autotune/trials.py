@@ -54,17 +54,17 @@ class Trial:
 
     @property
     def judged(self) -> Sequence[Step]:
-        """The steps to compare: those without timed grad hooks; if there are none, all."""
+        """Steps to compare: those without timed grad hooks; all if there are none."""
         return [step for step in self.steps if not step.ready_ns] or self.steps
 
     @property
     def seconds(self) -> float:
-        """Median over `judged` of seconds from backward's begin to averaged gradients."""
+        """Median, over `judged`, of seconds from backward's begin to averages."""
         return median(step.reduced_s for step in self.judged)
 
     @property
     def exposed_s(self) -> float:
-        """Median over `judged` of seconds from the backward's end to averaged gradients."""
+        """Median, over `judged`, of seconds from the backward's end to averages."""
         return median(step.reduced_s - step.backward.seconds for step in self.judged)
 
     @property
@@ -75,7 +75,7 @@ class Trial:
         return 0.93 * float(high - low) / math.sqrt(len(times))
 
     def messages(self) -> Iterator[tuple[int, float]]:
-        """Yield (bytes, seconds) of messages of all steps, not of sparse: `messages_of`."""
+        """Yield (bytes, seconds) of all steps' dense messages; see `messages_of`."""
         # 0: unknown.
         sizes = [0 if each.sparse else each.nbytes for each in self.layout.buckets]
         for step in self.steps:
@@ -181,7 +181,7 @@ class Search:
         return [one for one in self._trials.values() if one.steps]
 
     def _prediction(self, layout: Layout) -> float | None:
-        """Predict exposed seconds; None if no gradient or fewer than 2 sizes were timed."""
+        """Predict exposed seconds; None if no gradient, or only one size, was timed."""
         backward = self._backward()
         if backward is None:
             return None
@@ -195,7 +195,7 @@ class Search:
             return None
 
     def _network(self) -> Network:
-        """Fit a network to all trials' messages; ValueError unless of 2 sizes or more."""
+        """Fit a network to all trials' messages; ValueError if they have one size."""
         trials = self._trials.values()
         return fit_network(message for one in trials for message in one.messages())
 

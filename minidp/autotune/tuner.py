@@ -110,7 +110,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
         return torchs
 
     def _say_trial(self) -> None:
-        """Print progress on a terminal if `told` is set, or trials may take over 5 s."""
+        """Print progress on a terminal if `told`, or if trials may take over 5 s."""
         number, now = self._trial, time.monotonic()
         if number == 0:
             self._began = now
@@ -124,7 +124,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
     def plain_layout(
         self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig
     ) -> dict[str, Any]:
-        """Return what `RebuildPolicy` does, but "rebuilt" is False until `is_settled`."""
+        """Return the plain layout; its "rebuilt" is False until `is_settled`."""
         plain = super().plain_layout(now, specs, config)
         return plain | {"rebuilt": self.is_settled}
 
@@ -176,7 +176,7 @@ class Measurement:
         self._stopwatch = self._started(0)
 
     def _started(self, trial: int) -> Stopwatch:
-        """Start and return a stopwatch for ``trial``, whose first forward begins now."""
+        """Start, return a stopwatch for ``trial``, whose first forward begins now."""
         timed = TIMED_STEPS * (trial in TIMED_TRIALS)
         watch = Stopwatch(self._queue, self._hooks, keep=STEPS, timed_steps=timed)
         watch.start()

@@ -92,8 +92,9 @@ def main(options: argparse.Namespace) -> int:
 
 def interrupt_once(*_: object) -> NoReturn:
     """SIGINT handler: raise KeyboardInterrupt, and ignore any further Ctrl-C."""
-    # Torchrun passes Ctrl-C on to ranks that have got it: it would end the report.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Torchrun passes Ctrl-C on to ranks that have got it: it would end the report. Not
+    # SIG_IGN: with that, Python prints a traceback for a second one that came by now.
+    signal.signal(signal.SIGINT, lambda *_: None)
     raise KeyboardInterrupt
 
 

@@ -65,6 +65,6 @@ class ItemRows(ItemCounts):
         return super().read(None, self._quorum.contributors)
 
     def reset(self) -> None:
-        """Forget what was counted and sent, as in `ItemCounts`, and the sum in flight."""
+        """Forget what was counted and sent (`ItemCounts`), and the sum in flight."""
         super().reset()
         self._sum = None

@@ -129,7 +129,7 @@ class Sum:
         return self.is_over
 
     def wait(self) -> torch.Tensor:
-        """Wait for all sums of this backward, see `Quorum.settle`; return the tensor."""
+        """Wait for all sums of this backward (`Quorum.settle`); return the tensor."""
         if not self.is_over:
             self._quorum.settle()
         return self.tensor
