@@ -59,12 +59,12 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Median, over `judged`, of seconds from backward's begin to averages."""
+        """Median, over `judged`, of seconds from backward's begin to averaged gradients."""
         return median(step.reduced_s for step in self.judged)
 
     @property
     def exposed_s(self) -> float:
-        """Median, over `judged`, of seconds from the backward's end to averages."""
+        """Median, over `judged`, of seconds from backward's end to averaged gradients."""
         return median(step.reduced_s - step.backward.seconds for step in self.judged)
 
     @property
@@ -195,7 +195,7 @@ class Search:
             return None
 
     def _network(self) -> Network:
-        """Fit a network to all trials' messages; ValueError if they have one size."""
+        """Fit a network to all trials' messages; ValueError if below two sizes."""
         trials = self._trials.values()
         return fit_network(message for one in trials for message in one.messages())
 
