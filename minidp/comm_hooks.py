@@ -204,7 +204,7 @@ class _Exchange:
         )
 
     def finish(self) -> None:
-        """Wait for the all-to-all, average in float32, start to all-gather the results."""
+        """Wait for the all-to-all, average in float32, start to gather the results."""
         wait_for(self._work)  # within the limit of the reducer that launches
         total = self._received.sum(0, dtype=torch.float32)
         mean = total.div_(self._divisor).to(self._sent.dtype)
@@ -242,7 +242,7 @@ class Int8State:
         self._residuals: dict[int, tuple[object, torch.Tensor]] = {}
 
     def residual(self, bucket: GradBucket) -> torch.Tensor:
-        """Return this bucket's stored rounding error, which the caller updates in place.
+        """Return this bucket's stored rounding error, which the caller is to update.
 
         Float32, a row per block. New zeros at the bucket's first call, and if it holds
         other parameters than before, as after a rebuild.

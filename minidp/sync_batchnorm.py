@@ -92,7 +92,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return _apply(_Normalize, input, self.weight, self.bias, batch, self.eps)
 
     def _check_against_parameters(self, input: torch.Tensor) -> None:
-        """Raise NotImplementedError for integers, RuntimeError for a wrong channel count."""
+        """Raise NotImplementedError for integers, RuntimeError for other channels."""
         if not input.is_floating_point():
             raise NotImplementedError(
                 f"SyncBatchNorm needs floating-point inputs, but got {input.dtype}."
@@ -106,7 +106,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @torch.no_grad()
     def _track(self, batch: Batch) -> None:
-        """Count ``batch``; if it is not empty, update running mean and variance (if any)."""
+        """Count ``batch``; unless empty, update running mean and variance, if any."""
         factor = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -166,7 +166,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def refuse_torchs(module: nn.Module, device: torch.device) -> None:
-    """Raise ValueError, naming them, for torch's SyncBatchNorm layers on a CPU device."""
+    """Raise ValueError if a layer is torch's SyncBatchNorm and ``device`` a CPU."""
     names = [
         name or "module"
         for name, layer in module.named_modules()
@@ -229,7 +229,7 @@ class _Normalize(torch.autograd.Function):
         batch: Batch,
         eps: float,
     ) -> torch.Tensor:
-        """Return this rank's ``x`` normalised by ``batch``, in its dtype; no collective."""
+        """Return ``x`` normalised by ``batch``, in the dtype of ``x``; no collective."""
         mean = batch.mean.to(_wide(x))
         invstd = (batch.var + eps).rsqrt().to(_wide(x))
         ctx.save_for_backward(x, weight, mean, invstd)

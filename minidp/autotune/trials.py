@@ -59,12 +59,12 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Median, over `judged`, of seconds from backward's begin to averaged gradients."""
+        """Median, over `judged`, of seconds from backward's begin to mean gradients."""
         return median(step.reduced_s for step in self.judged)
 
     @property
     def exposed_s(self) -> float:
-        """Median, over `judged`, of seconds from backward's end to averaged gradients."""
+        """Median, over `judged`, of seconds from backward's end to mean gradients."""
         return median(step.reduced_s - step.backward.seconds for step in self.judged)
 
     @property

@@ -110,7 +110,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
         return torchs
 
     def _say_trial(self) -> None:
-        """Print progress on a terminal if `told` is set, or trials may take over 5 s."""
+        """Print progress on a terminal if `told` is set or trials may take over 5 s."""
         number, now = self._trial, time.monotonic()
         if number == 0:
             self._began = now
