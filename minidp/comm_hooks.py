@@ -356,9 +356,9 @@ def one_at_a_time(hook: Hook) -> Hook:
 
 
 def _group_and_divisor(state: Group, bucket: GradBucket) -> tuple[ProcessGroup, int]:
-    """Return the bucket's group and divisor; if ``state`` is another group, its size.
+    """Return the group to average over, and the divisor.
 
-    As (group, divisor). ``state`` None: the bucket's group.
+    Those of the bucket if ``state`` is None or its group; else ``state`` and its size.
     """
     if state is None or state is bucket.process_group():
         return bucket.process_group(), bucket.divisor()

@@ -43,7 +43,7 @@ _TORCHS_INIT = TORCHS.__init__
 
 
 class DistributedDataParallel(DataParallel):
-    """`minidp.DataParallel` under torch's name; any of ours counts as an instance."""
+    """`minidp.DataParallel` under torch's name; instances of either are of both."""
 
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:
@@ -148,14 +148,14 @@ def _init(self: Any, *given: Any, **options: Any) -> None:
 
 
 class _PassedOn:
-    """Swap for good in a process that unpickles this object, as ``spawn`` lets it."""
+    """Swap torch's class in a process that unpickles this, as children of spawn do."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return swap_here, ()
 
 
 def swap_here() -> _PassedOn:
-    """Swap for good, unless swapped already; return what, unpickled, does so."""
+    """Swap for good, unless swapped; return an object that, unpickled, does so, too."""
     if not _swapping.depth:
         _swapping.begin()
     return _PassedOn()

@@ -229,7 +229,7 @@ class _Normalize(torch.autograd.Function):
         batch: Batch,
         eps: float,
     ) -> torch.Tensor:
-        """Return ``x`` normalised by ``batch``, in the dtype of ``x``; no collective."""
+        """Return ``x`` normalised by ``batch``, in its own dtype. No collective."""
         mean = batch.mean.to(_wide(x))
         invstd = (batch.var + eps).rsqrt().to(_wide(x))
         ctx.save_for_backward(x, weight, mean, invstd)
@@ -331,7 +331,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
 
 
 def _watch(group: ProcessGroup, which: str) -> AbstractContextManager[None]:
-    """Return a context: errors of collectives inside name the pass ``which``."""
+    """Return a context that limits waits inside; its errors name the pass ``which``."""
     return Communicator(group).watching(f"SyncBatchNorm ran its {which}")
 
 

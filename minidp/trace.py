@@ -28,7 +28,7 @@ from torch.profiler import record_function
 
 
 class Moment(Enum):
-    """An event of one parameter's gradient or of one bucket."""
+    """Name an event of one parameter's gradient or of one bucket."""
 
     PARAM_READY = "param ready"  # index = parameter index
     FIRST_GRADIENT = "first gradient"  # index = bucket index, from here on
@@ -39,7 +39,7 @@ class Moment(Enum):
 
 
 class StepEvent(Enum):
-    """An event of a step that belongs to no bucket."""
+    """Name an event of a step that belongs to no bucket."""
 
     FORWARD_BEGIN = "forward begins"
     MODULE_BEGIN = "collectives before the module's forward are done"

@@ -76,8 +76,8 @@ class AutotunePolicy(RebuildPolicy, Observer):
     def is_due(self) -> bool:
         """Whether the next forward rebuilds; equal on all ranks.
 
-        Before trial 0: when a ready order is kept (after a backward, if the config does
-        not follow it). Then after each `STEPS` backwards, until `is_settled`.
+        Before trial 0: once a ready order is kept; or, if the config follows none,
+        after one backward. Then after each `STEPS` backwards, until `is_settled`.
         """
         if self.is_settled:
             return False
@@ -124,7 +124,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
     def plain_layout(
         self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig
     ) -> dict[str, Any]:
-        """Return the plain layout; its "rebuilt" is False until `is_settled`."""
+        """Return the layout as by `to_plain`; "rebuilt" is True once `is_settled`."""
         plain = super().plain_layout(now, specs, config)
         return plain | {"rebuilt": self.is_settled}
 

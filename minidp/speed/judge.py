@@ -91,7 +91,7 @@ def find_slow_link(
     nbytes: Sequence[float],
     step: float,
 ) -> Slow | None:
-    """Return as `Slow` a rank whose link became slow or was never fast; or None.
+    """Return as `Slow` a rank whose network link got slow or never was fast; or None.
 
     ``rates``: bytes per second, shape (times, ranks), estimates, often far too high.
     ``waits``: at those times, seconds per step that even the rank that waits least
@@ -203,7 +203,7 @@ class Judge:
         """Return as `Slow` the rank whose connection is slow; None: no rank's.
 
         Once named, a rank stays slow until all ranks wait less, by half of its cost.
-        Before, None if a rate is 0 (unknown); else keep the rates for `find_slow_link`.
+        Before, None if any rank's rate is 0 (unknown); else keep all, `find_slow_link`.
         ``links``: by rank, what `SpeedWatch._link` returned; ``times``: `find_slow`.
         """
         rates, nbytes = zip(*links, strict=True)

@@ -119,14 +119,14 @@ class SpeedWatch:
     # -- events, see `trace.Listener` --------------------------------------------------
 
     def note(self, moment: Moment, bucket: int) -> None:
-        """If ``moment`` is FULL, store the seconds from the backward's begin to now."""
+        """If ``moment`` is FULL, store ``bucket``'s seconds since backward's begin."""
         if moment is Moment.FULL:
             self._full_now[bucket] = time.perf_counter() - self._backward_began
 
     def enter(self, event: StepEvent) -> None:
         """Add the time since the last event to the phase that this event ends.
 
-        A forward's begin ends the step, if a synchronised backward ended in it.
+        FORWARD_BEGIN first closes the step, if a synchronised backward ended in it.
         """
         now = time.perf_counter()
         if event is StepEvent.FORWARD_BEGIN and self._has_reduced:
@@ -149,7 +149,7 @@ class SpeedWatch:
     # -- other ranks, in the watchdog's thread -----------------------------------------
 
     def _exchange(self, posted: dict[int, Any]) -> dict[str, Any]:
-        """On rank 0, judge ``posted`` if all ranks have; return what this one posts."""
+        """On rank 0, judge ``posted`` if it has all ranks; return this rank's post."""
         size = self._size
         if self._judge is not None and len(posted) == size:
             self._judge.judge(posted)

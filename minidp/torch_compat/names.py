@@ -38,7 +38,7 @@ BUILTIN_HOOKS = {
 
 
 class _PlantedOptimizers(Observer):
-    """Step parameters' ``_in_backward_optimizers`` as soon as a bucket is reduced."""
+    """Step parameters' ``_in_backward_optimizers`` once their bucket is reduced."""
 
     uses_grads = True
 
@@ -255,7 +255,10 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         reducer.adopt(reducer.queue.configure(config))
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Reset, without collectives, on another group; a non-member on the old one."""
+        """Reset, without collectives, on another group; a non-member on the old one.
+
+        Buckets will be rebuilt once more. Replicas are no longer compared.
+        """
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
         self._reducer.reset(self.process_group)

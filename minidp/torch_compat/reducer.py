@@ -80,5 +80,8 @@ class ReducerNames:
         return queue.used_map.last_counts if exchanges else None
 
     def _ddp_graph_static(self) -> bool:
-        """Return whether all backwards so far missed the same parameters here."""
+        """Return whether all backwards of this rank missed the same parameters so far.
+
+        Always True without ``find_unused_parameters``.
+        """
         return self._reducer.expected.is_steady
