@@ -84,7 +84,8 @@ class Attachment:
     def alone(self) -> AbstractContextManager[None]:
         """Run forwards inside the block without collectives, as ``ddp.module(x)`` does.
 
-        For one rank that evaluates alone. Backwards of these forwards average nothing.
+        For one rank that evaluates alone, in this thread. Backwards of these forwards
+        average nothing.
         """
         return self._detour.depth.deeper()
 
@@ -142,9 +143,9 @@ class Attachment:
 
 
 class _Depth(threading.local):
-    """Count, per thread, calls of the model that skip the wrapper."""
+    """Count, per thread, open blocks in which calls of the model skip the wrapper."""
 
-    now = 0  # calls of the model in this thread that go straight on
+    now = 0  # open blocks of this thread; above 0, calls skip the wrapper
 
     @contextmanager
     def deeper(self) -> Iterator[None]:
@@ -157,7 +158,7 @@ class _Depth(threading.local):
 
 
 class _Inside(DataParallel):
-    """`DataParallel` of an attached model: calls its own forward, not its `Detour`."""
+    """Wrap an attached model; call the model's own forward, not its `Detour`."""
 
     _depth: _Depth
 
@@ -168,7 +169,7 @@ class _Inside(DataParallel):
 
 
 class Detour:
-    """Take a model's calls: to the wrapper or, inside that, to the model's forward."""
+    """Pass a model's calls to the hidden wrapper; inside it, to the model's forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -179,7 +180,7 @@ class Detour:
 
     @untraced_itself
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the wrapper; detached or inside `deeper`, the model's own forward."""
+        """Call the wrapper; if detached or inside `deeper`, the model's own forward."""
         if self.through is not None and not self.depth.now:
             return self.through(*inputs, **kwargs)
         return (self.compiled or self._model._call_impl)(*inputs, **kwargs)
@@ -195,13 +196,13 @@ def attached_to(model: nn.Module) -> DataParallel | None:
 
 
 def straight_on(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which calls of a model skip its wrapper, if attached."""
+    """Return a context in which this thread's calls of a model skip its wrapper."""
     detour = vars(model).get(DETOUR)
     return detour.depth.deeper() if isinstance(detour, Detour) else nullcontext()
 
 
 def _check(model: nn.Module) -> None:
-    """Raise TypeError for a wrapped or compiled model, RuntimeError if averaged."""
+    """Raise TypeError if ``model`` wraps another; RuntimeError if averaged already."""
     name = type(model).__name__
     for inner, remedy in (
         ("_orig_mod", "attach to the module that was compiled, then compile it"),

@@ -71,33 +71,43 @@ def all_reduce_hook(state: Group, bucket: GradBucket) -> Future[torch.Tensor]:
 
 
 def fp16_compress_hook(state: Group, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average float32 and float64 in float16: ``sum of (fp16(g) / n)``.
+    """Average float32 and float64 buckets in float16: ``sum of (fp16(g) / n)``.
 
-    Values above 65504 become infinite, on all ranks.
+    Others as by `all_reduce_hook`. Values above 65504 become infinite, on all ranks.
     """
     return fp16_compress_wrapper(all_reduce_hook)(state, bucket)
 
 
 def bf16_compress_hook(state: Group, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average float32 and float64 in bfloat16: ``sum of (bf16(g) / n)``.
+    """Average float32 and float64 buckets in bfloat16: ``sum of (bf16(g) / n)``.
 
-    Keeps the range of float32, with 8 significant bits. Also works on Gloo.
+    Others as by `all_reduce_hook`. Keeps the range of float32, with 8 significant bits.
+    Also works on Gloo.
     """
     return bf16_compress_wrapper(all_reduce_hook)(state, bucket)
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Return a hook: cast buckets to float16, run ``hook``, cast its result back."""
+    """Return a hook: cast buckets to float16, run ``hook``, cast its result back.
+
+    Only dense float32 and float64 buckets are cast; ``hook`` gets others as they are.
+    """
     return _in_dtype(torch.float16, hook, "fp16_compress_wrapper")
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Return a hook: cast buckets to bfloat16, run ``hook``, cast its result back."""
+    """Return a hook: cast buckets to bfloat16, run ``hook``, cast its result back.
+
+    Only dense float32 and float64 buckets are cast; ``hook`` gets others as they are.
+    """
     return _in_dtype(torch.bfloat16, hook, "bf16_compress_wrapper")
 
 
 def _in_dtype(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
-    """Return a hook that runs ``hook`` on buckets in ``dtype``; ``name``: in errors."""
+    """Return a hook that runs ``hook`` on buckets cast to ``dtype`` if they shrink.
+
+    It casts the result back. ``name``: the wrapper's, for errors.
+    """
 
     def compressed(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
         buffer = bucket.buffer()
@@ -115,9 +125,10 @@ def _in_dtype(dtype: torch.dtype, hook: Hook, name: str) -> Hook:
 
 
 class Fp32State:
-    """State of `fp32_accumulate_hook`: its group, dtype, and an unfinished exchange.
+    """Hold the group, dtype and unfinished exchange of one `fp32_accumulate_hook`.
 
-    Group None: the bucket's. ``wire_dtype``, which is sent: bfloat16 or float16.
+    ``process_group`` None: the bucket's own. ``wire_dtype``: that of what is sent,
+    bfloat16 or float16; else ValueError.
     """
 
     def __init__(
@@ -141,7 +152,8 @@ def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.T
     sends the rounded mean to all ranks (all-gather): as many bytes as a 16-bit
     all-reduce, whose error grows with n, but only two roundings r. With u = 2**-8
     (bfloat16) or 2**-11 (float16), up to float32's own error and underflow,
-    ``|error| <= (u + u*u) * mean(|g|) + u * |mean(g)|``. For float32 and float64.
+    ``|error| <= (u + u*u) * mean(|g|) + u * |mean(g)|``. For float32 and float64;
+    others as by `all_reduce_hook`. TypeError if ``state`` is no `Fp32State`.
 
     The all-gather cannot start in a callback (see the module). It starts when the hook
     is called for the next bucket, after that bucket's all-to-all::
@@ -172,7 +184,10 @@ def fp32_accumulate_hook(state: Fp32State, bucket: GradBucket) -> Future[torch.T
 
 
 class _Exchange:
-    """Average one bucket: construction starts an all-to-all, `finish` an all-gather."""
+    """Average one bucket: construction starts an all-to-all, `finish` an all-gather.
+
+    `future` is complete when the averages are in the bucket's buffer.
+    """
 
     def __init__(self, state: Fp32State, bucket: GradBucket) -> None:
         self._buffer = bucket.buffer()
@@ -211,10 +226,10 @@ class _Exchange:
 
 
 class Int8State:
-    """State of `int8_error_feedback_hook`: the rounding errors of the last step.
+    """Hold, for one `int8_error_feedback_hook`, the rounding errors of the last step.
 
-    ``process_group`` None: the bucket's own. ``block`` elements of a bucket share a
-    scale.
+    ``process_group`` None: the bucket's own. ``block``: number of elements of a bucket
+    that share a scale; ValueError if below 1.
     """
 
     def __init__(
@@ -227,9 +242,10 @@ class Int8State:
         self._residuals: dict[int, tuple[object, torch.Tensor]] = {}
 
     def residual(self, bucket: GradBucket) -> torch.Tensor:
-        """Return this bucket's rounding error, to be updated: float32, a row per block.
+        """Return this bucket's stored rounding error, which the caller is to update.
 
-        Zeros if the bucket holds other parameters than before, as after a rebuild.
+        Float32, a row per block. New zeros at the bucket's first call, and if it holds
+        other parameters than before, as after a rebuild.
         """
         buffer = bucket.buffer()
         kind = (*map(id, bucket.parameters()), buffer.numel(), buffer.device)
@@ -255,7 +271,8 @@ def int8_error_feedback_hook(
     alone, at most half a scale. A block with an infinity or NaN becomes NaN on all
     ranks, so that a GradScaler sees it, and keeps its residual.
 
-    For all floating dtypes. After Seide et al., "1-Bit SGD", Interspeech 2014, and
+    For all dense floating buckets; others as by `all_reduce_hook`. TypeError if
+    ``state`` is no `Int8State`. After Seide et al., "1-Bit SGD", Interspeech 2014, and
     Karimireddy et al., "Error Feedback Fixes SignSGD", ICML 2019.
     """
     _check_state(state, Int8State)
@@ -287,7 +304,7 @@ def int8_error_feedback_hook(
 
 
 def _quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int8 codes, and a float32 scale per row; 0 and NaN for rows not finite."""
+    """Return int8 codes, and a float32 scale per row: NaN if a value is not finite."""
     scales = values.abs().amax(dim=1, keepdim=True) / 127
     scales.masked_fill_(~scales.isfinite(), torch.nan)
     steps = values / scales.masked_fill(scales == 0, 1)  # of zeros
@@ -302,7 +319,8 @@ def row_major(hook: Hook) -> Hook:
     """Return a hook that runs ``hook`` on row-major copies, and copies its result back.
 
     For hooks that ``.view()`` gradients as matrices: torch's ``powerSGD_hook`` fails on
-    channels_last parameters. Row-major buckets are not copied.
+    channels_last parameters. Buckets whose gradients are row-major already, or sparse,
+    go to ``hook`` without a copy.
     """
 
     def rearranged(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -323,9 +341,10 @@ def row_major(hook: Hook) -> Hook:
 
 
 def one_at_a_time(hook: Hook) -> Hook:
-    """Return a hook that calls ``hook`` and waits: one bucket is in flight at a time.
+    """Return a hook that calls ``hook``, waits for its future, and returns that.
 
-    For hooks that start collectives in callbacks: torch's ``powerSGD_hook`` on Gloo.
+    So one bucket is in flight at a time. For hooks that start collectives in callbacks:
+    torch's ``powerSGD_hook`` on Gloo.
     """
 
     def waiting(state: Any, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -337,7 +356,10 @@ def one_at_a_time(hook: Hook) -> Hook:
 
 
 def _group_and_divisor(state: Group, bucket: GradBucket) -> tuple[ProcessGroup, int]:
-    """Return the group in ``state`` and its size, or the bucket's group and divisor."""
+    """Return the group to average over, and the divisor.
+
+    Those of the bucket if ``state`` is None or its group; else ``state`` and its size.
+    """
     if state is None or state is bucket.process_group():
         return bucket.process_group(), bucket.divisor()
     return state, state.size()
@@ -351,7 +373,7 @@ def _check_state(state: object, kind: type) -> None:
 
 
 def _shrinks(buffer: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a dense floating buffer gets smaller if cast to ``dtype``."""
+    """Return whether ``buffer`` is dense, floating, and wider than ``dtype``."""
     return (
         buffer.layout is torch.strided
         and buffer.dtype.is_floating_point

@@ -33,7 +33,7 @@ class GraphChangedError(MiniDPError):
 
 
 class GradientError(MiniDPError):
-    """A gradient does not fit its slot (dtype, layout, shape)."""
+    """A gradient does not fit its slot (dtype, shape ...), or cannot be averaged."""
 
 
 class NonFiniteGradientError(GradientError):
@@ -45,7 +45,7 @@ class ItemCountError(MiniDPError):
 
 
 class UnsyncedGradientsError(MiniDPError):
-    """An optimizer is about to apply gradients that differ between ranks."""
+    """Gradients that differ between ranks are about to be applied, or were, by hand."""
 
 
 class DoubleStepError(MiniDPError):
@@ -53,7 +53,7 @@ class DoubleStepError(MiniDPError):
 
 
 class CollectiveError(MiniDPError):
-    """A collective failed, or did not finish within its time limit."""
+    """A collective failed, lacks a rank, or did not finish within its time limit."""
 
 
 class CommHookError(MiniDPError):

@@ -43,7 +43,7 @@ _TORCHS_INIT = TORCHS.__init__
 
 
 class DistributedDataParallel(DataParallel):
-    """`minidp.DataParallel` under torch's name, which replaces torch's class."""
+    """`minidp.DataParallel` under torch's name; instances of either are of both."""
 
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:
@@ -55,8 +55,8 @@ class DistributedDataParallel(DataParallel):
 def swap() -> None:
     """Replace ``DistributedDataParallel`` by `minidp.DataParallel`, for good.
 
-    Call it before the modules that use the class are imported, if you can. A second
-    call warns, and does nothing.
+    Call it before the modules that use the class are imported, if you can. If it is
+    swapped already, also by a `swapped` block, the call warns and does nothing.
     """
     if _swapping.depth:
         warn(
@@ -92,7 +92,7 @@ class _Swapping:
     _lock = threading.RLock()
 
     def begin(self) -> None:
-        """Enter a block; if outermost: swap, warn of classes derived before."""
+        """Enter a block; if it is the outermost: swap, warn of earlier subclasses."""
         with self._lock:
             self.depth += 1
             if self.depth > 1:
@@ -138,7 +138,7 @@ class _Module(ModuleType):
 
 @functools.wraps(TORCHS.__init__)
 def _init(self: Any, *given: Any, **options: Any) -> None:
-    """Make an object of torch's class one of minidp's; a derived one stays torch's."""
+    """Construct an object of torch's class as minidp's; a derived one as torch's."""
     ours: Any = DistributedDataParallel
     if type(self) is TORCHS:
         self.__class__ = ours
@@ -148,21 +148,21 @@ def _init(self: Any, *given: Any, **options: Any) -> None:
 
 
 class _PassedOn:
-    """Object for child processes that ``spawn`` starts: unpickling it swaps there."""
+    """Swap torch's class in a process that unpickles this, as children of spawn do."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return swap_here, ()
 
 
 def swap_here() -> _PassedOn:
-    """Swap for good, unless swapped; return an object that does so when unpickled."""
+    """Swap for good, unless swapped; return an object that, unpickled, does so, too."""
     if not _swapping.depth:
         _swapping.begin()
     return _PassedOn()
 
 
 def _patch(init: Any, passed_on: _PassedOn | None) -> None:
-    """Set torch's constructor; let new processes unpickle ``passed_on``, if any."""
+    """Set ``init`` as torch's constructor; let new processes unpickle ``passed_on``."""
     TORCHS.__init__ = init  # type: ignore[method-assign]
     settings: dict[str, Any] = vars(multiprocessing.process.current_process())[
         "_config"
@@ -173,7 +173,7 @@ def _patch(init: Any, passed_on: _PassedOn | None) -> None:
 
 
 def _rebind(old: type, new: type, *skipped: str) -> None:
-    """Replace ``old`` by ``new`` in module globals, but not in packages ``skipped``."""
+    """Replace ``old`` by ``new`` in all loaded modules outside packages ``skipped``."""
     for name, module in list(sys.modules.items()):
         # The __dict__ of a lazy module does not wake it up.
         if name.partition(".")[0] not in skipped and isinstance(module, ModuleType):
@@ -183,7 +183,7 @@ def _rebind(old: type, new: type, *skipped: str) -> None:
 
 
 def _warn_of_subclasses() -> None:
-    """Warn of classes derived from torch's, other than torch's own."""
+    """Warn, by name, if classes outside torch derive directly from torch's class."""
     classes = [(c.__module__, c.__qualname__) for c in TORCHS.__subclasses__()]
     early = [".".join(names) for names in classes if not names[0].startswith("torch.")]
     if early:

@@ -48,16 +48,16 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     """torch's ``nn.SyncBatchNorm``, which also works on CPU tensors.
 
     In training mode every forward is a collective of ``process_group`` (None is the
-    default group), also under ``torch.no_grad()`` and ``no_sync()``; so is a backward
-    that needs the gradient of the input. Batches may differ in size between ranks, or
-    be empty. Double backward works on CPU. On an accelerator it is torch's layer.
+    default group), also under ``torch.no_grad()`` and ``no_sync()``; so is the backward
+    if any rank's input requires a gradient. Batches may differ in size between ranks,
+    or be empty. Double backward works on CPU. On an accelerator it is torch's layer.
     """
 
     @untraced
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return ``input`` normalised; a collective in training mode. Never compiled.
 
-        Updates running statistics. Raises TypeError if this process is not in the
+        Then updates running statistics. Raises TypeError if this process is not in the
         group; ValueError for one value per channel on all ranks together, or an input
         without channels; CollectiveError if other ranks do not take part in time.
         """
@@ -106,7 +106,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @torch.no_grad()
     def _track(self, batch: Batch) -> None:
-        """Update running mean and variance (if any) and the count by this ``batch``."""
+        """Count ``batch``; unless empty, update running mean and variance, if any."""
         factor = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -166,7 +166,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def refuse_torchs(module: nn.Module, device: torch.device) -> None:
-    """Raise ValueError, naming them, for torch's SyncBatchNorm layers on the CPU."""
+    """Raise ValueError if a layer is torch's SyncBatchNorm and ``device`` a CPU."""
     names = [
         name or "module"
         for name, layer in module.named_modules()
@@ -229,7 +229,7 @@ class _Normalize(torch.autograd.Function):
         batch: Batch,
         eps: float,
     ) -> torch.Tensor:
-        """Return this rank's ``x`` normalised, in its dtype; no collective."""
+        """Return ``x`` normalised by ``batch``, in its own dtype. No collective."""
         mean = batch.mean.to(_wide(x))
         invstd = (batch.var + eps).rsqrt().to(_wide(x))
         ctx.save_for_backward(x, weight, mean, invstd)
@@ -277,7 +277,7 @@ class _Normalize(torch.autograd.Function):
 def _moments_of_inputs(
     x: torch.Tensor, batch: Batch, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Collective: return mean, 1 / std per channel; autograd reaches all ranks' x."""
+    """Collective: return mean, 1 / std per channel, differentiable by all ranks' x."""
     x = x.to(_wide(x))
     count = max(batch.count, 1)
     mean = _apply(_SumOverRanks, x.sum(_all_but_channels(x)), batch.group) / count
@@ -287,7 +287,10 @@ def _moments_of_inputs(
 
 
 def _expect_everyone(batch: Batch, *, with_graph: bool) -> None:
-    """Raise CollectiveError on all ranks if one will not run this backward, too."""
+    """Raise CollectiveError on all ranks if one will not run this backward, too.
+
+    ``with_graph`` (create_graph=True): also if one's input requires no gradient.
+    """
     least, expected = PARAMETERS_ONLY, "every rank's forward to have a backward"
     if with_graph:
         least, expected = INPUTS_TOO, "every rank's input to require a gradient"
@@ -305,7 +308,7 @@ def _expect_everyone(batch: Batch, *, with_graph: bool) -> None:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over all ranks; its backward sums gradients, as all ranks use the result."""
+    """Sum over all ranks; the backward sums gradients, as all ranks use the result."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -328,7 +331,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> torch.Tensor:
 
 
 def _watch(group: ProcessGroup, which: str) -> AbstractContextManager[None]:
-    """Return a context: errors of collectives inside name the pass ``which``."""
+    """Return a context that limits waits inside; its errors name the pass ``which``."""
     return Communicator(group).watching(f"SyncBatchNorm ran its {which}")
 
 

@@ -28,7 +28,7 @@ from torch.profiler import record_function
 
 
 class Moment(Enum):
-    """An event of one parameter's gradient or of one bucket."""
+    """Name an event of one parameter's gradient or of one bucket."""
 
     PARAM_READY = "param ready"  # index = parameter index
     FIRST_GRADIENT = "first gradient"  # index = bucket index, from here on
@@ -39,7 +39,7 @@ class Moment(Enum):
 
 
 class StepEvent(Enum):
-    """An event of a step that belongs to no bucket."""
+    """Name an event of a step that belongs to no bucket."""
 
     FORWARD_BEGIN = "forward begins"
     MODULE_BEGIN = "collectives before the module's forward are done"
@@ -57,7 +57,7 @@ class StepEvent(Enum):
 
 @dataclass(frozen=True)
 class Event:
-    """One event; ``time_ns`` is on the recorder's clock."""
+    """Hold a recorded event; ``time_ns`` is by the recorder's clock."""
 
     moment: Moment
     index: int  # parameter index for PARAM_READY, else bucket index
@@ -116,7 +116,7 @@ class Tracer:
         self.backward = 0  # number of the synchronised backward
 
     def record_into(self, recorder: Recorder | None) -> None:
-        """Record all events in ``recorder``; None: in none."""
+        """Record all further events in ``recorder``; None stops recording."""
         self.recorder = recorder
         self.is_on = recorder is not None or bool(self.listeners)
 
@@ -145,7 +145,7 @@ class Tracer:
                 listener.note(moment, index)
 
     def enter(self, phase: StepEvent) -> None:
-        """Tell the listeners that a phase of a step begins or ends."""
+        """Tell the listeners, not the recorder, that a phase begins or ends."""
         for listener in self.listeners:
             listener.enter(phase)
 
@@ -157,7 +157,10 @@ is_profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def label(doing: str, bucket: int | None = None) -> AbstractContextManager[object]:
-    """Mark a block as ``minidp::doing bucket=3`` for torch.profiler, while it runs."""
+    """Return a context that labels its block for torch.profiler; if off, does nothing.
+
+    The label is "minidp::doing", followed by " bucket=3" if a bucket is given.
+    """
     if not is_profiling():
         return _NOTHING
     which = "" if bucket is None else f" bucket={bucket}"

@@ -67,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the script, here or on ``-n`` new ranks; return 0 if all layouts are written.
 
-    Else return 1, the script's exit status, or 2 if it cannot be run.
+    Else return 2 if the script cannot be run, its exit status if not 0, or 1 if rank 0
+    lacks a layout or a model (other ranks do not check, and return 0).
     """
     script = Script(arguments.script, arguments.arguments, arguments.is_module)
     with swapped():  # finding a module imports the packages around it
@@ -87,7 +88,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def tuned(out: Path) -> Iterator[TunedLayouts]:
-    """Let each `DataParallel` made in the block search its best layout and write it."""
+    """Let each `DataParallel` made in the block search its best layout and write it.
+
+    Replaces the bucket options that the script passes. Yields the `TunedLayouts`.
+    """
     layouts = TunedLayouts(out)
     changes = {OPTIONS[name].variable: text for name, text in OVERRIDES.items()}
     with setting(changes), after_wrapping(DataParallel, layouts.add):
@@ -104,7 +108,7 @@ class TunedLayouts:
         self._is_rank_0 = True
 
     def add(self, ddp: DataParallel) -> None:
-        """Register a model; if it searches a layout, have the result written."""
+        """Count a new model; if it searches a layout, have rank 0 write the result."""
         number, group = len(self._models), ddp.process_group
         self._is_rank_0 = group.rank() == 0
         self._models.append((group.size(), ddp._reducer.ledger))
@@ -113,7 +117,7 @@ class TunedLayouts:
             order.told = functools.partial(self._write, number)
 
     def _write(self, number: int, plain: dict[str, Any], choice: Choice) -> None:
-        """Write a model's layout to its file in one step; print what was chosen."""
+        """Write model ``number``'s layout to its file atomically; print ``choice``."""
         path = numbered(self._out, number)
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         text = json.dumps(plain | {"tuned": str(choice)}, indent=1)
@@ -131,7 +135,7 @@ class TunedLayouts:
         say_on_stderr(f"minidp tune: {path}: {choice}. {use}")
 
     def finish(self) -> int:
-        """Return 1, and print why, if no model was made, or rank 0 lacks a layout."""
+        """On rank 0, print why and return 1 if a layout or model is missing; else 0."""
         count, missing = len(self._models), len(self._models) - self._num_written
         if not self._is_rank_0:
             return 0

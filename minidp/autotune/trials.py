@@ -59,12 +59,12 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Median, over `judged`, of seconds from backward's begin to averages."""
+        """Median seconds, over `judged`, from backward's begin to averages in .grad."""
         return median(step.reduced_s for step in self.judged)
 
     @property
     def exposed_s(self) -> float:
-        """Median, over `judged`, of seconds from the backward's end to averages."""
+        """Median seconds, over `judged`, from backward's end to averages in .grad."""
         return median(step.reduced_s - step.backward.seconds for step in self.judged)
 
     @property
@@ -137,9 +137,9 @@ class Search:
     def proposal(self, trial: int) -> Layout:
         """Return the layout to try in trial number ``trial``, 0 to NUM_TRIALS - 1.
 
-        0 and 4: torch's. 1 and 3: buckets of a size by `SHARES`. 2: the model's best;
-        ValueError if messages of fewer than two sizes were timed. 5 on: of the two
-        fastest others, that with fewer steps. Torch's, too, if no gradient was timed.
+        0 and 4: torch's. 1 and 3: buckets of 1/32 and 1/12 of all bytes. 2: the model's
+        best; ValueError if messages of fewer than two sizes were timed. 5 on: of the
+        two fastest others the less measured. Torch's, too, if no gradient was timed.
         """
         if trial in (0, 4) or not self._torchs.steps:
             return self._torchs.layout
@@ -181,7 +181,10 @@ class Search:
         return [one for one in self._trials.values() if one.steps]
 
     def _prediction(self, layout: Layout) -> float | None:
-        """Predict exposed seconds; None if no gradient, or only one size, was timed."""
+        """Predict `Trial.exposed_s` for ``layout``, by the model.
+
+        None if no gradient was timed, or only messages of one size.
+        """
         backward = self._backward()
         if backward is None:
             return None
@@ -195,7 +198,7 @@ class Search:
             return None
 
     def _network(self) -> Network:
-        """Fit a network to all trials' messages; ValueError if they have one size."""
+        """Fit a network to all trials' messages; ValueError if not of two sizes."""
         trials = self._trials.values()
         return fit_network(message for one in trials for message in one.messages())
 

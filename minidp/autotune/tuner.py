@@ -76,8 +76,8 @@ class AutotunePolicy(RebuildPolicy, Observer):
     def is_due(self) -> bool:
         """Whether the next forward rebuilds; equal on all ranks.
 
-        Before trial 0: when a ready order is kept (after a backward, if the config does
-        not follow it). Then after each `STEPS` backwards, until `is_settled`.
+        Before trial 0: once a ready order is kept; or, if the config follows none,
+        after one backward. Then after each `STEPS` backwards, until `is_settled`.
         """
         if self.is_settled:
             return False
@@ -110,7 +110,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
         return torchs
 
     def _say_trial(self) -> None:
-        """Print progress on a terminal if `told`, or if trials may take over 5 s."""
+        """Print progress on a terminal if `told` is set or trials may take over 5 s."""
         number, now = self._trial, time.monotonic()
         if number == 0:
             self._began = now
@@ -124,7 +124,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
     def plain_layout(
         self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig
     ) -> dict[str, Any]:
-        """Return the plain layout; its "rebuilt" is False until `is_settled`."""
+        """Return the layout as by `to_plain`; "rebuilt" is True once `is_settled`."""
         plain = super().plain_layout(now, specs, config)
         return plain | {"rebuilt": self.is_settled}
 
@@ -188,11 +188,12 @@ class Measurement:
         self._stopwatch.stop()
 
     def decide(self, trial: int, now: Layout) -> tuple[Layout, Choice | None]:
-        """Store the ended trial's times but its first step; return ``trial``'s layout.
+        """Store the ended trial's steps but its first; return ``trial``'s layout, None.
 
-        With it None; after the last trial, the `Choice`, which is logged. Returns (now,
-        None) if the comm hook may know the buckets, or the search raises ValueError,
-        which is logged. ``now``: the ended trial's layout. Starts another stopwatch.
+        After the last trial return the layout that stays and the `Choice`, and log it.
+        Return (now, None) if the comm hook may know the buckets, or, with a warning, if
+        the search raises ValueError. ``now``: the ended trial's layout. Starts another
+        stopwatch.
         """
         steps, layouts = self._stopwatch.steps()
         ended = [step for step in steps if layouts[step.layout] == now.assignment]

@@ -279,7 +279,7 @@ def build_layout(
 
 
 def chunks_by_bytes(sizes: Sequence[int], limit: int = UNLIMITED) -> list[list[int]]:
-    """Split positions of ``sizes`` (bytes) into runs that end on reaching ``limit``."""
+    """Return positions of ``sizes`` in chunks that end on reaching ``limit`` bytes."""
     chunks: list[list[int]] = []
     filled = limit
     for i, nbytes in enumerate(sizes):

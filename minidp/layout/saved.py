@@ -90,7 +90,7 @@ def read_plain(value: object) -> SavedLayout:
 
 
 def _rows(value: Any, kind: type) -> tuple[tuple[Any, ...], ...] | None:
-    """Return a list of lists as tuples; None if it is none, or an item no ``kind``."""
+    """Return ``value`` as tuples; None unless it is a list of lists of ``kind``."""
     lists = (list, tuple)
     if not isinstance(value, lists) or not all(isinstance(row, lists) for row in value):
         return None

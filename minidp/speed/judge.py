@@ -40,7 +40,7 @@ LAST, FEW, MANY = 3, 6, 40  # rates of links: the last ones; at least as many; a
 
 @dataclass(frozen=True)
 class Slow:
-    """Say which rank is slow, in which phase, and what that costs in each step."""
+    """Hold a rank that is slow, its slow phase, and what that costs in each step."""
 
     rank: int
     phase: int
@@ -51,11 +51,11 @@ class Slow:
 
 
 def find_slow(times: NDArray[np.float64], share: float) -> Slow | None:
-    """Return which rank's own work is longer by ``share`` of a step; None: no rank's.
+    """Return as `Slow` the rank that works longer by ``share`` of a step; else None.
 
-    ``times``: seconds, shape (ranks, steps, phases), at least three steps. Work is all
-    but waiting. Its second shortest time must be that much, at least 1 ms, over all
-    others' second longest: one odd step of a rank decides nothing.
+    ``times``: seconds, shape (ranks, steps, phases), two ranks and three steps or more.
+    Work: all phases but waiting. The rank's second shortest step must exceed each other
+    rank's second longest by that share and by 1 ms: one odd step decides nothing.
     """
     own = np.sort(times[:, :, OWN].sum(axis=2), axis=1)
     low, high = own[:, 1], own[:, -2]
@@ -66,10 +66,10 @@ def find_slow(times: NDArray[np.float64], share: float) -> Slow | None:
 
 
 def describe(times: NDArray[np.float64], rank: int) -> Slow:
-    """Return how ``rank``, slow or not, differs from the others.
+    """Return as `Slow` how ``rank``, slow or not, differs from the other ranks.
 
     ``times`` as in `find_slow`. The phase is that of all but waiting in which ``rank``
-    exceeds the others' median most.
+    exceeds their median most. The cost is negative if another rank works longer.
     """
     typical = np.median(times, axis=1)
     others = np.median(np.delete(typical, rank, axis=0), axis=0)
@@ -91,12 +91,12 @@ def find_slow_link(
     nbytes: Sequence[float],
     step: float,
 ) -> Slow | None:
-    """Return which rank's network connection became slow or was never fast, or None.
+    """Return as `Slow` a rank whose network link got slow or never was fast; or None.
 
     ``rates``: bytes per second, shape (times, ranks), estimates, often far too high.
-    ``waits``: seconds per step in which even the rank that waits least waits, at the
-    same times: a ring is as slow as its slowest link. ``nbytes``: sent per step, by
-    rank. ``step``: its seconds. Fewer than six times give None.
+    ``waits``: at those times, seconds per step that even the rank that waits least
+    waits; the last must exceed the usual one by a quarter of ``step`` (seconds).
+    ``nbytes``: sent per step, by rank. Fewer than six times give None.
     """
     if len(rates) < FEW:
         return None
@@ -122,7 +122,8 @@ def align(
     """Return numbers of steps, and times of shape (ranks, steps, phases).
 
     ``rows``: by rank, (number, seconds by phase) of its last steps. Takes the steps
-    that all ranks have; if they are so fast that none is left, each rank's last ones.
+    that all ranks have. If there are none (steps are fast), takes each rank's last
+    ones, as many as all have, numbered as on the rank that is behind.
     """
     by_number = [dict(each) for each in rows]
     numbers = sorted(set.intersection(*map(set, by_number)))
@@ -139,7 +140,7 @@ def late_bucket(full: Mapping[int, Mapping[str, float]], rank: int) -> int | Non
     """Return the bucket before which a rank loses most time in its backward.
 
     ``full``: by rank and bucket, seconds from the backward's begin until the bucket was
-    full. None if the ranks' buckets differ (they are just being rebuilt).
+    full. None if the ranks' buckets differ (they are just being rebuilt), or no bucket.
     """
     buckets = sorted(full[rank], key=lambda bucket: full[rank][bucket])
     if not buckets or any(set(each) != set(buckets) for each in full.values()):
@@ -153,7 +154,7 @@ def late_bucket(full: Mapping[int, Mapping[str, float]], rank: int) -> int | Non
 
 
 class Judge:
-    """Decide on rank 0 who is slow, from what all ranks post; log when that changes."""
+    """Decide at each `judge`, on rank 0, which rank is slow; log when that changes."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = weakref.ref(reducer)
@@ -165,7 +166,7 @@ class Judge:
         self._links: deque[tuple[Sequence[float], float]] = deque(maxlen=MANY)
 
     def judge(self, posted: Mapping[int, Any]) -> None:
-        """Judge each step that all ranks have posted since the last call; set `slow`.
+        """Judge the steps that all ranks posted since the last call; update `slow`.
 
         ``posted``: by rank, what `SpeedWatch._exchange` returned there. Logs a warning
         when a rank becomes slow, and when it no longer is.
@@ -186,9 +187,10 @@ class Judge:
         self._step = max([self._step, *numbers])
 
     def _by_work(self, times: NDArray[np.float64], share: float) -> Slow | None:
-        """Return who is slow by its work, or None.
+        """Return as `Slow` the rank that is slow by its work; None: no rank.
 
-        To be named takes ``share`` of a step, see `find_slow`; to stay so half of that.
+        If no rank is named yet, by `find_slow`. Else look at the named rank only: it
+        stays slow while it costs more than half of ``share`` of a step.
         """
         if self.slow is None:
             return find_slow(times, share)
@@ -198,8 +200,10 @@ class Judge:
     def _by_link(
         self, links: Sequence[tuple[float, float]], times: NDArray[np.float64]
     ) -> Slow | None:
-        """Return whose link is slow, or None; once named, until all ranks wait less.
+        """Return as `Slow` the rank whose connection is slow; None: no rank's.
 
+        Once named, a rank stays slow until all ranks wait less, by half of its cost.
+        Before, None if any rank's rate is 0 (unknown); else keep all, `find_slow_link`.
         ``links``: by rank, what `SpeedWatch._link` returned; ``times``: `find_slow`.
         """
         rates, nbytes = zip(*links, strict=True)
@@ -218,10 +222,10 @@ class Judge:
     def _note(
         self, window: int, now: Slow | None, step: int, posted: Mapping[int, Any]
     ) -> None:
-        """Log a rank once when it becomes slow, and once when it no longer is.
+        """Set `slow` and log when a rank becomes slow; clear it and log when that ends.
 
-        ``now``: the slow rank of this ``window`` (0: by links), or None. The end counts
-        only in the window in which the rank was named.
+        ``now``: the slow rank found in this ``window`` of steps (0: by connections), or
+        None, which clears `slow` only in the window in which the rank was named.
         """
         if self.slow is None and now is not None:
             self.slow, self._window = now, window

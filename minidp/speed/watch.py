@@ -54,7 +54,8 @@ def watch_speed(model: DataParallel | Attachment | nn.Module) -> SpeedWatch:
     in four of its last five steps (or by a tenth, in 49 of 50): with its host, the
     phase that differs most, in the backward also the layers, what it costs, since when.
     So is a rank whose network connection sends more slowly than the others' (Linux, TCP
-    only). Waits inside collectives of the script's own count as work.
+    only). Waits inside collectives of the script's own count as work. With
+    ``hang_timeout=None`` ranks cannot be compared, which a warning says.
 
     Args:
         model: a `DataParallel`, an `Attachment`, or an attached model.
@@ -66,7 +67,7 @@ def watch_speed(model: DataParallel | Attachment | nn.Module) -> SpeedWatch:
 
 
 class SpeedWatch:
-    """Measure this rank's steps; on rank 0, also judge all ranks. See `watch_speed`."""
+    """Measure this rank's steps, from construction to `stop`; rank 0 judges all."""
 
     def __init__(self, reducer: Reducer) -> None:
         communicator, self._tracer = reducer.communicator, reducer.queue.tracer
@@ -101,8 +102,9 @@ class SpeedWatch:
         """Return this rank's last steps as plain numbers, for a metrics logger.
 
         Medians of the last five steps in seconds: "data_s", "forward_s", "backward_s",
-        "waiting_s" (for other ranks, and for the network), "optimizer_s"; "step": steps
-        so far; on rank 0 "slow_rank" (-1: none) and "slow_cost_s" (per step).
+        "waiting_s" (for other ranks, and for the network), "optimizer_s" (until three
+        steps have ended: of the running step); "step": steps so far; on rank 0
+        "slow_rank" (-1: none) and "slow_cost_s" (per step).
         """
         last = [row for _, row in [*self._steps][-min(WINDOWS) :]] or [self._now]
         medians = [median(column) for column in zip(*last, strict=True)]
@@ -117,12 +119,15 @@ class SpeedWatch:
     # -- events, see `trace.Listener` --------------------------------------------------
 
     def note(self, moment: Moment, bucket: int) -> None:
-        """If ``moment`` is FULL, store how long the backward took until then."""
+        """If ``moment`` is FULL, store ``bucket``'s seconds since backward's begin."""
         if moment is Moment.FULL:
             self._full_now[bucket] = time.perf_counter() - self._backward_began
 
     def enter(self, event: StepEvent) -> None:
-        """Add the time since the last event to the phase that this event ends."""
+        """Add the time since the last event to the phase that this event ends.
+
+        FORWARD_BEGIN first closes the step, if a synchronised backward ended in it.
+        """
         now = time.perf_counter()
         if event is StepEvent.FORWARD_BEGIN and self._has_reduced:
             self._close()
@@ -144,7 +149,7 @@ class SpeedWatch:
     # -- other ranks, in the watchdog's thread -----------------------------------------
 
     def _exchange(self, posted: dict[int, Any]) -> dict[str, Any]:
-        """On rank 0, judge what all ranks ``posted``; return what this rank posts."""
+        """On rank 0, judge ``posted`` if it has all ranks; return this rank's post."""
         size = self._size
         if self._judge is not None and len(posted) == size:
             self._judge.judge(posted)
@@ -160,7 +165,8 @@ class SpeedWatch:
     def _link(self) -> tuple[float, float]:
         """Return (bytes per second, bytes per step) of the connection that sends most.
 
-        Zeros if that is less than a quarter of the parameters' bytes, or unknown.
+        Zeros if it sends less than a quarter of the parameters' bytes per step, or if
+        that is unknown (not Linux, or the first call).
         """
         now, sent = self._number, sent_by_connection()
         while len(self._sent) > 1 and now - self._sent[1][0] >= min(WINDOWS):

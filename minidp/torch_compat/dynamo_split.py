@@ -24,8 +24,8 @@ _FIRST_GRAPH_BYTES = 1024 * 1024
 def run_splitting(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
     """Run ``ddp``'s module, while dynamo takes ``ddp`` for the DDP object that runs.
 
-    So it splits graphs by its bucket cap (at least 1 MiB). Return the module's output.
-    Warn if dynamo's option ``optimize_ddp`` is off.
+    Dynamo then splits graphs by ``ddp.bucket_bytes_cap``, at least 1 MiB. Return the
+    module's output. Warn if it is compiled while dynamo's ``optimize_ddp`` is off.
     """
     is_compiling = callable(get_eval_frame_callback())
     _tell_if_graphs_stay_whole(ddp.module, is_compiling=is_compiling)
@@ -47,7 +47,7 @@ def _call(run: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @untraced
 def _tell_if_graphs_stay_whole(module: Any, *, is_compiling: bool) -> None:
-    """Warn if ``module`` is compiled, or its caller is, but buckets split no graph."""
+    """Warn if ``module`` or its caller is compiled, but ``optimize_ddp`` is off."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None or dynamo.config.optimize_ddp in (True, "ddp_optimizer"):
         return

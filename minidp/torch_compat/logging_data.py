@@ -49,8 +49,8 @@ VARIABLES = {
 class LoggingData:
     """Collect what ``_get_ddp_logging_data()`` returns for one `DataParallel`.
 
-    Facts at construction, times in sampled iterations, states when it is called. In a
-    sampled iteration it is a `Listener` of the reducer's tracer.
+    Facts at construction, times in sampled iterations, states in `to_dict`. During a
+    sampled iteration this object is a `Listener` of the reducer's tracer.
     """
 
     def __init__(self, ddp: DataParallel) -> None:
@@ -67,14 +67,14 @@ class LoggingData:
         self._num_samples = 0
 
     def note(self, moment: Moment, bucket: int) -> None:
-        """Append the present time to those of ``moment``, of whatever bucket."""
+        """Append the present time to the list of ``moment``, whatever the bucket."""
         self._bucket_times.setdefault(moment, []).append(time.perf_counter_ns())
 
     def enter(self, phase: StepEvent) -> None:
         """Do nothing: phases are not logged."""
 
     def note_error(self, error: Exception) -> None:
-        """Store the text of an error of the wrapper, for the key ``error``."""
+        """Store type and text of an error of the wrapper, for the key ``error``."""
         self.error = f"{type(error)}: {error}"  # no traceback: it would keep us
 
     def set_rate(self, rate: int) -> None:
@@ -87,7 +87,7 @@ class LoggingData:
         self._rate = rate
 
     def forward_begins(self) -> None:
-        """Collect the last iteration's data, and record this one's, if sampled."""
+        """Store the last iteration's data if sampled; listen to this one if sampled."""
         if self._iteration and self._is_sampled(self._iteration):
             self._runtime = {**self._buckets(), **self._times()}
         self._bucket_times.clear()
@@ -122,7 +122,11 @@ class LoggingData:
         return data
 
     def _buckets(self) -> dict[str, Any]:
-        """Return the last iteration's buckets and unused parameters: torch's keys."""
+        """Return the last iteration's buckets, ready order, and unused bytes.
+
+        Under torch's keys. Unused bytes are 0 if ranks did not exchange which
+        parameters they used.
+        """
         reducer = self._ddp._reducer
         queue, has_rebuilt = reducer.queue, reducer.rebuild_policy.has_rebuilt
         counts = queue.used_map.last_counts.tolist()

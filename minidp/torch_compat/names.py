@@ -38,7 +38,7 @@ BUILTIN_HOOKS = {
 
 
 class _PlantedOptimizers(Observer):
-    """Step optimizers that parameters hold in ``_in_backward_optimizers``."""
+    """Step parameters' ``_in_backward_optimizers`` once their bucket is reduced."""
 
     uses_grads = True
 
@@ -47,7 +47,7 @@ class _PlantedOptimizers(Observer):
         self._stepped: list[nn.Parameter] = []
 
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
-        """Step the optimizers that ``params``, those of a reduced bucket, carry."""
+        """Step the ``_in_backward_optimizers`` of a reduced bucket's ``params``."""
         for param in params:
             for optimizer in getattr(param, "_in_backward_optimizers", ()):
                 with self._guard.allow(optimizer):
@@ -62,7 +62,7 @@ class _PlantedOptimizers(Observer):
 
 
 class _LogsUnused(Observer):
-    """Log parameters that no rank used, for TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL."""
+    """Log unused parameters at a backward's end, for TORCH_DISTRIBUTED_DEBUG=INFO."""
 
     def __init__(self, reducer: Reducer) -> None:
         self._queue, self._names = reducer.queue, reducer.names
@@ -153,7 +153,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
             raise
 
     def _register_builtin_comm_hook(self, kind: Any) -> None:
-        """Register minidp's hook for torch's built-in ``kind``; warn if unknown."""
+        """Register minidp's hook for torch's built-in ``kind``; if none, only warn."""
         if kind not in BUILTIN_HOOKS:
             warn(f"Unknown builtin comm hook {kind!r}: ignored.")
             return
@@ -163,16 +163,20 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     def _register_fused_optim(
         self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> None:
-        """Step ``optim(params, ...)`` in backwards; average by `all_reduce_hook`.
+        """Let ``optim(params, ...)`` step in backwards; register `all_reduce_hook`.
 
-        ``optim_params`` None: all parameters that are averaged.
+        ``optim``: an optimizer class. ``optim_params``: the parameters that it steps;
+        None: all that are averaged.
         """
         params = self._reducer.params if optim_params is None else optim_params
         self.register_comm_hook(None, comm_hooks.all_reduce_hook)
         self.step_in_backward(optim(list(params), *args, **kwargs))
 
     def _adopt_planted_optimizers(self) -> None:
-        """Let optimizers of ``_apply_optimizer_in_backward`` step after averaging."""
+        """Let optimizers of ``_apply_optimizer_in_backward`` step after averaging.
+
+        Removes their own grad hooks. Does nothing if no trainable parameter has one.
+        """
         params = [p for p in self._module_parameters if p.requires_grad]
         if not any(hasattr(p, "_in_backward_optimizers") for p in params):
             return
@@ -192,8 +196,9 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     ) -> None:
         """Call ``hook(state, {name: module buffer})`` instead of the broadcast.
 
-        After forwards (default) or before. The end of the next synchronised backward
-        waits for the futures that it returns, if any.
+        After forwards (default) or before, only where buffers would be broadcast. The
+        next synchronised backward waits, at its end, for futures that the hook returns.
+        AssertionError if ``hook`` is not callable.
         """
         if not callable(hook):
             raise AssertionError(f"A buffer comm hook must be callable, got {hook!r}.")
@@ -211,7 +216,10 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     def _default_broadcast_coalesced(
         self, bufs: Any = None, bucket_size: Any = None, authoritative_rank: int = 0
     ) -> None:
-        """Collective: copy one rank's ``bufs`` (None: module buffers) to all ranks."""
+        """Collective: copy one rank's ``bufs`` (None: module buffers) to all ranks.
+
+        That rank is ``authoritative_rank``. ``bucket_size`` is ignored.
+        """
         tensors = list(self.modules_buffers if bufs is None else bufs)
         broadcast_coalesced(tensors, self.process_group, authoritative_rank)
 
@@ -226,7 +234,10 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     # -- changes after wrapping --------------------------------------------------------
 
     def _set_static_graph(self) -> None:
-        """Set ``static_graph``; warn if already set; RuntimeError after a forward."""
+        """Set ``static_graph``, with new buckets; if it is set already, only warn.
+
+        RuntimeError if a synchronised forward has run.
+        """
         if self.static_graph:
             warn("The graph has been set to be static already.")
             return
@@ -244,7 +255,10 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         reducer.adopt(reducer.queue.configure(config))
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Reset, without communication, on another group if this rank is in it."""
+        """Reset, without collectives, on another group; a non-member on the old one.
+
+        Buckets will be rebuilt once more. Replicas are no longer compared.
+        """
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
         self._reducer.reset(self.process_group)
@@ -252,7 +266,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         self._replication.stop_comparing()  # new ranks have made fewer steps
 
     def _remove_autograd_hooks(self) -> None:
-        """Remove grad hooks: gradients stay local, and no check reports this."""
+        """Remove grad hooks: gradients stay local, and no check ever reports this."""
         reducer = self._reducer
         reducer.hooks.remove()
         reducer.expected = EveryParameter(len(reducer.params))  # searches no graphs
@@ -261,7 +275,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         self._replication.stop_comparing()
 
     def _check_reducer_finalized(self) -> None:
-        """Raise if the last backward failed or did not finish."""
+        """Raise, as a forward does, if the last backward failed or did not finish."""
         refuse_forward(self._reducer)
 
     # -- what there is -----------------------------------------------------------------
@@ -333,7 +347,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
-        """Store the names as the module's ignore list; mark them ``_ddp_ignored``."""
+        """Store names as the module's ignore list; mark those tensors _ddp_ignored."""
         listed = {name.removeprefix(".") for name in params_and_buffers_to_ignore}
         setattr(module, parameters.IGNORE_ATTRIBUTE, params_and_buffers_to_ignore)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -29,13 +29,19 @@ class ReducerNames:
         """Do nothing: minidp prepares in the forward itself."""
 
     def prepare_for_backward(self, outputs: Any) -> None:
-        """Let the next backward of ``outputs`` reduce; raise like a forward."""
+        """Let the next backward, which is of ``outputs``, average gradients.
+
+        Raise, as a forward does, if the last backward failed or did not finish.
+        """
         refuse_forward(self._reducer)
         self._reducer.arm(outputs)
         self._reducer.ledger.note_forward(synchronising=True)
 
     def _rebuild_buckets(self) -> bool:
-        """Rebuild buckets if due (collective); return if so. Raise like a forward."""
+        """Rebuild buckets if due (then a collective); return whether it was due.
+
+        Raise, as a forward does, if the last backward failed or did not finish.
+        """
         refuse_forward(self._reducer)
         is_due = self._reducer.rebuild_policy.is_due
         self._reducer.rebuild_if_due()
@@ -58,7 +64,7 @@ class ReducerNames:
         ]
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        """Start to sum a bucket's buffer over ranks; return a future of the sum."""
+        """Start to sum a bucket's buffer over ranks in place; return its future."""
         buffer = bucket.buffer()
         future = all_reduce(buffer, self._ddp.process_group).get_future()
         return then(future, lambda: buffer)
@@ -74,5 +80,8 @@ class ReducerNames:
         return queue.used_map.last_counts if exchanges else None
 
     def _ddp_graph_static(self) -> bool:
-        """Return whether the same parameters were missing in all backwards so far."""
+        """Return whether all backwards of this rank missed the same parameters so far.
+
+        Always True without ``find_unused_parameters``.
+        """
         return self._reducer.expected.is_steady
