@@ -277,7 +277,7 @@ def _with_first_gradients(
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return two of the values: at most a tenth is below p10, at most one above p90."""
+    """Return (p10, p90), two of the values: at most a tenth lies below, and above."""
     ordered, left_out = sorted(values), (len(values) - 1) // 10
     return ordered[left_out], ordered[-1 - left_out]
 
