@@ -39,7 +39,7 @@ def say_on_stderr(text: str) -> None:
 
 
 def say_progress(text: str) -> None:
-    """Print a line to standard error if that is a terminal, and $RANK 0 or unset."""
+    """Print a line to standard error if it is a terminal, and $RANK is 0 or unset."""
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and sys.stderr is not None and width_of(sys.stderr):
         say_on_stderr(text)
@@ -111,7 +111,7 @@ def run_command(
 
 
 def positive_seconds(text: str) -> float:
-    """Return ``text`` as float, for argparse; raise unless it is > 0 and finite."""
+    """Return ``text`` as float, for argparse; raise if no number, <= 0 or infinite."""
     seconds = float(text)
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"a positive number of seconds, not {text}")
@@ -121,9 +121,9 @@ def positive_seconds(text: str) -> float:
 def parse(
     parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parse ``arguments`` (None: those of ``sys.argv``) as `parse_args` does.
+    """Parse ``arguments`` (None: those of ``sys.argv``) as argparse does.
 
-    That may exit. Help and errors are printed by `_write`: a closed pipe is no error.
+    Exits after --help or a usage error; printing these to a closed pipe raises nothing.
     """
     out, err = io.StringIO(), io.StringIO()
     try:

@@ -251,7 +251,7 @@ def lower_bound(backward: Backward, network: Network) -> float:
 
 
 def capped_groups(backward: Backward, limits: Sequence[int]) -> list[list[int]]:
-    """Fill buckets in ready order by torch's rule (see `fill`); return them for `play`.
+    """Fill buckets in ready order by torch's rule (`fill`); return positions of each.
 
     ``limits``: bytes at which the first, second, ... bucket of each kind is full; the
     last one repeats.
@@ -261,12 +261,12 @@ def capped_groups(backward: Backward, limits: Sequence[int]) -> list[list[int]]:
 
 
 def best_groups(backward: Backward, network: Network) -> list[list[int]]:
-    """Return the layout, for `play`, with the least exposed time.
+    """Return the layout with the least exposed time, as positions per bucket.
 
     Of equals, the fewest buckets. Exact, up to 1e-9 of a step, for one kind of
     parameters. For several kinds an approximation: the better of two layouts that
-    ignore kinds, with each bucket then split by kind. For one of them a bucket costs
-    one latency, for the other one latency per kind.
+    ignore kinds, each bucket of which is then split by kind. The first is the best if
+    a bucket costs one latency, the second if it costs one latency per kind.
     """
     candidates, num_kinds = [], max(1, len(set(backward.kinds)))
     for messages in {1, num_kinds}:  # that one bucket becomes, at least and at most

@@ -157,7 +157,7 @@ class Recording:
     def timelines(self) -> tuple[Timeline, ...]:
         """This rank's timeline alone (waits for the GPU); after `gather` one per rank.
 
-        The latter are as of `gather`: they lack steps recorded later.
+        Gathered timelines lack the steps that were recorded after `gather`.
         """
         return self._gathered or (self._timeline(),)
 

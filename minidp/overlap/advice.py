@@ -26,10 +26,10 @@ class Change(NamedTuple):
 def advise(found: Analysis) -> str:
     """Return advice as text: why there is none, or the first that gains 3 % of a step.
 
-    None for one rank, no reduced bucket, "auto" still trying, too little exposed. Tried
-    in order: balance a late rank, unless a bucket cap gains more; look for varying load
-    if ranks wait in half of what is exposed; `_best_change`, called uncertain if p10
-    and p90 of the steps differ by more than twice its gain.
+    No advice: one rank, no reduced bucket, "auto" still trying, too little exposed.
+    Else in order: balance a late rank, unless a bucket cap gains more; look for varying
+    load if ranks wait in half of what is exposed; `_best_change`, called uncertain if
+    p10 and p90 of the steps differ by more than twice its gain.
     """
     where, one = found.run.ranks[0].where, found.shown.typical
     if where.world_size == 1:
@@ -68,7 +68,7 @@ def advise(found: Analysis) -> str:
 
 
 def _cap_gain(found: Analysis) -> float:
-    """Return what the best cap gains (s/step); 0 after "auto", or without forecast."""
+    """Return seconds per step the best cap gains; 0 if "auto" chose, or no forecast."""
     has_measured = found.run.ranks[0].where.layout_by == AUTO
     forecast = found.forecast
     return 0.0 if has_measured or forecast is None else forecast.best_cap()[1]

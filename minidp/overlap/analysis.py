@@ -83,8 +83,8 @@ def overlap_of(
 ) -> StepOverlap:
     """Split one step of one rank into phases, and each of its buckets into stages.
 
-    ``last_launch``: by bucket number, when (ns) the last rank launched that bucket. A
-    bucket missing there (None: all) has late 0: it is on the wire from its turn on.
+    ``last_launch``: by bucket number, when (ns) the last rank launched that bucket. For
+    a bucket missing there (None: all) late is 0: wire begins where waited ends.
     """
     buckets, free = [], step.backward.begin_ns
     for bucket in step.buckets:
@@ -277,7 +277,7 @@ def _with_first_gradients(
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return (p10, p90), two of the values: at most a tenth lies below, and above."""
+    """Return p10, p90: two of the values; at most a tenth lies below p10, above p90."""
     ordered, left_out = sorted(values), (len(values) - 1) // 10
     return ordered[left_out], ordered[-1 - left_out]
 
@@ -289,7 +289,7 @@ def typical_step(
 
     Arguments: seconds by rank and step. On the reported rank (see `most_exposed`), the
     step's length and exposed time lie between p10 and p90. Of such steps, prefer those
-    in which no other rank is exposed longer; of these, the nearest to all medians.
+    in which no other rank is exposed longer; of these, the one nearest to the medians.
     """
     of_ranks, outside = np.array(exposed), np.zeros(len(exposed[0]), bool)
     shown = int(np.median(of_ranks, axis=1).argmax())

@@ -157,7 +157,7 @@ def _ready_times(timeline: Timeline) -> dict[int, float | None]:
 
 
 def network_of(run: Run, samples: Sequence[tuple[int, float]]) -> Network | None:
-    """Fit latency and bandwidth to ``samples`` (bytes, s); None: no sample, or 1 rank.
+    """Fit a `Network` to ``samples`` (bytes, s); None: no sample, or world size 1.
 
     Buckets of several sizes tell latency from bandwidth, so pass those of all layouts.
     With one size only, latency counts as 0. If recordings of ranks are missing, only

@@ -77,7 +77,7 @@ def _sentences(found: Analysis) -> str:
 def _data(found: Analysis) -> dict[str, Any]:
     """Return what `page.js` draws: of `Run.common`, the typical step and the last ones.
 
-    As many last steps as fit into `ROOM`.
+    As many last steps as fit into 900,000 characters.
     """
     run, shown = found.run, found.shown
     first = run.ranks[0]
@@ -151,8 +151,8 @@ def _rank(one: StepOverlap, origin: int) -> dict[str, Any]:
 def _packed(found: Iterable[Slice], at: int) -> list[int]:
     """Return one list of kind, length (ns), kind, ... for slices that follow ``at``.
 
-    ``at``: ns. Kinds are indices in `KINDS`; a gap before a slice has the kind `GAP`,
-    and a negative length if the slice begins before the end of the one before (``at``).
+    ``at``: ns. Kinds are indices in `KINDS`. Where a slice does not begin at the end of
+    the one before (at first: ``at``), a `GAP` precedes it; its length may be negative.
     """
     numbers = []
     for each in found:

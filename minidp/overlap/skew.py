@@ -97,7 +97,7 @@ def aligned(timelines: Sequence[Timeline]) -> Run:
 
     A rank of unknown offset (other host, no collective in common) keeps its own clock.
     Raises ValueError if ranks repeat, world sizes or parameters differ, or all-reduces
-    shared with the lowest rank lie over 0.1 s (and the clock error) apart: two runs.
+    shared with the lowest rank lie over 0.1 s and the clock error apart in time.
     """
     ordered = sorted(timelines, key=lambda timeline: timeline.where.rank)
     first, ranks = ordered[0], [timeline.where.rank for timeline in ordered]
@@ -162,10 +162,10 @@ def _rounds(first: Timeline, other: Timeline) -> list[tuple[Round, Round]]:
 
 @dataclass(frozen=True)
 class Skew:
-    """Hold how many seconds after the median of the other ranks each rank is at places.
+    """Hold each rank's lateness at places: seconds after the median of the other ranks.
 
     Places: the begin of its first forward and of its backward, and each launch of a
-    bucket. Negative: it is earlier than the median of the other ranks.
+    bucket. Negative: the rank is earlier than that median.
     """
 
     late: Mapping[Place, Mapping[int, float]]  # median over steps; in order of time

@@ -110,7 +110,7 @@ class HookTiming:
         self._timed = {hook: _timed(hook, clock, self._stamps) for hook in plain}
 
     def switch(self, *, on: bool) -> None:
-        """Start or stop recording hook times, if not yet; do not call in a backward."""
+        """Start or stop recording hook times; do not call during a backward."""
         if on is self.is_on:
             return
         self.is_on, table = on, self._hooks.table
@@ -125,7 +125,7 @@ class HookTiming:
         self._stamps[i] = self._clock()
 
     def take(self) -> list[Any]:
-        """Return and clear hook times, by parameter; None: it has not run since."""
+        """Return and clear hook times by parameter; None: not run since last cleared."""
         if self._is_in_cpp:
             stamps = cast("Any", self._hooks.table).take_stamps()
             return [stamp or None for stamp in stamps]

@@ -147,7 +147,7 @@ def _verdict(found: Analysis) -> list[str]:
 
 
 def _cause(bucket: BucketOverlap, backward_s: float, clock_error_s: float) -> str:
-    """Return text: what a bucket's exposed time is, when it was full, how it waited.
+    """Describe a bucket's exposed time, when it was full, and how long it then waited.
 
     Waiting for slow ranks and transfer are not told apart if the clocks' error exceeds
     half of their sum.
