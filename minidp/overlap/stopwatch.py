@@ -125,7 +125,7 @@ class HookTiming:
         self._stamps[i] = self._clock()
 
     def take(self) -> list[Any]:
-        """Return and clear hook times by parameter; None: not run since last cleared."""
+        """Return and clear hook times by parameter; None: has not run since."""
         if self._is_in_cpp:
             stamps = cast("Any", self._hooks.table).take_stamps()
             return [stamp or None for stamp in stamps]
