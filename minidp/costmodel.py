@@ -84,7 +84,10 @@ def messages_of(
 
 
 def _shares(together: Sequence[int], time: float) -> Iterator[tuple[int, float]]:
-    """Yield (bytes, part of ``time``) per message, by size; nothing if a size is 0."""
+    """Yield (bytes, part of ``time`` by size) per message; nothing if a size is 0.
+
+    Nothing either if ``time`` is not positive.
+    """
     if time > 0 and all(together):
         for nbytes in together:
             yield nbytes, time * nbytes / sum(together)
@@ -152,7 +155,10 @@ def _fit_line(x: Any, y: Any, weights: Any) -> Network:
 
 @dataclass(frozen=True)
 class Backward:
-    """Describe one backward: when each gradient became ready, in ready order."""
+    """Hold when each gradient of one backward became ready, its bytes and its kind.
+
+    All by position in the ready order.
+    """
 
     ready_s: tuple[float, ...]  # since the backward began, ascending, at most `end_s`
     nbytes: tuple[int, ...]
@@ -166,7 +172,7 @@ class Backward:
         return [[position[i] for i in members] for members in buckets]
 
     def kind(self, position: int) -> int:
-        """Return the kind (dtype, device) of the gradient at ``position``, a number."""
+        """Return the kind of the gradient at ``position``; 0 if `kinds` is empty."""
         return self.kinds[position] if self.kinds else 0
 
 
@@ -180,8 +186,8 @@ def in_ready_order(
 
     All by parameter index: ``ready_s``, seconds since the backward began, cut to 0 ..
     ``end_s`` (None: unknown, sorted last); ``kinds``, what all gradients of a bucket
-    share, and True for a sparse one, which is alone in its bucket. Of equal times, the
-    last parameter comes first.
+    share, and True for a sparse one, which is alone in its bucket. The result has only
+    the keys of ``ready_s``. Of equal times, the last parameter comes first.
     """
     times = {i: math.inf if time is None else time for i, time in ready_s.items()}
     order = sorted(times, key=lambda i: (times[i], -i))
@@ -219,7 +225,8 @@ def play(
 ) -> Schedule:
     """Predict when each bucket of a layout is sent and done, on ``network``.
 
-    ``groups``: buckets in launch order, as positions in the ready order.
+    ``groups``: buckets in launch order, as positions in the ready order. Each is sent
+    when its last gradient is ready and the bucket before is done.
     """
     buckets, done_s = [], 0.0
     for group in groups:
@@ -244,7 +251,7 @@ def lower_bound(backward: Backward, network: Network) -> float:
 
 
 def capped_groups(backward: Backward, limits: Sequence[int]) -> list[list[int]]:
-    """Fill buckets in ready order by torch's rule (see `fill`); return them for `play`.
+    """Fill buckets in ready order by torch's rule (`fill`); return positions of each.
 
     ``limits``: bytes at which the first, second, ... bucket of each kind is full; the
     last one repeats.
@@ -254,11 +261,12 @@ def capped_groups(backward: Backward, limits: Sequence[int]) -> list[list[int]]:
 
 
 def best_groups(backward: Backward, network: Network) -> list[list[int]]:
-    """Return the layout, for `play`, with the least exposed time.
+    """Return the layout with the least exposed time, as positions per bucket.
 
     Of equals, the fewest buckets. Exact, up to 1e-9 of a step, for one kind of
-    parameters. For several, close: the better of two layouts of all kinds together,
-    each bucket then split by kind, one of which counts a message for each kind.
+    parameters. For several kinds an approximation: the better of two layouts that
+    ignore kinds, each bucket of which is then split by kind. The first is the best if
+    a bucket costs one latency, the second if it costs one latency per kind.
     """
     candidates, num_kinds = [], max(1, len(set(backward.kinds)))
     for messages in {1, num_kinds}:  # that one bucket becomes, at least and at most
@@ -283,7 +291,8 @@ def _by_kind(backward: Backward, group: Iterable[int]) -> list[list[int]]:
 def _best_mixed(backward: Backward, network: Network) -> list[list[int]]:
     """Split all positions, in ready order, into the buckets that are done earliest.
 
-    Ignores kinds. Bisects the time at which all are done, see `_cuts_in_time`.
+    Ignores kinds; [] for no gradient. Bisects, to a relative 1e-9, the time at which
+    the last bucket is done; see `_cuts_in_time`.
     """
     count, sums = len(backward.ready_s), [0, *accumulate(backward.nbytes)]
     if count == 0:
@@ -307,7 +316,7 @@ def _cuts_in_time(
     """Return cuts into buckets that are all done by ``done_s``; None if there are none.
 
     Cuts are positions, ascending, from 0 to the number of gradients; ``sums``: bytes
-    before each. From the last bucket to the first, each is as large as the time allows:
+    before each cut. Chooses the last bucket first, each as large as the time allows:
     a gradient that is sent late, but in time, leaves more time to earlier buckets.
     """
     cuts = [len(backward.ready_s)]

@@ -102,7 +102,8 @@ class Recording:
     """Hold recorded steps: `record` makes it, its ``with`` block fills it.
 
     After the block it holds times, names and the process group, and keeps neither model
-    nor gradients alive. Parameters are timed in one of four steps (on CUDA: of eight).
+    nor gradients alive. When each gradient came is timed in one of four steps (if all
+    parameters are on one GPU: of eight), the times of buckets in all.
     """
 
     def __init__(self, model: DataParallel, keep: int) -> None:
@@ -126,7 +127,10 @@ class Recording:
         self._where = where_of(reducer)
 
     def __enter__(self) -> Recording:
-        """Start recording; RuntimeError if another block does, or this one is over."""
+        """Record from the next forward on; return this object.
+
+        Raises RuntimeError if a block records this model already, or this one is over.
+        """
         if self._reducer is None:
             raise RuntimeError(
                 "This recording is over and no longer holds its model: call "
@@ -151,13 +155,16 @@ class Recording:
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
-        """Return this rank's timeline alone, or after `gather` one per rank."""
+        """This rank's timeline alone (waits for the GPU); after `gather` one per rank.
+
+        Gathered timelines lack the steps that were recorded after `gather`.
+        """
         return self._gathered or (self._timeline(),)
 
     def _timeline(self, clock: ClockOffset | None = None) -> Timeline:
-        """Return this rank's kept steps, on its own clock; wait for the device.
+        """Return this rank's kept steps, on its own clock; wait for a timed GPU.
 
-        The offset ``clock`` is only stored with them.
+        ``clock``, the offset to rank 0's clock, is only stored in the result.
         """
         steps, layouts = self._stopwatch.steps()
         num_dropped = self._stopwatch.num_ended - len(steps)
@@ -171,8 +178,8 @@ class Recording:
         A collective: all ranks of the model's process group call it, outside of a
         backward. Afterwards reports and exports cover all ranks. Returns this object.
         Raises CollectiveError, and keeps this rank's steps, if a rank does not call it
-        within the model's ``hang_timeout``.
-        Raises ValueError with `minidp.torchft`: replicas have no group for this.
+        within the model's ``hang_timeout``, or the exchange fails. Raises ValueError at
+        once with `minidp.torchft`: replicas have no group for this.
         """
         self._timeline()  # raises what the device reports
         if self._where.world_size > self._group.size():
@@ -198,7 +205,7 @@ class Recording:
         return self
 
     def _of_all_ranks(self) -> tuple[Timeline, ...]:
-        """Collective: compare clocks by 20 barriers; return each rank's timeline."""
+        """Collective: compare clocks by 20 barriers; return every rank's timeline."""
         group, device = self._group, exchange_device(self._group, self._device)
         mine = []
         for _ in range(ROUNDS):

@@ -24,12 +24,12 @@ class Change(NamedTuple):
 
 
 def advise(found: Analysis) -> str:
-    """Return advice as text: the first of these that gains at least 3 % of a step.
+    """Return advice as text: why there is none, or the first that gains 3 % of a step.
 
-    Balance a late rank, unless a bucket cap gains more; look for varying load, if ranks
-    wait for each other in half of what is exposed; the change of `_best_change`. Else
-    the text says why not: one rank, no reduced bucket, "auto" still trying, little
-    exposed. A gain is called uncertain if steps differ by more than twice of it.
+    No advice: one rank, no reduced bucket, "auto" still trying, too little exposed.
+    Else in order: balance a late rank, unless a bucket cap gains more; look for varying
+    load if ranks wait in half of what is exposed; `_best_change`, called uncertain if
+    p10 and p90 of the steps differ by more than twice its gain.
     """
     where, one = found.run.ranks[0].where, found.shown.typical
     if where.world_size == 1:
@@ -68,17 +68,17 @@ def advise(found: Analysis) -> str:
 
 
 def _cap_gain(found: Analysis) -> float:
-    """Return seconds per step gained by the best cap; 0 if "auto" chose, or unknown."""
+    """Return seconds per step the best cap gains; 0 if "auto" chose, or no forecast."""
     has_measured = found.run.ranks[0].where.layout_by == AUTO
     forecast = found.forecast
     return 0.0 if has_measured or forecast is None else forecast.best_cap()[1]
 
 
 def _best_change(found: Analysis) -> Change:
-    """Return the change that helps most: bucket cap, fp16 compression, more per step.
+    """Return the change to advise: a bucket cap, fp16 compression, or more per step.
 
-    The cap if it gains 3 % of a step, and half of what compression gains; compression
-    if it gains 3 %; else more backwards or larger batches per step, whatever it gains.
+    The cap if it gains 3 % of a step, and at least half of what compression gains; else
+    compression if it gains 3 %; else `_accumulation`, whatever that gains.
     """
     timelines, forecast = found.run.ranks, found.forecast
     step_s = found.shown.typical.seconds
@@ -109,7 +109,7 @@ def _best_change(found: Analysis) -> Change:
 
 
 def _is_compressible(found: Analysis) -> bool:
-    """Return whether fp16 may help: float32, no comm hook, a bucket of over 64 KiB."""
+    """Return whether fp16 may help: all float32, no comm hook, a bucket over 64 KiB."""
     first = found.run.ranks[0]
     is_wide = all(param.kind.startswith(COMPRESSIBLE) for param in first.params)
     largest = max(bucket.nbytes for bucket in found.shown.typical.buckets)
@@ -118,7 +118,10 @@ def _is_compressible(found: Analysis) -> bool:
 
 
 def _accumulation(found: Analysis) -> Change:
-    """Return the change "do more per step"; gain: half of what is exposed."""
+    """Return the change "larger batches, or more backwards under no_sync() per step".
+
+    Its gain is half of what is exposed; the text says why no layout is advised.
+    """
     one, why = found.shown.typical, "no bucket size would change that"
     if found.forecast is None:
         why = "the clocks of the hosts do not tell waiting from transfer"
@@ -136,8 +139,9 @@ def _accumulation(found: Analysis) -> Change:
 def straggler(found: Analysis) -> Change:
     """Return the change "balance the load" for the rank latest at the last bucket.
 
-    The advice says where most of its lateness arises. Gain 0 unless it is late in three
-    of four steps by more than the clocks' error and half of its median lateness.
+    The advice says where most of that rank's lateness arises. Gain 0 and advice "" if
+    there is no skew, or if in over a quarter of the steps the rank's lateness is within
+    the clocks' error, or half of its median.
     """
     skew, one = found.skew, found.shown.typical
     if skew is None:
@@ -169,8 +173,8 @@ def straggler(found: Analysis) -> Change:
 def layers_of(timeline: Timeline, members: Sequence[int]) -> str:
     """Return "A to B", the modules of the first and the last of parameters ``members``.
 
-    "A" if they are equal. A module that is the root, or whose name is a number, gives
-    the parameter's name.
+    First and last by index; "A" if they are equal. Instead of the root module, or of
+    one whose whole name is a number, the parameter is named.
     """
     names = []
     for param in (timeline.params[i].name for i in (min(members), max(members))):

@@ -33,8 +33,9 @@ Spread = tuple[float, float]  # p10, p90 over steps
 class BucketOverlap:
     """Hold the seconds of one bucket's stages, in one step of one rank.
 
-    Waited (for its turn), late (waiting for slower ranks), wire (bytes move). Hidden
-    and exposed are late + wire: while this rank computes, and while it does not.
+    Stages: waited (for its turn), late (waiting for slower ranks), wire (bytes move).
+    Late + wire is split once more: hidden, while this rank runs its backward or an
+    optimizer step, and exposed, the rest.
     """
 
     number: int  # in launch order
@@ -57,7 +58,8 @@ class BucketOverlap:
 class StepOverlap:
     """Hold one rank's step: its seconds split into phases, and its buckets.
 
-    `hidden_s` and `late_s` are no phases of their own, but parts of others.
+    `hidden_s` and `late_s` are no phases: hidden time lies in the backward or in
+    optimizer steps, late time in hidden and exposed.
     """
 
     seconds: float  # from the first forward to the next step's first forward
@@ -81,8 +83,8 @@ def overlap_of(
 ) -> StepOverlap:
     """Split one step of one rank into phases, and each of its buckets into stages.
 
-    ``last_launch``: by bucket number, when (ns) the last rank launched it. A bucket
-    that it lacks has no late stage: all its time counts as wire.
+    ``last_launch``: by bucket number, when (ns) the last rank launched that bucket. For
+    a bucket missing there (None: all) late is 0: wire begins where waited ends.
     """
     buckets, free = [], step.backward.begin_ns
     for bucket in step.buckets:
@@ -148,7 +150,7 @@ def _bucket(
 def pieces(spans: Sequence[Span], begin: int, end: int) -> list[tuple[int, int, bool]]:
     """Cut an interval into (begin ns, end ns, True if inside some span), in order.
 
-    Spans may overlap, in any order; no piece is empty.
+    Spans may overlap, come in any order, and reach outside; no piece is empty.
     """
     found, at = [], begin
     for span in sorted(spans, key=lambda span: span.begin_ns):
@@ -175,7 +177,10 @@ class Slice(NamedTuple):
 
 
 def slices(found: StepOverlap) -> Iterator[Slice]:
-    """Yield one rank's step as slices: its phases, then each bucket's stages."""
+    """Yield one rank's step as slices: its phases, then each bucket's stages.
+
+    Stages of no length are left out; the wire is cut into hidden and exposed parts.
+    """
     step = found.step
     for row, name, spans in (
         ("forward", "local forward", step.local_forwards),
@@ -209,7 +214,7 @@ def slices(found: StepOverlap) -> Iterator[Slice]:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Hold one rank's typical step, and p10 and p90 of step and exposed seconds.
+    """Hold one rank's typical step, and how step and exposed seconds vary over steps.
 
     The steps are those that all ranks recorded with the last step's bucket layout;
     `typical_step` picks the same one of them for all ranks.
@@ -218,7 +223,7 @@ class Overlap:
     rank: int
     num_steps: int
     typical: StepOverlap
-    spread_s: Spread  # of the steps' seconds
+    spread_s: Spread  # p10, p90 of the steps' seconds
     exposed_spread_s: Spread
     usually_exposed_s: float  # median over steps
 
@@ -255,10 +260,10 @@ def most_exposed(overlaps: Sequence[Overlap]) -> Overlap:
 def _with_first_gradients(
     typical: StepOverlap, steps: Sequence[StepOverlap]
 ) -> StepOverlap:
-    """Return ``typical`` with every bucket's `first_s` estimated from all steps.
+    """Return a copy of ``typical`` with `first_s` of its buckets estimated from steps.
 
-    It is `full_s` times the median of first / full over the ``steps`` that timed
-    gradients, as steps differ in length; None if none timed them.
+    `first_s` becomes the bucket's `full_s` times the median of first / full over the
+    ``steps`` that timed its gradients, as steps differ in length; None if none did.
     """
     numbered = [{bucket.number: bucket for bucket in one.buckets} for one in steps]
     buckets = []
@@ -272,7 +277,7 @@ def _with_first_gradients(
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Return p10 and p90 as two of the values: at most a tenth lies below, or above."""
+    """Return p10, p90: two of the values; at most a tenth lies below p10, above p90."""
     ordered, left_out = sorted(values), (len(values) - 1) // 10
     return ordered[left_out], ordered[-1 - left_out]
 
@@ -282,9 +287,9 @@ def typical_step(
 ) -> int:
     """Return the index of the step to report, the same on all ranks.
 
-    Arguments: seconds by rank and step. On the reported rank (`most_exposed`), length
-    and exposed time lie within the reported p10 and p90. Of such steps, prefer one in
-    which no other rank is exposed longer; then the one nearest to all ranks' medians.
+    Arguments: seconds by rank and step. On the reported rank (see `most_exposed`), the
+    step's length and exposed time lie between p10 and p90. Of such steps, prefer those
+    in which no other rank is exposed longer; of these, the one nearest to the medians.
     """
     of_ranks, outside = np.array(exposed), np.zeros(len(exposed[0]), bool)
     shown = int(np.median(of_ranks, axis=1).argmax())
@@ -298,7 +303,10 @@ def typical_step(
 
 
 def to_show(buckets: Sequence[BucketOverlap], most: int) -> set[int]:
-    """Return the numbers of at most ``most`` buckets: first, last, the most exposed."""
+    """Return numbers of ``most`` buckets: first, last, the most exposed between them.
+
+    All numbers if there are fewer buckets.
+    """
     ends = {bucket.number for bucket in (*buckets[:1], *buckets[-1:])}
     middle = sorted(buckets[1:-1], key=lambda bucket: -bucket.exposed_s)
     return ends | {bucket.number for bucket in middle[: most - len(ends)]}

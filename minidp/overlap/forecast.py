@@ -49,7 +49,8 @@ class Forecast:
     def gain(self, backward: Backward, groups: Sequence[Sequence[int]]) -> float:
         """Predict the seconds per step that a layout saves (negative: loses).
 
-        At most `exposed_s`. ``groups``: its buckets, as positions in ``backward``.
+        At most `exposed_s`. ``groups``: the layout's buckets in launch order, as
+        positions in ``backward``, which may have other bytes than the recorded one.
         """
         now = play(self.backward, self.groups, self.network).exposed_s
         then = play(backward, groups, self.network).exposed_s
@@ -59,7 +60,7 @@ class Forecast:
         """Return the best bucket cap (MiB) of `CAPS_MB`, and its gain in s per step.
 
         That is the largest within 1 % of a step of the best gain, as each bucket costs
-        time that the model does not know; of caps that give one bucket, the smallest.
+        time that the model does not know; of caps that hold all bytes, the smallest.
         """
         now = self.backward
         groups = {cap: capped_groups(now, [int(cap * MIB)]) for cap in CAPS_MB}
@@ -71,7 +72,7 @@ class Forecast:
         return min(cap, enough), gains[cap]
 
     def gain_of_half(self) -> float:
-        """Predict the seconds per step that sending half the bytes saves."""
+        """Predict the seconds per step that half the bytes in the same buckets save."""
         half = tuple(nbytes // 2 for nbytes in self.backward.nbytes)
         return self.gain(replace(self.backward, nbytes=half), self.groups)
 
@@ -90,7 +91,7 @@ class Analysis:
 def analyse(run: Run) -> Analysis | None:
     """Return the `Analysis` of a run; None if no step was recorded by all its ranks.
 
-    Overlap and skew are those of such steps; the forecast uses other steps, too.
+    Overlap and skew come from `Run.common`, the forecast also from other steps.
     """
     overlaps = overlaps_of(run)
     if not overlaps:
@@ -100,7 +101,10 @@ def analyse(run: Run) -> Analysis | None:
 
 
 def forecast_of(run: Run, overlap: Overlap) -> Forecast | None:
-    """Return one rank's forecast; None: the run has 1 rank, or no message was timed."""
+    """Return the forecast for ``overlap``'s typical step.
+
+    None if the world has one rank, or `samples_of` finds no message.
+    """
     samples = samples_of(run)
     network = network_of(run, samples)
     if network is None:
@@ -117,9 +121,10 @@ def forecast_of(run: Run, overlap: Overlap) -> Forecast | None:
 
 
 def backward_of(timeline: Timeline) -> Backward:
-    """Return a backward of median times.
+    """Return one rank's `Backward` of median times over steps.
 
     Gradients: see `_ready_times`. Its end: of the steps with the last step's layout.
+    Needs a step.
     """
     last = timeline.steps[-1].layout
     end_s = median(s.backward.seconds for s in timeline.steps if s.layout == last)
@@ -132,7 +137,8 @@ def backward_of(timeline: Timeline) -> Backward:
 def _ready_times(timeline: Timeline) -> dict[int, float | None]:
     """Return each parameter's median seconds from the backward's begin to its gradient.
 
-    If its grad hook was never timed, until its bucket was full; None if that never was.
+    If its grad hook was never timed, until its bucket was full; None if no recorded
+    step reduced a bucket with it.
     """
     hooks: list[list[float]] = [[] for _ in timeline.params]
     buckets: list[list[float]] = [[] for _ in timeline.params]
@@ -151,9 +157,9 @@ def _ready_times(timeline: Timeline) -> dict[int, float | None]:
 
 
 def network_of(run: Run, samples: Sequence[tuple[int, float]]) -> Network | None:
-    """Fit latency and bandwidth to ``samples``; None without any, or in a run of one.
+    """Fit a `Network` to ``samples`` (bytes, s); None: no sample, or world size 1.
 
-    Buckets of several sizes tell latency from bandwidth, so all recorded layouts count.
+    Buckets of several sizes tell latency from bandwidth, so pass those of all layouts.
     With one size only, latency counts as 0. If recordings of ranks are missing, only
     the faster half of the times per size counts: the rest waited for missing ranks.
     """
@@ -172,7 +178,10 @@ def network_of(run: Run, samples: Sequence[tuple[int, float]]) -> Network | None
 
 
 def samples_of(run: Run) -> list[tuple[int, float]]:
-    """Return (bytes, seconds) of the first rank's messages, but not of sparse ones."""
+    """Return (bytes, seconds on the wire) of messages in all steps of the first rank.
+
+    Leaves out those of sparse gradients; see `messages_of`.
+    """
     first, found = run.ranks[0], []
     for step in first.steps:
         buckets = overlap_of(first, step, run.launches.get(step.number)).buckets

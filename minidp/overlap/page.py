@@ -34,8 +34,8 @@ TOTALS = ("seconds", "hidden_s", "late_s", *PHASES.values())
 def html_page(timelines: Sequence[Timeline]) -> str:
     """Return an HTML page with the report, the steps of all ranks, and predictions.
 
-    It holds the report's message alone if the ranks recorded no step in common. Raises
-    ValueError if the recordings are not those of different ranks of one run.
+    If the ranks recorded no step in common, the page has the report's text but nothing
+    to draw. Raises ValueError if the recordings are not of different ranks of one run.
     """
     run = aligned(timelines)
     found = analyse(run)
@@ -61,7 +61,10 @@ def _file(name: str) -> str:
 
 
 def _sentences(found: Analysis) -> str:
-    """Return the report's first lines as paragraphs, their first words emphasised."""
+    """Return `headline` as HTML paragraphs: its first item, what was recorded, is last.
+
+    Of each other line, the words up to the first "?" or ":" are emphasised.
+    """
     where, *answers = headline(found)
     paragraphs = []
     for line in answers:
@@ -72,7 +75,10 @@ def _sentences(found: Analysis) -> str:
 
 
 def _data(found: Analysis) -> dict[str, Any]:
-    """Return what `page.js` draws: as many last steps as fit, and the typical one."""
+    """Return what `page.js` draws: of `Run.common`, the typical step and the last ones.
+
+    As many last steps as fit into 900,000 characters.
+    """
     run, shown = found.run, found.shown
     first = run.ranks[0]
     numbers = [steps[0].number for steps in run.common]
@@ -112,7 +118,7 @@ def _json(data: Any) -> str:
 def _step(run: Run, number: int) -> dict[str, Any]:
     """Return one step of all ranks, in ns after its begin on the earliest rank.
 
-    A rank whose clock is unknown begins at its own 0.
+    ``number``: its index in `Run.common`. A rank of unknown clock begins at its own 0.
     """
     steps = run.common[number]
     pairs = list(zip(steps, run.clocks, strict=True))
@@ -145,7 +151,8 @@ def _rank(one: StepOverlap, origin: int) -> dict[str, Any]:
 def _packed(found: Iterable[Slice], at: int) -> list[int]:
     """Return one list of kind, length (ns), kind, ... for slices that follow ``at``.
 
-    A gap between slices has the kind `GAP`.
+    ``at``: ns. Kinds are indices in `KINDS`. Where a slice does not begin at the end of
+    the one before (at first: ``at``), a `GAP` precedes it; its length may be negative.
     """
     numbers = []
     for each in found:

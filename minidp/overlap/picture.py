@@ -42,11 +42,11 @@ _TRACKS = ("forward", "backward", "optimizer")
 
 
 def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
-    """Draw the typical step of the rank that waits most, as in the report, to a file.
+    """Draw the typical step of the rank with most exposed time to an image file.
 
     A row for what the rank computes, and one for each of up to 60 buckets. Raises
-    ModuleNotFoundError without matplotlib; ValueError if no bucket was reduced in a
-    step of all ranks, or the recordings are not of different ranks of one run.
+    ModuleNotFoundError without matplotlib; ValueError if no step is common to all
+    ranks, it reduced nothing, or the recordings are not of different ranks of one run.
     """
     overlaps = overlaps_of(aligned(timelines))
     if not overlaps or not overlaps[0].typical.buckets:
@@ -103,7 +103,7 @@ def _matplotlib(part: str) -> Any:
 
 
 def chrome_trace(timelines: Sequence[Timeline]) -> str:
-    """Return a trace of all steps as JSON text, in microseconds from the first event.
+    """Return a trace of each rank's steps as JSON text, in us from the first forward.
 
     A process per rank holds tracks for forward, backward, optimizer and each bucket.
     Raises ValueError if the recordings are not of different ranks of one run.

@@ -30,7 +30,10 @@ FORWARD, BACKWARD = -2, -1
 
 
 def compare_clocks(zero: Sequence[Round], other: Sequence[Round]) -> ClockOffset:
-    """Return how far ``other``'s clock is ahead of ``zero``'s, from common barriers."""
+    """Return how far ``other``'s clock is ahead of ``zero``'s, with the error.
+
+    Arguments: one round for each common barrier, in order, at least one.
+    """
     pairs = list(zip(zero, other, strict=True))
     least = max(theirs[0] - ours[1] for ours, theirs in pairs)
     most = min(theirs[1] - ours[0] for ours, theirs in pairs)
@@ -53,14 +56,14 @@ class Run:
 
     @cached_property
     def common(self) -> list[tuple[Step, ...]]:
-        """Steps that all ranks recorded with the last step's layout; tuples by rank."""
+        """The `common_steps` of all ranks, each a tuple by rank."""
         return common_steps(self.ranks)
 
     @cached_property
     def launches(self) -> Mapping[int, Mapping[int, int]]:
         """When (ns) the last rank launched a bucket, by number of step and of bucket.
 
-        Of the steps that all ranks recorded, whatever their layout.
+        Holds the steps that all ranks recorded, whatever their layout.
         """
         found: dict[int, dict[int, int]] = {}
         for steps in _of_all(self.ranks):
@@ -81,7 +84,7 @@ def _of_all(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
 def common_steps(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
     """Return the steps that all timelines hold: per step number, a tuple by rank.
 
-    Only steps with the bucket layout of the last of them.
+    Leaves out steps whose bucket layout is not that of the last such step.
     """
     together = _of_all(timelines)
     layouts = [timelines[0].layouts[steps[0].layout] for steps in together]
@@ -90,11 +93,11 @@ def common_steps(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
 
 
 def aligned(timelines: Sequence[Timeline]) -> Run:
-    """Return recordings sorted by rank and moved to the first one's clock.
+    """Return recordings sorted by rank, with times moved to the lowest rank's clock.
 
-    Where its offset is unknown (other host, no collective in common), a rank keeps its
-    own clock. Raises ValueError if ranks repeat, world sizes or parameters differ, or
-    all-reduces that two ranks share lie apart in time: these are not of one run.
+    A rank of unknown offset (other host, no collective in common) keeps its own clock.
+    Raises ValueError if ranks repeat, world sizes or parameters differ, or all-reduces
+    shared with the lowest rank lie over 0.1 s and the clock error apart in time.
     """
     ordered = sorted(timelines, key=lambda timeline: timeline.where.rank)
     first, ranks = ordered[0], [timeline.where.rank for timeline in ordered]
@@ -144,7 +147,7 @@ def _clock(first: Timeline, other: Timeline) -> ClockOffset | None:
 
 
 def _rounds(first: Timeline, other: Timeline) -> list[tuple[Round, Round]]:
-    """Return (launch, end) in ns on both ranks, of each bucket that both recorded."""
+    """Return both ranks' (launch, end) in ns per bucket of their `common_steps`."""
     return [
         ((ours.launched_ns, ours.done_ns), (theirs.launched_ns, theirs.done_ns))
         for one, two in common_steps((first, other))
@@ -159,9 +162,10 @@ def _rounds(first: Timeline, other: Timeline) -> list[tuple[Round, Round]]:
 
 @dataclass(frozen=True)
 class Skew:
-    """Hold how many seconds after the median of the others each rank comes to places.
+    """Hold each rank's lateness at places: seconds after the median of the other ranks.
 
-    Places: its forward, its backward, each launch of a bucket. Negative: earlier.
+    Places: the begin of its first forward and of its backward, and each launch of a
+    bucket. Negative: the rank is earlier than that median.
     """
 
     late: Mapping[Place, Mapping[int, float]]  # median over steps; in order of time
@@ -174,9 +178,9 @@ class Skew:
         return max(by_rank, key=lambda rank: by_rank[rank])
 
     def grows_at(self, rank: int) -> tuple[Place, float]:
-        """Return the place where a rank falls behind most, and by how many seconds.
+        """Return the place where a rank's lateness grows most, and by how many seconds.
 
-        Since the place before, by medians; the first place (FORWARD) counts from 0.
+        Growth: its lateness there minus that at the place before (at FORWARD: minus 0).
         """
         growth, before = {}, 0.0
         for place, by_rank in self.late.items():
@@ -186,7 +190,10 @@ class Skew:
 
 
 def skew_of(run: Run) -> Skew | None:
-    """Return how late ranks are; None for one rank, an unknown clock, or no buckets."""
+    """Return how late ranks are in `Run.common`, by medians over its steps.
+
+    None for one rank, an unknown clock offset, no common step, or no common bucket.
+    """
     if len(run.ranks) < 2 or run.error_s is None:
         return None
     found: dict[Place, list[list[int]]] = {}  # per place and step, ns by rank
@@ -214,7 +221,10 @@ def _arrivals(step: Step) -> dict[Place, int]:
 
 
 def _behind(rows: Sequence[Sequence[int]]) -> NDArray[np.float64]:
-    """Return seconds after the median of the others; ``rows``: ns by step and rank."""
+    """Return how many seconds each rank comes after the median of the other ranks.
+
+    ``rows`` (ns) and the result: by step and rank. Needs two ranks or more.
+    """
     times = np.array(rows) - np.array(rows)[:, :1]
     columns = range(times.shape[1])
     others = [np.median(np.delete(times, n, axis=1), axis=1) for n in columns]

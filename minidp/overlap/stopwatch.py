@@ -59,9 +59,9 @@ class Clock:
 class CudaClock(Clock):
     """Time one CUDA device by events on the current stream, in ns of the CPU clock.
 
-    In a grad hook that stream wrote the gradient; in a future's callback it is ordered
-    after the collective. `read` does not wait; `settle` waits for the device; `resolve`
-    converts. Not yet run on a GPU.
+    In a grad hook the current stream wrote the gradient; in a future's callback that
+    stream is ordered after the collective. `read` does not wait; the constructor and
+    `settle` wait for the device. Not yet run on a GPU.
     """
 
     params_every = 8  # an event per parameter costs more than a clock read
@@ -83,14 +83,17 @@ class CudaClock(Clock):
         torch.cuda.synchronize(self._device)
 
     def resolve(self, mark: Mark, anchor: Mark) -> int:
-        """Convert an event to CPU clock ns; a near event ``anchor`` limits rounding."""
+        """Convert an event to ns of the CPU clock; call `settle` first.
+
+        ``anchor``: an event near it, because long intervals between events are rounded.
+        """
         until_anchor: float = self._origin.elapsed_time(anchor)
         from_anchor: float = anchor.elapsed_time(mark)
         return self._origin_ns + round(until_anchor * 1e6) + round(from_anchor * 1e6)
 
 
 class HookTiming:
-    """Record when each grad hook of ``hooks`` runs, while switched on.
+    """Record when each grad hook of ``hooks`` runs, while switched on (at first: off).
 
     `switch` swaps Python hooks on the nodes for ones that read ``clock`` first, and
     back. C++ hooks read ``time.perf_counter_ns`` without Python; for any other
@@ -122,7 +125,7 @@ class HookTiming:
         self._stamps[i] = self._clock()
 
     def take(self) -> list[Any]:
-        """Return and clear each parameter's last time; None if its hook did not run."""
+        """Return and clear hook times by parameter; None: has not run since."""
         if self._is_in_cpp:
             stamps = cast("Any", self._hooks.table).take_stamps()
             return [stamp or None for stamp in stamps]
@@ -131,7 +134,7 @@ class HookTiming:
 
 
 def _timed(hook: GradHook, clock: Callable[[], Any], stamps: list[Any]) -> GradHook:
-    """Return ``hook`` with a clock read before it, stored in ``stamps``."""
+    """Return a hook that sets ``stamps[i]`` to ``clock()``, then calls ``hook``."""
 
     @untraced
     def grad_hook(i: int, grad_inputs: Any, grad_outputs: Any) -> None:
@@ -160,11 +163,11 @@ class StepMarks:
 
 
 class Stopwatch:
-    """Record a reducer's last ``keep`` steps, from `start` to `stop`.
+    """Record a reducer's steps between `start` and `stop`; keep the last ``keep``.
 
-    In the steps ``timed_steps``, counted from 0, each gradient is timed, too; None: in
-    one of `Clock.params_every`. ``clock`` None: a `CudaClock` if all parameters are on
-    one GPU, else a `Clock`.
+    Keeps only steps whose buckets were reduced. In the steps ``timed_steps`` (counted
+    from 0 at `start`; None: one in `Clock.params_every`), each gradient is timed, too.
+    ``clock`` None: a `CudaClock` if all parameters are on one GPU, else a `Clock`.
     """
 
     def __init__(
@@ -187,14 +190,14 @@ class Stopwatch:
         self._num_begun = 0
 
     def start(self) -> None:
-        """Start recording with the next step; call this once."""
+        """Record from the next forward on; call this once."""
         self._timing = HookTiming(self._hooks, self._clock.read)
         self._queue.tracer.add(self)
 
     def stop(self) -> None:
-        """Stop recording for good; the step under way is kept if it was reduced.
+        """Stop recording for good; keep the step under way if its buckets are reduced.
 
-        `steps` goes on to work; the queue and its hooks are no longer kept alive.
+        `steps` goes on to work; the references to the queue and its hooks are dropped.
         """
         self._queue.tracer.remove(self)
         self._timing.switch(on=False)
@@ -213,9 +216,11 @@ class Stopwatch:
             marks.moments.setdefault(bucket, {}).setdefault(moment, self._clock.read())
 
     def enter(self, phase: StepEvent) -> None:
-        """Store when a phase began or ended; ignore it before the first forward.
+        """Store when a phase began or ended; ignore events before the first forward.
 
-        A forward after a backward ends that step, kept if reduced, and begins another.
+        A forward after a synchronised backward has begun ends that step (kept only if
+        its buckets were reduced) and begins another. A second synchronised backward in
+        a step whose buckets were reduced is ignored.
         """
         now, marks = self._clock.read(), self._marks
         if phase is StepEvent.FORWARD_BEGIN and (
@@ -239,7 +244,11 @@ class Stopwatch:
             self._enter_backward(phase, now, marks)
 
     def _enter_backward(self, phase: StepEvent, now: Mark, marks: StepMarks) -> None:
-        """Store an event of a synchronised backward, or that it was bypassed."""
+        """Store an event of the synchronised backward; MODULE_BEGIN is ignored.
+
+        BACKWARD_BYPASSED makes it a local one, and drops the times of its buckets.
+        FINALIZE_END also stores the layout and the times of the grad hooks.
+        """
         if phase is StepEvent.BACKWARD_BYPASSED:
             begin = marks.phases.pop(StepEvent.BACKWARD_BEGIN, now)
             marks.spans["local_backwards"].append([begin, now])
@@ -270,9 +279,10 @@ class Stopwatch:
         return self._num_begun - (self._marks is not None)
 
     def steps(self) -> tuple[list[Step], list[tuple[tuple[int, ...], ...]]]:
-        """Return the kept steps that are complete, and the layouts they index.
+        """Return the kept steps that are complete, and the layouts that they index.
 
-        A layout has the parameter indices of each bucket. Waits for the device.
+        Oldest first; not the step under way. A layout holds each bucket's parameter
+        indices. Waits for the GPU, if a `CudaClock` times it.
         """
         self._clock.settle()
         layouts: dict[tuple[tuple[int, ...], ...], int] = {}
@@ -287,7 +297,8 @@ class Stopwatch:
 def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
     """Convert marks to a `Step`; None unless a forward, backward and finalize ended.
 
-    Leaves out buckets that were not launched, and gradients outside the backward.
+    Local ones do not count. Leaves out buckets that lack FULL, LAUNCHED or COPIED_OUT;
+    a gradient that came outside this backward gets None.
     """
 
     def ns(mark: Mark) -> int:
@@ -326,8 +337,8 @@ def _read(clock: Clock, marks: StepMarks, layout: int) -> Step | None:
 def _bucket(number: int, times: Mapping[Moment, int]) -> BucketTimes:
     """Return a bucket's times (full, launched, done, copied), each >= the one before.
 
-    Marks of several streams differ by a tick. DONE, which a callback may mark late or
-    not at all, is at most COPIED_OUT.
+    A smaller one is raised: marks of several streams differ by a tick. DONE, which a
+    callback may mark late or not at all, becomes COPIED_OUT if later or missing.
     """
     copied = times[Moment.COPIED_OUT]
     done = min(times.get(Moment.DONE, copied), copied)

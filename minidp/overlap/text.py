@@ -57,7 +57,8 @@ def report(timelines: Sequence[Timeline]) -> str:
 def headline(found: Analysis) -> list[str]:
     """Return the report's first lines: what was recorded, `_verdict`, and the advice.
 
-    The first item has a line break inside.
+    The first item has a line break inside. The advice is preceded by a caution if
+    fewer than 10 steps were recorded, or p90 of their seconds is over twice p10.
     """
     few = "Record a few dozen steps; these few say: " * (found.shown.num_steps < FEW)
     least, most = found.shown.spread_s
@@ -113,7 +114,10 @@ def _header(found: Analysis) -> str:
 
 
 def _verdict(found: Analysis) -> list[str]:
-    """Return lines: is communication hidden? If 3 % of a step are exposed: why?"""
+    """Return one line: is communication hidden? Two if 3 % of a step are exposed: why?
+
+    With one rank, or without any communication: the line "... There is none."
+    """
     one, first = found.shown.typical, found.run.ranks[0]
     total = one.hidden_s + one.exposed_s
     if not total or first.where.world_size == 1:
@@ -143,7 +147,7 @@ def _verdict(found: Analysis) -> list[str]:
 
 
 def _cause(bucket: BucketOverlap, backward_s: float, clock_error_s: float) -> str:
-    """Say what a bucket's exposed time is, when it was full, how long it then waited.
+    """Describe a bucket's exposed time, when it was full, and how long it then waited.
 
     Waiting for slow ranks and transfer are not told apart if the clocks' error exceeds
     half of their sum.
@@ -241,7 +245,10 @@ def _legend(found: Analysis) -> list[str]:
 
 
 def network_lines(found: Analysis) -> list[str]:
-    """Return two sentences: bandwidths; least step of any layout. Needs a forecast."""
+    """Return two lines: measured and fitted bandwidth; the least step of any layout.
+
+    ``found`` must have a forecast.
+    """
     where, forecast = found.run.ranks[0].where, found.forecast
     assert forecast is not None
     dense = [bucket for bucket in found.shown.typical.buckets if bucket.dense_bytes]
@@ -272,12 +279,15 @@ def _bandwidth(bytes_per_s: float) -> str:
 
 
 def _digits(number: float) -> str:
-    """Return a number as text, of three digits; from 1000 on as an integer (3612)."""
+    """Return a number as text, of three digits; from 1000 on as an integer ("3612")."""
     return f"{number:.3g}" if number < 999.5 else f"{number:.0f}"
 
 
 def skew_rows(skew: Skew, found: Analysis) -> tuple[list[list[str]], list[str]]:
-    """Return how late each rank is at each place: table rows with a head, and notes."""
+    """Return how late ranks are at places: table rows with a head, and notes below it.
+
+    At most 8 ranks and 40 buckets; the notes say what is left out, and the clock error.
+    """
     first = found.run.ranks[0]
     shown = [timeline.where.rank for timeline in found.run.ranks][:MAX_COLUMNS]
     rows = [["", "last is", "ms behind", *(f"rank {rank}" for rank in shown), "layers"]]
@@ -310,10 +320,10 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def spread_text(spread_s: Spread) -> str:
-    """Return p10 and p90 in ms."""
+    """Return the text "p10 A, p90 B" in ms, of seconds."""
     return f"p10 {ms(spread_s[0])}, p90 {ms(spread_s[1])}"
 
 
 def ms(seconds: float) -> str:
-    """Return seconds as milliseconds with one digit, never as -0.0."""
+    """Return seconds as text: milliseconds with one decimal, no unit, never "-0.0"."""
     return f"{round(seconds * 1e3, 1) + 0.0:.1f}"

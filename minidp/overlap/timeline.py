@@ -52,7 +52,10 @@ class BucketTimes:
 
 @dataclass(frozen=True)
 class Step:
-    """Hold the times of a synchronised backward, its forwards and optimizer steps."""
+    """Hold the times of one synchronised backward and what ran around it.
+
+    That is: its forwards, local forwards and backwards, and optimizer steps.
+    """
 
     number: int  # number of the synchronised backward, from 0
     layout: int  # index in `Timeline.layouts`
@@ -130,12 +133,15 @@ class Timeline:
     clock: ClockOffset | None = None  # None: not compared with rank 0's clock
 
     def moved(self, ns: int) -> Timeline:
-        """Return a timeline with all times of its steps ``ns`` later."""
+        """Return a copy whose steps are ``ns`` later; if ``ns`` is 0, this object."""
         return replace(self, steps=_moved(self.steps, ns)) if ns else self
 
 
 def _moved(value: Any, ns: int) -> Any:
-    """Return a time (ns; None stays), or what holds times, all ``ns`` later."""
+    """Return a copy of ``value`` in which all times are ``ns`` later.
+
+    ``value``: a time, None (stays), or a tuple or dataclass of such; `_NUMBERS` stay.
+    """
     if isinstance(value, tuple):
         return tuple(_moved(each, ns) for each in value)
     if isinstance(value, int):
@@ -175,7 +181,10 @@ def from_json(text: str | bytes, source: str = "the file") -> tuple[Timeline, ..
 
 
 def _problem(value: Any) -> str:
-    """Return why parsed JSON is no recording of this version with a rank, else ""."""
+    """Return why parsed JSON is no recording of this version with a rank, else "".
+
+    Raises KeyError if it has no entry "ranks"; does not look into the ranks.
+    """
     if not isinstance(value, dict) or value.get("kind") != KIND:
         return f'is not a recording: expected an object with "kind": "{KIND}"'
     if value.get("version") != VERSION:
@@ -188,7 +197,10 @@ _hints: Any = functools.cache(get_type_hints)
 
 
 def _built(kind: Any, value: Any) -> Any:
-    """Convert parsed JSON to the type ``kind``: dataclasses and tuples, deeply."""
+    """Convert parsed JSON to the type ``kind``: dataclasses and tuples, deeply.
+
+    Values of other types are returned as they are, unchecked.
+    """
     if isinstance(kind, type) and is_dataclass(kind):
         hints = _hints(kind)
         return kind(**{name: _built(hints[name], each) for name, each in value.items()})
