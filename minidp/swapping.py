@@ -55,13 +55,13 @@ class DistributedDataParallel(DataParallel):
 def swap() -> None:
     """Replace ``DistributedDataParallel`` by `minidp.DataParallel`, for good.
 
-    Call it before the modules that use the class are imported, if you can. If it is
-    swapped already, also by a `swapped` block, the call warns and does nothing.
+    Call it before the modules that use the class are imported, if you can. A `swapped`
+    block around does not undo it at its end. A second call warns and does nothing.
     """
-    if _swapping.depth:
+    if _swapping.is_for_good:
         warn(
             "minidp.swap(): torch's DistributedDataParallel is swapped already (by an "
-            "earlier swap(), a swapped() around, or minidp run); nothing to do.",
+            "earlier swap(), or minidp run); nothing to do.",
         )
     swap_here()
 
@@ -89,6 +89,7 @@ class _Swapping:
     """Count nested blocks; swap at the begin of the outermost one, undo at its end."""
 
     depth = 0
+    is_for_good = False  # `swap` counts as a block that never ends
     _lock = threading.RLock()
 
     def begin(self) -> None:
@@ -155,8 +156,9 @@ class _PassedOn:
 
 
 def swap_here() -> _PassedOn:
-    """Swap for good, unless swapped; return an object that, unpickled, does so, too."""
-    if not _swapping.depth:
+    """Swap for good, unless done; return an object that, unpickled, does so, too."""
+    if not _swapping.is_for_good:
+        _swapping.is_for_good = True
         _swapping.begin()
     return _PassedOn()
 

@@ -88,7 +88,8 @@ class LoggingData:
 
     def forward_begins(self) -> None:
         """Store the last iteration's data if sampled; listen to this one if sampled."""
-        if self._iteration and self._is_sampled(self._iteration):
+        # 0: no forward yet, or the last one raised, and its data are stored already.
+        if self._end and self._is_sampled(self._iteration):
             self._runtime = {**self._buckets(), **self._times()}
         self._bucket_times.clear()
         tracer = self._ddp._reducer.queue.tracer

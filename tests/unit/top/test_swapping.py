@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -46,6 +47,7 @@ def everything():
         distributed.DistributedDataParallel is swapping.TORCHS,
         modules,
         swapping._swapping.depth,
+        swapping._swapping.is_for_good,
         dict(multiprocessing.process.current_process()._config),
     )
 
@@ -158,8 +160,10 @@ def test_modules_first_imported_inside(tmp_path, monkeypatch):
     del sys.modules["late_library"]
 
 
-def test_a_second_swap_warns_and_nested_blocks_do_nothing():
-    minidp.swap()
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_a_second_swap_warns_and_nested_blocks_do_nothing(is_inside):
+    with minidp.swapped() if is_inside else contextlib.nullcontext():
+        minidp.swap()
     try:
         before = everything()
         with pytest.warns(UserWarning, match="is swapped already"):
@@ -169,6 +173,7 @@ def test_a_second_swap_warns_and_nested_blocks_do_nothing():
         assert everything() == before
         assert Early is KEPT["ours"]
     finally:
+        swapping._swapping.is_for_good = False
         swapping._swapping.end()
     with pytest.raises(ValueError, match="boo"), minidp.swapped():
         raise ValueError("boo")
