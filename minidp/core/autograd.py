@@ -87,7 +87,7 @@ def unreachable(
 ) -> set[int]:
     """Return indices of ``among`` that no backward of ``output`` reaches.
 
-    Empty if `find_tensors` finds no graph. ``nodes``: AccumulateGrad by index.
+    Empty if no tensor in ``output`` has a graph. ``nodes``: AccumulateGrad by index.
     """
     reached = reachable_nodes(output)
     return {i for i in among if nodes[i] not in reached} if reached else set()

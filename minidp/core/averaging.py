@@ -26,7 +26,7 @@ from minidp.layout import Layout
 
 
 class DivideFactors(NamedTuple):
-    """Divisors of a bucket before the all-reduce; at least one of them is 1."""
+    """A bucket's divisors: `pre` per gradient or `post` for its buffer; else 1."""
 
     pre: int = 1  # of each gradient, while it is copied
     post: int = 1  # of the whole buffer, when it is full
@@ -40,7 +40,7 @@ class DivideFactors(NamedTuple):
 class Averaging:
     """Hold one reducer's divisors, comm hook and item counts; find shared memory.
 
-    ``batched``: ``batched_grad_copy``, divide whole buffers.
+    ``over_items``: average over items. ``batched``: divide full buffers, not gradients.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class Averaging:
 
     @property
     def seat(self) -> tuple[int, int]:
-        """This rank's number among the ranks that average, and how many these are."""
+        """(Index of this rank, number of ranks) among those that average; here all."""
         return self._communicator.rank, self._communicator.size
 
     def begin(self) -> None:
-        """Set `active_comm_hook`, `factors`, `wait_description` for a backward."""
+        """As a backward begins, set its comm hook and divisors (1: a hook divides)."""
         hook = self.active_comm_hook = self.comm_hook
         # Over items we divide also for a hook (mixed precision's): its `Turn` has 1.
         divisor = self.divisor if hook is None or self.items is not None else 1
@@ -77,7 +77,7 @@ class Averaging:
             self.wait_description = f"waiting for the comm hook {hook.name}, call"
 
     def turn(self, number: int, *, is_last: bool) -> comm.Turn:
-        """Return the hook's `Turn` for bucket ``number``; over items divisor is 1."""
+        """Return bucket ``number``'s `Turn`, for a comm hook; divisor 1 over items."""
         # Over items the buffer is divided already.
         divisor = self.divisor if self.items is None else 1
         return comm.Turn(number, is_last, divisor, self._communicator.group)
@@ -87,7 +87,7 @@ class Averaging:
         return DivideFactors(1, divisor) if self._is_batched else DivideFactors(divisor)
 
     def register(self, hook: comm.CommHook) -> None:
-        """Set the comm hook; RuntimeError if one is registered, or over items."""
+        """Set the comm hook; RuntimeError if one is set, or averages are over items."""
         if self.comm_hook is not None:
             text = "register_comm_hook or register_builtin_comm_hook can only be called"
             name = self.comm_hook.name
@@ -106,8 +106,8 @@ class Averaging:
         """Return a shared buffer for each dense bucket, or [] if a rank cannot share.
 
         ``maps`` get theirs, not returned. [] at once if not ``asks``, with a comm hook,
-        or if `comm.share` sees that group or device exclude it; else collective. Sets
-        `no_shared_memory` to the reason, or "". NativeError as `comm.share` raises.
+        or if group or device exclude sharing; else collective. Sets `no_shared_memory`
+        to the reason, or "". NativeError if MINIDP_SHARED_MEMORY=1 and it fails.
         """
         dense = [plan for plan in layout.buckets if not plan.sparse]
         found: list[comm.SharedBuffer] | str = "ranks have not looked for it yet"

@@ -37,7 +37,7 @@ from .grad_hooks import Entry
 
 
 class BucketState(Enum):
-    """Name the states of a bucket, each followed by the next, the last by the first."""
+    """States of a bucket: FILLING, FULL, IN_FLIGHT, REDUCED, and FILLING again."""
 
     FILLING = "filling"  # gradients are to come
     FULL = "full"  # flattened; the buckets before it are to be launched first
@@ -81,7 +81,7 @@ def _traced(
 
 
 class Bucket(ABC):
-    """Hold the gradients that one collective reduces, those of ``params`` by name."""
+    """Base class of buckets: gradients of ``params`` that one collective reduces."""
 
     payload: Tensor  # what is reduced: the flat buffer, or the sparse gradient
     tail: Tensor  # the end of the flat buffer, which belongs to no slot
@@ -126,9 +126,9 @@ class Bucket(ABC):
 
         ``entries``: per slot a gradient, None (contributes zeros) or COPIED.
         ``filled``: indices of parameters, also of other buckets, that did not arrive.
-        They may turn out to be unused on all ranks: if ``.grad`` lies in the buffer,
-        its values are saved for `copy_out`. GradientError for a gradient of another
-        dtype, layout, shape or device.
+        They may be unused on all ranks: if ``.grad`` lies in the buffer, its values are
+        saved for `copy_out`. GradientError for a misfit in dtype, layout, shape or
+        device. On CUDA the current stream waits for those that wrote the gradients.
         """
         if self.streams is not None:
             self.streams.gather(entries)
@@ -142,14 +142,14 @@ class Bucket(ABC):
     def copy_in(
         self, entries: Entries, factors: DivideFactors, undecided: Slots = ()
     ) -> None:
-        """Copy ``entries``, divided, to the payload; ``undecided``: missing slots."""
+        """Copy divided ``entries`` to the payload; save ``.grad`` of ``undecided``."""
 
     # The event comes first: the collective may be over when this thread runs again.
     @_traced("launch", before=Moment.LAUNCHED)
     def launch(self, averaging: Averaging, *, is_last: bool) -> None:
-        """Start the sum of the payload over all ranks, or the hook; enter IN_FLIGHT.
+        """Collective: enter IN_FLIGHT; start the payload's all-reduce or the comm hook.
 
-        ``is_last``: no bucket of this backward follows; told to the hook.
+        Does not wait. ``is_last``, for the hook: no bucket of this backward follows.
         """
         communicator, hook = self.communicator, averaging.active_comm_hook
         self._advance(BucketState.IN_FLIGHT)
@@ -170,14 +170,14 @@ class Bucket(ABC):
             self.work.get_future().add_done_callback(done)
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """Return a context that selects the CUDA stream that filled the payload."""
+        """Return a context on the CUDA stream that filled the payload; CPU: no-op."""
         return _NO_STREAM if self.streams is None else self.streams.launching()
 
     @_traced("wait")
     def wait(self, doing: str) -> None:
         """Wait for `work`; copy a hook's result to the payload; enter REDUCED.
 
-        ``doing`` says in a timeout's error what was awaited.
+        CollectiveError, with ``doing`` in it, if that fails or is late; CommHookError.
         """
         assert self.work is not None
         with self.communicator.watching(doing, self.plan.number):
@@ -194,21 +194,21 @@ class Bucket(ABC):
     ) -> None:
         """Write averages to ``.grad`` or ``into``, not ``kept`` slots; enter FILLING.
 
-        ``into``, per slot, after ``set_apart(apart=True)``. With bucket views ``.grad``
-        becomes the view; ``kept`` views get the values that `flatten` saved.
+        ``into``: tensors per slot, of an RPC context (`set_apart`). With bucket views
+        ``.grad`` becomes the view; ``kept`` views get the values that `flatten` saved.
         """
         self.write_averages(kept, into)
         self._advance(BucketState.FILLING)
 
     @abstractmethod
     def write_averages(self, kept: Slots, into: Sequence[Tensor | None] | None) -> None:
-        """Write averages to ``.grad`` or ``into``, but not those of ``kept`` slots."""
+        """Write payload * `factor` to ``.grad`` or ``into``, not for ``kept`` slots."""
 
     def set_apart(self, *, apart: bool) -> None:  # noqa: B027 -- sparse: no views
-        """Say if gradients are in an RPC context, or in ``.grad``; here no-op."""
+        """While ``apart`` (gradients in an RPC context) use no views; here no-op."""
 
     def alias_grads_to_views(self) -> None:  # noqa: B027 -- sparse: no views
-        """Copy each ``.grad`` into its view, and make it the view; here no-op."""
+        """Copy each fitting ``.grad`` to its view; make that ``.grad``; here no-op."""
 
     def _advance(self, state: BucketState) -> None:
         if _FOLLOWING[self.state] is not state:

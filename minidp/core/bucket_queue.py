@@ -31,23 +31,23 @@ from .sparse_bucket import SparseBucket
 
 
 class Observer:
-    """Base class of those that `BucketQueue.finish` calls; its methods do nothing."""
+    """Base class of `BucketQueue.observers`, which `finish` calls; here all no-ops."""
 
     uses_grads = False  # reads or changes ``.grad`` in `reduced`
 
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
-        """Use one bucket's averages, in ``.grad`` of ``params``; called in order.
+        """Use one bucket's averages, which `finish` has just written to ``.grad``.
 
-        Only if `uses_grads`. Also for skipped buckets and unused parameters, whose
-        ``.grad`` is as before.
+        Called only if `uses_grads`, in bucket order, while later buckets may still be
+        reduced; also for skipped buckets and unused parameters: ``.grad`` is as before.
         """
 
     def finished(self) -> None:
-        """Note the end of a reduction: all averages are in ``.grad``; called once."""
+        """Note that all averages of a reduction are written; called once for each."""
 
 
 class BucketQueue:
-    """Launch, finish and rebuild one reducer's buckets; knows no phases."""
+    """Launch, finish, rebuild one reducer's buckets; the constructor allocates them."""
 
     def __init__(
         self,
@@ -90,9 +90,8 @@ class BucketQueue:
     ) -> None:
         """Begin a synchronised backward: choose skipped buckets, divisor and comm hook.
 
-        With ``shares_reach`` skips buckets of parameters that no rank's forward
-        reached; may wait. ``context``: the RPC context that holds the gradients; None:
-        ``.grad`` does.
+        ``shares_reach``: skip buckets that no rank's forward reached; may wait.
+        ``context``: the RPC context that holds the gradients; None: ``.grad`` does.
         """
         if (context is None) != (self._context is None):
             for bucket in self.buckets:
@@ -110,14 +109,15 @@ class BucketQueue:
         self.averaging.begin()
 
     def copy_now(self, i: int, grad: Tensor) -> Entry:
-        """Call and return `Bucket.copy_now` for ``i``: COPIED, or ``grad`` uncopied."""
+        """Copy ``grad`` to its bucket, return COPIED; or return it, to copy later."""
         bucket = self.buckets[self.layout.bucket_of[i]]
         return bucket.copy_now(bucket.position[i], grad, self.averaging.factors.pre)
 
     def launch_due(self) -> bool:
-        """Launch buckets in index order, while the next one is FULL or skipped.
+        """Collective: launch buckets in index order, while the next is FULL or skipped.
 
-        True only from the call that reaches the end; that one sends unsent item counts.
+        Return True only if this call reached the end; item counts that no bucket
+        carried are then sent. `checks_finite`: raise for NaN or inf before a launch.
         """
         before, averaging = self.next, self.averaging
         if self._summing:  # the question also adds this rank's part to the sum
@@ -143,7 +143,7 @@ class BucketQueue:
         return is_launched
 
     def _prepare(self, bucket: Bucket) -> None:
-        """Write item counts to a tail; if `checks_finite`, raise for NaN or inf."""
+        """Before a launch write item counts; if `checks_finite`, raise for NaN, inf."""
         with bucket.on_stream():  # after the kernels that filled it
             if bucket.plan.tail and self.averaging.items is not None:
                 self.averaging.items.write(bucket.tail)
@@ -155,8 +155,8 @@ class BucketQueue:
     def finish(self, untouched: Collection[int]) -> None:
         """Per bucket wait, write averages, call `Observer.reduced`; last `finished`.
 
-        Does not write ``.grad`` of ``untouched`` parameters or skipped buckets. In the
-        end wait for the futures in `owed`, and count the backward.
+        First waits for item counts (ItemCountError). Never writes ``.grad`` of skipped
+        or ``untouched`` ones. Last waits for `owed` futures, counts the backward.
         """
         observers = tuple(self.observers)  # a call may remove its observer
         steppers = [observer for observer in observers if observer.uses_grads]
@@ -178,7 +178,7 @@ class BucketQueue:
         self.tracer.backward += 1
 
     def _finish(self, bucket: Bucket, untouched: Collection[int]) -> None:
-        """Wait for one bucket, and write its averages to ``.grad`` or RPC's context."""
+        """Wait for a bucket; write averages, not ``untouched``, to ``.grad`` or RPC."""
         slots = bucket.position.items() if untouched else ()
         kept = [k for i, k in slots if i in untouched]
         writes_all = not (kept or self._context)
@@ -196,7 +196,7 @@ class BucketQueue:
     # -- other buckets, another group --------------------------------------------------
 
     def configure(self, config: ReducerConfig) -> Layout:
-        """Use ``config`` from now on; return its first layout, which is not adopted."""
+        """Use ``config`` from now on; return its first layout: the caller adopts it."""
         self.config = config
         self.used_map.uses_forward_group = config.static_graph  # in one backward only
         if config.saved_layout is not None:
@@ -208,7 +208,7 @@ class BucketQueue:
     def adopt(self, layout: Layout, *, shares: bool = False) -> None:
         """Replace all buckets by new ones of ``layout``; move gradient views there.
 
-        With ``shares`` a collective: buckets lie in shared memory if all ranks can.
+        Waits for used-maps. With ``shares`` a collective: in shared memory if all can.
         """
         self.buckets, self._summing = [], []  # frees memory before we take new memory
         maps = self.used_map, self.reach_map
@@ -237,7 +237,7 @@ class BucketQueue:
                 bucket.alias_grads_to_views()
 
     def drain(self) -> None:
-        """Wait for collectives in flight (buckets, used-maps), but copy nothing out."""
+        """Wait for buckets, maps, item counts in flight; write nothing to ``.grad``."""
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.wait(self.averaging.wait_description)
@@ -249,8 +249,8 @@ class BucketQueue:
     def reset(self, group: ProcessGroup) -> None:
         """Move to ``group`` with new buckets of the same layout.
 
-        Resets the communicator. Drops, without waiting, collectives in flight and the
-        futures in `owed`. A comm hook whose state is the old group gets the new one.
+        Resets the communicator. Drops, without waiting, collectives in flight, futures
+        in `owed`, item counts. A comm hook whose state is the old group gets the new.
         """
         hook = self.averaging.comm_hook
         if hook is not None:
@@ -267,7 +267,7 @@ class BucketQueue:
 
 
 def _receive_counts(queue: BucketQueue, items: comm.ItemCounts) -> None:
-    """Wait for ranks' item counts; set buckets' `factor`; may raise ItemCountError."""
+    """Wait for the bucket with item counts; set all factors; CPU: ItemCountError."""
     tail = None
     for number, bucket in enumerate(queue.buckets):
         if bucket.plan.tail and number not in queue.skipped:

@@ -33,7 +33,7 @@ from .grad_hooks import Entry, GradState, is_copied_at_once
 
 
 class DenseBucket(Bucket):
-    """Reduce gradients of one dtype and device through a flat buffer."""
+    """Bucket of one dtype and device; allocates its flat buffer, or uses ``shared``."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class DenseBucket(Bucket):
     # -- copy in -----------------------------------------------------------------------
 
     def copy_now(self, k: int, grad: Tensor, divisor: int) -> Entry:
-        """Copy ``grad``, divided, to slot ``k``, return COPIED; or return it as it is.
+        """Copy ``grad``, divided, to slot ``k``, return COPIED; else return ``grad``.
 
-        As it is if dtype, layout or shape differ, if it lies in the buffer, or if grad
-        mode is on. When copied, with bucket views, ``.grad`` becomes the view now.
+        No copy if dtype, layout or shape differ, if ``grad`` lies in the buffer, or in
+        grad mode. After a copy, with bucket views, ``.grad`` is the view.
         """
         view = self.views[k]
         fits = grad.layout is torch.strided and grad.dtype is view.dtype
@@ -125,10 +125,10 @@ class DenseBucket(Bucket):
     def _classify(
         self, entries: tuple[Entry, ...], undecided: Slots
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return views to fill, a gradient for each, and views that hold theirs.
+        """Return views to fill, a gradient for each, and views that are their gradient.
 
-        A COPIED entry is in no result. Slots without gradient are set to zeros;
-        undecided ones whose ``.grad`` lies in the buffer are saved before.
+        COPIED slots are in no list. Zeroes slots without gradient; before that saves
+        ``undecided`` ones whose ``.grad`` lies in the buffer.
         """
         everything = cast("list[Tensor]", list(entries))
         if set(map(type, entries)) == {Tensor} and not (
@@ -166,10 +166,10 @@ class DenseBucket(Bucket):
     # -- copy out ----------------------------------------------------------------------
 
     def offer_grads(self, shared: comm.SharedBuffer) -> None:
-        """Let the sum in ``shared`` memory write averages to ``.grad``, if C++ can.
+        """Let `wait` write averages of ``shared`` straight to ``.grad``, if C++ can.
 
-        Sets ``shared.into``: None with a history, or with a tail, which has been waited
-        for. The caller must `copy_out` all slots.
+        Sets ``shared.into``: None if C++ cannot, with gradients that have a history, or
+        with a tail, already waited for. `copy_out` of all slots must follow.
         """
         native = None if self._tracked or self.plan.tail else self.native
         takes = native and self._arrived and native.offer_tiles(self.factor)
@@ -194,14 +194,14 @@ class DenseBucket(Bucket):
         self._arrived = ()
 
     def _rescale(self) -> None:
-        """Multiply the payload by `factor`, which is then 1."""
+        """Multiply payload, and gradients with history, by `factor`; set that to 1."""
         factor, self.factor = self.factor, 1.0
         if isinstance(factor, Tensor) or factor != 1.0:
             kernels.rescale(self.payload, factor)
             self._tracked = {k: grad * factor for k, grad in self._tracked.items()}
 
     def _write_natively(self, kept: Slots) -> bool:
-        """Return True after writing all averages in C++; False if Python must do it."""
+        """Write all averages in C++, return True; False: Python has to write them."""
         if self.native is None:
             return False
         if not kept and not self._tracked and self._arrived:

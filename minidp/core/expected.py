@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Mode:
-    """Answer the reducer's questions as the default does; base class of all modes."""
+    """Base class of modes: tell the reducer what gradients a backward must bring."""
 
     fills_in_missing = False  # at the end of the backward, so that all buckets launch
     orders_buckets = True  # buckets may be rebuilt in this backward's ready order
@@ -69,19 +69,19 @@ class Mode:
         )
 
     def saw_outputs(self, output: object, nodes: Sequence[Node]) -> None:
-        """Search a synchronising forward's graph, if the mode does; here no-op.
+        """Search a synchronising forward's graph for `absent` parameters; here no-op.
 
         ``nodes``: AccumulateGrad nodes by parameter index.
         """
 
     def first_marks(self) -> dict[int, GradState]:
-        """Return initial GradStates, by index, unlike the usual one; here {}."""
+        """Return entries, by index, that begin a backward unlike the rest; here {}."""
         return {}
 
     def takes(self, i: int, reducer: Reducer) -> bool:
-        """Return True, to record the arriving gradient; raise if it is a second one.
+        """Return True if the reducer shall record the gradient that arrives now.
 
-        Not called for an UNSET entry: the hook records that by itself.
+        Raises `twice` for a second one. Not called if UNSET: its hook records it.
         """
         if reducer.pending.entries[i] is GradState.VIA_REDUCER:
             return True
@@ -96,15 +96,15 @@ class Mode:
         reducer.queue.used_map.launch(used)
 
     def launch_reach_map(self, reducer: Reducer) -> None:
-        """Collective: start to exchange what forwards reach; only if `shares_reach`."""
+        """Collective: wait for the last exchange of reached parameters; start anew."""
         away = {*self.absent} - reducer.ledger.used_locally
         reducer.queue.reach_map.relaunch({*range(self._num_params)} - away)
 
     def untouched(self, reducer: Reducer) -> Collection[int]:
         """Return parameters whose ``.grad`` a reduction must not write; here `kept`.
 
-        Called before averages are written. Called only if `fills_in_missing`, or if
-        some are `kept`; so is `ended`.
+        Called before averages are written; in a backward only if `fills_in_missing`, or
+        if some are `kept`. `ended` is called after, in the same cases, and by `join`.
         """
         return self.kept
 
@@ -115,7 +115,7 @@ class Mode:
         *,
         contributed: bool = True,
     ) -> None:
-        """Learn which parameters did not arrive, and which no rank used; here no-op.
+        """Learn at the end what was missing, and what no rank used; here no-op.
 
         Not ``contributed``: this rank had no inputs, and sent zeros (`join`).
         """
@@ -142,11 +142,11 @@ class Mode:
 
 
 class EveryParameter(Mode):
-    """Expect every parameter's gradient exactly once per reduction: the default."""
+    """Default mode: each gradient once; while some are missing, stay PAUSED."""
 
 
 class FindUnused(Mode):
-    """Accept missing gradients (``find_unused_parameters=True``).
+    """Mode of ``find_unused_parameters``: ``.grad`` or zeros for missing gradients.
 
     Torch walks the graph in every forward, to launch unused parameters' buckets early.
     Here a forward searches only for parameters missing in the last backward. With
@@ -166,8 +166,8 @@ class FindUnused(Mode):
     def saw_outputs(self, output: object, nodes: Sequence[Node]) -> None:
         """Search the graph for parameters that were missing in the last backward.
 
-        With `shares_reach`, for all. `absent` then has, sorted, what no forward since
-        the last backward reached.
+        With `shares_reach` search for all. Sets `absent`, sorted: those that no forward
+        since the last backward reached.
         """
         among = range(self._num_params) if self.shares_reach else self._missing_last
         with record_function("minidp::search_unused_parameters"):
@@ -177,9 +177,9 @@ class FindUnused(Mode):
         self.absent, self._has_searched = sorted(absent), True
 
     def takes(self, i: int, reducer: Reducer) -> bool:
-        """Return True for a first gradient, also one filled in as absent; else raise.
+        """Return True for a first gradient; raise for a second one, or if too late.
 
-        A filled one is replaced until its bucket is flattened. Raises if it is skipped.
+        One filled in as absent may come until its bucket is flattened; not if skipped.
         """
         if i in reducer.pending.filled:
             queue, number = reducer.queue, reducer.pending.bucket_of[i]
@@ -190,7 +190,7 @@ class FindUnused(Mode):
         return super().takes(i, reducer)
 
     def untouched(self, reducer: Reducer) -> Collection[int]:
-        """Return indices that no rank used, by `_unused_everywhere`; may wait."""
+        """Return indices that no rank used; wait, raise as `_unused_everywhere`."""
         return _unused_everywhere(reducer)
 
     def ended(
@@ -200,7 +200,7 @@ class FindUnused(Mode):
         *,
         contributed: bool = True,
     ) -> None:
-        """Clear `absent`; if ``contributed``, keep ``missing``, update `is_steady`."""
+        """Clear `absent`; if ``contributed``, keep ``missing`` for the next search."""
         if contributed:
             is_first = self._missing_last is None
             self.is_steady &= is_first or set(missing) == set(self._missing_last or ())
@@ -251,7 +251,7 @@ class StaticGraph(Mode):
         self.orders_buckets = False
 
     def first_marks(self) -> dict[int, GradState]:
-        """Count anew: return COUNTED for all; later only for those that repeat."""
+        """Reset counts; return COUNTED for all, later only for repeated arrivals."""
         if self._is_first:
             self._counts = [0] * self._num_params
             return dict.fromkeys(range(self._num_params), GradState.COUNTED)
@@ -262,7 +262,7 @@ class StaticGraph(Mode):
         """Return True at the last arrival that the first backward predicts.
 
         In the first backward count, note a gradient in the ledger, and return False.
-        Raises if an arrival was not predicted.
+        GraphChangedError if an arrival was not predicted.
         """
         if reducer.pending.entries[i] is not GradState.COUNTED:
             return super().takes(i, reducer)
@@ -279,7 +279,7 @@ class StaticGraph(Mode):
     def untouched(self, reducer: Reducer) -> Collection[int]:
         """Return parameters that no rank used in the first backward.
 
-        The first backward may wait; a later one that uses one raises GraphChangedError.
+        In that may wait; later raises GraphChangedError if this rank used one.
         """
         if self.shares_used_map:
             return _unused_everywhere(reducer)
@@ -296,7 +296,7 @@ class StaticGraph(Mode):
         *,
         contributed: bool = True,
     ) -> None:
-        """After the first backward, stop counting; never write ``untouched`` grads.
+        """After the first backward stop counting; from then ``untouched`` are `kept`.
 
         `absent` are then the parameters without any arrival. Not ``contributed``: a
         later backward of this rank will be its first, and counts.
@@ -311,7 +311,7 @@ class StaticGraph(Mode):
             self._is_first = self.fills_in_missing = False
 
     def twice(self, rank: int, name: str) -> MiniDPError:
-        """Return the error for a gradient that the first backward does not explain."""
+        """Return GraphChangedError for a gradient that the first backward lacked."""
         return GraphChangedError(
             explain(
                 rank,
@@ -326,9 +326,9 @@ class StaticGraph(Mode):
 
 
 def _unused_everywhere(reducer: Reducer) -> Collection[int]:
-    """Return indices that no rank used; may wait for the used-map.
+    """Return indices that no rank used; if this rank missed any, wait for the map.
 
-    Raises GradientError if other ranks used one that is frozen here, or, in an RPC
+    Raises GradientError if other ranks used a parameter frozen here, or, in an RPC
     context, if only some ranks used one: averages could not be written.
     """
     used_map, names = reducer.queue.used_map, reducer.names

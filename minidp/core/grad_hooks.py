@@ -58,12 +58,12 @@ COPY_AT_ONCE_BYTES = 64 * 1024
 
 
 def is_copied_at_once(param: Tensor) -> bool:
-    """Return whether ``param`` has 64 KiB or more, so that its hook copies at once."""
+    """Return whether ``param`` has 64 KiB or more: its Python hook copies at once."""
     return param.nbytes >= COPY_AT_ONCE_BYTES
 
 
 class GradState(Enum):
-    """Name the values of ``entries[i]`` other than a gradient (a tensor or None)."""
+    """State of an entry without a gradient in it: who shall record one, or COPIED."""
 
     CLOSED = "closed"  # no reduction is open: the hook asks the reducer
     UNSET = "unset"  # not arrived: the hook will record it, the usual case
@@ -107,7 +107,7 @@ def _small_hook(params: Sequence[Tensor], pending: PendingGrads) -> GradHook:
 
 
 def _large_hook(pending: PendingGrads) -> GradHook:
-    """Return the hook that copies a large gradient at once; else as `_small_hook`."""
+    """Return a hook like `_small_hook`'s that copies its large gradient at once."""
     entries, reducer, unset = pending.entries, pending.reducer, GradState.UNSET
 
     @untraced
@@ -119,9 +119,9 @@ def _large_hook(pending: PendingGrads) -> GradHook:
 
 
 def _admits(reducer: Reducer, i: int) -> bool:
-    """Return `Reducer.admit`; False if the reducer, a weak proxy, is gone.
+    """Call `Reducer.admit`, return its answer; False if the reducer is gone.
 
-    A hook can outlive it in a compiled graph.
+    ``reducer``: a weak proxy, which a hook can outlive in a compiled graph.
     """
     try:
         admit = reducer.admit
@@ -170,7 +170,7 @@ class GradTable:
         self.refill()
 
     def refill(self) -> None:
-        """Clear the ready order; a bucket's count is that of its parameters again."""
+        """Clear the ready order; count all gradients as missing again; keep entries."""
         self.ready.clear()
         self.num_left[:] = map(len, self._members)
 
@@ -263,9 +263,9 @@ class PendingGrads:
     def open(
         self, usual: GradState, marks: Mapping[int, GradState], divisor: int
     ) -> None:
-        """Set entries to ``usual``, or to ``marks`` by index; reset counts and order.
+        """Begin: set entries to ``usual``, or to ``marks`` by index; reset all counts.
 
-        C++ hooks divide by ``divisor``.
+        Clears ready order and `filled`. C++ hooks divide by ``divisor``.
         """
         entries = [usual] * len(self.entries)
         for i, mark in marks.items():
@@ -307,7 +307,7 @@ class PendingGrads:
     # -- a gradient arrives, or does not -----------------------------------------------
 
     def arrive(self, i: int) -> None:
-        """Record ``.grad``, or COPIED if copied; `complete` its bucket if now full.
+        """Record ``.grad``, or COPIED after a copy; `complete` its bucket if now full.
 
         Appends ``i`` to the ready order. If ``i`` was filled in, it leaves `filled`,
         and its entry is replaced, uncopied and not counted again.
@@ -321,9 +321,9 @@ class PendingGrads:
         self._settle(i, None if grad is None else self.reducer.queue.copy_now(i, grad))
 
     def fill_missing(self, i: int, *, travels: bool = True) -> None:
-        """Record ``i``, which does not arrive, in `filled` with its present ``.grad``.
+        """Let ``i``, which did not arrive, contribute its ``.grad`` (None: zeros).
 
-        Calls `complete` if its bucket is full. Not ``travels``: only records None.
+        Adds it to `filled`; may `complete` its bucket. Not ``travels``: records None.
         """
         self.filled.add(i)
         if travels:
@@ -337,7 +337,7 @@ class PendingGrads:
             self.complete(self.bucket_of[i])
 
     def complete(self, number: int) -> None:
-        """Call `Reducer.on_full` with a bucket's entries; note C++ hooks' streams."""
+        """Let `Reducer.on_full` flatten, launch a bucket; note C++ hooks' streams."""
         if self.native is not None and self._is_on_cuda:
             self.written_on[number].update(self.native.take_streams(number))
         self.reducer.on_full(number, self.table.gather(number))
@@ -345,11 +345,11 @@ class PendingGrads:
     # -- what has arrived --------------------------------------------------------------
 
     def missing(self) -> list[int]:
-        """Return the indices of parameters that did not arrive; [] if all did."""
+        """Return the indices that neither arrived nor were filled in; [] if none."""
         return [i for i, entry in enumerate(self.entries) if not has_arrived(entry)]
 
     def used(self) -> set[int]:
-        """Return the indices of parameters that arrived with a gradient."""
+        """Return the indices that arrived with a gradient, not those filled in."""
         return set(self.table.used())
 
 
@@ -379,12 +379,12 @@ class GradHooks:
             self._dicts.append(cast("dict[int, Any]", handle.hooks_dict_ref()))
 
     def python_hook(self, i: int) -> Callable[[Any, Any], None]:
-        """Return ``i``'s Python hook; beside native hooks compiled graphs call it."""
+        """Return ``i``'s Python hook; if hooks are native, for compiled graphs only."""
         return MethodType(self._hooks[i], i)
 
     @property
     def places(self) -> list[tuple[dict[int, Any], int, GradHook]]:
-        """Per Python hook: its node's hooks, its key, the unbound hook; native: []."""
+        """Each Python hook's place: dict of its node, key, unbound hook; native: []."""
         keys = [handle.id for handle in self._handles]
         return [*zip(self._dicts, keys, self._hooks, strict=False)]
 

@@ -92,7 +92,7 @@ class CopyPlan:
         return is_same_dtype and list(map(Tensor.numel, grads)) == numels
 
     def fill(self, views: list[Tensor], grads: list[Tensor], divisor: int) -> None:
-        """Compute ``views[k] = grads[k] * (1 / divisor)`` for all slots or some."""
+        """Compute ``views[k] = grads[k] * (1 / divisor)``; raise if a shape differs."""
         if not grads:
             return
         is_all = len(grads) == len(self._views)
@@ -112,7 +112,7 @@ class CopyPlan:
 
 
 def _runs(values: Tensor, slots: Iterable[tuple[int, bool]]) -> list[Tensor]:
-    """Return 1-D views of ``values`` without its large slots; slots: (numel, large)."""
+    """Return runs of ``values`` between large slots; ``slots``: (numel, is large)."""
     runs, start = [], 0
     for is_large, group in groupby(slots, itemgetter(1)):
         end = start + sum(numel for numel, _ in group)
@@ -142,7 +142,7 @@ class Memory:
         )
 
     def may_own_any(self, grads: Sequence[Tensor]) -> bool:
-        """Return False only if no gradient lies in the buffer; a fast check."""
+        """Return False if surely no gradient lies in the buffer, True if one may."""
         if set(map(_layout_of, grads)) != {torch.strided}:
             return True  # only strided tensors have an address
         start = self._buffer.data_ptr()
@@ -187,9 +187,9 @@ class BucketStreams:
         self._flattened_on: torch.cuda.Stream | None = None
 
     def gather(self, grads: Iterable[object]) -> None:
-        """Make the current stream wait for the streams that wrote ``grads``.
+        """Make the current stream wait for those in `written_on`; clear that set.
 
-        Tells the allocator (``record_stream``). `launching` selects the current one.
+        Calls ``record_stream`` on ``grads``. `launching` will select the current one.
         """
         current = torch.cuda.current_stream(self._device)
         others = self.written_on - {current.cuda_stream}
@@ -212,5 +212,5 @@ class BucketStreams:
         self._flattened_on = current
 
     def launching(self) -> AbstractContextManager[object]:
-        """Return a context that selects the stream that flattened the bucket."""
+        """Return a context on the stream that was current in the last `gather`."""
         return torch.cuda.stream(self._flattened_on)

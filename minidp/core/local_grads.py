@@ -35,7 +35,7 @@ class Origin(Enum):
 
 
 def origin_now(through_outputs: Collection[int]) -> Origin:
-    """Return the origin of the gradient whose hook runs, if no forward was local.
+    """Return OUTSIDE, AGAIN or NESTED for the gradient whose hook runs (not QUIET).
 
     ``through_outputs``: running graph tasks that reached our outputs. OUTSIDE if there
     are none, AGAIN if the current task is one of them, else NESTED.
@@ -109,9 +109,9 @@ class Ledger:
         self.versions.setdefault(i, version)
 
     def note_bypass(self, params: Sequence[Tensor]) -> None:
-        """Keep versions in `bypassed`, as a backward reached outputs but no grad hook.
+        """Note a backward that reached no grad hook: store versions in `bypassed`.
 
-        No-op after the first, or if all are frozen (a critic in a generator's turn).
+        No-op if one is noted, or all are frozen (a critic in a generator's turn).
         """
         if self.bypassed is None and any(param.requires_grad for param in params):
             self.bypassed = [param._version for param in params]
@@ -173,7 +173,7 @@ class LocalBackwards:
         self._task = autograd.NO_TASK  # the graph task whose end is awaited
 
     def forward_ended(self, output: object, *, will_reduce: bool) -> None:
-        """Tell listeners that a forward ended; if local, hook ``output`` to `begin`."""
+        """Tell listeners that a forward ended; if local, hook `begin` to ``output``."""
         if will_reduce:
             self._tracer.enter(StepEvent.FORWARD_END)
         elif self._tracer.listeners:

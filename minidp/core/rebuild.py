@@ -13,7 +13,7 @@ from minidp.layout import Layout, ParamSpec, build_layout, rebuilt_layout, to_pl
 class RebuildPolicy:
     """Keep a ready order; let the next forward rebuild the buckets in it, only once.
 
-    `reset` allows another rebuild. None at all if ``saved`` was saved after a rebuild.
+    `reset` allows another rebuild. No rebuild if ``saved`` was saved after one.
     """
 
     def __init__(self, saved: SavedLayout | None = None) -> None:
@@ -24,7 +24,7 @@ class RebuildPolicy:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next forward rebuilds; equal on all ranks."""
+        """Whether the next forward in grad mode rebuilds; equal on all ranks."""
         return self._order is not None
 
     def note(self, order: list[int]) -> None:
@@ -35,7 +35,7 @@ class RebuildPolicy:
     def plain_layout(
         self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig
     ) -> dict[str, Any]:
-        """Return the next layout as `to_plain` does: ``now``, or that of a due rebuild.
+        """Return the next backward's layout as plain data: ``now``, or a due rebuild's.
 
         The latter by this rank's ready order; rank 0's is the one that all will use.
         """
@@ -70,7 +70,7 @@ def layout_after(
 def agreed_layout(
     mine: Layout, specs: Sequence[ParamSpec], communicator: Communicator
 ) -> Layout:
-    """Collective: broadcast rank 0's ``mine``; return that layout on every rank."""
+    """Collective, waits: broadcast rank 0's ``mine``; return that on every rank."""
     with communicator.blocking("broadcasting the bucket layout"):
         device, group = specs[0].device, communicator.group
         # Rank 0's broadcast can end before other ranks start theirs. If these then

@@ -118,8 +118,8 @@ def _failing(method: Method) -> Method:
 class Reducer:
     """Reduce the gradients of one replica; knows no module and no optimizer.
 
-    Parameters are known by their index in ``params``, of which ``specs`` has names and
-    shapes. Without ``rebuild_policy``, buckets are rebuilt once, as in torch.
+    The constructor allocates buckets and attaches a grad hook to each of ``params``,
+    whose index is their key. Without ``rebuild_policy`` buckets are rebuilt once.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class Reducer:
     def arm(self, output: object) -> None:
         """Enter ARMED: the next backward reduces. Hook ``output`` to see it begin.
 
-        `expected` may search the graph, and start to exchange what it can reach.
+        May search the graph. With `shares_reach` a collective, which may wait.
         """
         self.phase.enter(Phase.ARMED)
         self._uses_rpc = self.contexts.note_forward()
@@ -174,7 +174,7 @@ class Reducer:
         autograd.probe_outputs(output, self._probe)
 
     def rebuild_if_due(self) -> None:
-        """Collective if a rebuild is due: take rank 0's layout, replace the buckets."""
+        """Collective if a rebuild is due: wait for rank 0's layout, use new buckets."""
         if self.rebuild_policy.is_due:
             mine = self.rebuild_policy.next_layout(self.queue.specs, self.queue.config)
             # Also if it is equal, as torch does: last bits change (see `kernels`).
@@ -191,7 +191,7 @@ class Reducer:
 
     @_failing
     def admit(self, i: int) -> bool:
-        """Open or resume a backward; return True if the hook shall record the gradient.
+        """Open (ARMED), resume (PAUSED) a backward; True: the hook is to record ``i``.
 
         False if it was recorded here (VIA_REDUCER), counted (static graph) or noted as
         local (IDLE, FINALIZING, FAILED). GradientError if the mode does not expect it.
@@ -219,9 +219,9 @@ class Reducer:
         return False
 
     def _open(self, first: int) -> None:
-        """Enter REDUCING, in the hook of parameter ``first``; fill in absent ones.
+        """Enter REDUCING, in the hook of ``first``; fill in absent ones (may launch).
 
-        GradientError if options exclude compiled autograd, or this RPC context.
+        May wait for ranks. GradientError if options exclude compiled autograd or RPC.
         """
         queue, expected = self.queue, self.expected
         self.phase.enter(Phase.REDUCING)
@@ -244,7 +244,7 @@ class Reducer:
             self.pending.fill_missing(i, travels=travels)
 
     def _record(self, i: int) -> None:
-        """Trace and record a gradient as a hook would; copy it at once."""
+        """Trace, copy and record a gradient; complete its bucket if now full."""
         pending, queue = self.pending, self.queue
         queue.tracer.note(Moment.PARAM_READY, i)
         number = pending.bucket_of[i]
@@ -278,7 +278,7 @@ class Reducer:
     # -- a backward ends ---------------------------------------------------------------
 
     def expect_end(self) -> None:
-        """Queue `end_now` for this task's end, if not yet; if ARMED, trace begin."""
+        """Queue `end_now` for this task's end, only once; if ARMED, trace the begin."""
         task = autograd.current_task()
         if task in self._tasks:
             return
@@ -314,7 +314,7 @@ class Reducer:
                 self.pending.pause()
 
     def _fill_in_missing(self) -> None:
-        """Fill in missing gradients: all buckets launch. Raises if hooks are lost."""
+        """Fill in missing gradients: all buckets launch. GradientError: lost hooks."""
         missing = self.pending.missing()
         if lost := [self.names[i] for i in self.hooks.lost(missing)]:
             raise GradientError(lost_hooks(self.rank, lost))
@@ -325,7 +325,7 @@ class Reducer:
 
     @_failing
     def _finalize(self) -> None:
-        """When the backward ends: wait, write averages to ``.grad``, return to IDLE."""
+        """Wait, write averages, keep the ready order for a rebuild; return to IDLE."""
         tracer, expected = self.queue.tracer, self.expected
         if tracer.is_on:
             tracer.enter(StepEvent.FINALIZE_BEGIN)
@@ -351,7 +351,7 @@ class Reducer:
     # -- failure -----------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Enter FAILED, drop gradients; store ``error``'s text and tell other ranks."""
+        """Enter FAILED, drop `pending` gradients; store ``error``, tell other ranks."""
         self.phase.enter(Phase.FAILED)
         self.pending.close()
         # Collectives that may never finish: keep their group alive.
@@ -362,7 +362,7 @@ class Reducer:
         self.communicator.tell_others(error)
 
     def reset(self, group: ProcessGroup) -> None:
-        """Return to IDLE on ``group`` with new buckets; forget failure, local grads."""
+        """Enter IDLE on ``group`` with new buckets; reset the ledger; keep ``.grad``."""
         with self._lock:
             self.phase.enter(Phase.FAILED)
             self.failure = ""

@@ -15,12 +15,12 @@ from .bucket import Bucket, Entries, Slots
 
 
 class SparseBucket(Bucket):
-    """Reduce one sparse gradient without a flat buffer."""
+    """Bucket of one parameter, whose sparse gradient is the payload: no flat buffer."""
 
     def copy_in(
         self, entries: Entries, factors: DivideFactors, undecided: Slots = ()
     ) -> None:
-        """Copy the gradient (None: an empty one), divide. Raises if it is no COO.
+        """Copy, divide the gradient (None: an empty one). GradientError if not COO.
 
         A copy, because two embeddings that are added share the memory of their values.
         """
