@@ -58,7 +58,7 @@ def _traced(
 ) -> Callable[[Method], Method]:
     """Decorate a method of `Bucket` that does one of its steps.
 
-    Each call is a `label` for torch.profiler. If anybody listens, the bucket's tracer
+    Each call is a `label` for torch.profiler. With a recorder or listener, the tracer
     gets an event ``before`` the call, and one ``after`` it, unless it raises.
     """
 
@@ -177,7 +177,7 @@ class Bucket(ABC):
     def wait(self, doing: str) -> None:
         """Wait for `work`; copy a hook's result to the payload; enter REDUCED.
 
-        CollectiveError, with ``doing`` in it, if that fails or is late; CommHookError.
+        CollectiveError, which quotes ``doing``, if late or failed; or CommHookError.
         """
         assert self.work is not None
         with self.communicator.watching(doing, self.plan.number):

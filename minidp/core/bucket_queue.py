@@ -43,7 +43,7 @@ class Observer:
         """
 
     def finished(self) -> None:
-        """Note that all averages of a reduction are written; called once for each."""
+        """Note that a reduction's averages are all written; called once for each."""
 
 
 class BucketQueue:

@@ -125,7 +125,7 @@ class DenseBucket(Bucket):
     def _classify(
         self, entries: tuple[Entry, ...], undecided: Slots
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Return views to fill, a gradient for each, and views that are their gradient.
+        """Return views to fill, a gradient for each, and views that hold it already.
 
         COPIED slots are in no list. Zeroes slots without gradient; before that saves
         ``undecided`` ones whose ``.grad`` lies in the buffer.

@@ -79,7 +79,7 @@ class Mode:
         return {}
 
     def takes(self, i: int, reducer: Reducer) -> bool:
-        """Return True if the reducer shall record the gradient that arrives now.
+        """Return True if the reducer shall record the gradient of ``i``, which arrives.
 
         Raises `twice` for a second one. Not called if UNSET: its hook records it.
         """
@@ -96,7 +96,7 @@ class Mode:
         reducer.queue.used_map.launch(used)
 
     def launch_reach_map(self, reducer: Reducer) -> None:
-        """Collective: wait for the last exchange of reached parameters; start anew."""
+        """Collective: await the last exchange of what is reached; start a new one."""
         away = {*self.absent} - reducer.ledger.used_locally
         reducer.queue.reach_map.relaunch({*range(self._num_params)} - away)
 
@@ -177,7 +177,7 @@ class FindUnused(Mode):
         self.absent, self._has_searched = sorted(absent), True
 
     def takes(self, i: int, reducer: Reducer) -> bool:
-        """Return True for a first gradient; raise for a second one, or if too late.
+        """Return True for a first gradient; raise if it is a second one, or too late.
 
         One filled in as absent may come until its bucket is flattened; not if skipped.
         """
@@ -279,7 +279,7 @@ class StaticGraph(Mode):
     def untouched(self, reducer: Reducer) -> Collection[int]:
         """Return parameters that no rank used in the first backward.
 
-        In that may wait; later raises GraphChangedError if this rank used one.
+        The first may wait; a later one raises GraphChangedError if this rank uses one.
         """
         if self.shares_used_map:
             return _unused_everywhere(reducer)

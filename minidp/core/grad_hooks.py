@@ -245,7 +245,7 @@ class PendingGrads:
         self._paused: list[Entry] = []  # the entries of a paused backward
 
     def adopt(self, buckets: Sequence[Bucket]) -> None:
-        """Use new buckets in table and hooks; let go of the memory of the old ones."""
+        """Use new buckets in table and hooks, reset counts; let go of old memory."""
         self.table.adopt([bucket.plan.indices for bucket in buckets])
         if self.native is not None:
             for bucket in buckets:
@@ -354,7 +354,7 @@ class PendingGrads:
 
 
 class GradHooks:
-    """Attach to each parameter's AccumulateGrad a hook that records in ``pending``."""
+    """Attach at once a hook to each AccumulateGrad, which records in ``pending``."""
 
     def __init__(
         self, params: Sequence[torch.nn.Parameter], pending: PendingGrads

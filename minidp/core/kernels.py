@@ -156,8 +156,8 @@ class Memory:
 def extension_for(tensors: Iterable[Tensor]) -> Any | None:
     """Return the native extension if all tensors are on the CPU; else None.
 
-    CUDA tensors count as well with MINIDP_NATIVE=1, if it was built with CUDA. None
-    also if it is not loaded.
+    CUDA tensors count as well with MINIDP_NATIVE=1, if it was built with CUDA. The
+    first call loads it; else None, or with MINIDP_NATIVE=1 NativeError.
     """
     library = native.library()
     if library is None:

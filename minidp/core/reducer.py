@@ -51,7 +51,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Phase(Enum):
-    """Name the states of a reducer."""
+    """Phases of a reducer; `PhaseMachine` goes from one to another by TRANSITIONS."""
 
     IDLE = "idle"  # gradients accumulate locally
     ARMED = "armed"  # a synchronising forward ended: the next backward reduces
@@ -191,7 +191,7 @@ class Reducer:
 
     @_failing
     def admit(self, i: int) -> bool:
-        """Open (ARMED), resume (PAUSED) a backward; True: the hook is to record ``i``.
+        """Open (ARMED), resume (PAUSED) a backward; return True if the hook records it.
 
         False if it was recorded here (VIA_REDUCER), counted (static graph) or noted as
         local (IDLE, FINALIZING, FAILED). GradientError if the mode does not expect it.
@@ -257,8 +257,8 @@ class Reducer:
     def on_full(self, number: int, entries: Sequence[Entry]) -> None:
         """Flatten full bucket ``number``; launch buckets whose turn has come.
 
-        After the last one launch the used-map, and queue `_finalize` for the end of the
-        backward (compiled: call it). In an RPC context gradients are read from there.
+        After the last one launch a shared used-map, queue `_finalize` for the end of
+        the backward (compiled: call it). Reads gradients of an RPC context from there.
         """
         queue, bucket = self.queue, self.queue.buckets[number]
         if self.context is not None:
@@ -351,7 +351,7 @@ class Reducer:
     # -- failure -----------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Enter FAILED, drop `pending` gradients; store ``error``, tell other ranks."""
+        """Enter FAILED; close `pending`; store ``error``'s text, tell other ranks."""
         self.phase.enter(Phase.FAILED)
         self.pending.close()
         # Collectives that may never finish: keep their group alive.
@@ -362,7 +362,7 @@ class Reducer:
         self.communicator.tell_others(error)
 
     def reset(self, group: ProcessGroup) -> None:
-        """Enter IDLE on ``group`` with new buckets; reset the ledger; keep ``.grad``."""
+        """Enter IDLE on ``group``, with new buckets; reset ledger; keep ``.grad``."""
         with self._lock:
             self.phase.enter(Phase.FAILED)
             self.failure = ""
@@ -392,7 +392,7 @@ def _detach(hooks: GradHooks, pending: PendingGrads) -> None:
 def _expect_end(reference: weakref.ref[Reducer], _grads: Any) -> None:
     """Call `Reducer.expect_end`, if the reducer still exists; the outputs' probe.
 
-    Before that, over items, look whether gradients still hold the last averages.
+    Before that, over items, `ItemCounts.look` notes averages still in ``.grad``.
     """
     reducer = reference()
     if reducer is not None:
