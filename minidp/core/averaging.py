@@ -26,7 +26,7 @@ from minidp.layout import Layout
 
 
 class DivideFactors(NamedTuple):
-    """A bucket's divisors: `pre` per gradient or `post` for its buffer; else 1."""
+    """A bucket's divisors: one of `pre` (per gradient), `post` (full buffer) is 1."""
 
     pre: int = 1  # of each gradient, while it is copied
     post: int = 1  # of the whole buffer, when it is full

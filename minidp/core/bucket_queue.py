@@ -267,7 +267,7 @@ class BucketQueue:
 
 
 def _receive_counts(queue: BucketQueue, items: comm.ItemCounts) -> None:
-    """Wait for the bucket with item counts; set all factors; CPU: ItemCountError."""
+    """Wait for the bucket with item counts; set factors; may raise ItemCountError."""
     tail = None
     for number, bucket in enumerate(queue.buckets):
         if bucket.plan.tail and number not in queue.skipped:

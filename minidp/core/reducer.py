@@ -258,7 +258,7 @@ class Reducer:
         """Flatten full bucket ``number``; launch buckets whose turn has come.
 
         After the last one launch a shared used-map, queue `_finalize` for the end of
-        the backward (compiled: call it). Reads gradients of an RPC context from there.
+        the backward (compiled: call it). In an RPC context reads gradients there.
         """
         queue, bucket = self.queue, self.queue.buckets[number]
         if self.context is not None:
