@@ -85,7 +85,10 @@ def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def barrier(group: ProcessGroup) -> None:
-    """Wait until all ranks call this; no-op if a Python group's raises RuntimeError."""
+    """Collective: wait until all ranks call this.
+
+    A RuntimeError of a Python group is ignored: it may have no barrier.
+    """
     if not is_python_group(group):
         wait_for(group.barrier())
         return
@@ -96,9 +99,9 @@ def barrier(group: ProcessGroup) -> None:
 def gather_integers(
     values: Sequence[int], group: ProcessGroup, device: torch.device
 ) -> list[list[int]]:
-    """Collective: wait for all ranks' ``values`` (int64, equally many); return by rank.
+    """Collective: wait for all ranks' ``values`` (int64, equally many); return all.
 
-    The message lies on ``device``.
+    One list per rank, by rank. The message lies on ``device``.
     """
     mine = torch.tensor(values, dtype=torch.int64, device=device)
     rows: list[list[int]] = gather_rows(mine, group).tolist()
@@ -108,7 +111,7 @@ def gather_integers(
 def gather_bytes(
     buffer: bytes, lengths: Sequence[int], group: ProcessGroup, device: torch.device
 ) -> list[bytes]:
-    """Collective: wait for all ranks' ``buffer``; return them by rank.
+    """Collective: wait for all ranks' ``buffer``; return these by rank.
 
     ``lengths``, equal on all ranks: bytes of each. The message, padded to the longest,
     lies on ``device``.
@@ -126,7 +129,7 @@ def broadcast_integers(
 ) -> list[int]:
     """Collective: wait for rank 0's ``values`` (int64), and return them on every rank.
 
-    Every rank passes equally many; others' are ignored. The message lies on ``device``.
+    Every rank passes equally many; other ranks' are ignored. Sent on ``device``.
     """
     message = torch.tensor(values, dtype=torch.int64, device=device)
     wait_for(start_broadcast(message, group, 0))
@@ -182,7 +185,7 @@ def _unpack(tensors: list[torch.Tensor], message: torch.Tensor, work: Work) -> N
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, in row-major order: 1-D uint8, a view if it can."""
+    """Return a tensor's bytes, in row-major order, as 1-D uint8: if possible a view."""
     # as_strided: a contiguous tensor of one element may have any stride.
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -31,7 +31,7 @@ ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are bus
 
 
 class Report(NamedTuple):
-    """Hold what `PeerMonitor.report` found out: who is missing, and may they come."""
+    """Hold what `PeerMonitor.report` returns: who is missing, and if they may come."""
 
     text: str = ""  # sentences that name the missing ranks, for an error or warning
     may_still_come: bool = False  # no rank is gone, and some rank is busy elsewhere
@@ -59,9 +59,9 @@ class PeerMonitor:
         return Report()
 
     def give_up(self, why: str) -> None:
-        """Let other ranks' waits for this one fail, because of ``why``; here no-op.
+        """Make other ranks' waits for this rank fail, because of ``why``; here no-op.
 
-        Does not wait: an alarm that this rank joins no further collective is queued.
+        Only queues an alarm: this rank joins no further collective. Does not wait.
         """
 
     def ask_who_skips(self, step: int, steps: int) -> Work | None:
@@ -186,18 +186,18 @@ class Communicator:
         return "" if operation is None else operation.place
 
     def tell_others(self, error: BaseException) -> None:
-        """Let waits of other ranks for this one raise, because of ``error``.
+        """Make other ranks' waits for this rank raise, because of ``error``.
 
-        Its text is queued (`PeerMonitor.give_up`), not waited for; no-op without
-        heartbeat.
+        Only queues its text (`PeerMonitor.give_up`); no-op without a heartbeat.
         """
         self.peers.give_up(f"{type(error).__name__}: {error}")
 
     def watching(self, doing: str, bucket: int | None = None) -> Operation:
         """Return a context whose `wait_for` calls are limited; it counts no collective.
 
-        Exceptions in it become a `CollectiveError` that names missing ranks. ``doing``
-        completes "A collective failed while ..."; ``bucket``: its number, for that.
+        Its exceptions become a `CollectiveError` that names missing ranks, except for
+        minidp's own. ``doing`` completes "A collective failed while ..."; ``bucket``:
+        a bucket's number, to add to that.
         """
         return Operation(self, doing, bucket)
 
@@ -239,13 +239,14 @@ class Communicator:
     def find_late_on_device(self) -> InFlight | None:
         """Return the oldest running collective on CUDA if over its limit; else None.
 
-        None on a group that host waits can limit. Called by the watchdog's thread.
+        Always None unless the group is for CUDA only, and has a limit. Called by the
+        watchdog's thread.
         """
         oldest = self._oldest_on_device()
         return oldest if oldest and oldest.waited > oldest.allowed else None
 
     def extend(self, late: InFlight) -> bool:
-        """Let ``late`` wait a tenth of the limit longer if the missing ranks may come.
+        """Let ``late`` wait a tenth of the limit longer if missing ranks are only busy.
 
         Return whether it may. Logs who is missing whenever the wait has doubled. False
         if a rank is gone, no missing rank is busy, not `is_patient`, or the backend's
@@ -355,9 +356,9 @@ class Operation:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         """Turn an exception into a `CollectiveError`, unless it is minidp's own.
 
-        Any Exception marks the group as failed (`has_failed`). Asks which ranks are
-        missing, up to seconds; tells the others of a `CollectiveError`. The error of a
-        comm hook's future is raised anew, with the missing ranks. Restores outer
+        Any Exception sets the communicator's `has_failed`. May wait seconds to learn
+        which ranks are missing; tells the others of a `CollectiveError`. The error of
+        a comm hook's future is raised anew, with the missing ranks. Restores outer
         limits.
         """
         current_deadline.waiter = self._outer_waiter
@@ -368,10 +369,10 @@ class Operation:
             self._communicator.operation = self._outer
 
     def _explain(self, error: Exception) -> None:
-        """Set `has_failed`; return for minidp's own errors, except of a hook's future.
+        """Set `has_failed`; tell other ranks of, and raise, a CollectiveError.
 
-        For that raise it anew with the missing ranks; else tell the others of, and
-        raise, a CollectiveError. May wait seconds to learn who is missing.
+        For minidp's own errors only set `has_failed` and return, but raise a failed
+        hook future's anew, with the missing ranks. May wait seconds to learn these.
         """
         owner = self._communicator
         owner.has_failed = True  # other ranks may wait in vain

@@ -68,7 +68,7 @@ class NotedContexts:
         return is_up
 
     def reset(self) -> None:
-        """Forget the recorded contexts; leave them and their gradients as they are."""
+        """Forget the recorded contexts; the contexts, and gradients in them, stay."""
         self._noted.clear()
 
     def _is_distributed(self, i: int) -> bool:
@@ -138,7 +138,7 @@ class NotedContexts:
 
 @dataclass(frozen=True)
 class ContextGrads:
-    """Hold the id of one RPC context, whose gradients a reduction reads and replaces.
+    """Hold the id of an RPC context whose gradients a reduction reads and overwrites.
 
     `NotedContexts.of_backward` makes it; equal for the same context.
     """
@@ -167,7 +167,7 @@ class ContextGrads:
         return [None if k in kept else grad for k, grad in enumerate(grads)]
 
     def partly_used(self, names: Sequence[str]) -> GradientError:
-        """Return, not raise, the error that only some ranks have gradients of names."""
+        """Return, not raise, the error: only some ranks have gradients of ``names``."""
         text = explain(
             self.rank,
             "Parameters have a gradient on some ranks only, in a backward of "

@@ -14,7 +14,7 @@ from .groups import ProcessGroup
 
 @dataclass(frozen=True)
 class Turn:
-    """Hold what a `GradBucket` also tells: number, whether it is last, divisor, group."""
+    """Hold what a `GradBucket` also tells: number, if it is last, divisor, group."""
 
     index: int  # the bucket's number, which is its place in launch order
     is_last: bool  # no bucket follows in this backward
@@ -53,7 +53,7 @@ class GradBucket:
         return self._turn.is_last
 
     def buffer(self) -> torch.Tensor:
-        """Return all gradients as one flat (1-D) tensor: the bucket's memory itself.
+        """Return all gradients as one flat (1-D) tensor: the bucket's memory, no copy.
 
         Complex gradients are interleaved reals (real part, imaginary part, ...). A
         sparse bucket returns its one COO gradient.
@@ -61,7 +61,7 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replace what `buffer` and `gradients` return, for a hook that is called next.
+        """Replace what `buffer` and `gradients` return, for a hook that this one calls.
 
         Copies nothing, checks nothing. Only the value of the hook's future changes the
         parameters' gradients. The new buffer must have as many elements as the old one;

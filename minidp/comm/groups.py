@@ -138,7 +138,7 @@ def is_plain_gloo(group: ProcessGroup) -> bool:
 def is_mixed(group: ProcessGroup) -> bool:
     """Return whether a group is a Python class, or has backends for several devices.
 
-    Plain "gloo" has: for CPU and CUDA.
+    True for plain "gloo", which serves CPU and CUDA.
     """
     return is_python_group(group) or "," in dist.get_backend_config(group)
 
@@ -146,7 +146,7 @@ def is_mixed(group: ProcessGroup) -> bool:
 def is_builtin(group: ProcessGroup) -> bool:
     """Return whether a group has several ranks and only backends that torch ships.
 
-    False if torch.distributed does not know the group (``dist.new_group`` etc.).
+    False for a group that torch.distributed does not know.
     """
     if group.size() == 1 or group not in c10d._world.pg_map:
         return False  # torch does not know the backends of a Python group
@@ -154,9 +154,10 @@ def is_builtin(group: ProcessGroup) -> bool:
 
 
 def exchange_device(group: ProcessGroup, fallback: torch.device) -> torch.device:
-    """Return CPU if a group's `backend_name` is one for CPU tensors; else ``fallback``.
+    """Return CPU if a group's `backend_name` tells that it sends CPU tensors.
 
-    So ``fallback`` for an "undefined" one, even if it has Gloo.
+    That is with gloo, mpi, ucc or threaded in the name. Else ``fallback``; so also for
+    "undefined", even if such a group has Gloo.
     """
     of_cpu, backend = ("gloo", "mpi", "ucc", "threaded"), backend_name(group)
     can = any(name in backend for name in of_cpu)
@@ -252,8 +253,8 @@ def group_of_forwards(group: ProcessGroup) -> ProcessGroup:
 def renew_side_groups(group: ProcessGroup, key: str) -> None:
     """Forget the side groups of ``group``, and of all groups within its ranks.
 
-    Creates none, waits for no rank: the next `side_group` does. All ranks call this in
-    a reset(). ``key`` names the new ones: equal on all ranks, never used before. Also
+    Creates none: the next `side_group` does. All ranks call this in reset(), and wait
+    for no rank. ``key`` names the new ones: equal on all ranks, never used before. Also
     forgets side groups of groups that were destroyed.
     """
     members = frozenset(group_ranks(group))
@@ -277,8 +278,8 @@ _warned_without_store = False
 def mark_group(group: ProcessGroup, number: int) -> None:
     """Put ``number`` into all later store keys of a group; a second call does nothing.
 
-    Random, equal on all ranks: without it, after a restart by torchrun, a group would
-    read keys that an old one left. Writes nothing to the store.
+    ``number``: rank 0's random one. Without it, after a restart by torchrun, a group
+    would read keys that an old one left. Writes nothing to the store.
     """
     _marks.setdefault(group, f"{number:x}")
 

@@ -78,7 +78,7 @@ class CommHook:
 
 
 def _takes_group(hook: Any) -> bool:
-    """Return whether ``hook``'s state is a group, or None for the default one.
+    """Return whether ``hook`` takes a group as its state, and None for the default.
 
     True only for torch's all-reduce, fp16 and bf16 hooks, and torch's and our wrappers
     around these.
@@ -94,8 +94,8 @@ def _takes_group(hook: Any) -> bool:
 class HookInFlight(FutureWork):
     """The work of one hook call: its future, whose value `wait` checks.
 
-    `CommHook.start` makes it, before it calls the hook, to keep the buffer's memory,
-    and then sets `future`.
+    `CommHook.start` makes it before it calls the hook, to note where the buffer's
+    memory is, and then sets `future`.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class HookInFlight(FutureWork):
 def _fits(result: torch.Tensor, buffer: torch.Tensor) -> bool:
     """Return whether a hook's ``result`` can replace ``buffer``: size, layout, dtype.
 
-    The dtype may be another one that can be cast; the shape only for a dense buffer.
-    False for meta, quantized, nested tensors, and if the memory was freed.
+    Another dtype fits if it can be cast; another shape fits a dense buffer. False for
+    meta, quantized, nested tensors, and if the result's memory was freed.
     """
     if buffer.is_sparse:
         return result.is_sparse and result.shape == buffer.shape
@@ -217,7 +217,10 @@ def _forget_frames(error: Exception) -> None:
 
 
 def name_of(hook: object) -> str:
-    """Return a hook's name for messages; of a partial's function; else of its type."""
+    """Return a hook's ``__qualname__``, for messages.
+
+    Of a partial: its function's; of another object without one: its type's name.
+    """
     name = getattr(hook, "__qualname__", None)
     if name is None and hasattr(hook, "func"):  # functools.partial
         return name_of(hook.func)

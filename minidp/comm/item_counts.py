@@ -56,7 +56,7 @@ class _Step:
     forwards: int = 0  # in grad mode
 
     def is_stale(self) -> Tensor | bool:
-        """Return whether a ``.grad`` in `averages`, not all 0, was changed since `look`.
+        """Return whether a nonzero ``.grad`` in `averages` was changed since `look`.
 
         A bool tensor, not read here; False if no ``.grad`` has changed.
         """
@@ -69,7 +69,10 @@ class _Step:
 
     @property
     def flags(self) -> int:
-        """The sum of _SILENT, _EACH and _FEWER, as far as they apply; never _STALE."""
+        """The sum of those of _SILENT, _EACH and _FEWER that apply.
+
+        They compare the calls of `add` with the forwards. `is_stale` tells of _STALE.
+        """
         calls = len(self.said)
         flags = _SILENT * (not calls)
         if calls == self.forwards > 1:
@@ -138,15 +141,15 @@ class ItemCounts:
         self._step.said.append((n, told, event))
 
     def note_forward(self) -> None:
-        """Count a forward in grad mode; later compared with the number of `add` calls."""
+        """Count a forward in grad mode; `flags` compares it with the calls of `add`."""
         self._step.forwards += 1
 
     def look(self) -> None:
         """Note which ``.grad`` of `samples` hold averages; call when a backward begins.
 
         No-op except for the first call after `read`. If one that is not all 0 changes
-        until the counts are sent, all ranks' next `read` (CUDA: `check`) raises: the
-        sum is no mean. Averages that stay unchanged (frozen, another optimizer's) may.
+        before the counts are sent, all ranks' next `read` (CUDA: `check`) raises: the
+        sum is no mean. Averages that the backward leaves alone may stay.
         """
         if self.holds_averages:
             self.holds_averages = False
@@ -157,9 +160,10 @@ class ItemCounts:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Return a context in which this rank has counted 0 items; restore its own after.
+        """Return a context in which this rank has counted 0 items, not its own.
 
-        For a rank without inputs (join), which takes part in the others' reduction.
+        Its own counts are back afterwards. For a rank without inputs (join), which
+        takes part in the others' reduction.
         """
         mine = self._step, self.holds_averages
         self._step = _Step([(0.0, 0.0, None)])
@@ -254,8 +258,8 @@ class ItemCounts:
 
         No-op on the CPU, where `read` has raised, and in a second call. ItemCountError
         if a rank never counted, or its number is negative, NaN or too large; if a
-        backward added to averages; if a rank counted less often than it ran forwards,
-        another one at each of several; or if all counts are 0.
+        backward added to averages; if one rank counted less often than it ran forwards,
+        though another counted once for each of several; or if all counts are 0.
         """
         late, self._late = self._late, None
         if late is not None:
@@ -372,10 +376,10 @@ def weighted(loss: Tensor, count: object) -> Tensor:
 
 
 def _number(what: str, value: object) -> Tensor | float:
-    """Return a number, or a CPU tensor of one, as a float; on a GPU copy, do not wait.
+    """Return a number, or a CPU tensor of one, as a float; of a GPU tensor a copy.
 
-    The copy: a detached float64 tensor of shape (). TypeError for anything that is no
-    real number; its text begins with ``what``.
+    The copy is a detached float64 tensor of shape (), not waited for. TypeError for
+    anything that is no real number; its text begins with ``what``.
     """
     if isinstance(value, Tensor):
         if value.numel() == 1 and not value.is_complex() and not value.is_meta:

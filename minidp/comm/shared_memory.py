@@ -61,7 +61,7 @@ def read_mode() -> str:
 
 
 class ProcessEnds:
-    """Watch processes of this host, one per rank that was `add`-ed; first none."""
+    """Watch processes of this host, one per rank, to tell which ended; first none."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}  # by descriptor
@@ -149,7 +149,7 @@ class SharedBuffer:
 class SharedWork:
     """The work that `SharedBuffer.all_reduce` returns; each wait or question sums, too.
 
-    Besides these nobody sums for this rank: others may, while they wait.
+    No thread of this rank sums besides; other ranks sum for it, too, while they wait.
     """
 
     can_time_out = True
@@ -204,7 +204,7 @@ def share(
     device: torch.device,
     maps: Sequence[UsedMap] = (),
 ) -> list[SharedBuffer] | str:
-    """Create a shared buffer per bucket; return them, or text: why a rank cannot.
+    """Create a shared buffer per bucket; return them, or the reason if a rank cannot.
 
     A collective that waits, with equal ``shapes`` (elements, dtype of each bucket), if
     the group is plain Gloo, of two ranks or more, and ``device``, the gradients', is

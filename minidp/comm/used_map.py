@@ -85,19 +85,19 @@ class UsedMap:
         return rows.to(self._device, non_blocking=True)
 
     def relaunch(self, used: Collection[int]) -> None:
-        """Collective: start to exchange ``used``, even if no one asked for the last one.
+        """Collective: start to exchange ``used``, like `launch`, but never a no-op.
 
-        Else as `launch`: first waits for an exchange that still runs.
+        First waits for an exchange that still runs.
         """
         self._is_open = False
         self.launch(used)
 
     def unused_everywhere(self) -> frozenset[int]:
-        """Return the indices that no rank used; empty if none was launched since.
+        """Return the indices that no rank used; at most once after each `launch`.
 
-        So is a second call's, until the next `launch`. Waits only if this
-        rank itself left a parameter out. If not, no index can be unused: returns at
-        once, and the next launch waits for the exchange.
+        Empty if called again, or before. Waits only if this rank itself left a
+        parameter out. If not, no index can be unused: returns at once, and the next
+        launch waits for the exchange.
         """
         was_open, self._is_open = self._is_open, False
         if not was_open or self._is_known:
