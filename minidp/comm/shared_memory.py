@@ -61,7 +61,7 @@ def read_mode() -> str:
 
 
 class ProcessEnds:
-    """Watch processes of this host, one per rank, to tell which ended; first none."""
+    """Watch processes of this host, one per rank; tell which ended; starts empty."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}  # by descriptor
