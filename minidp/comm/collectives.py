@@ -45,7 +45,7 @@ def all_reduce(tensor: torch.Tensor, group: ProcessGroup) -> Work:
 
 
 def start_broadcast(tensor: torch.Tensor, group: ProcessGroup, root: int) -> Work:
-    """Collective: start to overwrite ``tensor`` by rank ``root``'s; return work."""
+    """Collective: start to overwrite ``tensor`` by rank ``root``'s; return the work."""
     # The group's own method: torch.distributed does not know side groups.
     options = dist.BroadcastOptions()
     options.rootRank = root
@@ -78,14 +78,17 @@ def start_gathering(
 
 
 def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """Collective: wait for all ranks' ``row`` (1D, equally long); return them in 2D."""
+    """Collective: wait for all ranks' ``row`` (1D, equally long); return them as 2D."""
     rows, work = start_gathering(row, group)
     wait_for(work)
     return rows
 
 
 def barrier(group: ProcessGroup) -> None:
-    """Wait until all ranks call this; do nothing on a Python group without barrier."""
+    """Collective: wait until all ranks call this.
+
+    A RuntimeError of a Python group is ignored: it may have no barrier.
+    """
     if not is_python_group(group):
         wait_for(group.barrier())
         return
@@ -96,7 +99,10 @@ def barrier(group: ProcessGroup) -> None:
 def gather_integers(
     values: Sequence[int], group: ProcessGroup, device: torch.device
 ) -> list[list[int]]:
-    """Collective: return all ranks' 64-bit ``values``, equally many, by rank; wait."""
+    """Collective: wait for all ranks' ``values`` (int64, equally many); return all.
+
+    One list per rank, by rank. The message lies on ``device``.
+    """
     mine = torch.tensor(values, dtype=torch.int64, device=device)
     rows: list[list[int]] = gather_rows(mine, group).tolist()
     return rows
@@ -105,7 +111,11 @@ def gather_integers(
 def gather_bytes(
     buffer: bytes, lengths: Sequence[int], group: ProcessGroup, device: torch.device
 ) -> list[bytes]:
-    """Collective: return all ranks' ``buffer``, of ``lengths[rank]`` bytes; wait."""
+    """Collective: wait for all ranks' ``buffer``; return these by rank.
+
+    ``lengths``, equal on all ranks: bytes of each. The message, padded to the longest,
+    lies on ``device``.
+    """
     padded = bytearray(buffer.ljust(max(lengths), b"\0"))
     mine = torch.frombuffer(padded, dtype=torch.uint8).to(device)
     return [
@@ -117,7 +127,10 @@ def gather_bytes(
 def broadcast_integers(
     values: Sequence[int], group: ProcessGroup, device: torch.device
 ) -> list[int]:
-    """Collective: return rank 0's ``values``, equally many on every rank; wait."""
+    """Collective: wait for rank 0's ``values`` (int64), and return them on every rank.
+
+    Every rank passes equally many; other ranks' are ignored. Sent on ``device``.
+    """
     message = torch.tensor(values, dtype=torch.int64, device=device)
     wait_for(start_broadcast(message, group, 0))
     return [int(value) for value in message.tolist()]
@@ -130,7 +143,8 @@ def broadcast_coalesced(
 
     Sent as raw bytes: a message of about 250 MiB carries all dtypes of a device; at
     most two messages are in flight. Version counters do not change, so that a graph may
-    have saved a tensor. RuntimeError for sparse and quantized tensors.
+    have saved a tensor. RuntimeError, before any message, for sparse and quantized
+    tensors.
     """
     for tensor in tensors:
         is_sparse = tensor.layout is not torch.strided
@@ -163,7 +177,7 @@ def broadcast_coalesced(
 
 
 def _unpack(tensors: list[torch.Tensor], message: torch.Tensor, work: Work) -> None:
-    """Wait for the broadcast of ``message``; overwrite ``tensors`` with its values."""
+    """Wait for ``message``'s broadcast, ``work``; copy its bytes into ``tensors``."""
     wait_for(work)
     pieces = message.split([t.nbytes for t in tensors])
     for tensor, piece in zip(tensors, pieces, strict=True):
@@ -171,7 +185,7 @@ def _unpack(tensors: list[torch.Tensor], message: torch.Tensor, work: Work) -> N
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements, in row-major order, as 1-D uint8; maybe a view."""
+    """Return a tensor's bytes, in row-major order, as 1-D uint8: if possible a view."""
     # as_strided: a contiguous tensor of one element may have any stride.
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

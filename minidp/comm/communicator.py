@@ -31,52 +31,72 @@ ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are bus
 
 
 class Report(NamedTuple):
-    """Hold a text on ranks missing in a collective, and if waiting may still help."""
+    """Hold what `PeerMonitor.report` returns: who is missing, and if they may come."""
 
     text: str = ""  # sentences that name the missing ranks, for an error or warning
     may_still_come: bool = False  # no rank is gone, and some rank is busy elsewhere
 
 
 class PeerMonitor:
-    """Say which ranks are missing; here none. A subclass in `minidp.hang` asks them."""
+    """Tell a `Communicator` about other ranks; this base class knows nothing of them.
+
+    Serves without a limit, with one rank or without a store; else the watchdog puts a
+    `minidp.hang` heartbeat in its place, which overrides all methods.
+    """
 
     def find_lost(self, started: int) -> str:
-        """Return why collective ``started`` cannot finish; "" if that is unknown."""
+        """Return why collective number ``started`` cannot finish; "" if not known.
+
+        Waits for no rank. Here always "".
+        """
         return ""
 
     def report(self, started: int) -> Report:
-        """Ask which ranks have not started collective ``started``; may take seconds."""
+        """Ask which ranks have not started collective number ``started``.
+
+        May wait seconds for answers. Here return an empty `Report` at once.
+        """
         return Report()
 
     def give_up(self, why: str) -> None:
-        """Tell others ``why`` this rank joins no further collective; here no-op."""
+        """Make other ranks' waits for this rank fail, because of ``why``; here no-op.
+
+        Only queues an alarm: this rank joins no further collective. Does not wait.
+        """
 
     def ask_who_skips(self, step: int, steps: int) -> Work | None:
-        """Ask whether all ranks skip backward ``step``; here None: cannot ask.
+        """Ask whether all ranks skip backward number ``step``; here None: cannot ask.
 
-        Else return work at once. Its value is "" once all ranks skip it, or a text once
-        a rank runs it or the store is gone. ``steps``: this rank's optimizer steps
-        since its last reduced backward.
+        Else return work at once; no collective. Its value is "" once all ranks skip it,
+        or a text once a rank runs it or the store is gone. ``steps``: this rank's
+        optimizer steps since its last reduced backward.
         """
         return None
 
     def exchange_often(
         self, topic: str, rider: Callable[[dict[int, Any]], Any]
     ) -> bool:
-        """Exchange ranks' values under ``topic`` 4 times a second, by a thread.
+        """Start to exchange values under ``topic``, 4 times a second; return True.
 
-        It posts ``rider(values)``, which JSON can hold. ``values``: the ranks' last
-        ones, by rank, on rank 0; {} on others. Return False, as here, if it cannot.
+        A thread calls ``rider(values)``, and posts what it returns, which JSON can
+        hold. ``values``: on rank 0 what ranks posted last, by rank; {} on others. Here
+        start nothing, and return False.
         """
         return False
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
-        """Use the store of ``group``, under ``key``, from now on; here no-op."""
+        """Talk to other ranks by ``group``'s store, under ``key``, from now on.
+
+        ``key`` is equal on all ranks. Here no-op.
+        """
 
 
 @dataclass(slots=True)
 class Tally:
-    """Count a `Communicator`'s collectives since `reset`; holds nothing else alive."""
+    """Hold how many collectives a `Communicator` has started since its last `reset`.
+
+    The heartbeat holds this object, which does not keep the communicator alive.
+    """
 
     started: int = 0  # all collectives
     launched: int = 0  # asynchronous collectives
@@ -100,7 +120,10 @@ class InFlight:
 
 
 class Communicator:
-    """Own a process group, this rank, a time limit, and the monitor of the peers.
+    """Hold a process group, this rank, a time limit, and the monitor of the peers.
+
+    Each reducer has one. The constructor starts nothing; `peers` is a mere
+    `PeerMonitor` until the watchdog puts a heartbeat there.
 
     ``limit`` is in seconds; None: the backend's own timeout. With ``is_patient`` it
     applies only when ranks are gone or wait for each other: ranks that are busy
@@ -126,7 +149,10 @@ class Communicator:
         self.reset(group)
 
     def reset(self, group: ProcessGroup) -> None:
-        """Use ``group`` from now on; forget failures, counts, running collectives."""
+        """Use ``group`` from now on; zero the counts; forget failure, running works.
+
+        Waits for nothing. Does not move `peers` to the group's store.
+        """
         self.has_failed = False
         self.tally.started = self.tally.launched = 0
         self.group = group
@@ -144,7 +170,7 @@ class Communicator:
 
     @property
     def started(self) -> int:
-        """Number of collectives since the last reset."""
+        """Number of collectives that this rank has started since the last `reset`."""
         return self.tally.started
 
     @property
@@ -155,28 +181,37 @@ class Communicator:
 
     @property
     def place(self) -> str:
-        """Text of what this rank is waiting for or launching now; "" if nothing."""
+        """Text of what the innermost `watching` block does now; "" outside of any."""
         operation = self.operation  # another thread may end it meanwhile
         return "" if operation is None else operation.place
 
     def tell_others(self, error: BaseException) -> None:
-        """Send ``error``'s text to ranks that wait for this one; they raise, too."""
+        """Make other ranks' waits for this rank raise, because of ``error``.
+
+        Only queues its text (`PeerMonitor.give_up`); no-op without a heartbeat.
+        """
         self.peers.give_up(f"{type(error).__name__}: {error}")
 
     def watching(self, doing: str, bucket: int | None = None) -> Operation:
-        """Return a context that limits waits; its errors name missing ranks.
+        """Return a context whose `wait_for` calls are limited; it counts no collective.
 
-        ``doing`` completes "A collective failed while ..."; ``bucket``: its number.
+        Its exceptions become a `CollectiveError` that names missing ranks, except for
+        minidp's own. ``doing`` completes "A collective failed while ..."; ``bucket``:
+        a bucket's number, to add to that.
         """
         return Operation(self, doing, bucket)
 
     def blocking(self, doing: str) -> Operation:
-        """Count one collective; return a context, as `watching`, to run it inside."""
+        """Count one collective as started now; return a `watching` context for it."""
         self.tally.started += 1
         return Operation(self, doing, None)
 
     def note_started(self, work: Work) -> None:
-        """Count asynchronous ``work``, watch it on a device. Use inside `watching`."""
+        """Count ``work``, just launched, as started; call this in a `watching` block.
+
+        If the group is for CUDA only, with a limit, also list it: the watchdog ends the
+        process when it is late.
+        """
         self.tally.started += 1
         self.tally.launched += 1
         if self._is_on_device:
@@ -186,29 +221,36 @@ class Communicator:
                 self._on_device.append(launched)
 
     def _in_flight(self, work: Work) -> InFlight:
-        """Return ``work``, launched now, with the time limit that applies to it."""
+        """Wrap ``work`` as launched now, by the current `place`, under `limit`."""
         assert self.limit is not None
         now = time.monotonic()
         return InFlight(work, self.place, self.started, now, self.limit)
 
     def _oldest_on_device(self) -> InFlight | None:
-        """Drop a device's completed collectives; return the oldest other, or None."""
+        """Return the oldest collective on CUDA that still runs, or None.
+
+        Drops those that were launched before it, and are done, from the list.
+        """
         with self._lock:
             while self._on_device and self._on_device[0].work.is_completed():
                 self._on_device.popleft()
             return self._on_device[0] if self._on_device else None
 
     def find_late_on_device(self) -> InFlight | None:
-        """Return a device's oldest running collective if over its limit, or None."""
+        """Return the oldest running collective on CUDA if over its limit; else None.
+
+        Always None unless the group is for CUDA only, and has a limit. Called by the
+        watchdog's thread.
+        """
         oldest = self._oldest_on_device()
         return oldest if oldest and oldest.waited > oldest.allowed else None
 
     def extend(self, late: InFlight) -> bool:
-        """Let ``late`` wait a tenth of the limit longer, if other ranks are only busy.
+        """Let ``late`` wait a tenth of the limit longer if missing ranks are only busy.
 
         Return whether it may. Logs who is missing whenever the wait has doubled. False
         if a rank is gone, no missing rank is busy, not `is_patient`, or the backend's
-        timeout is over. May wait seconds for answers.
+        timeout is over. Asks the other ranks, which may take seconds.
         """
         waited = late.waited
         backends = group_timeout(self.group).total_seconds()
@@ -236,9 +278,9 @@ class Communicator:
         """Wait for a collective, at most until the time limit; return its result.
 
         Raises TimeoutError at the limit (which `extend` may move, if `is_patient`), or
-        if another rank gave up; `watching` makes a `CollectiveError` of it. There is no
-        limit but the backend's if `limit` is None or one rank, or the backend is not
-        Gloo and the work has no ``can_time_out``.
+        if another rank gave up; then the group is leaked, if ``work`` still runs.
+        `watching` makes a `CollectiveError` of it. Only the backend's limit applies if
+        `limit` is None, and to work without ``can_time_out`` unless `is_timed` (Gloo).
         """
         is_timed = self._is_timed or getattr(work, "can_time_out", False)
         if self.limit is None or not is_timed or is_done_within(work, SLICE_SECONDS):
@@ -250,7 +292,10 @@ class Communicator:
             self.is_late = False
 
     def _wait_long(self, late: InFlight) -> Any:
-        """Wait in slices; TimeoutError at the limit, or if a peer is lost."""
+        """Go on waiting for ``late``, in slices, after a first one; return its result.
+
+        TimeoutError at the limit, or if a peer is lost; the group is leaked then.
+        """
         late.since -= SLICE_SECONDS
         while not is_done_within(late.work, SLICE_SECONDS):
             lost = self.peers.find_lost(self.started)
@@ -263,7 +308,10 @@ class Communicator:
 
 
 def is_done_within(work: Any, seconds: float) -> bool:
-    """Wait up to ``seconds`` for ``work``; return whether it is done or failed."""
+    """Wait up to ``seconds`` for ``work``; return whether it is done or failed.
+
+    Does not raise its error, unless the work's own ``is_done_within`` does.
+    """
     if hasattr(work, "is_done_within"):
         return bool(work.is_done_within(seconds))
     with suppress(RuntimeError):  # timed out or failed: see below
@@ -273,7 +321,10 @@ def is_done_within(work: Any, seconds: float) -> bool:
 
 
 class Operation:
-    """Limit the waits in a ``with`` block, and raise errors that name missing ranks."""
+    """A ``with`` block of `Communicator.watching` or `blocking`; made by them.
+
+    Limits its waits, and raises errors that name missing ranks.
+    """
 
     __slots__ = ("_bucket", "_communicator", "_doing", "_outer", "_outer_waiter")
 
@@ -295,7 +346,8 @@ class Operation:
     def __enter__(self) -> None:
         """Apply the communicator's time limit to `wait_for` calls of this thread.
 
-        Become its `operation`: other threads report that as what this rank does.
+        Become the communicator's `operation`: the heartbeat reports its `place` as what
+        this rank does. No collective is counted or started.
         """
         owner = self._communicator
         self._outer, owner.operation = owner.operation, self
@@ -304,8 +356,9 @@ class Operation:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         """Turn an exception into a `CollectiveError`, unless it is minidp's own.
 
-        Marks the group as failed; tells other ranks of a `CollectiveError`. The error
-        of a comm hook's future is raised again with the missing ranks. Restores outer
+        Any Exception sets the communicator's `has_failed`. May wait seconds to learn
+        which ranks are missing; tells the others of a `CollectiveError`. The error of
+        a comm hook's future is raised anew, with the missing ranks. Restores outer
         limits.
         """
         current_deadline.waiter = self._outer_waiter
@@ -316,7 +369,11 @@ class Operation:
             self._communicator.operation = self._outer
 
     def _explain(self, error: Exception) -> None:
-        """Raise a CollectiveError, or a hook's error anew; return for minidp's own."""
+        """Set `has_failed`; tell other ranks of, and raise, a CollectiveError.
+
+        For minidp's own errors only set `has_failed` and return, but raise a failed
+        hook future's anew, with the missing ranks. May wait seconds to learn these.
+        """
         owner = self._communicator
         owner.has_failed = True  # other ranks may wait in vain
         of_hook = isinstance(error, CommHookError) and (

@@ -30,14 +30,18 @@ def is_rpc_up() -> bool:
 
 
 def is_own_rref(value: object) -> TypeGuard[Any]:
-    """Return whether ``value`` is an RPC reference to an object in this process."""
+    """Return whether ``value`` is an RRef to an object that lives in this process.
+
+    False while no RPC runs.
+    """
     return is_rpc_up() and isinstance(value, _rpc.PyRRef) and value.is_owner()
 
 
 class NotedContexts:
-    """Record the RPC contexts of forwards, and find the context of a backward.
+    """Record the RPC contexts of forwards, to find the context of a backward.
 
-    ``nodes`` are the AccumulateGrad nodes of ``params``, by parameter index.
+    One per reducer; starts empty. ``nodes`` are the AccumulateGrad nodes of ``params``,
+    by parameter index; ``communicator`` gives the rank for errors.
     """
 
     def __init__(
@@ -52,9 +56,9 @@ class NotedContexts:
         self._noted: list[int] = []
 
     def note_forward(self) -> bool:
-        """Record the RPC context that this thread's forward runs in, if any.
+        """Record the RPC context that this thread is in, if any; return `is_rpc_up()`.
 
-        Return whether RPC is up, without which no backward can run in a context.
+        If False, nothing is recorded, and no backward can run in a context.
         """
         is_up = is_rpc_up()
         if is_up:
@@ -64,26 +68,28 @@ class NotedContexts:
         return is_up
 
     def reset(self) -> None:
-        """Forget the recorded contexts: their gradients have been reduced."""
+        """Forget the recorded contexts; the contexts, and gradients in them, stay."""
         self._noted.clear()
 
     def _is_distributed(self, i: int) -> bool:
-        """Return whether an RPC backward runs; call this in the hook of ``i``."""
+        """Return whether the running backward is RPC's; call only in ``i``'s hook."""
         # A local backward executes the node; a distributed one only calls its hooks.
         return is_rpc_up() and not torch._C._will_engine_execute_node(self._nodes[i])
 
     def has_gradient(self, i: int) -> bool:
-        """Return whether parameter ``i``, whose hook runs, has a gradient.
+        """Return whether parameter ``i``, whose hook runs now, has a gradient.
 
-        It is in ``.grad``, or in the context of an RPC backward.
+        True in an RPC backward, without a look into its context; else whether
+        ``.grad`` is not None.
         """
         return self._params[i].grad is not None or self._is_distributed(i)
 
     def of_backward(self, i: int) -> ContextGrads | None:
-        """Return the RPC context of the running backward; None if it has none.
+        """Return the RPC context of the running backward; None in a local backward.
 
-        The hook of parameter ``i`` runs now: its gradient is in the context, unless it
-        is undefined. Raises GradientError if none or several contexts are possible.
+        Call it in the hook of parameter ``i``. Takes the context that has a gradient of
+        ``i``: a recorded one, else one of the newest; without any, the only recorded
+        one that lives. GradientError if that leaves none or several.
         """
         if not self._is_distributed(i):
             return None
@@ -112,7 +118,8 @@ class NotedContexts:
         """Raise GradientError unless this backward keeps its gradients in ``context``.
 
         ``context``: where earlier gradients of this reduction are (None: in ``.grad``).
-        ``i``, ``name``: index and name of the parameter whose hook runs.
+        ``i``, ``name``: index and name of the parameter whose hook runs now. Also
+        raises as `of_backward`.
         """
         if self.of_backward(i) == context:
             return
@@ -131,22 +138,25 @@ class NotedContexts:
 
 @dataclass(frozen=True)
 class ContextGrads:
-    """Read the gradients that one distributed backward put into its RPC context."""
+    """Hold the id of an RPC context whose gradients a reduction reads and overwrites.
+
+    `NotedContexts.of_backward` makes it; equal for the same context.
+    """
 
     context: int  # the RPC context's id
     rank: int  # group rank, for errors
 
     def read(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Return the gradients of ``params``; None where the context has none."""
+        """Return the context's own gradients of ``params``, no copies; None if none."""
         found = _autograd().get_gradients(self.context)
         return [found.get(param) for param in params]
 
     def to_write(
         self, params: Sequence[torch.Tensor], names: Sequence[str], kept: Iterable[int]
     ) -> list[torch.Tensor | None]:
-        """Return the context's gradients, to overwrite by averages; None where kept.
+        """Return the context's own gradients of ``params``; None at positions ``kept``.
 
-        ``kept``: positions in ``params`` of gradients to leave alone. GradientError if
+        The caller overwrites them by averages; ``kept`` ones stay. GradientError if
         the context lacks any other: Python cannot add it. ``names``: of ``params``.
         """
         grads = self.read(params)
@@ -157,7 +167,7 @@ class ContextGrads:
         return [None if k in kept else grad for k, grad in enumerate(grads)]
 
     def partly_used(self, names: Sequence[str]) -> GradientError:
-        """Return the error for parameters with gradients on some ranks only."""
+        """Return, not raise, the error: only some ranks have gradients of ``names``."""
         text = explain(
             self.rank,
             "Parameters have a gradient on some ranks only, in a backward of "
@@ -182,7 +192,10 @@ class ContextGrads:
 
 
 def _newest_contexts() -> list[int]:
-    """Return the ids of live RPC contexts among the last 1000, newest first."""
+    """Return ids of this worker's live RPC contexts, among its last 1000; newest first.
+
+    To learn the last id, creates a context and releases it.
+    """
     autograd = _autograd()
     next_id = autograd._new_context()._context_id()
     autograd._release_context(next_id)
@@ -191,7 +204,7 @@ def _newest_contexts() -> list[int]:
 
 
 def _gradients(context: int) -> dict[torch.Tensor, torch.Tensor] | None:
-    """Return a context's own gradients, no copies; None if there is no such context."""
+    """Return a context's own gradients, no copies, by parameter; None if it is gone."""
     try:
         found: dict[torch.Tensor, torch.Tensor] = _autograd().get_gradients(context)
     except RuntimeError:  # no such context

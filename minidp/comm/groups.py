@@ -59,7 +59,7 @@ def default_group() -> ProcessGroup:
 
 
 def joined_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return None without a default group; else ``group``, or for None the default."""
+    """Return ``group``, for None the default group; None if there is no default one."""
     if not is_initialized():
         return None
     return default_group() if group is None else group
@@ -71,7 +71,10 @@ def default_first_bucket_bytes() -> int:
 
 
 def is_group(value: object) -> bool:
-    """Return whether a value is a process group that this process belongs to."""
+    """Return whether a value is a process group.
+
+    False for what new_group() returns in processes outside of the group.
+    """
     return isinstance(value, dist.ProcessGroup)
 
 
@@ -84,7 +87,7 @@ def group_name(group: ProcessGroup) -> str:
 
 
 def group_ranks(group: ProcessGroup) -> list[int]:
-    """Return the global ranks of a group, by group rank; empty if torch knows none."""
+    """Return a group's global ranks, by group rank; [] if torch does not know it."""
     return list(c10d._world.pg_group_ranks.get(group, ()))  # in this order, as torch's
 
 
@@ -92,26 +95,37 @@ def group_ranks(group: ProcessGroup) -> list[int]:
 
 
 def backend_name(group: ProcessGroup) -> str:
-    """Return the name of a group's backend, e.g. "gloo", "cpu:gloo" or "undefined"."""
+    """Return the name of a group's backend, e.g. "gloo" or "cpu:gloo,cuda:nccl".
+
+    "undefined" if the group was created without a name of a backend. For a group that
+    torch does not know: its own ``name()``.
+    """
     is_known = group in c10d._world.pg_map
     return str(dist.get_backend(group) if is_known else group.name())
 
 
 def _backends(group: ProcessGroup) -> set[str]:
-    """Return the names of a group's backends, of all devices."""
+    """Return the names of a group's backends for all device types, e.g. {"gloo"}."""
     config = dist.get_backend_config(group)
     return {each.rpartition(":")[2] for each in config.split(",")}
 
 
 def is_timed(group: ProcessGroup) -> bool:
-    """Return whether waits can have a limit: several ranks, Gloo alone, in C++."""
+    """Return whether waits for a group's collectives on the host can have a limit.
+
+    True for several ranks and Gloo as the backend of all device types; False for a
+    Python group.
+    """
     if group.size() == 1 or is_python_group(group):
         return False
     return _backends(group) == {"gloo"}
 
 
 def is_plain_gloo(group: ProcessGroup) -> bool:
-    """Return whether Gloo itself, not a class around it, reduces CPU tensors."""
+    """Return whether a group's CPU backend is plain Gloo.
+
+    False for a Python group, or a wrapper around Gloo (TORCH_DISTRIBUTED_DEBUG=DETAIL).
+    """
     if is_python_group(group) or not dist.is_gloo_available():
         return False
     try:
@@ -122,26 +136,39 @@ def is_plain_gloo(group: ProcessGroup) -> bool:
 
 
 def is_mixed(group: ProcessGroup) -> bool:
-    """Return whether a group is a Python class, or is made for several device types."""
+    """Return whether a group is a Python class, or has backends for several devices.
+
+    True for plain "gloo", which serves CPU and CUDA.
+    """
     return is_python_group(group) or "," in dist.get_backend_config(group)
 
 
 def is_builtin(group: ProcessGroup) -> bool:
-    """Return whether a group has several ranks and only backends that torch ships."""
+    """Return whether a group has several ranks and only backends that torch ships.
+
+    False for a group that torch.distributed does not know.
+    """
     if group.size() == 1 or group not in c10d._world.pg_map:
         return False  # torch does not know the backends of a Python group
     return _backends(group) <= {"gloo", "nccl", "mpi", "ucc", "xccl"}
 
 
 def exchange_device(group: ProcessGroup, fallback: torch.device) -> torch.device:
-    """Return CPU if the group's backend can send CPU tensors, else ``fallback``."""
+    """Return CPU if a group's `backend_name` tells that it sends CPU tensors.
+
+    That is with gloo, mpi, ucc or threaded in the name. Else ``fallback``; so also for
+    "undefined", even if such a group has Gloo.
+    """
     of_cpu, backend = ("gloo", "mpi", "ucc", "threaded"), backend_name(group)
     can = any(name in backend for name in of_cpu)
     return torch.device("cpu") if can else fallback
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
-    """Return the timeout of a group's collectives; 30 minutes if it tells none."""
+    """Return the timeout of a group's CPU backend, or else of its CUDA backend.
+
+    30 minutes if neither tells one.
+    """
     for device_type in ("cpu", "cuda"):
         try:
             return group._get_backend(torch.device(device_type)).options._timeout
@@ -154,9 +181,10 @@ def group_timeout(group: ProcessGroup) -> timedelta:
 
 
 def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
-    """Collective: return a new group of the same ranks, backend and timeout.
+    """Collective: create a group of the same ranks, backend and timeout; return it.
 
-    ``key`` names it: the same on all ranks, never used before in ``group``.
+    Registered with torch.distributed; ``group`` stays as it is. ``key`` names the new
+    one: the same on all ranks, never used before in ``group``.
     """
     # new_group() names a group by the number of groups in this process: ranks whose
     # numbers differ would wait for each other.
@@ -188,10 +216,11 @@ _renewals: WeakKeyDictionary[ProcessGroup, dict[frozenset[int], str]] = (
 def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
     """Return a Gloo group over the same ranks for ``purpose``; create it if missing.
 
-    Collective when it creates one. Returns ``group`` itself if its ranks share no
-    store. Not registered with torch: call its own methods. Keeps collectives apart from
-    those of buckets (else, if graphs differ by rank, Gloo may match one with a bucket,
-    and abort or add both up), and not queued behind them.
+    Collective when it creates one; the same one is returned until `renew_side_groups`.
+    Returns ``group`` itself if not `has_store`. Not registered with torch: call its own
+    methods. Keeps collectives apart from those of buckets (else, if graphs differ by
+    rank, Gloo may match one with a bucket, and abort or add both up), and not queued
+    behind them.
     """
     if not has_store(group):
         return group
@@ -212,10 +241,11 @@ def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
 
 
 def group_of_forwards(group: ProcessGroup) -> ProcessGroup:
-    """Return the group for collectives in forwards: a side group if `is_timed`.
+    """Return the group for collectives in forwards: a `side_group` if `is_timed`.
 
-    Else ``group``. On a timed one, after an extra forward on one rank, Gloo would match
-    them with another rank's buckets. Collective when it creates the side group.
+    Else, or without a store, ``group``. On a Gloo group, after an extra forward on one
+    rank, Gloo would match them with another rank's buckets. Collective when it creates
+    the side group, in the first call.
     """
     return side_group(group, "forwards") if is_timed(group) else group
 
@@ -223,8 +253,9 @@ def group_of_forwards(group: ProcessGroup) -> ProcessGroup:
 def renew_side_groups(group: ProcessGroup, key: str) -> None:
     """Forget the side groups of ``group``, and of all groups within its ranks.
 
-    All ranks call this after a failure, without waiting; `side_group` then creates new
-    ones. ``key`` names the new ones: equal on all ranks, never used before.
+    Creates none: the next `side_group` does. All ranks call this in reset(), and wait
+    for no rank. ``key`` names the new ones: equal on all ranks, never used before. Also
+    forgets side groups of groups that were destroyed.
     """
     members = frozenset(group_ranks(group))
     renewals = _renewals.setdefault(default_group(), {})
@@ -245,20 +276,21 @@ _warned_without_store = False
 
 
 def mark_group(group: ProcessGroup, number: int) -> None:
-    """Put ``number``, equal on all ranks, into a group's store keys; first call only.
+    """Put ``number`` into all later store keys of a group; a second call does nothing.
 
-    Without it, after a restart by torchrun, a group would read keys of an old one.
+    ``number``: rank 0's random one. Without it, after a restart by torchrun, a group
+    would read keys that an old one left. Writes nothing to the store.
     """
     _marks.setdefault(group, f"{number:x}")
 
 
 def _prefix(group: ProcessGroup) -> str:
-    """Return what all store keys of a group begin with."""
+    """Return what all store keys of a group begin with: its name, then its mark."""
     return f"minidp/{group_name(group)}/{_marks.get(group, '')}"
 
 
 def group_store(group: ProcessGroup, prefix: str) -> c10d.Store:
-    """Return the default store, its keys under the group's name and ``prefix``."""
+    """Return torch's default store, with all keys under the group and ``prefix``."""
     store = c10d._get_default_store()
     return c10d.PrefixStore(f"{_prefix(group)}/{prefix}", store)
 
@@ -266,7 +298,8 @@ def group_store(group: ProcessGroup, prefix: str) -> c10d.Store:
 def own_store(group: ProcessGroup, prefix: str) -> c10d.Store:
     """Return `group_store` through a second connection, to use in another thread.
 
-    RuntimeError if the store serves one thread only.
+    The first call of the process opens that connection. RuntimeError if the store
+    cannot be cloned: it serves one thread only.
     """
     shared: Any = c10d._get_default_store()
     if shared not in _own_stores:
@@ -275,9 +308,10 @@ def own_store(group: ProcessGroup, prefix: str) -> c10d.Store:
 
 
 def launcher_store(prefix: str) -> c10d.Store | None:
-    """Return torchrun's store, under ``prefix`` and the restart; None without torchrun.
+    """Connect to torchrun's store; return it; None if torchrun keeps no such store.
 
-    A new connection each time. The store outlives process groups.
+    Keys are under ``prefix`` and the number of torchrun's restart. The store, in
+    torchrun's process, outlives process groups.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
@@ -288,7 +322,7 @@ def launcher_store(prefix: str) -> c10d.Store | None:
 
 
 def address_of(store: Any) -> tuple[str, int] | None:
-    """Return host name and port of a TCP store, also behind prefixes; else None."""
+    """Return host and port of a TCPStore, also inside PrefixStores; else None."""
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, c10d_C.TCPStore) else None
@@ -297,7 +331,8 @@ def address_of(store: Any) -> tuple[str, int] | None:
 def has_store(group: ProcessGroup) -> bool:
     """Return whether all ranks of a group can reach torch's key-value store.
 
-    Torch must know the group's name and all of its ranks (not so for torchft's groups).
+    Asks no rank: torch must know the group's name and all of its ranks (not so for
+    torchft's groups). The first call opens a connection, which stays (`own_store`).
     """
     is_known = is_initialized() and bool(group_name(group))
     if not is_known or len(group_ranks(group)) != group.size():
@@ -309,7 +344,10 @@ def has_store(group: ProcessGroup) -> bool:
 
 
 def warn_without_store(group: ProcessGroup) -> None:
-    """Log, once per process, what minidp cannot do for a group without a store."""
+    """Log a warning: what minidp cannot do for a group that has no store.
+
+    Only the first call of the process logs.
+    """
     global _warned_without_store
     if not _warned_without_store:
         _warned_without_store = True
@@ -326,7 +364,7 @@ def warn_without_store(group: ProcessGroup) -> None:
 
 
 def post_json(store: Any, topic: str, rank: int, value: Any) -> None:
-    """Write this rank's value (anything that JSON can hold) to ``topic/rank``."""
+    """Write this rank's value, which JSON can hold, to the store's ``topic/rank``."""
     store.set(f"{topic}/{rank}", json.dumps(value))
 
 
@@ -339,7 +377,10 @@ def read_json(store: Any, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
 def gather_json(
     store: Any, topic: str, ranks: Collection[int], seconds: float
 ) -> dict[int, Any]:
-    """Wait up to ``seconds`` for all ``ranks`` to post; return what came, by rank."""
+    """Wait up to ``seconds`` for all ``ranks`` to post; return what came, by rank.
+
+    Ranks that have not posted are absent; no error tells of them.
+    """
     deadline = time.monotonic() + seconds
     found: dict[int, Any] = {}
     while True:
@@ -357,8 +398,9 @@ _left_behind: list[Work] = []
 def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
     """Leak ``group`` until the process ends, if a work of ``in_flight`` still runs.
 
-    Freeing a Gloo group waits for it, up to 30 minutes (the timeout), also at exit; a
-    leaked group delays the exit by 2 s at most.
+    Freeing a Gloo group waits for its works, up to 30 minutes (the timeout), also at
+    exit; a leaked group delays the exit by 2 s at most. Keeps the works alive, too, but
+    ignores those in shared memory. Does not wait.
     """
     works = [work for work in in_flight if getattr(work, "is_left_behind", True)]
     endless = [work for work in works if not work.is_completed()]
@@ -372,7 +414,10 @@ def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
 
 
 def _call_once_at_exit(function: Any) -> None:
-    """Register ``function`` to run once at exit, before those registered earlier."""
+    """Let ``function`` run at exit, before those registered earlier.
+
+    Once in all: a further call only moves it to the front.
+    """
     atexit.unregister(function)
     atexit.register(function)
 
@@ -399,6 +444,6 @@ def _wait_for_left_behind() -> None:
 
 
 def die_with_parent() -> None:
-    """Ask the system to kill this process when its parent ends (Linux only)."""
+    """Ask Linux to SIGKILL this process when its parent ends; no-op on other OSs."""
     processes: Any = torch.multiprocessing
     processes._prctl_pr_set_pdeathsig(signal.SIGKILL)

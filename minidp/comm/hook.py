@@ -27,7 +27,8 @@ _GROUP_HOOKS = {"allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"}
 class CommHook:
     """Hold a user's comm hook and its state; `start` calls it for one bucket.
 
-    Raises TypeError or ValueError if the signature or an annotation does not fit.
+    The constructor only checks the hook: TypeError if its signature does not fit,
+    ValueError if an annotation does not.
     """
 
     def __init__(self, state: object, hook: Hook) -> None:
@@ -38,9 +39,10 @@ class CommHook:
         self.has_run = False  # it was called, once or more often
 
     def replace_group(self, old: ProcessGroup, new: ProcessGroup) -> None:
-        """If the hook's state is the group ``old``, set it to ``new``.
+        """Set the hook's state to the group ``new`` if it is, or stands for, ``old``.
 
-        Also if it is None, where that means ``old``: torch's hooks, the default group.
+        None stands for the default group, in the state of torch's hooks that take a
+        group (also if wrapped). Any other state is kept.
         """
         is_default = self.state is None and old is joined_group(None)
         if self.state is old or (is_default and _takes_group(self.hook)):
@@ -49,9 +51,10 @@ class CommHook:
     def start(
         self, bucket: GradBucket, names: Sequence[str], rank: int
     ) -> HookInFlight:
-        """Call the hook for a bucket; return its future as work. Does not wait.
+        """Call the hook for a bucket; return its future, as work that checks the value.
 
-        CommHookError (with ``rank``, parameter ``names``): it raised, or no future.
+        Does not wait for the future. CommHookError if the hook raises, or returns no
+        future; its text has ``rank`` and ``names`` (of the bucket's parameters).
         """
         call = HookInFlight(self.name, bucket, names, rank)
         self.has_run = True
@@ -75,7 +78,11 @@ class CommHook:
 
 
 def _takes_group(hook: Any) -> bool:
-    """Return whether ``hook`` is torch's with a group as state, or wraps such a one."""
+    """Return whether ``hook`` takes a group as its state, and None for the default.
+
+    True only for torch's all-reduce, fp16 and bf16 hooks, and torch's and our wrappers
+    around these.
+    """
     place = getattr(hook, "__module__", None)
     if place == _TORCHS and hook.__qualname__ in _GROUP_HOOKS:
         return True
@@ -85,7 +92,11 @@ def _takes_group(hook: Any) -> bool:
 
 
 class HookInFlight(FutureWork):
-    """Wait for the future of one hook call, and check its value."""
+    """The work of one hook call: its future, whose value `wait` checks.
+
+    `CommHook.start` makes it before it calls the hook, to note where the buffer's
+    memory is, and then sets `future`.
+    """
 
     def __init__(
         self, hook_name: str, bucket: GradBucket, names: Sequence[str], rank: int
@@ -99,10 +110,11 @@ class HookInFlight(FutureWork):
         self._rank = rank
 
     def wait(self) -> torch.Tensor:
-        """Wait for the hook, and return the tensor that replaces the buffer.
+        """Wait for the hook's future; return its value, in the shape of the buffer.
 
-        Raises CommHookError if the future failed, its value cannot replace the buffer
-        (number of elements, layout, dtype), or the hook moved or resized the buffer.
+        Copies nothing to the buffer. CommHookError if the future failed, its value is
+        no tensor that can replace the buffer (number of elements, layout, dtype), or
+        the hook moved or resized the buffer.
         """
         buffer = self._buffer
         try:
@@ -136,7 +148,7 @@ class HookInFlight(FutureWork):
     def problem(
         self, what: str, *, expected: str = "", found: str = ""
     ) -> CommHookError:
-        """Return the error "The comm hook NAME ``what`` (bucket n).", to be raised."""
+        """Return, not raise, the error "The comm hook NAME ``what`` (bucket n)."."""
         return CommHookError(
             explain(
                 self._rank,
@@ -151,7 +163,11 @@ class HookInFlight(FutureWork):
 
 
 def _fits(result: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Return whether a hook's result can replace a bucket: size, layout and dtype."""
+    """Return whether a hook's ``result`` can replace ``buffer``: size, layout, dtype.
+
+    Another dtype fits if it can be cast; another shape fits a dense buffer. False for
+    meta, quantized, nested tensors, and if the result's memory was freed.
+    """
     if buffer.is_sparse:
         return result.is_sparse and result.shape == buffer.shape
     if result.is_meta or result.is_quantized or result.is_nested:
@@ -181,7 +197,7 @@ def _is_intact(buffer: torch.Tensor, alias: torch.Tensor) -> bool:
 
 
 def _text_of(error: Exception) -> str:
-    """Return the text of an exception; its type if its ``__str__`` raises."""
+    """Return the text of an exception; if its ``__str__`` raises, name its type."""
     try:
         return str(error)
     except Exception:
@@ -189,7 +205,7 @@ def _text_of(error: Exception) -> str:
 
 
 def _forget_frames(error: Exception) -> None:
-    """Drop leading frames of this module and torch.futures from an error's traceback.
+    """Cut the outermost frames, of this module and torch.futures, off a traceback.
 
     They hold the future, which holds the error: a cycle through C++, never collected.
     """
@@ -201,7 +217,10 @@ def _forget_frames(error: Exception) -> None:
 
 
 def name_of(hook: object) -> str:
-    """Return a hook's name for messages; for a partial, that of its function."""
+    """Return a hook's ``__qualname__``, for messages.
+
+    Of a partial: its function's; of another object without one: its type's name.
+    """
     name = getattr(hook, "__qualname__", None)
     if name is None and hasattr(hook, "func"):  # functools.partial
         return name_of(hook.func)
@@ -209,10 +228,10 @@ def name_of(hook: object) -> str:
 
 
 def _check_signature(hook: object) -> None:
-    """Raise TypeError unless ``hook`` is callable with two arguments.
+    """Raise TypeError unless ``hook`` is callable with two positional arguments.
 
-    ValueError for an annotation that does not fit; one that is a string is not read.
-    A builtin without a signature passes.
+    ValueError if the bucket's annotation is a class that is no GradBucket (or base), or
+    the result's is no Future. Strings are not read; without a signature a hook passes.
     """
     if not callable(hook):
         raise TypeError(

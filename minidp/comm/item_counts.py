@@ -33,7 +33,10 @@ _MOST = sys.float_info.max  # of the sum of all counts
 
 @dataclass(frozen=True, eq=False)
 class ItemTotals:
-    """Hold over what one synchronised backward averaged, in float64 tensors."""
+    """Hold the ranks' numbers of items in one synchronised backward, and mean loss.
+
+    Float64 tensors, on the gradients' device.
+    """
 
     count: Tensor  # items of all ranks and micro-batches, shape ()
     mean_loss: Tensor  # over these items, shape (); NaN if a rank gave no loss
@@ -42,7 +45,7 @@ class ItemTotals:
 
 @dataclass(eq=False)
 class _Step:
-    """Hold what this rank counted and ran since its counts were last sent."""
+    """Hold this rank's counts, losses and forwards since its counts were last sent."""
 
     # Per call count, loss, and when they are computed. A tensor if on a GPU: float64.
     said: list[tuple[Tensor | float, Tensor | float, torch.cuda.Event | None]] = field(
@@ -53,9 +56,9 @@ class _Step:
     forwards: int = 0  # in grad mode
 
     def is_stale(self) -> Tensor | bool:
-        """Return whether a backward has added to a gradient in `averages`.
+        """Return whether a nonzero ``.grad`` in `averages` was changed since `look`.
 
-        A bool tensor, which is not read here; False if none has.
+        A bool tensor, not read here; False if no ``.grad`` has changed.
         """
         found = [
             is_average
@@ -66,7 +69,10 @@ class _Step:
 
     @property
     def flags(self) -> int:
-        """The sum of _SILENT, _EACH, _FEWER that apply; `is_stale` tells _STALE."""
+        """The sum of those of _SILENT, _EACH and _FEWER that apply.
+
+        They compare the calls of `add` with the forwards. `is_stale` tells of _STALE.
+        """
         calls = len(self.said)
         flags = _SILENT * (not calls)
         if calls == self.forwards > 1:
@@ -79,7 +85,9 @@ class _Step:
 class ItemCounts:
     """Count this rank's items, send them with a reduction, and read those of all ranks.
 
-    `read` returns by what to multiply gradients for the mean over all items.
+    A reducer has one only with ``average_over="items"``; it starts empty, without a
+    collective. `read` returns by what to multiply gradients for the mean over all
+    items.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -96,17 +104,20 @@ class ItemCounts:
 
     @property
     def tail(self) -> int:
-        """How many elements counts take at the end of the first dense bucket."""
+        """How many elements all counts take at the end of the first dense bucket.
+
+        0 if they never travel in a bucket (torchft's subclass).
+        """
         return ROW * self._communicator.size
 
     # -- what this rank says -----------------------------------------------------------
 
     def add(self, count: object, loss: object = None) -> None:
-        """Count items of one micro-batch; ``loss``: the sum of their losses, to log.
+        """Add ``count`` items of one micro-batch; ``loss``: the sum of theirs, to log.
 
         Tensors are copied, and not read on the host unless they are on the CPU. Items
         without a loss make the mean loss NaN. TypeError: no real number, nor a tensor
-        of one; RuntimeError: a reduction is open that has sent this rank's counts.
+        of one; RuntimeError: this rank's counts were sent, and not `read` yet.
         """
         if self.is_sent:
             raise RuntimeError(
@@ -130,15 +141,15 @@ class ItemCounts:
         self._step.said.append((n, told, event))
 
     def note_forward(self) -> None:
-        """Count a forward in grad mode, to compare with the number of `add`."""
+        """Count a forward in grad mode; `flags` compares it with the calls of `add`."""
         self._step.forwards += 1
 
     def look(self) -> None:
-        """Store which ``.grad`` hold old averages, as a backward begins.
+        """Note which ``.grad`` of `samples` hold averages; call when a backward begins.
 
-        Only the first call after `read` does, for the parameters in `samples`. If the
-        backward adds to one, the next `read` raises: the sum is no mean. Averages of
-        frozen parameters, or another optimizer's, may stay.
+        No-op except for the first call after `read`. If one that is not all 0 changes
+        before the counts are sent, all ranks' next `read` (CUDA: `check`) raises: the
+        sum is no mean. Averages that the backward leaves alone may stay.
         """
         if self.holds_averages:
             self.holds_averages = False
@@ -149,7 +160,11 @@ class ItemCounts:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Return a context in which this rank counts 0 items; then restore its own."""
+        """Return a context in which this rank has counted 0 items, not its own.
+
+        Its own counts are back afterwards. For a rank without inputs (join), which
+        takes part in the others' reduction.
+        """
         mine = self._step, self.holds_averages
         self._step = _Step([(0.0, 0.0, None)])
         try:
@@ -160,9 +175,10 @@ class ItemCounts:
     # -- what travels ------------------------------------------------------------------
 
     def write(self, tail: Tensor) -> None:
-        """Write this rank's counts into ``tail``, zeros elsewhere; count anew.
+        """Write this rank's counts into ``tail``, zeros elsewhere; count anew from 0.
 
-        ``tail``: the end of a bucket's buffer: 1-D, real, `tail` elements or more.
+        Sets `is_sent`: `add` raises until `read`. ``tail``: the end of a bucket's
+        buffer: 1-D, real, `tail` elements or more. No collective; no wait for a GPU.
         """
         step, self._step = self._step, _Step()
         self.is_sent = True
@@ -184,7 +200,11 @@ class ItemCounts:
         row[0] = torch.as_tensor(step.is_stale()).to(row) * _STALE + step.flags
 
     def send(self, device: torch.device) -> None:
-        """Collective: start to sum the counts by a message; no bucket carries them."""
+        """Collective: start to sum the counts by a message of their own.
+
+        For a backward in which no bucket carries them. As `write`, it counts anew, and
+        `add` raises until `read`.
+        """
         self._message = torch.empty(self.tail, device=device)
         self.write(self._message)
         with self._communicator.watching("launching the sum of item counts"):
@@ -192,18 +212,19 @@ class ItemCounts:
             self._communicator.note_started(self._work)
 
     def settle(self) -> None:
-        """Wait for the sum that `send` started; no-op if it started none."""
+        """Wait for the sum that `send` started; no-op without one. Reads no counts."""
         if self._work is not None:
             with self._communicator.watching("waiting for the sum of item counts"):
                 self._communicator.wait(self._work)
             self._work = None
 
     def read(self, tail: Tensor | None, divisor: int) -> float | Tensor:
-        """Store all ranks' counts; return ``divisor`` / total (tensor on CUDA).
+        """Store all ranks' counts, for `totals`; return ``divisor`` / total.
 
         ``tail``: of a bucket that is reduced; None: wait for the message of `send`.
-        ``divisor``: what gradients were divided by. Raises ItemCountError as `check`
-        does; on CUDA that is left to `check`.
+        ``divisor``: what gradients were divided by. Lets `add` count again. On the CPU
+        a float; ItemCountError in the cases of `check`. On CUDA a tensor, without a
+        wait: `check` raises later.
         """
         self.settle()
         sums = self._message if tail is None else tail[: self.tail]
@@ -225,7 +246,7 @@ class ItemCounts:
 
     @property
     def totals(self) -> ItemTotals | None:
-        """What the last reduction averaged over; None before the first."""
+        """What the last `read` got, even if it raised; None before the first."""
         if self._facts is None:
             return None
         facts = torch.as_tensor(self._facts, dtype=torch.float64)
@@ -233,11 +254,12 @@ class ItemCounts:
         return ItemTotals(count, facts[:, 2].sum() / count, facts[:, 1])
 
     def check(self) -> None:
-        """On CUDA, wait for the last counts, which arrive before most gradients.
+        """Wait for the counts of the last `read` on CUDA; raise if they give no mean.
 
-        On the CPU no-op: `read` has raised. ItemCountError if a rank counted nothing,
-        a negative or no finite number, or for some of its forwards only; if all counts
-        are zero; or if a backward added to averages.
+        No-op on the CPU, where `read` has raised, and in a second call. ItemCountError
+        if a rank never counted, or its number is negative, NaN or too large; if a
+        backward added to averages; if one rank counted less often than it ran forwards,
+        though another counted once for each of several; or if all counts are 0.
         """
         late, self._late = self._late, None
         if late is not None:
@@ -245,13 +267,16 @@ class ItemCounts:
             self._refuse(late[0].tolist())
 
     def reset(self) -> None:
-        """Forget what was counted and sent; keep `totals`, of the last reduction."""
+        """Forget what was counted and sent, without a wait; `totals` stay as they are.
+
+        `add` counts again; a sum in flight is dropped.
+        """
         self._step, self._late = _Step(), None
         self._work = self._message = None
         self.is_sent = self.holds_averages = False
 
     def ranks(self, count: int) -> Sequence[int]:
-        """Return the numbers by which errors name the ``count`` ranks, by row."""
+        """Return the numbers by which errors name ranks: here 0 to ``count`` - 1."""
         return range(count)
 
     def _refuse(self, rows: Sequence[Sequence[float]]) -> None:
@@ -280,9 +305,10 @@ class ItemCounts:
 
 
 def _problem(told: Sequence[tuple[int, int, float]]) -> tuple[str, str, str] | None:
-    """Return what is wrong, what was expected, what to do; None: a mean can be taken.
+    """Return texts of the first problem: what is wrong, was expected, and is to do.
 
-    ``told``: per rank its rank, flags (the module's constants) and count of items.
+    None if a mean can be taken. ``told``: per rank its number, flags (the module's
+    constants) and count of items.
     """
     silent, stale, each, few = (
         [r for r, flags, _ in told if flags & flag]
@@ -330,7 +356,8 @@ def _problem(told: Sequence[tuple[int, int, float]]) -> tuple[str, str, str] | N
 def weighted(loss: Tensor, count: object) -> Tensor:
     """Return ``loss * count``, a sum of losses; 0 if ``count`` is 0, even for NaN.
 
-    TypeError unless ``loss`` is one floating-point number, and ``count`` a real one.
+    Counts nothing; the gradients of that 0 are zeros. TypeError unless ``loss`` is one
+    floating-point number, and ``count`` a real one.
     """
     is_one = isinstance(loss, Tensor) and loss.numel() == 1
     if not is_one or not loss.is_floating_point():
@@ -349,9 +376,10 @@ def weighted(loss: Tensor, count: object) -> Tensor:
 
 
 def _number(what: str, value: object) -> Tensor | float:
-    """Return a real number as a float, but one on a GPU as a float64 copy, shape ().
+    """Return a number, or a CPU tensor of one, as a float; of a GPU tensor a copy.
 
-    TypeError for anything else; ``what`` begins its text.
+    The copy is a detached float64 tensor of shape (), not waited for. TypeError for
+    anything that is no real number; its text begins with ``what``.
     """
     if isinstance(value, Tensor):
         if value.numel() == 1 and not value.is_complex() and not value.is_meta:
@@ -372,14 +400,14 @@ def _number(what: str, value: object) -> Tensor | float:
 
 
 def _put(message: bytearray, tail: Tensor) -> None:
-    """Set each element of ``tail`` (CPU) to the byte of ``message`` in its place."""
+    """Set each element of ``tail`` (CPU) to the number in that byte of ``message``."""
     library = native.library()
     if library is None or not library.put_bytes(bytes(message), tail):
         tail.copy_(torch.frombuffer(message, dtype=torch.uint8))
 
 
 def _taken(tail: Tensor) -> bytes:
-    """Return the elements of ``tail`` (CPU), whole numbers up to 255, as bytes."""
+    """Return ``tail``'s elements (CPU; whole numbers to 255) as bytes: undo `_put`."""
     library = native.library()
     message: bytes = b"" if library is None else library.take_bytes(tail)
     return message or bytes(map(int, tail.tolist()))
@@ -396,7 +424,10 @@ def _sum(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
 
 
 def _decoded(sums: Tensor) -> Tensor:
-    """Return flags, count, loss of each rank: (ranks, 3), float64, still on the GPU."""
+    """Decode a reduced tail into rows (flags, count, loss), by rank; stay on the GPU.
+
+    float64, shape (ranks, 3).
+    """
     table = sums.view(-1, ROW).to(torch.uint8)
     words = table[:, 1:].clone(memory_format=torch.contiguous_format)
     return torch.cat([table[:, :1], words.view(torch.float64)], 1)
@@ -407,7 +438,7 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def _few(items: Sequence[object]) -> str:
-    """Join at most 10 items by commas, and say how many more there are."""
+    """Return text: at most 10 items, joined by commas, and how many more there are."""
     more = len(items) - MAX_NAMES
     text = ", ".join(map(str, items[:MAX_NAMES]))
     return f"{text} and {more} more" if more > 0 else text

@@ -17,10 +17,11 @@ AFTER = "after the comm hook; what this rank passed to it was finite."
 def refuse_nonfinite(
     payload: Tensor, parts: Mapping[str, Tensor], rank: int, step: int, when: str
 ) -> None:
-    """Raise NonFiniteGradientError if a bucket holds NaN or infinity; wait for a GPU.
+    """Raise NonFiniteGradientError if a bucket holds NaN or infinity.
 
-    ``payload``: the flat buffer or sparse gradient; ``parts``: its gradients by name;
-    ``step``: number of the backward; ``when``: BEFORE (local), AFTER (averages).
+    Waits for a GPU. ``payload``: the flat buffer or sparse gradient; ``parts``: its
+    gradients by name. For the error only: ``step``, the backward's number; ``when``,
+    BEFORE (local gradients) or AFTER (the comm hook's result).
     """
     if _is_surely_finite(_values_of(payload)):
         return
@@ -49,12 +50,15 @@ def refuse_nonfinite(
 
 
 def _values_of(tensor: Tensor) -> Tensor:
-    """Return the values, detached; only the stored ones if sparse, reals if complex."""
+    """Return a detached view of values: stored ones if sparse, as reals if complex."""
     values = (tensor._values() if tensor.is_sparse else tensor).detach()
     return torch.view_as_real(values) if values.is_complex() else values
 
 
 def _is_surely_finite(values: Tensor) -> bool:
-    """Return whether the sum is finite: then all are. False also if it overflows."""
+    """Return whether the values' sum is finite: then all are. Waits for a GPU.
+
+    False proves nothing: the sum of finite values may overflow.
+    """
     wide = torch.float64 if values.dtype is torch.float64 else torch.float32
     return math.isfinite(values.sum(dtype=wide).item())

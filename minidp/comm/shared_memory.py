@@ -51,7 +51,7 @@ OBSTACLES = (
 
 
 def read_mode() -> str:
-    """Return MINIDP_SHARED_MEMORY, or "auto"; ValueError unless auto, 0 or 1."""
+    """Return MINIDP_SHARED_MEMORY ("auto" if unset); ValueError unless auto, 0 or 1."""
     mode = os.environ.get(VARIABLE) or "auto"
     if mode not in MODES:
         raise ValueError(
@@ -61,20 +61,23 @@ def read_mode() -> str:
 
 
 class ProcessEnds:
-    """Watch processes of this host, one per rank; tell which have ended."""
+    """Watch processes of this host, one per rank; tell which ended; starts empty."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}  # by descriptor
         self._poll = select.poll()
 
     def add(self, rank: int, process: int) -> None:
-        """Watch the process of this id; OSError if it has ended, or cannot be seen."""
+        """Watch ``rank``'s process, by its id; OSError if it ended or cannot be seen.
+
+        Holds a descriptor of it, open as long as this object lives.
+        """
         descriptor = os.pidfd_open(process)  # readable when the process ends
         self._ranks[descriptor] = rank
         self._poll.register(descriptor, select.POLLIN)
 
     def ranks(self) -> set[int]:
-        """Return the ranks whose processes have ended; do not wait."""
+        """Return the ranks whose watched processes have ended; do not wait."""
         return {self._ranks[descriptor] for descriptor, _ in self._poll.poll(0)}
 
     def __del__(self) -> None:
@@ -86,8 +89,9 @@ class ProcessEnds:
 class SharedBuffer:
     """Hold the buffer of one bucket in shared memory, and sum it over the ranks.
 
-    ``memory``: the extension's ``SharedMemory``, connected to all ranks; ``k``: number
-    of the bucket in it; ``group``: of these ranks; ``ends``: of the other processes.
+    Made by `share`; starts no sum. ``memory``: the extension's ``SharedMemory``,
+    connected to all ranks; ``k``: number of the bucket in it; ``group``: of these
+    ranks; ``ends``: watches the other processes.
     """
 
     def __init__(
@@ -100,9 +104,11 @@ class SharedBuffer:
         self._address = self.values.data_ptr()
 
     def all_reduce(self) -> SharedWork:
-        """Start to sum `values` over all ranks, in place; return the work.
+        """Let all ranks sum `values`, in place, from now on; return the work.
 
-        RuntimeError if `values` was moved to other memory (``share_memory_()``).
+        Does not wait. No thread sums: once all ranks have called this, they sum inside
+        waits for and questions to their works. RuntimeError if `values` was moved to
+        other memory (``share_memory_()``), or in a forked child.
         """
         if self.values.data_ptr() != self._address:
             raise RuntimeError(
@@ -115,8 +121,9 @@ class SharedBuffer:
     def is_done_within(self, seconds: float) -> bool:
         """Help to sum, and wait up to ``seconds``; return whether the sum is complete.
 
-        RuntimeError if the process of a rank that is waited for has ended; never with 0
-        seconds, which only sum what is there.
+        With 0 seconds only sum what can be now. Else what this call sums goes to
+        `into`, if set, in place of this rank's `values`; and RuntimeError if the
+        process of a rank that is waited for has ended.
         """
         memory, k = self._memory, self._k
         if not seconds:
@@ -140,7 +147,10 @@ class SharedBuffer:
 
 
 class SharedWork:
-    """Stand for the sum of one `SharedBuffer`; waiting for it helps to compute it."""
+    """The work that `SharedBuffer.all_reduce` returns; each wait or question sums, too.
+
+    No thread of this rank sums besides; other ranks sum for it, too, while they wait.
+    """
 
     can_time_out = True
     is_left_behind = False  # no thread of a backend writes to the buffer
@@ -151,13 +161,13 @@ class SharedWork:
         self._future: torch.futures.Future[Any] | None = None
 
     def is_completed(self) -> bool:
-        """Sum what can be now; return whether all is. Sees no ended process."""
+        """Sum what can be now; return whether all is. Does not look for ended ranks."""
         return self.is_done_within(0.0)
 
     def is_done_within(self, seconds: float) -> bool:
-        """Help to sum, up to ``seconds``; return whether the bucket is reduced.
+        """Help to sum, wait up to ``seconds``; return whether the bucket is reduced.
 
-        If reduced, completes the future. With more than 0 seconds RuntimeError if the
+        If it is, completes the future. With more than 0 seconds RuntimeError if the
         process of a missing rank ended.
         """
         if not self._is_done and self._buffer.is_done_within(seconds):
@@ -180,7 +190,7 @@ class SharedWork:
                 raise TimeoutError(f"it did not finish within {limit:g} s")
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of None. Only the methods above complete it."""
+        """Return a future of None; only this object's other methods complete it."""
         if self._future is None:
             self._future = torch.futures.Future()
             if self._is_done:
@@ -194,12 +204,12 @@ def share(
     device: torch.device,
     maps: Sequence[UsedMap] = (),
 ) -> list[SharedBuffer] | str:
-    """Create the buffers of buckets in shared memory; return why not if a rank cannot.
+    """Create a shared buffer per bucket; return them, or the reason if a rank cannot.
 
-    A collective, with equal ``shapes`` (elements, dtype of each bucket), if the group
-    is Gloo's own, of two ranks or more, and the gradients are on a CPU; else the reason
-    comes at once. ``maps`` get buffers, too. NativeError for any reason but "one rank"
-    if MINIDP_SHARED_MEMORY=1 on this rank.
+    A collective that waits, with equal ``shapes`` (elements, dtype of each bucket), if
+    the group is plain Gloo, of two ranks or more, and ``device``, the gradients', is
+    the CPU; else the reason comes at once. ``maps`` use further buffers from then on.
+    If MINIDP_SHARED_MEMORY=1 on this rank, NativeError for any reason but "one rank".
     """
     group = communicator.group
     if group.size() == 1:
@@ -239,7 +249,7 @@ def share(
 
 
 def _refuse(reason: str, communicator: Communicator) -> str:
-    """Return ``reason``; with MINIDP_SHARED_MEMORY=1 raise it as a NativeError."""
+    """Return ``reason``; if MINIDP_SHARED_MEMORY=1, raise a NativeError with it."""
     if read_mode() != "1":
         return reason
     raise NativeError(
@@ -256,7 +266,10 @@ def _refuse(reason: str, communicator: Communicator) -> str:
 def _own_memory(
     shapes: Sequence[tuple[int, torch.dtype]], communicator: Communicator
 ) -> tuple[Any | None, int]:
-    """Create this rank's memory; return it and READY, or None and its obstacle."""
+    """Create this rank's memory for buffers of ``shapes``; not connected to others.
+
+    Return it and READY, or None and the obstacle's number.
+    """
     if read_mode() == "0":
         return None, SWITCHED_OFF
     library = native.library()
@@ -274,8 +287,9 @@ def _own_memory(
 def _connect(
     memory: Any, facts: Sequence[Sequence[int]], rank: int, ends: ProcessEnds
 ) -> int:
-    """Map other ranks' memory, watch their processes; return READY, or an obstacle.
+    """Map other ranks' memory into ``memory``, and add their processes to ``ends``.
 
+    Return READY, or at the first obstacle its number; then some may be mapped already.
     ``facts``: of each rank its obstacle, process id, file descriptor, token, build.
     """
     if any(found[4] != facts[rank][4] for found in facts):

@@ -16,9 +16,10 @@ from .work import Work, wait_for
 class UsedMap:
     """Sum over ranks, for each parameter, whether a rank used it; wait only if needed.
 
-    One backward: `launch`, then `unused_everywhere`. ``uses_forward_group``: for an
-    exchange that only some backwards launch. On the buckets' group Gloo would match it
-    with another collective. Shared memory (`use`) cannot mix exchanges up.
+    The constructor starts no exchange. One backward: `launch`, then
+    `unused_everywhere`. ``uses_forward_group``: for an exchange that only some
+    backwards launch. On the buckets' group Gloo would match it with another
+    collective. Shared memory (`use`) cannot mix exchanges up.
     """
 
     def __init__(
@@ -42,8 +43,8 @@ class UsedMap:
     def launch(self, used: Collection[int]) -> None:
         """Collective: start to exchange ``used``, indices that this rank used.
 
-        Waits for the exchange before. No-op if `unused_everywhere` has not been called
-        since that one was launched.
+        First waits for the previous exchange, if it still runs. No-op if
+        `unused_everywhere` has not been called since the last `launch`.
         """
         if self._is_open:
             return
@@ -65,7 +66,8 @@ class UsedMap:
     def use(self, shared: SharedBuffer | None) -> None:
         """Exchange through ``shared`` from now on; None: through the process group.
 
-        ``shared``: int32, an element per parameter. Waits for an exchange in flight.
+        ``shared``: int32, an element per parameter. First waits for an exchange in
+        flight; `last_counts` stay.
         """
         self.settle()
         if self._shared is not None:
@@ -73,7 +75,7 @@ class UsedMap:
         self._shared = shared
 
     def _rows(self, used: Collection[int]) -> torch.Tensor:
-        """Return one row on the device: int32, 1 for indices in ``used``, else 0."""
+        """Return (1, parameters) flags on the device: int32, 1 for ``used``, else 0."""
         flags = [0] * self.num_params
         for i in used:
             flags[i] = 1
@@ -83,15 +85,19 @@ class UsedMap:
         return rows.to(self._device, non_blocking=True)
 
     def relaunch(self, used: Collection[int]) -> None:
-        """Collective: as `launch`, also if `unused_everywhere` was not called since."""
+        """Collective: start to exchange ``used``, like `launch`, but never a no-op.
+
+        First waits for an exchange that still runs.
+        """
         self._is_open = False
         self.launch(used)
 
     def unused_everywhere(self) -> frozenset[int]:
-        """Return the indices that no rank used; empty if nothing was launched.
+        """Return the indices that no rank used; at most once after each `launch`.
 
-        Waits only if this rank itself left a parameter out. If not, no index can be
-        unused: returns at once, and the next launch waits for the exchange.
+        Empty if called again, or before. Waits only if this rank itself left a
+        parameter out. If not, no index can be unused: returns at once, and the next
+        launch waits for the exchange.
         """
         was_open, self._is_open = self._is_open, False
         if not was_open or self._is_known:
@@ -100,15 +106,15 @@ class UsedMap:
 
     @property
     def last_counts(self) -> torch.Tensor:
-        """How many ranks used each parameter, at the last exchange (int32); may wait.
+        """How many ranks used each parameter, at the last exchange (int32).
 
-        Zeros before the first one.
+        Waits for it if it still runs. Zeros before the first one, and after `drop`.
         """
         self.settle()
         return self._counts.sum(0, dtype=torch.int32)
 
     def settle(self) -> None:
-        """Wait for the exchange in flight, if any."""
+        """Wait for the exchange in flight, if any; CollectiveError if it fails."""
         if self._work is not None:
             doing = "waiting for the exchange of the used-map"
             with self._communicator.watching(doing):
@@ -116,6 +122,6 @@ class UsedMap:
             self._work = None
 
     def drop(self) -> None:
-        """Abandon the exchange in flight without waiting; counts are zeros again."""
+        """Abandon the exchange in flight without waiting; `last_counts` become 0."""
         self._is_open, self._work = False, None
         self._counts = self._rows(())

@@ -17,7 +17,7 @@ from torch.futures import Future
 
 
 class NoWork:
-    """Stand for a collective that one rank does not need: done, without a result."""
+    """Stand for the work of an all-reduce that one rank need not start: it is done."""
 
     def get_future(self) -> Future[Any]:
         """Return a completed future of None."""
@@ -32,13 +32,13 @@ class NoWork:
 
 
 class FutureWork:
-    """Give a future the methods of a collective's `Work`, also a wait with a limit."""
+    """Wrap a future, so that `wait_for` takes it for the `Work` of a collective."""
 
     def __init__(self, future: Future[Any]) -> None:
         self.future = future
 
     def get_future(self) -> Future[Any]:
-        """Return the future."""
+        """Return the wrapped future itself."""
         return self.future
 
     def is_completed(self) -> bool:
@@ -52,7 +52,7 @@ class FutureWork:
         return done.wait(seconds)
 
     def wait(self) -> Any:
-        """Wait, and return the value or raise the error of the future."""
+        """Wait without limit; return the future's value, or raise its error."""
         return self.future.wait()
 
 
@@ -88,17 +88,21 @@ class PythonWork:
         return self._future
 
     def is_completed(self) -> bool:
-        """Return whether it is done; False until waited for, or asked for a future."""
+        """Return whether the work is known to be done.
+
+        Before `wait` or `get_future` is called False, even if it is done.
+        """
         return self._is_done if self._future is None else bool(self._future.done())
 
     def is_done_within(self, seconds: float) -> bool:
-        """Return at once whether the work is known to be done; it has no timed wait."""
+        """Return `is_completed` at once: such work has no wait for some ``seconds``."""
         return self.is_completed()
 
     def wait(self) -> None:
-        """Wait; copy a future's tensor (None: nothing) to ``result``, if given.
+        """Wait for the work; if ``result`` was given, copy its future's tensor there.
 
-        TypeError if ``result`` is given, and the future brings anything else.
+        Nothing is copied if the future brings None or that tensor itself, or there is
+        no future. TypeError if ``result`` was given, and it brings anything else.
         """
         own = getattr(type(self._work), "wait", None)
         # A Python subclass that inherits torch's ``wait`` is never woken up.
@@ -121,7 +125,7 @@ class PythonWork:
             self._result.copy_(value)
 
     def _wait_itself(self) -> None:
-        """Call the work's own ``wait``, without a limit (0 if it requires one)."""
+        """Call the work's own ``wait``; for a required timeout pass 0: no limit."""
         try:
             parameters = inspect.signature(self._work.wait).parameters.values()
         except (TypeError, ValueError):  # no signature: not written in Python
@@ -140,13 +144,16 @@ class Work(Protocol):
     """
 
     def get_future(self) -> Future[Any]:
-        """Return a future of the result."""
+        """Return a future of the result; that of `PythonWork` may wait first."""
 
     def is_completed(self) -> bool:
         """Return whether the collective is done or failed."""
 
     def wait(self) -> Any:
-        """Wait, without a limit of ours; return the value, or raise the error."""
+        """Wait up to the backend's timeout; return the value, or raise the error.
+
+        On CUDA (NCCL) the current stream waits, not the host.
+        """
 
 
 def completed(value: Any) -> Future[Any]:
@@ -157,7 +164,7 @@ def completed(value: Any) -> Future[Any]:
 
 
 class Waiter(Protocol):
-    """Describe what `wait_for` lets wait with a time limit: a `Communicator`."""
+    """Describe who waits in place of `wait_for`, with a limit: a `Communicator`."""
 
     def wait(self, work: Work) -> Any:
         """Return the result of ``work``; raise TimeoutError at the time limit."""
@@ -171,10 +178,10 @@ current_deadline = _CurrentDeadline()
 
 
 def wait_for(work: Work) -> Any:
-    """Wait for ``work`` and return its result.
+    """Wait for ``work`` and return its result, or raise its error.
 
-    In a `watching` block of a `Communicator` on this thread its limit applies;
-    elsewhere the backend's own timeout alone.
+    In a `watching` block of a `Communicator` on this thread its limit applies, with
+    TimeoutError (`Communicator.wait`); elsewhere the backend's own timeout alone.
     """
     waiter = current_deadline.waiter
     return work.wait() if waiter is None else waiter.wait(work)
