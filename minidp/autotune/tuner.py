@@ -137,7 +137,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
         return plain | {"rebuilt": self.is_settled}
 
     def reset(self, *, rebuilds_again: bool = False) -> None:
-        """Forget the ready order and all measurements; begin the trials again.
+        """Forget the ready order, stop measuring; let the trials begin again.
 
         No trials if ``saved`` was rebuilt, not even with ``rebuilds_again``. Does not
         change the buckets.

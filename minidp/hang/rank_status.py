@@ -57,7 +57,7 @@ _WHERE_RANKS_WAIT = {
 
 
 class Alarm(NamedTuple):
-    """Hold a rank's message to the others that it joins no further collective."""
+    """Hold a rank's message to others: it joins no further collective, and why."""
 
     rank: int
     started: int  # number of collectives that it had started by then
@@ -173,7 +173,7 @@ class Channel:
         self.outgoing: list[Alarm] = []
 
     def send(self, status: RankStatus | None) -> None:
-        """Publish ``status``, unless None, and `outgoing` alarms, which are dropped.
+        """Publish ``status`` (None: only alarms) and alarms in `outgoing`; empty that.
 
         RuntimeError if the store's host is gone, or the store fails.
         """

@@ -53,7 +53,7 @@ class Sighting:
         return status.started < started and not status.wait_description
 
     def may_still_come(self) -> bool:
-        """Return whether no rank is silent or gave up, and one of them does not wait.
+        """Return whether some other rank does not wait, and none is silent or gave up.
 
         A rank that has published no status counts as one that does not wait.
         """

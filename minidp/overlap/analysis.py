@@ -254,7 +254,7 @@ def overlaps_of(run: Run) -> tuple[Overlap, ...]:
 
 
 def most_exposed(overlaps: Sequence[Overlap]) -> Overlap:
-    """Return the `Overlap` of the rank with the most exposed seconds (median step)."""
+    """Return the `Overlap` of the rank with the largest median of exposed seconds."""
     return max(overlaps, key=lambda one: one.usually_exposed_s)
 
 

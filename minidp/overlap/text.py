@@ -114,7 +114,7 @@ def _header(found: Analysis) -> str:
 
 
 def _verdict(found: Analysis) -> list[str]:
-    """Return a line: is communication hidden? And one, if 3 % are exposed: why?
+    """Return a line: is communication hidden? And if 3 % are exposed, a second: why?
 
     3 % of the step. With one rank, or without communication: one line, "There is none".
     """
