@@ -46,7 +46,10 @@ CLEARLY = 0.98
 
 @dataclass
 class Trial:
-    """Hold the recorded steps that used one layout; summarise their backwards."""
+    """Hold one layout's recorded steps, of each trial that used it; summarise them.
+
+    `Search` keeps one per layout. The summaries need at least one step.
+    """
 
     layout: Layout
     steps: list[Step] = field(default_factory=list)
@@ -54,7 +57,7 @@ class Trial:
 
     @property
     def judged(self) -> Sequence[Step]:
-        """Steps to compare: those without timed grad hooks; all if there are none."""
+        """Steps to compare: those without timed grad hooks, or all if each has them."""
         return [step for step in self.steps if not step.ready_ns] or self.steps
 
     @property
@@ -75,7 +78,10 @@ class Trial:
         return 0.93 * float(high - low) / math.sqrt(len(times))
 
     def messages(self) -> Iterator[tuple[int, float]]:
-        """Yield (bytes, seconds) of all steps' dense messages; see `messages_of`."""
+        """Yield (bytes, seconds) of each dense bucket's all-reduce; see `messages_of`.
+
+        Of all `steps`. Leaves out those that ran at the same time as a sparse one.
+        """
         # 0: unknown.
         sizes = [0 if each.sparse else each.nbytes for each in self.layout.buckets]
         for step in self.steps:
@@ -83,14 +89,14 @@ class Trial:
             yield from ((nbytes, ns / 1e9) for nbytes, ns in messages_of(spans))
 
     def is_clearly_faster(self, other: Trial) -> bool:
-        """Return whether this is faster by over 2 % and by over the joint `noise_s`."""
+        """Return whether `seconds` is less by over 2 % and over the joint `noise_s`."""
         noise = math.hypot(self.noise_s, other.noise_s)
         return self.seconds < min(CLEARLY * other.seconds, other.seconds - noise)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Hold the trial of the layout that stays, and the trial of torch's layout."""
+    """Hold the trial of the layout that stays, and that of torch's (maybe the same)."""
 
     best: Trial
     torchs: Trial
@@ -120,9 +126,10 @@ class Choice:
 
 
 class Search:
-    """Propose layouts, collect times of their backwards, and choose one; on rank 0.
+    """Propose layouts to try, and choose one by the steps that `add` was given.
 
-    Torch's layout is chosen unless another is clearly faster.
+    Rank 0's `Measurement` makes and calls it; nothing is measured here. Torch's layout
+    is chosen unless another is clearly faster.
     """
 
     def __init__(self, specs: Sequence[ParamSpec], torchs: Layout) -> None:
@@ -139,7 +146,8 @@ class Search:
 
         0 and 4: torch's. 1 and 3: buckets of 1/32 and 1/12 of all bytes. 2: the model's
         best; ValueError if messages of fewer than two sizes were timed. 5 on: of the
-        two fastest others the less measured. Torch's, too, if no gradient was timed.
+        two fastest but torch's the less measured. Torch's in any trial if none of its
+        steps, or no gradient, was timed. A new layout gets a `Trial`, without steps.
         """
         if trial in (0, 4) or not self._torchs.steps:
             return self._torchs.layout
@@ -163,10 +171,10 @@ class Search:
         return layout
 
     def choice(self) -> Choice:
-        """Choose the fastest trial if it `is_clearly_faster` than torch's, else that.
+        """Choose the fastest trial, but torch's unless it `is_clearly_faster`.
 
-        Returns the chosen trial, with a prediction if there can be one, and torch's.
-        ValueError if no backward with torch's layout was timed.
+        Sets the chosen trial's `predicted_s`, if the model can predict it. ValueError
+        if no backward with torch's layout was timed.
         """
         if not self._torchs.steps:
             raise ValueError("no backward with torch's layout was timed")
@@ -198,14 +206,14 @@ class Search:
             return None
 
     def _network(self) -> Network:
-        """Fit a network to all trials' messages; ValueError if not of two sizes."""
+        """Fit a network to all trials' messages; ValueError if of one size or none."""
         trials = self._trials.values()
         return fit_network(message for one in trials for message in one.messages())
 
     def _backward(self) -> Backward | None:
         """Return a backward of median times over the steps with timed gradients.
 
-        Leaves out delayed parameters. None if there are no such steps.
+        Of all trials; leaves out delayed parameters. None if there is no such step.
         """
         steps = [s for one in self._timed() for s in one.steps if s.ready_ns]
         if not steps:

@@ -51,7 +51,8 @@ class AutotunePolicy(RebuildPolicy, Observer):
     def measure(self, queue: BucketQueue, hooks: GradHooks) -> None:
         """Become an observer of ``queue``, to count backwards; keep weak references.
 
-        Call this once, before the first backward. Measuring, on rank 0, starts later.
+        Call this once, before the first backward. Measures nothing yet: that starts on
+        rank 0 with trial 0, in `next_layout`.
         """
         # The queue refers to this object: a cycle would keep buckets until gc runs.
         self._pipeline: BucketQueue = weakref.proxy(queue)
@@ -88,11 +89,12 @@ class AutotunePolicy(RebuildPolicy, Observer):
         return self._count > 0
 
     def next_layout(self, specs: Sequence[ParamSpec], config: ReducerConfig) -> Layout:
-        """Begin the next trial, or end the last; return a layout: only rank 0's counts.
+        """Begin the next trial, or end the last; return its layout, to be broadcast.
 
-        Trial 0 has torch's layout; on rank 0 measuring starts. Later, and for the final
-        layout, rank 0 decides by what it measured; other ranks return the current one.
-        Drops the kept ready order. Calls `told` on rank 0 after the last trial.
+        Only rank 0's is used. Trial 0 has torch's layout; on rank 0 measuring starts.
+        Later, and for the final layout, rank 0 decides by what it measured (and calls
+        `told` after the last trial); other ranks return the current layout. Drops the
+        kept ready order. May print progress.
         """
         now = self._pipeline.layout
         self._count = 0
@@ -110,7 +112,10 @@ class AutotunePolicy(RebuildPolicy, Observer):
         return torchs
 
     def _say_trial(self) -> None:
-        """Print progress on a terminal if `told` is set or trials may take over 5 s."""
+        """Print progress on a terminal if `told` is set or trials may take over 5 s.
+
+        In trial 0 also store when the trials began.
+        """
         number, now = self._trial, time.monotonic()
         if number == 0:
             self._began = now
@@ -124,14 +129,18 @@ class AutotunePolicy(RebuildPolicy, Observer):
     def plain_layout(
         self, now: Layout, specs: Sequence[ParamSpec], config: ReducerConfig
     ) -> dict[str, Any]:
-        """Return the layout as by `to_plain`; "rebuilt" is True once `is_settled`."""
+        """Return ``now`` as `to_plain` does; "rebuilt" is True once `is_settled`.
+
+        While a ready order is kept (before trial 0): torch's layout by that order.
+        """
         plain = super().plain_layout(now, specs, config)
         return plain | {"rebuilt": self.is_settled}
 
     def reset(self, *, rebuilds_again: bool = False) -> None:
-        """Forget the ready order and all measurements; begin the trials again.
+        """Forget the ready order, stop measuring; let the trials begin again.
 
-        No trials if ``saved`` was rebuilt, not even with ``rebuilds_again``.
+        No trials if ``saved`` was rebuilt, not even with ``rebuilds_again``. Does not
+        change the buckets.
         """
         super().reset(rebuilds_again=rebuilds_again)
         self._reset_trials()
@@ -139,7 +148,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
     # -- an observer of the queue ---------------------------------------------------
 
     def finished(self) -> None:
-        """Count a finished backward; the count is the same on all ranks."""
+        """Count a finished reduction; all ranks finish the same, so counts agree."""
         self._count += 1
 
     # -- rank 0 ------------------------------------------------------------------------
@@ -150,10 +159,10 @@ class AutotunePolicy(RebuildPolicy, Observer):
             self._measurement = None
 
     def _decide(self, now: Layout) -> Layout:
-        """Return the layout of the trial that begins; after the last, the chosen one.
+        """Return the layout of the trial that begins, or in the end the one that stays.
 
-        For rank 0 only. A choice is passed to `told`, if set, and ends measuring. If
-        `Measurement.decide` returns ``now`` without a choice, `told` is not called.
+        For rank 0 only. After the last trial measuring ends, and `told`, if set, gets
+        the choice; not if `Measurement.decide` returned ``now`` without a choice.
         """
         assert self._measurement is not None
         layout, choice = self._measurement.decide(self._trial, now)
@@ -167,7 +176,8 @@ class AutotunePolicy(RebuildPolicy, Observer):
 class Measurement:
     """Measure the trials of one reducer's ``queue``; decide which layout is next.
 
-    The constructor starts the stopwatch of trial 0, in that trial's first forward.
+    `AutotunePolicy` makes it, on rank 0 only, in the first forward of trial 0: the
+    constructor starts that trial's stopwatch. ``torchs``: trial 0's layout.
     """
 
     def __init__(self, queue: BucketQueue, hooks: GradHooks, torchs: Layout) -> None:
@@ -176,7 +186,10 @@ class Measurement:
         self._stopwatch = self._started(0)
 
     def _started(self, trial: int) -> Stopwatch:
-        """Start, return a stopwatch for ``trial``, whose first forward begins now."""
+        """Return a running stopwatch for ``trial``; its first forward begins now.
+
+        In trials 0 and 1 it also times the gradients of two backwards.
+        """
         timed = TIMED_STEPS * (trial in TIMED_TRIALS)
         watch = Stopwatch(self._queue, self._hooks, keep=STEPS, timed_steps=timed)
         watch.start()
@@ -184,16 +197,16 @@ class Measurement:
         return watch
 
     def stop(self) -> None:
-        """Stop the stopwatch, and with it measuring, for good."""
+        """Stop the stopwatch for good, so that nothing is measured any more."""
         self._stopwatch.stop()
 
     def decide(self, trial: int, now: Layout) -> tuple[Layout, Choice | None]:
         """Store the ended trial's steps but its first; return ``trial``'s layout, None.
 
-        After the last trial return the layout that stays and the `Choice`, and log it.
+        ``trial`` NUM_TRIALS: return the layout that stays and the `Choice`, and log it.
         Return (now, None) if the comm hook may know the buckets, or, with a warning, if
-        the search raises ValueError. ``now``: the ended trial's layout. Starts another
-        stopwatch.
+        the search raises ValueError. ``now``: the ended trial's layout. Replaces the
+        stopwatch by a new one, which runs. Waits for the GPU, if one is timed.
         """
         steps, layouts = self._stopwatch.steps()
         ended = [step for step in steps if layouts[step.layout] == now.assignment]
@@ -218,6 +231,6 @@ class Measurement:
         return choice.best.layout, choice
 
     def _hook_may_know_buckets(self) -> bool:
-        """Return whether a comm hook has a state other than a process group."""
+        """Return whether a comm hook is set whose state is not None nor a group."""
         hook = self._queue.averaging.comm_hook
         return not (hook is None or hook.state is None or is_group(hook.state))

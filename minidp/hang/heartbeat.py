@@ -28,6 +28,8 @@ BEATS_OF_SILENCE = 3  # intervals without a beat: the rank does not run
 class Heartbeat(PeerMonitor):
     """Publish one replica's status, and find out for it what other ranks do.
 
+    `Watchdog.start_heartbeat` makes it, in the thread whose place it will report, and
+    sets it as the communicator's ``peers``; the constructor connects to the store.
     Training threads only queue alarms and questions. The watchdog's thread exchanges
     them in `tick`: it alone may be blocked by a store that does not answer.
     """
@@ -50,7 +52,11 @@ class Heartbeat(PeerMonitor):
         self.move_to(communicator.group, key)
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
-        """Use ``group``'s store, under ``key``; drop questions of the kind `Skip`."""
+        """Use ``group``'s store, under ``key``, by a new `Channel`; wake the watchdog.
+
+        Forgets read statuses and alarms, unsent alarms, a lost store, and open `Skip`
+        questions (which nobody will answer). May take 2 s to connect.
+        """
         self.group, self.rank = group, group.rank()
         self._questions = [q for q in self._questions if isinstance(q, Inquiry)]
         store = own_store(group, f"watch/{key}")
@@ -62,7 +68,8 @@ class Heartbeat(PeerMonitor):
     def find_lost(self, started: int) -> str:
         """Return why collective number ``started`` cannot finish; "" if not known.
 
-        It cannot if a rank gave up before it, by an alarm that `tick` has read.
+        It cannot if a rank gave up before it, by an alarm that `tick` has read; does
+        not access the store itself.
         """
         alarms = list(self._channel.alarms.values())
         is_lost = any(alarm.started < started for alarm in alarms)
@@ -71,7 +78,8 @@ class Heartbeat(PeerMonitor):
     def report(self, started: int) -> Report:
         """Find out who is missing in collective number ``started``; wait up to 5 s.
 
-        The watchdog's thread answers. If it does not, the report names no rank.
+        The watchdog's thread answers an `Inquiry`. If it does not in that time, the
+        report names no rank, and says that the store does not answer.
         """
         silence = BEATS_OF_SILENCE * self._beat_seconds
         inquiry = Inquiry(started, silence)
@@ -85,12 +93,19 @@ class Heartbeat(PeerMonitor):
         )
 
     def give_up(self, why: str) -> None:
-        """Queue an alarm to other ranks: why this rank joins no further collective."""
+        """Queue an alarm that this rank joins no further collective, and ``why``.
+
+        Wakes the watchdog, whose next `tick` sends it; does not wait for that.
+        """
         self._channel.outgoing.append(Alarm(self.rank, self._tally.started, why))
         self._wake()
 
     def ask_who_skips(self, step: int, steps: int) -> Skip:
-        """Queue a `Skip`: do all ranks skip backward ``step``? Return it at once."""
+        """Queue a `Skip`: do all ranks skip backward ``step``? Return it at once.
+
+        Ticks set its result, "" or a text. ``steps``: this rank's optimizer steps since
+        its last reduced backward.
+        """
         skip = Skip(step, steps)
         self._ask(skip)
         return skip
@@ -98,7 +113,11 @@ class Heartbeat(PeerMonitor):
     def exchange_often(
         self, topic: str, rider: Callable[[dict[int, Any]], Any]
     ) -> bool:
-        """Post what ``rider`` returns 4 times a second (`PeerMonitor`); return True."""
+        """Post what ``rider`` returns 4 times a second or more often; return True.
+
+        The watchdog's thread calls it: see `Channel.exchange`. Replaces the rider of
+        the same ``topic``. Statuses are then published as often.
+        """
         self._riders[topic] = rider
         self._beat_seconds = min(RIDE_SECONDS, self._beat_seconds)
         self._wake()
@@ -113,21 +132,22 @@ class Heartbeat(PeerMonitor):
 
     @property
     def interval(self) -> float:
-        """Seconds to the next `tick`; at first short while a question is open."""
+        """Seconds to the next `tick`; while a question is open, growing from 2 ms."""
         pause = max(FIRST_PAUSE, time.monotonic() - self._asked)
         return min(pause, self._beat_seconds) if self._questions else self._beat_seconds
 
     @property
     def communicator(self) -> Communicator | None:
-        """The replica's communicator; None if the replica was deleted."""
+        """The reducer's communicator; None if the reducer was deleted."""
         reducer = self._reducer()
         return None if reducer is None else reducer.communicator
 
     def tick(self) -> None:
-        """Publish status and alarms, exchange what rides along, answer questions.
+        """Publish status and alarms, answer questions, call riders, if the store works.
 
-        Reads other ranks' statuses only for questions, their alarms also if a
-        collective is late. An error of the store is kept in the channel's `problem`.
+        Reads others' statuses only while questions are open, their alarms only for an
+        `Inquiry` or while a wait is late. If the store fails, sets the channel's
+        `problem`, which answers all questions. No-op if the reducer was deleted.
         """
         channel, reducer, questions = self._channel, self._reducer(), [*self._questions]
         if reducer is None:
@@ -150,7 +170,10 @@ class Heartbeat(PeerMonitor):
                 self._questions.remove(question)
 
     def say_goodbye(self, why: str) -> None:
-        """Publish now, not in the next `tick`, that this rank gives up, and ``why``."""
+        """Publish now, not in the next `tick`, that this rank gives up, and ``why``.
+
+        May block, as `tick` does. Raises nothing if the store is lost.
+        """
         self.give_up(why)
         try:
             if not self._channel.problem:

@@ -57,7 +57,7 @@ _WHERE_RANKS_WAIT = {
 
 
 class Alarm(NamedTuple):
-    """Hold a rank's message that it joins no further collective, and why."""
+    """Hold a rank's message to others: it joins no further collective, and why."""
 
     rank: int
     started: int  # number of collectives that it had started by then
@@ -66,7 +66,7 @@ class Alarm(NamedTuple):
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank publishes per heartbeat: how far it is, and where its thread is."""
+    """What a rank publishes per beat: how far it is, where its training thread is."""
 
     step: int  # synchronised backwards finished, ever
     phase: str  # of the reducer, with missing gradients
@@ -81,7 +81,10 @@ class RankStatus:
 
 
 def status_of(reducer: Reducer, thread: int) -> RankStatus:
-    """Return a rank's status, except beat and seconds; may run in any thread."""
+    """Return this rank's status, with beat and seconds still 0; from any thread.
+
+    ``thread``: identifier of the thread whose place it tells.
+    """
     step, steps = reducer.ledger.finalized, reducer.ledger.steps  # before the phase
     phase, queue, communicator = reducer.phase.now, reducer.queue, reducer.communicator
     text = _PHRASES[phase]
@@ -127,8 +130,8 @@ def place_of(thread: int) -> tuple[str, bool]:
 def _frame_of(thread: int) -> FrameType | None:
     """Return the innermost frame of a thread; None if it ended.
 
-    Without garbage collection, which deadlocks in there up to CPython 3.11.8 (CPython
-    issue 106883): a destructor waits for a lock that the call holds.
+    Garbage collection is off meanwhile: up to CPython 3.11.8 it deadlocks in there
+    (CPython issue 106883), as a destructor waits for a lock that the call holds.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -153,7 +156,10 @@ def _name(frame: FrameType) -> str:
 
 
 class Channel:
-    """Publish and read ranks' statuses and alarms in the process group's store."""
+    """Publish and read ranks' statuses and alarms in the process group's store.
+
+    The constructor connects to a TCPStore's host (up to 2 s), only to notice its end.
+    """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -167,7 +173,10 @@ class Channel:
         self.outgoing: list[Alarm] = []
 
     def send(self, status: RankStatus | None) -> None:
-        """Publish ``status`` and `outgoing` alarms; RuntimeError: the host is gone."""
+        """Publish ``status`` (None: only alarms) and alarms in `outgoing`; empty that.
+
+        RuntimeError if the store's host is gone, or the store fails.
+        """
         if is_closed(self._connection):
             raise RuntimeError("the connection was closed")
         if status is not None:
@@ -177,7 +186,10 @@ class Channel:
             post_json(self._store, "alarm", self._store.add("alarms", 1), alarm)
 
     def lose(self, error: RuntimeError) -> None:
-        """Set `problem`, a text for reports: the store failed with ``error``."""
+        """Set `problem`, a text for reports, because the store failed with ``error``.
+
+        Sends nothing; a `Heartbeat` does not use a channel with a problem any more.
+        """
         first_line = str(error).partition("\n")[0]
         self.problem = (
             "Nothing is known about the other ranks: the process group's store is "
@@ -188,7 +200,8 @@ class Channel:
     def read_alarms(self) -> None:
         """Read other ranks' alarms; set `alarms` to the first valid one of each.
 
-        An alarm is out of date once its rank's status shows a later collective.
+        Not valid once the rank's status shows a later collective: also reads statuses
+        of the ranks that sent alarms. RuntimeError if the store fails.
         """
         rows: list[Any] = []
         while row := read_json(self._store, "alarm", [len(rows) + 1]):
@@ -199,16 +212,20 @@ class Channel:
         self.alarms = {a.rank: a for a in alarms if started.get(a.rank, 0) <= a.started}
 
     def exchange(self, topic: str, rider: Callable[[dict[int, Any]], Any]) -> None:
-        """Call ``rider`` once, and post what it returns; wait for no rank.
+        """Call ``rider`` once, and post what it returns under ``topic``.
 
-        Rank 0's gets what ranks have posted so far, by rank; the others' get {}.
+        On rank 0 ``rider`` gets what each rank, rank 0 too, last posted, by rank; on
+        other ranks {}. Does not wait for any rank. RuntimeError if the store fails.
         """
         ranks = range(self.size) if self.rank == 0 else ()
         posted = read_json(self._store, topic, ranks)
         post_json(self._store, topic, self.rank, rider(posted))
 
     def read_statuses(self, ranks: Iterable[int]) -> None:
-        """Update `statuses` by what ``ranks`` posted; RuntimeError without store."""
+        """Update `statuses` by what each of ``ranks`` posted last, if anything.
+
+        Does not wait for any rank. RuntimeError if the store fails.
+        """
         for rank, fields in read_json(self._store, "status", ranks).items():
             self.statuses[rank] = RankStatus(**fields)
 
@@ -216,7 +233,7 @@ class Channel:
 def connect(store: object) -> socket.socket | None:
     """Connect to the host of a TCPStore, only to notice when that process ends.
 
-    None for other stores, or if it does not accept within two seconds.
+    None for other stores, or if it refuses or does not accept within two seconds.
     """
     address = address_of(store)
     try:
@@ -226,7 +243,7 @@ def connect(store: object) -> socket.socket | None:
 
 
 def is_closed(connection: socket.socket | None) -> bool:
-    """Return whether the host has closed the connection; False without one."""
+    """Return whether the host has closed the connection; False if it is None."""
     try:
         return connection is not None and not connection.recv(1)
     except BlockingIOError:

@@ -28,6 +28,7 @@ _MAX_TEXT = 1200  # characters of another rank's error
 class Sighting:
     """Find out from statuses and alarms which ranks are missing in one collective.
 
+    The constructor does so, from what ``channel`` has read; ``started``: its number.
     ``absent``: ranks that gave up; if none did, those that are silent, have published
     no status, or have started fewer collectives and wait for none. ``silent``: ranks
     whose statuses are not renewed.
@@ -52,13 +53,19 @@ class Sighting:
         return status.started < started and not status.wait_description
 
     def may_still_come(self) -> bool:
-        """Return whether no rank is silent or gave up, and some rank does not wait."""
+        """Return whether some other rank does not wait, and none is silent or gave up.
+
+        A rank that has published no status counts as one that does not wait.
+        """
         waiting = [s for s in self._statuses.values() if s.waits or s.wait_description]
         is_any_gone = self._silent or self._gone
         return not is_any_gone and len(waiting) < len(self._others)
 
     def to_text(self) -> str:
-        """Return sentences for an error: which ranks are missing, and what they do."""
+        """Return sentences for an error: which ranks are missing, and what they do.
+
+        Tells what all others do if none is missing. Describes 8 ranks at most.
+        """
         told = self.absent
         head = f"Missing: rank {', '.join(map(str, told))}."
         if not told:
@@ -99,7 +106,7 @@ def _describe(status: RankStatus) -> str:
 
 
 def _cut(text: str) -> str:
-    """Return another rank's error text without advice, cut to 1200 characters."""
+    """Return another rank's error text up to "What to do:", at most 1200 characters."""
     text = text.partition(" What to do:")[0].strip().rstrip(".")
     return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
 
@@ -107,7 +114,8 @@ def _cut(text: str) -> str:
 class Inquiry(FutureWork):
     """Find out which ranks are missing in a collective; `try_answer` sets a `Report`.
 
-    A rank whose status does not get a new number in ``silence`` seconds does not run.
+    Its number is ``started``. The constructor starts the time: a rank whose status has
+    no new beat within ``silence`` seconds does not run.
     """
 
     def __init__(self, started: int, silence: float) -> None:
@@ -117,9 +125,10 @@ class Inquiry(FutureWork):
         self._first: dict[int, int] = {}  # rank -> beat
 
     def try_answer(self, channel: Channel) -> bool:
-        """Set the result if it is known, time is up or the store lost; return if set.
+        """Set the result if known, or ``silence`` is over, or the store is lost.
 
-        Known: a rank gave up before it, or each other one gave up or has a new beat.
+        Return whether it is set. Known: a rank gave up before that collective, or each
+        other rank gave up or has a new beat. Reads ``channel``, not the store.
         """
         statuses, alarms, problem = channel.statuses, channel.alarms, channel.problem
         for rank, status in statuses.items():
@@ -140,11 +149,11 @@ class Inquiry(FutureWork):
 
 
 class Skip(FutureWork):
-    """Find out whether all ranks skip backward ``step``; answered by heartbeats.
+    """Find out whether all ranks skip backward ``step``; heartbeats call `try_answer`.
 
     The answer is "" once all other ranks, at ``step``, have made ``steps`` optimizer
     steps since a reduction; a text once a rank with fewer is in that backward, or the
-    store is gone. Open until then.
+    store is lost. Open until then: without a limit of its own.
     """
 
     can_time_out = True  # whatever the group's backend is
@@ -154,7 +163,10 @@ class Skip(FutureWork):
         self._step, self._steps = step, steps
 
     def try_answer(self, channel: Channel) -> bool:
-        """Set the result if ``channel`` tells, or its store is lost; return if set."""
+        """Set the result if `channel.statuses` tell it, or the store is lost.
+
+        Return whether it is set. Reads nothing from the store.
+        """
         here = {r: s for r, s in channel.statuses.items() if s.step == self._step}
         behind = [r for r, status in here.items() if status.steps < self._steps]
         reducing = [str(rank) for rank in behind if here[rank].is_reducing]

@@ -30,7 +30,11 @@ EXIT_SECONDS = 1.0  # to wait at exit for the final heartbeat
 
 
 class Watchdog:
-    """Serve all heartbeats of the process in one thread, which the first one starts."""
+    """Serve all heartbeats of the process in one thread, which the first one starts.
+
+    There is one, `the_watchdog`; its constructor starts nothing. The thread ends when
+    no replica is left.
+    """
 
     def __init__(self) -> None:
         self._heartbeats: list[Heartbeat] = []
@@ -46,7 +50,8 @@ class Watchdog:
     def start_heartbeat(self, reducer: Reducer, key: str) -> None:
         """Publish a replica's status from now on; let its errors name missing ranks.
 
-        Does nothing for one rank or without time limit; warns without a store.
+        Sets the communicator's ``peers``; starts the thread if none runs. Does nothing
+        for one rank or without time limit; without a store only warns.
         """
         communicator = reducer.communicator
         if communicator.limit is None or communicator.group.size() == 1:
@@ -71,7 +76,10 @@ class Watchdog:
                 self._thread.start()
 
     def _dismiss(self, heartbeat: Heartbeat) -> None:
-        """Finalizer of a replica: let the thread tell other ranks that it is gone."""
+        """Finalizer of a reducer: let the thread tell other ranks that it is gone.
+
+        No-op in a forked child.
+        """
         if heartbeat.pid == os.getpid():  # else a child has inherited the object
             self._leaving.append(heartbeat)
             self._bell.set()
@@ -89,9 +97,10 @@ class Watchdog:
             self._bell.clear()
 
     def _drop_deleted(self) -> list[Heartbeat]:
-        """Remove deleted replicas, telling other ranks; return those that remain.
+        """Remove deleted replicas' heartbeats; return those that remain.
 
-        Forgets the thread if none remain.
+        Sends the others an alarm for each, unless torch.distributed was destroyed or
+        the process ends. If none remain, forgets the thread, which ends then.
         """
         while self._leaving:
             heartbeat = self._leaving.pop()
@@ -113,7 +122,10 @@ class Watchdog:
             logger.exception("The watchdog failed; hang reports may be incomplete.")
 
     def _leave_with_the_process(self) -> None:
-        """At exit, tell other ranks, then stop serving; wait up to 1 s for each."""
+        """At exit let the thread tell other ranks, and which error ended the process.
+
+        Then it stops. Waits up to 2 s; no-op without a thread or in a forked child.
+        """
         thread = self._thread
         if thread is None or self._pid != os.getpid() or self._is_mute:
             return
@@ -126,7 +138,11 @@ class Watchdog:
         thread.join(EXIT_SECONDS)
 
     def _end_what_hangs(self, heartbeat: Heartbeat) -> None:
-        """If a collective is late on an accelerator, start a thread to `_judge` it."""
+        """If a collective is late on an accelerator, start a thread to `_judge` it.
+
+        Not while one judges this heartbeat. Collectives that the host waits for (gloo)
+        are not concerned.
+        """
         communicator = heartbeat.communicator
         late = None if communicator is None else communicator.find_late_on_device()
         if communicator and late and heartbeat not in self._judged:
@@ -138,7 +154,10 @@ class Watchdog:
     def _judge(
         self, heartbeat: Heartbeat, communicator: Communicator, late: InFlight
     ) -> None:
-        """End the process, with a report, unless the limit of ``late`` is extended."""
+        """End the process, unless the limit of ``late`` is extended; wait some seconds.
+
+        Logs a report first, and aborts the group; exits with 1, without any cleanup.
+        """
         if communicator.extend(late):
             self._judged.remove(heartbeat)
             return

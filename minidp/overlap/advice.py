@@ -17,7 +17,7 @@ LATENCY_BYTES = 64 * 1024  # compression does not make smaller buckets faster
 
 
 class Change(NamedTuple):
-    """Hold a change that may shorten the step."""
+    """Hold a change that the report may advise, and the gain that is predicted."""
 
     gain_s: float  # predicted seconds per step
     advice: str  # a sentence that tells to make it, with its gain
@@ -68,7 +68,10 @@ def advise(found: Analysis) -> str:
 
 
 def _cap_gain(found: Analysis) -> float:
-    """Return seconds per step the best cap gains; 0 if "auto" chose, or no forecast."""
+    """Return the seconds per step that the best bucket cap is predicted to gain.
+
+    0 without a forecast, or if ``bucket_cap_mb="auto"`` has chosen the buckets.
+    """
     has_measured = found.run.ranks[0].where.layout_by == AUTO
     forecast = found.forecast
     return 0.0 if has_measured or forecast is None else forecast.best_cap()[1]
@@ -141,7 +144,7 @@ def straggler(found: Analysis) -> Change:
 
     The advice says where most of that rank's lateness arises. Gain 0 and advice "" if
     there is no skew, or if in over a quarter of the steps the rank's lateness is within
-    the clocks' error, or half of its median.
+    the clocks' error, or half of its median. Never gains more than what is exposed.
     """
     skew, one = found.skew, found.shown.typical
     if skew is None:

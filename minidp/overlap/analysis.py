@@ -83,8 +83,8 @@ def overlap_of(
 ) -> StepOverlap:
     """Split one step of one rank into phases, and each of its buckets into stages.
 
-    ``last_launch``: by bucket number, when (ns) the last rank launched that bucket. For
-    a bucket missing there (None: all) late is 0: wire begins where waited ends.
+    ``last_launch``: by bucket number, when (ns) the slowest rank launched that bucket.
+    For a bucket missing there (None: all) late is 0: wire begins where waited ends.
     """
     buckets, free = [], step.backward.begin_ns
     for bucket in step.buckets:
@@ -163,7 +163,7 @@ def pieces(spans: Sequence[Span], begin: int, end: int) -> list[tuple[int, int, 
 
 
 def covered(spans: Sequence[Span], begin: int, end: int) -> int:
-    """Return how many nanoseconds of an interval lie inside of some span."""
+    """Return how many ns of an interval lie inside spans; overlaps count once."""
     return sum(b - a for a, b, inside in pieces(spans, begin, end) if inside)
 
 
@@ -179,7 +179,8 @@ class Slice(NamedTuple):
 def slices(found: StepOverlap) -> Iterator[Slice]:
     """Yield one rank's step as slices: its phases, then each bucket's stages.
 
-    Stages of no length are left out; the wire is cut into hidden and exposed parts.
+    Phases: forwards, backwards (local ones, too), finalize, optimizer steps. Stages of
+    no length are left out; the wire is cut into hidden and exposed parts.
     """
     step = found.step
     for row, name, spans in (
@@ -253,7 +254,7 @@ def overlaps_of(run: Run) -> tuple[Overlap, ...]:
 
 
 def most_exposed(overlaps: Sequence[Overlap]) -> Overlap:
-    """Return the overlap of the rank with the largest median of exposed seconds."""
+    """Return the `Overlap` of the rank with the largest median of exposed seconds."""
     return max(overlaps, key=lambda one: one.usually_exposed_s)
 
 
@@ -303,7 +304,7 @@ def typical_step(
 
 
 def to_show(buckets: Sequence[BucketOverlap], most: int) -> set[int]:
-    """Return numbers of ``most`` buckets: first, last, the most exposed between them.
+    """Return numbers of ``most`` buckets: first, last, the most exposed of the rest.
 
     All numbers if there are fewer buckets.
     """

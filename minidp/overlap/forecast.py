@@ -31,7 +31,10 @@ CAPS_MB = (0.25, 0.5, 1, 2, 4, 8, 16, 25, 50, 100)  # candidates
 
 @dataclass(frozen=True)
 class Forecast:
-    """Hold a model of one rank's typical step, to predict what changes gain."""
+    """Hold a model of one rank's typical step, to predict what other buckets gain.
+
+    `forecast_of` makes it, for the rank of which the report shows a step.
+    """
 
     backward: Backward  # the typical one
     groups: Sequence[Sequence[int]]  # recorded layout: positions in ready order
@@ -79,7 +82,7 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Analysis:
-    """Hold all numbers of a run that its report and advice use."""
+    """Hold all numbers of a run that its report and advice use; see `analyse`."""
 
     run: Run
     overlaps: tuple[Overlap, ...]  # by rank
@@ -103,7 +106,8 @@ def analyse(run: Run) -> Analysis | None:
 def forecast_of(run: Run, overlap: Overlap) -> Forecast | None:
     """Return the forecast for ``overlap``'s typical step.
 
-    None if the world has one rank, or `samples_of` finds no message.
+    Parameters that it did not reduce count as buckets of their own, the last ones. None
+    if the world has one rank, or `samples_of` finds no message.
     """
     samples = samples_of(run)
     network = network_of(run, samples)
@@ -121,10 +125,10 @@ def forecast_of(run: Run, overlap: Overlap) -> Forecast | None:
 
 
 def backward_of(timeline: Timeline) -> Backward:
-    """Return one rank's `Backward` of median times over steps.
+    """Return one rank's `Backward` of median times over steps; needs a step.
 
-    Gradients: see `_ready_times`. Its end: of the steps with the last step's layout.
-    Needs a step.
+    Gradients: of all steps, see `_ready_times`. Its end: only of the steps with the
+    last step's layout.
     """
     last = timeline.steps[-1].layout
     end_s = median(s.backward.seconds for s in timeline.steps if s.layout == last)
@@ -178,9 +182,10 @@ def network_of(run: Run, samples: Sequence[tuple[int, float]]) -> Network | None
 
 
 def samples_of(run: Run) -> list[tuple[int, float]]:
-    """Return (bytes, seconds on the wire) of messages in all steps of the first rank.
+    """Return (bytes, seconds on the wire) per bucket, in all steps of the first rank.
 
-    Leaves out those of sparse gradients; see `messages_of`.
+    First: the lowest that was recorded. Leaves out sparse gradients and what was sent
+    at the same time: see `messages_of`.
     """
     first, found = run.ranks[0], []
     for step in first.steps:

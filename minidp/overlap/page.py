@@ -77,7 +77,8 @@ def _sentences(found: Analysis) -> str:
 def _data(found: Analysis) -> dict[str, Any]:
     """Return what `page.js` draws: of `Run.common`, the typical step and the last ones.
 
-    As many last steps as fit into 900,000 characters.
+    As many last steps as fit into 900,000 characters of JSON, estimated by the typical
+    one, which replaces the oldest of them if it is none of them.
     """
     run, shown = found.run, found.shown
     first = run.ranks[0]
@@ -164,7 +165,10 @@ def _packed(found: Iterable[Slice], at: int) -> list[int]:
 
 
 def _model(forecast: Forecast, found: Analysis) -> dict[str, Any]:
-    """Return the numbers from which `forecast.js` predicts, with its names for them."""
+    """Return what `forecast.js` predicts from: the forecast's fields, and more numbers.
+
+    Also: the gain of a balanced load, bucket caps, world size, shared memory or not.
+    """
     return asdict(forecast) | {
         "balance_s": straggler(found).gain_s,
         "caps": CAPS_MB,

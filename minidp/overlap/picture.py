@@ -44,7 +44,8 @@ _TRACKS = ("forward", "backward", "optimizer")
 def draw(timelines: Sequence[Timeline], path: str | Path) -> None:
     """Draw the typical step of the rank with most exposed time to an image file.
 
-    A row for what the rank computes, and one for each of up to 60 buckets. Raises
+    A row for what the rank computes, and one for each of up to 60 buckets. The format
+    is the suffix of ``path``; an old file is overwritten. Raises
     ModuleNotFoundError without matplotlib; ValueError if no step is common to all
     ranks, it reduced nothing, or the recordings are not of different ranks of one run.
     """
@@ -103,9 +104,10 @@ def _matplotlib(part: str) -> Any:
 
 
 def chrome_trace(timelines: Sequence[Timeline]) -> str:
-    """Return a trace of each rank's steps as JSON text, in us from the first forward.
+    """Return all recorded steps of all ranks as Chrome trace events, as JSON text.
 
-    A process per rank holds tracks for forward, backward, optimizer and each bucket.
+    Times are in us from the first forward of any rank. A process per rank holds tracks
+    for forward, backward, optimizer and each bucket.
     Raises ValueError if the recordings are not of different ranks of one run.
     """
     run = aligned(timelines)
@@ -120,7 +122,7 @@ def chrome_trace(timelines: Sequence[Timeline]) -> str:
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Yield the trace events that name and sort one rank's process and tracks."""
+    """Yield trace metadata events: names and order of one rank's process and tracks."""
     rank = timeline.where.rank
     num_buckets = max(map(len, timeline.layouts), default=0)
     tracks = [*_TRACKS, *(f"bucket {n}" for n in range(num_buckets))]

@@ -32,7 +32,8 @@ FORWARD, BACKWARD = -2, -1
 def compare_clocks(zero: Sequence[Round], other: Sequence[Round]) -> ClockOffset:
     """Return how far ``other``'s clock is ahead of ``zero``'s, with the error.
 
-    Arguments: one round for each common barrier, in order, at least one.
+    Arguments: per common barrier, at least one, when (ns, on its own clock) each of the
+    two ranks entered and left it; in the same order.
     """
     pairs = list(zip(zero, other, strict=True))
     least = max(theirs[0] - ours[1] for ours, theirs in pairs)
@@ -43,25 +44,28 @@ def compare_clocks(zero: Sequence[Round], other: Sequence[Round]) -> ClockOffset
 
 @dataclass(frozen=True)
 class Run:
-    """Hold one run's recordings, on the first rank's clock where an offset is known."""
+    """Hold one run's recordings, on the first rank's clock where an offset is known.
+
+    `aligned` makes it.
+    """
 
     ranks: tuple[Timeline, ...]  # by rank
     clocks: tuple[ClockOffset | None, ...]  # what was subtracted; None: unknown
 
     @property
     def error_s(self) -> float | None:
-        """Return the largest error of `clocks` in seconds; None if one is unknown."""
+        """Largest error of a clock offset, in seconds; None if an offset is unknown."""
         errors = [-1 if clock is None else clock.error_ns for clock in self.clocks]
         return None if -1 in errors else max(errors) / 1e9
 
     @cached_property
     def common(self) -> list[tuple[Step, ...]]:
-        """The `common_steps` of all ranks, each a tuple by rank."""
+        """The `common_steps` of all recorded ranks: per step, a tuple by rank."""
         return common_steps(self.ranks)
 
     @cached_property
     def launches(self) -> Mapping[int, Mapping[int, int]]:
-        """When (ns) the last rank launched a bucket, by number of step and of bucket.
+        """When (ns) the slowest rank launched a bucket, by step and bucket number.
 
         Holds the steps that all ranks recorded, whatever their layout.
         """
@@ -84,7 +88,7 @@ def _of_all(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
 def common_steps(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
     """Return the steps that all timelines hold: per step number, a tuple by rank.
 
-    Leaves out steps whose bucket layout is not that of the last such step.
+    Leaves out steps whose bucket layout (on the first rank) is not the last one's.
     """
     together = _of_all(timelines)
     layouts = [timelines[0].layouts[steps[0].layout] for steps in together]
@@ -93,7 +97,7 @@ def common_steps(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
 
 
 def aligned(timelines: Sequence[Timeline]) -> Run:
-    """Return recordings sorted by rank, with times moved to the lowest rank's clock.
+    """Return a `Run`: recordings by rank, with times moved to the lowest rank's clock.
 
     A rank of unknown offset (other host, no collective in common) keeps its own clock.
     Raises ValueError if ranks repeat, world sizes or parameters differ, or all-reduces
@@ -132,7 +136,8 @@ def aligned(timelines: Sequence[Timeline]) -> Run:
 def _clock(first: Timeline, other: Timeline) -> ClockOffset | None:
     """Return how far ``other``'s clock is ahead of ``first``'s; None if unknown.
 
-    0 on one host; else by the offsets to rank 0 that both store; else by all-reduces.
+    0 on one host; else by the offsets to rank 0, if both recordings have one; else by
+    the all-reduces in their `common_steps` (None if there are none).
     """
     if other.where.host == first.where.host:
         return ClockOffset(0, 0)
@@ -147,7 +152,7 @@ def _clock(first: Timeline, other: Timeline) -> ClockOffset | None:
 
 
 def _rounds(first: Timeline, other: Timeline) -> list[tuple[Round, Round]]:
-    """Return both ranks' (launch, end) in ns per bucket of their `common_steps`."""
+    """Return both ranks' (launch, end) in ns of each all-reduce in `common_steps`."""
     return [
         ((ours.launched_ns, ours.done_ns), (theirs.launched_ns, theirs.done_ns))
         for one, two in common_steps((first, other))
@@ -215,7 +220,7 @@ def skew_of(run: Run) -> Skew | None:
 
 
 def _arrivals(step: Step) -> dict[Place, int]:
-    """Return when (ns) this rank came to its forward, backward, and bucket launches."""
+    """Return when (ns) a step's rank began forward, backward, and launched buckets."""
     begins = {FORWARD: step.begin_ns, BACKWARD: step.backward.begin_ns}
     return begins | {bucket.number: bucket.launched_ns for bucket in step.buckets}
 

@@ -73,7 +73,7 @@ class CudaClock(Clock):
         self._origin_ns = time.perf_counter_ns()
 
     def read(self) -> Mark:
-        """Record an event on the current stream and return it."""
+        """Record an event on the device's current stream and return it; do not wait."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -110,7 +110,10 @@ class HookTiming:
         self._timed = {hook: _timed(hook, clock, self._stamps) for hook in plain}
 
     def switch(self, *, on: bool) -> None:
-        """Start or stop recording hook times; do not call during a backward."""
+        """Start or stop recording hook times; do not call during a backward.
+
+        No-op if ``on`` is no change. Keeps the times that `take` has not returned yet.
+        """
         if on is self.is_on:
             return
         self.is_on, table = on, self._hooks.table
@@ -121,11 +124,17 @@ class HookTiming:
             on_node[key] = MethodType(self._timed[hook] if on else hook, i)
 
     def _stamp(self, i: int) -> None:
-        """Store the time of parameter ``i``; called by its C++ hook."""
+        """Store the present time for parameter ``i``; its C++ hook calls this.
+
+        Only while switched on, with a clock that C++ does not read itself.
+        """
         self._stamps[i] = self._clock()
 
     def take(self) -> list[Any]:
-        """Return and clear hook times by parameter; None: has not run since."""
+        """Return, and clear, when each parameter's hook ran last, as a clock mark.
+
+        By parameter index; None if it has not run, switched on, since the last `take`.
+        """
         if self._is_in_cpp:
             stamps = cast("Any", self._hooks.table).take_stamps()
             return [stamp or None for stamp in stamps]
@@ -165,8 +174,9 @@ class StepMarks:
 class Stopwatch:
     """Record a reducer's steps between `start` and `stop`; keep the last ``keep``.
 
-    Keeps only steps whose buckets were reduced. In the steps ``timed_steps`` (counted
-    from 0 at `start`; None: one in `Clock.params_every`), each gradient is timed, too.
+    The constructor records nothing yet. Keeps only steps whose buckets were reduced. In
+    the steps ``timed_steps`` (counted from 0 at `start`; None: one in
+    `Clock.params_every`), each gradient is timed, too.
     ``clock`` None: a `CudaClock` if all parameters are on one GPU, else a `Clock`.
     """
 
@@ -190,7 +200,7 @@ class Stopwatch:
         self._num_begun = 0
 
     def start(self) -> None:
-        """Record from the next forward on; call this once."""
+        """Listen to the queue's tracer; record from the next forward on. Call once."""
         self._timing = HookTiming(self._hooks, self._clock.read)
         self._queue.tracer.add(self)
 
@@ -275,7 +285,7 @@ class Stopwatch:
 
     @property
     def num_ended(self) -> int:
-        """Number of steps that began and are over, kept or not."""
+        """Number of recorded steps that are over, also those that are not kept."""
         return self._num_begun - (self._marks is not None)
 
     def steps(self) -> tuple[list[Step], list[tuple[tuple[int, ...], ...]]]:

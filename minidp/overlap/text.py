@@ -114,9 +114,9 @@ def _header(found: Analysis) -> str:
 
 
 def _verdict(found: Analysis) -> list[str]:
-    """Return one line: is communication hidden? Two if 3 % of a step are exposed: why?
+    """Return a line: is communication hidden? And if 3 % are exposed, a second: why?
 
-    With one rank, or without any communication: the line "... There is none."
+    3 % of the step. With one rank, or without communication: one line, "There is none".
     """
     one, first = found.shown.typical, found.run.ranks[0]
     total = one.hidden_s + one.exposed_s
@@ -245,9 +245,9 @@ def _legend(found: Analysis) -> list[str]:
 
 
 def network_lines(found: Analysis) -> list[str]:
-    """Return two lines: measured and fitted bandwidth; the least step of any layout.
+    """Return two lines: measured and fitted bandwidth; a lower bound of a step's time.
 
-    ``found`` must have a forecast.
+    The bound is for any bucket layout. ``found`` must have a forecast.
     """
     where, forecast = found.run.ranks[0].where, found.forecast
     assert forecast is not None

@@ -76,7 +76,7 @@ class Step:
 
     @property
     def reduced_s(self) -> float:
-        """Return the seconds from the backward's begin to the end of finalize."""
+        """Seconds from the backward's begin until all averages are in ``.grad``."""
         return (self.finalize_end_ns - self.backward.begin_ns) / 1e9
 
     def first_gradient_ns(self, members: Sequence[int]) -> int | None:
@@ -99,7 +99,10 @@ class Param:
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """Hold how far a rank's clock is ahead of rank 0's, or of a run's first rank's."""
+    """Hold how far a rank's clock is ahead of another's, and how exact that is.
+
+    Of rank 0's in `Timeline.clock`, of the run's first rank's in `Run.clocks`.
+    """
 
     offset_ns: int  # negative: it is behind
     error_ns: int  # the true offset is at most this far from `offset_ns`
@@ -133,7 +136,10 @@ class Timeline:
     clock: ClockOffset | None = None  # None: not compared with rank 0's clock
 
     def moved(self, ns: int) -> Timeline:
-        """Return a copy whose steps are ``ns`` later; if ``ns`` is 0, this object."""
+        """Return a copy whose steps are ``ns`` later; if ``ns`` is 0, this object.
+
+        The copy has the same `clock`.
+        """
         return replace(self, steps=_moved(self.steps, ns)) if ns else self
 
 
