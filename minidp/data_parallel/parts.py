@@ -38,7 +38,7 @@ def build(
     Hooks the parameters and ``Optimizer.step``; starts a heartbeat in the store.
     ``ignored``: names on the module's ignore list. ``kind``: ``verify.WRAPPED``: all
     checks; "unsynced" (``init_sync=False``): no check_replicas_every="auto"; "copy":
-    nor that, nor a heartbeat, as other ranks may have no such copy.
+    neither that nor a heartbeat, as other ranks may have no such copy.
     """
     config, replica, own = checked.config, checked.replica, checked.own
     key = verify.next_key(group, kind)

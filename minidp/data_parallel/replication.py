@@ -107,7 +107,10 @@ class Replication:
             self.check.reset()
 
     def next_reset(self) -> str:
-        """Count a `DataParallel.reset`; return its store key: new, equal on ranks."""
+        """Count a `DataParallel.reset`; return a new store key for it.
+
+        The same on all ranks, if they have called `reset` equally often.
+        """
         self._num_resets += 1
         return f"reset/{self._key}/{self._num_resets - 1}"
 
@@ -118,7 +121,7 @@ class Replication:
             self.check = None
 
     def add_stepper(self, stepper: Observer) -> None:
-        """Add an observer that steps optimizers in the backward to the reducer's own.
+        """Register an observer that steps optimizers inside the backward.
 
         Replicas that differ are then reported at the end of that backward: no call of
         ``optimizer.step()`` could. Some buckets may have stepped by then.

@@ -57,9 +57,10 @@ class StepInBackward(Observer):
                 step_on(self.optimizer, params)
 
     def finished(self) -> None:
-        """Step on what is in no bucket; with ``clip_grad_norm`` clip and step on all.
+        """Step on those of the optimizer's parameters that are in no bucket.
 
-        What: the optimizer's parameters. Errors become MiniDPErrors (`Guard.allow`).
+        With ``clip_grad_norm``: clip, and step on all of them, instead. An error in the
+        step becomes a MiniDPError (`Guard.allow`).
         """
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         with self._guard.allow(self.optimizer):
@@ -71,10 +72,10 @@ class StepInBackward(Observer):
 
 
 def step_on(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-    """Call ``optimizer.step()`` on ``params`` only, of which it may hold some or none.
+    """Call ``optimizer.step()`` on those of ``params`` that it holds; if none, do not.
 
-    With none there is no call. Param groups are restored. TypeError after a step that
-    wrote to a param group (a step counter, for example, would count once per bucket).
+    Param groups are restored. TypeError after a step that wrote to a param group (a
+    step counter, for example, would count once per bucket).
     """
     wanted = set(map(id, params))
     everything = optimizer.param_groups

@@ -30,11 +30,11 @@ def average_now(reducer: Reducer) -> None:
 
 
 def shadow_backward(reducer: Reducer) -> None:
-    """Collective: send zeros in a backward of ranks that have inputs; wait.
+    """Collective: take part in the other ranks' backward with zeros; wait.
 
-    Writes the averages to ``.grad``. Calls comm hook and observers, as a backward does;
-    counts 0 items, and keeps this rank's own counts. If this raises, the reducer is
-    FAILED until `reset`.
+    Writes their averages to ``.grad``. Calls comm hook and observers, as a backward
+    does; counts 0 items, and keeps this rank's own counts. If this raises, the reducer
+    is FAILED until `reset`.
     """
     queue, expected = reducer.queue, reducer.expected
     everything = list(range(len(reducer.params)))
@@ -85,9 +85,10 @@ def _reduce(
 
 @contextmanager
 def failing(reducer: Reducer, *, only_with_group: bool = False) -> Iterator[None]:
-    """Run the block; if it raises, enter FAILED (until `reset`), tell ranks, raise on.
+    """If the block raises, mark the reducer failed (until `reset`); tell other ranks.
 
-    ``only_with_group``: only if a collective failed, which makes the group unusable.
+    The error passes. ``only_with_group``: mark it only if a collective failed, which
+    makes the group unusable.
     """
     try:
         yield

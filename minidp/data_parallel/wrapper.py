@@ -157,9 +157,10 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self._replication.start(checked, verifies=init_sync)
 
     def _wire(self, checked: arguments.Arguments, kind: str) -> None:
-        """Build this wrapper's parts, by `parts.build`; store them, and devices.
+        """Build the parts of this wrapper by `parts.build`; store them in it.
 
-        Also ``parameters_to_ignore``. Nothing is sent but a heartbeat, see there.
+        With them ``device_ids``, ``device``, ``parameters_to_ignore``. Runs no
+        collective.
         """
         self.device_ids, _, self.device, _ = checked.devices
         self.parameters_to_ignore = ignored = set(checked.replica.ignored)
@@ -194,8 +195,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
         In grad mode check the last backward (`Guard.check_forward`), and rebuild
         buckets if due. In any mode announce the forward in join(), and broadcast module
-        buffers if due. Take a checksum if replicas are to be compared. Collective as
-        `forward`. If a collective fails, the reducer is FAILED until `reset`.
+        buffers if due. Take a checksum if a comparison of replicas is due. Collective
+        as `forward`. If a collective fails, the reducer is FAILED until `reset`.
         """
         with_grad = torch.is_grad_enabled()
         if with_grad:
@@ -231,10 +232,10 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @untraced
     def _post_forward(self, output: Any) -> Any:
-        """Arm the reducer to reduce (not in no_sync(), no_grad()); return ``output``.
+        """Let the backward reduce (not in no_sync(), no_grad()); return ``output``.
 
         Hooks ``output``, and tells ledger and item counts of a forward in grad mode. If
-        it does not arm, the next forward broadcasts no module buffers.
+        the backward will not reduce, the next forward broadcasts no module buffers.
         """
         with_grad = torch.is_grad_enabled()
         will_reduce = with_grad and self.require_backward_grad_sync

@@ -63,10 +63,10 @@ def corner_of(tensor: torch.Tensor) -> torch.Tensor:
 def find_manual_update(reducer: Reducer, corners: Corners) -> str:
     """Return an error text if parameters changed after an unaveraged backward.
 
-    "" if none did in place but by optimizer steps, or if ``corners`` (`copy_corners`,
-    before) show that it was undone: then the present versions count. First drops from
-    the ledger no_sync() gradients that are None now, or zeros of changed parameters.
-    May wait for a GPU.
+    "" if only optimizer steps changed them, or if ``corners`` (of `copy_corners`) show
+    that a change was undone: then the present versions count. First drops from the
+    ledger no_sync() gradients that are None now, or zeros of changed parameters. May
+    wait for a GPU.
     """
     ledger, params = reducer.ledger, reducer.params
     if not ledger.versions and ledger.bypassed is None:
@@ -157,7 +157,7 @@ class LocalSteps:
     def note_forward(self) -> None:
         """Record whether parameters changed since the last step; wait for no GPU.
 
-        No-op if no step was counted after the last call.
+        No-op if no step was counted since the last call.
         """
         if self._sample and not self._is_over:
             for old, param in zip(self._sample, self._params, strict=True):
@@ -166,9 +166,9 @@ class LocalSteps:
             self._sample = []
 
     def _is_due(self) -> bool:
-        """Return whether to warn: steps counted, no average seen, no warning given.
+        """Return whether to warn: steps were counted, and no average was seen.
 
-        Given: by the comparison of replicas (`was_told`). May wait for a GPU.
+        False if the comparison of replicas has warned (`was_told`). May wait for a GPU.
         """
         if self._ledger.was_told or not self._count:
             return False

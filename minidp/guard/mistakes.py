@@ -47,7 +47,10 @@ class StepCheck:
 
     @cached_property
     def held(self) -> dict[int, str]:
-        """Names, by index, of averaged parameters that will change: with a ``.grad``."""
+        """Names, by index, of averaged parameters that the step changes.
+
+        Those of the optimizer that have a ``.grad``.
+        """
         index = self._guard.index
         found = [index[id(p)] for p in self._params() if id(p) in index]
         return {i: self._reducer.names[i] for i in found}
@@ -80,9 +83,9 @@ class StepCheck:
     def _find_late_parameters(self, found: dict[str, nn.Parameter]) -> str:
         """Return an error text if the step changes parameters added after wrapping.
 
-        ``found``, the trainable ones of these, count also if the step leaves them
-        alone, but changes averaged ones. Those that another wrapper averages never
-        count. Else "".
+        ``found``: those that are trainable; also an error if the step leaves them
+        alone, but changes averaged ones. Never for those that another wrapper averages.
+        Else "".
         """
         if frozen := self._guard.late_parameters.frozen:
             found = {n: p for n, p in frozen.items() if p.grad is not None} | found
@@ -277,7 +280,7 @@ def find_cast(reducer: Reducer) -> str:
 
 
 def refuse_forward(reducer: Reducer) -> None:
-    """Raise ReducerFailedError if the last backward failed; no-op if it is over.
+    """Raise ReducerFailedError if the last backward failed; no-op if it is done.
 
     UnfinishedReductionError if it lacks gradients; that is sent to other ranks, which
     may wait for these.

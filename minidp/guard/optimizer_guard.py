@@ -64,11 +64,11 @@ class Guard:
 
     @untraced
     def check(self, optimizer: Optimizer) -> None:
-        """Raise or warn, as ``unsynced`` says, of a mistake in a step about to run.
+        """Check a step about to run, outside no_sync(): raise or warn, as ``unsynced``.
 
-        Not in no_sync(). Also raises, there too: DoubleStepError after
-        `expect_in_backward`; ItemCountError, see `_check_counts`. ReplicaMismatchError
-        if a comparison awaited this step. May wait for ranks. No-op inside `allow`.
+        There also ReplicaMismatchError, if a comparison awaited this step. Inside
+        no_sync() and outside: DoubleStepError after `expect_in_backward`, and
+        ItemCountError, see `_check_counts`. May wait for ranks. No-op inside `allow`.
         """
         if id(optimizer) in self._allowed:
             return
@@ -123,10 +123,10 @@ class Guard:
     def check_forward(self, module: nn.Module) -> None:
         """Raise if the last backward failed or is unfinished; look for other mistakes.
 
-        ItemCountError for its counts. Then, unless ``unsynced="ignore"``: outside
-        no_sync() raise or warn of parameters added or cast, and updates by local
-        gradients. Inside, copy values of two parameters: if they come back later, such
-        an update was undone, and is no mistake.
+        ItemCountError if its item counts give no mean. Then, unless
+        ``unsynced="ignore"``: outside no_sync() raise or warn of parameters added or
+        cast, and updates by local gradients. Inside, copy values of two parameters: if
+        they come back later, such an update was undone, and is no mistake.
         """
         reducer = self.reducer
         self._check_counts()
@@ -163,7 +163,10 @@ class Guard:
 
     @contextmanager
     def allow(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let ``optimizer`` step unchecked in the block; errors there become MiniDPError."""
+        """Let ``optimizer`` step unchecked in the block.
+
+        An Exception in the block becomes a MiniDPError.
+        """
         self._allowed.add(id(optimizer))
         try:
             yield
@@ -190,8 +193,8 @@ class Guard:
     def has_averaged(self, param: nn.Parameter) -> bool:
         """Return whether this wrapper's last backward averaged ``param.grad``.
 
-        False if it is not ours, no synchronised backward ended, a local one added to
-        it, or in no_sync().
+        False if it is not ours, if no synchronised backward ended, if a local backward
+        has added to it, and always in no_sync().
         """
         i, ledger = self.index.get(id(param)), self.reducer.ledger
         if i is None or not ledger.finalized or not ledger.sync_enabled:

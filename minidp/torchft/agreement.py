@@ -57,7 +57,7 @@ class Agreement:
         self._received: object = None  # the last state that came from another replica
 
     def begin(self, step: int, quorum: int | None) -> bool:
-        """Return whether the backward of ``step`` must agree on a layout; equal on all.
+        """Return whether ``step``'s backward must agree on a layout; equal on replicas.
 
         True until a layout in ready order is committed, if options ask for one. Forgets
         what was agreed on but not committed. ``quorum``: its number, or None if it has
@@ -82,10 +82,10 @@ class Agreement:
             self._agreed = step, {"layout": plain}
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return what to send to a replica that joins at ``step``; in any thread.
+        """Return the plan committed at ``step`` and `_facts`, for a replica that joins.
 
-        {"plan": the committed one, also if `follow` has not yet used it; "facts":
-        `_facts`}.
+        As {"plan": ..., "facts": ...}; also a plan that `follow` has not yet used. Any
+        thread may call it.
         """
         plan, agreed = self.plan, self._agreed
         if agreed is not None and step > agreed[0]:
@@ -103,9 +103,9 @@ class Agreement:
         return found + [f"{name}={getattr(config, name)}" for name in DECISIVE]
 
     def follow(self, step: int) -> None:
-        """`adopt` what was agreed on in an earlier step, as the one ``step`` begins.
+        """`adopt` the plan agreed on in an earlier step; ``step`` is the present one.
 
-        No-op if there is nothing, or if the earlier step was not committed.
+        No-op if there is none, or if that earlier step was not committed.
         """
         if self._agreed is not None and step > self._agreed[0]:
             self.adopt(self._agreed[1])

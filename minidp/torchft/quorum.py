@@ -218,10 +218,11 @@ class Quorum:
     # -- a backward begins -------------------------------------------------------------
 
     def begin(self) -> int:
-        """Wait for the quorum; return how many replicas contribute, see `_count`.
+        """Wait for the quorum, replace buckets if due; return the number to divide by.
 
-        Between, replaces the buckets if another layout was committed, or comes from the
-        replica to catch up with. Raises as `_find_out` and `Agreement.layout_of`.
+        That is how many replicas contribute, see `_count`. Due: another layout was
+        committed, or comes from the replica to catch up with. Raises as `_find_out` and
+        `Agreement.layout_of`.
         """
         self.sums = []
         self._find_out()

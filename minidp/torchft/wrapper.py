@@ -167,8 +167,8 @@ class _ByContributors(Averaging, Observer):
     def begin(self) -> None:
         """Wait for the quorum, and fix this backward's divisor, as `Averaging.begin`.
 
-        Before any bucket is filled `Quorum.begin` may replace the buckets; raises as
-        it.
+        `Quorum.begin` may replace the buckets, before any is filled; raises as that
+        does.
         """
         self.num_contributors = self._quorum.begin()
         super().begin()
@@ -176,9 +176,8 @@ class _ByContributors(Averaging, Observer):
     def finished(self) -> None:
         """Set ``.grad`` to None where no contributor used the parameter.
 
-        No-op unless find_unused_parameters is set, and this replica does not
-        contribute: there ``.grad`` still holds its local gradient, but None on
-        contributors.
+        Only with find_unused_parameters, and if this replica does not contribute: there
+        ``.grad`` still holds its local gradient, whereas contributors have None.
         """
         queue = self._reducer.queue
         if queue.config.find_unused_parameters and not self._quorum.contributes:
