@@ -41,9 +41,10 @@ _FLAGS = (
 
 
 def keep(values: Mapping[str, Any]) -> SimpleNamespace:
-    """Return the options among ``__init__``'s locals, all but module, dim, group, mesh.
+    """Return the constructor's options in a namespace, from ``__init__``'s locals().
 
-    If ``delay_all_reduce_named_params`` is an iterator, it becomes a list.
+    Without self, module, dim, process_group, device_mesh. An iterator in
+    ``delay_all_reduce_named_params`` becomes a list: copies read it again.
     """
     given = {name: values[name] for name in values if name not in _NOT_KEPT}
     pairs = given["delay_all_reduce_named_params"]
@@ -75,7 +76,10 @@ class Arguments:
 
     @property
     def compared(self) -> dict[str, object]:
-        """Return options that must be equal on all ranks, by their names in errors."""
+        """Options to compare between ranks, by the names that errors give them.
+
+        `Replication.start` compares them, as texts; here nothing is sent.
+        """
         config = self.config
         return {
             "find_unused_parameters": config.find_unused_parameters,
@@ -93,10 +97,11 @@ class Arguments:
 
 
 def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
-    """Validate the arguments that `keep` returned, and sort the module's parameters.
+    """Validate what `keep` returned; return it with the module sorted into a `Replica`.
 
-    Reads the file of ``bucket_layout``. TypeError, ValueError or RuntimeError for a bad
-    argument, as torch where torch refuses it, too; warns of what torch deprecates.
+    Communicates nothing. Reads the file of ``bucket_layout``, and the environment.
+    TypeError, ValueError or RuntimeError for a bad argument or module, as torch where
+    torch refuses it, too; warns of what torch deprecates.
     """
     if getattr(getattr(module, DETOUR, None), "through", None) is not None:
         raise RuntimeError(
@@ -142,9 +147,9 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
 def delayed_parameters(given: SimpleNamespace) -> dict[str, nn.Parameter]:
     """Return ``delay_all_reduce_named_params`` as a dict; {} for None.
 
-    TypeError unless pairs (name, parameter) and a tensor; ValueError unless the tensor,
-    ``param_to_hook_all_reduce``, is given with them, and only then. It has no effect:
-    delayed gradients travel last.
+    ValueError if it is given without ``param_to_hook_all_reduce``, or that alone; the
+    latter has no other effect. TypeError unless the former has pairs (name, Parameter),
+    and the latter is a tensor.
     """
     delayed, until = given.delay_all_reduce_named_params, given.param_to_hook_all_reduce
     if (delayed is None) != (until is None):
@@ -225,7 +230,11 @@ def expose_local_tensors(module: nn.Module, mesh: DeviceMesh) -> None:
 def _check_devices(
     parameters: Mapping[str, nn.Parameter], device_ids: Any, output_device: Any
 ) -> Devices:
-    """Return the checked devices; ValueError if parameters lie elsewhere."""
+    """Return the checked device arguments and the first parameter's device.
+
+    ValueError for several ``device_ids``, for parameters on several types of device, or
+    if a device is given, but parameters are on the CPU or on several devices.
+    """
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
             "device_ids can only be None or contain a single element, but got "
@@ -262,7 +271,12 @@ def _index(device: Any) -> int:
 
 
 def _buffer_flags(given: SimpleNamespace) -> tuple[bool, bool]:
-    """Return (broadcast before forwards, broadcast at construction); warn as torch."""
+    """Return whether to broadcast module buffers (before forwards, at construction).
+
+    ``broadcast_buffers``, given alone, decides on both. Else construction broadcasts,
+    and forwards do unless ``forward_sync_buffers`` is false. FutureWarning whenever
+    ``broadcast_buffers`` is given.
+    """
     old, new = given.broadcast_buffers, given.forward_sync_buffers
     if old is not None and new is None:
         warn(

@@ -19,7 +19,7 @@ Number = float | Tensor
 
 @untraced
 def count_items(self: DataParallel, n: Number, loss: Number | None = None) -> None:
-    """Add ``n`` items to this step, whose loss is their *sum* (`average_over`).
+    """Add ``n`` items to this step; call backward() on their *sum* of losses.
 
     Call it once per micro-batch, before its backward, inside or outside ``no_sync()``.
     The next synchronised backward divides all gradients by the items of all ranks and
@@ -34,7 +34,7 @@ def count_items(self: DataParallel, n: Number, loss: Number | None = None) -> No
     Raises:
         RuntimeError: constructed without ``average_over="items"``, or this step's
             counts have been sent.
-        TypeError: no real number.
+        TypeError: ``n`` or ``loss`` is no real number.
     """
     counts = _counts(self, "count_items")
     if torch.is_grad_enabled():
@@ -58,11 +58,11 @@ def weigh_loss(self: DataParallel, loss: Tensor, n: Number) -> Tensor:
 
 
 def item_totals(self: DataParallel) -> ItemTotals:
-    """Return totals of what the last synchronised backward averaged, of all ranks.
+    """Return how many items the last synchronised backward averaged, and the mean loss.
 
-    ``count`` and ``mean_loss`` (NaN if a rank with items gave no loss): float64 tensors
-    of shape (); ``of_ranks``: items of each rank, float64. They are on the gradients'
-    device; no rank waits before ``.item()``.
+    ``count`` and ``mean_loss``, of all ranks (NaN if a rank with items gave no loss):
+    float64 tensors of shape (); ``of_ranks``: items of each rank, float64. They are on
+    the gradients' device; no rank waits before ``.item()``.
 
     Raises:
         RuntimeError: no such backward yet, or no ``average_over="items"``.
@@ -74,10 +74,11 @@ def item_totals(self: DataParallel) -> ItemTotals:
 
 
 def watch(reducer: Reducer, output: object, *, will_reduce: bool) -> None:
-    """Count a forward; let a local backward note which ``.grad`` hold old averages.
+    """Count a forward that ended; have its local backward call `ItemCounts.look` first.
 
-    No-op unless ``average_over="items"``. With ``will_reduce`` only count: that
-    backward calls `ItemCounts.look` itself.
+    `look` notes ``.grad`` that hold averages: if the backward adds to them, that is an
+    error later. ``output`` is hooked only if there are averages, and not with
+    ``will_reduce``: that backward looks by itself. No-op unless averaging over items.
     """
     items = reducer.queue.averaging.items
     if items is None:

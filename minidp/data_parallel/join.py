@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 class StepAnnouncement(NamedTuple):
-    """What one rank's forward will do, for the others; each field's maximum counts.
+    """Hold what one rank's forward will do, as ranks exchange it before each forward.
 
-    Ranks with inputs must agree on ``reduces``, see `_agree`.
+    All ranks act on each field's maximum. Ranks that ran out of inputs send the
+    defaults. Ranks with inputs must agree on ``reduces``, see `_agree`.
     """
 
     root: int = -1  # a rank with inputs: the highest one broadcasts module buffers
@@ -44,8 +45,9 @@ class StepAnnouncement(NamedTuple):
 def joining(ddp: DataParallel, **options: Any) -> Iterator[None]:
     """Run the block in torch's ``Join`` with these ``options``, then `stop_joining`.
 
-    An exception marks the group as failed (`reset`). One that ``Join`` raises after the
-    block becomes a CollectiveError, unless ``throw_on_early_termination`` is set.
+    After the block ``Join`` lets this rank shadow the others until all ran out. Any
+    exception marks the group as failed, so that `reset` replaces it. One raised after
+    the block becomes a CollectiveError, unless ``throw_on_early_termination`` is set.
     """
     communicator, ran_out = ddp._reducer.communicator, False
     try:
@@ -72,9 +74,9 @@ def stop_joining(ddp: DataParallel) -> None:
 def announce(ddp: DataParallel, **does: bool) -> int:
     """Collective: announce a forward in ``join()`` and what it will do; wait.
 
-    ``does``: values of `StepAnnouncement`'s rebuilds, broadcasts, reduces. Return the
-    rank whose module buffers are to be broadcast. Sets the divisor of averages, as
-    `_agree`.
+    Ranks that ran out of inputs take part by `Shadow.main_hook`. ``does``: values of
+    `StepAnnouncement`'s rebuilds, broadcasts, reduces. Return the rank whose module
+    buffers are to be broadcast. Sets averages' divisor, and raises, as `_agree`.
     """
     work = Join.notify_join_context(ddp)
     if work is not None:
@@ -88,7 +90,7 @@ def _agree(ddp: DataParallel, mine: StepAnnouncement) -> StepAnnouncement:
 
     If some rank reduces, set the number of ranks to average over: all, or with
     divide_by_initial_world_size=False those that reduce. CollectiveError on all ranks
-    if only some of those with inputs will reduce.
+    if only some of those with inputs will reduce. ``mine``: this rank's.
     """
     with ddp._reducer.communicator.blocking("announcing a forward in join()"):
         rows = gather_integers(mine, ddp.process_group, ddp.device)
@@ -110,10 +112,11 @@ def _agree(ddp: DataParallel, mine: StepAnnouncement) -> StepAnnouncement:
 
 
 class Shadow(JoinHook):
-    """Take part in collectives of ranks with inputs, by zeros: ``Join`` calls this.
+    """What ``Join`` calls on a rank that ran out of inputs, so that the others go on.
 
-    For a rank that ran out. Sets ``.grad`` to the others' averages, for optimizers that
-    join, too. RuntimeError with a buffer hook.
+    `DataParallel.join_hook` makes one on each rank, as join() begins. The constructor
+    stores ``divide_by_initial_world_size`` in ``ddp``, and drops a checksum of replicas
+    that is under way. RuntimeError with a buffer hook.
     """
 
     def __init__(
@@ -138,8 +141,9 @@ class Shadow(JoinHook):
     def main_hook(self) -> None:
         """Collective: take part in one forward and backward of the ranks with inputs.
 
-        As they do: rebuild, receive buffers, reduce zeros (``.grad`` gets the
-        averages). The first call saves this rank's own gradients.
+        If theirs do: rebuild, receive buffers, reduce zeros; ``.grad`` then gets their
+        averages, for optimizers that join, too. The first call that reduces keeps
+        copies of this rank's own ``.grad``, for `post_hook`.
         """
         ddp, reducer = self._ddp, self._ddp._reducer
         agreed = _agree(ddp, StepAnnouncement())
@@ -158,10 +162,11 @@ class Shadow(JoinHook):
 
     @torch.no_grad()
     def post_hook(self, is_last_joiner: bool) -> None:  # noqa: FBT001 -- torch's
-        """Collective: restore own gradients, copy a last joiner's state, end join().
+        """Collective: restore own gradients, copy a last joiner's state, end join mode.
 
-        State: parameters, and module buffers if forwards broadcast them. Of several
-        last ranks, the highest one sends it.
+        All ranks call it once all have run out. Own gradients: those that `main_hook`
+        kept. State: parameters, and module buffers if forwards broadcast them. Of
+        several last ranks (``is_last_joiner``), the highest one sends it.
         """
         ddp = self._ddp
         if self._own is not None:

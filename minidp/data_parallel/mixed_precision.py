@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Precision(NamedTuple):
-    """Hold the dtypes of ``mixed_precision``; None in a field: no cast."""
+    """Hold the dtypes of ``mixed_precision``; None: no cast, but see `reduce_dtype`."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None  # None: as `param_dtype` says
@@ -70,7 +70,12 @@ def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 class MixedPrecision:
-    """Run a replica's module with parameters and inputs cast to ``param_dtype``."""
+    """Run a replica's module with floating parameters and inputs in ``param_dtype``.
+
+    `DataParallel.forward` calls `run`. Each parameter's cast is in the graph: ``.grad``
+    has its own dtype. Parameters on the ignore list are not cast. The constructor only
+    looks up what to cast.
+    """
 
     def __init__(self, replica: Replica, precision: Precision, rank: int) -> None:
         self._rank, self._dtype = rank, precision.param_dtype
@@ -86,8 +91,8 @@ class MixedPrecision:
     def run(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module with floating inputs and parameters cast to ``param_dtype``.
 
-        None: no cast, and no check. Return its output uncast. MiniDPError if its graph
-        has a reentrant checkpoint.
+        Return its output as it is, usually in that dtype. MiniDPError if its graph has
+        a reentrant checkpoint. If ``param_dtype`` is None just call the module.
         """
         dtype = self._dtype
         if dtype is None:
@@ -138,9 +143,11 @@ class _CastSparse(torch.autograd.Function):
 def reduce_in_low_precision(
     precision: Precision, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Comm hook: cast a bucket to ``reduce_dtype``, sum over ranks, divide.
+    """Start a bucket's all-reduce in ``reduce_dtype``; return a future of its average.
 
-    None: ``param_dtype``. Integers stay as they are. Return a future of the buffer.
+    The comm hook of ``mixed_precision``; does not wait. ``reduce_dtype`` None means
+    ``param_dtype``; with both None, or complex gradients, there is no cast. The
+    future's tensor is not cast back: the bucket does that when it copies out.
     """
     buffer = bucket.buffer()
     dtype = precision.reduce_dtype or precision.param_dtype

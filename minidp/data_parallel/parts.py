@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 def build(
     checked: arguments.Arguments, group: ProcessGroup, ignored: set[str], kind: str
 ) -> tuple[Reducer, Guard, Replication, MixedPrecision | None]:
-    """Create and connect reducer, guard, replication, precision; no communication.
+    """Create and connect reducer, guard, replication, precision; runs no collective.
 
+    Hooks the parameters and ``Optimizer.step``; starts a heartbeat in the store.
     ``ignored``: names on the module's ignore list. ``kind``: ``verify.WRAPPED``: all
-    checks; "unsynced" (``init_sync=False``): no automatic replica check; "copy": also
-    no heartbeat, as other ranks may have no such copy.
+    checks; "unsynced" (``init_sync=False``): no check_replicas_every="auto"; "copy":
+    neither that nor a heartbeat, as other ranks may have no such copy.
     """
     config, replica, own = checked.config, checked.replica, checked.own
     key = verify.next_key(group, kind)
@@ -70,8 +71,8 @@ def build(
 def portable_state(ddp: DataParallel) -> dict[str, Any]:
     """Return a wrapper's attributes for deepcopy or pickle: no parts, no process group.
 
-    "options" holds the constructor's arguments, "sync_enabled" whether it is outside
-    no_sync().
+    "options" holds the constructor's options (`arguments.keep`), "sync_enabled" whether
+    the wrapper is outside no_sync(). The module is among the attributes, uncopied.
     """
     state = {k: v for k, v in ddp.__dict__.items() if k not in ddp._not_copied}
     state["options"] = dict(vars(ddp._given))
@@ -80,7 +81,11 @@ def portable_state(ddp: DataParallel) -> dict[str, Any]:
 
 
 def restore(ddp: DataParallel, state: dict[str, Any], group: ProcessGroup) -> None:
-    """Fill the empty ``ddp`` from a `portable_state`, with new parts on ``group``."""
+    """Fill the empty ``ddp`` from a `portable_state`, with new parts on ``group``.
+
+    Checks the options again, without warnings; raises as `arguments.check`. Runs no
+    collective. ``ddp`` then has no comm hook and no optimizer in its backward.
+    """
     state = dict(state)
     options, sync_enabled = state.pop("options"), state.pop("sync_enabled")
     nn.Module.__setstate__(ddp, state)

@@ -15,7 +15,11 @@ from .arguments import Arguments
 
 
 class Replication:
-    """Broadcast a module's state, and compare it between ranks, when told to."""
+    """Broadcast one wrapper's parameters and buffers; hold its `ReplicaCheck`, if any.
+
+    The constructor only collects module buffers. ``ignored``: names of parameters and
+    buffers; ``key``: of this wrapper in the store.
+    """
 
     def __init__(
         self, reducer: Reducer, module: nn.Module, ignored: set[str], key: str
@@ -35,7 +39,10 @@ class Replication:
         self.buffers = {name: value for name, value in named if name not in ignored}
 
     def broadcast_buffers(self, module: nn.Module, root: int = 0) -> None:
-        """Collective: copy rank ``root``'s module buffers, or call the user's hook."""
+        """Collective: give rank ``root``'s module buffers to all ranks; wait.
+
+        `collect` them first. If the user has set `buffer_hook`, only call it with them.
+        """
         self.collect(module)  # the user may have re-assigned or added some
         if self.buffer_hook is not None:
             self.buffer_hook(self.buffers)
@@ -45,7 +52,11 @@ class Replication:
             broadcast_coalesced(list(self.buffers.values()), group, root)
 
     def broadcast_parameters(self, module: nn.Module, root: int) -> None:
-        """Collective: copy rank ``root``'s parameters, all but ignored ones."""
+        """Collective: give rank ``root``'s parameters to all ranks; wait.
+
+        Also frozen ones, and delayed ones of another module; not those on the ignore
+        list.
+        """
         own = [p for n, p in module.named_parameters() if n not in self.ignored]
         # Delayed parameters may belong to another module; send each tensor once.
         state = list({id(p): p for p in (*own, *self._reducer.params)}.values())
@@ -53,12 +64,12 @@ class Replication:
             broadcast_coalesced(state, self._reducer.communicator.group, root)
 
     def start(self, checked: Arguments, *, verifies: bool) -> None:
-        """Collective: compare the ranks' modules and options; copy rank 0's state.
+        """Collective: compare the ranks' modules and options; send out rank 0's state.
 
         ReplicaMismatchError on all ranks if they differ. Then `connect`, and move the
         buckets to shared memory if all ranks can. ``verifies=False`` (``init_sync``):
-        only copy delayed parameters. In both cases move the heartbeat to a store key
-        that all ranks share, and cast module buffers (mixed precision).
+        instead of all that only send delayed parameters. In the end move the heartbeat
+        to this wrapper's store key, and cast module buffers to mixed precision's dtype.
         """
         communicator = self._reducer.communicator
         group = communicator.group
@@ -86,19 +97,25 @@ class Replication:
                     value.data = value.data.to(checked.precision.buffer_dtype)
 
     def connect(self) -> None:
-        """Collective: create the group for forwards if needed; reset `check`."""
+        """Collective: create the group that forwards use, if lacking; restart `check`.
+
+        `check` gets a new store name, and forgets pending checksums and differences.
+        """
         group_of_forwards(self._reducer.communicator.group)
         if self.check is not None:
             self.check.name = f"replicas/{self._key}/{self._num_resets}"
             self.check.reset()
 
     def next_reset(self) -> str:
-        """Return a new store key for this `DataParallel.reset`: equal on all ranks."""
+        """Count a `DataParallel.reset`; return a new store key for it.
+
+        The same on all ranks, if they have called `reset` equally often.
+        """
         self._num_resets += 1
         return f"reset/{self._key}/{self._num_resets - 1}"
 
     def stop_comparing(self) -> None:
-        """Stop comparing replicas, for good."""
+        """Drop `check` and any difference it has seen: never compare replicas again."""
         if self.check is not None:
             self.check.reset()  # the optimizer guard holds it, too
             self.check = None
@@ -119,9 +136,10 @@ class Replication:
             self.check.postpone()
 
     def compare_if_due(self, module: nn.Module, *, with_buffers: bool) -> None:
-        """If a comparison is due, take a checksum: the next backward compares it.
+        """If a comparison is due, take a checksum: the next backward's end compares it.
 
-        Of all parameters but ignored ones; ``with_buffers``: of `buffers`, too.
+        Of all parameters but ignored ones; ``with_buffers``: of `buffers`, too; "auto"
+        leaves out some (`ReplicaCheck.begin`). No-op without a `check`.
         """
         if self.check is None or not self.check.is_due:
             return

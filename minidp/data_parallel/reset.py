@@ -19,9 +19,11 @@ PATIENCE_SECONDS = 5.0  # a rank may first report who is missing
 def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     """Collective: reset the reducer and its bucket layout; return its process group.
 
-    That is the old group if all ranks launched equally many collectives and none failed
-    (or if they share no store), else a fresh one. CollectiveError if a rank does not
-    call this in time. ``key``: store prefix, equal on all ranks, new for each reset.
+    The old group, after waiting for launched collectives, if all ranks launched equally
+    many and none failed; a fresh one otherwise. Ranks that share no store keep the old
+    one, and do not wait for each other. Tells others first that this rank gave up.
+    CollectiveError if a rank does not call this in time. ``key``: store prefix, equal
+    on all ranks, new for each reset.
     """
     queue, communicator = reducer.queue, reducer.communicator
     group = queue.communicator.group

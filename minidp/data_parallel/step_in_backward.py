@@ -23,11 +23,11 @@ from minidp.guard import Guard
 
 
 class StepInBackward(Observer):
-    """Step one optimizer in the backward, on each bucket's parameters once reduced.
+    """An observer that steps one optimizer in backwards, on each bucket once reduced.
 
-    With ``clip_grad_norm``, a norm, on all parameters after the last bucket. The
-    optimizer ``guard``, which rejects steps inside a backward, is told of these. Raises
-    as `_check`; ValueError for a norm that is not positive.
+    With ``clip_grad_norm``, a norm: once per backward, on all parameters, after the
+    last bucket. ``guard`` lets these steps pass unchecked. The constructor registers
+    nothing; it raises as `_check`, and ValueError for a norm that is not positive.
     """
 
     uses_grads = True
@@ -47,14 +47,21 @@ class StepInBackward(Observer):
         self._reduced: set[int] = set()  # ids of parameters that are in a bucket
 
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
-        """Step on ``params``, a bucket just reduced; with clipping, do nothing yet."""
+        """Step on ``params``, a bucket just reduced; with clipping do nothing yet.
+
+        An error in the step becomes a MiniDPError (`Guard.allow`).
+        """
         if self._max_norm is None:
             self._reduced.update(map(id, params))
             with self._guard.allow(self.optimizer):
                 step_on(self.optimizer, params)
 
     def finished(self) -> None:
-        """End a backward: step on parameters in no bucket, or clip and step on all."""
+        """Step on those of the optimizer's parameters that are in no bucket.
+
+        With ``clip_grad_norm``: clip, and step on all of them, instead. An error in the
+        step becomes a MiniDPError (`Guard.allow`).
+        """
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         with self._guard.allow(self.optimizer):
             if self._max_norm is not None:
@@ -65,10 +72,10 @@ class StepInBackward(Observer):
 
 
 def step_on(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-    """Call ``optimizer.step()`` for ``params`` only; do not call it if it holds none.
+    """Call ``optimizer.step()`` on those of ``params`` that it holds; if none, do not.
 
-    TypeError after a step that wrote to a param group (a step counter, for example,
-    would count once per bucket).
+    Param groups are restored. TypeError after a step that wrote to a param group (a
+    step counter, for example, would count once per bucket).
     """
     wanted = set(map(id, params))
     everything = optimizer.param_groups
@@ -94,7 +101,7 @@ def step_on(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
 
 
 def _check(optimizer: Any) -> None:
-    """Raise TypeError: no Optimizer, or one that needs a closure, or communicates."""
+    """Raise TypeError: no Optimizer, or its step needs a closure, or communicates."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise TypeError(

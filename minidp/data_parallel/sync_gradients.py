@@ -11,10 +11,12 @@ from minidp.core import Phase, Reducer
 
 
 def average_now(reducer: Reducer) -> None:
-    """Collective: average every ``.grad`` over the ranks now, without the comm hook.
+    """Collective: average every ``.grad`` over ranks now, without the comm hook; wait.
 
     A ``.grad`` that is None counts as zeros, but stays None if it is so on all ranks.
-    The backward of an earlier forward will still reduce. If this raises, call `reset`.
+    Observers are called: optimizers of `step_in_backward` step. The backward of an
+    earlier forward will still reduce. If this raises, the reducer is FAILED until
+    `reset`.
     """
     armed, forwards = reducer.phase.now is Phase.ARMED, reducer.ledger.forwards
     grads = [param.grad for param in reducer.params]
@@ -28,7 +30,12 @@ def average_now(reducer: Reducer) -> None:
 
 
 def shadow_backward(reducer: Reducer) -> None:
-    """Collective: join other ranks' backward by zeros; put averages in ``.grad``."""
+    """Collective: take part in the other ranks' backward with zeros; wait.
+
+    Writes their averages to ``.grad``. Calls comm hook and observers, as a backward
+    does; counts 0 items, and keeps this rank's own counts. If this raises, the reducer
+    is FAILED until `reset`.
+    """
     queue, expected = reducer.queue, reducer.expected
     everything = list(range(len(reducer.params)))
     items = queue.averaging.items  # this rank contributes 0; its own counts stay
@@ -50,8 +57,9 @@ def _reduce(
 ) -> Collection[int]:
     """Collective: average ``grads`` (None: zeros) over ranks into ``.grad``; wait.
 
-    ``used``: indices of parameters that this rank used, to tell the other ranks; None:
-    ranks exchange no usage. Return the indices whose ``.grad`` was left unchanged.
+    Counts as a synchronised backward. ``used``: indices of parameters that this rank
+    used, to tell the other ranks; None: ranks exchange no usage. Return the indices
+    whose ``.grad`` was left unchanged.
     """
     queue, expected = reducer.queue, reducer.expected
     used_map = queue.used_map if expected.shares_used_map else queue.reach_map
@@ -79,7 +87,8 @@ def _reduce(
 def failing(reducer: Reducer, *, only_with_group: bool = False) -> Iterator[None]:
     """If the block raises, mark the reducer failed (until `reset`); tell other ranks.
 
-    ``only_with_group``: only if a collective failed, which makes the group unusable.
+    The error passes. ``only_with_group``: mark it only if a collective failed, which
+    makes the group unusable.
     """
     try:
         yield

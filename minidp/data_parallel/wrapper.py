@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 else:
 
     class OfModule:
-        """Allow ``X[Net]`` at run time; users may add the base class `Generic`."""
+        """Allow ``X[Net]`` at run time; a subclass may also have the base `Generic`."""
 
         __class_getitem__ = classmethod(types.GenericAlias)
 
@@ -157,7 +157,11 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self._replication.start(checked, verifies=init_sync)
 
     def _wire(self, checked: arguments.Arguments, kind: str) -> None:
-        """Build the parts (`parts.build`); store them, devices and ignored names."""
+        """Build the parts of this wrapper by `parts.build`; store them in it.
+
+        With them ``device_ids``, ``device``, ``parameters_to_ignore``. Runs no
+        collective.
+        """
         self.device_ids, _, self.device, _ = checked.devices
         self.parameters_to_ignore = ignored = set(checked.replica.ignored)
         built = parts.build(checked, self.process_group, ignored, kind)
@@ -169,12 +173,14 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, return its output; let the next backward average gradients.
 
-        Not in no_sync(). Collective in join(), or if buffers or a rebuild are due.
+        Not in no_sync() or no_grad(). Collective in join(), or if module buffers or a
+        rebuild are due.
 
         Raises:
             UnfinishedReductionError: the last backward left gradients missing.
             ReducerFailedError: an earlier backward failed: call `reset`.
             UnsyncedGradientsError: parameters were added, cast, or updated by hand.
+            ItemCountError: the last counts of items give no mean.
         """
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         with label("forward"):
@@ -185,9 +191,12 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     def _pre_forward(
         self, *inputs: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Check the last backward, rebuild buckets (in grad mode); broadcast buffers.
+        """Do what precedes a forward; return its inputs, moved if ``device_ids``.
 
-        Return inputs, moved if ``device_ids``. If a collective fails: call `reset`.
+        In grad mode check the last backward (`Guard.check_forward`), and rebuild
+        buckets if due. In any mode announce the forward in join(), and broadcast module
+        buffers if due. Take a checksum if a comparison of replicas is due. Collective
+        as `forward`. If a collective fails, the reducer is FAILED until `reset`.
         """
         with_grad = torch.is_grad_enabled()
         if with_grad:
@@ -223,7 +232,11 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @untraced
     def _post_forward(self, output: Any) -> Any:
-        """Let the backward reduce (not in no_sync(), no_grad()); return ``output``."""
+        """Let the backward reduce (not in no_sync(), no_grad()); return ``output``.
+
+        Hooks ``output``, and tells ledger and item counts of a forward in grad mode. If
+        the backward will not reduce, the next forward broadcasts no module buffers.
+        """
         with_grad = torch.is_grad_enabled()
         will_reduce = with_grad and self.require_backward_grad_sync
         vars(self)["require_forward_param_sync"] = will_reduce  # Module's setattr: slow
@@ -310,7 +323,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         """Collective: average over ranks what the parameters' ``.grad`` hold now.
 
         For gradients of local backwards. Calls no comm hook. A ``.grad`` that is None
-        counts as zeros, unless None on all ranks. After a failure, call `reset` first.
+        counts as zeros, unless None on all ranks. Optimizers of `step_in_backward`
+        step. After a failure, call `reset` first.
         """
         refuse_forward(self._reducer)
         self._replication.postpone_comparison()
@@ -364,7 +378,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Set the divisor of a ``join()`` that begins; return the hook for ``Join``."""
+        """Return a new `Shadow` for a ``join()`` that begins; it sets the divisor."""
         return Shadow(self, **kwargs)
 
     @property
@@ -374,7 +388,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """The group that ``Join`` uses."""
+        """The process group over which ``Join`` counts ranks that still have inputs."""
         return self.process_group
 
     @property

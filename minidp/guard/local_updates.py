@@ -42,7 +42,10 @@ Corners = dict[int, tuple[int, torch.Tensor]]
 
 
 def copy_corners(corners: Corners, params: Sequence[torch.Tensor]) -> Corners:
-    """Return version and `corner_of` of two parameters; ``corners`` if unchanged."""
+    """Return versions and copied values (`corner_of`) of the first and last parameter.
+
+    ``corners``, an earlier result, is returned itself if its versions still hold.
+    """
     if corners and all(params[i]._version == n for i, (n, _) in corners.items()):
         return corners
     ends = {0, len(params) - 1}
@@ -60,9 +63,10 @@ def corner_of(tensor: torch.Tensor) -> torch.Tensor:
 def find_manual_update(reducer: Reducer, corners: Corners) -> str:
     """Return an error text if parameters changed after an unaveraged backward.
 
-    "" if not, or if ``corners`` (values copied before) show that it was undone; then
-    keeps the new versions. Forgets no_sync() gradients now None, or zeros of changed
-    parameters.
+    "" if only optimizer steps changed them, or if ``corners`` (of `copy_corners`) show
+    that a change was undone: then the present versions count. First drops from the
+    ledger no_sync() gradients that are None now, or zeros of changed parameters. May
+    wait for a GPU.
     """
     ledger, params = reducer.ledger, reducer.params
     if not ledger.versions and ledger.bypassed is None:
@@ -101,7 +105,8 @@ def find_manual_update(reducer: Reducer, corners: Corners) -> str:
 def _were_put_back(corners: Corners, reducer: Reducer) -> bool:
     """Return whether parameters changed in place are as in ``corners`` again.
 
-    False if no corner has a gradient that is not zero.
+    False if gradients there are all zeros or None, which proves nothing. May wait for a
+    GPU.
     """
     versions, params = reducer.ledger.versions, reducer.params
     grads = [grad for i in corners if (grad := params[i].grad) is not None]
@@ -114,7 +119,11 @@ def _were_put_back(corners: Corners, reducer: Reducer) -> bool:
 
 
 class LocalSteps:
-    """Warn once if optimizers step inside no_sync() and nobody averages parameters."""
+    """Warn once if optimizers step inside no_sync() and nobody averages parameters.
+
+    `Guard` tells it of steps and forwards. It warns at the 1000th step, or at exit, or
+    when the model is gone.
+    """
 
     def __init__(self, reducer: Reducer) -> None:
         self._rank, self._ledger = reducer.rank, reducer.ledger
@@ -130,9 +139,9 @@ class LocalSteps:
     def note_step(self) -> None:
         """Count an optimizer step inside no_sync(); copy some parameter values.
 
-        The 1000th since an averaged backward, the last that counts, warns unless values
-        were seen to change between a step and a forward, as if averaged. No-op for one
-        rank.
+        The 1000th after an averaged backward warns, unless values have changed between
+        some step and the next forward, as by averaging; later calls do nothing. No-op
+        for one rank.
         """
         if self._is_over:
             return
@@ -146,7 +155,10 @@ class LocalSteps:
             self._is_over = True
 
     def note_forward(self) -> None:
-        """Record whether parameters changed since the last step; do not block."""
+        """Record whether parameters changed since the last step; wait for no GPU.
+
+        No-op if no step was counted since the last call.
+        """
         if self._sample and not self._is_over:
             for old, param in zip(self._sample, self._params, strict=True):
                 differs = (corner_of(param) != old).any().to(self._sample[0].device)
@@ -154,9 +166,9 @@ class LocalSteps:
             self._sample = []
 
     def _is_due(self) -> bool:
-        """Return whether to warn: steps counted, no average seen, not warned before.
+        """Return whether to warn: steps were counted, and no average was seen.
 
-        May wait for a GPU.
+        False if the comparison of replicas has warned (`was_told`). May wait for a GPU.
         """
         if self._ledger.was_told or not self._count:
             return False
@@ -164,7 +176,10 @@ class LocalSteps:
         return not self._was_averaged
 
     def _end(self) -> None:
-        """At exit, or when the model is gone: warn of steps never averaged, if any."""
+        """At exit, or when the model is gone, log that nobody averaged steps, if so.
+
+        Not if `note_step` has warned, or for one rank.
+        """
         try:
             if not self._is_over and self._is_due():
                 logger.warning(self._text())

@@ -31,9 +31,10 @@ _RESET = "call reset() on all ranks, then zero_grad()"
 
 
 class StepCheck:
-    """Find mistakes in a coming optimizer step; `find_problem` may wait for ranks.
+    """Find mistakes in a coming optimizer step, by `find_problem`; made for each step.
 
-    ``last``: the ledger's (`armed`, `finalized`) at that optimizer's last step.
+    ``last``: the ledger's (`armed`, `finalized`) at that optimizer's last step. The
+    constructor compares them with the present ones, and looks for nothing.
     """
 
     def __init__(
@@ -46,13 +47,16 @@ class StepCheck:
 
     @cached_property
     def held(self) -> dict[int, str]:
-        """Names, by index, of averaged parameters that the optimizer will change."""
+        """Names, by index, of averaged parameters that the step changes.
+
+        Those of the optimizer that have a ``.grad``.
+        """
         index = self._guard.index
         found = [index[id(p)] for p in self._params() if id(p) in index]
         return {i: self._reducer.names[i] for i in found}
 
     def _params(self) -> Iterator[nn.Parameter]:
-        """Yield the optimizer's parameters that have a gradient."""
+        """Yield the optimizer's parameters that have a gradient, averaged or not."""
         for group in self._optimizer.param_groups:
             yield from (param for param in group["params"] if param.grad is not None)
 
@@ -60,7 +64,8 @@ class StepCheck:
         """Return an error text if the step would make replicas differ, else "".
 
         ``late``: trainable parameters that joined the module after wrapping. May wait
-        for ranks: `_find_left_out_backward`. Forgets local gradients of zeros.
+        for ranks, and send them the error: `_find_left_out_backward`. Drops local
+        gradients of zeros from the ledger.
         """
         cast = find_cast(self._reducer)
         return (
@@ -78,8 +83,9 @@ class StepCheck:
     def _find_late_parameters(self, found: dict[str, nn.Parameter]) -> str:
         """Return an error text if the step changes parameters added after wrapping.
 
-        If it changes averaged ones, also for trainable ones that it leaves alone; never
-        for those that another wrapper averages.
+        ``found``: those that are trainable; also an error if the step leaves them
+        alone, but changes averaged ones. Never for those that another wrapper averages.
+        Else "".
         """
         if frozen := self._guard.late_parameters.frozen:
             found = {n: p for n, p in frozen.items() if p.grad is not None} | found
@@ -96,7 +102,10 @@ class StepCheck:
         return explain_late(self._reducer.rank, names) if names else ""
 
     def _find_unfinished_reduction(self) -> str:
-        """Return an error text if a backward runs, lacks gradients, or failed."""
+        """Return an error text if a reduction runs, lacks gradients, or has failed.
+
+        "" if not, or if the step changes no averaged parameter.
+        """
         phase = self._reducer.phase.now
         if phase is Phase.IDLE or not self.held:
             return ""
@@ -117,9 +126,10 @@ class StepCheck:
         return self._explain(what, remedy=_RESET)
 
     def _find_local_gradients(self) -> str:
-        """Return an error text if gradients of the step are local; drop zeros.
+        """Return an error text if gradients that the step applies are local, else "".
 
-        Not for those that another wrapper has averaged.
+        Drops those of zeros from the ledger, for which it may wait for a GPU. Not for
+        gradients that another wrapper has averaged.
         """
         ledger, params = self._ledger, self._reducer.params
         if not ledger.unsynced:
@@ -145,8 +155,8 @@ class StepCheck:
         """Return an error text if a forward's backward was left out, else "".
 
         If all gradients are zeros, this is legal if all ranks do so: ask them (unless
-        ``unsynced="ignore"``) and wait; if some do not, or cannot be asked, send them
-        the error.
+        ``unsynced="ignore"``, or one rank) and wait; if some do not, or cannot be
+        asked, send them the error. CollectiveError if ranks do not answer in time.
         """
         reducer = self._reducer
         if not self._is_armed or self._is_reduced or not self.held:
@@ -270,9 +280,10 @@ def find_cast(reducer: Reducer) -> str:
 
 
 def refuse_forward(reducer: Reducer) -> None:
-    """Raise if the last backward failed (ReducerFailedError) or did not finish.
+    """Raise ReducerFailedError if the last backward failed; no-op if it is done.
 
-    UnfinishedReductionError is sent to other ranks: they may wait for its gradients.
+    UnfinishedReductionError if it lacks gradients; that is sent to other ranks, which
+    may wait for these.
     """
     phase = reducer.phase.now
     if phase in (Phase.IDLE, Phase.ARMED):

@@ -39,7 +39,11 @@ from .mistakes import LateParameters, StepCheck, explain_late, find_cast, refuse
 
 
 class Guard:
-    """Check every optimizer step and every forward of one wrapper, until `retire`."""
+    """Check the optimizer steps, until `retire`, and the forwards of one wrapper.
+
+    Process-wide hooks call it before and after every step, the wrapper before forwards.
+    The constructor installs these hooks, and adds itself to the live guards.
+    """
 
     def __init__(self, reducer: Reducer, policy: Unsynced, replica: Replica) -> None:
         self.reducer = reducer
@@ -60,10 +64,11 @@ class Guard:
 
     @untraced
     def check(self, optimizer: Optimizer) -> None:
-        """Raise or warn, as ``unsynced`` says, of a mistake in a step about to run.
+        """Check a step about to run, outside no_sync(): raise or warn, as ``unsynced``.
 
-        Not in no_sync(), nor inside `allow`; may wait for ranks. DoubleStepError after
-        `expect_in_backward`; ItemCountError; ReplicaMismatchError.
+        There also ReplicaMismatchError, if a comparison awaited this step. Inside
+        no_sync() and outside: DoubleStepError after `expect_in_backward`, and
+        ItemCountError, see `_check_counts`. May wait for ranks. No-op inside `allow`.
         """
         if id(optimizer) in self._allowed:
             return
@@ -100,7 +105,10 @@ class Guard:
         self._at_step[optimizer] = self._at_any_step = (ledger.armed, ledger.finalized)
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """After a step in no_sync() with local gradients: count it, for a warning."""
+        """Count a step that ran in no_sync() with local gradients; this may warn.
+
+        No-op for other steps, and with ``unsynced="ignore"``. See `LocalSteps`.
+        """
         ledger = self.reducer.ledger
         is_local = not ledger.sync_enabled and bool(ledger.unsynced)
         if is_local and self.policy != "ignore" and self._holds_ours(optimizer):
@@ -115,9 +123,10 @@ class Guard:
     def check_forward(self, module: nn.Module) -> None:
         """Raise if the last backward failed or is unfinished; look for other mistakes.
 
-        ItemCountError for its counts. Outside no_sync(), raise or warn (``unsynced``):
-        parameters added or cast, updates by local gradients. Inside, copy values of two
-        parameters: if they come back later, such an update was undone: no mistake.
+        ItemCountError if its item counts give no mean. Then, unless
+        ``unsynced="ignore"``: outside no_sync() raise or warn of parameters added or
+        cast, and updates by local gradients. Inside, copy values of two parameters: if
+        they come back later, such an update was undone, and is no mistake.
         """
         reducer = self.reducer
         self._check_counts()
@@ -138,7 +147,7 @@ class Guard:
                 self._complain(problem)
 
     def expect_in_backward(self, optimizer: Optimizer) -> None:
-        """Register an optimizer that steps in backwards; then its `check` raises.
+        """Register an optimizer that steps in backwards: other steps of it then raise.
 
         ValueError if some wrapper has it already, or it holds no parameter of ours.
         """
@@ -154,7 +163,10 @@ class Guard:
 
     @contextmanager
     def allow(self, optimizer: Optimizer) -> Iterator[None]:
-        """Let ``optimizer`` step unchecked in the block; errors become MiniDPError."""
+        """Let ``optimizer`` step unchecked in the block.
+
+        An Exception in the block becomes a MiniDPError.
+        """
         self._allowed.add(id(optimizer))
         try:
             yield
@@ -171,17 +183,18 @@ class Guard:
             self._allowed.discard(id(optimizer))
 
     def retire(self) -> None:
-        """Unregister this guard: optimizer steps are not checked any more."""
+        """Unregister this guard: it checks no optimizer steps any more."""
         _guards.pop(id(self), None)
 
     def others(self) -> list[Guard]:
-        """Return the other live guards of the process."""
+        """Return the other live guards of this process, of any wrapper or group."""
         return [guard for guard in _live_guards() if guard is not self]
 
     def has_averaged(self, param: nn.Parameter) -> bool:
         """Return whether this wrapper's last backward averaged ``param.grad``.
 
-        False if it is not ours, no backward ended, it is local, or in no_sync().
+        False if it is not ours, if no synchronised backward ended, if a local backward
+        has added to it, and always in no_sync().
         """
         i, ledger = self.index.get(id(param)), self.reducer.ledger
         if i is None or not ledger.finalized or not ledger.sync_enabled:
@@ -189,7 +202,11 @@ class Guard:
         return i not in ledger.unsynced
 
     def _check_counts(self) -> None:
-        """On CUDA wait for the last item counts; raise ItemCountError, and fail."""
+        """Raise ItemCountError if the last counts of items give no mean; may wait.
+
+        The reducer is then FAILED, and other ranks are told. Waits for counts on CUDA;
+        on the CPU no-op: the backward has raised. No-op unless averaging over items.
+        """
         if (items := self.reducer.queue.averaging.items) is not None:
             try:
                 items.check()
@@ -200,8 +217,9 @@ class Guard:
     def _complain(self, problem: str) -> None:
         """Raise, warn of or ignore ``problem``, as ``unsynced`` says; "": nothing.
 
-        Before it raises within a backward, it tells the other ranks. Else it sets the
-        ledger's `was_excused`.
+        Before it raises while ranks wait for gradients (REDUCING, PAUSED), it sends
+        them the error. If it does not raise, it sets the ledger's `was_excused`:
+        replicas may differ.
         """
         if problem and self.policy == "raise":
             error = UnsyncedGradientsError(problem)
@@ -225,13 +243,13 @@ _guards: WeakValueDictionary[int, Guard] = WeakValueDictionary()  # live ones, b
 
 
 def _live_guards() -> list[Guard]:
-    """Return the process's guards; safe while other threads add and drop some."""
+    """Return all guards of live wrappers here; other threads may add and drop some."""
     references = _guards.valuerefs()  # a copy, made in one call to C
     return [guard for each in references if (guard := each()) is not None]
 
 
 def is_averaged(param: nn.Parameter) -> bool:
-    """Return whether some live wrapper reduces gradients of ``param``."""
+    """Return whether a wrapper of this process reduces gradients of ``param``."""
     return any(id(param) in guard.index for guard in _live_guards())
 
 
@@ -256,9 +274,10 @@ def _after_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 def _before_any_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Pre-hook: check the step, or wrap its closure to check after each call.
+    """Let live guards check the step; with a closure, after each call of that.
 
-    Return None, or the step's arguments with the closure wrapped.
+    A pre-hook of all optimizers. Return None, or the step's arguments with the closure
+    wrapped so. Tells recorders that a step begins. Raises as `Guard.check`.
     """
     guards = _live_guards()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)

@@ -19,7 +19,10 @@ DECISIVE = "caps", "last_is_small", "find_unused_parameters", "averages_items", 
 
 
 class NotByItself(RebuildPolicy):
-    """Store the ready order; leave it to an `Agreement` when to rebuild buckets."""
+    """A `RebuildPolicy` that stores the ready order, but never lets a forward rebuild.
+
+    An `Agreement` makes it, reads its order, and replaces the buckets instead.
+    """
 
     is_due = False
 
@@ -38,7 +41,8 @@ class NotByItself(RebuildPolicy):
 class Agreement:
     """Decide on the layout of each backward of one reducer, alike on all replicas.
 
-    A plan is plain data: "layout" (`to_plain`), and what `tuning` adds.
+    A plan is plain data: "layout" (`to_plain`), and what `tuning` adds. The constructor
+    replaces the reducer's `rebuild_policy`; `Quorum` makes it and calls its methods.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -53,7 +57,7 @@ class Agreement:
         self._received: object = None  # the last state that came from another replica
 
     def begin(self, step: int, quorum: int | None) -> bool:
-        """Return whether the backward of ``step`` must agree on a layout; equal on all.
+        """Return whether ``step``'s backward must agree on a layout; equal on replicas.
 
         True until a layout in ready order is committed, if options ask for one. Forgets
         what was agreed on but not committed. ``quorum``: its number, or None if it has
@@ -78,7 +82,11 @@ class Agreement:
             self._agreed = step, {"layout": plain}
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return {"plan": in force at ``step``, "facts": `_facts`}; in any thread."""
+        """Return the plan committed at ``step`` and `_facts`, for a replica that joins.
+
+        As {"plan": ..., "facts": ...}; also a plan that `follow` has not yet used. Any
+        thread may call it.
+        """
         plan, agreed = self.plan, self._agreed
         if agreed is not None and step > agreed[0]:
             plan = agreed[1]
@@ -95,15 +103,15 @@ class Agreement:
         return found + [f"{name}={getattr(config, name)}" for name in DECISIVE]
 
     def follow(self, step: int) -> None:
-        """Use the layout agreed on in an earlier step, as ``step`` begins.
+        """`adopt` the plan agreed on in an earlier step; ``step`` is the present one.
 
-        No-op if there is none, or if that step was not committed.
+        No-op if there is none, or if that earlier step was not committed.
         """
         if self._agreed is not None and step > self._agreed[0]:
             self.adopt(self._agreed[1])
 
     def receive(self, state: dict[str, Any]) -> None:
-        """Use the plan in another replica's `state`; MiniDPError as `layout_of`.
+        """`adopt` the plan of another replica's `state`; MiniDPError as `layout_of`.
 
         Forgets what was agreed on here. No-op if ``state`` is the last object received.
         """
@@ -134,7 +142,7 @@ class Agreement:
         return resumed_layout(plain, self._reducer.queue.specs)
 
     def adopt(self, plan: dict[str, Any]) -> None:
-        """Use a plan: replace the buckets if its layout is another one."""
+        """Store ``plan`` as `plan`; if its layout is a new one, replace the buckets."""
         layout = resumed_layout(read_plain(plan["layout"]), self._reducer.queue.specs)
         self.plan, self._policy.has_rebuilt = plan, plan["layout"]["rebuilt"]
         if layout != self._reducer.queue.layout:

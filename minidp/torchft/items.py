@@ -17,7 +17,7 @@ from .quorum import Quorum, Sum
 
 
 class ItemRows(ItemCounts):
-    """Sum the replicas' counts of items by a message of their own.
+    """`ItemCounts` summed over the quorum by a message of their own, in no bucket.
 
     A row for each replica in `Quorum.members`. The manager sends zeros for a replica
     that is catching up: as if it had no items.
@@ -31,11 +31,18 @@ class ItemRows(ItemCounts):
         self._sum: Sum | None = None
 
     def ranks(self, count: int) -> Sequence[int]:
-        """Return the numbers of the replicas in the quorum; ``count`` is not read."""
+        """Return the replicas' numbers, for errors, by row; may wait for the quorum.
+
+        ``count`` is not read.
+        """
         return self._quorum.members()
 
     def send(self, device: torch.device) -> None:
-        """Start to sum the counts; the same ones again if the quorum changes."""
+        """Start to sum the counts over the quorum; count anew, for the next step.
+
+        Does not wait for the sum. If the quorum changes, the same counts are sent
+        again.
+        """
         step, quorum = self._step, self._quorum
         row = super().tail  # of the group of one rank
 
@@ -48,12 +55,15 @@ class ItemRows(ItemCounts):
         self._sum = Sum(quorum, rows)
 
     def settle(self) -> None:
-        """If counts were sent, wait for all sums of the backward; store the counts'."""
+        """If counts were sent, wait for all sums of the backward; store the counts'.
+
+        Nothing is raised if a sum failed: see `Quorum.settle`.
+        """
         if self._sum is not None:
             self._message, self._sum = self._sum.wait(), None
 
     def read(self, tail: torch.Tensor | None, divisor: int) -> float | torch.Tensor:
-        """Wait for all sums; return contributors / all items, as in `ItemCounts`.
+        """Wait for all sums; return contributors / all items; may raise ItemCountError.
 
         Reads no argument. 1.0, of no meaning, if a sum failed for good: then the step
         is not committed.
@@ -65,6 +75,6 @@ class ItemRows(ItemCounts):
         return super().read(None, self._quorum.contributors)
 
     def reset(self) -> None:
-        """Forget what was counted and sent (`ItemCounts`), and the sum in flight."""
+        """Forget what was counted and sent, without waiting; keep `totals`."""
         super().reset()
         self._sum = None

@@ -50,7 +50,7 @@ require_known(metadata.version("torchft"))
 
 
 class Rank(int):
-    """Be the rank 0, but print as rank and id of the manager's replica."""
+    """The int 0, whose str() is rank and id of the manager's replica, for errors."""
 
     text = "0"
 
@@ -60,7 +60,10 @@ class Rank(int):
 
 
 class Replica(ProcessGroupDummy):  # type: ignore[misc]
-    """Be a group of one rank; its all-reduce sums over the participants."""
+    """A group of one rank for minidp; its all-reduce sums over the participants.
+
+    Set `quorum` after construction, which only reads the manager's id.
+    """
 
     quorum: Quorum
 
@@ -72,7 +75,7 @@ class Replica(ProcessGroupDummy):  # type: ignore[misc]
             self._me.text = f"{manager._group_rank} of replica {name}"
 
     def rank(self) -> int:
-        """Return 0, whose text names the replica."""
+        """Return 0, as a `Rank`, whose text names the replica."""
         return self._me
 
     def getBackendName(self) -> str:
@@ -80,7 +83,11 @@ class Replica(ProcessGroupDummy):  # type: ignore[misc]
         return "torchft"
 
     def allreduce(self, tensors: list[torch.Tensor], opts: object) -> Sum:
-        """Start to sum ``tensors[0]`` over the participants, in place; do not wait."""
+        """Start to sum ``tensors[0]`` over the participants, in place; do not wait.
+
+        ``opts`` is not read. An int32 tensor, a map of used parameters, is copied, to
+        be sent again if a replica dies; `Quorum` fills others again.
+        """
         tensor = tensors[0]
         if tensor.dtype is torch.int32:  # a map of used parameters
             return Sum(self.quorum, partial(tensor.copy_, tensor.clone()))
@@ -106,7 +113,7 @@ class Sum:
         self.work: Any = self._quorum.launch(self.tensor)
 
     def end(self) -> None:
-        """Wait for this all-reduce; its error is not raised, the manager stores it.
+        """Wait for this all-reduce; do not raise its error: the manager stores that.
 
         On the CPU without the manager's own `wait`: that makes futures, and hands each
         to a thread with timers, which have nothing to do for a sum that has ended.
@@ -129,7 +136,11 @@ class Sum:
         return self.is_over
 
     def wait(self) -> torch.Tensor:
-        """Wait for all sums of this backward (`Quorum.settle`); return the tensor."""
+        """Wait for all sums of this backward (`Quorum.settle`); return the tensor.
+
+        `settle` may sum anew over another quorum. If a sum failed for good nothing is
+        raised, but the tensor has no meaning: the manager will not commit the step.
+        """
         if not self.is_over:
             self._quorum.settle()
         return self.tensor
@@ -142,7 +153,11 @@ class Sum:
 
 
 class Quorum:
-    """Find out who takes part in each backward; sum over them, again if one dies."""
+    """Find out who takes part in each backward; sum over them, again if one dies.
+
+    The constructor adds the layout to the state that the manager sends to joining
+    replicas (ValueError if a wrapper has done so), and makes the `Agreement`.
+    """
 
     def __init__(self, manager: Any, reducer: Reducer) -> None:
         self.manager = manager
@@ -163,7 +178,7 @@ class Quorum:
             ) from None
 
     def state(self) -> dict[str, Any]:
-        """Return `Agreement.state` for the manager's step, for a joining replica."""
+        """Return `Agreement.state` at the manager's step; the manager calls this."""
         return self.agreement.state(self.manager.current_step())
 
     @property
@@ -194,16 +209,20 @@ class Quorum:
         return int(self.manager.participating_rank() or 0 if known is None else known)
 
     def launch(self, tensor: torch.Tensor) -> Any:
-        """Start the manager's sum of ``tensor``, in place; return its work."""
+        """Start the manager's sum of ``tensor``, in place; return its work.
+
+        The manager sends zeros if this replica is catching up.
+        """
         return self.manager.allreduce(tensor, reduce_op=SUM)
 
     # -- a backward begins -------------------------------------------------------------
 
     def begin(self) -> int:
-        """Wait for the quorum; return how many replicas contribute, see `_count`.
+        """Wait for the quorum, replace buckets if due; return the number to divide by.
 
-        Before, replaces the buckets if another layout was committed, or comes from the
-        replica to catch up with. Raises as `_find_out` and `Agreement.layout_of`.
+        That is how many replicas contribute, see `_count`. Due: another layout was
+        committed, or comes from the replica to catch up with. Raises as `_find_out` and
+        `Agreement.layout_of`.
         """
         self.sums = []
         self._find_out()
@@ -216,7 +235,7 @@ class Quorum:
         return self.contributors
 
     def _find_out(self) -> None:
-        """Wait for the quorum; log which replicas are in it, if others than before.
+        """Wait for the quorum, set `seat`; log the replicas in it if they have changed.
 
         Raises MiniDPError if none was started or the manager cannot save the model,
         CollectiveError if none was found.
@@ -267,9 +286,9 @@ class Quorum:
     def _count(self) -> int:
         """Return how many replicas contribute; agree on a layout if that is due.
 
-        Waits for an all-reduce over the quorum if it is due, and in step 0, in which
-        the manager also counts the replicas whose gradients it sets to zero. If that
-        fails, returns the manager's count and agrees on nothing.
+        If so, and in step 0, waits for an all-reduce over the quorum, because in step 0
+        the manager's own count has replicas whose gradients it sets to zero. Else, or
+        if the all-reduce fails, returns the manager's count, and agrees on nothing.
         """
         manager, specs = self.manager, self._reducer.queue.specs
         self.step = step = manager.current_step()
@@ -298,8 +317,8 @@ class Quorum:
     def settle(self) -> None:
         """Wait for all sums of the backward; if one failed, sum over a new quorum.
 
-        At most three times in all, and if `_may_repeat`. Otherwise the manager knows
-        of the error, and will not commit the step. Raises only as `_repeat` does.
+        At most three times in all, and if `_may_repeat`. Otherwise the manager knows of
+        the error, and will not commit the step. Raises only as `_repeat` does.
         """
         manager, sums = self.manager, self.sums
         for attempt in range(1, ATTEMPTS + 1):

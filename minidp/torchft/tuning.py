@@ -45,10 +45,10 @@ class Tuning(Agreement):
         self._policy.layout_by = "" if layout["rebuilt"] else AUTO_TRIES
 
     def begin(self, step: int, quorum: int | None) -> bool:
-        """As in `Agreement`: True until torch's layout is known, and when a trial ends.
+        """Return whether to agree: until torch's layout is known, then as trials end.
 
-        False in a new quorum, where the search begins anew; in a quorum of one replica;
-        and, before all that, once the search is over.
+        False once the search is over; with that layout known, also in a quorum of one
+        replica, and in a new quorum, where the search begins anew, by `_restart`.
         """
         self._agreed, plan = None, self.plan
         if plan["trial"] >= NUM_TRIALS:
@@ -61,14 +61,18 @@ class Tuning(Agreement):
         return is_measured and step >= plan["since"] + STEPS
 
     def _restart(self, step: int, quorum: int | None) -> None:
-        """Begin the search anew, in ``quorum``, as soon as ``step`` is committed."""
+        """Store a plan that begins the search anew, in ``quorum``, after ``step``.
+
+        `follow` uses it if ``step`` is committed. Its layout is torch's.
+        """
         start = {"trial": 0, "since": step + 1, "quorum": quorum}
         self._agreed = step, self.plan | start | {"layout": self.plan["torchs"]}
 
     def proposal(self) -> Layout | None:
         """Return torch's layout if no plan has it yet, else that of the next trial.
 
-        Decided once per trial. None without a ready order, or without measurements.
+        After the last trial, the fastest. Decided once per trial: that ends a trial's
+        measurement. None without a ready order, or without measurements.
         """
         if self.plan["torchs"] is None:
             return super().proposal()
@@ -97,9 +101,9 @@ class Tuning(Agreement):
         self._agreed = step, self.plan | more | {"layout": plain}
 
     def adopt(self, plan: dict[str, Any]) -> None:
-        """Use a plan, as in `Agreement`; measure from trial 0 on, until a layout stays.
+        """Do as in `Agreement`; measure from trial 0 on, until a layout stays.
 
-        A plan of trial 0 drops earlier measurements.
+        A plan of trial 0 drops earlier measurements, and is logged.
         """
         super().adopt(plan)
         if plan["trial"] in (0, NUM_TRIALS):

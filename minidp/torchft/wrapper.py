@@ -75,7 +75,11 @@ class DataParallel(torch_compat.DataParallel):
         self._guard.replica_check = averaging  # type: ignore[assignment]
 
     def _refuse_options(self, reducer: Reducer) -> None:
-        """Raise ValueError if an option is set that changing replicas do not allow."""
+        """Raise ValueError if an option is set that changing replicas do not allow.
+
+        Those are static_graph, skip_all_reduce_unused_params, check_replicas_every,
+        mixed_precision; and a module with sparse gradients.
+        """
         config, specs = reducer.queue.config, reducer.queue.specs
         past = "a replica that joins knows nothing of the others' earlier backwards"
         dense = "the manager reduces dense buckets, as they are"
@@ -102,7 +106,7 @@ class DataParallel(torch_compat.DataParallel):
     def reset(self) -> None:
         """Recover from a backward that raised; the manager will not commit its step.
 
-        Not a collective. Call ``zero_grad()`` next.
+        Not a collective. Keeps the committed bucket layout. Call ``zero_grad()`` next.
         """
         quorum, plan = self._quorum, self._quorum.state()["plan"]
         quorum.manager.report_error(RuntimeError("minidp: reset() was called"))
@@ -110,15 +114,15 @@ class DataParallel(torch_compat.DataParallel):
         quorum.agreement.adopt(plan)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Raise ValueError."""
+        """Raise ValueError: the manager reduces the buckets."""
         _refuse("register_comm_hook()", "the manager reduces the buckets")
 
     def step_in_backward(self, *args: Any, **kwargs: Any) -> None:
-        """Raise ValueError."""
+        """Raise ValueError: the manager commits a step only after its backward."""
         _refuse("step_in_backward()", "the manager commits a step after its backward")
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise ValueError."""
+        """Raise ValueError: a replica that ran out of inputs may just leave."""
         _refuse("join()", "a replica without inputs may leave, and the others go on")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -133,7 +137,12 @@ def _refuse(what: str, why: str) -> None:
 
 
 class _ByContributors(Averaging, Observer):
-    """Divide by the number of contributors; tell the guard of uncommitted steps."""
+    """The reducer's `Averaging`: divides by the number of contributors in the quorum.
+
+    Also an observer, see `finished`, and what the optimizer guard asks before a step:
+    `suspect`, `confirm`. `DataParallel` registers it; the constructor waits for
+    nothing.
+    """
 
     def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
         config = reducer.queue.config
@@ -156,7 +165,11 @@ class _ByContributors(Averaging, Observer):
         return []
 
     def begin(self) -> None:
-        """Wait for the quorum, and fix this backward's divisor."""
+        """Wait for the quorum, and fix this backward's divisor, as `Averaging.begin`.
+
+        `Quorum.begin` may replace the buckets, before any is filled; raises as that
+        does.
+        """
         self.num_contributors = self._quorum.begin()
         super().begin()
 
@@ -164,7 +177,7 @@ class _ByContributors(Averaging, Observer):
         """Set ``.grad`` to None where no contributor used the parameter.
 
         Only with find_unused_parameters, and if this replica does not contribute: there
-        ``.grad`` holds its local gradient, on contributors nothing.
+        ``.grad`` still holds its local gradient, whereas contributors have None.
         """
         queue = self._reducer.queue
         if queue.config.find_unused_parameters and not self._quorum.contributes:
