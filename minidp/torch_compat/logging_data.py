@@ -89,9 +89,8 @@ class LoggingData:
     def forward_begins(self) -> None:
         """Begin a synchronised forward: store data of the iteration before, if sampled.
 
-        Not if that forward raised. Listen to this iteration's events if it is sampled,
-        else stop to listen. Storing may wait for the used-map's exchange, and for the
-        device.
+        Not if that forward raised. Listen to the tracer during this iteration only if
+        it is sampled. May wait for the used-map's exchange, and for the device.
         """
         # 0: no forward yet, or the last one raised, and its data are stored already.
         if self._end and self._is_sampled(self._iteration):
@@ -113,8 +112,7 @@ class LoggingData:
     def to_dict(self) -> dict[str, Any]:
         """Return data by torch's keys: facts of construction, last sample, flags now.
 
-        Keys of a flag (static graph, hook, join, error) are left out while it is not
-        set.
+        A flag (static graph, hook, join, error) has no key while it is not set.
         """
         ddp, reducer = self._ddp, self._ddp._reducer
         data = {**self._facts, **self._runtime}

@@ -40,8 +40,9 @@ BUILTIN_HOOKS = {
 class _PlantedOptimizers(Observer):
     """Step optimizers that torch's ``_apply_optimizer_in_backward`` put on parameters.
 
-    An observer that the first forward registers, if there are any. Each steps once its
-    parameter's bucket is reduced; at the backward's end these ``.grad`` become None.
+    An observer that the first forward registers, if there are any. Each steps as soon
+    as its parameter's bucket is reduced; at the backward's end these ``.grad`` become
+    None.
     """
 
     uses_grads = True
@@ -163,8 +164,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     def _register_builtin_comm_hook(self, kind: Any) -> None:
         """Register minidp's comm hook that does what torch's built-in ``kind`` does.
 
-        An unknown kind: only warn. Raises, and replaces buckets, as
-        `register_comm_hook`.
+        Raises, and replaces buckets, as `register_comm_hook`; unknown kind: only warns.
         """
         if kind not in BUILTIN_HOOKS:
             warn(f"Unknown builtin comm hook {kind!r}: ignored.")
