@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run ``build`` or ``status``; return 0, 1 (failed, not loaded) or 130 (Ctrl-C).
 
-    ``status`` tries to load the binary, also if MINIDP_NATIVE=build, but never builds.
+    ``status`` loads a binary that fits, except in mode "0", but never builds one.
     """
     try:
         if options.action == "build":
@@ -66,8 +66,8 @@ def main(options: argparse.Namespace) -> int:
 def _build(options: argparse.Namespace) -> int:
     """Run ``build``; return 0, or 130 after Ctrl-C; MiniDPError if the build fails.
 
-    ``--optional``: return 0 also if it fails; and at once, building nothing, in mode
-    "0" or if a binary loads. From here on SIGTERM and SIGHUP act as Ctrl-C.
+    ``--optional``: return 0 also if it fails; and at once (``--force`` or not) in mode
+    "0" or if a binary loads. From the build on SIGTERM and SIGHUP act as Ctrl-C.
     """
     if options.optional and (read_mode() == "0" or attempt("auto")[0]):
         return 0

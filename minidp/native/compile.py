@@ -180,7 +180,7 @@ def _accepted_wishes(
 
 
 def _paths(*, is_cuda: bool) -> tuple[list[str], list[str]]:
-    """Return flags to compile, and to link, with torch and perhaps CUDA."""
+    """Return flags to compile, and flags to link, with torch; ``is_cuda``: and CUDA."""
     torch_paths: Any = importlib.import_module("torch.utils.cpp_extension")
     kind = "cuda" if is_cuda else "cpu"
     names = ["c10", "torch_cpu", "torch", "torch_python"]

@@ -110,7 +110,7 @@ def build(*, force: bool = False, verbose: bool = False, say: Say = _LOG.info) -
 def _decide() -> tuple[ModuleType | None, Status]:
     """Return the extension, or None, and the status: of the first call's `attempt`.
 
-    It also logs the reason. Other threads wait until it is done. ValueError for a bad
+    That call also logs the reason; other threads wait for it. ValueError for a bad
     MINIDP_NATIVE: the next call tries again.
     """
     global _decided  # one process, one extension
