@@ -36,16 +36,19 @@ class BucketCaps:
         return self.first_bytes < self.rest_bytes
 
     def initial_limits(self, *, one_bucket: bool) -> tuple[int, ...]:
-        """Return limits in bytes before the rebuild.
+        """Return the limits (bytes) of the buckets before any rebuild.
 
-        ``one_bucket``: without a list of limits, one bucket without limit.
+        ``one_bucket``: put all into one bucket without limit, unless there is a list.
         """
         if one_bucket and not self.list_bytes:
             return (UNLIMITED,)
         return self.rebuilt_limits()
 
     def rebuilt_limits(self) -> tuple[int, ...]:
-        """Return limits in bytes after the rebuild of buckets in ready order."""
+        """Return the limits (bytes) for buckets that are rebuilt in ready order.
+
+        The list, if given; else the first cap, if it is smaller, and the rest's.
+        """
         if self.list_bytes:
             return self.list_bytes
         both = (self.first_bytes, self.rest_bytes)
@@ -60,9 +63,9 @@ def bucket_caps(
 ) -> BucketCaps:
     """Convert the constructor's bucket caps from MiB to bytes.
 
-    A list replaces ``bucket_cap_mb`` unless it is empty. None and "auto" are 25 MiB,
-    after a first bucket of ``first_bytes``. TypeError or ValueError for a bad cap, or
-    a list beside "auto".
+    A list replaces ``bucket_cap_mb`` unless it is empty. A number is for all buckets;
+    None and "auto" are 25 MiB, after a first bucket of ``first_bytes``. TypeError or
+    ValueError for a bad cap, or a list beside "auto".
     """
     if bucket_cap_mb_list is not None and len(bucket_cap_mb_list) > 0:
         if bucket_cap_mb == AUTO:
@@ -80,7 +83,10 @@ def bucket_caps(
 
 
 def _to_bytes(argument: str, mb: Any) -> int:
-    """Convert MiB; ValueError if negative or not finite, TypeError if no number."""
+    """Return ``mb`` MiB in bytes; ValueError if negative or not finite.
+
+    TypeError if it is no number. Errors name ``argument``.
+    """
     if not 0 <= _as_number(argument, mb, "of MiB") * MIB < math.inf:
         raise ValueError(
             f"{argument} must be finite and not negative (MiB), but got {mb!r}; "
@@ -90,7 +96,10 @@ def _to_bytes(argument: str, mb: Any) -> int:
 
 
 def _as_number(argument: str, value: object, unit: str) -> float:
-    """Return ``value`` as a float, infinity for a huge int; TypeError for all else."""
+    """Return an int or float as float, infinity for a huge int; else raise TypeError.
+
+    Also for a bool. ``argument`` and ``unit`` are for the error's text.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         other = "" if argument == "bucket_cap_mb_list" else f', or "{AUTO}"'
         raise TypeError(
@@ -149,13 +158,20 @@ class OwnOptions:
 
     @property
     def hang_limit(self) -> float | None:
-        """Seconds a collective may wait for other ranks; None: the group decides."""
+        """Seconds a collective may wait for other ranks ("auto": 300).
+
+        None: only the process group's own limit applies.
+        """
         return HANG_SECONDS if self.hang_timeout == AUTO else self.hang_timeout
 
 
 @dataclass(frozen=True)
 class SavedLayout:
-    """A layout of an earlier run to start with; rebuilt once, unless ``rebuilt``."""
+    """Hold the bucket layout of an earlier run, by parameter names, to start with.
+
+    Buckets are rebuilt once after that, unless ``rebuilt``. Checks nothing: whether it
+    fits a module, see `resumed_layout`.
+    """
 
     buckets: tuple[tuple[str, ...], ...]  # parameter names of each bucket
     rebuilt: bool  # True: follows the ready order already, so it is not rebuilt
@@ -172,7 +188,10 @@ class SavedLayout:
 
 @dataclass(frozen=True)
 class ReducerConfig:
-    """The constructor's arguments that the reducer uses, validated."""
+    """Hold the constructor's arguments that the reducer uses; checks nothing itself.
+
+    Made of validated values by `data_parallel.arguments.check`.
+    """
 
     caps: BucketCaps
     find_unused_parameters: bool = False
@@ -187,5 +206,9 @@ class ReducerConfig:
 
     @property
     def follows_ready_order(self) -> bool:
-        """Return whether buckets are rebuilt once, in the order of ready gradients."""
+        """Return whether the mode lets buckets be rebuilt, once, in ready order.
+
+        False with ``find_unused_parameters`` unless the graph is static. A
+        ``saved_layout`` is not looked at.
+        """
         return self.static_graph or not self.find_unused_parameters

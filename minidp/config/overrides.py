@@ -145,7 +145,8 @@ def replacements() -> dict[str, Any]:
     """Return arguments (by name) from the environment, to replace the script's.
 
     Call once for each constructed model: a counter selects its ``bucket_layout`` file.
-    A cap replaces a list of caps, too, and a list a cap. Raises as `read_environment`.
+    A cap replaces a list of caps, too, and a list a cap. Raises as `read_environment`;
+    warns as `_layout_of_next`.
     """
     given = read_environment()
     # The caps are given as a number or as a list: one replaces the other.
@@ -162,9 +163,11 @@ _num_models: Counter[str] = Counter()  # models that asked for a layout, by file
 
 
 def _layout_of_next(text: str) -> str | None:
-    """Count a model; return the file of its layout, None for "none".
+    """Count a model that asks for layout file ``text``; return the path of its own.
 
-    If a second or later model has no file: None, and a warning.
+    See `numbered`. None, uncounted, if ``text`` is "none"; None and a warning if a
+    second or later model's file is missing. The first one's path is returned in any
+    case.
     """
     if text == NONE:
         return None
@@ -198,7 +201,7 @@ def setting(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return a warning for each unknown MINIDP_ variable that resembles a known one."""
+    """Return a text for each unknown MINIDP_ variable that resembles a known one."""
     known = [RUN, *OWN, *(option.variable for option in OPTIONS.values())]
     return [
         f"minidp has no variable {name}; did you mean {similar}?"
@@ -225,7 +228,10 @@ def add_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) 
 
 
 def _checked(option: Option, text: str) -> str:
-    """Argparse type: return a valid ``text``, a file's as absolute path; else raise."""
+    """Parse for argparse: return ``text``, or the absolute path of a layout file.
+
+    ArgumentTypeError if the constructor would refuse it, or there is no such file.
+    """
     try:
         option.read(text)
     except (TypeError, ValueError) as error:
@@ -258,10 +264,10 @@ def note_swapped(*, is_swapped: bool) -> None:
 
 
 def passing(**option: object) -> str:
-    """Return for an error how to pass one option: "pass name=value".
+    """Return, for an error's remedy, how to pass one option: "pass name=value".
 
-    Under ``minidp run`` its flag; else, if torch's class is swapped, its variable: such
-    a script does not call our constructor.
+    But under ``minidp run`` name its flag; else, if torch's class is swapped, its
+    environment variable: such a script does not call our constructor.
     """
     ((name, value),) = option.items()
     return _from_outside(OPTIONS[name], value) or f"pass {name}={value!r}"
@@ -275,7 +281,10 @@ def aside(**option: object) -> str:
 
 
 def _from_outside(option: Option, value: object) -> str:
-    """Say which flag (minidp run) or variable (class swapped) to set; neither: ""."""
+    """Return how to pass an option from outside the script, as a text, or "".
+
+    Its flag under minidp run; else its variable if torch's class is swapped; else "".
+    """
     if RUN in os.environ:
         command = json.loads(os.environ[RUN])["command"]
         words = f"{option.word} {_text(value)}" if option.metavar else option.word

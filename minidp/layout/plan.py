@@ -48,7 +48,7 @@ class ParamSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gradient if it is dense."""
+        """Bytes of the parameter, and of its gradient if that is not sparse."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -157,7 +157,8 @@ class Layout:
     def with_tail(self, tail: int) -> Layout:
         """Return a copy whose first dense bucket has ``tail`` elements after its slots.
 
-        They replace that bucket's `tail`. Without a dense bucket the copy is equal.
+        They are for other data than gradients (item counts), and replace that bucket's
+        `tail`. Without a dense bucket the copy is equal.
         """
         plans = list(self.buckets)
         for number, plan in enumerate(plans):
@@ -279,7 +280,10 @@ def build_layout(
 
 
 def chunks_by_bytes(sizes: Sequence[int], limit: int = UNLIMITED) -> list[list[int]]:
-    """Return positions of ``sizes`` in chunks that end on reaching ``limit`` bytes."""
+    """Return the positions 0, 1, ... of ``sizes`` cut into chunks, in order.
+
+    A chunk ends with the size by which it reaches ``limit`` bytes, or exceeds it.
+    """
     chunks: list[list[int]] = []
     filled = limit
     for i, nbytes in enumerate(sizes):

@@ -103,7 +103,8 @@ def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
     """Convert a saved layout to one of ``specs``; ValueError if it does not fit.
 
     It fits if it holds each parameter once, in its saved size (if any), each bucket has
-    one dtype, device and sort of gradient, and delayed parameters are in the last ones.
+    one dtype and device, sparse parameters are alone in theirs, and delayed ones have
+    the last buckets for themselves.
     """
 
     def require(fits: object, expected: str, found: str, names: Iterable[str]) -> None:
@@ -146,6 +147,9 @@ def resumed_layout(saved: SavedLayout, specs: Sequence[ParamSpec]) -> Layout:
 
 
 def _kind(spec: ParamSpec) -> str:
-    """Return as text what parameters must share to be in one bucket; sparse: unique."""
+    """Return a text that is equal for parameters that may share a bucket.
+
+    That of a sparse one is unique.
+    """
     sort = f"sparse, {spec.name} alone" if spec.sparse else "dense"
     return f"{spec.dtype} on {spec.device}, {sort}{', delayed' * spec.delayed}"

@@ -24,7 +24,7 @@ environment variables:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the commands and their options to ``parser``."""
+    """Add the commands ``build`` and ``status`` and their options to ``parser``."""
     parser.description = "minidp's optional native kernels."
     parser.epilog = _EPILOG
     commands = parser.add_subparsers(dest="action", required=True)
@@ -46,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run ``build`` or ``status``; return 0, 1 (failed, not loaded) or 130 (Ctrl-C)."""
+    """Run ``build`` or ``status``; return 0, 1 (failed, not loaded) or 130 (Ctrl-C).
+
+    ``status`` loads a binary that fits, except in mode "0", but never builds one.
+    """
     try:
         if options.action == "build":
             return _build(options)
@@ -63,7 +66,8 @@ def main(options: argparse.Namespace) -> int:
 def _build(options: argparse.Namespace) -> int:
     """Run ``build``; return 0, or 130 after Ctrl-C; MiniDPError if the build fails.
 
-    ``--optional``: return 0 then, too, and at once in mode "0" or if a binary loads.
+    ``--optional``: return 0 also if it fails; and at once (``--force`` or not) in mode
+    "0" or if a binary loads. From the build on SIGTERM and SIGHUP act as Ctrl-C.
     """
     if options.optional and (read_mode() == "0" or attempt("auto")[0]):
         return 0

@@ -29,7 +29,10 @@ _RECORD = "recipe.json"
 
 
 def folder() -> Path:
-    """Return the folder MINIDP_NATIVE_CACHE, else ``minidp`` in the user's cache."""
+    """Return the cache's folder, which may not exist yet.
+
+    It is MINIDP_NATIVE_CACHE, else ``minidp`` in the user's cache folder.
+    """
     if chosen := os.environ.get("MINIDP_NATIVE_CACHE"):
         return Path(chosen).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -76,7 +79,10 @@ def workspace() -> Iterator[Path]:
 
 
 def publish(recipe: Recipe, built: Path) -> Path:
-    """Move a new binary into the cache, remove the key's old ones; return its path."""
+    """Move a new binary into the cache, where `find` sees it; return its path there.
+
+    Replaces the record and the binaries that the recipe's key had.
+    """
     home = folder() / recipe.key
     home.mkdir(exist_ok=True)
     digest = hash_file(built)

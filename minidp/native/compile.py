@@ -44,9 +44,11 @@ Command = list[str]
 
 
 def build_into_cache(recipe: Recipe, say: Say, *, force: bool = False) -> Path:
-    """Return the cached binary; build (after others) if ``force`` or it is missing.
+    """Return the cached binary; build it if ``force``, or if no intact one is cached.
 
-    NativeError: no compiler, sources missing or changed, a failed command or write.
+    Waits, without limit, while another process builds; without ``force`` that one's
+    binary is then returned. NativeError: no compiler, sources missing or changed during
+    the build, a failed command or write.
     """
     try:
         # Looks first without the lock, which may be held for minutes.
@@ -72,7 +74,10 @@ def _built_before(recipe: Recipe, say: Say) -> Path | None:
 
 
 def _lock(say: Say) -> AbstractContextManager[object]:
-    """Wait for the cache's lock, without limit; return a context that releases it."""
+    """Acquire the cache's lock; return a context that releases it.
+
+    Waits without limit, which ``say`` tells the user. Creates the cache's folder.
+    """
     folder = cache.folder()
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock")
@@ -104,7 +109,11 @@ def fitting_nvcc() -> str:
 
 
 def _build(recipe: Recipe, workspace: Path, say: Say) -> Path:
-    """Compile, link; return the binary's path in the cache; NativeError if it fails."""
+    """Compile, link, and put the binary into the cache; return its path there.
+
+    NativeError as `build_into_cache`. After an error or Ctrl-C kills all compilers.
+    ``workspace``: an empty folder for object files.
+    """
     compiler, nvcc = cxx(), fitting_nvcc()
     # Of the files in cuda/, only with nvcc.
     sources = [
@@ -153,7 +162,11 @@ def _build(recipe: Recipe, workspace: Path, say: Say) -> Path:
 def _accepted_wishes(
     compiler: Command, wishes: Iterable[Iterable[str]], say: Say
 ) -> list[str]:
-    """Try groups of optional compiler flags, one by one; return those accepted."""
+    """Return the optional flags that the compiler accepts; run it once for each group.
+
+    A group, tried together with those accepted before, is left out as a whole; ``say``
+    then tells which.
+    """
     accepted: list[str] = []
     for group in wishes:
         # -c and not -fsyntax-only: only then does an assembler see the -m flags.
@@ -167,7 +180,7 @@ def _accepted_wishes(
 
 
 def _paths(*, is_cuda: bool) -> tuple[list[str], list[str]]:
-    """Return flags to compile, and to link, with torch and perhaps CUDA."""
+    """Return flags to compile, and flags to link, with torch; ``is_cuda``: and CUDA."""
     torch_paths: Any = importlib.import_module("torch.utils.cpp_extension")
     kind = "cuda" if is_cuda else "cpu"
     names = ["c10", "torch_cpu", "torch", "torch_python"]
@@ -183,9 +196,9 @@ def _paths(*, is_cuda: bool) -> tuple[list[str], list[str]]:
 def _run_in_parallel(
     run: Callable[[str, Command], None], jobs: Iterable[tuple[str, Command]]
 ) -> None:
-    """Call ``run`` with each job, MAX_JOBS (one per core) at a time.
+    """Call ``run`` with each job in threads, MAX_JOBS (one per core) at a time; wait.
 
-    After an error or Ctrl-C start no more, and raise it; those that run go on.
+    After an error or Ctrl-C start no more, and raise it at once; those that run go on.
     """
     limit = max(1, int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))  # as torch
     waiting = iter(jobs)
@@ -202,7 +215,7 @@ def _run_in_parallel(
 
 
 def _end(processes: Iterable[subprocess.Popen[str]]) -> None:
-    """Kill those that still run, with their children: a compiler's driver has some."""
+    """Kill processes that still run, and their children: compiler drivers have some."""
     for process in processes:
         with suppress(ProcessLookupError):
             if process.poll() is None:
@@ -216,9 +229,10 @@ def _run(
     doing: str,
     command: Command,
 ) -> None:
-    """Run a command; append it and its output to ``log``; NativeError if it fails.
+    """Run a command and wait; append it and its output to the file ``log``.
 
-    Adds the process, which leads a group of its own, to ``processes``.
+    NativeError if it fails. ``doing``: what to ``say`` first, and in the error. Adds
+    the process, which leads a group of its own, to ``processes``.
     """
     say(doing)
     process = subprocess.Popen(

@@ -120,7 +120,10 @@ def _cpu_features() -> str:
 
 
 def _read_gpus() -> str:
-    """Return the GPUs' models from /proc ("": none): CUDA would not survive a fork."""
+    """Return the models of the GPUs by /proc, "" if it lists none.
+
+    Asking CUDA instead would initialise it here, and a forked process could not use it.
+    """
     paths = Path("/proc/driver/nvidia/gpus").glob("*/information")
     lines = (line for path in paths for line in path.read_text().splitlines())
     return " ".join(sorted({line for line in lines if line.startswith("Model:")}))

@@ -26,7 +26,7 @@ _MARK = Path(__file__).with_name("build_on_first_use")
 
 @dataclass(frozen=True)
 class Status:
-    """Whether this process uses the native kernels, and why."""
+    """Result of an attempt to load the native kernels, and what it was based on."""
 
     mode: str  # value of MINIDP_NATIVE: "auto", "build", "0" or "1"
     is_loaded: bool
@@ -69,10 +69,11 @@ _decided: tuple[ModuleType | None, Status] | None = None  # by the first `_decid
 
 
 def library() -> ModuleType | None:
-    """Return the extension, which the first call loads, or None to run without it.
+    """Return the extension, or None to run without it; the first call decides that.
 
-    With MINIDP_NATIVE=build or 1 build it if needed; NativeError in mode 1 if it cannot
-    be built or loaded. ValueError if MINIDP_NATIVE is none of auto, build, 0 and 1.
+    That call loads it; with MINIDP_NATIVE=build or 1 it first builds it if needed,
+    which takes a while. NativeError in mode 1 if there is none. ValueError if
+    MINIDP_NATIVE is none of auto, build, 0 and 1.
     """
     module, found = _decided or _decide()
     if module is None and found.mode == "1":
@@ -107,7 +108,11 @@ def build(*, force: bool = False, verbose: bool = False, say: Say = _LOG.info) -
 
 
 def _decide() -> tuple[ModuleType | None, Status]:
-    """Return the result of `attempt`, which only the first call makes, and logs."""
+    """Return the extension, or None, and the status: of the first call's `attempt`.
+
+    That call also logs the reason; other threads wait for it. ValueError for a bad
+    MINIDP_NATIVE: the next call tries again.
+    """
     global _decided  # one process, one extension
     with _lock:
         if _decided is None:
@@ -133,10 +138,10 @@ def read_mode() -> str:
 
 
 def attempt(mode: str) -> tuple[ModuleType | None, Status]:
-    """Try to load the extension; return it, or None, and why; an error is a reason.
+    """Try to load the extension; return it, or None, and the status. Never raises.
 
-    Mode "1" and "build" first build a missing or stale binary; "0" does not look for
-    one.
+    An error becomes `Status.reason`. Mode "1" and "build" build if the cache has no
+    intact, fitting binary; "auto" does not; "0" does not look for one.
     """
     if mode == "0":
         reason = "MINIDP_NATIVE=0 says not to load native kernels."
@@ -168,7 +173,10 @@ def attempt(mode: str) -> tuple[ModuleType | None, Status]:
 
 
 def _notable() -> int:
-    """Return WARNING on local rank 0, else INFO: one process per host warns."""
+    """Return the log level for what one process per host is to show.
+
+    WARNING if LOCAL_RANK is 0 or unset, else INFO.
+    """
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     return logging.WARNING if is_first else logging.INFO
 

@@ -13,12 +13,15 @@ from setuptools.command.build_py import build_py  # type: ignore[import-untyped]
 
 
 class BuildPackage(build_py):  # type: ignore[misc]
-    """Copy the package; add or remove the mark by which its first use builds."""
+    """Setuptools' command that copies the package; marks it to build on first use.
+
+    The mark is only for MINIDP_NATIVE=build; see `run`.
+    """
 
     def run(self) -> None:
         """Copy the package; add the mark if MINIDP_NATIVE=build, else remove it.
 
-        An editable install: do neither.
+        In an editable install leave the mark as it is.
         """
         super().run()
         if self.editable_mode:

@@ -53,7 +53,7 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's values, row by row whatever its strides: 1-D, contiguous.
 
-    Complex values as pairs of reals.
+    A view where possible. Complex values as pairs of reals.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     if flat.stride(0) != 1:  # one element with a stride counts as contiguous

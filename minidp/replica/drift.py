@@ -89,7 +89,10 @@ _Differences = Mapping[str, Sequence[int]]
 
 
 class _Snapshot(NamedTuple):
-    """Hold one replica's checksum before a forward, and the tensors it was taken of."""
+    """Hold one replica's checksum before a forward, and the tensors it was taken of.
+
+    The tensors themselves, no copies: optimizers may change them later.
+    """
 
     step: int  # number of synchronised backwards finished
     tensors: Mapping[str, torch.Tensor]  # parameters, by name, to be compared once more
@@ -99,9 +102,11 @@ class _Snapshot(NamedTuple):
 
 
 class ReplicaCheck(Observer):
-    """Compare replicas every so many steps: at a backward's end, or before a step.
+    """Compare replicas every so many steps (``every``); at most one per wrapper.
 
-    Only in steps for which `begin` was called.
+    The wrapper calls `begin` before forwards for which `is_due`. Only then this is an
+    observer of ``queue``, whose `finished` compares at the backward's end. After a
+    difference the optimizer guard calls `confirm` before a step.
     """
 
     awaits_step = True  # optimizers step after backwards, not inside them
@@ -143,7 +148,8 @@ class ReplicaCheck(Observer):
     ) -> None:
         """Store this replica's checksum before a forward; `finished` will compare it.
 
-        "auto" omits module buffers and, once replicas agreed, frozen parameters.
+        Replaces an earlier one; no communication. "auto" omits module buffers and, once
+        replicas agreed, frozen parameters. ``params``: those that are averaged.
         """
         if self._is_auto:
             buffers = {}
@@ -170,10 +176,11 @@ class ReplicaCheck(Observer):
     def finished(self) -> None:
         """Collective: end a backward by comparing the checksums that `begin` stored.
 
-        ReplicaMismatchError if ranks are at different steps. If checksums differ,
-        "auto" accepts a known reason (and warns once of updates in no_sync()).
-        Otherwise compare again: now (buffers, optimizers in the backward, a long wait),
-        or in the next step, see `confirm`.
+        ReplicaMismatchError if ranks are at different steps. "auto" accepts a
+        difference with a known reason (and warns once of updates in no_sync()). Any
+        other is compared again: by `confirm` in the next step; or at once by
+        `_confirm`, if module buffers are compared, optimizers step in backwards, or
+        none has come for 10 steps (without "auto" 1).
         """
         snapshot, ledger = self._under_way, self._ledger
         assert snapshot is not None
@@ -218,7 +225,8 @@ class ReplicaCheck(Observer):
         """Compare again before an optimizer step, if `finished` saw a difference.
 
         Raises or warns as `_confirm`. Waits up to 10 s until all ranks want to step; if
-        some do not come, returns: the next backward compares again.
+        some do not come, returns: the next backward compares again. If ranks share no
+        store, is a collective at once.
         """
         if self.suspect is None:
             return
@@ -232,7 +240,8 @@ class ReplicaCheck(Observer):
     def _confirm(self, snapshot: _Snapshot) -> None:
         """Collective: compare again; ReplicaMismatchError if replicas still differ.
 
-        With "auto", a difference that rounding explains is only warned of, once.
+        With "auto", a difference that rounding explains is only warned of, once. Clears
+        `suspect`, and drops a later checksum of `begin`.
         """
         # A digest under way may be of a forward that not all ranks ran.
         self.suspect = None
@@ -271,13 +280,16 @@ class ReplicaCheck(Observer):
         )
 
     def _gather(self, row: Sequence[int]) -> list[list[int]]:
-        """Collective: exchange one row of integers per rank; return them, by rank."""
+        """Collective: exchange one row of integers per rank, equally long; wait.
+
+        Return them by rank.
+        """
         group, device = self._queue.communicator.group, self._queue.specs[0].device
         with self._queue.communicator.blocking("comparing the replicas"):
             return gather_integers(row, group, exchange_device(group, device))
 
     def _find_differences(self, snapshot: _Snapshot) -> _Differences:
-        """Collective: return what differs, as every rank's checksums by name.
+        """Collective: return all ranks' checksums of each tensor that differs, by name.
 
         Of parameters as they are now, and of buffers as at `begin`.
         """
@@ -290,7 +302,8 @@ class ReplicaCheck(Observer):
     def _is_rounding(self, snapshot: _Snapshot, names: Sequence[str]) -> bool:
         """Collective: return whether parameters now are close to rank 0's on all ranks.
 
-        Compares those of ``names`` by `_is_close`, up to the one that reaches 64 MiB.
+        Compares those of ``names`` by `_is_close`, in order, until 64 MiB are compared;
+        the rest is taken to be close.
         """
         communicator, are_close, left = self._queue.communicator, True, MOST_BYTES
         for mine in (snapshot.tensors[name].detach() for name in names):
@@ -318,10 +331,10 @@ def _is_close(mine: torch.Tensor, root: torch.Tensor) -> bool:
 
 
 def is_foreign(hook: CommHook) -> bool:
-    """Return whether a comm hook may give different averages to ranks.
+    """Return whether a comm hook may give other averages to some ranks.
 
-    It may, unless it is a plain function of minidp or torch. Wrappers, and torch's
-    post-local SGD and no-op hooks, may.
+    False only for a plain function of minidp or ``torch.distributed.algorithms``. True
+    for a wrapper of one, and for torch's post-local SGD and no-op hooks.
     """
     place = getattr(hook.hook, "__module__", None) or ""
     name = getattr(hook.hook, "__qualname__", "")
@@ -332,7 +345,11 @@ def is_foreign(hook: CommHook) -> bool:
 
 
 def all_come(store: Store, num_ranks: int) -> bool:
-    """Wait up to 10 s for all ranks to call this; return True (on all ranks) if so."""
+    """Wait up to 10 s for all ranks to call this; return whether they did.
+
+    The answer is the same on all ranks. It stays in ``store``, so that each question
+    needs a new prefix.
+    """
     deadline = time.monotonic() + CONFIRM_SECONDS
     if store.add("come", 1) == num_ranks:
         store.compare_set("verdict", "", "all")

@@ -17,7 +17,10 @@ DETOUR = "_compiled_call_impl"  # torch's name: what a module calls, if not its 
 
 @dataclass(frozen=True)
 class Replica:
-    """Hold a module, and which of its parameters are averaged, ignored, travel last."""
+    """Hold a module, and which parameters are averaged, ignored, travel last.
+
+    `examine` makes it. Delayed parameters of another module are among them.
+    """
 
     module: nn.Module
     parameters: Mapping[str, nn.Parameter]  # frozen ones included
@@ -104,7 +107,10 @@ def examine(module: nn.Module, delayed: Mapping[str, nn.Parameter]) -> Replica:
 
 
 def _ignore_list(module: nn.Module) -> frozenset[str]:
-    """Return a module's ignore list without leading dots; TypeError unless strings."""
+    """Return the names on a module's ignore list, leading dots removed; empty if unset.
+
+    TypeError if it holds anything but strings.
+    """
     listed = frozenset(getattr(module, IGNORE_ATTRIBUTE, ()))
     strange = {type(name).__name__ for name in listed if not isinstance(name, str)}
     if strange:

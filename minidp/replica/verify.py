@@ -35,7 +35,10 @@ _objects: Counter[tuple[str, str]] = Counter()  # (group name, kind) -> objects 
 
 
 def next_key(group: ProcessGroup, kind: str) -> str:
-    """Count: return ``kind/n`` for the n-th object of this kind on ``group`` here."""
+    """Count an object of ``kind`` on ``group`` here; return a store key, ``kind/n``.
+
+    No communication: it is equal on ranks that make as many of them.
+    """
     _objects[group_name(group), kind] += 1
     return f"{kind}/{_objects[group_name(group), kind]}"
 
@@ -51,8 +54,9 @@ def start_equal(
 ) -> str:
     """Collective: compare shapes, dtypes, options of all ranks; copy rank 0's values.
 
-    Return a name for the wrapper, equal on all ranks. Errors: see `verify`.
-    ``sends_buffers``: copy module buffers as well as parameters.
+    Into all parameters that are not ignored, frozen ones included, and with
+    ``sends_buffers`` into module buffers. Raises as `verify`. Return a name for the
+    wrapper's store keys, equal on all ranks.
     """
     mine = {}
     for name, param in replica.parameters.items():
@@ -83,9 +87,11 @@ def verify(
 ) -> int:
     """Collective: ReplicaMismatchError on all ranks if their texts ``mine`` differ.
 
-    ``mine``: texts that describe this replica, by name; or the error with which this
-    rank rejected its arguments: then the other ranks raise, and the caller does here.
-    Return a number that is equal on all ranks and new for each call with this group.
+    Also if a rank wraps in torch's DDP. ``mine``: texts that describe this replica, by
+    name; or the error with which this rank rejected its arguments: then the other ranks
+    raise, and here the caller does. Return a number that is equal on all ranks and new
+    for each call with this group. From the first call on, its store keys hold a random
+    number.
     """
     rejected = isinstance(mine, Exception)
     # Torch's constructor begins alike: else gloo would abort at the first mismatch.

@@ -22,10 +22,10 @@ _FIRST_GRAPH_BYTES = 1024 * 1024
 
 @untraced_itself
 def run_splitting(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
-    """Run ``ddp``'s module, while dynamo takes ``ddp`` for the DDP object that runs.
+    """Run ``ddp``'s module, and return its output; ``ddp`` is torch's active DDP then.
 
-    Dynamo then splits graphs by ``ddp.bucket_bytes_cap``, at least 1 MiB. Return the
-    module's output. Warn if it is compiled while dynamo's ``optimize_ddp`` is off.
+    If torch.compile compiles meanwhile, it splits graphs as for torch's DDP, into parts
+    of ``ddp.bucket_bytes_cap``, at least 1 MiB. Warn if ``optimize_ddp`` prevents that.
     """
     is_compiling = callable(get_eval_frame_callback())
     _tell_if_graphs_stay_whole(ddp.module, is_compiling=is_compiling)
@@ -41,13 +41,16 @@ def run_splitting(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
 
 
 def _call(run: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return ``run(*inputs, **kwargs)``, from a frame in which dynamo can start."""
+    """Return ``run(*inputs, **kwargs)``; dynamo may compile here, not in the caller."""
     return run(*inputs, **kwargs)
 
 
 @untraced
 def _tell_if_graphs_stay_whole(module: Any, *, is_compiling: bool) -> None:
-    """Warn if ``module`` or its caller is compiled, but ``optimize_ddp`` is off."""
+    """Warn if dynamo's ``optimize_ddp`` is off: a compiled module is then one graph.
+
+    Only if ``module`` is a compiled one, or compiled code runs it (``is_compiling``).
+    """
     dynamo: Any = sys.modules.get("torch._dynamo")
     if dynamo is None or dynamo.config.optimize_ddp in (True, "ddp_optimizer"):
         return

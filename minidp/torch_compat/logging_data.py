@@ -47,10 +47,10 @@ VARIABLES = {
 
 
 class LoggingData:
-    """Collect what ``_get_ddp_logging_data()`` returns for one `DataParallel`.
+    """Collect a `DataParallel`'s data for ``_get_ddp_logging_data()``: its `logger`.
 
-    Facts at construction, times in sampled iterations, states in `to_dict`. During a
-    sampled iteration this object is a `Listener` of the reducer's tracer.
+    The constructor collects options and sizes, and starts nothing. During a sampled
+    iteration this is a `Listener` of the reducer's tracer. `to_dict` adds the flags.
     """
 
     def __init__(self, ddp: DataParallel) -> None:
@@ -74,11 +74,11 @@ class LoggingData:
         """Do nothing: phases are not logged."""
 
     def note_error(self, error: Exception) -> None:
-        """Store type and text of an error of the wrapper, for the key ``error``."""
+        """Store type and text of the wrapper's last error, which `to_dict` returns."""
         self.error = f"{type(error)}: {error}"  # no traceback: it would keep us
 
     def set_rate(self, rate: int) -> None:
-        """Sample the first ten and each ``rate``-th iteration; ValueError if < 1."""
+        """Sample iterations 1 to 10, and later each ``rate``-th; ValueError if < 1."""
         if rate < 1:
             raise ValueError(
                 "DDP runtime logging sample rate should be equal or greater than 1, "
@@ -87,7 +87,11 @@ class LoggingData:
         self._rate = rate
 
     def forward_begins(self) -> None:
-        """Store the last iteration's data if sampled; listen to this one if sampled."""
+        """Begin a synchronised forward: store data of the iteration before, if sampled.
+
+        Not if that forward raised. Listen to the tracer during this iteration only if
+        it is sampled. May wait for the used-map's exchange, and for the device.
+        """
         # 0: no forward yet, or the last one raised, and its data are stored already.
         if self._end and self._is_sampled(self._iteration):
             self._runtime = {**self._buckets(), **self._times()}
@@ -106,7 +110,10 @@ class LoggingData:
         return iteration <= ALWAYS or iteration % self._rate == 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all logging data under torch's keys: facts, times and states."""
+        """Return data by torch's keys: facts of construction, last sample, flags now.
+
+        A flag (static graph, hook, join, error) has no key while it is not set.
+        """
         ddp, reducer = self._ddp, self._ddp._reducer
         data = {**self._facts, **self._runtime}
         hook = reducer.queue.averaging.comm_hook
@@ -123,10 +130,10 @@ class LoggingData:
         return data
 
     def _buckets(self) -> dict[str, Any]:
-        """Return the last iteration's buckets, ready order, and unused bytes.
+        """Return buckets, ready order, unused bytes of the iteration before; may wait.
 
-        Under torch's keys. Unused bytes are 0 if ranks did not exchange which
-        parameters they used.
+        Under torch's keys. Unused bytes, of parameters that no rank used, are 0 unless
+        ``find_unused_parameters``.
         """
         reducer = self._ddp._reducer
         queue, has_rebuilt = reducer.queue, reducer.rebuild_policy.has_rebuilt
@@ -150,10 +157,10 @@ class LoggingData:
         return data
 
     def _times(self) -> dict[str, int]:
-        """Add the last backward to the averages; return ns by torch's keys.
+        """Add times of the iteration before to the averages; return ns by torch's keys.
 
-        Durations, their averages, begins and ends. If no bucket was recorded: four
-        durations of 0, and nothing is added.
+        Durations, their averages, begins and ends. If no bucket's events were received:
+        four durations of 0, and nothing is added.
         """
         times = self._bucket_times
         names = (

@@ -38,7 +38,12 @@ BUILTIN_HOOKS = {
 
 
 class _PlantedOptimizers(Observer):
-    """Step parameters' ``_in_backward_optimizers`` once their bucket is reduced."""
+    """Step optimizers that torch's ``_apply_optimizer_in_backward`` put on parameters.
+
+    An observer that the first forward registers, if there are any. Each steps as soon
+    as its parameter's bucket is reduced; at the backward's end these ``.grad`` become
+    None.
+    """
 
     uses_grads = True
 
@@ -62,13 +67,17 @@ class _PlantedOptimizers(Observer):
 
 
 class _LogsUnused(Observer):
-    """Log unused parameters at a backward's end, for TORCH_DISTRIBUTED_DEBUG=INFO."""
+    """Log unused parameters at the end of each synchronised backward.
+
+    An observer, made only for ``find_unused_parameters`` together with
+    TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL.
+    """
 
     def __init__(self, reducer: Reducer) -> None:
         self._queue, self._names = reducer.queue, reducer.names
 
     def finished(self) -> None:
-        """Log the names of parameters that no rank used in this backward, if any."""
+        """Log names of parameters that no rank used, if any; wait for the used-map."""
         counts = self._queue.used_map.last_counts.tolist()
         unused = [name for name, n in zip(self._names, counts, strict=True) if not n]
         if unused:
@@ -153,7 +162,10 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
             raise
 
     def _register_builtin_comm_hook(self, kind: Any) -> None:
-        """Register minidp's hook for torch's built-in ``kind``; if none, only warn."""
+        """Register minidp's comm hook that does what torch's built-in ``kind`` does.
+
+        Raises, and replaces buckets, as `register_comm_hook`; unknown kind: only warns.
+        """
         if kind not in BUILTIN_HOOKS:
             warn(f"Unknown builtin comm hook {kind!r}: ignored.")
             return
@@ -163,19 +175,21 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     def _register_fused_optim(
         self, optim: Any, *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> None:
-        """Let ``optim(params, ...)`` step in backwards; register `all_reduce_hook`.
+        """Create an optimizer ``optim(params, ...)`` that steps inside backwards.
 
-        ``optim``: an optimizer class. ``optim_params``: the parameters that it steps;
-        None: all that are averaged.
+        ``optim``: its class. ``optim_params``: its parameters; None: all that are
+        averaged. Also register `all_reduce_hook`; raise as `register_comm_hook`,
+        `step_in_backward`.
         """
         params = self._reducer.params if optim_params is None else optim_params
         self.register_comm_hook(None, comm_hooks.all_reduce_hook)
         self.step_in_backward(optim(list(params), *args, **kwargs))
 
     def _adopt_planted_optimizers(self) -> None:
-        """Let optimizers of ``_apply_optimizer_in_backward`` step after averaging.
+        """Register `_PlantedOptimizers`, and remove the grad hooks of these optimizers.
 
-        Removes their own grad hooks. Does nothing if no trainable parameter has one.
+        Those would step on local gradients, before the average. A no-op if no trainable
+        parameter has ``_in_backward_optimizers``.
         """
         params = [p for p in self._module_parameters if p.requires_grad]
         if not any(hasattr(p, "_in_backward_optimizers") for p in params):
@@ -194,11 +208,12 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         hook: Callable[..., Any],
         comm_hook_location: Any = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """Call ``hook(state, {name: module buffer})`` instead of the broadcast.
+        """Let later forwards call ``hook(state, {name: module buffer})``; no broadcast.
 
-        After forwards (default) or before, only where buffers would be broadcast. The
-        next synchronised backward waits, at its end, for futures that the hook returns.
-        AssertionError if ``hook`` is not callable.
+        After the module (default) or before, in forwards that would broadcast buffers.
+        The next synchronised backward waits, at its end, for the futures that it
+        returned (or None). Replaces an earlier hook. AssertionError if ``hook`` is not
+        callable.
         """
         if not callable(hook):
             raise AssertionError(f"A buffer comm hook must be callable, got {hook!r}.")
@@ -234,9 +249,10 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     # -- changes after wrapping --------------------------------------------------------
 
     def _set_static_graph(self) -> None:
-        """Set ``static_graph``, with new buckets; if it is set already, only warn.
+        """Switch to ``static_graph`` and its first buckets; if it is set, only warn.
 
-        RuntimeError if a synchronised forward has run.
+        Not a collective, but all ranks must call it. RuntimeError, kept in the logging
+        data, if a synchronised forward has run.
         """
         if self.static_graph:
             warn("The graph has been set to be static already.")
@@ -255,9 +271,11 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         reducer.adopt(reducer.queue.configure(config))
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Reset, without collectives, on another group; a non-member on the old one.
+        """Move to another group, no collective; forget a failure and local gradients.
 
-        Buckets will be rebuilt once more. Replicas are no longer compared.
+        If it is no ProcessGroup (torch's mark of a non-member), reset on the present
+        one. Buckets will be rebuilt once more; a static graph's counts stay. Replicas
+        are never compared again.
         """
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
@@ -266,7 +284,11 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         self._replication.stop_comparing()  # new ranks have made fewer steps
 
     def _remove_autograd_hooks(self) -> None:
-        """Remove grad hooks: gradients stay local, and no check ever reports this."""
+        """Remove the grad hooks for good: later backwards average no gradients.
+
+        Also ends, for good, the checks of forwards and optimizer steps for mistakes,
+        and the comparison of replicas: nothing reports that gradients stay local.
+        """
         reducer = self._reducer
         reducer.hooks.remove()
         reducer.expected = EveryParameter(len(reducer.params))  # searches no graphs
@@ -275,13 +297,16 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         self._replication.stop_comparing()
 
     def _check_reducer_finalized(self) -> None:
-        """Raise, as a forward does, if the last backward failed or did not finish."""
+        """Raise, as a forward does, if the last backward failed or did not finish.
+
+        In the latter case other ranks, which may wait for this one, get the error, too.
+        """
         refuse_forward(self._reducer)
 
     # -- what there is -----------------------------------------------------------------
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return facts and times under torch's keys; see `LoggingData`."""
+        """Return facts, times and flags by torch's keys: `LoggingData.to_dict`."""
         return self.logger.to_dict()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
@@ -338,7 +363,10 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         module: nn.Module,
         named_params: bool = False,  # noqa: FBT001, FBT002 -- torch's
     ) -> Iterator[Any]:
-        """Yield the parameters (or (name, parameter)) without ``_ddp_ignored``."""
+        """Yield parameters that are not marked ``_ddp_ignored``.
+
+        ``named_params``: yield (name, parameter).
+        """
         for name, param in module.named_parameters():
             if not hasattr(param, "_ddp_ignored"):
                 yield (name, param) if named_params else param
@@ -347,7 +375,10 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     def _set_params_and_buffers_to_ignore_for_model(
         module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
-        """Store names as the module's ignore list; mark those tensors _ddp_ignored."""
+        """Set the module's ignore list: names of what a later constructor leaves out.
+
+        Also mark those tensors ``_ddp_ignored``. Unknown names are no error here.
+        """
         listed = {name.removeprefix(".") for name in params_and_buffers_to_ignore}
         setattr(module, parameters.IGNORE_ATTRIBUTE, params_and_buffers_to_ignore)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class ReducerNames:
-    """Offer methods of torch's reducer, done by the reducer of ``ddp``."""
+    """Give the reducer of ``ddp`` the method names of torch's: ``ddp.reducer``.
+
+    Made anew at each access of that property; only keeps references.
+    """
 
     def __init__(self, ddp: DataParallel) -> None:
         self._ddp: DataParallel = ddp
@@ -29,9 +32,11 @@ class ReducerNames:
         """Do nothing: minidp prepares in the forward itself."""
 
     def prepare_for_backward(self, outputs: Any) -> None:
-        """Let the next backward, which is of ``outputs``, average gradients.
+        """Arm the reducer as a forward does: the next backward averages gradients.
 
-        Raise, as a forward does, if the last backward failed or did not finish.
+        ``outputs``: of the module; with ``skip_all_reduce_unused_params`` ranks start
+        to exchange what they reach. Raise if the last backward failed or did not
+        finish.
         """
         refuse_forward(self._reducer)
         self._reducer.arm(outputs)
@@ -64,7 +69,10 @@ class ReducerNames:
         ]
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        """Start to sum a bucket's buffer over ranks in place; return its future."""
+        """Collective: start to sum a bucket's buffer over ranks in place, not divided.
+
+        Return a future whose value is that buffer.
+        """
         buffer = bucket.buffer()
         future = all_reduce(buffer, self._ddp.process_group).get_future()
         return then(future, lambda: buffer)
@@ -72,8 +80,9 @@ class ReducerNames:
     def _get_local_used_map(self) -> torch.Tensor | None:
         """Return how many ranks used each parameter, at their last exchange (int32).
 
-        None without ``find_unused_parameters`` and ``static_graph``: ranks exchange
-        nothing then. A static graph's ranks do so in the first backward only.
+        May wait for that exchange. None with neither ``find_unused_parameters`` nor
+        ``static_graph``: ranks exchange nothing then; with the latter only in the first
+        backward.
         """
         queue = self._reducer.queue
         exchanges = queue.config.find_unused_parameters or queue.config.static_graph
