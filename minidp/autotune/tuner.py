@@ -142,7 +142,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
         No trials if ``saved`` was rebuilt, not even with ``rebuilds_again``. Does not
         change the buckets.
         """
-        super().reset(rebuilds_again=rebuilds_again)
+        super().reset()  # a tuned layout stays
         self._reset_trials()
 
     # -- an observer of the queue ---------------------------------------------------

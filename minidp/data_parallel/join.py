@@ -46,8 +46,8 @@ def joining(ddp: DataParallel, **options: Any) -> Iterator[None]:
     """Run the block in torch's ``Join`` with these ``options``, then `stop_joining`.
 
     After the block ``Join`` lets this rank shadow the others until all ran out. Any
-    exception marks the group as failed, so that `reset` replaces it. One raised after
-    the block becomes a CollectiveError, unless ``throw_on_early_termination`` is set.
+    exception marks the group as failed (if ``enable``), so that `reset` replaces it.
+    One after it becomes a CollectiveError, unless ``throw_on_early_termination``.
     """
     communicator, ran_out = ddp._reducer.communicator, False
     try:
@@ -55,7 +55,8 @@ def joining(ddp: DataParallel, **options: Any) -> Iterator[None]:
             yield
             ran_out = True
     except Exception:
-        communicator.has_failed = True  # other ranks may be inside a collective
+        if options["enable"]:  # other ranks may be inside a collective
+            communicator.has_failed = True
         if ran_out and not options["throw_on_early_termination"]:
             with communicator.watching("joining ranks that still have inputs"):
                 raise

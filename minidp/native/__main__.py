@@ -66,10 +66,12 @@ def main(options: argparse.Namespace) -> int:
 def _build(options: argparse.Namespace) -> int:
     """Run ``build``; return 0, or 130 after Ctrl-C; MiniDPError if the build fails.
 
-    ``--optional``: return 0 also if it fails; and at once (``--force`` or not) in mode
-    "0" or if a binary loads. From the build on SIGTERM and SIGHUP act as Ctrl-C.
+    ``--optional``: return 0 also if it fails; and at once in mode "0", or without
+    ``--force`` if a binary loads. From the build on SIGTERM and SIGHUP act as Ctrl-C.
     """
-    if options.optional and (read_mode() == "0" or attempt("auto")[0]):
+    if options.optional and (
+        read_mode() == "0" or (not options.force and attempt("auto")[0])
+    ):
         return 0
     start = time.perf_counter()
     # As Ctrl-C: they end the compilers, too.

@@ -137,14 +137,15 @@ class LoggingData:
         """
         reducer = self._ddp._reducer
         queue, has_rebuilt = reducer.queue, reducer.rebuild_policy.has_rebuilt
-        counts = queue.used_map.last_counts.tolist()
-        unused = [
-            p.nbytes for p, n in zip(reducer.params, counts, strict=True) if not n
-        ]
+        unused = 0
+        if reducer.expected.shares_used_map:  # else not: it may wait for a device
+            counts = queue.used_map.last_counts.tolist()
+            pairs = zip(reducer.params, counts, strict=True)
+            unused = sum(param.nbytes for param, count in pairs if not count)
         data = {
             "iteration": self._iteration,
             "num_buckets_reduced": len(queue.buckets) - len(queue.skipped),
-            "unused_parameter_size": sum(unused) * reducer.expected.shares_used_map,
+            "unused_parameter_size": unused,
             "has_rebuilt_buckets": int(has_rebuilt),
             "prev_iteration_grad_ready_order_indices": _listed(reducer.pending.ready),
         }

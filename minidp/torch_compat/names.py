@@ -132,9 +132,10 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         if not self._lazy_init_ran:
             self._lazy_init_ran = True
             self._adopt_planted_optimizers()
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self.logger.forward_begins()
         try:
+            is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
+            if is_synced and not self._reducer.failure:  # its maps may never come
+                self.logger.forward_begins()
             return super()._pre_forward(*inputs, **kwargs)
         except Exception as error:
             self.logger.note_error(error)
@@ -274,8 +275,8 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         """Move to another group, no collective; forget a failure and local gradients.
 
         If it is no ProcessGroup (torch's mark of a non-member), reset on the present
-        one. Buckets will be rebuilt once more; a static graph's counts stay. Replicas
-        are never compared again.
+        one. Buckets will be rebuilt once more (not by "auto" with a tuned layout); a
+        static graph's counts stay. Replicas are never compared again.
         """
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group

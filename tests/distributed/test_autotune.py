@@ -189,6 +189,22 @@ def test_reset_starts_over(ctx):
 
 
 @on_ranks(2)
+def test_a_tuned_layout_stays_on_another_group(ctx):
+    # A bucket for each parameter, as no rebuild makes them.
+    numel = {name: param.numel() for name, param in Net().named_parameters()}
+    layout = made(DataParallel, ctx).bucket_layout | {
+        "buckets": [[name] for name in numel],
+        "elements": [[n] for n in numel.values()],
+        "rebuilt": True,
+    }
+    ddp = made(DataParallel, ctx, bucket_cap_mb="auto", bucket_layout=layout)
+    ddp._update_process_group(ctx.group)
+    for number in range(3):
+        step(ctx, ddp, number)
+        assert ddp.bucket_layout == layout
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("steps", [0, 1, STEPS + 2, LAST + 1])
 def test_no_object_survives(ctx, steps):
     gc.collect()

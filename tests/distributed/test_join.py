@@ -118,9 +118,17 @@ def test_error_inside_join_ends_it(ctx):
     ddp = wrapped(ctx, Scalars())
     error_in_join(ddp, lambda: ddp(x_of(ctx)).backward(), raise_own, **NEW_DIVISOR)
     assert not ddp._join_config.enable
+    assert ddp._reducer.communicator.has_failed
     ddp.zero_grad()
     ddp(x_of(ctx)).backward()
     assert values(ddp) == [1.5]
+
+
+@on_ranks(2)
+def test_errors_in_a_disabled_join_leave_the_group_as_it_is(ctx):
+    ddp = wrapped(ctx, Scalars())
+    error_in_join(ddp, raise_own, enable=False)
+    assert not ddp._reducer.communicator.has_failed
 
 
 @on_ranks(2)

@@ -293,6 +293,8 @@ def test_an_optional_build_builds_and_then_says_nothing(here, capsys):
     assert "linking" in capsys.readouterr().out
     assert main(["native", "build", "--optional"]) == 0
     assert capsys.readouterr() == ("", "")
+    assert main(["native", "build", "--optional", "--force"]) == 0
+    assert "linking" in capsys.readouterr().out
 
 
 @needs_compiler
