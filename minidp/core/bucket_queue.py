@@ -31,7 +31,7 @@ from .sparse_bucket import SparseBucket
 
 
 class Observer:
-    """Base class of `BucketQueue.observers`, which `finish` calls; here all no-ops."""
+    """Base of `BucketQueue.observers`: no-ops; `reduced` called if `uses_grads`."""
 
     uses_grads = False  # reads or changes ``.grad`` in `reduced`
 

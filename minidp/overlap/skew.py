@@ -79,7 +79,7 @@ class Run:
 
 
 def _of_all(timelines: Sequence[Timeline]) -> list[tuple[Step, ...]]:
-    """Return the steps whose number all timelines hold: for each a tuple by rank."""
+    """Return, for each step number in all ``timelines``, their steps; ascending."""
     by_number = [{step.number: step for step in t.steps} for t in timelines]
     numbers = sorted(set.intersection(*(set(steps) for steps in by_number)))
     return [tuple(steps[number] for steps in by_number) for number in numbers]

@@ -93,10 +93,12 @@ def find_slow_link(
 ) -> Slow | None:
     """Return as `Slow` a rank whose network link got slow or never was fast; or None.
 
-    ``rates``: bytes per second, shape (times, ranks), estimates, often far too high.
-    ``waits``: at those times, seconds per step that even the rank that waits least
-    waits; the last must exceed the usual one by a quarter of ``step`` (seconds).
-    ``nbytes``: sent per step, by rank. Fewer than six times give None.
+    Got slow: sends below `SLOWER` times its usual rate, and other ranks' last rates.
+    Never was fast: below `NEVER_FASTER` times other ranks' rates; known after `MANY`
+    times. ``rates``: bytes per second, shape (times, ranks), often estimated far too
+    high. ``waits``: at those times, seconds per step that every rank waits at least;
+    the last must exceed the usual one (never fast: 0) by ``step`` / 4 seconds, and
+    sending must explain it. ``nbytes``: sent per step, by rank. None before `FEW` times.
     """
     if len(rates) < FEW:
         return None
