@@ -98,7 +98,7 @@ def find_slow_link(
     times. ``rates``: bytes per second, shape (times, ranks), often estimated far too
     high. ``waits``: at those times, seconds per step that every rank waits at least;
     the last must exceed the usual one (never fast: 0) by ``step`` / 4 seconds, and
-    sending must explain it. ``nbytes``: sent per step, by rank. None before `FEW` times.
+    sending must explain it. ``nbytes``: per step, by rank. None before `FEW` times.
     """
     if len(rates) < FEW:
         return None
