@@ -99,7 +99,7 @@ def interrupt_once(*_: object) -> NoReturn:
 
 
 def print_report(report: Report, *, as_json: bool = False) -> None:
-    """Print a report to stdout, as table or JSON, in one write: ranks may print, too."""
+    """Print a report to stdout, as table or JSON, not mixed with other ranks'."""
     width = min(shutil.get_terminal_size().columns, 100)  # 80 without a terminal
     say(json.dumps(report.as_json(), indent=2) if as_json else report.table(width))
 
@@ -198,7 +198,7 @@ class Examination:
         return is_reachable
 
     def _meet(self, launch: environment.Launch) -> Iterator[Finding]:
-        """Open the store; wait up to `_wait` s for ranks; yield findings on their facts.
+        """Open the store; wait up to `_wait` s for ranks; yield findings on facts.
 
         Set `_meeting`, `_present`, `_has_own_gpus`; `_store` only if all ranks came,
         with one WORLD_SIZE and one process per rank. Raise if the store cannot be

@@ -13,7 +13,7 @@ from .words import of_ranks
 
 
 class Status(Enum):
-    """Outcome of a check (severity); its value is the word in table and JSON."""
+    """Outcome of a check; the value is the word that the table and JSON show."""
 
     OK = "ok"
     WARNING = "warning"  # training runs, but probably not as intended

@@ -126,7 +126,7 @@ class TrainingLog:
 
     @_harmless
     def _note_values(self) -> None:
-        """Append the parameters' checksums (not of ignored ones) to ``facts["values"]``."""
+        """Append checksums of parameters (not ignored ones) to ``facts["values"]``."""
         sums = {name: int(sum_of_bits(param)) for name, param in self._params.items()}
         self.facts["values"].append(sums)
 

@@ -105,7 +105,7 @@ def _length(sized: Any) -> int | None:
 
 
 def judge_batches(of_rank: Facts) -> Finding:
-    """Judge numbers of batches: failed if they differ; skipped if one is None; or ok."""
+    """Judge numbers of batches: failed if unequal; skipped if one is None; or ok."""
     counts = {rank: facts["batches"] for rank, facts in of_rank.items()}
     if None in counts.values():
         return skipped("the loader has no length")

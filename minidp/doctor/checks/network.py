@@ -53,7 +53,10 @@ def check_port(launch: Launch, seconds: float) -> Finding:
 
 
 def check_lighthouse(url: str, seconds: float) -> Finding:
-    """Connect to torchft's lighthouse within ``seconds``: ok, or failed (also bad URL)."""
+    """Connect to torchft's lighthouse in ``seconds`` at most: ok, or failed.
+
+    Failed also for an ``url`` without scheme or host.
+    """
     place, said = urlsplit(url), f"TORCHFT_LIGHTHOUSE={url}"
     if not place.scheme or not place.hostname:
         return failed(f"{said} is no address", "write it like http://host:29510")

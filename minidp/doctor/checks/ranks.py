@@ -85,8 +85,7 @@ def uuid_of(device: torch.device) -> str:
 def judge_ranks(facts: Collection[Facts], rank: int, claims: int) -> Iterator[Finding]:
     """Yield failed if WORLD_SIZE differs by rank, a warning if some are missing, or ok.
 
-    Then failed, too, if ``claims``, the number of processes with this ``rank``, is over
-    1.
+    Then one more failed if ``claims``, the number of processes of ``rank``, is over 1.
     """
     sizes = {each["world_size"] for each in facts}
     hosts = {each["host"] for each in facts}

@@ -16,7 +16,7 @@ _NOT_WRAPPED = skipped("the model is not wrapped", "watch the wrapped model")
 
 
 def judge_epochs(logs: Logs) -> Finding:
-    """Return a warning if two epochs in a row had one number on some rank; or ok.
+    """Return a warning if two epochs in a row had the same number on a rank; or ok.
 
     Ok also if no sampler shuffles by epoch. Skipped: no DataLoader, a sampler without
     an ``epoch`` attribute, or under 2 epochs.
@@ -41,7 +41,7 @@ def judge_epochs(logs: Logs) -> Finding:
 
 
 def judge_same_batches(logs: Logs) -> Finding:
-    """Judge first 3 batches: failed if two ranks' are equal; skipped if one has none.
+    """Judge first 3 batches: failed if equal on two ranks; skipped if one has none.
 
     Else ok.
     """
@@ -173,7 +173,10 @@ def judge_saving(logs: Logs) -> Finding:
 
 
 def judge_printing(logs: Logs) -> Finding:
-    """Return a warning if a rank printed no fewer lines than the lowest one; or ok."""
+    """Return a warning if other ranks printed no less than the lowest one; or ok.
+
+    Ranks that printed nothing never count.
+    """
     (first, usual), *others = [(rank, log["lines"]) for rank, log in logs.items()]
     noisy = [rank for rank, count in others if count and count >= usual]
     if noisy:
