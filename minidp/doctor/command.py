@@ -69,11 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run all checks; print the report on one rank; return its exit status, or 130.
+    """Run all checks; print the report on one rank; return the exit status.
 
-    The status is 1 if any finding failed, else 0; on ranks that print nothing 0. After
-    Ctrl-C (`interrupt_once` handles SIGINT) it is 130. If ``runner.is_stuck`` (so, or a
-    check hung, or a group is unusable), ``os._exit`` with that status instead.
+    It is 1 if any finding failed, else 0; 0 on ranks that print nothing; 130 after
+    Ctrl-C. SIGINT is `interrupt_once` from now on. If ``runner.is_stuck`` (Ctrl-C, a
+    check that hung, an unusable group), end the process with that status by
+    ``os._exit`` instead.
     """
     examination = Examination(os.environ, options.timeout, options.wait)
     code = 0
@@ -122,9 +123,10 @@ class Examination:
         self._is_over = False  # this rank communicates no more
 
     def run(self) -> Report | None:
-        """Run all checks; return the report, or None if a lower rank returns it.
+        """Run all checks; return the report on the lowest rank that came, else None.
 
         Wait for other ranks within the limits. What a check raises becomes a finding.
+        Each rank gets a report of its own if they cannot meet.
         """
         runner, is_reachable, launch = self.runner, self._alone(), self._launch
         if launch is None:
@@ -198,11 +200,11 @@ class Examination:
         return is_reachable
 
     def _meet(self, launch: environment.Launch) -> Iterator[Finding]:
-        """Open the store; wait up to `_wait` s for ranks; yield findings on facts.
+        """Open the store; wait up to `_wait` s for ranks; yield findings on all facts.
 
-        Set `_meeting`, `_present`, `_has_own_gpus`; `_store` only if all ranks came,
-        with one WORLD_SIZE and one process per rank. Raise if the store cannot be
-        reached.
+        Rank 0 serves the store, unless torchrun's agent does. Set `_meeting`,
+        `_present`, `_has_own_gpus`; `_store` only if all ranks came, with one
+        WORLD_SIZE and one process per rank. Raise if the store cannot be reached.
         """
         store = _stores.TCPStore(
             launch.address,
@@ -239,9 +241,9 @@ class Examination:
     def _communicate(self, launch: environment.Launch) -> None:
         """Check clocks, buckets, all-reduces, gradients on Gloo; the last two on NCCL.
 
-        Collective; a default process group is opened, and destroyed at the end. NCCL
-        only if every rank has a GPU of its own. After a check that raises or hangs (as
-        it does if a rank is missing), leave out the rest, and leave the group.
+        Collective; opens a default process group, and destroys it at the end. NCCL only
+        if every rank has a GPU of its own. After a check that raises or hangs (as it
+        does if a rank is missing), leave out the rest, and leave the group open.
         """
         runner = self.runner
         timeout = timedelta(seconds=runner.seconds)
@@ -294,10 +296,11 @@ class Examination:
             self._is_over = self.runner.is_stuck = True
 
     def _report(self) -> Report | None:
-        """Return the lowest rank's report of all; the others post theirs, return None.
+        """Return all ranks' report on the lowest that came; others post theirs.
 
-        The lowest waits up to `_meeting.seconds` for the others' findings. Return this
-        rank's own report if ranks have not met, or the store fails.
+        Others return None. The lowest waits up to `_meeting.seconds` for their
+        findings. Return this rank's own report if ranks have not met, or the store
+        fails.
         """
         runner, meeting, launch = self.runner, self._meeting, self._launch
         place = "" if launch is None else f": rank {launch.rank}"

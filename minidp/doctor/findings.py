@@ -13,7 +13,7 @@ from .words import of_ranks
 
 
 class Status(Enum):
-    """Outcome of a check; the value is the word that the table and JSON show."""
+    """Outcome of a check: ok, warning, failed, skipped; reports show the value."""
 
     OK = "ok"
     WARNING = "warning"  # training runs, but probably not as intended

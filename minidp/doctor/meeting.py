@@ -29,17 +29,17 @@ class Meeting:
         post_json(self.store, topic, self.rank, value)
 
     def claim(self, times: int = 1) -> int:
-        """Add ``times`` to the store's count of processes with this rank; return it."""
+        """Count ``times`` more processes of this rank in the store; return the sum."""
         return int(self.store.add(f"claimed/{self.rank}", times))
 
     def gather(
         self, topic: str, value: Any, among: Collection[int] = ()
     ) -> tuple[dict[int, Any], str]:
-        """Post a value; wait `seconds` at most for other ranks'; return all, by rank.
+        """Post a value; wait `seconds` at most for others' values; return all, by rank.
 
-        ``among``: the ranks (this one, too); empty: all. Also return a text that names
-        ranks that did not post in time, and why, as that the store failed; "" if all
-        did. With one rank nothing is sent.
+        ``among``: the ranks, this one included; empty: all. Also return a text that
+        names ranks that did not post in time, and why; "" if all did. A store that
+        fails is not raised, but a reason. With one rank nothing is sent.
         """
         own, others = {self.rank: value}, {*(among or range(self.world_size))}
         others.remove(self.rank)

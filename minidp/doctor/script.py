@@ -168,10 +168,10 @@ class _Ranks:
     ) -> Report:
         """Run ``own`` checks; judge all ranks' ``facts``; return all ranks' findings.
 
-        Rank 0 prints them unless `quiet`. ``compared``: by check, what judges the
-        facts. Waits `seconds` at most for all ranks' facts, then again for the findings
-        of ranks whose facts came. An error of a check, a judge or the store becomes a
-        finding.
+        Rank 0 prints them unless `quiet`. ``compared``: functions that judge the facts,
+        by check. Waits `seconds` at most for all ranks' facts, then again for the
+        findings of ranks whose facts came. An error of a check, a judge or the store
+        becomes a finding.
         """
         findings = [f for name in own for f in _findings_of(name, own[name])]
         of_rank = {self.rank: findings}

@@ -29,7 +29,7 @@ Note = TypeVar("Note", bound=Callable[..., None])
 
 
 def _harmless(note: Note) -> Note:
-    """Decorate a method: add its errors to `mishaps`, not raise; keep dynamo out."""
+    """Decorate a method: errors go to `mishaps` and are not raised; dynamo skips it."""
 
     @untraced
     @functools.wraps(note)
@@ -95,9 +95,8 @@ class TrainingLog:
     def recording(self) -> Iterator[None]:
         """In the block, record training in `facts` by hooks on model and optimizers.
 
-        Also replace ``print``, ``torch.save`` and ``DataLoader.__iter__`` in this
-        process. The end undoes all; checksums at the end are left out if the block
-        raises.
+        Replace ``print``, ``torch.save``, ``DataLoader.__iter__`` for the process, too.
+        The end undoes all. If the block raises, checksums of its end are missing.
         """
         model = self.model
         with ExitStack() as undo:
@@ -126,7 +125,7 @@ class TrainingLog:
 
     @_harmless
     def _note_values(self) -> None:
-        """Append checksums of parameters (not ignored ones) to ``facts["values"]``."""
+        """Append checksums of parameters (but ignored ones) to ``facts["values"]``."""
         sums = {name: int(sum_of_bits(param)) for name, param in self._params.items()}
         self.facts["values"].append(sums)
 

@@ -232,8 +232,7 @@ class WrappedModels:
     def add(self, ddp: DataParallel) -> None:
         """Count a model; record its steps if reports are due; no-op in a fork.
 
-        A recording first ends those of dropped models. Call `OutcomeRecorder.wrapped`,
-        if any.
+        Before it, end recordings of dropped models. Pass it to the comparison, if any.
         """
         if os.getpid() != self._pid:
             return
@@ -311,8 +310,8 @@ class WrappedModels:
 def _gathered(mine: list[Timeline]) -> list[list[Timeline]]:
     """Return all ranks' timelines, by model, on rank 0; [] on the other ranks.
 
-    The others only post theirs. Rank 0 waits 60 s at most, prints which ranks sent
-    none, and returns the rest.
+    The others only post theirs. Rank 0 waits 60 s at most, and prints which ranks sent
+    none: they are left out.
     """
     rank, size = from_environment("RANK", 0), from_environment("WORLD_SIZE", 1)
     store = launcher_store("report") if size > 1 else None

@@ -69,7 +69,7 @@ def watch_speed(model: DataParallel | Attachment | nn.Module) -> SpeedWatch:
 class SpeedWatch:
     """Measure this rank's steps, from construction to `stop`; rank 0 judges all.
 
-    Ranks post steps to the store 4 times a second, by the watchdog's thread.
+    The watchdog's thread posts them to the store; without it the constructor warns.
     """
 
     def __init__(self, reducer: Reducer) -> None:

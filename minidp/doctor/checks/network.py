@@ -24,8 +24,9 @@ _RETRY_SECONDS = 0.2
 def check_port(launch: Launch, seconds: float) -> Finding:
     """Judge the store's port: `_check_own_port` on a rank 0 that itself serves it.
 
-    Else connect: failed if the port does not answer; a refused connection is tried
-    again for ``seconds``. Failed on any rank if the address cannot be looked up; or ok.
+    Else connect, in ``seconds`` at most (a refused connection is tried again): failed
+    if the port does not answer. Failed on any rank if the address cannot be looked up;
+    or ok.
     """
     place, text = (launch.address, launch.port), f"{launch.address}:{launch.port}"
     try:
@@ -158,7 +159,7 @@ def nccl_interfaces(pattern: str, names: list[str]) -> list[str]:
 
 
 def read_interfaces() -> tuple[dict[str, str], str]:
-    """Return IPv4 addresses by interface, and of the host's name; "" where none is."""
+    """Return IPv4 addresses by interface, and that of the host's name; "" if none."""
     addresses = dict.fromkeys((name for _, name in socket.if_nameindex()), "")
     get_address = 0x8915  # SIOCGIFADDR
     for name in addresses:

@@ -41,9 +41,9 @@ def judge_epochs(logs: Logs) -> Finding:
 
 
 def judge_same_batches(logs: Logs) -> Finding:
-    """Judge first 3 batches: failed if equal on two ranks; skipped if one has none.
+    """Judge first 3 batches: failed if two ranks had the same ones, or ok.
 
-    Else ok.
+    Skipped if a rank had none.
     """
     fed = {rank: tuple(log["batches"]) for rank, log in logs.items()}
     if not all(fed.values()):

@@ -20,7 +20,7 @@ class Finder:
     """Import hook: once torch is imported, import this minidp, and call its `join`."""
 
     def find_spec(self, name: str, *more: Any) -> Any:
-        """Return the spec of torch or this minidp, to call `_imported` afterwards.
+        """Return the spec of torch or this minidp, made to call `_imported` at the end.
 
         None for all other modules.
         """
