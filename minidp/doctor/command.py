@@ -69,11 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run all checks; print the report on one rank; return 0, 1 (failed) or 130.
+    """Run all checks; print the report on one rank; return the exit status.
 
-    A rank that does not print returns 0: its findings are in the report. After Ctrl-C
-    every rank ends with 130. If ``runner.is_stuck`` (Ctrl-C, a check that hung, a group
-    that cannot be used), end with that status by ``os._exit`` instead.
+    It is 1 if any finding failed, else 0; 0 on ranks that print nothing; 130 after
+    Ctrl-C. SIGINT is `interrupt_once` from now on. If ``runner.is_stuck`` (Ctrl-C, a
+    check that hung, an unusable group), end the process with that status by
+    ``os._exit`` instead.
     """
     examination = Examination(os.environ, options.timeout, options.wait)
     code = 0
@@ -99,13 +100,13 @@ def interrupt_once(*_: object) -> NoReturn:
 
 
 def print_report(report: Report, *, as_json: bool = False) -> None:
-    """Print a report, as a table or JSON, in one write: other ranks may print, too."""
+    """Print a report to stdout, as table or JSON, not mixed with other ranks'."""
     width = min(shutil.get_terminal_size().columns, 100)  # 80 without a terminal
     say(json.dumps(report.as_json(), indent=2) if as_json else report.table(width))
 
 
 class Examination:
-    """Hold the state of one ``minidp doctor``; the method `run` runs the checks.
+    """Run ``minidp doctor`` in this process, by `run`; the constructor checks nothing.
 
     ``seconds``: limit of each check; ``wait``: limit of waiting until all ranks came.
     """
@@ -122,7 +123,11 @@ class Examination:
         self._is_over = False  # this rank communicates no more
 
     def run(self) -> Report | None:
-        """Run all checks; return the report, or None if a lower rank prints it."""
+        """Run all checks; return the report on the lowest rank that came, else None.
+
+        Wait for other ranks within the limits. What a check raises becomes a finding.
+        Each rank gets a report of its own if they cannot meet.
+        """
         runner, is_reachable, launch = self.runner, self._alone(), self._launch
         if launch is None:
             return self._report()
@@ -140,10 +145,10 @@ class Examination:
         return self._report()
 
     def interrupt(self) -> Report | None:
-        """Add "interrupted" as a finding; return the report, or None, as `run` does.
+        """Add a skipped finding "interrupted"; return the report or None, as `run`.
 
-        Set ``runner.is_stuck``. Wait about 10 s at most for the findings of other
-        ranks.
+        Set ``runner.is_stuck``. If ranks have met, wait 10 s at most for the findings
+        of the others.
         """
         found = f"Ctrl-C during: {self.runner.current}; what comes after is left out"
         self.runner.add("interrupted", skipped(found))
@@ -195,11 +200,11 @@ class Examination:
         return is_reachable
 
     def _meet(self, launch: environment.Launch) -> Iterator[Finding]:
-        """Wait for ranks, `_wait` s at most; yield findings of their compared facts.
+        """Open the store; wait up to `_wait` s for ranks; yield findings on all facts.
 
-        Set `_meeting`, `_present`, `_has_own_gpus`; `_store` only if all ranks came,
-        with one WORLD_SIZE and one process per rank. Raise if the store cannot be
-        reached.
+        Rank 0 serves the store, unless torchrun's agent does. Set `_meeting`,
+        `_present`, `_has_own_gpus`; `_store` only if all ranks came, with one
+        WORLD_SIZE and one process per rank. Raise if the store cannot be reached.
         """
         store = _stores.TCPStore(
             launch.address,
@@ -234,11 +239,11 @@ class Examination:
             self._store = prefix(store)
 
     def _communicate(self, launch: environment.Launch) -> None:
-        """Check clocks, all-reduces and gradients on Gloo, then the last two on NCCL.
+        """Check clocks, buckets, all-reduces, gradients on Gloo; the last two on NCCL.
 
-        Collective. NCCL only if every rank has a GPU of its own. After a check that
-        raises or hangs here (as it does if a rank is missing), leave out all later
-        ones.
+        Collective; opens a default process group, and destroys it at the end. NCCL only
+        if every rank has a GPU of its own. After a check that raises or hangs (as it
+        does if a rank is missing), leave out the rest, and leave the group open.
         """
         runner = self.runner
         timeout = timedelta(seconds=runner.seconds)
@@ -282,16 +287,20 @@ class Examination:
             runner.attempt(dist.destroy_process_group)
 
     def _together(self, name: str, check: Check) -> None:
-        """Run a check with all ranks; no-op after one that raised or hung here."""
+        """Run a check that is collective, and add its findings; no-op if `_is_over`.
+
+        If it raises or is late, set `_is_over` and ``runner.is_stuck``.
+        """
         seconds = self.runner.seconds + GRACE_SECONDS
         if not self._is_over and not self.runner.run(name, check, seconds):
             self._is_over = self.runner.is_stuck = True
 
     def _report(self) -> Report | None:
-        """Return all ranks' report on the lowest that came, and None on the others.
+        """Return all ranks' report on the lowest that came; others post theirs.
 
-        The lowest waits up to `_meeting.seconds` for the others' findings. Return this
-        rank's own report if ranks have not met, or the store fails.
+        Others return None. The lowest waits up to `_meeting.seconds` for their
+        findings. Return this rank's own report if ranks have not met, or the store
+        fails.
         """
         runner, meeting, launch = self.runner, self._meeting, self._launch
         place = "" if launch is None else f": rank {launch.rank}"

@@ -13,7 +13,7 @@ from .words import of_ranks
 
 
 class Status(Enum):
-    """Outcome of a check: ok, warning, failed or skipped; as text in table and JSON."""
+    """Outcome of a check: ok, warning, failed, skipped; reports show the value."""
 
     OK = "ok"
     WARNING = "warning"  # training runs, but probably not as intended
@@ -59,7 +59,10 @@ skipped = partial(Finding, "", Status.SKIPPED)
 
 
 def named(check: str, found: Found) -> list[Finding]:
-    """Return the finding(s) as a list; those with an empty name get ``check``."""
+    """Return one or several findings as a list; set ``check`` where the name is empty.
+
+    A generator (``found`` of a check that yields) runs here, and may raise.
+    """
     findings = [found] if isinstance(found, Finding) else found
     return [replace(finding, check=finding.check or check) for finding in findings]
 
@@ -83,7 +86,7 @@ class Report:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Return status word -> number of findings, 0 included."""
+        """Return the number of findings by status word ("ok", ...), zeros included."""
         found = [finding.status for finding in self.findings]
         return {status.value: found.count(status) for status in Status}
 
@@ -127,7 +130,7 @@ class Report:
 def merge(
     title: str, of_rank: Mapping[int, Sequence[Finding]], world_size: int
 ) -> Report:
-    """Return one report; equal findings become one with all their ranks.
+    """Return one Report of all ranks; equal findings become one with all their ranks.
 
     ``ranks`` becomes () if every rank of ``of_rank`` has the finding.
     """

@@ -17,7 +17,7 @@ from .words import in_words, of_ranks
 
 @dataclass
 class Meeting:
-    """Exchange JSON values between ranks; each exchange waits ``seconds`` at most."""
+    """Exchange JSON values of ranks by a store; `gather` waits ``seconds`` at most."""
 
     store: Any  # None with one rank
     rank: int
@@ -29,16 +29,17 @@ class Meeting:
         post_json(self.store, topic, self.rank, value)
 
     def claim(self, times: int = 1) -> int:
-        """Return the store's count of this rank's processes, after adding ``times``."""
+        """Count ``times`` more processes of this rank in the store; return the sum."""
         return int(self.store.add(f"claimed/{self.rank}", times))
 
     def gather(
         self, topic: str, value: Any, among: Collection[int] = ()
     ) -> tuple[dict[int, Any], str]:
-        """Post a value; wait for those of ``among`` (empty: all); return them by rank.
+        """Post a value; wait `seconds` at most for others' values; return all, by rank.
 
-        Also return a text that names ranks that did not post in time, and why; "" if
-        all did. A store that fails is a reason, too. With one rank nothing is sent.
+        ``among``: the ranks, this one included; empty: all. Also return a text that
+        names ranks that did not post in time, and why; "" if all did. A store that
+        fails is not raised, but a reason. With one rank nothing is sent.
         """
         own, others = {self.rank: value}, {*(among or range(self.world_size))}
         others.remove(self.rank)

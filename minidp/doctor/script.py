@@ -87,7 +87,10 @@ def check_loader(
 
 
 class Watched:
-    """The report of `watch`: None before the block ends, and if it raises; iterable."""
+    """Hold the ``report`` that `watch` sets when its block ends, not if that raises.
+
+    None until then. Iterating yields its findings, or nothing.
+    """
 
     report: Report | None = None
 
@@ -135,7 +138,10 @@ def watch(
 
 
 def _group_of(model: nn.Module, group: Any) -> Any:
-    """Return ``group``, else the wrapper's, else the default one; None without any."""
+    """Return ``group``, else that of the model's DDP, else the default group.
+
+    None if there is no default group.
+    """
     if group is None:
         group = getattr(models.synchroniser(model), "process_group", None)
     return joined_group(group)
@@ -143,7 +149,7 @@ def _group_of(model: nn.Module, group: Any) -> Any:
 
 @dataclass
 class _Ranks:
-    """Hold what a check in a script needs; `conclude` runs it and makes one report."""
+    """Hold the group and settings of one call from a script; `conclude` runs checks."""
 
     subject: str
     group: Any  # None: this process alone
@@ -162,9 +168,10 @@ class _Ranks:
     ) -> Report:
         """Run ``own`` checks; judge all ranks' ``facts``; return all ranks' findings.
 
-        Rank 0 prints them unless `quiet`. ``compared``: judges, by check. Waits
-        `seconds` at most for all ranks' facts, then again for the findings of ranks
-        whose facts came. An error of a check, a judge or the store becomes a finding.
+        Rank 0 prints them unless `quiet`. ``compared``: functions that judge the facts,
+        by check. Waits `seconds` at most for all ranks' facts, then again for the
+        findings of ranks whose facts came. An error of a check, a judge or the store
+        becomes a finding.
         """
         findings = [f for name in own for f in _findings_of(name, own[name])]
         of_rank = {self.rank: findings}
@@ -193,10 +200,10 @@ class _Ranks:
         return report
 
     def _meet(self) -> Meeting:
-        """Return a Meeting with a part of the group's store for this call only.
+        """Return a Meeting in a part of the group's store that no other call uses.
 
-        With one rank its store is None. Ranks get the same part if all make the same
-        calls.
+        With one rank its store is None. Calls are counted: ranks get the same part if
+        all made as many on this subject before.
         """
         store = None
         if self.world_size > 1:

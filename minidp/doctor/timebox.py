@@ -37,7 +37,7 @@ def run_within(seconds: float, function: Callable[[], Result]) -> Result:
 
 
 class Runner:
-    """Hold the findings of checks; `run` runs one check, for ``seconds`` at most."""
+    """Hold the findings of checks; `run` runs one, ``seconds`` at most, in a thread."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -48,8 +48,8 @@ class Runner:
     def run(self, name: str, check: Check, seconds: float | None = None) -> bool:
         """Run one check; add its findings; return False if it raised or was late.
 
-        Both add a failed finding. Late: after ``seconds`` (None: the runner's); the
-        check's thread goes on then, and `is_stuck` is set.
+        Then add one failed finding instead. Late: after ``seconds`` (None: the
+        runner's); the check's thread goes on then, and `is_stuck` is set.
         """
         self.current = name
         say_progress(f"minidp doctor: {name} ...")
@@ -72,7 +72,7 @@ class Runner:
     def attempt(self, action: Callable[[], Result], seconds: float = 0) -> list[Result]:
         """Call an action in a thread; return [its result], [] if it raises or is late.
 
-        Late: after ``seconds`` + 2 s. In both cases set `is_stuck`, but add no finding.
+        Late: after ``seconds`` + 2 s. Before [] set `is_stuck`; never add a finding.
         """
         try:
             return [run_within(seconds + GRACE_SECONDS, action)]

@@ -29,7 +29,7 @@ Note = TypeVar("Note", bound=Callable[..., None])
 
 
 def _harmless(note: Note) -> Note:
-    """Decorate a method: what it raises goes to `mishaps`; dynamo does not trace it."""
+    """Decorate a method: errors go to `mishaps` and are not raised; dynamo skips it."""
 
     @untraced
     @functools.wraps(note)
@@ -43,7 +43,7 @@ def _harmless(note: Note) -> Note:
 
 
 def _after(note: Callable[[Any, Any], None], original: Callable[..., Any]) -> Any:
-    """Wrap ``original``: each call first passes ``(args, kwargs)`` to ``note``."""
+    """Return a wrapper of ``original`` that calls ``note(args, kwargs)`` before it."""
 
     @functools.wraps(original)
     def noting(*values: Any, **options: Any) -> Any:
@@ -54,7 +54,10 @@ def _after(note: Callable[[Any, Any], None], original: Callable[..., Any]) -> An
 
 
 class TrainingLog:
-    """Record one rank's training inside `recording`; the results are in ``facts``."""
+    """Record one rank's training inside `recording`; the constructor hooks nothing.
+
+    ``facts``: what was seen, for the judges; ``mishaps``: errors while recording.
+    """
 
     def __init__(self, model: nn.Module, loader: Any = None) -> None:
         self.model = model
@@ -90,7 +93,11 @@ class TrainingLog:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the block in `facts` by hooks and patches, which its end undoes."""
+        """In the block, record training in `facts` by hooks on model and optimizers.
+
+        Replace ``print``, ``torch.save``, ``DataLoader.__iter__`` for the process, too.
+        The end undoes all. If the block raises, checksums of its end are missing.
+        """
         model = self.model
         with ExitStack() as undo:
 
@@ -118,16 +125,16 @@ class TrainingLog:
 
     @_harmless
     def _note_values(self) -> None:
-        """Append a checksum of each parameter to ``facts["values"]``."""
+        """Append checksums of parameters (but ignored ones) to ``facts["values"]``."""
         sums = {name: int(sum_of_bits(param)) for name, param in self._params.items()}
         self.facts["values"].append(sums)
 
     @_harmless
     def _note_batch(self, _model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Forward pre-hook: note a training batch's size and, of the first 3, a digest.
+        """Forward pre-hook: note the batch's size and, of the first 3, a digest.
 
-        Size: of the first tensor that has dimensions; its rows if floating, else
-        elements.
+        No-op in eval mode or without grad mode. Size: rows of the first tensor that has
+        dimensions, or its elements if it is not floating.
         """
         batches = self.facts["batches"]
         trains = torch.is_grad_enabled() and self.model.training
@@ -143,12 +150,12 @@ class TrainingLog:
                 batches.append(digest_of(sums))
 
     def _synchronises(self) -> bool:
-        """Return whether a backward reduces gradients: False in ``no_sync()``."""
+        """Return whether a backward reduces gradients: False only in ``no_sync()``."""
         return bool(option(self.model, "require_backward_grad_sync", default=True))
 
     @_harmless
     def _note_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
-        """Forward hook: let a later backward from ``output`` be counted in `_tasks`.
+        """Forward hook: hook the outputs, so that a backward adds its id to `_tasks`.
 
         No-op inside ``no_sync()`` or without grad mode.
         """
@@ -164,8 +171,8 @@ class TrainingLog:
     def _note_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         """Optimizer pre-hook: record backwards, samples, unused parameters of a step.
 
-        No-op if the step is inside a backward, no gradient arrived since the last one,
-        or the optimizer holds none of the model's parameters.
+        Then count anew. No-op if the step is inside a backward, no gradient arrived
+        since the last one, or the optimizer holds none of the model's parameters.
         """
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         ours = held.intersection(map(id, self._trainable.values()))
@@ -183,14 +190,17 @@ class TrainingLog:
 
     @_harmless
     def _note_epoch(self, values: Any, _options: Any) -> None:
-        """Record the sampler's epoch, None if no int, when the loader is iterated."""
+        """When `_loader`, no other, is iterated, record its sampler's epoch.
+
+        None if that is no int.
+        """
         if values[0] is self._loader:
             epoch = getattr(self._sampler, "epoch", None)
             self.facts["epochs"].append(epoch if isinstance(epoch, int) else None)
 
     @_harmless
     def _note_line(self, values: Any, options: Any) -> None:
-        """Count a call of ``print`` to stdout unless empty or with the word rank."""
+        """Count a ``print`` to stdout, unless its text is blank or contains "rank"."""
         if options.get("file") in (None, sys.stdout):
             text = " ".join(map(str, values))
             # A line that names the rank is meant to be printed on all ranks.
@@ -198,7 +208,7 @@ class TrainingLog:
 
     @_harmless
     def _note_save(self, values: Any, options: Any) -> None:
-        """Record the absolute path that ``torch.save`` is called with, if it is one."""
+        """Record the absolute path that ``torch.save`` gets; no-op if a file object."""
         file = values[1] if len(values) > 1 else options.get("f")
         if isinstance(file, str | os.PathLike):
             self.facts["saved"].append(os.path.abspath(os.fspath(file)))

@@ -21,7 +21,7 @@ def of_ranks(ranks: Sequence[int]) -> str:
 
 
 def in_words(error: Exception) -> str:
-    """Return an error as ``Type: text`` on one line; at most 300 characters of text."""
+    """Return an error as ``Type: text`` on one line, 300 characters, no C++ traces."""
     text = " ".join(str(error).partition("\nException raised from")[0].split())
     text = re.sub(r"\[(enforce fail at )?/[^\]\s]*:\d+\] ", "", text)
     return f"{type(error).__name__}: {text[:300]}".removesuffix(": ")

@@ -37,8 +37,9 @@ def reached_children(
 ) -> Iterator[None]:
     """In the block, let child processes (of Python) call `join` once they import torch.
 
-    ``swaps``: they swap torch's class, else keep it; ``is_compared``: they are seeded
-    as runs of a comparison are. Error messages name ``command`` in remedies.
+    Set PYTHONPATH and `RUN` in ``os.environ`` for it. ``swaps``: they swap torch's
+    class, else keep it; ``is_compared``: they are seeded as runs of a comparison are.
+    Error messages name ``command`` in remedies.
     """
     orders = {"command": command, "swaps": swaps, "is_compared": is_compared}
     paths = filter(None, [str(START), os.environ.get("PYTHONPATH")])
@@ -52,9 +53,9 @@ _joined = ExitStack()  # never closed: until the process ends
 def join() -> None:
     """Do in a child process what `reached_children` has written to the variable `RUN`.
 
-    ``swaps``: swap torch's class. Else keep it, end this process when its parent dies,
-    and leak torch's reducers (`never_take_down`). ``is_compared``: also seed with the
-    rank.
+    ``swaps``: swap torch's class for good. Else keep it, have this process killed when
+    its parent ends, and leak torch's reducers (`never_take_down`). ``is_compared``:
+    also seed with the rank.
     """
     orders = json.loads(os.environ[RUN])
     if orders["swaps"]:

@@ -57,7 +57,7 @@ cannot be run at all, 1 if there is nothing to report or compare, or a differenc
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``minidp run`` to ``parser``."""
+    """Add description and options of ``minidp run``, SCRIPT and ARGS to ``parser``."""
     parser.description = DESCRIPTION
     add_num_ranks(parser)
     parser.add_argument(
@@ -124,6 +124,7 @@ def main(options: Namespace) -> int:
     """Run or compare the script, here or on ``-n`` ranks; return the exit status.
 
     2 if the script or an option cannot be used. What the script raises here passes.
+    With --phase (a run of a comparison) this process is killed when its parent ends.
     """
     script = Script(options.script, options.arguments, options.is_module)
     # Absolute: the script may change its working directory.
@@ -151,7 +152,11 @@ def main(options: Namespace) -> int:
 
 
 def _problem(script: Script, options: Namespace) -> str:
-    """Return why script or options cannot be used; "" if nothing is wrong."""
+    """Return why script or options cannot be used; "" if nothing is wrong.
+
+    Import a module's packages, with torch's class swapped (but not with --phase torch);
+    raise what these raise.
+    """
     # Finding a module imports the packages around it, which may import the class.
     with nullcontext() if options.phase == "torch" else swapped():
         files = {"save": options.save, "html": options.html}
@@ -184,7 +189,8 @@ def _words(options: Namespace, *names: str) -> list[str]:
 def _run_on_minidp(script: Script, options: Namespace) -> int:
     """Run the script with torch's class swapped; print reports; return the status.
 
-    In a comparison, save the outcome if the status (`WrappedModels.finish`) is 0.
+    In a comparison, save the outcome if the status (`WrappedModels.finish`) is 0. What
+    the script raises passes, without reports.
     """
     outcomes = begin_phase(options) if options.phase else None
     models = WrappedModels(script, options, outcomes)
@@ -208,7 +214,7 @@ def _run_on_minidp(script: Script, options: Namespace) -> int:
 
 
 class WrappedModels:
-    """Hold the models that the script wraps (`add`); record and report their steps."""
+    """Collect the models that the script wraps, by `add`; record and report steps."""
 
     def __init__(
         self, script: Script, options: Namespace, outcomes: OutcomeRecorder | None
@@ -224,7 +230,10 @@ class WrappedModels:
         self._pid = os.getpid()
 
     def add(self, ddp: DataParallel) -> None:
-        """Count a model; record its steps if reports are due; no-op in a fork."""
+        """Count a model; record its steps if reports are due; no-op in a fork.
+
+        Before it, end recordings of dropped models. Pass it to the comparison, if any.
+        """
         if os.getpid() != self._pid:
             return
         module = getattr(ddp.module, "_orig_mod", ddp.module)  # if it is compiled
@@ -242,7 +251,7 @@ class WrappedModels:
             self._active.append((weakref.ref(ddp), recording))
 
     def stop(self, *, only_dropped: bool = False) -> None:
-        """Stop all active recordings, or those of models that the script dropped."""
+        """Stop all recordings that run; ``only_dropped``: those of dropped models."""
         for model, recording in list(self._active):
             if not only_dropped or model() is None:
                 self._active.remove((model, recording))
@@ -251,8 +260,9 @@ class WrappedModels:
     def finish(self, status: int) -> int:
         """Print reports; return ``status``, or 1 if a due report has no model.
 
-        1 only instead of 0. Due: --report, --save, --html or a comparison. Without a
-        model, or in a world of one rank, rank 0 prints a text.
+        1 only instead of 0. Due: --report, --save, --html or a comparison. For reports
+        rank 0 waits (`_gathered`). Without a model, or in a world of one rank, rank 0
+        prints a text.
         """
         if self._largest == 1:
             say_once(
@@ -283,7 +293,7 @@ class WrappedModels:
         return status
 
     def _report(self) -> None:
-        """Gather recordings on rank 0; print reports and write files there."""
+        """Gather recordings on rank 0 (60 s); print reports and write files there."""
         mine = [recording.timelines[0] for recording in self._recordings]
         for number, timelines in enumerate(_gathered(mine)):
             title = f"report of {self._names[number]}"
@@ -300,7 +310,8 @@ class WrappedModels:
 def _gathered(mine: list[Timeline]) -> list[list[Timeline]]:
     """Return all ranks' timelines, by model, on rank 0; [] on the other ranks.
 
-    The others post theirs. Rank 0 waits 60 s at most and prints which ranks sent none.
+    The others only post theirs. Rank 0 waits 60 s at most, and prints which ranks sent
+    none: they are left out.
     """
     rank, size = from_environment("RANK", 0), from_environment("WORLD_SIZE", 1)
     store = launcher_store("report") if size > 1 else None

@@ -51,7 +51,8 @@ def run_both(script: Script, options: argparse.Namespace, flags: Sequence[str]) 
 
     Else 1 (they differ, or cannot be compared), the exit status of the run that failed,
     or 130 after Ctrl-C. Of the ranks of a launcher all but the first return 0 at once.
-    ``flags``: options of ``minidp run`` for the run on minidp.
+    ``flags``: options of ``minidp run`` for the run on minidp. Sets a SIGTERM handler,
+    which raises SystemExit, for good.
     """
     num_ranks = options.num_ranks
     if "RANK" in os.environ:  # of torchrun: its rank 0 starts the ranks of both runs
@@ -83,7 +84,8 @@ class _Comparison(NamedTuple):
     def run(self, script: Script, flags: Sequence[str]) -> int:
         """Run on torch, then on minidp; print the verdict; return as `run_both`.
 
-        _CannotCompareError, as `_run`.
+        Printed are rank 0's, and those of ranks that differ. _CannotCompareError, as
+        `_run`.
         """
         here = Path.cwd()
         folder, why_not = self._copy(here)
@@ -108,11 +110,11 @@ class _Comparison(NamedTuple):
         return int(not all(is_same for is_same, _ in results))
 
     def _run(self, library: str, words: Sequence[str], cwd: str) -> list[Outcome] | int:
-        """Run --before, then the script; return ranks' outcomes, or a bad status.
+        """Run --before, then the script's ranks; return outcomes, or a failed status.
 
-        _CannotCompareError: --before failed, a rank made no step for the limit, or
-        outcomes are missing although the status is 0. On torch outcomes count also if
-        the status is not 0.
+        Wait for all. _CannotCompareError: --before failed, a rank made no step for the
+        limit, or outcomes are missing although the status is 0. On torch outcomes count
+        also if the status is not 0.
         """
         before, limit = self.options.before, self.options.limit
         if before is not None:
@@ -221,14 +223,17 @@ def _stacks(outcome: Path) -> Path:
 
 
 def begin_phase(options: argparse.Namespace) -> OutcomeRecorder:
-    """Seed this process with its rank; return a recorder of its outcome."""
+    """Seed this process with its rank; start and return the recorder of its outcome."""
     rank = from_environment("RANK", 0)
     seed(rank)
     return OutcomeRecorder(_of_rank(options.outcome, rank), options.limit)
 
 
 def run_on_torch(script: Script, options: argparse.Namespace) -> int:
-    """Run the script on torch's DDP; return its status; save the outcome if it is 0."""
+    """Run the script on torch's DDP; return its status; save the outcome if it is 0.
+
+    Then end this process if it still runs after 60 s. Raise what the script raises.
+    """
     recorder = begin_phase(options)
 
     def wrapped(ddp: Any) -> None:
@@ -254,8 +259,9 @@ class Outcome(NamedTuple):
 class OutcomeRecorder:
     """Keep the models that a script wraps, and time its first optimizer's steps.
 
-    A process that makes no step for ``limit`` seconds ends; its stacks are in a file
-    beside ``path``, which gets the outcome.
+    The constructor hooks all optimizers and starts a timer: a process that makes no
+    step for ``limit`` seconds writes its stacks to a file beside ``path``, and ends.
+    `save` writes the outcome to ``path``.
     """
 
     def __init__(self, path: Path, limit: float) -> None:
@@ -268,17 +274,20 @@ class OutcomeRecorder:
         self._watch(limit)
 
     def _watch(self, seconds: float) -> None:
-        """(Re)start a timer that dumps this process's stacks to a file and ends it."""
+        """(Re)start the timer: in ``seconds`` write stacks, and end this process."""
         self._watched_at = time.perf_counter()
         faulthandler.dump_traceback_later(seconds, file=self._stacks, exit=True)
 
     def wrapped(self, ddp: Any) -> None:
-        """Store a new wrapper's module for `save`; start the time limit again."""
+        """Keep a new wrapper's module for `outcome`; start the time limit again."""
         self._modules.append(ddp.module)
         self._watch(self._limit)
 
     def _stepped(self, optimizer: Optimizer, *_arguments: Any) -> None:
-        """Step hook: note the first optimizer's steps; any step restarts the limit."""
+        """Step hook: time the first optimizer's steps; any step restarts the limit.
+
+        But at most once a second (or in a tenth of the limit).
+        """
         now = time.perf_counter()
         self._first = self._first or optimizer
         if optimizer is self._first:
@@ -288,7 +297,10 @@ class OutcomeRecorder:
             self._watch(self._limit)
 
     def outcome(self) -> Outcome:
-        """Stop timing; return CPU copies of parameters and buffers, and step times."""
+        """Stop timing; return CPU copies of parameters and buffers, and step times.
+
+        The time limit of the process goes on.
+        """
         self._handle.remove()
         weights = {
             f"{number}: {name}": tensor.detach().cpu().clone()
@@ -298,7 +310,7 @@ class OutcomeRecorder:
         return Outcome(weights, len(self._modules), tuple(self._ends))
 
     def save(self, exit_s: float | None = None) -> None:
-        """Write the outcome; end this process if it still runs in ``exit_s`` s.
+        """Write the `outcome`; end this process if it still runs in ``exit_s`` s.
 
         None: the limit.
         """
@@ -309,7 +321,7 @@ class OutcomeRecorder:
 
 
 def compare(torchs: Outcome, ours: Outcome, why_not_copied: str) -> tuple[bool, str]:
-    """Return whether weights and step counts are equal, and a text for the verdict."""
+    """Return whether weights and numbers of steps are equal, and the verdict's text."""
     weights = _compare_weights(torchs, ours)
     steps = [len(outcome.ends) for outcome in (torchs, ours)]
     text = f"  weights   {weights}\n  step      {_speed(torchs, ours)}"

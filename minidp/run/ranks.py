@@ -28,7 +28,7 @@ def from_environment(name: str, default: int) -> int:
 
 
 def say_once(text: str) -> None:
-    """Print a line to standard error on rank 0 (by the launcher's RANK)."""
+    """Print a line to standard error if RANK is 0 or not set; no-op on other ranks."""
     if not from_environment("RANK", 0):
         say_on_stderr(text)
 
@@ -55,7 +55,8 @@ def _at_least_one(text: str) -> int:
 def why_not(script: Script, num_ranks: int | None, **files: Path | None) -> str:
     """Return why ``minidp run`` or ``tune`` cannot start the script; "" if it can.
 
-    ``num_ranks``: -n; ``files``: the output file of each option, which is not opened.
+    ``num_ranks``: -n; ``files``: by option, an output file, which is not opened.
+    Imports and raises as `Script.problem` does.
     """
     if problem := script.problem():
         return problem
@@ -74,8 +75,9 @@ def why_not(script: Script, num_ranks: int | None, **files: Path | None) -> str:
 def start_ranks(number: int, command: str, flags: Sequence[str], script: Script) -> int:
     """Run ``minidp COMMAND FLAGS`` on several ranks of this machine, as torchrun does.
 
-    Wait for all; return 0, 128 + a signal that came, or the status of the first failed.
-    For more than one rank, set OMP_NUM_THREADS=1 in ``os.environ`` if it is not set.
+    Wait for all (one that fails ends the others); return 0, 128 + a signal that came,
+    or the status of the first that failed. For more than one rank, set
+    OMP_NUM_THREADS=1 in ``os.environ`` if it is not set.
     """
     threads = ""
     if number > 1 and "OMP_NUM_THREADS" not in os.environ:

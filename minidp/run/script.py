@@ -40,9 +40,10 @@ class Script:
         return self if self.is_module else replace(self, target=target)
 
     def problem(self) -> str:
-        """Return why there is no such script, else ""; imports a module's packages.
+        """Return why there is no such script, else "".
 
-        Raise what these raise, ModuleNotFoundError for what they import included.
+        For a module, import the packages around it; raise what these raise,
+        ModuleNotFoundError for what they import included.
         """
         if not self.is_module:
             found = Path(self.target).exists()
@@ -61,7 +62,7 @@ class Script:
     def run(self) -> int:
         """Run the script here; return its exit status; raise what it raises.
 
-        But not SystemExit: return its code; a text is printed, and 1 returned.
+        SystemExit does not pass: return its code (None: 0); print a text, and return 1.
         """
         with self._as_started():
             try:
@@ -78,7 +79,7 @@ class Script:
 
     @contextmanager
     def _as_started(self) -> Iterator[None]:
-        """Set ``sys.argv`` and ``sys.path[0]`` in the block as Python does for it."""
+        """In the block, set ``sys.argv`` and ``sys.path[0]`` as Python would."""
         argv, path = sys.argv, list(sys.path)
         sys.argv = [self.target, *self.arguments]
         if not getattr(sys.flags, "safe_path", False):
@@ -92,7 +93,10 @@ class Script:
 
 @contextmanager
 def after_wrapping(kind: type, told: Callable[[Any], None]) -> Iterator[None]:
-    """In the block, call ``told(model)`` after each construction of a ``kind``."""
+    """In the block, call ``told(model)`` after each construction of a ``kind``.
+
+    Replaces ``kind.__init__``, so that subclasses count, too.
+    """
     plain: Any = kind.__dict__["__init__"]
 
     @functools.wraps(plain)

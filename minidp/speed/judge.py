@@ -51,11 +51,12 @@ class Slow:
 
 
 def find_slow(times: NDArray[np.float64], share: float) -> Slow | None:
-    """Return as `Slow` the rank that works longer by ``share`` of a step; else None.
+    """Return as `Slow` the rank that works longer than all others; None if none does.
 
     ``times``: seconds, shape (ranks, steps, phases), two ranks and three steps or more.
     Work: all phases but waiting. The rank's second shortest step must exceed each other
-    rank's second longest by that share and by 1 ms: one odd step decides nothing.
+    rank's second longest by ``share`` of a step and by 1 ms: one odd step decides
+    nothing.
     """
     own = np.sort(times[:, :, OWN].sum(axis=2), axis=1)
     low, high = own[:, 1], own[:, -2]
@@ -142,7 +143,8 @@ def late_bucket(full: Mapping[int, Mapping[str, float]], rank: int) -> int | Non
     """Return the bucket before which a rank loses most time in its backward.
 
     ``full``: by rank and bucket, seconds from the backward's begin until the bucket was
-    full. None if the ranks' buckets differ (they are just being rebuilt), or no bucket.
+    full; compared with the others' median. None if the ranks' buckets differ (they are
+    just being rebuilt), or no bucket.
     """
     buckets = sorted(full[rank], key=lambda bucket: full[rank][bucket])
     if not buckets or any(set(each) != set(buckets) for each in full.values()):
@@ -156,7 +158,10 @@ def late_bucket(full: Mapping[int, Mapping[str, float]], rank: int) -> int | Non
 
 
 class Judge:
-    """Decide at each `judge`, on rank 0, which rank is slow; log when that changes."""
+    """Decide at each `judge`, on rank 0, which rank is slow; log when that changes.
+
+    `slow` holds it, or None. The reducer is held weakly, for the layers' names.
+    """
 
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = weakref.ref(reducer)
@@ -205,8 +210,9 @@ class Judge:
         """Return as `Slow` the rank whose connection is slow; None: no rank's.
 
         Once named, a rank stays slow until all ranks wait less, by half of its cost.
-        Before, None if any rank's rate is 0 (unknown); else keep all, `find_slow_link`.
-        ``links``: by rank, what `SpeedWatch._link` returned; ``times``: `find_slow`.
+        Before, None if any rank's rate is 0 (unknown); else store all in `_links`, and
+        `find_slow_link` judges them. ``links``: by rank, what `SpeedWatch._link`
+        returned; ``times``: as in `find_slow`.
         """
         rates, nbytes = zip(*links, strict=True)
         wait = float(np.median(times[:, :, WAITING], axis=1).min())
@@ -228,6 +234,8 @@ class Judge:
 
         ``now``: the slow rank found in this ``window`` of steps (0: by connections), or
         None, which clears `slow` only in the window in which the rank was named.
+        ``step``: the last one of the window. After a slow link, its last rates are
+        dropped.
         """
         if self.slow is None and now is not None:
             self.slow, self._window = now, window

@@ -67,7 +67,10 @@ def watch_speed(model: DataParallel | Attachment | nn.Module) -> SpeedWatch:
 
 
 class SpeedWatch:
-    """Measure this rank's steps, from construction to `stop`; rank 0 judges all."""
+    """Measure this rank's steps, from construction to `stop`; rank 0 judges all.
+
+    The watchdog's thread posts them to the store; without it the constructor warns.
+    """
 
     def __init__(self, reducer: Reducer) -> None:
         communicator, self._tracer = reducer.communicator, reducer.queue.tracer
@@ -95,7 +98,7 @@ class SpeedWatch:
             )
 
     def stop(self) -> None:
-        """Stop measuring, once and for all; `numbers` keeps its last numbers."""
+        """Stop measuring for good; `numbers` and posts to rank 0 keep what they had."""
         self._tracer.remove(self)
 
     def numbers(self) -> dict[str, float]:
@@ -149,7 +152,10 @@ class SpeedWatch:
     # -- other ranks, in the watchdog's thread -----------------------------------------
 
     def _exchange(self, posted: dict[int, Any]) -> dict[str, Any]:
-        """On rank 0, judge ``posted`` if it has all ranks; return this rank's post."""
+        """Return this rank's next post; on rank 0, first judge ``posted`` of all ranks.
+
+        ``posted``: by rank, what was posted last; not judged if a rank is missing.
+        """
         size = self._size
         if self._judge is not None and len(posted) == size:
             self._judge.judge(posted)
@@ -165,6 +171,7 @@ class SpeedWatch:
     def _link(self) -> tuple[float, float]:
         """Return (bytes per second, bytes per step) of the connection that sends most.
 
+        Since the call about five steps ago; keeps the present counts for later calls.
         Zeros if it sends less than a quarter of the parameters' bytes per step, or if
         that is unknown (not Linux, or the first call).
         """

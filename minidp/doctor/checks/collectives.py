@@ -47,7 +47,8 @@ def check_all_reduce(
 ) -> Finding:
     """Collective: all-reduce 6 times, or 2 if slow; return `judge_all_reduce` of them.
 
-    The time is the largest of the ranks' medians, without the first round.
+    The time is the largest of the ranks' medians, without the first round. All ranks
+    judge the same numbers (two further all-reduces).
     """
     world_size = group.size()
     count = torch.arange(num_bytes // 4, device=device, dtype=torch.float32) % _MODULUS
@@ -103,7 +104,7 @@ def judge_all_reduce(
 def check_clocks(
     group: ProcessGroup, device: torch.device, clock: Callable[[], float] = time.time
 ) -> Finding:
-    """Collective: read all clocks after each of 5 barriers; return `judge_clocks`."""
+    """Collective: read all clocks after 5 barriers; judge the round of least spread."""
     rounds = []
     for _ in range(_ROUNDS):
         dist.barrier(group=group)
@@ -116,7 +117,10 @@ def check_clocks(
 
 
 def check_shared_memory(group: ProcessGroup, device: torch.device) -> Finding:
-    """Collective: return ok, and as text, if ranks share buckets' memory or why not."""
+    """Collective: return ok; its text says if ranks share buckets' memory, or why not.
+
+    Raise NativeError instead if they cannot, but MINIDP_SHARED_MEMORY=1.
+    """
     found = share([(1, torch.float32)], Communicator(group), device)
     if isinstance(found, str):
         return ok(f"buckets travel through the process group: {found}")
@@ -128,10 +132,10 @@ def check_gradients(
     device: torch.device,
     wrap: Callable[..., nn.Module] = DataParallel,
 ) -> Finding:
-    """Collective: compare a probe's gradients between ranks, with their mean and torch.
+    """Collective: run a backward of a small model in ``wrap``; judge its gradients.
 
-    Failed if ranks differ or have not the mean; a warning if torch's DDP gives other
-    bits; or ok.
+    Failed if they differ between ranks or are not close to the ranks' mean; a warning
+    if torch's DDP gives other bits; or ok.
     """
     classes = (wrap, DistributedDataParallel)
     wrapped = (each(_probe().to(device), process_group=group) for each in classes)
@@ -176,7 +180,7 @@ def _probe() -> nn.Module:
 def _gradients(
     module: nn.Module, rank: int, device: torch.device
 ) -> list[torch.Tensor]:
-    """Run one backward on a random batch for ``rank``; return copies of gradients."""
+    """Run one backward on a batch seeded by ``rank``; return copies of gradients."""
     generator = torch.Generator().manual_seed(1000 + rank)
     batch = torch.randn(8, 16, generator=generator).to(device)
     module(batch).pow(2).mean().backward()

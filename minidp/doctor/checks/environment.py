@@ -106,7 +106,7 @@ def is_loopback(address: str) -> bool:
 
 
 def judge_shared_memory() -> Finding:
-    """Judge free space of /dev/shm: failed below 16 MiB, a warning below 512 MiB."""
+    """Judge free /dev/shm: failed below 16 MiB, a warning below 512 MiB; or ok."""
     total, _, free = shutil.disk_usage("/dev/shm")
     found = f"/dev/shm: {free / 2**30:.3g} GiB free of {total / 2**30:.3g} GiB"
     remedy = "else loaders' workers crash: docker run --shm-size=8g (or --ipc=host)"
@@ -116,7 +116,7 @@ def judge_shared_memory() -> Finding:
 
 
 def judge_threads(processes: int) -> Finding:
-    """Return a warning if several processes' threads exceed the cores in sum; or ok."""
+    """Return a warning if several processes' torch threads exceed the cores; or ok."""
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     found = f"{processes} x {threads} threads on {cores} cores"
     fair = max(1, cores // processes)
@@ -129,9 +129,10 @@ def judge_threads(processes: int) -> Finding:
 
 
 def judge_gpus(env: Mapping[str, str], num_processes: int) -> Finding:
-    """Judge GPUs by process: failed if fewer, warning if more, skipped if none; or ok.
+    """Judge GPUs by number: failed if fewer than processes, a warning if more; or ok.
 
-    Also a warning if one of several processes sees one GPU by CUDA_VISIBLE_DEVICES.
+    Skipped if torch sees none. A warning if CUDA_VISIBLE_DEVICES shows only one to this
+    of several processes.
     """
     num_gpus = torch.cuda.device_count()
     found = f"{num_gpus} GPUs for {num_processes} processes on this host"

@@ -21,9 +21,9 @@ Facts = Mapping[int, Mapping[str, Any]]  # results of `read_loader` by rank
 
 
 def sampler_of(loader: Any) -> Any:
-    """Return the loader's (batch) sampler that splits data by rank.
+    """Return the loader's sampler or batch sampler that splits data by rank.
 
-    Without one ``loader.sampler``, which may be None.
+    If neither does, ``loader.sampler``; None if there is no such attribute.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
@@ -37,10 +37,11 @@ def splits(sampler: Any) -> bool:
 
 
 def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
-    """Judge a sampler: ok if it splits for this rank, with one rank, or on a Subset.
+    """Judge whether a loader's sampler gives this rank a part of its own.
 
-    Failed: made for another rank, or no dataset. Warning: each rank reads all. Skipped:
-    an IterableDataset, or a sampler of an unknown class.
+    Ok: it splits for this rank; or does not, but there is one rank, or a Subset.
+    Failed: made for another rank or world size, or no dataset. Warning: each rank reads
+    all. Skipped: an IterableDataset, or a sampler of an unknown class.
     """
     if not hasattr(loader, "dataset"):
         found = f"a {type(loader).__name__} has no dataset to split"
@@ -75,7 +76,7 @@ def judge_sampler(loader: Any, rank: int, world_size: int) -> Finding:
 
 
 def read_loader(loader: Any) -> dict[str, Any]:
-    """Return facts to compare between ranks; None: what loader or sampler lacks."""
+    """Return facts of a loader for the judges in `COMPARED`; None for what it lacks."""
     dataset, sampler = getattr(loader, "dataset", None), sampler_of(loader)
     samples, subset = _length(dataset), None
     if isinstance(dataset, Subset):
@@ -104,7 +105,7 @@ def _length(sized: Any) -> int | None:
 
 
 def judge_batches(of_rank: Facts) -> Finding:
-    """Judge numbers of batches: ok; failed if ranks differ; skipped if one is None."""
+    """Judge numbers of batches: failed if unequal; skipped if one is None; or ok."""
     counts = {rank: facts["batches"] for rank, facts in of_rank.items()}
     if None in counts.values():
         return skipped("the loader has no length")
@@ -120,7 +121,8 @@ def judge_batches(of_rank: Facts) -> Finding:
 def judge_parts(of_rank: Facts) -> Found:
     """Return failed if ranks' samplers overlap, a warning if Subsets are equal; or ok.
 
-    [] with one rank, or if neither all have a sampler that splits nor all a Subset.
+    Overlap: two have one rank, or seeds, lengths, epochs differ. [] with one rank, or
+    if neither all have a sampler that splits nor all a Subset.
     """
     all_facts = [*of_rank.values()]
     if len(all_facts) == 1:

@@ -33,13 +33,13 @@ Facts = Mapping[int, Mapping[str, Any]]  # results of `read_model` by rank
 
 
 def synchroniser(model: nn.Module) -> nn.Module | None:
-    """Return the DDP object that wraps the model or is attached to it, or None."""
+    """Return ``model`` if it is a DDP object, else the one attached to it, or None."""
     is_wrapper = isinstance(model, DistributedDataParallel)
     return model if is_wrapper else attached_to(model)
 
 
 def option(model: nn.Module, name: str, *, default: Any) -> Any:
-    """Return an attribute of the DDP object (of the model, if none), or ``default``."""
+    """Return an attribute of the DDP object (of ``model`` if none), or ``default``."""
     wrapper = synchroniser(model)  # None if compiled: that forwards attributes
     return getattr(model if wrapper is None else wrapper, name, default)
 
@@ -82,7 +82,10 @@ def judge_devices(model: nn.Module, batch: Any) -> Iterator[Finding]:
 
 
 def judge_places(of_device: Mapping[torch.device, list[str]]) -> Finding:
-    """Return failed for meta, or CPU and GPU; a warning for several GPUs; or ok."""
+    """Judge where tensors are: failed on meta, or CPU and GPU; several GPUs: warning.
+
+    On one device: ok. ``of_device``: names of the model's tensors.
+    """
     places = (
         f"{len(names)} on {device}" + f" ({join(names, 4)})" * (len(of_device) > 1)
         for device, names in of_device.items()
@@ -150,6 +153,7 @@ def check_unused(model: nn.Module, batch: Any) -> Finding:
 
     Failed: unset, but a parameter is unused (before wrapping a warning), or the forward
     raises. Warning: set without need. Skipped: no batch, or outputs without a graph.
+    Else ok. No collective; module buffers and random states stay.
     """
     if batch is None:
         return skipped("needs a forward", "pass a batch to check_model")
@@ -189,7 +193,7 @@ def check_unused(model: nn.Module, batch: Any) -> Finding:
 
 @contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Put SyncBatchNorm in eval in the block; then restore it and random states."""
+    """In the block, put SyncBatchNorm in eval; then restore it, and random states."""
     norms = (m for m in module.modules() if isinstance(m, nn.SyncBatchNorm))
     synced = [layer for layer in norms if layer.training]
     old_random, old_numpy = random.getstate(), np.random.get_state()
@@ -207,7 +211,10 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
 
 
 def read_model(model: nn.Module) -> dict[str, Any]:
-    """Return facts to compare between ranks; "unreadable" says why some are missing."""
+    """Return a model's facts for the judges in `COMPARED`: checksums, random states...
+
+    If parameters cannot be read, "unreadable" says why, else it is "".
+    """
     module = wrapped_module(model)
     drops = [n for n, m in module.named_modules() if isinstance(m, _DropoutNd) and m.p]
     facts: dict[str, Any] = {
@@ -232,8 +239,8 @@ def read_model(model: nn.Module) -> dict[str, Any]:
 def judge_replicas(of_rank: Facts) -> Finding:
     """Judge parameters: failed if ranks differ in names, shapes, dtypes, requires_grad.
 
-    If in values only: failed if all ranks have wrapped the model, else ok. Skipped if a
-    rank could not read its own.
+    If in values only: failed if all ranks have wrapped the model, else ok. Ok if equal.
+    Skipped if a rank could not read its own. Parameters that DDP ignores do not count.
     """
     first, model = min(of_rank), of_rank[min(of_rank)]
     for rank, facts in of_rank.items():

@@ -24,8 +24,9 @@ _RETRY_SECONDS = 0.2
 def check_port(launch: Launch, seconds: float) -> Finding:
     """Judge the store's port: `_check_own_port` on a rank 0 that itself serves it.
 
-    Else connect: failed if the port does not answer; a refused connection is tried
-    again for ``seconds``. Failed on any rank if the address cannot be looked up; or ok.
+    Else connect, in ``seconds`` at most (a refused connection is tried again): failed
+    if the port does not answer. Failed on any rank if the address cannot be looked up;
+    or ok.
     """
     place, text = (launch.address, launch.port), f"{launch.address}:{launch.port}"
     try:
@@ -53,7 +54,10 @@ def check_port(launch: Launch, seconds: float) -> Finding:
 
 
 def check_lighthouse(url: str, seconds: float) -> Finding:
-    """Connect to torchft's lighthouse in ``seconds``: ok, or failed (bad URL, too)."""
+    """Connect to torchft's lighthouse in ``seconds`` at most: ok, or failed.
+
+    Failed also for an ``url`` without scheme or host.
+    """
     place, said = urlsplit(url), f"TORCHFT_LIGHTHOUSE={url}"
     if not place.scheme or not place.hostname:
         return failed(f"{said} is no address", "write it like http://host:29510")
@@ -69,9 +73,9 @@ def check_lighthouse(url: str, seconds: float) -> Finding:
 
 
 def _check_own_port(text: str, address: Any, family: int) -> Finding:
-    """Open the port for a moment: failed if in use; a warning if no own address; or ok.
+    """Open the port and close it: failed if it is in use, or ok.
 
-    Other errors of the socket are raised.
+    A warning if ``address`` is none of this host. Raise other errors of the socket.
     """
     host, port, *scope = address
     try:
@@ -102,7 +106,8 @@ def judge_interfaces(
 ) -> Iterator[Finding]:
     """Judge the interfaces of Gloo and (with GPUs) NCCL: each failed if missing, or ok.
 
-    Failed, too: only loopback with several hosts. ``host_address``: of the host's name.
+    Failed, too: only loopback with several hosts. ``addresses``: by interface;
+    ``host_address``: of the host's name, to tell which interface Gloo takes.
     """
     here = f"this host has {join(addresses)}"
     wanted = env.get("GLOO_SOCKET_IFNAME", "")
@@ -154,7 +159,7 @@ def nccl_interfaces(pattern: str, names: list[str]) -> list[str]:
 
 
 def read_interfaces() -> tuple[dict[str, str], str]:
-    """Return IPv4 addresses by interface, and that of the host's name ("": none)."""
+    """Return IPv4 addresses by interface, and that of the host's name; "" if none."""
     addresses = dict.fromkeys((name for _, name in socket.if_nameindex()), "")
     get_address = 0x8915  # SIOCGIFADDR
     for name in addresses:

@@ -33,7 +33,7 @@ _SKEWS = {0.01: "10 ms", 0.1: "0.1 s", 1.0: "1 s"}
 def read_facts(
     env: Mapping[str, str], world_size: int, local_rank: int | None
 ) -> Facts:
-    """Return this process's host, GPU, world size, versions, variables: to compare."""
+    """Return this process's facts, for `COMPARED`: host, GPU, versions, variables..."""
     index = index_of_gpu(local_rank)
     return {
         "host": socket.gethostname(),
@@ -45,7 +45,10 @@ def read_facts(
 
 
 def read_versions() -> dict[str, str]:
-    """Return versions of Python, torch, numpy, CUDA, NCCL, minidp (and its sources)."""
+    """Return versions of Python, torch, numpy, minidp (and a digest of its sources).
+
+    With a GPU also of CUDA and NCCL.
+    """
     digest = hashlib.sha256()  # two checkouts of one version may differ
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(str(path.relative_to(PACKAGE)).encode() + path.read_bytes())
@@ -80,9 +83,9 @@ def uuid_of(device: torch.device) -> str:
 
 
 def judge_ranks(facts: Collection[Facts], rank: int, claims: int) -> Iterator[Finding]:
-    """Judge which ranks came: a warning if some are missing, failed if sizes differ.
+    """Yield failed if WORLD_SIZE differs by rank, a warning if some are missing, or ok.
 
-    Also failed if ``claims``, the number of processes that say ``rank``, is over 1.
+    Then one more failed if ``claims``, the number of processes of ``rank``, is over 1.
     """
     sizes = {each["world_size"] for each in facts}
     hosts = {each["host"] for each in facts}
@@ -121,7 +124,10 @@ def judge_versions(of_rank: Mapping[int, Facts]) -> list[Finding]:
 
 
 def judge_owners(of_rank: Mapping[int, Facts]) -> Finding:
-    """Judge GPUs: failed if shared or on some ranks only; skipped if none; or ok."""
+    """Judge GPUs: failed if ranks share one or only some have one; skipped if none has.
+
+    Ok if each has its own.
+    """
     ranks_of: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, facts in of_rank.items():
         ranks_of[facts["host"], facts.get("gpu", "")].append(rank)
@@ -140,7 +146,7 @@ def judge_owners(of_rank: Mapping[int, Facts]) -> Finding:
 
 
 def judge_clocks(offsets: Sequence[float]) -> Finding:
-    """Return a warning if clocks (s ahead of rank 0) differ by more than 1 s, or ok."""
+    """Return a warning if clocks (s ahead of rank 0's) are over 1 s apart; or ok."""
     skew = max(offsets) - min(offsets)
     bound = next((text for limit, text in _SKEWS.items() if skew <= limit), "")
     if bound:
@@ -168,9 +174,9 @@ def digest_of(value: Any) -> str:
 
 
 def judge_streams(of_rank: Mapping[int, Facts]) -> Finding:
-    """Return a warning if a random state is equal on all ranks, and used; or ok.
+    """Return a warning if some random state is equal on all ranks, and used; or ok.
 
-    Used: by dropout or a dataset's transform on some rank (``draws``).
+    Used: by dropout or a dataset's transform on some rank (``draws``). One rank: ok.
     """
     first, *others = [facts["streams"] for facts in of_rank.values()]
     if not others:

@@ -16,7 +16,7 @@ _NOT_WRAPPED = skipped("the model is not wrapped", "watch the wrapped model")
 
 
 def judge_epochs(logs: Logs) -> Finding:
-    """Judge epochs: a warning if two in a row have one number on some rank; or ok.
+    """Return a warning if two epochs in a row had the same number on a rank; or ok.
 
     Ok also if no sampler shuffles by epoch. Skipped: no DataLoader, a sampler without
     an ``epoch`` attribute, or under 2 epochs.
@@ -41,7 +41,10 @@ def judge_epochs(logs: Logs) -> Finding:
 
 
 def judge_same_batches(logs: Logs) -> Finding:
-    """Judge first 3 batches: failed if equal on two ranks; skipped if one has none."""
+    """Judge first 3 batches: failed if two ranks had the same ones, or ok.
+
+    Skipped if a rank had none.
+    """
     fed = {rank: tuple(log["batches"]) for rank, log in logs.items()}
     if not all(fed.values()):
         return skipped("not every rank had a training step with tensors")
@@ -57,7 +60,8 @@ def judge_same_batches(logs: Logs) -> Finding:
 def judge_same_replicas(logs: Logs) -> Finding:
     """Judge parameters at begin and end: failed if ranks differ, or ok.
 
-    A warning if they differ at the end only, after local steps. Skipped: not wrapped.
+    A warning if they differ at the end only, after steps in ``no_sync()``. Skipped: not
+    wrapped, or the log lacks them.
     """
     if not all(log["is_wrapped"] and len(log["values"]) == 2 for log in logs.values()):
         return _NOT_WRAPPED
@@ -91,9 +95,9 @@ def judge_same_replicas(logs: Logs) -> Finding:
 
 
 def judge_accumulation(logs: Logs) -> Finding:
-    """Return a warning if the median step follows several reduced backwards, or ok.
+    """Return a warning if several reduced backwards precede the usual step; or ok.
 
-    Counted on the lowest rank, of steps that follow any; skipped if there is none.
+    Usual: the median on the lowest rank, of steps with any; skipped if there is none.
     """
     seen = [count for count in logs[min(logs)]["backwards"] if count]
     if not seen:
@@ -109,7 +113,8 @@ def judge_accumulation(logs: Logs) -> Finding:
 def judge_mean_of_means(logs: Logs) -> Finding:
     """Return a warning if batches of one step differ in size, within or between ranks.
 
-    Else ok, as with average_over="items". Skipped: not wrapped, or a rank made no step.
+    Else ok, and always with average_over="items". Skipped: not wrapped, or a rank made
+    no step.
     """
     first = logs[min(logs)]
     if not all(log["is_wrapped"] for log in logs.values()):
@@ -138,9 +143,9 @@ def judge_mean_of_means(logs: Logs) -> Finding:
 
 
 def judge_find_unused(logs: Logs) -> Finding:
-    """Return a warning if find_unused_parameters is set without need, or ok.
+    """Return a warning if find_unused_parameters is set, but no step needed it; or ok.
 
-    Skipped if it is set, and no step was seen.
+    Skipped if it is set, and some rank made no step.
     """
     if not logs[min(logs)]["finds_unused"]:
         return ok("not set")
@@ -168,7 +173,10 @@ def judge_saving(logs: Logs) -> Finding:
 
 
 def judge_printing(logs: Logs) -> Finding:
-    """Return a warning if a later rank printed, no less than the first one; or ok."""
+    """Return a warning if other ranks printed no less than the lowest one; or ok.
+
+    Ranks that printed nothing never count.
+    """
     (first, usual), *others = [(rank, log["lines"]) for rank, log in logs.items()]
     noisy = [rank for rank, count in others if count and count >= usual]
     if noisy:

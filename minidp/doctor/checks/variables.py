@@ -61,7 +61,7 @@ def judge_variables(env: Mapping[str, str]) -> list[Finding]:
 
 
 def _judge(name: str, value: str) -> Finding:
-    """Return a warning (costly, misspelt?), failed (TORCHFT_ without number), or ok."""
+    """Return a warning if slow or misspelt, failed if torchft needs a number; or ok."""
     said = f"{name}={value}"
     if cost := _COSTS.get((name, value.upper())):
         remedy = f"fine while looking for a fault; else unset {name}"
@@ -80,7 +80,10 @@ def _judge(name: str, value: str) -> Finding:
 
 
 def judge_equal_variables(of_rank: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
-    """Return a warning per variable that differs by rank (interfaces may), or ok."""
+    """Return a warning per variable that ranks set differently; if none, one ok.
+
+    Those of a process or host may differ: interfaces, visible GPUs, files.
+    """
     variables = {rank: facts.get("variables", {}) for rank, facts in of_rank.items()}
     findings = []
     for name in sorted(differing(variables.values())):

@@ -17,10 +17,13 @@ PARENT = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))  # of this mini
 
 
 class Finder:
-    """Import hook: after torch, import this file's minidp, and call its `join`."""
+    """Import hook: once torch is imported, import this minidp, and call its `join`."""
 
     def find_spec(self, name: str, *more: Any) -> Any:
-        """Return torch's or minidp's spec, so that `_imported` follows; else None."""
+        """Return the spec of torch or this minidp, made to call `_imported` at the end.
+
+        None for all other modules.
+        """
         found = None
         if name == "minidp":
             found = PathFinder.find_spec(name, [PARENT])
@@ -34,7 +37,10 @@ class Finder:
 
 
 def _call_after(loader: Any, name: str) -> None:
-    """Make the loader call `_imported` once it has executed the module ``name``."""
+    """Make the loader call `_imported` once it has executed the module ``name``.
+
+    Its ``exec_module`` is replaced for the next call only.
+    """
     plain = loader.exec_module
 
     def exec_module(module: Any) -> None:
