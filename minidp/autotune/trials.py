@@ -107,7 +107,7 @@ class Choice:
         return self.best.layout != self.torchs.layout
 
     def __str__(self) -> str:
-        """Return the choice, with sizes and times, as one line for the log."""
+        """Return sizes and times of the chosen and torch's layout, as a line to log."""
         best, torchs, guess = self.best, self.torchs, ""
         if best.predicted_s is not None:
             guess = f" (predicted: {_ms(best.predicted_s)})"

@@ -71,10 +71,7 @@ def default_first_bucket_bytes() -> int:
 
 
 def is_group(value: object) -> bool:
-    """Return whether a value is a process group.
-
-    False for what new_group() returns in processes outside of the group.
-    """
+    """Return whether a value is a process group that this process belongs to."""
     return isinstance(value, dist.ProcessGroup)
 
 
@@ -111,21 +108,14 @@ def _backends(group: ProcessGroup) -> set[str]:
 
 
 def is_timed(group: ProcessGroup) -> bool:
-    """Return whether waits for a group's collectives on the host can have a limit.
-
-    True for several ranks and Gloo as the backend of all device types; False for a
-    Python group.
-    """
+    """Return whether waits can have a limit: several ranks, Gloo alone, in C++."""
     if group.size() == 1 or is_python_group(group):
         return False
     return _backends(group) == {"gloo"}
 
 
 def is_plain_gloo(group: ProcessGroup) -> bool:
-    """Return whether a group's CPU backend is plain Gloo.
-
-    False for a Python group, or a wrapper around Gloo (TORCH_DISTRIBUTED_DEBUG=DETAIL).
-    """
+    """Return whether Gloo itself, not a class around it, reduces CPU tensors."""
     if is_python_group(group) or not dist.is_gloo_available():
         return False
     try:
@@ -136,39 +126,26 @@ def is_plain_gloo(group: ProcessGroup) -> bool:
 
 
 def is_mixed(group: ProcessGroup) -> bool:
-    """Return whether a group is a Python class, or has backends for several devices.
-
-    True for plain "gloo", which serves CPU and CUDA.
-    """
+    """Return whether a group is a Python class, or serves several device types."""
     return is_python_group(group) or "," in dist.get_backend_config(group)
 
 
 def is_builtin(group: ProcessGroup) -> bool:
-    """Return whether a group has several ranks and only backends that torch ships.
-
-    False for a group that torch.distributed does not know.
-    """
+    """Return whether a group has several ranks and only backends that torch ships."""
     if group.size() == 1 or group not in c10d._world.pg_map:
         return False  # torch does not know the backends of a Python group
     return _backends(group) <= {"gloo", "nccl", "mpi", "ucc", "xccl"}
 
 
 def exchange_device(group: ProcessGroup, fallback: torch.device) -> torch.device:
-    """Return CPU if a group's `backend_name` tells that it sends CPU tensors.
-
-    That is with gloo, mpi, ucc or threaded in the name. Else ``fallback``; so also for
-    "undefined", even if such a group has Gloo.
-    """
+    """Return CPU if the group's `backend_name` sends CPU tensors, else ``fallback``."""
     of_cpu, backend = ("gloo", "mpi", "ucc", "threaded"), backend_name(group)
     can = any(name in backend for name in of_cpu)
     return torch.device("cpu") if can else fallback
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
-    """Return the timeout of a group's CPU backend, or else of its CUDA backend.
-
-    30 minutes if neither tells one.
-    """
+    """Return the timeout of a group's collectives; 30 minutes if it tells none."""
     for device_type in ("cpu", "cuda"):
         try:
             return group._get_backend(torch.device(device_type)).options._timeout
@@ -344,10 +321,7 @@ def has_store(group: ProcessGroup) -> bool:
 
 
 def warn_without_store(group: ProcessGroup) -> None:
-    """Log a warning: what minidp cannot do for a group that has no store.
-
-    Only the first call of the process logs.
-    """
+    """Log, once per process, what minidp cannot do for a group without a store."""
     global _warned_without_store
     if not _warned_without_store:
         _warned_without_store = True
@@ -377,10 +351,7 @@ def read_json(store: Any, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
 def gather_json(
     store: Any, topic: str, ranks: Collection[int], seconds: float
 ) -> dict[int, Any]:
-    """Wait up to ``seconds`` for all ``ranks`` to post; return what came, by rank.
-
-    Ranks that have not posted are absent; no error tells of them.
-    """
+    """Wait up to ``seconds`` for all ``ranks`` to post; return what came, by rank."""
     deadline = time.monotonic() + seconds
     found: dict[int, Any] = {}
     while True:
@@ -414,10 +385,7 @@ def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
 
 
 def _call_once_at_exit(function: Any) -> None:
-    """Let ``function`` run at exit, before those registered earlier.
-
-    Once in all: a further call only moves it to the front.
-    """
+    """Let ``function`` run once at exit, before those that were registered earlier."""
     atexit.unregister(function)
     atexit.register(function)
 

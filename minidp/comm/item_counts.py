@@ -33,10 +33,7 @@ _MOST = sys.float_info.max  # of the sum of all counts
 
 @dataclass(frozen=True, eq=False)
 class ItemTotals:
-    """Hold the ranks' numbers of items in one synchronised backward, and mean loss.
-
-    Float64 tensors, on the gradients' device.
-    """
+    """Hold the ranks' items of one synchronised backward, and mean loss; float64."""
 
     count: Tensor  # items of all ranks and micro-batches, shape ()
     mean_loss: Tensor  # over these items, shape (); NaN if a rank gave no loss
@@ -69,10 +66,7 @@ class _Step:
 
     @property
     def flags(self) -> int:
-        """The sum of those of _SILENT, _EACH and _FEWER that apply.
-
-        They compare the calls of `add` with the forwards. `is_stale` tells of _STALE.
-        """
+        """Those of _SILENT, _EACH, _FEWER that apply, added up; not _STALE."""
         calls = len(self.said)
         flags = _SILENT * (not calls)
         if calls == self.forwards > 1:
@@ -85,9 +79,8 @@ class _Step:
 class ItemCounts:
     """Count this rank's items, send them with a reduction, and read those of all ranks.
 
-    A reducer has one only with ``average_over="items"``; it starts empty, without a
-    collective. `read` returns by what to multiply gradients for the mean over all
-    items.
+    A reducer has one only with ``average_over="items"``. `read` returns by what to
+    multiply gradients for the mean over all items.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -104,10 +97,7 @@ class ItemCounts:
 
     @property
     def tail(self) -> int:
-        """How many elements all counts take at the end of the first dense bucket.
-
-        0 if they never travel in a bucket (torchft's subclass).
-        """
+        """How many elements counts take at the end of the first dense bucket."""
         return ROW * self._communicator.size
 
     # -- what this rank says -----------------------------------------------------------
@@ -160,11 +150,7 @@ class ItemCounts:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Return a context in which this rank has counted 0 items, not its own.
-
-        Its own counts are back afterwards. For a rank without inputs (join), which
-        takes part in the others' reduction.
-        """
+        """Return a context in which this rank counts 0 items; then restore its own."""
         mine = self._step, self.holds_averages
         self._step = _Step([(0.0, 0.0, None)])
         try:
@@ -200,11 +186,7 @@ class ItemCounts:
         row[0] = torch.as_tensor(step.is_stale()).to(row) * _STALE + step.flags
 
     def send(self, device: torch.device) -> None:
-        """Collective: start to sum the counts by a message of their own.
-
-        For a backward in which no bucket carries them. As `write`, it counts anew, and
-        `add` raises until `read`.
-        """
+        """Collective: start to sum the counts, which no bucket carries; as `write`."""
         self._message = torch.empty(self.tail, device=device)
         self.write(self._message)
         with self._communicator.watching("launching the sum of item counts"):
@@ -267,10 +249,7 @@ class ItemCounts:
             self._refuse(late[0].tolist())
 
     def reset(self) -> None:
-        """Forget what was counted and sent, without a wait; `totals` stay as they are.
-
-        `add` counts again; a sum in flight is dropped.
-        """
+        """Forget what was counted and sent, a sum in flight, too; keep `totals`."""
         self._step, self._late = _Step(), None
         self._work = self._message = None
         self.is_sent = self.holds_averages = False
@@ -424,10 +403,7 @@ def _sum(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
 
 
 def _decoded(sums: Tensor) -> Tensor:
-    """Decode a reduced tail into rows (flags, count, loss), by rank; stay on the GPU.
-
-    float64, shape (ranks, 3).
-    """
+    """Return flags, count, loss of each rank: (ranks, 3), float64, still on the GPU."""
     table = sums.view(-1, ROW).to(torch.uint8)
     words = table[:, 1:].clone(memory_format=torch.contiguous_format)
     return torch.cat([table[:, :1], words.view(torch.float64)], 1)

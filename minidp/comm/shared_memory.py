@@ -289,8 +289,8 @@ def _connect(
 ) -> int:
     """Map other ranks' memory into ``memory``, and add their processes to ``ends``.
 
-    Return READY, or at the first obstacle its number; then some may be mapped already.
-    ``facts``: of each rank its obstacle, process id, file descriptor, token, build.
+    Return READY, or OTHER_BUILD or NOT_REACHABLE; then some may be mapped already.
+    ``facts``: of each rank READY, process id, file descriptor, token, build.
     """
     if any(found[4] != facts[rank][4] for found in facts):
         return OTHER_BUILD

@@ -157,11 +157,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self._replication.start(checked, verifies=init_sync)
 
     def _wire(self, checked: arguments.Arguments, kind: str) -> None:
-        """Build the parts of this wrapper by `parts.build`; store them in it.
-
-        With them ``device_ids``, ``device``, ``parameters_to_ignore``. Runs no
-        collective.
-        """
+        """Build the parts (`parts.build`); store them, devices and ignored names."""
         self.device_ids, _, self.device, _ = checked.devices
         self.parameters_to_ignore = ignored = set(checked.replica.ignored)
         built = parts.build(checked, self.process_group, ignored, kind)
@@ -171,10 +167,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module, return its output; let the next backward average gradients.
+        """Run the module; let the next backward average (not in no_sync(), no_grad()).
 
-        Not in no_sync() or no_grad(). Collective in join(), or if module buffers or a
-        rebuild are due.
+        Collective in join(), to skip unused parameters, rebuild, or broadcast buffers.
 
         Raises:
             UnfinishedReductionError: the last backward left gradients missing.
@@ -191,12 +186,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     def _pre_forward(
         self, *inputs: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Do what precedes a forward; return its inputs, moved if ``device_ids``.
+        """Return inputs, moved if ``device_ids``, after what precedes a forward.
 
-        In grad mode check the last backward (`Guard.check_forward`), and rebuild
-        buckets if due. In any mode announce the forward in join(), and broadcast module
-        buffers if due. Take a checksum if a comparison of replicas is due. Collective
-        as `forward`. If a collective fails, the reducer is FAILED until `reset`.
+        Check the last backward, rebuild buckets (both in grad mode); broadcast buffers.
         """
         with_grad = torch.is_grad_enabled()
         if with_grad:
@@ -232,11 +224,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     @untraced
     def _post_forward(self, output: Any) -> Any:
-        """Let the backward reduce (not in no_sync(), no_grad()); return ``output``.
-
-        Hooks ``output``, and tells ledger and item counts of a forward in grad mode. If
-        the backward will not reduce, the next forward broadcasts no module buffers.
-        """
+        """Let the backward reduce (not in no_sync(), no_grad()); return ``output``."""
         with_grad = torch.is_grad_enabled()
         will_reduce = with_grad and self.require_backward_grad_sync
         vars(self)["require_forward_param_sync"] = will_reduce  # Module's setattr: slow
@@ -322,9 +310,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     def sync_gradients(self) -> None:
         """Collective: average over ranks what the parameters' ``.grad`` hold now.
 
-        For gradients of local backwards. Calls no comm hook. A ``.grad`` that is None
-        counts as zeros, unless None on all ranks. Optimizers of `step_in_backward`
-        step. After a failure, call `reset` first.
+        Calls no comm hook; steps optimizers of `step_in_backward`. A ``.grad`` that is
+        None counts as zeros, unless None on all ranks. After a failure `reset` first.
         """
         refuse_forward(self._reducer)
         self._replication.postpone_comparison()
@@ -361,8 +348,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         out; then every rank gets the state of one that trained longest.
 
         Args:
-            divide_by_initial_world_size: average over all ranks. False: over those that
-                still have inputs (``GradBucket.divisor`` for comm hooks).
+            divide_by_initial_world_size: average over all; False: those with inputs.
             enable: False does nothing, for ranks that are known to be even.
             throw_on_early_termination: raise on every rank as soon as one runs out.
 
@@ -378,7 +364,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return a new `Shadow` for a ``join()`` that begins; it sets the divisor."""
+        """Return a new `Shadow`, which stores over which ranks ``join()`` averages."""
         return Shadow(self, **kwargs)
 
     @property

@@ -210,8 +210,8 @@ class LateParameters:
     def find(self, module: nn.Module | None = None) -> dict[str, nn.Parameter]:
         """Return trainable leaf parameters, by name, neither averaged nor ignored.
 
-        {} at once if ``module`` (None: the last one) is as at the last `accept`. If
-        none is found, `accept` it.
+        {} at once if ``module`` (None: the last accepted) is as at the last `accept`.
+        If none is found, `accept` it, unless a functional_call now lends it non-leaves.
         """
         module = self._module if module is None else module
         now = [*chain.from_iterable(map(_values, self._dicts))]

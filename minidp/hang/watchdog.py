@@ -30,9 +30,9 @@ EXIT_SECONDS = 1.0  # to wait at exit for the final heartbeat
 
 
 class Watchdog:
-    """Serve all heartbeats of the process in one thread, which the first one starts.
+    """Serve all heartbeats in one thread; end the process if CUDA's collectives hang.
 
-    There is one, `the_watchdog`; its constructor starts nothing. The thread ends when
+    There is one, `the_watchdog`. The first heartbeat starts the thread, which ends when
     no replica is left.
     """
 

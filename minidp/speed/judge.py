@@ -209,10 +209,10 @@ class Judge:
     ) -> Slow | None:
         """Return as `Slow` the rank whose connection is slow; None: no rank's.
 
-        Once named, a rank stays slow until all ranks wait less, by half of its cost.
-        Before, None if any rank's rate is 0 (unknown); else store all in `_links`, and
-        `find_slow_link` judges them. ``links``: by rank, what `SpeedWatch._link`
-        returned; ``times``: as in `find_slow`.
+        Once named, a rank stays slow until the shortest wait of all ranks has fallen by
+        half of its cost. Before, None if any rank's rate is 0 (unknown); else
+        `find_slow_link` judges the rates and shortest waits so far. ``links``: by rank,
+        what `SpeedWatch._link` returned; ``times``: as in `find_slow`.
         """
         rates, nbytes = zip(*links, strict=True)
         wait = float(np.median(times[:, :, WAITING], axis=1).min())

@@ -107,7 +107,8 @@ def test_a_library_that_wraps_is_not_ours(lone_group, tmp_path):
 
 
 def test_a_swap_that_is_done_already():
-    with minidp.swapped():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(minidp.swapping._swapping, "is_for_good", True)
         found = caught(lambda: minidp.swap())  # user
     assert found == [(UserWarning, "user")]
 
