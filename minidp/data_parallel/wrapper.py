@@ -349,7 +349,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
         Args:
             divide_by_initial_world_size: average over all; False: those with inputs.
-            enable: False does nothing, for ranks that are known to be even.
+            enable: False announces nothing, for ranks that are known to be even.
             throw_on_early_termination: raise on every rank as soon as one runs out.
 
         Raises:

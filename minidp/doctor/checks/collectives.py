@@ -80,7 +80,7 @@ def judge_all_reduce(
 ) -> Finding:
     """Judge an all-reduce: failed if ``wrong``, the number of wrong elements, is not 0.
 
-    Else a warning if under 12.5 MB/s (from 1 MiB on, with several ranks), or ok.
+    Else a warning if bus bandwidth < 12.5 MB/s (from 1 MiB on, several ranks), or ok.
     """
     size = f"{num_bytes:,} B"
     if wrong:
