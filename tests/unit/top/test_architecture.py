@@ -1,8 +1,8 @@
-"""The shape of the package: who imports whom, how long things get, the map.
+"""The structure of the package: who imports whom, and how deeply functions nest.
 
-A number or a table that stands in the way is changed here, with the code that needs
-it, and says why. Ruff has more limits: of statements, branches and arguments of a
-function, and of imports inside functions (`pyproject.toml`).
+A table that stands in the way is changed here, in the commit of the code that needs the
+change, and says why. Nothing here limits how long a file or a class is: size is judged
+when the design is. Ruff keeps functions simple (`pyproject.toml`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from torch import nn
 
 import minidp
 
@@ -71,14 +70,6 @@ ROOMS: dict[str, set[str]] = {
         "_version",
     },
 }
-FLOORS = 9  # of rooms; public modules stand between them
-PRIVATE_ENTRIES = 16  # in minidp/, that are no public modules
-PUBLIC = {
-    *("attachment", "comm_hooks", "config", "data_parallel", "doctor", "errors"),
-    *("native", "recording", "report", "run", "speed", "swapping", "sync_batchnorm"),
-    *("torchft", "trace", "tune"),
-}
-DOOR_LINES = 80  # of an `__init__.py`: one screen, and the names
 # Modules that call torch.distributed, and those that only know its names.
 TALKS_TO_OTHER_RANKS = {"comm/collectives", "comm_hooks"}
 KNOWS_TORCH_DISTRIBUTED = {
@@ -94,19 +85,7 @@ KNOWS_TORCH_DISTRIBUTED = {
     "doctor/command",
 }
 
-FILE_LINES = 420  # goal 400; core/grad_hooks.py has three sorts of hooks
-CLASS_LINES = 260
-CLASS_METHODS = 15
 NESTING = 3
-CORE_FILES = 12
-CORE_LINES = 2800  # the door is not counted
-
-# The constructor of 20 arguments, each of which the class's docstring explains.
-DICTATED_BY_TORCH = {"data_parallel/wrapper.DataParallel"}
-# A facade of torch's private names is as wide as what it stands for.
-FACADES = {"torch_compat/names.DataParallel"}
-DELEGATES = {"data_parallel/wrapper.DataParallel"}  # to parts, a line or two per method
-PUBLIC_METHODS = 30  # of DataParallel, torch's names included
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -213,38 +192,12 @@ def test_the_map_in_the_package_lists_all_rooms_from_top_to_bottom():
         assert ROOMS[room] - {"_version"} <= set(listed[number + 1 :]), room
 
 
-def private_entries() -> set[str]:
-    """Names in the package's folder that are no public modules."""
-    # A folder without sources is what an older checkout left behind.
-    paths = [p for p in PACKAGE.iterdir() if p.is_file() or any(p.glob("*.*p*"))]
-    entries = {p.name.removesuffix(".py") for p in paths} - {"__init__", "__main__"}
-    assert entries >= PUBLIC
-    return entries - PUBLIC - {"__pycache__"}
-
-
-def test_rooms_are_few():
-    assert len(private_entries()) <= PRIVATE_ENTRIES, private_entries()
-
-
 def test_no_room_imports_one_above():
     """The table is in order: a row names rows before it."""
     done: set[str] = set()
     for room, below in ROOMS.items():
         assert below <= done, f"{room}: {below - done}"
         done.add(room)
-
-
-def floors() -> dict[str, int]:
-    """The floor of each room: one more than the highest that it imports."""
-    found: dict[str, int] = {}
-    for room, below in ROOMS.items():
-        own = (PACKAGE / room).is_dir()  # public modules are no floors
-        found[room] = max((found[r] for r in below), default=0) + own
-    return found
-
-
-def test_floors_are_few():
-    assert max(floors().values()) <= FLOORS, floors()
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -282,8 +235,6 @@ def test_files_have_no_cycle():
 def test_a_door_says_what_the_room_is_for(room):
     door = read(f"{room}/__init__")
     words = ast.get_docstring(door.tree)
-    if room not in PUBLIC:
-        assert len(door.text.splitlines()) <= DOOR_LINES
     files = {m.split("/")[1] for m in MODULES if room_of(m) == room} - {"__init__"}
     files -= {"__main__", "at_start"}
     assert {name for name in files if not re.search(rf"\b{name}\b", words)} == set()
@@ -309,55 +260,10 @@ def test_public_names_are_sorted_and_exist():
     assert [name for name in minidp.__all__ if not hasattr(minidp, name)] == []
 
 
-# ---------------------------------------------------------------------- budgets
+# ---------------------------------------------------------------------- the classes
 
 
-def lines_of_files() -> dict[str, int]:
-    return {module: len(read(module).text.splitlines()) for module in MODULES}
-
-
-def lines_of_core() -> dict[str, int]:
-    """With all that core imports from itself: it is its whole room."""
-    lines = {m: n for m, n in lines_of_files().items() if room_of(m) == "core"}
-    lines.pop("core/__init__")
-    return lines
-
-
-def test_files_are_short_and_core_is_readable_in_one_evening():
-    lines = lines_of_files()
-    assert {m: count for m, count in lines.items() if count > FILE_LINES} == {}
-    lines = lines_of_core()
-    assert len(lines) <= CORE_FILES
-    assert sum(lines.values()) <= CORE_LINES, lines
-
-
-def _lines_of_our_own(module: str, c: ast.ClassDef) -> int:
-    """Lines of a class, less the signature and arguments that torch dictates."""
-    length = c.end_lineno - c.lineno + 1
-    if f"{module}.{c.name}" in DICTATED_BY_TORCH:
-        init = next(f for f in c.body if isinstance(f, Function))
-        length -= init.end_lineno - init.lineno + 1
-        length -= len(ast.get_docstring(c).splitlines())
-    return length
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_classes_are_short_and_have_few_methods(module):
-    for c in read(module).classes():
-        name = f"{module}.{c.name}"
-        methods = {f.name for f in c.body if isinstance(f, Function)}
-        assert name in FACADES or _lines_of_our_own(module, c) <= CLASS_LINES
-        assert name in FACADES | DELEGATES or len(methods) <= CLASS_METHODS
-
-
-def public_methods() -> list[str]:
-    """Public names of DataParallel over its MRO, without those of nn.Module."""
-    bases = minidp.DataParallel.__mro__
-    own = [base for base in bases if base not in nn.Module.__mro__]
-    return sorted({name for base in own for name in vars(base) if name[0] != "_"})
-
-
-def test_data_parallel_has_no_mixins_and_few_methods():
+def test_data_parallel_has_no_mixins():
     """One class that holds the parts, and one with torch's private names.
 
     Joinable is torch's; OfModule makes ``DataParallel[Net]`` legal, and has no method.
@@ -366,7 +272,6 @@ def test_data_parallel_has_no_mixins_and_few_methods():
     found = [base.__name__ for base in bases]
     assert found == ["DataParallel"] * 2 + ["Module", "Joinable", "ABC", *found[-2:]]
     assert found[-2:] == ["OfModule", "object"]
-    assert len(public_methods()) <= PUBLIC_METHODS, public_methods()
     assert {name for name in vars(bases[-2]) if name[0] != "_"} == set()
 
 
