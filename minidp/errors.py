@@ -7,7 +7,7 @@ that is what torch's DDP raises in the same places.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 MAX_NAMES = 10  # of parameters, where a message may grow without limit
 
@@ -145,3 +145,8 @@ def explain(
     parts["What to do"] = remedy
     tail = [f"{head}: {text}." for head, text in parts.items() if text]
     return " ".join([f"[rank {rank}] {what}", *tail]).replace("\n ", "\n")
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Return "1, 3": numbers of ranks for a text."""
+    return ", ".join(map(str, sorted(ranks)))

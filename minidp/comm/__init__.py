@@ -19,7 +19,15 @@ from .collectives import (
     gather_rows,
     start_broadcast,
 )
-from .communicator import STORE_SECONDS, Communicator, InFlight, PeerMonitor, Report
+from .communicator import (
+    STORE_SECONDS,
+    Communicator,
+    InFlight,
+    PeerMonitor,
+    Question,
+    Report,
+    answerers,
+)
 from .dist_autograd import (
     ContextGrads,
     NotedContexts,
@@ -74,5 +82,6 @@ __all__ += ["exchange_device", "fresh_group", "group_of_forwards", "joined_group
 __all__ += ["die_with_parent", "keep_for_good", "renew_side_groups", "side_group"]
 __all__ += ["address_of", "group_store", "has_store", "launcher_store", "mark_group"]
 __all__ += ["own_store", "post_json", "read_json", "start_broadcast"]
+__all__ += ["Question", "answerers"]
 __all__ += ["AFTER", "BEFORE", "MESSAGE_BYTES", "ProcessGroup", "refuse_nonfinite"]
 __all__ += ["warn_without_store"]

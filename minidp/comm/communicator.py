@@ -15,7 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -28,6 +29,31 @@ logger = logging.getLogger("minidp")
 SLICE_SECONDS = 0.5
 STORE_SECONDS = 2.0  # time limit for a store's answer
 ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are busy
+
+
+class Question(Protocol):
+    """Describe the question which ranks do not come to a meeting of all ranks.
+
+    The watchdog's thread fills the two sets from what the ranks publish.
+    """
+
+    stepped: set[int]  # ranks that have made the coming optimizer step already
+    gone: set[int]  # ranks that are in the next backward without it, or elsewhere
+
+    def drop(self) -> None:
+        """Forget the question: nobody waits for the answer any more."""
+
+
+class Answerer(Protocol):
+    """Describe who can answer another rank's question while this rank waits for it."""
+
+    def answer(self) -> None:
+        """Look for a question in the store, and post an answer; wait for nobody."""
+
+
+# A rank that has a question makes the others wait for it in the next collective. Each
+# slice of that wait asks these objects to look for the question.
+answerers: WeakSet[Answerer] = WeakSet()
 
 
 class Report(NamedTuple):
@@ -64,12 +90,14 @@ class PeerMonitor:
         Only queues an alarm: this rank joins no further collective. Does not wait.
         """
 
-    def ask_who_skips(self, step: int, steps: int) -> Work | None:
-        """Ask whether all ranks skip backward number ``step``; here None: cannot ask.
+    def ask_who_passed(
+        self, step: int, steps: int, *, may_answer: bool
+    ) -> Question | None:
+        """Ask which rank cannot come to a meeting any more; here None: cannot ask.
 
-        Else return work at once; no collective. Its value is "" once all ranks skip it,
-        or a text once a rank runs it or the store is gone. ``steps``: this rank's
-        optimizer steps since its last reduced backward.
+        Else return a question at once; no collective. The meeting is after backward
+        number ``step`` and ``steps`` optimizer steps. ``may_answer``: ranks that have
+        gone on do come, by `answerers`, so that only those that wait elsewhere do not.
         """
         return None
 
@@ -298,6 +326,8 @@ class Communicator:
         """
         late.since -= SLICE_SECONDS
         while not is_done_within(late.work, SLICE_SECONDS):
+            for each in [*answerers]:
+                each.answer()
             lost = self.peers.find_lost(self.started)
             if not lost and late.waited > late.allowed and not self.extend(late):
                 lost = f"it did not finish within {late.allowed:g} s"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import _C, Tensor
 from torch._C._dynamo.eval_frame import (
     _FrameAction,
@@ -91,6 +92,32 @@ def unreachable(
     """
     reached = reachable_nodes(output)
     return {i for i in among if nodes[i] not in reached} if reached else set()
+
+
+def captured(nodes: Sequence[Node]) -> list[int]:
+    """Return indices of ``nodes`` whose gradients this backward returns to its caller.
+
+    ``nodes``: AccumulateGrad nodes. Only `torch.autograd.grad` returns gradients. Call
+    this inside the backward, or in its final callback; elsewhere it returns [].
+    """
+    found: list[int] = []
+    if current_task() == NO_TASK:
+        return found
+    for i, node in enumerate(nodes):
+        try:
+            _C._will_engine_execute_node(node)
+        except RuntimeError:  # it refuses to tell about leaves that are captured
+            found.append(i)
+    return found
+
+
+def any_reached(leaves: Iterable[Tensor]) -> bool:
+    """Return whether the running backward computes a gradient of any of ``leaves``."""
+    with torch.enable_grad():
+        nodes = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+    return bool(captured(nodes)) or (
+        current_task() != NO_TASK and any(map(_C._will_engine_execute_node, nodes))
+    )
 
 
 # -- compiled forwards and backwards ---------------------------------------------------

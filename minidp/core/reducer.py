@@ -225,6 +225,8 @@ class Reducer:
         """
         queue, expected = self.queue, self.expected
         self.phase.enter(Phase.REDUCING)
+        for observer in (*queue.observers,):
+            observer.begins()
         self.context = self.contexts.of_backward(first) if self._uses_rpc else None
         if self.context and any(each.uses_grads for each in queue.observers):
             self.context.refuse_steps()
@@ -302,7 +304,7 @@ class Reducer:
                 return  # a task around this one, or on another thread, still runs
             self._tasks.clear()
             if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
-                self.ledger.note_bypass(self.params)
+                self._note_bypass()
                 self.queue.tracer.enter(StepEvent.BACKWARD_BYPASSED)
             is_launched = self.queue.next == len(self.queue.buckets)
             if self.phase.now is not Phase.REDUCING or is_launched:
@@ -312,6 +314,21 @@ class Reducer:
             else:
                 self.phase.enter(Phase.PAUSED)
                 self.pending.pause()
+
+    def _note_bypass(self) -> None:
+        """Tell the ledger which gradients this backward made without our hooks.
+
+        Those of `torch.autograd.grad` go to the caller; parameters that were cast have
+        lost their hooks. A backward that needs neither (that of a generator through a
+        critic, a saliency map) leaves the parameters alone.
+        """
+        everybody = range(len(self.params))
+        lost = self.hooks.lost(everybody)
+        captured: Sequence[int] = autograd.captured(self.hooks.nodes)
+        lent = [param for each in self.ledger.lent if (param := each()) is not None]
+        if autograd.any_reached(lent):  # they stand in for ours, whichever these are
+            captured = everybody
+        self.ledger.note_bypass(self.params, captured, lost)
 
     def _fill_in_missing(self) -> None:
         """Fill in missing gradients: all buckets launch. GradientError: lost hooks."""
@@ -339,12 +356,13 @@ class Reducer:
                 self.rebuild_policy.note([*self.pending.ready, *filled])
             if lacks_some:  # not earlier: StaticGraph may then stop to share its map
                 expected.ended(filled, untouched)
-            self.ledger.settle(untouched)
             self.pending.close()
             if self._uses_rpc:
                 self.contexts.reset()
             self.context = None
             self.phase.enter(Phase.IDLE)
+            # Last: a rank that counts as one backward further is not in this one.
+            self.ledger.settle(untouched)
         if tracer.is_on:
             tracer.enter(StepEvent.FINALIZE_END)
 

@@ -58,7 +58,7 @@ def build(
     is_verified = kind == verify.WRAPPED and is_builtin(group)
     if every and (is_verified or every != AUTO):
         replication.check = ReplicaCheck(queue, reducer.ledger, every)
-    guard = Guard(reducer, own.unsynced, replica)
+    guard = Guard(reducer, own.unsynced, replica, replication.key_now)
     guard.replica_check = replication.check
     precision = None
     if checked.precision is not None:

@@ -103,8 +103,12 @@ class Replication:
         """
         group_of_forwards(self._reducer.communicator.group)
         if self.check is not None:
-            self.check.name = f"replicas/{self._key}/{self._num_resets}"
+            self.check.name = f"replicas/{self.key_now()}"
             self.check.reset()
+
+    def key_now(self) -> str:
+        """Return the wrapper's place in the store, a new one after each reset."""
+        return f"{self._key}/{self._num_resets}"
 
     def next_reset(self) -> str:
         """Count a `DataParallel.reset`; return a new store key for it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 import threading
@@ -15,7 +16,7 @@ from torch.futures import Future
 from minidp.comm.work import FutureWork, wait_for
 from minidp.hang import heartbeat
 from minidp.hang.rank_status import Alarm, RankStatus, _text_of_missing, place_of
-from minidp.hang.report import Inquiry, Sighting, Skip
+from minidp.hang.report import Inquiry, Passed, Sighting
 
 
 def status(started, wait="", **more):
@@ -149,7 +150,6 @@ def test_a_lost_store_is_told_with_what_was_known():
     assert text.startswith("Missing: rank 1. Rank 1 runs, but")
     assert text.endswith("It is gone.")
     assert not may_come
-    assert answer(Skip(7, 2), lost) == "It is gone."
 
 
 def at(step, steps, **more):
@@ -157,21 +157,33 @@ def at(step, steps, **more):
 
 
 @pytest.mark.parametrize(
-    ("statuses", "found"),
+    ("status", "may_answer", "stepped", "gone"),
     [
-        ([at(7, 2), at(7, 3)], ""),
-        ([at(7, 2), at(7, 1)], None),  # some are still on their way
-        ([at(7, 2), at(6, 5, is_reducing=True)], None),
-        ([at(7, 2), None], None),
-        (
-            [at(7, 2), at(7, 1, is_reducing=True)],
-            "The backward of rank 2 waits for it.",
-        ),
-        ([at(7, 2, is_reducing=True)], ""),  # it has stepped: in its next backward
+        (at(7, 2), False, set(), set()),  # on its way, or posting
+        (at(6, 5, is_reducing=True), False, set(), set()),
+        (at(7, 3), False, {1}, set()),
+        (at(7, 3, is_reducing=True), False, {1}, set()),  # in its next backward
+        (at(7, 2, is_reducing=True), False, set(), {1}),
+        (at(7, 2, is_reducing=True), True, set(), set()),  # it answers from there
+        (at(7, 2, waits=True, seconds=6.0), True, set(), {1}),
+        (at(7, 2, waits=True, seconds=4.0), True, set(), set()),
+        (None, False, set(), set()),
     ],
 )
-def test_do_all_ranks_skip(statuses, found):
-    assert answer(Skip(7, 2), channel(*statuses)) == found
+def test_who_does_not_come_to_a_meeting(status, may_answer, stepped, gone):
+    passed = Passed(7, 2, may_answer=may_answer)
+    passed.try_answer(channel(status))
+    later = status and dataclasses.replace(status, beat=status.beat + 1)
+    assert not passed.try_answer(channel(later))
+    assert (passed.stepped, passed.gone) == (stepped, gone)
+    passed.drop()
+    assert passed.try_answer(channel(status))
+
+
+def test_who_gave_up_does_not_come():
+    passed = Passed(7, 2, may_answer=True)
+    passed.try_answer(channel(None, alarms=[Alarm(1, 2, "boo")]))
+    assert passed.gone == {1}
 
 
 # -- where a thread is -----------------------------------------------------------------

@@ -40,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "core": {"comm", "layout", "native"} | TOP,
     "replica": {"core", "comm", "layout"} | TOP,
     "sync_batchnorm": {"core", "comm", "errors"},
-    "guard": {"replica", "core"} | TOP,
+    "guard": {"replica", "core", "comm"} | TOP,
     "hang": {"core", "comm"} | TOP,
     "overlap": {"core", "costmodel", "layout"} | TOP,
     "autotune": {"overlap", "core", "comm", "costmodel", "layout"} | TOP,
