@@ -83,6 +83,19 @@ def lost_hooks(rank: int, names: Sequence[str]) -> str:
     )
 
 
+def views_of_both(rank: int, names: Sequence[str]) -> str:
+    """Return the error text for views of parameters that two wrappers average."""
+    return explain(
+        rank,
+        "Two wrappers averaged the same parameters in one backward, and at least one "
+        "has gradient_as_bucket_view=True: its bucket is the .grad that the other one "
+        "reads and writes, and travels meanwhile.",
+        names=names,
+        remedy="leave that option out of both wrappers, or run a backward for each of "
+        "the losses; call reset() on all ranks, and zero_grad(), to go on",
+    )
+
+
 def unreached(rank: int, name: str) -> str:
     """Return the error text for a gradient of a bucket that no rank reduces."""
     return explain(

@@ -23,7 +23,7 @@ import torch
 from minidp.errors import CollectiveError, CommHookError, MiniDPError, explain
 
 from .groups import ProcessGroup, group_timeout, is_mixed, is_timed, keep_for_good
-from .work import Work, current_deadline, is_python_group
+from .work import Work, current_deadline, is_python_group, waiting
 
 logger = logging.getLogger("minidp")
 SLICE_SECONDS = 0.5
@@ -311,13 +311,16 @@ class Communicator:
         `limit` is None, and to work without ``can_time_out`` unless `is_timed` (Gloo).
         """
         is_timed = self._is_timed or getattr(work, "can_time_out", False)
-        if self.limit is None or not is_timed or is_done_within(work, SLICE_SECONDS):
-            return work.wait()
-        self.is_late = True
-        try:
-            return self._wait_long(self._in_flight(work))
-        finally:
-            self.is_late = False
+        with waiting():
+            if self.limit is None or not is_timed:
+                return work.wait()
+            if is_done_within(work, SLICE_SECONDS):
+                return work.wait()
+            self.is_late = True
+            try:
+                return self._wait_long(self._in_flight(work))
+            finally:
+                self.is_late = False
 
     def _wait_long(self, late: InFlight) -> Any:
         """Go on waiting for ``late``, in slices, after a first one; return its result.
@@ -356,7 +359,10 @@ class Operation:
     Limits its waits, and raises errors that name missing ranks.
     """
 
-    __slots__ = ("_bucket", "_communicator", "_doing", "_outer", "_outer_waiter")
+    __slots__ = (
+        *("_bucket", "_communicator", "_doing"),
+        *("_mark", "_outer", "_outer_waiter"),
+    )
 
     def __init__(
         self, communicator: Communicator, doing: str, bucket: int | None
@@ -366,6 +372,7 @@ class Operation:
         self._bucket = bucket
         self._outer: Operation | None = None
         self._outer_waiter: Any = None
+        self._mark = waiting()
 
     @property
     def place(self) -> str:
@@ -377,8 +384,10 @@ class Operation:
         """Apply the communicator's time limit to `wait_for` calls of this thread.
 
         Become the communicator's `operation`: the heartbeat reports its `place` as what
-        this rank does. No collective is counted or started.
+        this rank does. No collective is counted or started. The thread counts as one
+        that waits: a backend may make it wait already where it starts a collective.
         """
+        self._mark.__enter__()
         owner = self._communicator
         self._outer, owner.operation = owner.operation, self
         self._outer_waiter, current_deadline.waiter = current_deadline.waiter, owner
@@ -397,6 +406,7 @@ class Operation:
                 self._explain(error)
         finally:
             self._communicator.operation = self._outer
+            self._mark.__exit__()
 
     def _explain(self, error: Exception) -> None:
         """Set `has_failed`; tell other ranks of, and raise, a CollectiveError.

@@ -35,14 +35,21 @@ import torch
 from minidp import comm
 from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig
-from minidp.errors import GradientError, InternalError, lost_hooks
+from minidp.errors import GradientError, InternalError, lost_hooks, views_of_both
 from minidp.layout import Layout, ParamSpec
 from minidp.trace import Moment, StepEvent
 
 from . import autograd
 from .bucket_queue import BucketQueue
 from .expected import expectation_for
-from .grad_hooks import Entry, GradHooks, GradState, PendingGrads, is_compiled_backward
+from .grad_hooks import (
+    Entry,
+    GradHooks,
+    GradState,
+    PendingGrads,
+    has_arrived,
+    is_compiled_backward,
+)
 from .local_grads import Ledger, LocalBackwards, origin_now
 from .rebuild import RebuildPolicy, agreed_layout
 
@@ -155,6 +162,17 @@ class Reducer:
         self.context: comm.ContextGrads | None = None  # this backward's RPC context
         self._probe = functools.partial(_expect_end, weakref.ref(self))
         self.rebuild_policy = rebuild_policy or RebuildPolicy(config.saved_layout)
+        # Reducers of the same parameters, in other wrappers, with these parameters.
+        self._neighbours: list[tuple[weakref.ref[Reducer], set[torch.Tensor]]] = []
+        self._meet_neighbours()
+
+    def _meet_neighbours(self) -> None:
+        mine = set(self.params)
+        for other in list(_alive):
+            if shared := mine.intersection(other.params):
+                self._neighbours.append((weakref.ref(other), {*shared}))
+                other._neighbours.append((weakref.ref(self), {*shared}))
+        _alive.add(self)
 
     @property
     def rank(self) -> int:
@@ -260,7 +278,8 @@ class Reducer:
         """Flatten full bucket ``number``; launch buckets whose turn has come.
 
         After the last one launch a shared used-map, queue `_finalize` for the end of
-        the backward (compiled: call it). In an RPC context reads gradients there.
+        the backward (or call it: compiled, `Mode.finishes_at_once`). In an RPC context
+        reads gradients there.
         """
         queue, bucket = self.queue, self.queue.buckets[number]
         if self.context is not None:
@@ -272,7 +291,8 @@ class Reducer:
             if queue.launch_due():
                 if self.expected.shares_used_map:
                     self.expected.launch_used_map(self)
-                if self._is_compiled:  # runs no final callback
+                # Compiled autograd runs no final callback.
+                if self._is_compiled or self.expected.finishes_at_once:
                     self._finalize()
                 else:
                     autograd.queue_final_callback(self._finalize)
@@ -348,6 +368,9 @@ class Reducer:
             tracer.enter(StepEvent.FINALIZE_BEGIN)
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
+            for neighbour, shared in self._neighbours:
+                if (other := neighbour()) is not None:
+                    self._refuse_views_of_both(other, shared)
             filled = sorted(self.pending.filled)
             lacks_some = expected.fills_in_missing or expected.kept
             untouched = expected.untouched(self) if lacks_some else ()
@@ -365,6 +388,39 @@ class Reducer:
             self.ledger.settle(untouched)
         if tracer.is_on:
             tracer.enter(StepEvent.FINALIZE_END)
+
+    def _refuse_views_of_both(self, other: Reducer, shared: set[torch.Tensor]) -> None:
+        """Raise GradientError if this backward is also ``other``'s, and one has views.
+
+        The ``.grad`` that the one reads or writes is then a bucket of the other, which
+        travels meanwhile. ``shared``: parameters of both; one of them must have arrived
+        here and there.
+        """
+        has_views = any(
+            each.queue.config.gradient_as_bucket_view for each in (self, other)
+        )
+        if not has_views or other.phase.now is not Phase.REDUCING:
+            return
+        both = self._arrived_among(shared) & other._arrived_among(shared)
+        if both:
+            names = [
+                n for n, p in zip(self.names, self.params, strict=True) if p in both
+            ]
+            raise GradientError(views_of_both(self.rank, names))
+
+    def _arrived_among(self, shared: set[torch.Tensor]) -> set[torch.Tensor]:
+        """Return which of the ``shared`` parameters have brought a gradient so far.
+
+        All, if the mode fills in whatever arrived (the first one of a static graph).
+        """
+        entries, filled = self.pending.entries, self.pending.filled
+        if self.expected.finishes_at_once:
+            filled = set()
+        return {
+            param
+            for i, param in enumerate(self.params)
+            if param in shared and has_arrived(entries[i]) and i not in filled
+        }
 
     # -- failure -----------------------------------------------------------------------
 
@@ -393,6 +449,9 @@ class Reducer:
             self.contexts.reset()
             self.context = None
             self.phase.enter(Phase.IDLE)
+
+
+_alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 def _running(tasks: Mapping[int, Callable[[], object]]) -> list[int]:

@@ -31,6 +31,8 @@ class Replication:
         self.check: ReplicaCheck | None = None  # compares replicas now and then
         # Called instead of the broadcast of module buffers.
         self.buffer_hook: Callable[[dict[str, torch.Tensor]], None] | None = None
+        # Called after the module, in forwards that would broadcast them.
+        self.late_buffer_hook: Callable[[dict[str, torch.Tensor]], None] | None = None
         self.collect(module)
 
     def collect(self, module: nn.Module) -> None:
@@ -50,6 +52,12 @@ class Replication:
         with self._reducer.communicator.blocking("broadcasting module buffers"):
             group = group_of_forwards(self._reducer.communicator.group)
             broadcast_coalesced(list(self.buffers.values()), group, root)
+
+    def call_late_buffer_hook(self, module: nn.Module) -> None:
+        """Call `late_buffer_hook`, which is set, with the module's buffers now."""
+        self.collect(module)
+        assert self.late_buffer_hook is not None
+        self.late_buffer_hook(self.buffers)
 
     def broadcast_parameters(self, module: nn.Module, root: int) -> None:
         """Collective: give rank ``root``'s parameters to all ranks; wait.

@@ -10,7 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from minidp.comm import STORE_SECONDS, Communicator, PeerMonitor, Report, own_store
+from minidp.comm import (
+    STORE_SECONDS,
+    Communicator,
+    PeerMonitor,
+    Report,
+    own_store,
+    waiting,
+)
 from minidp.core import Reducer
 
 from .rank_status import Alarm, Channel, RankStatus, status_of
@@ -83,10 +90,11 @@ class Heartbeat(PeerMonitor):
         """
         silence = BEATS_OF_SILENCE * self._beat_seconds
         inquiry = Inquiry(started, silence)
-        self._ask(inquiry)
-        if inquiry.is_done_within(silence + STORE_SECONDS):
-            report: Report = inquiry.wait()
-            return report
+        with waiting():  # this rank has waited for the others, and is not busy now
+            self._ask(inquiry)
+            if inquiry.is_done_within(silence + STORE_SECONDS):
+                report: Report = inquiry.wait()
+                return report
         return Report(
             "Nothing is known about the other ranks: the process group's store does "
             "not answer. Its host (rank 0, or torchrun's agent) is stopped or cut off."

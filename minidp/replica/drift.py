@@ -25,6 +25,7 @@ from minidp.comm import (
     gather_integers,
     group_store,
     has_store,
+    waiting,
 )
 from minidp.config import AUTO
 from minidp.console import warn
@@ -349,8 +350,9 @@ def all_come(store: Store, num_ranks: int) -> bool:
     deadline = time.monotonic() + CONFIRM_SECONDS
     if store.add("come", 1) == num_ranks:
         store.compare_set("verdict", "", "all")
-    while not store.check(["verdict"]):
-        if time.monotonic() > deadline:
-            store.compare_set("verdict", "", "not all")
-        time.sleep(POLL_SECONDS)
+    with waiting():
+        while not store.check(["verdict"]):
+            if time.monotonic() > deadline:
+                store.compare_set("verdict", "", "not all")
+            time.sleep(POLL_SECONDS)
     return store.get("verdict") == b"all"

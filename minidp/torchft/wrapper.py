@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from minidp import torch_compat
+from minidp import data_parallel
 from minidp.comm import SharedBuffer, UsedMap
 from minidp.core import Averaging, Observer, Reducer
 from minidp.errors import UnsyncedGradientsError, explain
@@ -29,7 +29,7 @@ from .items import ItemRows
 from .quorum import Quorum, Replica
 
 
-class DataParallel(torch_compat.DataParallel):
+class DataParallel(data_parallel.DataParallel):
     """`minidp.DataParallel` over the replicas of a torchft ``Manager``.
 
     Train as with torchft's own DDP. The manager needs ``state_dict`` and
