@@ -107,9 +107,9 @@ class Attachment:
         totals: ItemTotals = self.data_parallel.item_totals
         return totals
 
-    def reset(self) -> None:
-        """Collective: recover from a failed, aborted or unfinished backward."""
-        self.data_parallel.reset()
+    def reset(self, *, copy_from: int | None = None) -> None:
+        """Collective: recover from a failed backward; see `DataParallel.reset`."""
+        self.data_parallel.reset(copy_from=copy_from)
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let ``hook`` reduce the buckets; see `DataParallel.register_comm_hook`."""

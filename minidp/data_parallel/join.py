@@ -22,6 +22,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from minidp.comm import gather_integers, wait_for
 
+from .recovery import settle_after_join
 from .sync_gradients import shadow_backward
 
 if TYPE_CHECKING:
@@ -166,8 +167,9 @@ class Shadow(JoinHook):
         """Collective: restore own gradients, copy a last joiner's state, end join mode.
 
         All ranks call it once all have run out. Own gradients: those that `main_hook`
-        kept. State: parameters, and module buffers if forwards broadcast them. Of
-        several last ranks (``is_last_joiner``), the highest one sends it.
+        kept. State: parameters, and module buffers if forwards broadcast them; if ranks
+        made unequal numbers of steps, also optimizers. Of several last ranks
+        (``is_last_joiner``), the highest one sends it.
         """
         ddp = self._ddp
         if self._own is not None:
@@ -182,4 +184,5 @@ class Shadow(JoinHook):
         ddp._replication.broadcast_parameters(ddp.module, ddp._authoritative_rank)
         if ddp.forward_sync_buffers:
             ddp._replication.broadcast_buffers(ddp.module, ddp._authoritative_rank)
+        settle_after_join(ddp, ddp._authoritative_rank)
         stop_joining(ddp)

@@ -15,12 +15,12 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from minidp.autotune import AutotunePolicy
-from minidp.comm import CommHook, Communicator, ProcessGroup, is_builtin
+from minidp.comm import CommHook, Communicator, ProcessGroup
 from minidp.config import AUTO
 from minidp.core import Reducer
 from minidp.guard import Guard
 from minidp.hang import the_watchdog
-from minidp.replica import ReplicaCheck, verify
+from minidp.replica import verify
 
 from . import arguments
 from .mixed_precision import MixedPrecision, reduce_in_low_precision
@@ -37,8 +37,8 @@ def build(
 
     Hooks the parameters and ``Optimizer.step``; starts a heartbeat in the store.
     ``ignored``: names on the module's ignore list. ``kind``: ``verify.WRAPPED``: all
-    checks; "unsynced" (``init_sync=False``): no check_replicas_every="auto"; "copy":
-    neither that nor a heartbeat, as other ranks may have no such copy.
+    checks; "unsynced" (``init_sync=False``): all but those at construction; "copy": no
+    check_replicas_every="auto" and no heartbeat, as other ranks may have no such copy.
     """
     config, replica, own = checked.config, checked.replica, checked.own
     key = verify.next_key(group, kind)
@@ -54,10 +54,11 @@ def build(
     if kind != "copy":  # ranks may copy as they like: no key is equal on all
         the_watchdog.start_heartbeat(reducer, key)
     replication = Replication(reducer, replica.module, ignored, key)
-    every = own.check_replicas_every
-    is_verified = kind == verify.WRAPPED and is_builtin(group)
-    if every and (is_verified or every != AUTO):
-        replication.check = ReplicaCheck(queue, reducer.ledger, every)
+    replication.every = own.check_replicas_every
+    replication.warns = own.unsynced == "warn"
+    is_auto = own.check_replicas_every == AUTO
+    if kind != "copy" or not is_auto:  # a copy may be meant for one rank alone
+        replication.compare_on(group, alone=kind != verify.WRAPPED and is_auto)
     guard = Guard(reducer, own.unsynced, replica, replication.key_now)
     guard.replica_check = replication.check
     precision = None

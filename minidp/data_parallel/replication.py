@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import nn
 
-from minidp.comm import broadcast_coalesced, group_of_forwards
+from minidp.comm import (
+    ProcessGroup,
+    broadcast_coalesced,
+    group_of_forwards,
+    has_store,
+    is_builtin,
+)
+from minidp.config import AUTO
 from minidp.core import Observer, Reducer
 from minidp.replica import ReplicaCheck, verify
 
@@ -29,6 +38,10 @@ class Replication:
         self._num_resets = 0
         self.ignored = ignored  # names of parameters and module buffers
         self.check: ReplicaCheck | None = None  # compares replicas now and then
+        self.every: int | Literal["auto"] = 0  # how often; 0: never
+        self.warns = False  # unsynced="warn": of what was excused, too
+        # The other ranks are not known to compare: find out in the next step.
+        self.is_alone = False
         # Called instead of the broadcast of module buffers.
         self.buffer_hook: Callable[[dict[str, torch.Tensor]], None] | None = None
         # Called after the module, in forwards that would broadcast them.
@@ -70,6 +83,17 @@ class Replication:
         state = list({id(p): p for p in (*own, *self._reducer.params)}.values())
         with self._reducer.communicator.blocking("broadcasting parameters"):
             broadcast_coalesced(state, self._reducer.communicator.group, root)
+
+    def broadcast_all(self, module: nn.Module, root: int) -> None:
+        """Collective: give rank ``root``'s parameters and buffers to all ranks; wait.
+
+        Also buffers that forwards do not broadcast; none on the ignore list.
+        """
+        self.broadcast_parameters(module, root)
+        self.collect(module)
+        with self._reducer.communicator.blocking("broadcasting module buffers"):
+            group = self._reducer.communicator.group
+            broadcast_coalesced(list(self.buffers.values()), group, root)
 
     def start(self, checked: Arguments, *, verifies: bool) -> None:
         """Collective: compare the ranks' modules and options; send out rank 0's state.
@@ -118,6 +142,26 @@ class Replication:
         """Return the wrapper's place in the store, a new one after each reset."""
         return f"{self._key}/{self._num_resets}"
 
+    def compare_on(self, group: ProcessGroup, *, alone: bool) -> None:
+        """Compare replicas on ``group`` from now on, as often as `every` says.
+
+        Not communicating. ``alone``: other ranks of the group may not compare, or may
+        have no such wrapper (``init_sync=False``, another group, a copy): with "auto"
+        the next synchronised step compares only if they do.
+        """
+        is_auto = self.every == AUTO
+        if not self.every or (is_auto and not is_builtin(group)):
+            self.stop_comparing()
+            return
+        if self.check is None:
+            ledger = self._reducer.ledger
+            self.check = ReplicaCheck(self._reducer.queue, ledger, self.every)
+            self.check.warns = self.warns
+        self.is_alone = alone
+        if alone:
+            self.check.reset()
+            self.check.meet("", is_first=True)
+
     def next_reset(self) -> str:
         """Count a `DataParallel.reset`; return a new store key for it.
 
@@ -153,9 +197,28 @@ class Replication:
         Of all parameters but ignored ones; ``with_buffers``: of `buffers`, too; "auto"
         leaves out some (`ReplicaCheck.begin`). No-op without a `check`.
         """
-        if self.check is None or not self.check.is_due:
+        if self.check is None:
+            return
+        if self.is_alone:
+            self.is_alone = False
+            self.check.meet(self._common_key(), is_first=True)
+        if self._reducer.ledger.was_excused:
+            self.check.meet_after_excuse()
+        if not self.check.is_due:
             return
         params = dict(zip(self._reducer.names, self._reducer.params, strict=True))
         known = {*params, *self.ignored}
         frozen = {n: p for n, p in module.named_parameters() if n not in known}
         self.check.begin(params, frozen, self.buffers if with_buffers else {})
+
+    def _common_key(self) -> str:
+        """Return a new store key for the next comparison; "" without a store.
+
+        Equal on ranks that have compared equally many wrappers of these parameters on
+        the group since each was alone.
+        """
+        group = self._reducer.communicator.group
+        if not has_store(group):
+            return ""
+        names = hashlib.sha256(" ".join(self._reducer.names).encode()).hexdigest()[:12]
+        return verify.next_key(group, f"{verify.WRAPPED}, alone, {names}")

@@ -26,6 +26,7 @@ from minidp.trace import Recorder, StepEvent, label
 from . import arguments, items, parts
 from .join import Shadow, announce, joining, stop_joining
 from .mixed_precision import map_tensors
+from .recovery import check_root, settle_after_reset
 from .reset import agree_and_recover
 from .step_in_backward import StepInBackward
 from .sync_gradients import average_now, failing
@@ -376,17 +377,34 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         average_now(self._reducer)
 
     @untraced
-    def reset(self) -> None:
+    def reset(self, *, copy_from: int | None = None) -> None:
         """Collective: recover from a failed, aborted or unfinished backward.
 
         If a launched collective cannot complete, a new group replaces `process_group`.
-        Call ``zero_grad()`` next: ``.grad`` stays. CollectiveError names absent ranks.
+        Call ``zero_grad()`` next: ``.grad`` stays.
+
+        A rank that raised has perhaps missed a step that others have made. So the
+        replicas are compared; a warning says what differs on which ranks. If parameters
+        still differ in the next synchronised step, it raises ReplicaMismatchError.
+
+        Args:
+            copy_from: a rank of the process group, the same on all ranks: give all
+                ranks its parameters, module buffers, and state and settings of
+                optimizers of ``torch.optim``. A warning says what cannot be copied.
+                None: copy nothing, for example because a checkpoint is loaded.
+
+        Raises:
+            CollectiveError: names the ranks that do not call this in time.
+            ReplicaMismatchError: the ranks passed different ``copy_from``.
+            TypeError, ValueError: ``copy_from`` is no rank of the group.
         """
+        check_root(copy_from, self.process_group.size())
         key = self._replication.next_reset()
         self.process_group = agree_and_recover(self._reducer, key)
         self.require_forward_param_sync = True  # ranks may differ in their last forward
         self._replication.connect()
         stop_joining(self)
+        settle_after_reset(self, copy_from)
 
     def set_recorder(self, recorder: Recorder | None) -> None:
         """Record the events (`Moment`) of every backward; None stops recording."""

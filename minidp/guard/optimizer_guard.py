@@ -91,6 +91,9 @@ class Guard:
         # The ledger's `armed` and `finalized`, at the last step of each optimizer.
         self._at_step: WeakKeyDictionary[Optimizer, tuple[int, int]]
         self._at_step, self._at_any_step = WeakKeyDictionary(), (0, 0)
+        # Finished steps outside no_sync(), since the ranks were made equal or compared.
+        self._num_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._stepping = 0  # id of the optimizer whose step counts, once it has ended
         _guards[id(self)] = self
         with _lock:
             _install_hooks()
@@ -119,6 +122,7 @@ class Guard:
         # An optimizer that never stepped has missed nothing, unless a backward passed
         # our hooks: then its gradients may be those of that backward.
         never = (0, 0) if ledger.bypassed is None else self._at_any_step
+        self._stepping = id(optimizer) if is_ours and ledger.sync_enabled else 0
         if is_ours:
             self._check_counts()
         step = StepCheck(self, optimizer, self._at_step.get(optimizer, never))
@@ -169,10 +173,13 @@ class Guard:
             self._judge_change(change, "after", held)
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """Count a step that ran in no_sync() with local gradients; this may warn.
+        """Count a step that has ended; in no_sync() with local gradients this may warn.
 
-        No-op for other steps, and with ``unsynced="ignore"``. See `LocalSteps`.
+        Not with ``unsynced="ignore"``. See `LocalSteps`.
         """
+        if self._stepping == id(optimizer):
+            self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
+            self._stepping = 0
         ledger = self.reducer.ledger
         is_local = not ledger.sync_enabled and bool(ledger.unsynced)
         if is_local and self.policy != "ignore" and self._holds_ours(optimizer):
@@ -352,6 +359,18 @@ class Guard:
     def retire(self) -> None:
         """Unregister this guard: it checks no optimizer steps any more."""
         _guards.pop(id(self), None)
+
+    def optimizers(self) -> dict[Optimizer, int]:
+        """Return optimizers that have stepped on our parameters, and how often.
+
+        Steps outside no_sync() count, since `forget_steps`; in a backward they do not.
+        """
+        known = [*self._at_step, *self._in_backward]
+        return {o: self._num_steps.get(o, 0) for o in known if self._holds_ours(o)}
+
+    def forget_steps(self) -> None:
+        """Count optimizer steps anew: the ranks have compared, or are made equal."""
+        self._num_steps.clear()
 
     def others(self) -> list[Guard]:
         """Return the other live guards of this process, of any wrapper or group."""

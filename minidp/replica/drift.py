@@ -9,6 +9,14 @@ random numbers of each rank, and moved back before the step or inside it. Each o
 answers for the parameters that it holds.
 
 "auto" accepts updates in no_sync(), a user's comm hook, ``unsynced`` not "raise".
+
+Every way back to training begins the schedule anew (`ReplicaCheck.restart`), because
+there replicas are most likely to differ. Where not all ranks are known to compare, each
+one puts its checksum into the store and never waits for the others (`meet`)::
+
+    forward    put mine into the store
+    backward   cannot end before all ranks have begun it: who wants to compare has put
+               its checksum there by now. All ranks have: compare. Else: forget it
 """
 
 from __future__ import annotations
@@ -16,6 +24,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -25,6 +34,8 @@ from minidp.comm import (
     gather_integers,
     group_store,
     has_store,
+    post_json,
+    read_json,
     waiting,
 )
 from minidp.config import AUTO
@@ -51,8 +62,9 @@ ROUNDING = 1e-3  # of the largest element; or a few times what the dtype can tel
 
 # Bits that ranks exchange: why replicas may differ legally.
 LOCAL_UPDATES = 1  # parameters changed inside no_sync()
-# A foreign comm hook; or unsynced="warn" or "ignore" made no error of a mistake.
+# A foreign comm hook; or unsynced="ignore" made no error of a mistake.
 ON_PURPOSE = 2
+WARNED = 4  # unsynced="warn" made a warning of a mistake
 
 
 class _Cause(NamedTuple):
@@ -69,7 +81,8 @@ _UNKNOWN = _Cause(
     "other seeds with init_sync=False, updates by hand, random numbers, "
     "unsynced='ignore'; what is to differ belongs to the parameters to ignore "
     "(_set_params_and_buffers_to_ignore_for_model), or pass check_replicas_every=0; "
-    "load the last checkpoint on all ranks and call reset(), or wrap the module again",
+    "load the last checkpoint on all ranks and call reset(), or call "
+    "reset(copy_from=0) to copy rank 0's state, or wrap the module again",
 )
 _ROUNDING = _Cause(
     " The difference is as small as rounding: other hardware, or kernels that are not "
@@ -84,6 +97,19 @@ _LOCAL = _Cause(
     "zero_grad() out of the no_sync() block (an indentation too deep); for local SGD "
     "average the parameters before the next forward outside no_sync(); then load the "
     "last checkpoint on all ranks. This is said once",
+)
+_MISSED = _Cause(
+    " A rank has missed steps that others have made ({}), and nothing has made the "
+    "replicas equal since.",
+    "call reset(copy_from=0) on all ranks, which copies rank 0's parameters, buffers "
+    "and optimizer state; or load the same checkpoint of model and optimizers on all "
+    "ranks, and call reset()",
+)
+_EXCUSED = _Cause(
+    " Before, a mistake was only warned of, because of unsynced='warn': the replicas "
+    "have trained apart since.",
+    "mend what that warning named, then load the last checkpoint on all ranks; if the "
+    "replicas are meant to differ, pass unsynced='ignore'. This is said once",
 )
 # Sums of bits on each rank, by rank, of the tensors that differ.
 _Differences = Mapping[str, Sequence[int]]
@@ -100,6 +126,7 @@ class _Snapshot(NamedTuple):
     buffer_sums: Mapping[str, int]  # of module buffers: the forward changes them
     digest: torch.Tensor
     was_hooked: bool  # a foreign comm hook made averages that came before
+    place: str = ""  # in the store, where all ranks put their row; "": a collective
 
 
 class ReplicaCheck(Observer):
@@ -123,12 +150,21 @@ class ReplicaCheck(Observer):
         self._every, self._is_auto = every, every == AUTO
         self._ledger = ledger
         self._has_warned = False
+        self._has_agreed = False  # replicas were equal in some comparison, ever
+        self._hook_agrees = False  # also after averages of the comm hook
+        self.warns = False  # unsynced="warn"
         self.name = ""  # in the store: new, and equal on all ranks; "": no store
+        self.meets_at = ""  # the store's place of the next comparison, see `meet`
+        self._base = 0  # the step at which the schedule began
+        self._is_shared = True  # all ranks are known to compare at the same steps
+        self.missed_steps = ""  # on which ranks an optimizer made fewer steps
+        self._has_met_excuse = False
         self.reset()
 
     def reset(self) -> None:
         """Forget pending checksums and differences, and when replicas agreed last."""
         self.postpone()
+        self.meets_at = ""
         self._agreed = -1  # the last step at whose beginning all replicas were equal
         self.suspect: _Snapshot | None = None  # differed, and nobody has stepped since
         self._waited = 0  # steps, for an optimizer
@@ -136,10 +172,60 @@ class ReplicaCheck(Observer):
     @property
     def is_due(self) -> bool:
         """Return whether to compare in this step: scheduled, or after a difference."""
-        step = self._ledger.finalized
+        return self._is_scheduled or bool(self.meets_at)
+
+    @property
+    def _is_scheduled(self) -> bool:
+        """Return whether all ranks compare in this step, so that it is a collective."""
+        if not self._is_shared:
+            return False
+        step = self._ledger.finalized - self._base
         every = AUTO_EVERY if isinstance(self._every, str) else self._every
         is_early = self._is_auto and step in AUTO_STEPS
         return self.suspect is not None or is_early or step % every == 0
+
+    def restart(self, *, missed_steps: str = "") -> None:
+        """Begin the schedule anew in the next step; all ranks do so.
+
+        ``missed_steps``: on which ranks optimizers made fewer steps, as text; then no
+        difference is taken for rounding, and errors say so.
+        """
+        self._base, self._is_shared = self._ledger.finalized, True
+        self.missed_steps = missed_steps
+
+    def meet(self, place: str, *, is_first: bool = False) -> None:
+        """Compare in the next synchronised step, if all ranks do; wait for none.
+
+        ``place``: in the group's store; new, and equal on all ranks. ``is_first``: this
+        begins the schedule: before, other ranks are not known to compare at all.
+        """
+        self.meets_at = place
+        if is_first:
+            self.restart()
+            self._is_shared, self.name = False, ""
+
+    def meet_after_excuse(self) -> None:
+        """Compare soon, because a mistake was excused; no-op if the user ignores all.
+
+        Ranks that made no mistake do not meet: then the schedule has to find it.
+        """
+        if self.warns and self.name and not self._has_met_excuse:
+            self._has_met_excuse = True
+            self.meet(f"{self.name}/excused/{self._ledger.finalized}")
+
+    @property
+    def excuses(self) -> int:
+        """Return why this rank's replica may differ legally: 0, or bits."""
+        hook = self._queue.averaging.comm_hook
+        is_hooked = hook is not None and hook.has_run and is_foreign(hook)
+        return self._excuses(was_hooked=is_hooked)
+
+    def _excuses(self, *, was_hooked: bool) -> int:
+        ledger = self._ledger
+        # A step that some rank has missed is no doing of a hook that kept them equal.
+        was_hooked &= not (self._hook_agrees and self.missed_steps)
+        reasons = LOCAL_UPDATES * ledger.was_local | ON_PURPOSE * was_hooked
+        return reasons | (WARNED if self.warns else ON_PURPOSE) * ledger.was_excused
 
     def begin(
         self,
@@ -155,7 +241,7 @@ class ReplicaCheck(Observer):
         if self._is_auto:
             buffers = {}
             # Once replicas agreed, one rank may keep averaged weights in frozen ones.
-            frozen = {} if self._agreed >= 0 else frozen
+            frozen = {} if self._has_agreed else frozen
         tensors = {**params, **frozen}
         if self.suspect is not None:  # others were equal after their optimizer's step
             suspected = self.suspect.tensors.keys()
@@ -165,8 +251,15 @@ class ReplicaCheck(Observer):
         hook = self._queue.averaging.comm_hook
         was_hooked = hook is not None and hook.has_run and is_foreign(hook)
         self.postpone()
-        step = self._ledger.finalized
-        self._under_way = _Snapshot(step, tensors, buffer_sums, digest, was_hooked)
+        place = "" if self._is_scheduled else self.meets_at
+        step, self.meets_at = self._ledger.finalized, ""
+        snapshot = _Snapshot(step, tensors, buffer_sums, digest, was_hooked, place)
+        if place:
+            with suppress(RuntimeError):  # a lost store: then nobody compares
+                group = self._queue.communicator.group
+                row = self._row(snapshot)
+                post_json(group_store(group, place), "row", group.rank(), row)
+        self._under_way = snapshot
         self._queue.observers.insert(0, self)  # before those that step optimizers
 
     def postpone(self) -> None:
@@ -189,9 +282,13 @@ class ReplicaCheck(Observer):
         snapshot, ledger = self._under_way, self._ledger
         assert snapshot is not None
         self.postpone()
-        reasons = LOCAL_UPDATES * ledger.was_local
-        reasons |= ON_PURPOSE * (snapshot.was_hooked or ledger.was_excused)
-        rows = self._gather([snapshot.step, reasons, int(snapshot.digest)])
+        if snapshot.place:
+            if not (rows := self._rows_met(snapshot.place)):
+                return
+            if not self._is_shared:  # now it is
+                self._is_shared, self.name = True, snapshot.place
+        else:
+            rows = self._gather(self._row(snapshot))
         steps, all_reasons, digests = zip(*rows, strict=True)
         if len(set(steps)) > 1:
             text = explain(
@@ -205,12 +302,15 @@ class ReplicaCheck(Observer):
             raise ReplicaMismatchError(text)
         if len(set(digests)) == 1:
             self._agree(snapshot.step)
+            self._hook_agrees |= snapshot.was_hooked
             ledger.was_local = ledger.was_excused = False
         elif self._is_auto and any(all_reasons):
             self.suspect = None
             # Local updates alone may be a mistake as well.
-            if {*all_reasons} <= {0, LOCAL_UPDATES} and not self._has_warned:
-                self._warn(snapshot.step, self._find_differences(snapshot), _LOCAL)
+            if not any(r & ON_PURPOSE for r in all_reasons) and not self._has_warned:
+                was_warned = any(reasons & WARNED for reasons in all_reasons)
+                cause = _EXCUSED if was_warned else _LOCAL
+                self._warn(snapshot.step, self._find_differences(snapshot), cause)
                 ledger.was_told = True
         else:  # the next step compares again; or this one, after a long wait
             self.suspect = snapshot
@@ -220,8 +320,22 @@ class ReplicaCheck(Observer):
             if is_late or self._have_buffers_drifted(snapshot):
                 self._confirm(snapshot)
 
+    def _row(self, snapshot: _Snapshot) -> list[int]:
+        """Return what ranks exchange: step of the schedule, excuses, checksum."""
+        reasons = self._excuses(was_hooked=snapshot.was_hooked)
+        return [snapshot.step - self._base, reasons, int(snapshot.digest)]
+
+    def _rows_met(self, place: str) -> list[list[int]]:
+        """Return all ranks' rows at a place of the store; [] if some put none there."""
+        group = self._queue.communicator.group
+        with suppress(RuntimeError):
+            rows = read_json(group_store(group, place), "row", range(group.size()))
+            return [*rows.values()] if len(rows) == group.size() else []
+        return []
+
     def _agree(self, step: int) -> None:
-        self._agreed = step
+        self._agreed, self._has_agreed, self.missed_steps = step, True, ""
+        self._has_met_excuse = False
         self.suspect, self._waited = None, 0
 
     # -- after a step ------------------------------------------------------------------
@@ -271,11 +385,11 @@ class ReplicaCheck(Observer):
         found = self._find_differences(snapshot)
         if not found:
             self._agree(snapshot.step)
-        elif self._is_auto and are_close_on_all_ranks(
-            [snapshot.tensors[name] for name in found if name in snapshot.tensors],
-            self._queue.communicator,
-            ROUNDING,
-            num_eps=16,
+        elif self.missed_steps:  # what rounding does is not to be found out
+            missed = _MISSED._replace(text=_MISSED.text.format(self.missed_steps))
+            raise ReplicaMismatchError(self._explain(snapshot.step, found, missed))
+        elif self._is_auto and self._are_close(
+            [snapshot.tensors[name] for name in found if name in snapshot.tensors]
         ):
             self._warn(snapshot.step, found, _ROUNDING)
         else:
@@ -325,6 +439,18 @@ class ReplicaCheck(Observer):
         sums = [*torch.stack(own).tolist(), *snapshot.buffer_sums.values()]
         columns = zip(names, zip(*self._gather(sums), strict=True), strict=True)
         return {name: sums for name, sums in columns if len(set(sums)) > 1}
+
+    def knows_rounding(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Collective, perhaps: return whether only rounding, warned of before, differs.
+
+        ``tensors``: those whose bits differ.
+        """
+        return self._is_auto and self._has_warned and self._are_close(tensors)
+
+    def _are_close(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Collective: return whether only rounding makes the ranks' tensors differ."""
+        communicator = self._queue.communicator
+        return are_close_on_all_ranks(tensors, communicator, ROUNDING, num_eps=16)
 
 
 def is_foreign(hook: CommHook) -> bool:

@@ -207,13 +207,17 @@ class TorchNames:
 
         If it is no ProcessGroup (torch's mark of a non-member), reset on the present
         one. Buckets will be rebuilt once more (not by "auto" with a tuned layout); a
-        static graph's counts stay. Replicas are never compared again.
+        static graph's counts stay. The next synchronised step compares the replicas, if
+        all ranks of the group do, and then begins to count steps anew: ranks that are
+        new have made fewer.
         """
         if isinstance(new_process_group, dist.ProcessGroup):
             self.process_group = new_process_group
         self._reducer.reset(self.process_group)
         self._reducer.rebuild_policy.reset(rebuilds_again=True)
-        self._replication.stop_comparing()  # new ranks have made fewer steps
+        self._replication.compare_on(self.process_group, alone=True)
+        if self._replication.check is not None:
+            self._guard.replica_check = self._replication.check
 
     def _remove_autograd_hooks(self) -> None:
         """Remove the grad hooks for good: later backwards average no gradients.

@@ -102,11 +102,14 @@ class DataParallel(data_parallel.DataParallel):
         """
         return self._quorum.members()
 
-    def reset(self) -> None:
+    def reset(self, *, copy_from: int | None = None) -> None:
         """Recover from a backward that raised; the manager will not commit its step.
 
         Not a collective. Keeps the committed bucket layout. Call ``zero_grad()`` next.
+        ValueError for ``copy_from``: the manager heals a replica that is behind.
         """
+        if copy_from is not None:
+            _refuse("copy_from in reset()", "the manager heals replicas by itself")
         quorum, plan = self._quorum, self._quorum.state()["plan"]
         quorum.manager.report_error(RuntimeError("minidp: reset() was called"))
         super().reset()

@@ -1,0 +1,214 @@
+"""Find out, on ways back to training, whether all replicas can go on together.
+
+Before ``reset()`` some ranks may have made a step that others missed, and in ``join()``
+ranks with fewer inputs make fewer steps. `settle_after_reset` compares the replicas, or
+copies one rank's state; `settle_after_join` copies optimizers, as ``join()`` copies
+parameters. A difference is only warned of, because a checkpoint may be loaded next. If
+the replicas still differ in the next synchronised step, `ReplicaCheck` raises before an
+optimizer applies anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from minidp.comm import exchange_device, gather_integers, has_store
+from minidp.console import warn
+from minidp.errors import MAX_NAMES, ReplicaMismatchError, explain
+from minidp.replica import optimizers, standing, sum_of_bits
+
+if TYPE_CHECKING:
+    from minidp.replica.standing import Differences
+
+    from .wrapper import DataParallel
+
+_NOBODY = -1  # whose state is copied
+_SCHEDULERS = "learning rate schedulers"
+
+
+def check_root(copy_from: int | None, size: int) -> None:
+    """Raise TypeError or ValueError if ``copy_from`` is neither None nor a rank."""
+    if copy_from is None:
+        return
+    if isinstance(copy_from, bool) or not isinstance(copy_from, int):
+        raise TypeError(
+            "copy_from must be None or a rank of the process group, but got "
+            f"{copy_from!r}."
+        )
+    if not 0 <= copy_from < size:
+        raise ValueError(
+            f"copy_from must be a rank of the process group (0 to {size - 1}), but got "
+            f"{copy_from}."
+        )
+
+
+def settle_after_reset(ddp: DataParallel, copy_from: int | None) -> None:
+    """Collective: copy rank ``copy_from``'s state to all ranks; None: compare.
+
+    Then begins the schedule of comparisons anew. Warns if replicas differ without a
+    known reason, and of what cannot be copied. ReplicaMismatchError on all ranks if
+    they pass different ``copy_from``. Without a store ranks do not wait for each other
+    in `reset`, and so this does nothing unless there is something to copy.
+    """
+    group, check = ddp.process_group, ddp._replication.check
+    if group.size() == 1 or (copy_from is None and not has_store(group)):
+        return
+    with ddp._reducer.communicator.blocking("comparing the replicas in reset()"):
+        wanted = _NOBODY if copy_from is None else copy_from
+        excuses = 0 if check is None else check.excuses
+        head = [wanted, check is not None, excuses, _digest(ddp)]
+        rows = gather_integers(head, group, exchange_device(group, ddp.device))
+        wishes, compares, all_excuses, digests = zip(*rows, strict=True)
+        _refuse_other_wishes(wishes, group.rank())
+        compares_all = all(compares)
+        is_equal = len({*digests}) == 1 or not (compares_all or copy_from is not None)
+        found, held = (None, {}) if is_equal else _compare(ddp)
+        if copy_from is not None:
+            ddp._replication.broadcast_all(ddp.module, copy_from)
+            if found is not None:
+                how = f"reset(copy_from={copy_from})"
+                _copy_optimizers(ddp, found, held, copy_from, how)
+            found = None
+    ddp._guard.forget_steps()
+    if check is None or not compares_all:
+        return
+    missed = ""
+    if found is not None:
+        # A second reset() mends nothing, either.
+        missed = found.steps or (check.missed_steps if found.parameters else "")
+        is_excused = any(all_excuses) or _is_only_rounding(ddp, found)
+        if found.texts and (missed or not is_excused):
+            warn(_explain_difference(group.rank(), found))
+    check.restart(missed_steps=missed)
+
+
+def _is_only_rounding(ddp: DataParallel, found: Differences) -> bool:
+    """Collective, perhaps: return whether all that differs was called rounding."""
+    check, reducer = ddp._replication.check, ddp._reducer
+    if check is None or len(found.texts) != 1 or not found.parameters:
+        return False
+    params = dict(zip(reducer.names, reducer.params, strict=True))
+    return check.knows_rounding([params[name] for name in found.parameters])
+
+
+def settle_after_join(ddp: DataParallel, root: int) -> None:
+    """Collective: copy optimizers of rank ``root`` if ranks made unequal steps.
+
+    Else all keep their own, bit for bit. Warns of what cannot be copied.
+    """
+    group = ddp.process_group
+    device = exchange_device(group, ddp.device)
+    steps = sum(ddp._guard.optimizers().values())
+    if len({n for (n,) in gather_integers([steps], group, device)}) > 1:
+        found, held = _compare(ddp)
+        _copy_optimizers(ddp, found, held, root, "The end of join()")
+        if ddp._replication.check is not None:
+            ddp._replication.check.restart()
+    ddp._guard.forget_steps()
+
+
+def _digest(ddp: DataParallel) -> int:
+    """Return a digest of this rank's standing, with the optimizers it knows."""
+    text = _stand(ddp, optimizers.by_key(ddp._guard.optimizers(), ddp._reducer.params))
+    digest = hashlib.sha256(text.to_bytes()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)
+
+
+def _stand(ddp: DataParallel, held: dict[str, Optimizer]) -> standing.Standing:
+    """Return where this rank stands; of its optimizers those that are ``held``."""
+    reducer, replication = ddp._reducer, ddp._replication
+    params = dict(zip(reducer.names, reducer.params, strict=True))
+    left_out = {*params, *replication.ignored}
+    frozen = {n: p for n, p in ddp.module.named_parameters() if n not in left_out}
+    replication.collect(ddp.module)
+    # The next forward makes those equal that it broadcasts.
+    buffers = {} if ddp.forward_sync_buffers else replication.buffers
+    steps = ddp._guard.optimizers()
+    facts = {
+        key: optimizers.facts_of(optimizer, steps.get(optimizer, 0), params)
+        for key, optimizer in sorted(held.items())
+    }
+    return standing.Standing(_sums(params), _sums(frozen), _sums(buffers), facts)
+
+
+def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: int(sum_of_bits(tensor)) for name, tensor in tensors.items()}
+
+
+def _compare(ddp: DataParallel) -> tuple[Differences, dict[str, Optimizer]]:
+    """Collective: return what differs, and the optimizers by key, of this rank."""
+    params = ddp._reducer.params
+    known = dict.fromkeys(
+        [*ddp._guard.optimizers(), *optimizers.find_optimizers(params)]
+    )
+    held = optimizers.by_key(known, params)
+    standings = standing.exchange(_stand(ddp, held), ddp.process_group, ddp.device)
+    return standing.find_differences(standings), held
+
+
+def _copy_optimizers(
+    ddp: DataParallel,
+    found: Differences,
+    held: dict[str, Optimizer],
+    root: int,
+    how: str,
+) -> None:
+    """Collective: copy rank ``root``'s optimizers; warn of what stays different."""
+    reducer = ddp._reducer
+    params = dict(zip(reducer.names, reducer.params, strict=True))
+    shared = {key: held[key] for key in found.shared}
+    copied = {k: o for k, o in shared.items() if optimizers.can_copy(o)}
+    lost = optimizers.copy_optimizers(copied, params, ddp.process_group, root)
+    left = [f"the state of {name}" for name in sorted({*lost, *found.unknown})]
+    if found.steps and any(map(optimizers.has_scheduler, shared.values())):
+        left.append(_SCHEDULERS)
+    if left and (found.steps or found.parameters):
+        steps = f" Optimizer steps: {found.steps}." if found.steps else ""
+        warn(
+            explain(
+                reducer.rank,
+                f"{how} gave all ranks rank {root}'s parameters, but cannot copy "
+                f"{' and '.join(left)}.{steps}",
+                remedy=f"give all ranks rank {root}'s state of these, for example by "
+                "broadcast_object_list(...) and load_state_dict(...)",
+            )
+        )
+
+
+def _refuse_other_wishes(wishes: Sequence[int], rank: int) -> None:
+    """Raise ReplicaMismatchError if ranks want to copy from different ranks."""
+    if len({*wishes}) > 1:
+        said = (
+            f"{None if root == _NOBODY else root} on rank {rank}"
+            for rank, root in enumerate(wishes)
+        )
+        raise ReplicaMismatchError(
+            explain(
+                rank,
+                "The ranks called reset() with different arguments.",
+                expected="the same copy_from on all ranks",
+                found=", ".join(said),
+                remedy="decide before, alike on all ranks, from whom to copy, and call "
+                "reset() once more",
+            )
+        )
+
+
+def _explain_difference(rank: int, found: Differences) -> str:
+    return explain(
+        rank,
+        "After reset() the replicas are not the same: some ranks have made a step that "
+        "others missed, or parameters were changed on some ranks only.",
+        names=found.names[:MAX_NAMES],
+        expected="the same on all ranks",
+        found=f"other {'; '.join(found.texts)}",
+        remedy="call reset(copy_from=0) instead, which copies rank 0's parameters, "
+        "buffers and optimizer state to all ranks; or load the same checkpoint of "
+        "model and optimizers on all ranks now. If parameters still differ in the next "
+        "synchronised step, it raises a ReplicaMismatchError",
+    )

@@ -1,0 +1,251 @@
+"""Compare what optimizers did on each rank; copy their state from one rank to others.
+
+Equal parameters are not enough to go on with: a rank that has missed a step has another
+momentum, and perhaps another learning rate, and so its next step would differ.
+
+Two ranks have the same optimizer if its class and the parameters in its groups are the
+same. Only optimizers that all ranks have are looked at: those that share the work among
+ranks (ZeRO) hold other parameters on each. State and settings are compared and copied
+for the classes of ``torch.optim`` alone, whose next step depends on nothing else. Of
+other classes nobody knows whether their state is meant to differ.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.optimizer import Optimizer
+
+from minidp.comm import (
+    ProcessGroup,
+    broadcast_coalesced,
+    exchange_device,
+    gather_bytes,
+    gather_integers,
+)
+
+from .digest import sum_of_bits
+
+_OPAQUE = {"opaque": True}  # stands for a value that cannot be compared or sent
+
+
+class OptimizerFacts(NamedTuple):
+    """What one rank knows of one optimizer, as plain data that JSON can hold."""
+
+    name: str  # of its class
+    steps: int  # since the ranks last agreed
+    is_known: bool  # a class of torch.optim: its state can be compared and copied
+    has_state: bool
+    settings: str  # of its groups: learning rate ..., as text
+    state: Mapping[str, str]  # by name of the parameter, as text with checksums
+
+
+def find_optimizers(params: Iterable[torch.Tensor]) -> list[Optimizer]:
+    """Return all optimizers of this process that hold some of ``params``.
+
+    Searches all Python objects, which may take a second: a rank that has never stepped
+    knows its optimizer from nowhere else.
+    """
+    ids = {id(param) for param in params}
+    # Not isinstance(): it may run code of objects that stand for others.
+    found = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
+    return [o for o in found if _held(o) & ids]
+
+
+def by_key(
+    optimizers: Iterable[Optimizer], params: Sequence[torch.Tensor]
+) -> dict[str, Optimizer]:
+    """Return the optimizers by a key that is equal on all ranks for the same one.
+
+    Without those inside an optimizer of ``torch.distributed``, which divides their work
+    among ranks.
+    """
+    index = {id(param): i for i, param in enumerate(params)}
+    every = list(optimizers)
+    inner = {
+        id(value)
+        for outer in every
+        if type(outer).__module__.startswith("torch.distributed.")
+        for value in vars(outer).values()
+    }
+    found: dict[str, Optimizer] = {}
+    for optimizer in every:
+        if id(optimizer) in inner or not _held(optimizer) & index.keys():
+            continue
+        places = [
+            [index.get(id(param), -1) for param in group["params"]]
+            for group in optimizer.param_groups
+        ]
+        digest = hashlib.sha256(json.dumps(places).encode()).hexdigest()[:12]
+        key, number = f"{type(optimizer).__qualname__}/{digest}", 0
+        while f"{key}/{number}" in found:  # two alike, in the order of their steps
+            number += 1
+        found[f"{key}/{number}"] = optimizer
+    return found
+
+
+def facts_of(
+    optimizer: Optimizer, steps: int, params: Mapping[str, torch.Tensor]
+) -> OptimizerFacts:
+    """Describe an optimizer as far as it concerns ``params`` (by name)."""
+    is_known = can_copy(optimizer)
+    state, settings = {}, ""
+    if is_known:
+        own = {name: optimizer.state.get(param) for name, param in params.items()}
+        state = {name: _text(each) for name, each in own.items() if each}
+        settings = json.dumps([_text(each) for each in _settings(optimizer)])
+    has_state = any(optimizer.state.get(param) for param in params.values())
+    name = type(optimizer).__name__
+    return OptimizerFacts(name, steps, is_known, has_state, settings, state)
+
+
+def can_copy(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is of ``torch.optim``, so that all is known of it."""
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def has_scheduler(optimizer: Optimizer) -> bool:
+    """Return whether a learning rate scheduler was made for an optimizer."""
+    return any("initial_lr" in group for group in optimizer.param_groups)
+
+
+def copy_optimizers(
+    optimizers: Mapping[str, Optimizer],
+    params: Mapping[str, torch.Tensor],
+    group: ProcessGroup,
+    root: int,
+) -> list[str]:
+    """Collective: give all ranks rank ``root``'s state and settings of ``optimizers``.
+
+    All ranks pass the same keys, of optimizers of ``torch.optim``. Their state of
+    ``params`` is replaced, and the settings of their groups. Return the names of
+    optimizers that hold values which cannot be sent.
+    """
+    tensors: list[torch.Tensor] = []
+    plan = {
+        key: {
+            "state": {n: _plain(o.state.get(p), tensors) for n, p in params.items()},
+            "settings": [_plain(each, tensors) for each in _settings(o)],
+        }
+        for key, o in sorted(optimizers.items())
+    }
+    device = exchange_device(group, next(iter(params.values())).device)
+    mine = json.dumps(plan).encode() if group.rank() == root else b""
+    lengths = [n for (n,) in gather_integers([len(mine)], group, device)]
+    plan = json.loads(gather_bytes(mine, lengths, group, device)[root])
+    if group.rank() != root:
+        tensors = []
+    opaque = set()
+    for key, optimizer in sorted(optimizers.items()):
+        whole, is_root = plan[key], group.rank() == root
+        if _is_opaque(whole):
+            opaque.add(type(optimizer).__name__)
+        if is_root:
+            continue
+        for name, param in params.items():
+            old = optimizer.state.get(param)
+            new = _made(whole["state"][name], old, param, tensors)
+            if new is None:
+                optimizer.state.pop(param, None)
+            else:
+                optimizer.state[param] = new
+        for mine_of, sent in zip(
+            optimizer.param_groups, whole["settings"], strict=True
+        ):
+            first = mine_of["params"][0]
+            mine_of.update(_made(sent, dict(mine_of), first, tensors))
+    broadcast_coalesced(tensors, group, root)
+    return sorted(opaque)
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    """Return the ids of an optimizer's parameters; none if it is not set up."""
+    groups = vars(optimizer).get("param_groups", ())
+    return {id(param) for group in groups for param in group["params"]}
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each group; without parameters, and what schedulers add.
+
+    ``initial_lr`` is only there on ranks that have made a scheduler.
+    """
+    left_out = ("params", "initial_lr", "param_names")
+    return [
+        {name: value for name, value in group.items() if name not in left_out}
+        for group in optimizer.param_groups
+    ]
+
+
+def _text(value: Any) -> str:
+    """Return a text that differs if the value does, with checksums for tensors."""
+    tensors: list[torch.Tensor] = []
+    plain = json.dumps(_plain(value, tensors), sort_keys=True)
+    return f"{plain} {[int(sum_of_bits(tensor)) for tensor in tensors]}"
+
+
+def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a value as plain data; append its tensors to ``tensors``, in order."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        if value.layout is not torch.strided or value.is_quantized:
+            return _OPAQUE
+        tensors.append(value)
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"tensor": dtype, "shape": [*value.shape], "is_cpu": value.is_cpu}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {k: _plain(v, tensors) for k, v in sorted(value.items())}}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_plain(each, tensors) for each in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    return _OPAQUE
+
+
+def _is_opaque(plain: Any) -> bool:
+    if isinstance(plain, dict):
+        return plain == _OPAQUE or any(map(_is_opaque, plain.values()))
+    return isinstance(plain, list) and any(map(_is_opaque, plain))
+
+
+def _made(
+    plain: Any, old: Any, param: torch.Tensor, tensors: list[torch.Tensor]
+) -> Any:
+    """Return the value that `_plain` described; append its tensors, to be received.
+
+    Reuses tensors of the ``old`` value that fit, and all of it that is opaque.
+    """
+    if plain == _OPAQUE:
+        return old
+    if "value" in plain:
+        return plain["value"]
+    if "dict" in plain:
+        before: Callable[[str], Any] = old.get if isinstance(old, dict) else _nothing
+        return {
+            key: _made(each, before(key), param, tensors)
+            for key, each in plain["dict"].items()
+        }
+    for kind in (list, tuple):
+        if kind.__name__ in plain:
+            return kind(_made(e, None, param, tensors) for e in plain[kind.__name__])
+    shape, dtype = torch.Size(plain["shape"]), getattr(torch, plain["tensor"])
+    device = torch.device("cpu") if plain["is_cpu"] else param.device
+    fits = isinstance(old, torch.Tensor) and old.shape == shape and old.dtype is dtype
+    if not fits or old.device != device:
+        # With the strides of the parameter, which decide how fast a step is.
+        alike = shape == param.shape
+        old = (
+            torch.empty_like(param, dtype=dtype, device=device, requires_grad=False)
+            if alike
+            else torch.empty(shape, dtype=dtype, device=device)
+        ).detach()
+    tensors.append(old)
+    return old
+
+
+def _nothing(_key: str) -> None:
+    return None
