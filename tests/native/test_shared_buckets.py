@@ -136,7 +136,7 @@ def all_reduces(profiler: Any) -> list[Any]:
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["torch", "autograd"])
-def test_a_profile_shows_the_sums_as_it_shows_messages(ctx, kind):
+def test_a_profile_shows_sums_as_messages_are_shown(ctx, kind):
     """Asynchronous ranges of Gloo's name: one per bucket and step, and of the used-map.
 
     Each lasts at least as long as a rank waits for the one that comes late.
@@ -151,21 +151,16 @@ def test_a_profile_shows_the_sums_as_it_shows_messages(ctx, kind):
             torch.autograd.profiler.profile, record_shapes=True
         ),
     }[kind]
-    found = []
-    for mode in ("0", "auto"):
-        os.environ["MINIDP_SHARED_MEMORY"] = mode
-        ddp = wrapped(ctx, Scalars(3), find_unused_parameters=True)
-        train(ddp, ctx)
-        with profile() as profiler:
-            train(ddp, ctx, steps=2)
-        events = all_reduces(profiler)
-        assert all(event.is_async for event in events)
-        found.append([event.input_shapes[0][-1] for event in events])  # sizes
-        if mode == "auto":
-            assert why_not(ddp) == ""
-    del os.environ["MINIDP_SHARED_MEMORY"]
-    assert found[0] == found[1]
-    assert found[1] == [3] * (2 * 2)  # steps times (one bucket, the used-map)
+    ddp = wrapped(ctx, Scalars(3), find_unused_parameters=True)
+    train(ddp, ctx)
+    with profile() as profiler:
+        train(ddp, ctx, steps=2)
+    assert why_not(ddp) == ""
+    events = all_reduces(profiler)
+    assert all(event.is_async for event in events)
+    # Steps times (one bucket, the used-map).  With messages the last one may be missing:
+    # a thread of Gloo ends it, now and then after the profile.
+    assert [event.input_shapes for event in events] == [[[3]]] * (2 * 2)
     with profile() as profiler:
         loss = ddp(x_of(ctx))
         time.sleep(0.3 * ctx.rank)
