@@ -21,7 +21,7 @@ from minidp.config import AUTO, AverageOver, Unsynced, replacements
 from minidp.core import untraced, untraced_itself
 from minidp.guard import refuse_forward
 from minidp.replica import verify
-from minidp.trace import Recorder, StepEvent, label
+from minidp.trace import Recorder, StepEvent, label_forward
 
 from . import arguments, items, parts
 from .join import Shadow, announce, joining, stop_joining
@@ -208,10 +208,10 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             UnsyncedGradientsError: parameters were added, cast, or updated by hand.
             ItemCountError: the last counts of items give no mean.
         """
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        with label("forward"):
+        with label_forward():
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             output = self._run_ddp_forward(*inputs, **kwargs)
-        return self._post_forward(output)
+            return self._post_forward(output)
 
     @untraced
     def _pre_forward(
