@@ -402,6 +402,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         key = self._replication.next_reset()
         self.process_group = agree_and_recover(self._reducer, key)
         self.require_forward_param_sync = True  # ranks may differ in their last forward
+        self._guard.reset()
         self._replication.connect()
         stop_joining(self)
         settle_after_reset(self, copy_from)

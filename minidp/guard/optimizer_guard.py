@@ -83,6 +83,7 @@ class Guard:
         self._local_steps = LocalSteps(reducer)
         self._change: Change | None = None  # seen, and not judged yet
         self._trust = _Trust()
+        self._has_warned = False  # of a change that could not be judged
         # Parameters that joined the module, at the end of the last backward or in the
         # last step; and their versions when all ranks had the same values.
         self._joined: dict[str, nn.Parameter] = {}
@@ -213,7 +214,7 @@ class Guard:
             reducer.ledger.lent += map(weakref.ref, late.values())
             # They may be lent for this forward alone: look again when it is over.
             self.late_parameters.note_lent(late)
-            reducer.queue.observers.append(_LookAgain(self))
+            _add_once(reducer, _LookAgain(self))
         self._check_cast()
         self._check_changes()
 
@@ -265,7 +266,7 @@ class Guard:
         if verdict.are_all_here or not verdict.can_ask:
             self._conclude(change, verdict)
         else:
-            self.reducer.queue.observers.append(_AskInBackward(self, change))
+            _add_once(self.reducer, _AskInBackward(self, change))
 
     def ask_waiting_ranks(self, change: Change) -> None:
         """Compare with the ranks that wait in the backward which begins here."""
@@ -281,8 +282,12 @@ class Guard:
             self._trust = _Trust()
             # Ranks that only answered know nothing of it.
             self._complain(text, tells_others=True)
-        else:
-            warn(f"{text} This could not be proved: other ranks did not answer.")
+        elif not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"{text} This could not be proved, because other ranks did not answer, "
+                "and is said once."
+            )
 
     def _judge_joined(self) -> None:
         """Complain if parameters that joined the module have other values elsewhere."""
@@ -355,6 +360,14 @@ class Guard:
             raise MiniDPError(text) from error
         finally:
             self._allowed.discard(id(optimizer))
+
+    def reset(self) -> None:
+        """Forget what was suspicious: the ranks are about to be compared, or equal."""
+        waiting = (_LookAgain, _AskInBackward)
+        observers = self.reducer.queue.observers
+        observers[:] = [each for each in observers if not isinstance(each, waiting)]
+        self._change, self._trust = None, _Trust()
+        self._joined, self._same_joined, self._same_cast = {}, {}, None
 
     def retire(self) -> None:
         """Unregister this guard: it checks no optimizer steps any more."""
@@ -439,8 +452,7 @@ class _LookAgain(Observer):
 
     def finished(self) -> None:
         """Look outside the forward, and be forgotten."""
-        observers = self._guard.reducer.queue.observers
-        observers[:] = [each for each in observers if type(each) is not _LookAgain]
+        self._guard.reducer.queue.observers.remove(self)
         self._guard.look_again()
 
 
@@ -454,6 +466,13 @@ class _AskInBackward(Observer):
         """Ask, and be forgotten."""
         self._guard.reducer.queue.observers.remove(self)
         self._guard.ask_waiting_ranks(self._change)
+
+
+def _add_once(reducer: Reducer, observer: Observer) -> None:
+    """Register an observer, unless one of its class waits for a backward already."""
+    observers = reducer.queue.observers
+    if not any(type(each) is type(observer) for each in observers):
+        observers.append(observer)
 
 
 class _Trust:
