@@ -143,8 +143,8 @@ def broadcast_coalesced(
 
     Sent as raw bytes: a message of about 250 MiB carries all dtypes of a device; at
     most two messages are in flight. Version counters do not change, so that a graph may
-    have saved a tensor. RuntimeError, before any message, for sparse and quantized
-    tensors.
+    have saved a tensor. Those on the meta device have no values, and are left out.
+    RuntimeError, before any message, for sparse and quantized tensors.
     """
     for tensor in tensors:
         is_sparse = tensor.layout is not torch.strided
@@ -156,7 +156,7 @@ def broadcast_coalesced(
                 f"{tuple(tensor.shape)} cannot be broadcast; put it on the module's "
                 "ignore list."
             )
-    members = [t.detach() for t in tensors if t.numel() > 0]
+    members = [t.detach() for t in tensors if t.numel() > 0 and not t.is_meta]
     # Wide elements first, per device, so that every piece of a message is aligned.
     members.sort(key=lambda t: (str(t.device), -t.element_size()))
     parts = [

@@ -16,7 +16,8 @@ from typing_extensions import TypeVar
 
 from minidp.comm import CommHook, Hook, ProcessGroup, default_group
 from minidp.config import AUTO, AverageOver, Unsynced, replacements
-from minidp.core import untraced, untraced_itself
+from minidp.console import warn
+from minidp.core import is_captured, untraced, untraced_itself
 from minidp.guard import refuse_forward
 from minidp.replica import verify
 from minidp.trace import Recorder, StepEvent, label
@@ -104,6 +105,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         *("_reducer", "_guard", "_replication", "_precision"),
     )
 
+    @arguments.suggesting
     def __init__(
         self,
         module: M_co,
@@ -170,6 +172,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         """Run the module; let the next backward average (not in no_sync(), no_grad()).
 
         Collective in join(), to skip unused parameters, rebuild, or broadcast buffers.
+        ``torch.export`` and ``torch.jit.trace`` get the module alone.
 
         Raises:
             UnfinishedReductionError: the last backward left gradients missing.
@@ -177,6 +180,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             UnsyncedGradientsError: parameters were added, cast, or updated by hand.
             ItemCountError: the last counts of items give no mean.
         """
+        if is_captured():
+            return self._run_ddp_forward(*inputs, **kwargs)
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         with label("forward"):
             output = self._run_ddp_forward(*inputs, **kwargs)
@@ -386,6 +391,18 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         """
         queue, order = self._reducer.queue, self._reducer.rebuild_policy
         return order.plain_layout(queue.layout, queue.specs, queue.config)
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *others: Any
+    ) -> None:
+        """Say in torch's error, or warn, how a checkpoint's names differ from these.
+
+        ``others`` are torch's: strict is the second, the list of errors the last.
+        """
+        super()._load_from_state_dict(state_dict, prefix, *others)
+        strict, errors = others[1], others[-1]
+        if problem := parts.explain_other_names(self.module, state_dict, prefix):
+            errors.append(problem) if strict else warn(problem)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not default_group():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter, is_
@@ -20,6 +20,7 @@ from minidp.errors import (
     UnsyncedGradientsError,
     explain,
 )
+from minidp.layout import ParamSpec
 from minidp.replica import Replica
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ class StepCheck:
             if (id(param) in ids or (param.requires_grad and self.held))
             and not any(id(param) in other.index for other in others)
         ]
-        return explain_late(self._reducer.rank, names) if names else ""
+        named = {name: found[name] for name in names}
+        return explain_late(self._reducer, named) if names else ""
 
     def _find_unfinished_reduction(self) -> str:
         """Return an error text if a reduction runs, lacks gradients, or has failed.
@@ -251,13 +253,28 @@ class LateParameters:
         }
 
 
-def explain_late(rank: int, names: Iterable[str]) -> str:
-    """Return the error text for parameters that joined the module after wrapping."""
+def explain_late(reducer: Reducer, late: Mapping[str, nn.Parameter]) -> str:
+    """Return the error text for parameters that joined the module after wrapping.
+
+    A move such as ``model.to("meta")`` puts new parameters into the module, too, and is
+    called what it is.
+    """
+    specs = {spec.name: spec for spec in reducer.queue.specs}
+    moved = [n for n, p in late.items() if n in specs and _has_changed(p, specs[n])]
+    if len(moved) == len(late):
+        what = (
+            "Parameters were cast or moved after wrapping, which made new ones of them"
+        )
+        return _explain_moved(
+            reducer,
+            f"{what}, so nobody averages their gradients over ranks.",
+            {name: (specs[name], late[name]) for name in moved},
+        )
     return explain(
-        rank,
+        reducer.rank,
         "Parameters joined the module after it was wrapped (added, replaced, unfrozen, "
         "or given by functional_call), so nobody averages their gradients over ranks.",
-        names=[*names],
+        names=[*late],
         remedy="wrap the module again after such a change, with everything trainable "
         "that will be; or wrap it with these on its ignore list, if they are meant to "
         "differ between ranks",
@@ -265,18 +282,45 @@ def explain_late(rank: int, names: Iterable[str]) -> str:
 
 
 def find_cast(reducer: Reducer) -> str:
-    """Return an error text if the first or last parameter changed dtype, else ""."""
+    """Return an error text if parameters changed their dtype or device, else "".
+
+    A cast or a move of a module changes all of its parameters, so looking at two of
+    them is enough to see it; the text then names every one that changed.
+    """
     params, specs = reducer.params, reducer.queue.specs
-    # A cast of a module changes all parameters: two are enough to see it.
-    cast = [i for i in (0, -1) if params[i].dtype is not specs[i].dtype]
-    if not cast:
+    if not any(_has_changed(params[i], specs[i]) for i in (0, -1)):
         return ""
+    pairs = zip(specs, params, strict=True)
+    return _explain_moved(
+        reducer,
+        "Parameters were cast or moved after wrapping; on other ranks they may not be.",
+        {s.name: (s, param) for s, param in pairs if _has_changed(param, s)},
+    )
+
+
+def _has_changed(param: nn.Parameter, spec: ParamSpec) -> bool:
+    return param.dtype is not spec.dtype or param.device != spec.device
+
+
+def _explain_moved(
+    reducer: Reducer, what: str, moved: Mapping[str, tuple[ParamSpec, nn.Parameter]]
+) -> str:
+    """Return an error text: ``what``, then what parameters were, and what they are."""
+    before = [_kind(spec.dtype, spec.device) for spec, _ in moved.values()]
+    now = [_kind(param.dtype, param.device) for _, param in moved.values()]
     return explain(
         reducer.rank,
-        "Parameters were cast after wrapping; on other ranks they may not be.",
-        names=[reducer.names[i] for i in cast],
-        remedy="wrap the module again after a cast (.double(), .half(), .to())",
+        what,
+        names=[*moved],
+        expected=", ".join(dict.fromkeys(before)),
+        found=", ".join(dict.fromkeys(now)),
+        remedy="wrap the module again after a cast or a move (.double(), .half(), "
+        ".to())",
     )
+
+
+def _kind(dtype: torch.dtype, device: torch.device) -> str:
+    return f"{dtype} on {device}".removeprefix("torch.")
 
 
 def refuse_forward(reducer: Reducer) -> None:

@@ -138,7 +138,7 @@ class Guard:
             self._corners = copy_corners(self._corners, reducer.params)
             return
         if late := self.late_parameters.find(module):
-            self._complain(explain_late(reducer.rank, late))
+            self._complain(explain_late(reducer, late))
             self.late_parameters.accept(module)
         self._complain(find_cast(reducer))  # module buffers would differ in size, too
         if problem := find_manual_update(reducer, self._corners):

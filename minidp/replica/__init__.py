@@ -8,7 +8,7 @@ ranks, then rank 0's values), `drift` (compare every so many steps), `digest`
 from . import parameters, verify
 from .digest import sum_of_bits
 from .drift import ReplicaCheck
-from .parameters import DETOUR, Replica, check_data, examine
+from .parameters import DETOUR, Replica, check_data, check_writable, examine
 
-__all__ = ["DETOUR", "Replica", "ReplicaCheck", "check_data", "examine", "parameters"]
-__all__ += ["sum_of_bits", "verify"]
+__all__ = ["DETOUR", "Replica", "ReplicaCheck", "check_data", "check_writable"]
+__all__ += ["examine", "parameters", "sum_of_bits", "verify"]

@@ -37,7 +37,7 @@ FAILED = ("An earlier backward failed; gradients are not", "call reset() on all 
 CTRL_C = ("An earlier backward was interrupted; gradients", "call reset() on all ranks")
 NEVER = ("announced a synchronised backward that never came", "call backward() on what")
 INSIDE = ("steps inside the backward", "step after backward() returned")
-CAST = ("Parameters were cast after wrapping", "wrap the module again after a cast")
+CAST = ("Parameters were cast or moved after", "wrap the module again after a cast")
 X = torch.tensor([2.0])
 
 
