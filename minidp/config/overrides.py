@@ -129,7 +129,7 @@ VARIABLES = {option.variable: option.help for option in OPTIONS.values()} | {
     "MINIDP_SHARED_MEMORY": "0: ranks of one host send messages; 1: they must not",
     RUN: "set by minidp run, in a script and all that it starts",
     "MINIDP_PYTHON": "of examples/quickstart.sh and tests/run.sh: the interpreter",
-    "MINIDP_TORCH": "of examples/quickstart.sh and tests/run.sh: which torch to install",
+    "MINIDP_TORCH": "of examples/quickstart.sh and tests/run.sh: the torch to install",
 }
 
 

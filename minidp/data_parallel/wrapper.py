@@ -392,17 +392,25 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         queue, order = self._reducer.queue, self._reducer.rebuild_policy
         return order.plain_layout(queue.layout, queue.specs, queue.config)
 
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load as torch does; say in its error how the names of a checkpoint differ."""
+        try:
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        except RuntimeError as error:
+            problem = parts.explain_other_names(self.module, state_dict, "")
+            if not problem:
+                raise
+            raise RuntimeError(f"{error}\n\t{problem}") from None
+
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *others: Any
     ) -> None:
-        """Say in torch's error, or warn, how a checkpoint's names differ from these.
-
-        ``others`` are torch's: strict is the second, the list of errors the last.
-        """
-        super()._load_from_state_dict(state_dict, prefix, *others)
-        strict, errors = others[1], others[-1]
+        # Torch does not say whether it is strict: otherwise this is the only hint.
         if problem := parts.explain_other_names(self.module, state_dict, prefix):
-            errors.append(problem) if strict else warn(problem)
+            warn(problem)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not default_group():

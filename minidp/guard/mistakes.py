@@ -20,7 +20,6 @@ from minidp.errors import (
     UnsyncedGradientsError,
     explain,
 )
-from minidp.layout import ParamSpec
 from minidp.replica import Replica
 
 if TYPE_CHECKING:
@@ -259,16 +258,13 @@ def explain_late(reducer: Reducer, late: Mapping[str, nn.Parameter]) -> str:
     A move such as ``model.to("meta")`` puts new parameters into the module, too, and is
     called what it is.
     """
-    specs = {spec.name: spec for spec in reducer.queue.specs}
-    moved = [n for n, p in late.items() if n in specs and _has_changed(p, specs[n])]
-    if len(moved) == len(late):
-        what = (
-            "Parameters were cast or moved after wrapping, which made new ones of them"
-        )
+    known = {spec.name: (spec.dtype, spec.device) for spec in reducer.queue.specs}
+    if all(known.get(n, _kind(p)) != _kind(p) for n, p in late.items()):
         return _explain_moved(
             reducer,
-            f"{what}, so nobody averages their gradients over ranks.",
-            {name: (specs[name], late[name]) for name in moved},
+            "Parameters were cast or moved after wrapping, which made new ones of "
+            "them, so nobody averages their gradients over ranks.",
+            {name: (known[name], _kind(param)) for name, param in late.items()},
         )
     return explain(
         reducer.rank,
@@ -288,39 +284,43 @@ def find_cast(reducer: Reducer) -> str:
     them is enough to see it; the text then names every one that changed.
     """
     params, specs = reducer.params, reducer.queue.specs
-    if not any(_has_changed(params[i], specs[i]) for i in (0, -1)):
+    if not any(_kind(params[i]) != (specs[i].dtype, specs[i].device) for i in (0, -1)):
         return ""
-    pairs = zip(specs, params, strict=True)
+    both = {
+        spec.name: ((spec.dtype, spec.device), _kind(param))
+        for spec, param in zip(specs, params, strict=True)
+    }
     return _explain_moved(
         reducer,
         "Parameters were cast or moved after wrapping; on other ranks they may not be.",
-        {s.name: (s, param) for s, param in pairs if _has_changed(param, s)},
+        {name: (was, now) for name, (was, now) in both.items() if was != now},
     )
 
 
-def _has_changed(param: nn.Parameter, spec: ParamSpec) -> bool:
-    return param.dtype is not spec.dtype or param.device != spec.device
+_Kind = tuple[torch.dtype, torch.device]
+
+
+def _kind(param: nn.Parameter) -> _Kind:
+    return param.dtype, param.device
 
 
 def _explain_moved(
-    reducer: Reducer, what: str, moved: Mapping[str, tuple[ParamSpec, nn.Parameter]]
+    reducer: Reducer, what: str, moved: Mapping[str, tuple[_Kind, _Kind]]
 ) -> str:
     """Return an error text: ``what``, then what parameters were, and what they are."""
-    before = [_kind(spec.dtype, spec.device) for spec, _ in moved.values()]
-    now = [_kind(param.dtype, param.device) for _, param in moved.values()]
+    texts = [
+        [f"{dtype} on {device}" for dtype, device in row] for row in moved.values()
+    ]
+    before, now = (", ".join(dict.fromkeys(each)) for each in zip(*texts, strict=True))
     return explain(
         reducer.rank,
         what,
         names=[*moved],
-        expected=", ".join(dict.fromkeys(before)),
-        found=", ".join(dict.fromkeys(now)),
+        expected=before,
+        found=now,
         remedy="wrap the module again after a cast or a move (.double(), .half(), "
         ".to())",
     )
-
-
-def _kind(dtype: torch.dtype, device: torch.device) -> str:
-    return f"{dtype} on {device}".removeprefix("torch.")
 
 
 def refuse_forward(reducer: Reducer) -> None:
