@@ -192,7 +192,7 @@ class Recording:
             with communicator.blocking("gathering recordings"):
                 self._gathered = self._of_all_ranks()
         except RuntimeError as error:
-            cause = str(error.__cause__ or error)  # the backend's own error
+            cause = str(error.__context__ or error)  # the backend's own error
             text = explain(
                 self._group.rank(),
                 "The recordings of all ranks could not be gathered.",
@@ -201,7 +201,7 @@ class Recording:
                 remedy="call it on all ranks; or save() on each rank, and give all "
                 "files to minidp report",
             )
-            raise CollectiveError(text) from error.__cause__
+            raise CollectiveError(text) from error.__context__
         return self
 
     def _of_all_ranks(self) -> tuple[Timeline, ...]:

@@ -73,7 +73,7 @@ class Heartbeat(PeerMonitor):
         """
         alarms = list(self._channel.alarms.values())
         is_lost = any(alarm.started < started for alarm in alarms)
-        return "it cannot finish any more" if is_lost else ""
+        return "a rank that it needs is gone" if is_lost else ""
 
     def report(self, started: int) -> Report:
         """Find out who is missing in collective number ``started``; wait up to 5 s.

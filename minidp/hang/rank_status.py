@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 CONNECT_SECONDS = 2.0
+ENDED = "its process ended"  # an alarm; an error that ended it follows
 _PHRASES = {
     Phase.IDLE: "between two steps",
     Phase.ARMED: "after a forward, before its backward",
