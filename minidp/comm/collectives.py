@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -85,15 +84,22 @@ def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def barrier(group: ProcessGroup) -> None:
-    """Collective: wait until all ranks call this.
+    """Collective: wait until all ranks call this; no-op if a Python group cannot.
 
-    A RuntimeError of a Python group is ignored: it may have no barrier.
+    Such a group may have no barrier. Any error of one that has is raised: a rank that
+    died in it must not pass for a group without.
     """
     if not is_python_group(group):
         wait_for(group.barrier())
         return
-    with suppress(RuntimeError):
+    if type(group).barrier is ProcessGroup.barrier:
+        return
+    try:
         wait_for(PythonWork(group.barrier(dist.BarrierOptions())))
+    except RuntimeError as error:
+        lacks_it = isinstance(error, NotImplementedError)
+        if not lacks_it and "does not support barrier" not in str(error):
+            raise
 
 
 def gather_integers(

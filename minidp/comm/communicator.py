@@ -75,14 +75,14 @@ class PeerMonitor:
 
     def exchange_often(
         self, topic: str, rider: Callable[[dict[int, Any]], Any]
-    ) -> bool:
-        """Start to exchange values under ``topic``, 4 times a second; return True.
+    ) -> Callable[[], None] | None:
+        """Start to exchange values under ``topic``, 4 times a second.
 
         A thread calls ``rider(values)``, and posts what it returns, which JSON can
-        hold. ``values``: on rank 0 what ranks posted last, by rank; {} on others. Here
-        start nothing, and return False.
+        hold. ``values``: on rank 0 what ranks posted last, by rank; {} on others.
+        Return a function that stops it. Here start nothing, and return None.
         """
-        return False
+        return None
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
         """Talk to other ranks by ``group``'s store, under ``key``, from now on.

@@ -45,7 +45,8 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
         # Some ranks may have finished a backward that others did not.
         reducer.ledger.agree_on(max(finalized for *_, finalized in reports))
         communicator.peers.move_to(group, key)
-    reducer.adopt(queue.configure(queue.config), shares=True)
+    # Without a store ranks do not wait for each other: they may not gather, either.
+    reducer.adopt(queue.configure(queue.config), shares=bool(reports))
     return group
 
 

@@ -225,17 +225,17 @@ class ReplicaCheck(Observer):
         """Compare again before an optimizer step, if `finished` saw a difference.
 
         Raises or warns as `_confirm`. Waits up to 10 s until all ranks want to step; if
-        some do not come, returns: the next backward compares again. If ranks share no
-        store, is a collective at once.
+        some do not come, or ranks share no store to find that out, returns: the next
+        backwards compare again, and the last of them confirms a difference itself.
         """
         if self.suspect is None:
             return
         group = self._queue.communicator.group
-        if self.name and has_store(group):
-            store = group_store(group, f"{self.name}/{self.suspect.step}")
-            if not all_come(store, group.size()):
-                return
-        self._confirm(self.suspect)
+        if not (self.name and has_store(group)):
+            return
+        store = group_store(group, f"{self.name}/{self.suspect.step}")
+        if all_come(store, group.size()):
+            self._confirm(self.suspect)
 
     def _confirm(self, snapshot: _Snapshot) -> None:
         """Collective: compare again; ReplicaMismatchError if replicas still differ.

@@ -5,10 +5,13 @@ What raises in a backward: `tests/fault/test_faults.py`.
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 from minidp import CollectiveError
+from minidp.comm import groups
 from tests.support.both import Two, error_of, values, wrapped, x_of
 from tests.support.fresh import run_fresh
 from tests.support.ranks import on_ranks
@@ -85,6 +88,28 @@ def test_objects_on_one_group_are_reset_apart(ctx):
     for ddp in pair:
         ddp.reset()
     for ddp in pair:
+        train(ctx, ddp)
+
+
+def without_a_store(monkeypatch):
+    """As with a store that serves one thread only."""
+
+    def refuse(*_):
+        raise RuntimeError("clone() is not supported")
+
+    monkeypatch.setattr(groups, "own_store", refuse)
+
+
+@on_ranks(2, fresh={"group_timeout": 8.0})
+def test_ranks_without_a_store_do_not_wait_in_reset(ctx):
+    with pytest.MonkeyPatch.context() as patch:
+        without_a_store(patch)
+        ddp = wrapped(ctx, Two())
+        train(ctx, ddp)
+        time.sleep(0 if ctx.rank else 2)
+        began = time.monotonic()
+        ddp.reset()
+        assert time.monotonic() - began < 1
         train(ctx, ddp)
 
 
