@@ -29,10 +29,12 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     group = queue.communicator.group
     cause = f" after {reducer.failure}" if reducer.failure else ""
     communicator.peers.give_up(f"it called reset(){cause}")
+    comm.free_replaced()  # by earlier resets
     reports = _exchange(reducer, key) if comm.has_store(group) else []
     if reports:
         started, launched, lost, _ = zip(*reports, strict=True)
         if any(lost) or len({*zip(started, launched, strict=True)}) > 1:
+            comm.note_replaced(group)
             group = comm.fresh_group(group, key)
         else:
             queue.drain()

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from minidp import CollectiveError
 from minidp.comm import groups
@@ -111,6 +112,31 @@ def test_ranks_without_a_store_do_not_wait_in_reset(ctx):
         ddp.reset()
         assert time.monotonic() - began < 1
         train(ctx, ddp)
+
+
+@on_ranks(2, fresh={"group_timeout": 8.0})
+@pytest.mark.parametrize("hangs", [False, True])
+def test_groups_of_earlier_resets_are_freed(ctx, hangs):
+    """But not one that somebody uses; it has threads, connections, and a name."""
+    ddp = wrapped(ctx, Two(), hang_timeout=20.0)
+    ddp._reducer.communicator.limit = 1.5
+    known = distributed_c10d._world.pg_map
+    mine, kept = None, []
+    for number in range(5):
+        if hangs and ctx.rank == 0:
+            assert "Missing: rank 1" in error_of(lambda: ddp(x_of(ctx)).backward())
+        ddp._reducer.communicator.has_failed = True
+        ddp.reset()
+        train(ctx, ddp, 1)
+        kept.append(len(known))
+        if number == 1:
+            mine = ddp.process_group
+    # The first, that of the pool; mine; the last two; on rank 0, one that has hung.
+    assert max(kept) <= 4 + hangs
+    assert kept[-1] == kept[-2]
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total, group=mine)
+    assert total == 2
 
 
 # ---------------------------------------------------------- ranks fail differently
