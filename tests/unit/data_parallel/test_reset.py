@@ -134,9 +134,11 @@ def test_groups_of_earlier_resets_are_freed(ctx, hangs):
     # The first, that of the pool; mine; the last two; on rank 0, one that has hung.
     assert max(kept) <= 4 + hangs
     assert kept[-1] == kept[-2]
-    total = torch.ones(1)
-    torch.distributed.all_reduce(total, group=mine)
-    assert total == 2
+    assert mine in known
+    if not hangs:  # a collective that hung has broken it, as always
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total, group=mine)
+        assert total == 2
 
 
 # ---------------------------------------------------------- ranks fail differently
