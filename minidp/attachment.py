@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .comm import Hook, ItemTotals
-from .core import untraced_itself
+from .core import is_captured, untraced_itself
 from .data_parallel import DataParallel
 from .guard import is_averaged
 from .replica import DETOUR
@@ -85,7 +85,7 @@ class Attachment:
         """Run forwards inside the block without collectives, as ``ddp.module(x)`` does.
 
         For one rank that evaluates alone, in this thread. Backwards of these forwards
-        average nothing.
+        average nothing. ``torch.export`` and ``torch.jit.trace`` run so by themselves.
         """
         return self._detour.depth.deeper()
 
@@ -181,8 +181,8 @@ class Detour:
 
     @untraced_itself
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the wrapper; if detached or inside `deeper`, the model's own forward."""
-        if self.through is not None and not self.depth.now:
+        """Call the wrapper; or the model's own forward: detached, `deeper`, export."""
+        if self.through is not None and not self.depth.now and not is_captured():
             return self.through(*inputs, **kwargs)
         return (self.compiled or self._model._call_impl)(*inputs, **kwargs)
 

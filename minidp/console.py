@@ -10,14 +10,17 @@ import argparse
 import contextlib
 import io
 import os
+import runpy
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import NoReturn, TextIO
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, TextIO
 
 import torch
+
+from minidp.errors import MiniDPError
 
 NOTE = 30  # columns that a line's last column needs to be continued below itself
 INDENT = 4
@@ -160,3 +163,42 @@ def user_frame(frame: FrameType) -> FrameType:
     ):
         frame = frame.f_back
     return frame
+
+
+def trim_tracebacks() -> None:
+    """From now on let uncaught errors of minidp show the user's frames only.
+
+    Thirty lines of our frames and torch's would stand above the line that says what is
+    wrong. Other errors, and those that somebody catches, keep their tracebacks.
+    """
+    if sys.excepthook is not _trimming_hook:
+        _hooks_below.append(sys.excepthook)
+        sys.excepthook = _trimming_hook
+
+
+_hooks_below: list[Callable[..., Any]] = []  # what was sys.excepthook before
+
+
+def _trimming_hook(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    if isinstance(error, MiniDPError):
+        traceback = _of_user(traceback)
+        error.__traceback__ = traceback  # Python's own hook prints this one
+    _hooks_below[-1](kind, error, traceback)
+
+
+def _of_user(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a copy without minidp, torch and runpy; itself if nothing is left."""
+    shown = None
+    for each in reversed([*_each(traceback)]):
+        file = each.tb_frame.f_code.co_filename
+        if not file.startswith((*OURS, "<frozen runpy>", runpy.__file__)):
+            shown = TracebackType(shown, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return shown or traceback
+
+
+def _each(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next

@@ -20,7 +20,7 @@ from .comm import (
     gather_bytes,
     gather_integers,
 )
-from .console import fold
+from .console import fold, warn
 from .core import Reducer
 from .data_parallel import DataParallel
 from .errors import CollectiveError, explain
@@ -119,6 +119,7 @@ class Recording:
         )
         self._device = specs[0].device
         self._gathered: tuple[Timeline, ...] = ()
+        self._num_gathered = 0  # steps that had ended by then
         self._note_group(reducer)
 
     def _note_group(self, reducer: Reducer) -> None:
@@ -152,6 +153,13 @@ class Recording:
         self._note_group(self._reducer)  # reset() may have changed it
         _recorded.discard(self._reducer)
         self._reducer = None
+        later = self._stopwatch.num_ended - self._num_gathered
+        if self._gathered and later > 1:  # one was under way
+            warn(
+                f"{later} steps were recorded after gather(), and what it gathered "
+                "lacks them: reports and files show the steps before it. What to do: "
+                "call gather() after the block, once more."
+            )
 
     @property
     def timelines(self) -> tuple[Timeline, ...]:
@@ -182,6 +190,7 @@ class Recording:
         once with `minidp.torchft`: replicas have no group for this.
         """
         self._timeline()  # raises what the device reports
+        self._num_gathered = self._stopwatch.num_ended
         if self._where.world_size > self._group.size():
             raise ValueError(
                 "gather() does not reach the other replicas: only their manager does. "
@@ -192,7 +201,7 @@ class Recording:
             with communicator.blocking("gathering recordings"):
                 self._gathered = self._of_all_ranks()
         except RuntimeError as error:
-            cause = str(error.__cause__ or error)  # the backend's own error
+            cause = str(error.__context__ or error)  # the backend's own error
             text = explain(
                 self._group.rank(),
                 "The recordings of all ranks could not be gathered.",
@@ -201,7 +210,7 @@ class Recording:
                 remedy="call it on all ranks; or save() on each rank, and give all "
                 "files to minidp report",
             )
-            raise CollectiveError(text) from error.__cause__
+            raise CollectiveError(text) from error.__context__
         return self
 
     def _of_all_ranks(self) -> tuple[Timeline, ...]:

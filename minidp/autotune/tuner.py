@@ -215,7 +215,7 @@ class Measurement:
         self._stopwatch = self._started(trial)
         if self._hook_may_know_buckets():
             if trial == NUM_TRIALS:
-                logger.info(
+                logger.warning(
                     'bucket_cap_mb="auto": the layout stays as it is, because the comm '
                     "hook has a state, which may depend on the buckets."
                 )
@@ -227,7 +227,8 @@ class Measurement:
         except ValueError as error:  # the measurements do not fit the model
             logger.warning('bucket_cap_mb="auto" keeps the layout: %s', error)
             return now, None
-        logger.info('bucket_cap_mb="auto": %s.', choice)
+        # A warning, because that is what people see who have set up no logging.
+        logger.warning('bucket_cap_mb="auto": %s.', choice)
         return choice.best.layout, choice
 
     def _hook_may_know_buckets(self) -> bool:

@@ -43,6 +43,7 @@ from .groups import (
     default_group,
     die_with_parent,
     exchange_device,
+    free_replaced,
     fresh_group,
     gather_json,
     group_name,
@@ -56,6 +57,7 @@ from .groups import (
     keep_for_good,
     launcher_store,
     mark_group,
+    note_replaced,
     own_store,
     post_json,
     read_json,
@@ -82,6 +84,7 @@ __all__ += ["is_builtin", "is_group", "is_initialized", "read_mode"]
 __all__ += ["exchange_device", "fresh_group", "group_of_forwards", "joined_group"]
 __all__ += ["die_with_parent", "keep_for_good", "renew_side_groups", "side_group"]
 __all__ += ["address_of", "group_store", "has_store", "launcher_store", "mark_group"]
+__all__ += ["free_replaced", "note_replaced"]
 __all__ += ["own_store", "post_json", "read_json", "start_broadcast"]
 __all__ += ["Question", "answerers"]
 __all__ += ["AFTER", "BEFORE", "MESSAGE_BYTES", "ProcessGroup", "refuse_nonfinite"]

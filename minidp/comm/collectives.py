@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -85,15 +84,22 @@ def gather_rows(row: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def barrier(group: ProcessGroup) -> None:
-    """Collective: wait until all ranks call this.
+    """Collective: wait until all ranks call this; no-op if a Python group cannot.
 
-    A RuntimeError of a Python group is ignored: it may have no barrier.
+    Such a group may have no barrier. Any error of one that has is raised: a rank that
+    died in it must not pass for a group without.
     """
     if not is_python_group(group):
         wait_for(group.barrier())
         return
-    with suppress(RuntimeError):
+    if type(group).barrier is ProcessGroup.barrier:
+        return
+    try:
         wait_for(PythonWork(group.barrier(dist.BarrierOptions())))
+    except RuntimeError as error:
+        lacks_it = isinstance(error, NotImplementedError)
+        if not lacks_it and "does not support barrier" not in str(error):
+            raise
 
 
 def gather_integers(
@@ -143,8 +149,8 @@ def broadcast_coalesced(
 
     Sent as raw bytes: a message of about 250 MiB carries all dtypes of a device; at
     most two messages are in flight. Version counters do not change, so that a graph may
-    have saved a tensor. RuntimeError, before any message, for sparse and quantized
-    tensors.
+    have saved a tensor. Those on the meta device have no values, and are left out.
+    RuntimeError, before any message, for sparse and quantized tensors.
     """
     for tensor in tensors:
         is_sparse = tensor.layout is not torch.strided
@@ -156,7 +162,7 @@ def broadcast_coalesced(
                 f"{tuple(tensor.shape)} cannot be broadcast; put it on the module's "
                 "ignore list."
             )
-    members = [t.detach() for t in tensors if t.numel() > 0]
+    members = [t.detach() for t in tensors if t.numel() > 0 and not t.is_meta]
     # Wide elements first, per device, so that every piece of a message is aligned.
     members.sort(key=lambda t: (str(t.device), -t.element_size()))
     parts = [

@@ -103,14 +103,14 @@ class PeerMonitor:
 
     def exchange_often(
         self, topic: str, rider: Callable[[dict[int, Any]], Any]
-    ) -> bool:
-        """Start to exchange values under ``topic``, 4 times a second; return True.
+    ) -> Callable[[], None] | None:
+        """Start to exchange values under ``topic``, 4 times a second.
 
         A thread calls ``rider(values)``, and posts what it returns, which JSON can
-        hold. ``values``: on rank 0 what ranks posted last, by rank; {} on others. Here
-        start nothing, and return False.
+        hold. ``values``: on rank 0 what ranks posted last, by rank; {} on others.
+        Return a function that stops it. Here start nothing, and return None.
         """
-        return False
+        return None
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
         """Talk to other ranks by ``group``'s store, under ``key``, from now on.
@@ -395,6 +395,7 @@ class Operation:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         """Turn an exception into a `CollectiveError`, unless it is minidp's own.
 
+        The answer comes first in its text: who is missing, then what failed here.
         Any Exception sets the communicator's `has_failed`. May wait seconds to learn
         which ranks are missing; tells the others of a `CollectiveError`. The error of
         a comm hook's future is raised anew, with the missing ranks. Restores outer
@@ -426,11 +427,11 @@ class Operation:
         if of_hook:
             raise type(error)(f"{error} {absent}".rstrip()) from error.__cause__
         text = str(error).rstrip(". \n")
-        what = f"A collective failed while {self.place}. {absent} ({text}.)"
+        what = f"{absent} A collective failed while {self.place} ({text})."
         failure = CollectiveError(
             explain(
                 owner.rank,
-                what.replace("  ", " "),
+                what.lstrip(),
                 expected=f"all {owner.size} ranks to take part in time",
                 remedy="look for the rank that died, raised, took another branch, "
                 "or ran out of inputs (see join()); then call reset() on all live "
@@ -439,6 +440,6 @@ class Operation:
         )
         owner.tell_others(failure)
         try:
-            raise failure from error
+            raise failure from None  # the text has all that the cause tells
         finally:
             del failure  # its traceback would keep this frame and gradients alive

@@ -21,7 +21,7 @@ import time
 from collections.abc import Collection, Iterable
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -178,7 +178,53 @@ def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
             timeout=group_timeout(group),
         )[0]
     c10d._world.pg_group_ranks[created] = {rank: i for i, rank in enumerate(ranks)}
+    _fresh.add(created)
     return created
+
+
+_fresh: WeakSet[ProcessGroup] = WeakSet()  # that `fresh_group` created
+_replaced: list[ref[ProcessGroup]] = []  # of these
+
+
+def note_replaced(group: ProcessGroup) -> None:
+    """Let `free_replaced` free ``group`` later, if `fresh_group` created it."""
+    if group in _fresh:
+        _replaced.append(ref(group))
+
+
+def free_replaced() -> None:
+    """Free groups that were replaced, and that nobody but torch's tables holds.
+
+    Each has threads and connections, and each `reset` may create one. Users may have
+    wrapped other models with it, though: such a group stays registered.
+    """
+    _free_left_behind()
+    for each in list(_replaced):
+        if _is_freed(each):
+            _replaced.remove(each)
+
+
+def _is_freed(replaced: ref[ProcessGroup]) -> bool:
+    """Take a group out of torch's tables, and put it back if it then still lives."""
+    group = replaced()
+    if group is None or group not in c10d._world.pg_map:
+        return True  # a user has destroyed it
+    world, name = c10d._world, group_name(group)
+    tables: list[Any] = [world.pg_map, world.pg_names, world.pg_group_ranks]
+    tables += [world.pg_backend_config, world.pg_to_tag]
+    rows = [(table, table.pop(group)) for table in tables if group in table]
+    tagged = [members for members in world.tags_to_pg.values() if group in members]
+    for members in tagged:
+        members.remove(group)
+    del group
+    if (group := replaced()) is None:
+        c10d_C._unregister_process_group(c10d.GroupName(name))
+        return True
+    for table, row in rows:
+        table[group] = row
+    for members in tagged:
+        members.append(group)
+    return False
 
 
 _side_groups: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = (
@@ -367,6 +413,9 @@ def gather_json(
 # -- the end ---------------------------------------------------------------------------
 
 _left_behind: list[Work] = []
+# Groups of works that had not ended. A reference of C's own outlives this list, which
+# Python frees at exit.
+_leaked: list[tuple[ProcessGroup, list[Work]]] = []
 
 
 def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
@@ -381,10 +430,19 @@ def keep_for_good(group: ProcessGroup, in_flight: Iterable[Work]) -> None:
     if not endless:
         return
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _leaked.append((group, endless))
     _call_once_at_exit(_wait_for_left_behind)
     # Works hold buckets: drop those that have ended since.
     _left_behind[:] = [work for work in _left_behind if not work.is_completed()]
     _left_behind.extend(endless)
+
+
+def _free_left_behind() -> None:
+    """Let go of leaked groups whose works have ended: others freed theirs, mostly."""
+    for row in list(_leaked):
+        if all(work.is_completed() for work in row[1]):
+            _leaked.remove(row)
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(row[0]))
 
 
 def _call_once_at_exit(function: Any) -> None:

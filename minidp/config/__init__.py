@@ -22,6 +22,7 @@ from .overrides import (
     OPTIONS,
     PREFIX,
     RUN,
+    VARIABLES,
     add_options,
     aside,
     misspelt,
@@ -35,6 +36,7 @@ from .overrides import (
 )
 
 __all__ = ["AUTO", "HANG_SECONDS", "MIB", "NONE", "OPTIONS", "PREFIX", "RUN"]
+__all__ += ["VARIABLES"]
 __all__ += ["UNLIMITED", "BucketCaps", "OwnOptions", "ReducerConfig"]
 __all__ += ["AverageOver", "SavedLayout", "Unsynced", "add_options", "aside"]
 __all__ += ["bucket_caps", "misspelt", "note_swapped", "numbered", "passing"]

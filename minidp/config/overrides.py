@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import json
 import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -25,7 +25,6 @@ from .options import AUTO, AverageOver, OwnOptions, Unsynced, bucket_caps
 logger = logging.getLogger("minidp")
 PREFIX, NONE = "MINIDP_", "none"
 RUN = "MINIDP_RUN"  # set in a script under `minidp run`, and all that it starts
-OWN = ("MINIDP_NATIVE", "MINIDP_PYTHON", "MINIDP_TORCH")  # of the build, of examples/
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 _NUMBERS = ("SECONDS", "STEPS", "MIB")  # metavars
 
@@ -123,6 +122,15 @@ _TABLE = (
     ),
 )
 OPTIONS = {option.name: option for option in _TABLE}
+# Every variable that minidp reads; one that resembles them is a spelling mistake.
+VARIABLES = {option.variable: option.help for option in OPTIONS.values()} | {
+    "MINIDP_NATIVE": "whether to load the C++ extension: auto, build, 0 or 1",
+    "MINIDP_NATIVE_CACHE": "the folder for the extension's binaries",
+    "MINIDP_SHARED_MEMORY": "0: ranks of one host send messages; 1: they must not",
+    RUN: "set by minidp run, in a script and all that it starts",
+    "MINIDP_PYTHON": "of examples/quickstart.sh and tests/run.sh: the interpreter",
+    "MINIDP_TORCH": "of examples/quickstart.sh and tests/run.sh: the torch to install",
+}
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -146,8 +154,9 @@ def replacements() -> dict[str, Any]:
 
     Call once for each constructed model: a counter selects its ``bucket_layout`` file.
     A cap replaces a list of caps, too, and a list a cap. Raises as `read_environment`;
-    warns as `_layout_of_next`.
+    warns as `_layout_of_next`, and of misspelt variables.
     """
+    _tell_misspelt()
     given = read_environment()
     # The caps are given as a number or as a list: one replaces the other.
     if "bucket_cap_mb" in given:
@@ -202,13 +211,23 @@ def setting(changes: Mapping[str, str]) -> Iterator[None]:
 
 def misspelt(environment: Mapping[str, str] = os.environ) -> list[str]:
     """Return a text for each unknown MINIDP_ variable that resembles a known one."""
-    known = [RUN, *OWN, *(option.variable for option in OPTIONS.values())]
     return [
         f"minidp has no variable {name}; did you mean {similar}?"
         for name in sorted(environment)
-        if name.startswith(PREFIX) and name not in known
-        for similar in difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        if name.startswith(PREFIX) and name not in VARIABLES
+        for similar in difflib.get_close_matches(name, VARIABLES, n=1, cutoff=0.85)
     ]
+
+
+@functools.cache
+def _tell_misspelt() -> None:
+    """Log, once per process, and on one rank per host, what `misspelt` finds.
+
+    ``minidp run`` has said it already, where it runs the script.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0" and RUN not in os.environ:
+        for text in misspelt():
+            logger.warning("%s", text)
 
 
 def add_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
@@ -222,7 +241,10 @@ def add_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) 
     for option in OPTIONS.values():
         kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if option.metavar:
-            kind = {"metavar": option.metavar, "type": partial(_checked, option)}
+            kind = {
+                "metavar": option.metavar,
+                "type": functools.partial(_checked, option),
+            }
         if option.name not in without:
             group.add_argument(option.word, help=option.help, **kind)
 

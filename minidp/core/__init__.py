@@ -25,6 +25,7 @@ from .autograd import (
     NO_TASK,
     current_task,
     find_tensors,
+    is_captured,
     probe_outputs,
     reachable_nodes,
     untraced,
@@ -57,6 +58,7 @@ __all__ += [
     "encode_layout",
     "expectation_for",
     "find_tensors",
+    "is_captured",
     "layout_after",
     "probe_outputs",
 ]

@@ -218,11 +218,20 @@ def untraced_itself(function: Function) -> Function:
     return _mark(function, _FrameAction.DEFAULT)
 
 
+def is_captured() -> bool:
+    """Return whether ``torch.export`` or ``torch.jit.trace`` runs this thread's code.
+
+    What they capture is a program without ranks: nothing is to be synchronised, and no
+    parameter of it is one of the model's.
+    """
+    return torch.compiler.is_exporting() or _C._get_tracing_state() is not None
+
+
 def _mark(function: Function, callees: _FrameAction) -> Function:
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = (
-        "minidp synchronises here: compile without fullgraph=True"
+        "minidp synchronises here: compile without fullgraph=True, export .module"
     )
     strategy = _FrameExecStrategy(_FrameAction.SKIP, callees)
     set_code_exec_strategy(marked.__code__, strategy)

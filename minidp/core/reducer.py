@@ -35,7 +35,13 @@ import torch
 from minidp import comm
 from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig
-from minidp.errors import GradientError, InternalError, lost_hooks, views_of_both
+from minidp.errors import (
+    GradientError,
+    InternalError,
+    MiniDPError,
+    lost_hooks,
+    views_of_both,
+)
 from minidp.layout import Layout, ParamSpec
 from minidp.trace import Moment, StepEvent
 
@@ -117,6 +123,8 @@ def _failing(method: Method) -> Method:
             self.fail(error)
             if comm.is_rpc_up():  # distributed autograd raises without the text
                 logger.error("%s", self.failure)
+            if isinstance(error, MiniDPError):  # our frames say less than its text
+                raise error.with_traceback(None)  # noqa: B904 -- its own cause stays
             raise
 
     return cast("Method", guarded)

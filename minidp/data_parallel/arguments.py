@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import importlib
+import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import ParamSpec
 
 from minidp.comm import (
     ProcessGroup,
@@ -22,7 +27,7 @@ from minidp.comm import (
 from minidp.config import AUTO, OwnOptions, ReducerConfig, bucket_caps
 from minidp.console import warn
 from minidp.layout import read_plain, resumed_layout
-from minidp.replica import DETOUR, Replica, check_data, examine
+from minidp.replica import DETOUR, Replica, check_data, check_writable, examine
 from minidp.sync_batchnorm import refuse_torchs
 
 from .mixed_precision import Precision, precision_from
@@ -30,6 +35,7 @@ from .mixed_precision import Precision, precision_from
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+Given = ParamSpec("Given")
 _NOT_KEPT = ("self", "module", "dim", "process_group", "device_mesh")
 _FLAGS = (
     "find_unused_parameters",
@@ -38,6 +44,33 @@ _FLAGS = (
     "skip_all_reduce_unused_params",
     "batched_grad_copy",
 )
+_OTHER_FLAGS = (
+    *("init_sync", "broadcast_buffers", "forward_sync_buffers"),
+    "check_finite_grads",
+)
+
+
+def suggesting(init: Callable[Given, None]) -> Callable[Given, None]:
+    """Let a constructor's error about an unknown argument name the one that was meant.
+
+    Python's own error does so from 3.13 on. A typo in an option must not be searched
+    for in a table: ``hang_timout=3``.
+    """
+    known = list(inspect.signature(init).parameters)
+
+    @functools.wraps(init)
+    def suggested(*given: Given.args, **options: Given.kwargs) -> None:
+        for name in options:
+            if name not in known:
+                meant = difflib.get_close_matches(name, known, n=1)
+                hint = f". Did you mean {meant[0]!r}?" if meant else ""
+                raise TypeError(
+                    f"{init.__qualname__}() got an unexpected keyword argument "
+                    f"{name!r}{hint}"
+                )
+        init(*given, **options)
+
+    return suggested
 
 
 def keep(values: Mapping[str, Any]) -> SimpleNamespace:
@@ -109,15 +142,23 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
             "detach() of what attach() returned before it is wrapped."
         )
     read_mode()  # of shared memory: raise where other ranks are told
+    names = (*_FLAGS, *_OTHER_FLAGS)
+    flags = {name: _flag(name, getattr(given, name)) for name in names}
     replica = examine(module, delayed_parameters(given))
     devices = _check_devices(replica.parameters, given.device_ids, given.output_device)
     forward_sync, init_buffers = _buffer_flags(given)
     if given.check_reduction:
         warn("The argument `check_reduction` is deprecated and ignored.", FutureWarning)
     check_data(replica.parameters)
+    if flags["init_sync"]:
+        check_writable(replica.parameters)
+    if init_buffers and flags["init_sync"]:
+        buffers = module.named_buffers()
+        check_writable({n: b for n, b in buffers if n not in replica.ignored})
+    _warn_of_wrappers_inside(module)
     own = OwnOptions(**{f.name: getattr(given, f.name) for f in fields(OwnOptions)})
     layout = given.bucket_layout
-    flags: dict[str, Any] = {name: bool(getattr(given, name)) for name in _FLAGS}
+    of_config: dict[str, Any] = {name: flags[name] for name in _FLAGS}
     config = ReducerConfig(
         caps=bucket_caps(
             default_first_bucket_bytes(),
@@ -128,7 +169,7 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
         saved_layout=None if layout is None else read_plain(layout),
         tunes=given.bucket_cap_mb == AUTO,
         averages_items=own.average_over == "items",
-        **flags,
+        **of_config,
     )
     if config.saved_layout is not None:
         resumed_layout(config.saved_layout, replica.specs)
@@ -142,6 +183,34 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
         own=own,
         precision=precision_from(given.mixed_precision),
     )
+
+
+def _flag(name: str, value: object) -> bool:
+    """Return a flag as a bool, by the rule of torch's own constructor.
+
+    That takes whatever is true or false by itself: numbers, numpy's bools, tensors with
+    one element, None. A text is neither: "no" would count as true.
+    """
+    if value is not None and not hasattr(type(value), "__bool__"):
+        raise TypeError(
+            f"{name} must be True or False, but got {value!r} ({type(value).__name__})."
+        )
+    return bool(value)
+
+
+def _warn_of_wrappers_inside(module: nn.Module) -> None:
+    """Warn if a part of the module, or all of it, is a wrapper already."""
+    kinds = (DistributedDataParallel, nn.DataParallel)  # minidp's count as the former
+    for name, part in module.named_modules():
+        if isinstance(part, kinds):
+            where = f"its part {name}" if name else "the module"
+            warn(
+                f"{type(module).__name__} is wrapped although {where} is a wrapper "
+                f"({type(part).__name__}): its gradients are averaged by both, which "
+                "costs twice the communication and changes nothing. What to do: wrap "
+                "the model once, with everything that it trains."
+            )
+            return
 
 
 def delayed_parameters(given: SimpleNamespace) -> dict[str, nn.Parameter]:

@@ -8,6 +8,7 @@ ranks alone may copy.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from torch.distributed.algorithms.join import Joinable
 from minidp.autotune import AutotunePolicy
 from minidp.comm import CommHook, Communicator, ProcessGroup
 from minidp.config import AUTO
+from minidp.console import trim_tracebacks
 from minidp.core import Reducer
 from minidp.guard import Guard
 from minidp.hang import the_watchdog
@@ -40,6 +42,7 @@ def build(
     checks; "unsynced" (``init_sync=False``): all but those at construction; "copy": no
     check_replicas_every="auto" and no heartbeat, as other ranks may have no such copy.
     """
+    trim_tracebacks()
     config, replica, own = checked.config, checked.replica, checked.own
     key = verify.next_key(group, kind)
     is_patient = own.hang_timeout == AUTO
@@ -67,6 +70,36 @@ def build(
         hook = CommHook(checked.precision, reduce_in_low_precision)
         queue.averaging.comm_hook = hook
     return reducer, guard, replication, precision
+
+
+def explain_other_names(
+    module: nn.Module, state_dict: Mapping[str, Any], prefix: str
+) -> str:
+    """Return why a wrapper finds none of its names in a checkpoint, or "".
+
+    ``prefix`` is the wrapper's own place in ``state_dict``. A text only if the names
+    without "module.", or with something more in front, are those of the module.
+    """
+    own = f"{prefix}module."
+    names = [*dict(module.named_parameters()), *dict(module.named_buffers())]
+    if not names or any(f"{own}{name}" in state_dict for name in names):
+        return ""
+    name = names[0]
+    extras = [k.removesuffix(name) for k in state_dict if f".{k}".endswith(f".{name}")]
+    known = (e for e in extras if all(f"{e}{each}" in state_dict for each in names))
+    if (extra := next(known, None)) is None:
+        return ""  # of another model
+    what = f"The checkpoint has {extra + name!r} where this wrapper has {own + name!r}."
+    if extra == prefix:
+        return (
+            f"{what} What to do: this is a checkpoint of the module itself, without a "
+            "wrapper, so load it before wrapping, or into the wrapper's .module."
+        )
+    return (
+        f"{what} What to do: take what is too much off the names, with torch.nn.modules"
+        f".utils.consume_prefix_in_state_dict_if_present(checkpoint, {extra!r}), and "
+        "load them into the wrapper's .module."
+    )
 
 
 def portable_state(ddp: DataParallel) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from minidp.comm import (
 )
 from minidp.config import AUTO
 from minidp.core import Observer, Reducer
-from minidp.replica import ReplicaCheck, verify
+from minidp.replica import ReplicaCheck, check_writable, verify
 
 from .arguments import Arguments
 
@@ -46,6 +46,7 @@ class Replication:
         self.buffer_hook: Callable[[dict[str, torch.Tensor]], None] | None = None
         # Called after the module, in forwards that would broadcast them.
         self.late_buffer_hook: Callable[[dict[str, torch.Tensor]], None] | None = None
+        self._writable: dict[str, torch.Tensor] = {}  # buffers that were checked
         self.collect(module)
 
     def collect(self, module: nn.Module) -> None:
@@ -62,6 +63,9 @@ class Replication:
         if self.buffer_hook is not None:
             self.buffer_hook(self.buffers)
             return
+        known = self._writable.get
+        check_writable({n: b for n, b in self.buffers.items() if known(n) is not b})
+        self._writable = self.buffers
         with self._reducer.communicator.blocking("broadcasting module buffers"):
             group = group_of_forwards(self._reducer.communicator.group)
             broadcast_coalesced(list(self.buffers.values()), group, root)
@@ -209,7 +213,9 @@ class Replication:
         params = dict(zip(self._reducer.names, self._reducer.params, strict=True))
         known = {*params, *self.ignored}
         frozen = {n: p for n, p in module.named_parameters() if n not in known}
-        self.check.begin(params, frozen, self.buffers if with_buffers else {})
+        buffers = self.buffers.items() if with_buffers else ()
+        with_values = {name: each for name, each in buffers if not each.is_meta}
+        self.check.begin(params, frozen, with_values)
 
     def _common_key(self) -> str:
         """Return a new store key for the next comparison; "" without a store.

@@ -29,10 +29,12 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
     group = queue.communicator.group
     cause = f" after {reducer.failure}" if reducer.failure else ""
     communicator.peers.give_up(f"it called reset(){cause}")
+    comm.free_replaced()  # by earlier resets
     reports = _exchange(reducer, key) if comm.has_store(group) else []
     if reports:
         started, launched, lost, _ = zip(*reports, strict=True)
         if any(lost) or len({*zip(started, launched, strict=True)}) > 1:
+            comm.note_replaced(group)
             group = comm.fresh_group(group, key)
         else:
             queue.drain()
@@ -45,7 +47,8 @@ def agree_and_recover(reducer: Reducer, key: str) -> ProcessGroup:
         # Some ranks may have finished a backward that others did not.
         reducer.ledger.agree_on(max(finalized for *_, finalized in reports))
         communicator.peers.move_to(group, key)
-    reducer.adopt(queue.configure(queue.config), shares=True)
+    # Without a store ranks do not wait for each other: they may not gather, either.
+    reducer.adopt(queue.configure(queue.config), shares=bool(reports))
     return group
 
 

@@ -18,7 +18,8 @@ from typing_extensions import TypeVar
 from minidp import torch_compat
 from minidp.comm import MESSAGE_BYTES, CommHook, Hook, ProcessGroup, default_group
 from minidp.config import AUTO, AverageOver, Unsynced, replacements
-from minidp.core import untraced, untraced_itself
+from minidp.console import warn
+from minidp.core import is_captured, untraced, untraced_itself
 from minidp.guard import refuse_forward
 from minidp.replica import verify
 from minidp.trace import Recorder, StepEvent, label_forward
@@ -114,6 +115,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         *("_reducer", "_guard", "_replication", "_precision", "logger"),
     )
 
+    @arguments.suggesting
     def __init__(
         self,
         module: M_co,
@@ -201,6 +203,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         """Run the module; let the next backward average (not in no_sync(), no_grad()).
 
         Collective in join(), to skip unused parameters, rebuild, or broadcast buffers.
+        ``torch.export`` and ``torch.jit.trace`` get the module alone.
 
         Raises:
             UnfinishedReductionError: the last backward left gradients missing.
@@ -208,6 +211,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             UnsyncedGradientsError: parameters were added, cast, or updated by hand.
             ItemCountError: the last counts of items give no mean.
         """
+        if is_captured():
+            return self._run_ddp_forward(*inputs, **kwargs)
         with label_forward():
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             output = self._run_ddp_forward(*inputs, **kwargs)
@@ -463,6 +468,26 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         """
         queue, order = self._reducer.queue, self._reducer.rebuild_policy
         return order.plain_layout(queue.layout, queue.specs, queue.config)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load as torch does; say in its error how the names of a checkpoint differ."""
+        try:
+            return super().load_state_dict(state_dict, *args, **kwargs)
+        except RuntimeError as error:
+            problem = parts.explain_other_names(self.module, state_dict, "")
+            if not problem:
+                raise
+            raise RuntimeError(f"{error}\n\t{problem}") from None
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *others: Any
+    ) -> None:
+        # Torch does not say whether it is strict: otherwise this is the only hint.
+        if problem := parts.explain_other_names(self.module, state_dict, prefix):
+            warn(problem)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     # -- more of torch's names; `torch_compat` has those that it calls private --------
 

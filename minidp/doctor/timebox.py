@@ -17,10 +17,14 @@ Result = TypeVar("Result")
 GRACE_SECONDS = 2.0  # lets a backend report its own, more precise error first
 
 
+class Late(Exception):
+    """A function did not end in time; not a TimeoutError, which it may raise itself."""
+
+
 def run_within(seconds: float, function: Callable[[], Result]) -> Result:
     """Call a function in a daemon thread; return its result or raise its error.
 
-    TimeoutError after ``seconds``; the thread stays behind then.
+    `Late` after ``seconds``; the thread stays behind then.
     """
     future: Future[Result] = Future()
 
@@ -32,7 +36,7 @@ def run_within(seconds: float, function: Callable[[], Result]) -> Result:
 
     threading.Thread(target=call, daemon=True).start()
     if not wait([future], seconds).done:
-        raise TimeoutError(f"did not end within {seconds:g} s")
+        raise Late(f"did not end within {seconds:g} s")
     return future.result()
 
 
@@ -57,7 +61,7 @@ class Runner:
         try:
             self.findings += run_within(seconds, lambda: named(name, check()))
             return True
-        except TimeoutError as error:
+        except Late as error:
             self.is_stuck = True
             self.add(name, failed(f"the check {error}", _why_late(name)))
         except Exception as error:

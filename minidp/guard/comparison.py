@@ -282,7 +282,7 @@ def _digest(tensors: Iterable[torch.Tensor | None]) -> int:
             continue
         shapes.append(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}")
         value = tensor.detach()
-        parts = [value]
+        parts = [] if value.is_meta else [value]
         if value.layout is torch.sparse_coo:
             value = value.coalesce()
             parts = [value.indices(), value.values()]

@@ -7,7 +7,7 @@ becomes an error only if a comparison of the ranks proves it (`comparison`).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -145,13 +145,13 @@ class StepCheck:
         if not names:
             return None
         others = self._guard.others()
-        held = [
-            names[id(param)]
+        held = {
+            names[id(param)]: param
             for param in self._params()
             if id(param) in names
             and not any(id(param) in other.index for other in others)
-        ]
-        return suspect_late(held) if held else None
+        }
+        return suspect_late(self._reducer, held) if held else None
 
     def _find_cast(self) -> Suspicion | None:
         return find_cast(self._reducer) if self.held else None
@@ -284,12 +284,20 @@ class LateParameters:
         }
 
 
-def suspect_late(names: Sequence[str]) -> Suspicion:
-    """Return the suspicion that parameters that nobody averages differ."""
+def suspect_late(reducer: Reducer, late: Mapping[str, nn.Parameter]) -> Suspicion:
+    """Return the suspicion that parameters that nobody averages differ.
+
+    A move such as ``model.to("meta")`` puts new parameters into the module, too, and is
+    called what it is.
+    """
+    known = {spec.name: (spec.dtype, spec.device) for spec in reducer.queue.specs}
+    if all(known.get(name, _kind(p)) != _kind(p) for name, p in late.items()):
+        moved = {name: (known[name], _kind(param)) for name, param in late.items()}
+        return _suspect_move("which made new ones of them, so", moved)
     return Suspicion(
         "Parameters joined the module after it was wrapped (added, replaced, unfrozen, "
         "or given by functional_call), so nobody averages their gradients over ranks.",
-        names,
+        [*late],
         "wrap the module again after such a change, with everything trainable "
         "that will be; or wrap it with these on its ignore list, if they are meant to "
         "differ between ranks",
@@ -298,18 +306,40 @@ def suspect_late(names: Sequence[str]) -> Suspicion:
 
 
 def find_cast(reducer: Reducer) -> Suspicion | None:
-    """Suspect that the parameters have been cast, if the first or last one was."""
+    """Suspect that parameters have changed their dtype or device.
+
+    A cast or a move of a module changes all of its parameters, so looking at two of
+    them is enough to see it; the text then names every one that changed.
+    """
     params, specs = reducer.params, reducer.queue.specs
-    # A cast of a module changes all parameters: two are enough to see it.
-    if all(params[i].dtype is specs[i].dtype for i in (0, -1)):
+    if not any(_kind(params[i]) != (specs[i].dtype, specs[i].device) for i in (0, -1)):
         return None
-    pairs = zip(params, specs, reducer.names, strict=True)
+    both = {
+        spec.name: ((spec.dtype, spec.device), _kind(param))
+        for spec, param in zip(specs, params, strict=True)
+    }
+    moved = {name: (was, now) for name, (was, now) in both.items() if was != now}
+    return _suspect_move("so", moved)
+
+
+_Kind = tuple[torch.dtype, torch.device]
+
+
+def _kind(param: nn.Parameter) -> _Kind:
+    return param.dtype, param.device
+
+
+def _suspect_move(so: str, moved: Mapping[str, tuple[_Kind, _Kind]]) -> Suspicion:
+    texts = [
+        [f"{dtype} on {device}" for dtype, device in row] for row in moved.values()
+    ]
+    before, now = (", ".join(dict.fromkeys(each)) for each in zip(*texts, strict=True))
     return Suspicion(
-        "Parameters were cast after wrapping, so nobody averages their gradients over "
-        "ranks.",
-        [name for param, spec, name in pairs if param.dtype is not spec.dtype],
-        "wrap the module again after a cast (.double(), .half(), .to())",
-        "the same dtype and gradients on all ranks",
+        f"Parameters were cast or moved after wrapping ({before} before, {now} now), "
+        f"{so} nobody averages their gradients over ranks.",
+        [*moved],
+        "wrap the module again after a cast or a move (.double(), .half(), .to())",
+        "the same dtype, values and gradients on all ranks",
     )
 
 

@@ -88,7 +88,7 @@ class Guard:
         # last step; and their versions when all ranks had the same values.
         self._joined: dict[str, nn.Parameter] = {}
         self._same_joined: dict[str, int] = {}
-        self._same_cast: object = None  # the dtypes to which all ranks have cast
+        self._same_cast: object = None  # to what all ranks have cast or moved them
         # The ledger's `armed` and `finalized`, at the last step of each optimizer.
         self._at_step: WeakKeyDictionary[Optimizer, tuple[int, int]]
         self._at_step, self._at_any_step = WeakKeyDictionary(), (0, 0)
@@ -223,13 +223,13 @@ class Guard:
         if (suspicion := find_cast(self.reducer)) is None:
             return
         params = self.reducer.params
-        dtypes = params[0].dtype, params[-1].dtype
-        if dtypes != self._same_cast:  # module buffers would differ in size, too
+        kinds = [(param.dtype, param.device) for param in (params[0], params[-1])]
+        if kinds != self._same_cast:  # module buffers would differ in size, too
             everybody = range(len(params))
             if self._judge(
                 suspicion, lambda: self.comparison.of_parameters("cast", everybody)
             ):
-                self._same_cast = dtypes
+                self._same_cast = kinds
 
     def _check_changes(self) -> None:
         """Judge a change that no optimizer step has followed, in the next forward."""
@@ -302,7 +302,7 @@ class Guard:
         if joined and versions != self._same_joined:
             values = [*joined.values()]
             if self._judge(
-                suspect_late([*joined]),
+                suspect_late(self.reducer, joined),
                 lambda: self.comparison.of_values("joined", values),
             ):
                 self._same_joined = versions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ from .report import Inquiry, Passed
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+logger = logging.getLogger("minidp")
 MAX_INTERVAL = 1.0  # seconds between two beats
 RIDE_SECONDS = 0.25  # between two beats that carry more than the status
 FIRST_PAUSE = 0.002  # seconds; mostly all ranks skip a backward at the same time
@@ -44,7 +46,7 @@ class Heartbeat(PeerMonitor):
     def __init__(self, reducer: Reducer, key: str, wake: Callable[[], None]) -> None:
         communicator = reducer.communicator
         self.pid = os.getpid()
-        self._beat_seconds = min(MAX_INTERVAL, communicator.seconds / 10)
+        self._calm_seconds = min(MAX_INTERVAL, communicator.seconds / 10)
         self._asked = 0.0  # when the last question came
         self._reducer = weakref.ref(reducer)
         self._tally = communicator.tally
@@ -56,6 +58,7 @@ class Heartbeat(PeerMonitor):
         self._questions: list[Inquiry | Passed] = []
         # By topic: what else travels with a beat.
         self._riders: dict[str, Callable[[dict[int, Any]], Any]] = {}
+        self._num_riders = 0  # ever
         self.move_to(communicator.group, key)
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
@@ -80,7 +83,7 @@ class Heartbeat(PeerMonitor):
         """
         alarms = list(self._channel.alarms.values())
         is_lost = any(alarm.started < started for alarm in alarms)
-        return "it cannot finish any more" if is_lost else ""
+        return "a rank that it needs is gone" if is_lost else ""
 
     def report(self, started: int) -> Report:
         """Find out who is missing in collective number ``started``; wait up to 5 s.
@@ -88,7 +91,8 @@ class Heartbeat(PeerMonitor):
         The watchdog's thread answers an `Inquiry`. If it does not in that time, the
         report names no rank, and says that the store does not answer.
         """
-        silence = BEATS_OF_SILENCE * self._beat_seconds
+        # Another rank may have stopped to beat as often as riders ask for.
+        silence = BEATS_OF_SILENCE * self._calm_seconds
         inquiry = Inquiry(started, silence)
         with waiting():  # this rank has waited for the others, and is not busy now
             self._ask(inquiry)
@@ -116,16 +120,23 @@ class Heartbeat(PeerMonitor):
 
     def exchange_often(
         self, topic: str, rider: Callable[[dict[int, Any]], Any]
-    ) -> bool:
-        """Post what ``rider`` returns 4 times a second or more often; return True.
+    ) -> Callable[[], None]:
+        """Post what ``rider`` returns 4 times a second or more often, until stopped.
 
-        The watchdog's thread calls it: see `Channel.exchange`. Replaces the rider of
-        the same ``topic``. Statuses are then published as often.
+        The watchdog's thread calls it; statuses are then published as often. Each call
+        of this method has a topic of its own, the same on ranks that call it equally
+        often. Return a function that stops the exchange. So does an error of ``rider``,
+        which is logged: it says nothing about the store.
         """
-        self._riders[topic] = rider
-        self._beat_seconds = min(RIDE_SECONDS, self._beat_seconds)
+        own_topic = f"{topic}/{self._num_riders}"
+        self._num_riders += 1
+        self._riders[own_topic] = rider
         self._wake()
-        return True
+
+        def stop() -> None:
+            self._riders.pop(own_topic, None)
+
+        return stop
 
     def _ask(self, question: Inquiry | Passed) -> None:
         self._asked = time.monotonic()
@@ -138,7 +149,10 @@ class Heartbeat(PeerMonitor):
     def interval(self) -> float:
         """Seconds to the next `tick`; while a question is open, growing from 2 ms."""
         pause = max(FIRST_PAUSE, time.monotonic() - self._asked)
-        return min(pause, self._beat_seconds) if self._questions else self._beat_seconds
+        beat = self._calm_seconds
+        if self._riders:
+            beat = min(RIDE_SECONDS, beat)
+        return min(pause, beat) if self._questions else beat
 
     @property
     def communicator(self) -> Communicator | None:
@@ -164,14 +178,26 @@ class Heartbeat(PeerMonitor):
                     channel.read_alarms()
                 if questions:
                     channel.read_statuses({*range(channel.size)} - {self.rank})
-                for topic, rider in self._riders.items():
-                    channel.exchange(topic, rider)
+                for topic, rider in list(self._riders.items()):
+                    self._carry(channel, topic, rider)
         except RuntimeError as error:
             channel.lose(error)
         for question in questions:
             is_over = question.is_completed() or question.try_answer(channel)
             if is_over and question in self._questions:
                 self._questions.remove(question)
+
+    def _carry(
+        self, channel: Channel, topic: str, rider: Callable[[dict[int, Any]], Any]
+    ) -> None:
+        posted = channel.read(topic)
+        try:
+            value = rider(posted)
+        except Exception:
+            self._riders.pop(topic, None)
+            logger.exception("[rank %d] The exchange of %s ends.", self.rank, topic)
+        else:
+            channel.post(topic, value)
 
     def say_goodbye(self, why: str) -> None:
         """Publish now, not in the next `tick`, that this rank gives up, and ``why``.

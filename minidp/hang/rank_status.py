@@ -14,7 +14,7 @@ import socket
 import sys
 import sysconfig
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 CONNECT_SECONDS = 2.0
+ENDED = "its process ended"  # an alarm; an error that ended it follows
 _PHRASES = {
     Phase.IDLE: "between two steps",
     Phase.ARMED: "after a forward, before its backward",
@@ -179,8 +180,9 @@ class Channel:
         if status is not None:
             post_json(self._store, "status", self.rank, asdict(status))
         while self.outgoing:
-            alarm = self.outgoing.pop(0)
-            post_json(self._store, "alarm", self._store.add("alarms", 1), alarm)
+            number = self._store.add("alarms", 1)
+            post_json(self._store, "alarm", number, self.outgoing[0])
+            del self.outgoing[0]  # not earlier: what failed is still to be sent
 
     def lose(self, error: RuntimeError) -> None:
         """Set `problem`, a text for reports, because the store failed with ``error``.
@@ -200,23 +202,24 @@ class Channel:
         Not valid once the rank's status shows a later collective: also reads statuses
         of the ranks that sent alarms. RuntimeError if the store fails.
         """
-        rows: list[Any] = []
-        while row := read_json(self._store, "alarm", [len(rows) + 1]):
-            rows += row.values()
-        alarms = [Alarm(*row) for row in reversed(rows) if row[0] != self.rank]
+        # A rank that took a number and then failed, or was killed, leaves a gap.
+        numbers = range(1, self._store.add("alarms", 0) + 1)
+        rows = read_json(self._store, "alarm", numbers).values()
+        alarms = [Alarm(*row) for row in reversed([*rows]) if row[0] != self.rank]
         self.read_statuses({alarm.rank for alarm in alarms})
         started = {rank: status.started for rank, status in self.statuses.items()}
         self.alarms = {a.rank: a for a in alarms if started.get(a.rank, 0) <= a.started}
 
-    def exchange(self, topic: str, rider: Callable[[dict[int, Any]], Any]) -> None:
-        """Call ``rider`` once, and post what it returns under ``topic``.
+    def read(self, topic: str) -> dict[int, Any]:
+        """Return on rank 0 what each rank last posted under ``topic``; {} on others.
 
-        On rank 0 ``rider`` gets what each rank, rank 0 too, last posted, by rank; on
-        other ranks {}. Does not wait for any rank. RuntimeError if the store fails.
+        Does not wait for any rank. RuntimeError if the store fails.
         """
-        ranks = range(self.size) if self.rank == 0 else ()
-        posted = read_json(self._store, topic, ranks)
-        post_json(self._store, topic, self.rank, rider(posted))
+        return read_json(self._store, topic, range(self.size)) if self.rank == 0 else {}
+
+    def post(self, topic: str, value: Any) -> None:
+        """Post this rank's ``value``, which JSON can hold, under ``topic``."""
+        post_json(self._store, topic, self.rank, value)
 
     def read_statuses(self, ranks: Iterable[int]) -> None:
         """Update `statuses` by what each of ``ranks`` posted last, if anything.

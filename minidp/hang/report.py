@@ -17,7 +17,7 @@ import torch
 
 from minidp.comm import FutureWork, Report
 
-from .rank_status import Channel, RankStatus
+from .rank_status import ENDED, Channel, RankStatus
 
 _STILL_SECONDS = 3.0  # a few heartbeats
 _STUCK_SECONDS = 5.0  # in a wait: the rank waits for the one that asks
@@ -78,6 +78,12 @@ class Sighting:
 
     def _tell(self, rank: int) -> str:
         status = self._statuses.get(rank)
+        if rank in self._alarms and self._alarms[rank].why == ENDED:
+            return (
+                f"Rank {rank} is gone: its process ended without an error. If it had "
+                "fewer inputs than the others: train inside `with model.join():`, or "
+                "give all ranks equally many."
+            )
         if rank in self._alarms:
             return f"Rank {rank} gave up: {_cut(self._alarms[rank].why)}."
         if status is None:

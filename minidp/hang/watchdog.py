@@ -24,6 +24,7 @@ from minidp.comm import (
 from minidp.core import Reducer
 
 from .heartbeat import Heartbeat
+from .rank_status import ENDED
 
 logger = logging.getLogger("minidp")
 EXIT_SECONDS = 1.0  # to wait at exit for the final heartbeat
@@ -131,7 +132,7 @@ class Watchdog:
             return
         error = getattr(sys, "last_value", None)
         cause = "" if error is None else f": {type(error).__name__}: {error}"
-        self._farewell = f"its process ended{cause}"
+        self._farewell = f"{ENDED}{cause}"
         self._bell.set()
         thread.join(EXIT_SECONDS)
         self._is_mute = True

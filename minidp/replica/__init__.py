@@ -9,9 +9,9 @@ ranks, then rank 0's values), `drift` (compare every so many steps), `standing` 
 from . import optimizers, parameters, standing, verify
 from .digest import digest_of, sum_of_bits
 from .drift import ReplicaCheck
-from .parameters import DETOUR, Replica, check_data, examine
+from .parameters import DETOUR, Replica, check_data, check_writable, examine
 from .rounding import are_close_on_all_ranks
 
-__all__ = ["DETOUR", "Replica", "ReplicaCheck", "check_data", "examine", "parameters"]
-__all__ += ["are_close_on_all_ranks", "digest_of", "optimizers", "standing"]
-__all__ += ["sum_of_bits", "verify"]
+__all__ = ["DETOUR", "Replica", "ReplicaCheck", "check_data", "check_writable"]
+__all__ += ["are_close_on_all_ranks", "digest_of", "examine", "optimizers"]
+__all__ += ["parameters", "standing", "sum_of_bits", "verify"]

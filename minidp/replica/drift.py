@@ -346,8 +346,8 @@ class ReplicaCheck(Observer):
         ``held``: names of the parameters that the optimizer holds; only these are
         compared, and frozen ones, which no optimizer will change. Raises or warns as
         `_confirm`. Waits up to 10 s until all ranks have stepped; if some do not come,
-        returns: the next backward compares again. If ranks share no store, is a
-        collective at once.
+        or ranks share no store to find that out, returns: the next backwards compare
+        again, and the last of them confirms a difference itself.
         """
         if self.suspect is None:
             return
@@ -357,10 +357,11 @@ class ReplicaCheck(Observer):
         if not stepped:
             return
         group = self._queue.communicator.group
-        if self.name and has_store(group):
-            place = f"{self.name}/{self.suspect.step}/{self._ledger.steps}"
-            if not all_come(group_store(group, place), group.size()):
-                return
+        if not (self.name and has_store(group)):
+            return
+        place = f"{self.name}/{self.suspect.step}/{self._ledger.steps}"
+        if not all_come(group_store(group, place), group.size()):
+            return
         rest = {n: t for n, t in tensors.items() if n not in stepped}
         left = self.suspect._replace(tensors=rest, buffer_sums={}) if rest else None
         self._confirm(self.suspect._replace(tensors=stepped, buffer_sums={}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -12,6 +13,7 @@ from minidp.console import warn
 from minidp.layout import ParamSpec
 
 IGNORE_ATTRIBUTE = "_ddp_params_and_buffers_to_ignore"  # torch's name, set by users
+_OVERLAPS = 1  # what torch answers for an expanded tensor
 DETOUR = "_compiled_call_impl"  # torch's name: what a module calls, if not its forward
 
 
@@ -144,3 +146,31 @@ def check_data(parameters: Mapping[str, nn.Parameter]) -> None:
             "process group pass device_mesh, a slice (mesh['dp']) of the mesh they are "
             f"distributed over. DTensors: {', '.join(dtensors)}."
         )
+
+
+def check_writable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise RuntimeError, naming them, if rank 0's values cannot be written to some.
+
+    Tensors on the meta device have no values, and are not sent.
+    """
+    causes = {name: _why_not_writable(tensor) for name, tensor in tensors.items()}
+    found = [f"{name} ({why})" for name, why in causes.items() if why]
+    if found:
+        raise RuntimeError(
+            "Every rank gets rank 0's parameters and module buffers, but these cannot "
+            f"be overwritten: {', '.join(found)}. What to do: register a dense copy "
+            "(.clone(), .to_dense()), or put the name on the module's ignore list "
+            "(_set_params_and_buffers_to_ignore_for_model)."
+        )
+
+
+def _why_not_writable(tensor: torch.Tensor) -> str:
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout is not torch.strided:
+        return f"{tensor.layout}".removeprefix("torch.")
+    if tensor.is_quantized:
+        return f"quantized, {tensor.dtype}"
+    if torch._debug_has_internal_overlap(tensor) == _OVERLAPS:
+        return "expanded: several of its elements are one place in memory"
+    return ""

@@ -144,10 +144,11 @@ def _explain_difference(replicas: Sequence[dict[str, str]], rank: int) -> str:
     other = next(r for r, each in enumerate(items) if each != items[0])
     root, found = replicas[0], replicas[other]
     if root.keys() != found.keys():
-        what = (
-            f"Rank {other} lacks [{', '.join(n for n in root if n not in found)}] of "
-            f"rank 0, and has besides [{', '.join(n for n in found if n not in root)}]."
-        )
+        lacks = ", ".join(name for name in root if name not in found)
+        has = ", ".join(name for name in found if name not in root)
+        parts = [f"lacks {lacks} of rank 0"] if lacks else []
+        parts += [f"has {has}, which rank 0 lacks"] if has else []
+        what = f"Rank {other} {', and '.join(parts)}."
     else:
         pairs = zip(items[0], items[other], strict=True)
         (name, here), (twin, there) = next((a, b) for a, b in pairs if a != b)

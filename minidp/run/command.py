@@ -137,7 +137,7 @@ def main(options: Namespace) -> int:
             return 2
         if options.phase:
             die_with_parent()
-        else:
+        elif options.num_ranks is None or options.compare:  # else rank 0 says it
             for warning in misspelt():
                 say_once(f"minidp run: {warning}")
         flags = _words(options, "report", "save", "html")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -108,11 +110,15 @@ def how_to_start(command: str, script: Script) -> str:
 def run_here(command: str, script: Script) -> int:
     """Run the script in this process; return its exit status; let its errors pass.
 
-    But print a text and raise SystemExit(1) if it raised because a variable that a
-    launcher sets (RANK, ...) is not set.
+    But print a text and raise SystemExit if somebody interrupted it (Ctrl-C), or if it
+    raised because a variable that a launcher sets (RANK, ...) is not set.
     """
     try:
         return script.run()
+    except KeyboardInterrupt as error:
+        # A traceback per rank, mostly of launchers, says nothing that Ctrl-C does not.
+        say_once(f"minidp {command}: interrupted{_place_in(script, error)}.")
+        sys.exit(128 + signal.SIGINT)
     except Exception as error:
         variable = _VARIABLES.search(str(error))
         is_lookup = isinstance(error, KeyError) or "environment variable" in str(error)
@@ -125,3 +131,10 @@ def run_here(command: str, script: Script) -> int:
             f"on this machine: {how_to_start(command, script)}"
         )
         sys.exit(1)
+
+
+def _place_in(script: Script, error: BaseException) -> str:
+    """Return " at FILE:LINE" of the script's innermost frame of an error, or ""."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [each for each in frames if Path(each.filename) == Path(script.target)]
+    return f" at {ours[-1].filename}:{ours[-1].lineno}" if ours else ""

@@ -88,8 +88,8 @@ class SpeedWatch:
         self._has_reduced = False  # the step that runs
         self._number = 0  # of finished steps
         self._tracer.add(self)
-        exchanges = communicator.peers.exchange_often("speed", self._exchange)
-        if communicator.size > 1 and not exchanges:
+        self._stop_exchange = communicator.peers.exchange_often("speed", self._exchange)
+        if communicator.size > 1 and self._stop_exchange is None:
             logger.warning(
                 "[rank %d] watch_speed() measures this rank only: ranks are compared "
                 "through the process group's store, by the thread that hang_timeout "
@@ -98,8 +98,11 @@ class SpeedWatch:
             )
 
     def stop(self) -> None:
-        """Stop measuring for good; `numbers` and posts to rank 0 keep what they had."""
+        """Stop measuring and telling rank 0, for good; `numbers` keep what they had."""
         self._tracer.remove(self)
+        if self._stop_exchange is not None:
+            self._stop_exchange()
+            self._stop_exchange = None
 
     def numbers(self) -> dict[str, float]:
         """Return this rank's last steps as plain numbers, for a metrics logger.

@@ -215,6 +215,29 @@ def test_copies_are_plain(lone_group):
     assert twin._compiled_call_impl is None
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("no_grad", [False, True])
+@pytest.mark.parametrize("wrap", ["attached", "wrapped"])
+def test_an_exported_program_has_no_ranks(ctx, wrap, no_grad):
+    """Ranks may export alone; synchronisation goes on as if nothing had been."""
+    torch.manual_seed(0)
+    net = model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    if wrap == "attached":
+        minidp.attach(net, process_group=ctx.group)
+    else:
+        model = minidp.DataParallel(net, process_group=ctx.group)
+    x = torch.ones(4, 2)
+    model(x).sum().backward()
+    if ctx.rank == 0:
+        with torch.set_grad_enabled(not no_grad):
+            exported = torch.export.export(model, (x,)).module()
+            assert torch.equal(exported(x), nn.Sequential(*net)(x))
+            if wrap == "attached":
+                torch.jit.trace(net, (x,))
+    model(x * ctx.rank).sum().backward()
+    return [param.grad for param in model.parameters()]
+
+
 def test_the_handle_need_not_be_kept(lone_group):
     net = Net()
     minidp.attach(net)

@@ -120,7 +120,7 @@ def test_rank_0_tries_several_layouts_and_says_once_what_was_chosen(ctx, hook):
     layouts = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            tuner.logger, "info", lambda *text: lines.append(text[0] % text[1:])
+            tuner.logger, "warning", lambda *text: lines.append(text[0] % text[1:])
         )
         for number in range(LAST + 2):
             step(ctx, ours, number)

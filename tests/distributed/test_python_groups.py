@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore, _create_work_from_future
 from torch.nn.parallel import DistributedDataParallel
 
 from minidp import DataParallel
+from minidp.comm import barrier
 from tests.support.both import Scalars, done, error_of, same, values, x_of
 from tests.support.ranks import on_ranks
 
@@ -209,6 +210,31 @@ def test_it_says_once_what_does_not_work_there(ctx):
     assert len(said) == 1
     assert said[0].startswith(f"[rank {ctx.rank}] Delegating: ")
     assert "without a report of who is missing" in said[0]
+
+
+class HasBarrier(Delegating):
+    def barrier(self, opts: Any) -> Any:
+        return self._run("barrier", opts)
+
+
+class BrokenBarrier(Delegating):
+    def barrier(self, opts: Any) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+
+class LacksBarrier(HasBarrier):
+    lacks = ("barrier",)
+
+
+@on_ranks(2)
+def test_a_barrier_that_fails_is_no_missing_barrier(ctx):
+    for kind in (Delegating, LacksBarrier):
+        barrier(kind(ctx.group, None))  # has none: nobody waits
+    group = HasBarrier(ctx.group, None)
+    barrier(group)
+    assert group.log == ["barrier"]
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        barrier(BrokenBarrier(ctx.group, None))
 
 
 # -------------------------------------------------- without any default process group

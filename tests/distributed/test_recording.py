@@ -51,6 +51,24 @@ def record_beside_torch(ctx, folder):
     return same(theirs, ours), rec.timelines, rec.report()
 
 
+@on_ranks(2)
+def test_steps_after_gather_are_told_of(ctx):
+    """What was gathered lacks them, so that a report would hide them in silence."""
+    model = minidp.DataParallel(net(), process_group=ctx.group)
+    rec = minidp.record(model).__enter__()
+    grads_of(model, ctx.rank)
+    rec.gather()
+    grads_of(model, ctx.rank)
+    with pytest.warns(UserWarning, match=f"{STEPS + 1} steps were recorded after"):
+        rec.__exit__(None, None, None)
+    assert [len(timeline.steps) for timeline in rec.timelines] == [STEPS - 1] * 2
+    rec.gather()
+    assert [len(timeline.steps) for timeline in rec.timelines] == [2 * STEPS] * 2
+    with minidp.record(model) as rec:  # at the end of the block: nothing is hidden
+        grads_of(model, ctx.rank)
+        rec.gather()
+
+
 def test_recording_changes_no_bit_and_ranks_see_each_other(pool, tmp_path):
     for is_equal, timelines, report in pool.run(record_beside_torch, 2, str(tmp_path)):
         assert is_equal

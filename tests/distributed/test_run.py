@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,16 @@ def test_the_script_of_the_readme(tmp_path, script):
 
 # ------------------------------------------------------------------- in this process
 
+# A training that goes on until somebody ends it.
+LOOP = """
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(2, 2))
+print("GO", flush=True)
+while True:
+    model(torch.ones(1, 2)).sum().backward()
+"""
+INIT = minidp.data_parallel.DataParallel.__init__
+
 
 @pytest.fixture
 def ran(capsys):
@@ -96,8 +107,7 @@ def ran(capsys):
             return run.main(parser.parse_args(words)), capsys.readouterr().err
         finally:
             assert torch.nn.parallel.DistributedDataParallel is DistributedDataParallel
-            init = minidp.data_parallel.DataParallel.__init__
-            assert not hasattr(init, "__wrapped__")
+            assert minidp.data_parallel.DataParallel.__init__ is INIT
 
     return call
 
@@ -192,6 +202,37 @@ def test_a_script_that_raises(train, ran, monkeypatch, body, kind):
     with pytest.raises(kind):
         ran(train(body))
     assert (list(sys.path), sys.argv, sys.modules["__main__"]) == before
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ctrl_c_is_one_line(train, ran, monkeypatch, capsys, rank):
+    monkeypatch.setenv("RANK", rank)
+    path = train("import torch\nraise KeyboardInterrupt")
+    with pytest.raises(SystemExit) as caught:
+        ran(path)
+    assert caught.value.code == 130
+    err = capsys.readouterr().err
+    told = f"minidp run: interrupted at {path}:"
+    assert err.count(told) == (rank == "0")
+    assert "Traceback" not in err
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_for_all_ranks_is_a_few_lines(train):
+    path = train(LOOP)
+    words = [sys.executable, "-m", "minidp", "run", "-n", "2", path]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        words, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert "GO" in process.stdout.readline()
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert err.count("interrupted") == 1
+    assert len(err.splitlines()) <= 8, err
 
 
 def test_a_world_of_one(train, ran, lone_group):

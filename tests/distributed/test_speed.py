@@ -115,6 +115,66 @@ def test_rank_0_names_the_slow_rank_and_its_phase(ctx, phase, attached):
         assert numbers["slow_rank"] == 1
 
 
+def until(condition):
+    """Wait up to 20 s for what the watchdog's thread does."""
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert condition()
+
+
+@on_ranks(2)
+def test_two_watches_of_one_model_do_not_know_each_other(ctx):
+    model = minidp.DataParallel(Net(), process_group=ctx.group)
+    peers = model._reducer.communicator.peers
+    first, second = minidp.watch_speed(model), minidp.watch_speed(model)
+    for _ in range(8):
+        model(torch.ones(2, 4)).sum().backward()
+    posts = []
+    for watch in (first, second):
+        plain = watch._exchange
+
+        def counted(posted, watch=watch, plain=plain):
+            posts.append(watch)
+            return plain(posted)
+
+        topic = next(t for t, rider in peers._riders.items() if rider == plain)
+        peers._riders[topic] = counted
+    until(lambda: {*posts} == {first, second})
+    assert peers.interval <= 0.25
+    second.stop()
+    second.stop()  # nothing more happens
+    posts.clear()
+    until(lambda: posts.count(first) > 2)
+    assert second not in posts
+    first.stop()
+    assert not peers._riders
+    assert peers.interval == 1.0  # no more posts than any model has
+    dist.barrier(group=ctx.group)
+
+
+@on_ranks(2)
+def test_an_exchange_that_raises_says_nothing_about_the_store(ctx):
+    lines = []
+    handler = logged(lines)
+    model = minidp.DataParallel(Net(), process_group=ctx.group)
+    peers = model._reducer.communicator.peers
+
+    def broken(_posted):
+        raise RuntimeError("a mistake in the rider")
+
+    peers.exchange_often("broken", broken)
+    watch = minidp.watch_speed(model)
+    until(lambda: lines)
+    logging.getLogger("minidp").removeHandler(handler)
+    assert len(lines) == 1
+    assert "The exchange of broken/0 ends" in lines[0]
+    assert peers._channel.problem == ""
+    assert len(peers._riders) == 1  # the other one goes on
+    watch.stop()
+    dist.barrier(group=ctx.group)
+
+
 def train_on_a_link():
     """Train on one of two nodes; rank 1's sending gets slow; print what rank 0 logs."""
     dist.init_process_group("gloo")

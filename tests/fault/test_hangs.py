@@ -85,8 +85,9 @@ def test_who_is_absent_is_named(how: str) -> None:
     results = run_fresh(absent_once, 3, how, group_timeout=60.0, timeout=15.0)
     for rank in (0, 2):
         error, seconds = results[rank]
-        assert error.startswith(f"CollectiveError: [rank {rank}] A collective failed ")
-        assert "Missing: rank 1. Rank 1 " in error
+        told = f"CollectiveError: [rank {rank}] Missing: rank 1. Rank 1 "
+        assert error.startswith(told)  # who is missing comes first
+        assert " A collective failed while " in error
         assert ABSENCES[how][1] in error
         assert seconds < LIMIT + SLOW_MACHINE
 
@@ -210,8 +211,7 @@ def test_a_rank_that_will_not_come_is_an_error_all_the_same(how: str) -> None:
         patiently_absent, 2, how, group_timeout=60.0, timeout=30.0, errors="return"
     )
     error, seconds = results[0]
-    assert error.startswith("CollectiveError: [rank 0] A collective failed ")
-    assert "Missing: rank 1. Rank 1 " in error
+    assert error.startswith("CollectiveError: [rank 0] Missing: rank 1. Rank 1 ")
     assert WHERE_IT_IS[how] in error
     assert seconds < LIMIT + SLOW_MACHINE
 
@@ -307,7 +307,7 @@ if rank == 1:
     {rank1}
 try:
     ddp(torch.ones(1, 2)).sum().backward()
-except RuntimeError as error:
+except {catches} as error:
     print("ERROR", error)
 {end}
 print("END", flush=True)
@@ -319,9 +319,11 @@ ENDS = {
 }
 
 
-def run_two(rank1: str, end: str = "") -> list[tuple[int, str]]:
+def run_two(
+    rank1: str, end: str = "", catches: str = "RuntimeError"
+) -> list[tuple[int, str]]:
     """Run SCRIPT on two ranks; return exit status and output of each that ends."""
-    script = textwrap.dedent(SCRIPT).format(rank1=rank1, end=end)
+    script = textwrap.dedent(SCRIPT).format(rank1=rank1, end=end, catches=catches)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
     del store
@@ -372,6 +374,24 @@ def test_a_process_that_ends_with_an_error_says_so() -> None:
     (first, output), (second, _) = run_two("raise ValueError('no more disk')")
     assert (first, second) == (0, 1)
     assert "Rank 1 gave up: its process ended: ValueError: no more disk." in output
+
+
+@pytest.mark.parametrize("end", ["", "dist.destroy_process_group()"])
+def test_a_rank_that_ran_out_of_inputs(end: str) -> None:
+    """The answer is all that rank 0 prints, under the one line of its own code."""
+    both = run_two(f"{end or 'pass'}; sys.exit()", catches="KeyError")
+    (first, output), (second, _) = both
+    assert (first, second) == (1, 0), output
+    lines = output.replace("[rank0]: ", "").rstrip().splitlines()  # torch's mark
+    *above, answer = lines
+    assert answer.startswith(
+        "minidp.errors.CollectiveError: [rank 0] Missing: rank 1. "
+    )
+    assert "Rank 1 is gone: its process ended without an error. " in answer
+    assert "train inside `with model.join():`" in answer
+    assert "gave up" not in answer
+    assert "Traceback (most recent call last):" in above[0]
+    assert len(above) == 2, output  # no source line: it is python -c
 
 
 def test_threads_have_a_moment_before_the_interpreter_goes() -> None:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from minidp.config import OPTIONS, PREFIX
+from minidp.config import PREFIX, VARIABLES
 from minidp.doctor.findings import Finding, failed, ok, warning
 from minidp.doctor.words import differing, join
 
@@ -25,11 +25,10 @@ _NAMES = """
     TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC TORCH_NCCL_TRACE_BUFFER_SIZE
     TORCH_CPP_LOG_LEVEL TORCH_DISTRIBUTED_DEBUG DDP_SET_LAST_BUCKET_CAP
     CUDA_LAUNCH_BLOCKING CUDA_VISIBLE_DEVICES OMP_NUM_THREADS
-    MINIDP_NATIVE MINIDP_SHARED_MEMORY
     TORCHFT_CONNECT_TIMEOUT_SEC TORCHFT_LIGHTHOUSE TORCHFT_MANAGER_PORT
     TORCHFT_QUORUM_RETRIES TORCHFT_QUORUM_TIMEOUT_SEC TORCHFT_TIMEOUT_SEC
 """
-KNOWN = {*_NAMES.split(), *(option.variable for option in OPTIONS.values())}
+KNOWN = {*_NAMES.split(), *VARIABLES}
 _NUMBERS = ("_SEC", "_RETRIES", "_PORT")
 _PREFIXES = (
     *("NCCL_", "GLOO_", "TORCHFT_", "TORCH_NCCL_", "TORCH_GLOO_"),

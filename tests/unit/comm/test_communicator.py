@@ -76,7 +76,7 @@ def test_what_fails_is_raised(make, seconds):
     with pytest.raises(CollectiveError) as caught, communicator.watching("waiting", 3):
         wait_for(done_after(seconds, error=ValueError("boo")))
     assert str(caught.value).startswith(
-        "[rank 1] A collective failed while waiting of bucket 3. Missing: rank 2. (boo"
+        "[rank 1] Missing: rank 2. A collective failed while waiting of bucket 3 (boo)."
     )
     assert "Expected: all 3 ranks to take part in time." in str(caught.value)
     assert communicator.has_failed

@@ -6,15 +6,19 @@ import argparse
 import inspect
 import json
 import logging
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import minidp
+from minidp.config import overrides
 from minidp.config.overrides import (
     OPTIONS,
     RUN,
+    VARIABLES,
     add_options,
     aside,
     misspelt,
@@ -185,6 +189,34 @@ def test_a_variable_that_nobody_reads():
     assert misspelt(set_by_hand | {"MINIDP_OF_OTHERS": "1", "MINIDP_NATIVE": "0"}) == [
         "minidp has no variable MINIDP_UNSYNCD; did you mean MINIDP_UNSYNCED?"
     ]
+
+
+def test_the_constructor_says_so_once(lone_group, monkeypatch, caplog):
+    told = overrides._tell_misspelt
+    monkeypatch.setenv("MINIDP_SHARED_MEMROY", "0")
+    for variables_set, times in [
+        ({"LOCAL_RANK": "1"}, 0),
+        ({RUN: UNDER_RUN}, 0),
+        ({}, 1),
+    ]:
+        told.cache_clear()
+        with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "minidp"):
+            for name, value in variables_set.items():
+                patch.setenv(name, value)
+            minidp.DataParallel(nn.Linear(1, 1))
+            minidp.DataParallel(nn.Linear(1, 1))
+        text = "no variable MINIDP_SHARED_MEMROY; did you mean MINIDP_SHARED_MEMORY?"
+        assert caplog.text.count(text) == times
+    told.cache_clear()
+
+
+def test_every_variable_that_is_read_is_known():
+    root = Path(minidp.__file__).parent
+    read = re.compile(r"""(?:environ\.get\(|environ\[|getenv\()["'](MINIDP_[A-Z_]+)""")
+    texts = [path.read_text() for path in root.rglob("*.py")]
+    found = {name for text in texts for name in read.findall(text)}
+    assert {"MINIDP_NATIVE", "MINIDP_SHARED_MEMORY"} <= found <= VARIABLES.keys()
+    assert {option.variable for option in OPTIONS.values()} <= VARIABLES.keys()
 
 
 # -------------------------------------------------------------------------- remedies

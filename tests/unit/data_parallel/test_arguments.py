@@ -9,6 +9,7 @@ import warnings
 from collections import OrderedDict, namedtuple
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
+import minidp
 from minidp import DataParallel
 from minidp.data_parallel import arguments, map_tensors
 from minidp.replica.parameters import examine
@@ -98,6 +100,125 @@ def test_torch_refuses_it_too(lone_group, module, options, kind, text):
     assert type(ours) is kind
     assert isinstance(error_of(DistributedDataParallel, MODULES[module], options), kind)
     assert text in str(ours)
+
+
+FLAGS = (
+    *("find_unused_parameters", "static_graph", "gradient_as_bucket_view"),
+    *("skip_all_reduce_unused_params", "batched_grad_copy", "broadcast_buffers"),
+    "forward_sync_buffers",
+)
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_are_read_as_torch_reads_them(lone_group, flag):
+    skip_unless_torch_takes([flag])
+    for value in ("yes", "", b"no", [], {}, object()):
+        ours = error_of(DataParallel, Scale, {flag: value})
+        assert isinstance(ours, TypeError)
+        assert f"{flag} must be True or False, but got {value!r}" in str(ours)
+        theirs = error_of(DistributedDataParallel, Scale, {flag: value})
+        assert isinstance(theirs, TypeError)
+    for value in (None, 0, 1, 2, 1.0, np.True_, np.int64(1), torch.tensor(True)):
+        for wrap in (DataParallel, DistributedDataParallel):
+            assert error_of(wrap, Scale, {flag: value}) is None
+
+
+def test_a_text_is_no_flag_of_ours_either(lone_group):
+    for flag in ("init_sync", "check_finite_grads"):
+        with pytest.raises(TypeError, match=f"{flag} must be True or False.*'no'"):
+            DataParallel(Scale(), **{flag: "no"})
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("hang_timout", "hang_timeout"),
+        ("find_unused_paramters", "find_unused_parameters"),
+        ("bucket_cap", "bucket_cap_mb"),
+        ("nonsense", None),
+    ],
+)
+@pytest.mark.parametrize("wrap", [DataParallel, minidp.attach])
+def test_an_unknown_argument_names_the_one_that_was_meant(
+    lone_group, wrap, name, meant
+):
+    with pytest.raises(TypeError, match="got an unexpected keyword") as caught:
+        wrap(Scale(), **{name: 3})
+    hint = f". Did you mean {meant!r}?" if meant else ""
+    assert str(caught.value).endswith(f"keyword argument {name!r}{hint}")
+
+
+# ----------------------------------------------------------- tensors to be overwritten
+
+
+def with_buffer(value):
+    module = Scale()
+    module.register_buffer("extra", value)
+    return module
+
+
+EXPANDED = torch.zeros(1).expand(3)
+NOT_WRITABLE = [
+    (EXPANDED, "extra (expanded: several of its elements"),
+    (torch.eye(2).to_sparse(), "extra (sparse_coo)"),
+]
+
+
+@pytest.mark.parametrize(("value", "text"), NOT_WRITABLE)
+def test_a_buffer_that_cannot_be_overwritten_is_named(lone_group, value, text):
+    error = error_of(DataParallel, lambda: with_buffer(value), {})
+    assert type(error) is RuntimeError
+    assert text in str(error)
+    assert isinstance(
+        error_of(DistributedDataParallel, lambda: with_buffer(value), {}), RuntimeError
+    )
+    # Nobody overwrites it: it may be what it likes.
+    module = with_buffer(value)
+    module._ddp_params_and_buffers_to_ignore = ["extra"]
+    for each, options in [
+        (module, {}),
+        (with_buffer(value), {"broadcast_buffers": False}),
+        (with_buffer(value), {"init_sync": False, "forward_sync_buffers": False}),
+    ]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            DataParallel(each, **options)(ONE).sum().backward()
+
+
+def test_an_expanded_parameter_is_named(lone_group):
+    module = Scale()
+    module.odd = nn.Parameter(EXPANDED, requires_grad=False)
+    with pytest.raises(RuntimeError, match=r"odd \(expanded"):
+        DataParallel(module)
+    DataParallel(module, init_sync=False)(ONE).sum().backward()
+
+
+def test_an_expanded_buffer_that_comes_later_is_named(lone_group):
+    ddp = DataParallel(with_buffer(torch.zeros(3)))
+    ddp(ONE).sum().backward()
+    ddp.module.extra = EXPANDED
+    with pytest.raises(RuntimeError, match=r"extra \(expanded"):
+        ddp(ONE)
+    ddp.module.extra = EXPANDED.clone()
+    ddp(ONE).sum().backward()
+
+
+def test_a_buffer_on_the_meta_device_has_nothing_to_send(lone_group):
+    for wrap in (DataParallel, DistributedDataParallel):
+        wrap(with_buffer(torch.zeros(3, device="meta")))(ONE).sum().backward()
+    options = {"check_replicas_every": 1}
+    ddp = DataParallel(with_buffer(torch.zeros(3, device="meta")), **options)
+    ddp(ONE).sum().backward()
+
+
+def test_a_wrapped_wrapper_is_warned_of(lone_group):
+    for inner in (DataParallel, DistributedDataParallel):
+        with pytest.warns(UserWarning, match=r"although the module is a wrapper"):
+            ddp = DataParallel(inner(Scale()))
+        ddp(ONE).sum().backward()
+        assert ddp.module.module.w.grad.tolist() == [1, 1]
+        with pytest.warns(UserWarning, match=r"although its part 1 is a wrapper"):
+            DataParallel(nn.Sequential(Scale(), inner(Scale())))
 
 
 # What ours raises; what torch does instead, where None is silence; our text.

@@ -5,10 +5,14 @@ What raises in a backward: `tests/fault/test_faults.py`.
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from minidp import CollectiveError
+from minidp.comm import groups
 from tests.support.both import Two, error_of, values, wrapped, x_of
 from tests.support.fresh import run_fresh
 from tests.support.ranks import on_ranks
@@ -88,6 +92,55 @@ def test_objects_on_one_group_are_reset_apart(ctx):
         train(ctx, ddp)
 
 
+def without_a_store(monkeypatch):
+    """As with a store that serves one thread only."""
+
+    def refuse(*_):
+        raise RuntimeError("clone() is not supported")
+
+    monkeypatch.setattr(groups, "own_store", refuse)
+
+
+@on_ranks(2, fresh={"group_timeout": 8.0})
+def test_ranks_without_a_store_do_not_wait_in_reset(ctx):
+    with pytest.MonkeyPatch.context() as patch:
+        without_a_store(patch)
+        ddp = wrapped(ctx, Two())
+        train(ctx, ddp)
+        time.sleep(0 if ctx.rank else 2)
+        began = time.monotonic()
+        ddp.reset()
+        assert time.monotonic() - began < 1
+        train(ctx, ddp)
+
+
+@on_ranks(2, fresh={"group_timeout": 8.0})
+@pytest.mark.parametrize("hangs", [False, True])
+def test_groups_of_earlier_resets_are_freed(ctx, hangs):
+    """But not one that somebody uses; it has threads, connections, and a name."""
+    ddp = wrapped(ctx, Two(), hang_timeout=20.0)
+    ddp._reducer.communicator.limit = 1.5
+    known = distributed_c10d._world.pg_map
+    mine, kept = None, []
+    for number in range(5):
+        if hangs and ctx.rank == 0:
+            assert "Missing: rank 1" in error_of(lambda: ddp(x_of(ctx)).backward())
+        ddp._reducer.communicator.has_failed = True
+        ddp.reset()
+        train(ctx, ddp, 1)
+        kept.append(len(known))
+        if number == 1:
+            mine = ddp.process_group
+    # The first, that of the pool; mine; the last two; on rank 0, one that has hung.
+    assert max(kept) <= 4 + hangs
+    assert kept[-1] == kept[-2]
+    assert mine in known
+    if not hangs:  # a collective that hung has broken it, as always
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total, group=mine)
+        assert total == 2
+
+
 # ---------------------------------------------------------- ranks fail differently
 
 
@@ -99,9 +152,9 @@ def test_a_forward_that_waits_in_vain(ctx):
     ddp = wrapped(ctx, module)
     train(ctx, ddp, 2)
     if ctx.rank == 1:  # waits for rank 0's module buffers
-        assert error_of(lambda: ddp(torch.ones(1))).startswith(
-            "CollectiveError: [rank 1] A collective failed while broadcasting module "
-        )
+        told = error_of(lambda: ddp(torch.ones(1)))
+        assert told.startswith("CollectiveError: [rank 1] ")
+        assert "A collective failed while broadcasting module buffers (" in told
     ddp.reset()
     assert ddp.process_group is not ctx.group
     train(ctx, ddp)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,22 @@ def test_what_a_check_raises_is_a_finding():
     assert (finding.check, finding.status) == ("name", FAILED)
     assert finding.found == "KeyError: 'of all\\n things'"
     assert not runner.is_stuck
+
+
+def test_a_check_that_raises_a_timeout_of_its_own_is_not_late():
+    def refused():
+        raise TimeoutError("the store did not answer")
+
+    runner = Runner(20)
+    assert not runner.run("name", refused)
+    (finding,) = runner.findings
+    assert "the store did not answer" in finding.found
+    assert "did not end within" not in finding.found
+    assert not runner.is_stuck  # no thread was left behind
+    assert not Runner(0.05).run("name", lambda: time.sleep(0.5))
+    late = Runner(0.05)
+    late.run("name", lambda: time.sleep(0.5))
+    assert late.is_stuck
 
 
 def test_a_time_limit_hands_back_what_happened():

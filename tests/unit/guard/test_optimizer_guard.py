@@ -37,7 +37,7 @@ FAILED = ("An earlier backward failed; gradients are not", "call reset() on all 
 CTRL_C = ("An earlier backward was interrupted; gradients", "call reset() on all ranks")
 NEVER = ("announced a synchronised backward that never came", "call backward() on what")
 INSIDE = ("steps inside the backward", "step after backward() returned")
-CAST = ("Parameters were cast after wrapping", "wrap the module again after a cast")
+CAST = ("Parameters were cast or moved after", "wrap the module again after a cast")
 X = torch.tensor([2.0])
 
 
@@ -321,10 +321,40 @@ def test_gradients_by_hand(setting):
 def test_cast_after_wrapping(setting):
     setting.ddp(X).backward()
     setting.ddp.double()
-    setting.refuses(CAST, "a, b")
+    text = setting.refuses(CAST, "a, b")
+    assert "Expected: torch.float32 on cpu. Found: torch.float64 on cpu." in text
     setting.refuses(CAST, "a, b", lambda: setting.ddp(X.double()))
     with setting.ddp.no_sync():  # nobody asks for equal replicas here
         setting.ddp(X.double())
+
+
+def test_a_cast_names_every_parameter(lone_group):
+    ddp = DataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    optimizer = torch.optim.SGD(ddp.parameters())
+    ddp(torch.ones(1, 2)).sum().backward()
+    names = "0.weight, 0.bias, 1.weight, 1.bias"
+    ddp.bfloat16()
+    with pytest.raises(UnsyncedGradientsError, match=f"Parameters: {names}[.]"):
+        optimizer.step()
+    ddp.module[0].float()  # those that differ now, and no others
+    with pytest.raises(UnsyncedGradientsError, match=r"Parameters: 1.weight, 1.bias\."):
+        optimizer.step()
+
+
+def test_a_move_that_makes_new_parameters_is_called_a_move(lone_group):
+    ddp = DataParallel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    optimizer = torch.optim.SGD(ddp.parameters())
+    ddp(torch.ones(1, 2)).sum().backward()
+    ddp.to("meta")
+    names = "0.weight, 0.bias, 1.weight, 1.bias"
+    for call in (optimizer.step, lambda: ddp(torch.ones(1, 2, device="meta"))):
+        with pytest.raises(UnsyncedGradientsError) as caught:
+            call()
+        text = str(caught.value)
+        assert text.startswith("[rank 0] Parameters were cast or moved after wrapping")
+        assert "Expected: torch.float32 on cpu. Found: torch.float32 on meta." in text
+        assert f"Parameters: {names}." in text
+        assert "joined the module" not in text
 
 
 def test_every_optimizer_has_its_own_count(setting):

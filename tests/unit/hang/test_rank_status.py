@@ -35,6 +35,34 @@ def test_an_alarm_does_not_hold_when_the_rank_has_continued(channels):
     assert alarms_on(channels[0]) == {1: "the end"}
 
 
+class Failing:
+    """A store that fails in one call of ``set``, after which it works again."""
+
+    def __init__(self, store):
+        self._store, self.fails = store, True
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
+
+    def set(self, *args):
+        if self.fails:
+            raise RuntimeError("Broken pipe")
+        self._store.set(*args)
+
+
+def test_an_alarm_that_could_not_be_sent_hides_no_other(channels):
+    """Neither its own rank's, once the store answers again, nor those of others."""
+    broken = channels[1]._store = Failing(channels[1]._store)
+    with pytest.raises(RuntimeError, match="Broken pipe"):
+        send(channels[1], (4, "first"))
+    send(channels[2], (3, "of another"))
+    assert alarms_on(channels[0]) == {2: "of another"}
+    broken.fails = False
+    send(channels[1])
+    assert channels[1].outgoing == []
+    assert alarms_on(channels[0]) == {1: "first", 2: "of another"}
+
+
 def test_a_connection_is_closed_when_the_host_of_the_store_ends():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)

@@ -18,7 +18,7 @@ from torch.futures import Future
 from minidp.comm import Communicator, gather_json, post_json
 from minidp.comm.work import FutureWork, PythonWork, is_waiting, wait_for, waiting
 from minidp.hang import heartbeat
-from minidp.hang.rank_status import Alarm, RankStatus, _text_of_missing, place_of
+from minidp.hang.rank_status import ENDED, Alarm, RankStatus, _text_of_missing, place_of
 from minidp.hang.report import Inquiry, Passed, Sighting
 
 
@@ -48,6 +48,8 @@ STATUSES = {
     "unknown": None,
 }
 BOO = {"alarms": [Alarm(2, 4, "ValueError: boo. What to do: nothing.")]}
+OUT = {"alarms": [Alarm(2, 4, ENDED)]}
+RAN_OUT = "is gone: its process ended without an error"
 LATER = {"alarms": [Alarm(2, 5, "the end")]}  # no reason for what we wait for
 SILENT = "does not answer (killed, stopped, or cut off)"
 ONE, TWO = ({"silent": [rank]} for rank in (1, 2))
@@ -82,6 +84,8 @@ def sighting(names, *, alarms=(), silent=()):
         ("busy, busy", BOO, "2", "gave up: ValueError: boo.", False),
         ("late, is past it", LATER, "1", "runs", True),
         ("busy, busy", LATER, "1, 2", "runs", True),
+        ("late, late", OUT, "2", f"{RAN_OUT}. If", False),
+        ("late, unknown", OUT, "2", f"{RAN_OUT}. If it had fewer inputs than", False),
         # No rank is missing: each waits for the other, or has started what we wait for.
         ("here", {}, "", "broadcasting.", False),
         ("waits", {}, "", "waiting.", False),

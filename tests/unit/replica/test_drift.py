@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 
 from minidp import DataParallel, ReplicaMismatchError, comm_hooks
+from minidp.comm import groups
 from minidp.comm.hook import CommHook
 from minidp.replica.digest import digest_of, sum_of_bits
 from minidp.replica.drift import PATIENCE, is_foreign
@@ -404,3 +405,22 @@ def test_a_digest_depends_on_every_element_and_on_the_order(size):
     assert digest_of([tensors[0], tensors[1].flip(0), *tensors[2:]]) != digest
     if size > 3:
         assert digest_of([tensors[2], tensors[1], tensors[0], tensors[3]]) != digest
+
+
+@on_ranks(2, fresh={"group_timeout": 8.0})
+def test_without_a_store_a_step_on_one_rank_does_not_wait(ctx):
+    """The next backward, which all ranks run, confirms the difference instead."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "own_store", mock.Mock(side_effect=RuntimeError))
+        ddp = wrapped(ctx, nn.Sequential(nn.Linear(4, 3)), check_replicas_every=1)
+        optimizer = sgd(ddp)
+        with torch.no_grad():
+            ddp.module[0].weight.add_(float(ctx.rank))
+        ddp(torch.randn(3, 4)).sum().backward()
+        if ctx.rank == 0:  # rank 1 skips it, as a GradScaler may
+            optimizer.step()
+        error = error_of(lambda: ddp(torch.randn(3, 4)).sum().backward())
+    assert error.startswith(
+        f"ReplicaMismatchError: [rank {ctx.rank}] The replicas diff"
+    )
+    assert "0.weight" in error

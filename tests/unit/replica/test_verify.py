@@ -57,9 +57,9 @@ def late():
 
 
 # Name -> what ranks 0 and 1 build: a module, and options; what the error says.
-LACKS_B = "Rank 1 lacks [parameter b] of rank 0, and has besides []."
-HAS_B = "Rank 1 lacks [] of rank 0, and has besides [parameter b]."
-BOTH = "Rank 1 lacks [parameter a] of rank 0, and has besides [parameter b]."
+LACKS_B = "Rank 1 lacks parameter b of rank 0."
+HAS_B = "Rank 1 has parameter b, which rank 0 lacks."
+BOTH = "Rank 1 lacks parameter a of rank 0, and has parameter b, which rank 0 lacks."
 CASES = {
     "count": (two, one, LACKS_B),
     "extra": (one, two, HAS_B),
@@ -102,7 +102,7 @@ CASES = {
         "(rank 0); found on rank 1: shape (2,), stride (1,), torch.float32, on cpu.",
     ),
     "buffer dtype": (with_buffer, partial(with_buffer, dtype=torch.int64), "h.int64, "),
-    "no buffer": (with_buffer, one, "lacks [module buffer stat]"),
+    "no buffer": (with_buffer, one, "lacks module buffer stat"),
     "delayed": (two, late, "option delayed: [] (rank 0); found on rank 1: ['b']."),
 }
 # Name of an option in the error -> options of ranks 0 and 1, and the values told.
