@@ -25,6 +25,7 @@ from .autograd import (
     NO_TASK,
     current_task,
     find_tensors,
+    outside,
     probe_outputs,
     reachable_nodes,
     untraced,
@@ -60,4 +61,4 @@ __all__ += [
     "layout_after",
     "probe_outputs",
 ]
-__all__ += ["reachable_nodes", "untraced", "untraced_itself", "zeros_for"]
+__all__ += ["outside", "reachable_nodes", "untraced", "untraced_itself", "zeros_for"]
