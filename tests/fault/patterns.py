@@ -171,6 +171,14 @@ row(name, RIGHT, text, static=ERROR, **LEGAL, **WHOLE)
 name = "weights disturbed on each rank for the forward"
 row(name, RIGHT, times(3, f"save, disturb, {MOVED}"), **LEGAL, **WHOLE)
 
+# Legal: contexts of the user in which buckets are rebuilt, and maps allocated.
+FIRST = {"before": "train", "after": times(3, "train")} | LEGAL
+for what, ends, text in [
+    ("a forward inside torch.func.grad", ERROR, "transformed"),
+    ("a forward with fake tensors", ERROR, "faked"),
+]:
+    row(f"{what} when buckets are to be rebuilt", ends, text, FEW, **FIRST)
+
 # One replica changes.
 END = {"before": "", "after": "train, train, train"}
 row("checkpoint loaded on one rank, after wrapping", SILENT, "load @1", **AB, **END)
