@@ -204,7 +204,7 @@ def merge_moments(x: torch.Tensor, wants: int, group: ProcessGroup) -> Batch:
     mean = x.sum(_all_but_channels(x)) / max(count, 1)
     m2 = (x - _along(x, mean)).square_().sum(_all_but_channels(x))
     # float64 also counts exactly: 2**24 values, where float32 stops, are one big image.
-    numbers = torch.tensor([count, wants], dtype=torch.float64)
+    numbers = torch.tensor([count, wants], dtype=torch.float64, device=x.device)
     message = torch.cat([mean.double(), m2.double(), numbers])
     with _watch(group, "forward"):
         group = side_group(group, "layers")

@@ -208,11 +208,14 @@ class ItemCounts:
         tail.zero_()
         row = tail[start : start + ROW]
         row[1:] = words.view(torch.uint8)
-        row[0] = torch.as_tensor(step.is_stale()).to(row) * _STALE + step.flags
+        row[0] = (
+            torch.as_tensor(step.is_stale(), device=row.device).to(row) * _STALE
+            + step.flags
+        )
 
     def send(self, device: torch.device) -> None:
         """Collective: start to sum the counts, which no bucket carries; as `write`."""
-        self._message = torch.empty(self.tail, device=device)
+        self._message = torch.empty(self.tail, dtype=torch.float32, device=device)
         self.write(self._message)
         with self._communicator.watching("launching the sum of item counts"):
             self._work = all_reduce(self._message, self._communicator.group)
@@ -256,7 +259,9 @@ class ItemCounts:
         """What the last `read` got, even if it raised; None before the first."""
         if self._facts is None:
             return None
-        facts = torch.as_tensor(self._facts, dtype=torch.float64)
+        facts = self._facts
+        if not isinstance(facts, Tensor):
+            facts = torch.tensor(facts, dtype=torch.float64, device="cpu")
         count = facts[:, 1].sum()
         return ItemTotals(count, facts[:, 2].sum() / count, facts[:, 1])
 

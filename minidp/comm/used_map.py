@@ -81,7 +81,9 @@ class UsedMap:
             flags[i] = 1
         # From pinned memory: otherwise the host waits for the device's queue.
         is_pinned = self._device.type == "cuda"
-        rows = torch.tensor([flags], dtype=torch.int32, pin_memory=is_pinned)
+        rows = torch.tensor(
+            [flags], dtype=torch.int32, device="cpu", pin_memory=is_pinned
+        )
         return rows.to(self._device, non_blocking=True)
 
     def relaunch(self, used: Collection[int]) -> None:

@@ -26,6 +26,7 @@ from .autograd import (
     current_task,
     find_tensors,
     is_captured,
+    outside,
     probe_outputs,
     reachable_nodes,
     untraced,
@@ -62,4 +63,4 @@ __all__ += [
     "layout_after",
     "probe_outputs",
 ]
-__all__ += ["reachable_nodes", "untraced", "untraced_itself", "zeros_for"]
+__all__ += ["outside", "reachable_nodes", "untraced", "untraced_itself", "zeros_for"]

@@ -12,7 +12,8 @@ last bucket also finishes the reduction; modes that must see the end are rejecte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,6 +42,44 @@ current_task: Callable[[], int] = _C._current_graph_task_id
 # reach the caller of ``backward()``. Not called if the backward raises.
 queue_final_callback: Callable[[Callable[[], None]], None]
 queue_final_callback = Variable._execution_engine.queue_callback
+
+
+# -- contexts of the user --------------------------------------------------------------
+
+_NOWHERE: AbstractContextManager[None] = nullcontext()
+_NO_TRANSFORM = _C._ExcludeDispatchKeyGuard
+_TRANSFORMS = _C.DispatchKeySet(_C.DispatchKey.FuncTorchDynamicLayerFrontMode)
+_TRANSFORMS |= _C.DispatchKeySet(_C.DispatchKey.FuncTorchDynamicLayerBackMode)
+
+
+def outside(*, keeps_inference: bool = False) -> AbstractContextManager[None]:
+    """Return a block outside of what the user has entered, for tensors of our own.
+
+    Inside a default device, a function or dispatch mode (`FakeTensorMode`), a transform
+    of `torch.func`, or inference mode a new tensor belongs to that context: a bucket
+    that a rebuild allocates there would be of no use, or an error, in the next
+    backward. With ``keeps_inference`` inference mode goes on, as it must where tensors
+    of the user are written that are made in there. Costs next to nothing otherwise.
+    """
+    if (
+        _C._len_torch_function_stack()
+        or _C._len_torch_dispatch_stack()
+        or _C._functorch.peek_interpreter_stack() is not None
+        or (_C.is_inference_mode_enabled() and not keeps_inference)
+    ):
+        return _outside(keeps_inference=keeps_inference)
+    return _NOWHERE
+
+
+@contextmanager
+def _outside(*, keeps_inference: bool) -> Iterator[None]:
+    with (
+        _C.DisableTorchFunction(),
+        _C._DisableTorchDispatch(),
+        _NO_TRANSFORM(_TRANSFORMS),
+        _NOWHERE if keeps_inference else torch.inference_mode(False),  # noqa: FBT003
+    ):
+        yield
 
 
 # -- graphs ----------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from minidp.errors import (
     unreached,
 )
 
-from .autograd import unreachable
+from .autograd import outside, unreachable
 from .bucket import BucketState
 from .grad_hooks import GradState
 
@@ -97,12 +97,14 @@ class Mode:
         Call only if `shares_used_map`. A no-op if started in this backward already.
         """
         used = reducer.pending.used() | reducer.ledger.used_locally
-        reducer.queue.used_map.launch(used)
+        with outside():
+            reducer.queue.used_map.launch(used)
 
     def launch_reach_map(self, reducer: Reducer) -> None:
         """Collective: await the last exchange of what is reached; start a new one."""
         away = {*self.absent} - reducer.ledger.used_locally
-        reducer.queue.reach_map.relaunch({*range(self._num_params)} - away)
+        with outside():
+            reducer.queue.reach_map.relaunch({*range(self._num_params)} - away)
 
     def untouched(self, reducer: Reducer) -> Collection[int]:
         """Return parameters whose ``.grad`` a reduction must not write; here `kept`.

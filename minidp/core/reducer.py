@@ -210,7 +210,8 @@ class Reducer:
     def adopt(self, layout: Layout, *, shares: bool = False) -> None:
         """Replace the buckets; with ``shares`` a collective (`BucketQueue.adopt`)."""
         self.pending.adopt(())  # frees the old buckets before new ones take memory
-        self.queue.adopt(layout, shares=shares)
+        with autograd.outside():
+            self.queue.adopt(layout, shares=shares)
         self.pending.adopt(self.queue.buckets)
 
     # -- a gradient arrives ------------------------------------------------------------
@@ -449,7 +450,8 @@ class Reducer:
             self.phase.enter(Phase.FAILED)
             self.failure = ""
             self.pending.adopt(())
-            self.queue.reset(group)
+            with autograd.outside():
+                self.queue.reset(group)
             self.pending.adopt(self.queue.buckets)
             self._tasks.clear()
             self.ledger.reset()

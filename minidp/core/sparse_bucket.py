@@ -31,6 +31,7 @@ class SparseBucket(Bucket):
                 torch.empty((1, 0), dtype=torch.int64, device=param.device),
                 param.new_empty((0, *param.shape[1:])),
                 param.shape,
+                device=param.device,  # else the user's default device
                 is_coalesced=True,
                 check_invariants=True,
             )

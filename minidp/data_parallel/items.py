@@ -94,6 +94,7 @@ def _zeros(sparse: set[int], leaf: Tensor) -> Tensor:
         torch.empty(1, 0, dtype=torch.int64, device=leaf.device),
         leaf.new_empty((0, *leaf.shape[1:])),
         leaf.shape,
+        device=leaf.device,  # else the user's default device
     )
 
 

@@ -19,7 +19,7 @@ from minidp import torch_compat
 from minidp.comm import MESSAGE_BYTES, CommHook, Hook, ProcessGroup, default_group
 from minidp.config import AUTO, AverageOver, Unsynced, replacements
 from minidp.console import warn
-from minidp.core import is_captured, untraced, untraced_itself
+from minidp.core import is_captured, outside, untraced, untraced_itself
 from minidp.guard import refuse_forward
 from minidp.replica import verify
 from minidp.trace import Recorder, StepEvent, label_forward
@@ -153,17 +153,21 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         if device_mesh is not None:
             self.device_mesh = device_mesh
             arguments.expose_local_tensors(module, device_mesh)
-        try:
-            vars(self._given).update(replacements())
-            checked = arguments.check(module, self._given)
-        except Exception as error:
-            if init_sync:  # the other ranks wait for us: tell them why we leave
-                device = arguments.some_device(module)
-                verify.verify(error, self.process_group, device)
-            raise
         self.module, self.dim = module, dim
         # As in torch, a forward broadcasts buffers if the one before it was to reduce.
         self.require_forward_param_sync = True
+        with outside(keeps_inference=True):  # the module's tensors are written
+            self._begin(init_sync=init_sync)
+
+    def _begin(self, *, init_sync: bool) -> None:
+        try:
+            vars(self._given).update(replacements())
+            checked = arguments.check(self.module, self._given)
+        except Exception as error:
+            if init_sync:  # the other ranks wait for us: tell them why we leave
+                device = arguments.some_device(self.module)
+                verify.verify(error, self.process_group, device)
+            raise
         self.forward_sync_buffers = checked.forward_sync
         self._wire(checked, verify.WRAPPED if init_sync else "unsynced")
         self._replication.start(checked, verifies=init_sync)
@@ -188,7 +192,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self._lazy_init_ran = False
         self._accum_grad_hooks: list[Any] = []  # torch's own class keeps hooks there
         self.parameters_to_ignore = ignored = set(checked.replica.ignored)
-        built = parts.build(checked, self.process_group, ignored, kind)
+        with outside():
+            built = parts.build(checked, self.process_group, ignored, kind)
         self._reducer, self._guard, self._replication, self._precision = built
         self.logger = torch_compat.LoggingData(self)
         is_unused_found = config.find_unused_parameters
@@ -230,18 +235,24 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             self._lazy_init_ran = True
             self._adopt_planted_optimizers()
         try:
-            is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
-            if is_synced and not self._reducer.failure:  # its maps may never come
-                self.logger.forward_begins()
-            return self._before_module(inputs, kwargs)
+            with outside(keeps_inference=True):  # the module's buffers are written
+                self._before_module()
+            if self.device_ids:
+                inputs, kwargs = map_tensors(
+                    (inputs, kwargs), lambda t: t.to(self.device)
+                )
         except Exception as error:
             self.logger.note_error(error)
             raise
+        if torch.is_grad_enabled():
+            self._reducer.queue.tracer.enter(StepEvent.MODULE_BEGIN)
+        return inputs, kwargs
 
-    def _before_module(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _before_module(self) -> None:
         with_grad = torch.is_grad_enabled()
+        is_synced = with_grad and self.require_backward_grad_sync
+        if is_synced and not self._reducer.failure:  # its maps may never come
+            self.logger.forward_begins()
         if with_grad:
             self._reducer.queue.tracer.enter(StepEvent.FORWARD_BEGIN)
             self._guard.check_forward(self.module)
@@ -260,11 +271,6 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
                 self._replication.broadcast_buffers(self.module, root)
             if reduces and not self._join_config.enable:
                 self._replication.compare_if_due(self.module, with_buffers=broadcasts)
-        if self.device_ids:
-            inputs, kwargs = map_tensors((inputs, kwargs), lambda t: t.to(self.device))
-        if with_grad:
-            self._reducer.queue.tracer.enter(StepEvent.MODULE_BEGIN)
-        return inputs, kwargs
 
     def _adopt_planted_optimizers(self) -> None:
         named, ignored = self.module.named_parameters(), self.parameters_to_ignore
@@ -379,7 +385,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         """
         refuse_forward(self._reducer)
         self._replication.postpone_comparison()
-        average_now(self._reducer)
+        with outside(keeps_inference=True):
+            average_now(self._reducer)
 
     @untraced
     def reset(self, *, copy_from: int | None = None) -> None:

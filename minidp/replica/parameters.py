@@ -124,7 +124,10 @@ def _ignore_list(module: nn.Module) -> frozenset[str]:
 
 
 def check_data(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise RuntimeError for uninitialized or meta parameters, TypeError: DTensors."""
+    """Raise RuntimeError for parameters without data, or of inference mode.
+
+    TypeError for DTensors.
+    """
     lazy = [n for n, p in parameters.items() if isinstance(p, UninitializedParameter)]
     if lazy:
         raise RuntimeError(
@@ -138,6 +141,12 @@ def check_data(parameters: Mapping[str, nn.Parameter]) -> None:
             "Parameters on the meta device have no data to synchronise: "
             f"{', '.join(meta)}. Materialise them first, for example with "
             "module.to_empty(device=...) and an initialisation."
+        )
+    inference = [name for name, param in parameters.items() if param.is_inference()]
+    if inference:
+        raise RuntimeError(
+            "Parameters made inside torch.inference_mode() cannot be trained: "
+            f"{', '.join(inference)}. Make the module outside of it."
         )
     dtensors = [n for n, p in parameters.items() if type(p.data).__name__ == "DTensor"]
     if dtensors:

@@ -48,7 +48,9 @@ class ItemRows(ItemCounts):
 
         def rows() -> torch.Tensor:
             self._step = step
-            message = torch.zeros(row * len(quorum.members()), device=device)
+            message = torch.zeros(
+                row * len(quorum.members()), dtype=torch.float32, device=device
+            )
             self.write(message[row * quorum.position() :])
             return message
 

@@ -210,6 +210,14 @@ name = "an optimizer that takes each rank's noise off first"
 text = f"noisy optimizer, {times(4, 'noise, zero, forward, backward, blind step')}"
 row(name, RIGHT, text, **LEGAL, **WHOLE)
 
+# Legal: contexts of the user in which buckets are rebuilt, and maps allocated.
+FIRST = {"before": "train", "after": times(3, "train")} | LEGAL
+for what, ends, text in [
+    ("a forward inside torch.func.grad", ERROR, "transformed"),
+    ("a forward with fake tensors", ERROR, "faked"),
+]:
+    row(f"{what} when buckets are to be rebuilt", ends, text, FEW, **FIRST)
+
 # One replica changes.
 END = {"before": "", "after": "train, train, train"}
 row("checkpoint loaded on one rank, after wrapping", SILENT, "load @1", **AB, **END)

@@ -10,6 +10,7 @@ import tempfile
 import torch
 import torch.distributed.autograd as dist_autograd
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.distributed import rpc
 from torch.func import functional_call
 
@@ -70,6 +71,22 @@ def in_a_context(stage):
                     param.grad = found[param].clone()
             stage.due.append((made.loss, made.count))
             stage.play("step")
+
+
+@action("transformed")
+def in_a_transform(stage):
+    """Differentiate the model by `torch.func`, as for a saliency map: no backward."""
+    stage.count += 1
+    x = stage.x(stage.rank, stage.count)
+    torch.func.grad(lambda x: sum(squares(stage.model(x))))(x)
+
+
+@action("faked")
+def with_fake_tensors(stage):
+    """Run a forward with tensors that hold no data, for the outputs' shapes."""
+    stage.count += 1
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        stage.model(stage.x(stage.rank, stage.count))
 
 
 @action("outer")
