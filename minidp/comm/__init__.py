@@ -47,6 +47,7 @@ from .groups import (
     joined_group,
     keep_for_good,
     launcher_store,
+    lifetime_of_default_group,
     mark_group,
     own_store,
     post_json,
@@ -75,4 +76,4 @@ __all__ += ["die_with_parent", "keep_for_good", "renew_side_groups", "side_group
 __all__ += ["address_of", "group_store", "has_store", "launcher_store", "mark_group"]
 __all__ += ["own_store", "post_json", "read_json", "start_broadcast"]
 __all__ += ["AFTER", "BEFORE", "MESSAGE_BYTES", "ProcessGroup", "refuse_nonfinite"]
-__all__ += ["warn_without_store"]
+__all__ += ["lifetime_of_default_group", "warn_without_store"]

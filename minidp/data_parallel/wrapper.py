@@ -14,7 +14,13 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from typing_extensions import TypeVar
 
-from minidp.comm import CommHook, Hook, ProcessGroup, default_group
+from minidp.comm import (
+    CommHook,
+    Hook,
+    ProcessGroup,
+    default_group,
+    lifetime_of_default_group,
+)
 from minidp.config import AUTO, AverageOver, Unsynced, replacements
 from minidp.core import untraced, untraced_itself
 from minidp.guard import refuse_forward
@@ -156,6 +162,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self.forward_sync_buffers = checked.forward_sync
         self._wire(checked, verify.WRAPPED if init_sync else "unsynced")
         self._replication.start(checked, verifies=init_sync)
+        self._guard.expect_death(lifetime_of_default_group())
 
     def _wire(self, checked: arguments.Arguments, kind: str) -> None:
         """Build the parts (`parts.build`); store them, devices and ignored names."""

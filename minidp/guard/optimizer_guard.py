@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
@@ -34,6 +34,7 @@ from minidp.errors import (
 from minidp.replica import Replica, ReplicaCheck
 from minidp.trace import StepEvent
 
+from . import dropped
 from .local_updates import Corners, LocalSteps, copy_corners, find_manual_update
 from .mistakes import LateParameters, StepCheck, explain_late, find_cast, refuse_forward
 
@@ -52,6 +53,7 @@ class Guard:
         self.index = {id(param): i for i, param in enumerate(reducer.params)}
         self.late_parameters = LateParameters(replica)
         self._in_backward: WeakSet[Optimizer] = WeakSet()
+        self._cancel_death: Callable[[], object] = lambda: None  # of `expect_death`
         self._allowed: set[int] = set()  # ids of optimizers that step in a backward now
         self._local_steps = LocalSteps(reducer)
         self._corners: Corners = {}
@@ -189,9 +191,22 @@ class Guard:
         finally:
             self._allowed.discard(id(optimizer))
 
+    def expect_death(self, has_group: Callable[[], bool]) -> None:
+        """Warn of steps on our parameters after the wrapper's death; see `dropped`.
+
+        Not with ``unsynced="ignore"``, not after `retire`, and only as long as
+        ``has_group()``: the wrapper's process group exists.
+        """
+        cancel = dropped.expect_death(self, self._at_step, has_group)
+        if self.policy == "ignore":
+            cancel()
+        else:
+            self._cancel_death = cancel
+
     def retire(self) -> None:
         """Unregister this guard: it checks no optimizer steps any more."""
         _guards.pop(id(self), None)
+        self._cancel_death()
 
     def optimizers(self) -> dict[Optimizer, int]:
         """Return optimizers that have stepped on our parameters, and how often.
@@ -299,6 +314,8 @@ def _before_any_step(
     wrapped so. Tells recorders that a step begins. Raises as `Guard.check`.
     """
     guards = _live_guards()
+    if dropped.orphans:
+        dropped.warn_of_orphans(optimizer, is_averaged)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
         for guard in guards:
