@@ -13,6 +13,7 @@
 #include "grad_hook.h"
 #include "slots.h"
 #ifdef __linux__
+#include "profiled_work.h"
 #include "shared_memory.h"
 #endif
 
@@ -204,10 +205,18 @@ void bind_slots(py::module_& module) {
 }
 
 #ifdef __linux__
+using minidp::ProfiledWork;
 using minidp::SharedMemory;
+
+at::Tensor buffer_of(const std::shared_ptr<SharedMemory>& memory, size_t bucket) {
+  const auto [numel, type] = memory->shape(bucket);
+  const auto keep = [memory](void* /*data*/) {};
+  return at::from_blob(memory->data(bucket), {numel}, keep, at::TensorOptions(type));
+}
 
 void bind_shared_memory(py::module_& module) {
   using Buffer = std::pair<int64_t, at::ScalarType>;
+  py::class_<ProfiledWork>(module, "ProfiledWork").def("end", &ProfiledWork::end);
   py::class_<SharedMemory, std::shared_ptr<SharedMemory>>(module, "SharedMemory")
       .def(
           py::init([](int rank, int size, const std::vector<Buffer>& buckets) {
@@ -223,15 +232,15 @@ void bind_shared_memory(py::module_& module) {
       .def_property_readonly("descriptor", &SharedMemory::descriptor)
       .def_property_readonly("token", &SharedMemory::token)
       .def("connect", &SharedMemory::connect)
+      .def("buffer", &buffer_of)
       .def(
-          "buffer",
-          [](std::shared_ptr<SharedMemory> self, size_t bucket) {
-            const auto [numel, type] = self->shape(bucket);
-            void* data = self->data(bucket);
-            const auto keep = [self](void* /*data*/) {};
-            return at::from_blob(data, {numel}, keep, at::TensorOptions(type));
+          "post",
+          [](const std::shared_ptr<SharedMemory>& self, size_t bucket) {
+            auto profiled = ProfiledWork::begin(
+                "gloo:all_reduce", [&] { return buffer_of(self, bucket); });
+            self->post(bucket);
+            return profiled;
           })
-      .def("post", &SharedMemory::post)
       .def(
           "advance",
           [](SharedMemory& self, size_t bucket) { return self.advance(bucket); },

@@ -29,8 +29,8 @@ its ``__init__.py`` says what it is for, in which order to read it, what others 
     report          minidp report: recorded steps in words
     attachment      minidp.attach(model): without a wrapper
     torchft/        replicas die and come back: on torchft's manager (an extra)
-    torch_compat/   torch's private names, for third parties
     data_parallel/  the nn.Module: forward, no_sync, join, reset; wires what is below
+    torch_compat/   torch's private names, for third parties
     autotune/       bucket_cap_mb="auto": layouts are tried out
     overlap/        recorded steps: what is hidden behind the backward, and what is not
     guard/          no optimizer applies gradients that differ between ranks
@@ -59,6 +59,7 @@ from . import comm_hooks
 from ._version import __version__
 from .attachment import Attachment, attach
 from .comm import GradBucket
+from .data_parallel import DataParallel
 from .errors import (
     CollectiveError,
     CommHookError,
@@ -79,7 +80,6 @@ from .recording import Recording, record
 from .speed import watch_speed
 from .swapping import swap, swapped
 from .sync_batchnorm import SyncBatchNorm
-from .torch_compat import DataParallel
 from .trace import Event, Moment, Recorder
 
 __all__ = [

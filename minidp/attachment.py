@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from .comm import Hook, ItemTotals
 from .core import untraced_itself
+from .data_parallel import DataParallel
 from .guard import is_averaged
 from .replica import DETOUR
-from .torch_compat import DataParallel
 
 
 def attach(model: nn.Module, **options: Any) -> Attachment:
@@ -121,7 +121,8 @@ class Attachment:
         Call it on all ranks, after the same step; it does not communicate. Gradients
         that are views of buckets become copies. A second call does nothing.
         """
-        inside, self._data_parallel = self._data_parallel, None
+        inside: Any = self._data_parallel
+        self._data_parallel = None
         if inside is None:
             return
         own = vars(inside.module)

@@ -7,7 +7,7 @@ that is what torch's DDP raises in the same places.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 MAX_NAMES = 10  # of parameters, where a message may grow without limit
 
@@ -83,6 +83,19 @@ def lost_hooks(rank: int, names: Sequence[str]) -> str:
     )
 
 
+def views_of_both(rank: int, names: Sequence[str]) -> str:
+    """Return the error text for views of parameters that two wrappers average."""
+    return explain(
+        rank,
+        "Two wrappers averaged the same parameters in one backward, and at least one "
+        "has gradient_as_bucket_view=True: its bucket is the .grad that the other one "
+        "reads and writes, and travels meanwhile.",
+        names=names,
+        remedy="leave that option out of both wrappers, or run a backward for each of "
+        "the losses; call reset() on all ranks, and zero_grad(), to go on",
+    )
+
+
 def unreached(rank: int, name: str) -> str:
     """Return the error text for a gradient of a bucket that no rank reduces."""
     return explain(
@@ -145,3 +158,8 @@ def explain(
     parts["What to do"] = remedy
     tail = [f"{head}: {text}." for head, text in parts.items() if text]
     return " ".join([f"[rank {rank}] {what}", *tail]).replace("\n ", "\n")
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Return "1, 3": numbers of ranks for a text."""
+    return ", ".join(map(str, sorted(ranks)))

@@ -1,7 +1,9 @@
 """``minidp.swapped()``: replace torch's ``DistributedDataParallel`` for a while.
 
-The replacement has the same name, which registries and summaries know, and derives from
-`minidp.DataParallel`. These are swapped, and put back at the end, also after an error:
+The replacement has the same name, which registries and summaries know. It is the class
+`minidp.DataParallel` once more, under that name, and not derived from it: code that
+calls ``super(DistributedDataParallel, self).__init__()`` means to reach `nn.Module`.
+These are swapped, and put back at the end, also after an error:
 
 1. the name in ``torch.nn.parallel`` and in its module ``distributed``;
 2. names of other modules that imported the class before, or import it meanwhile;
@@ -35,21 +37,45 @@ from torch.nn.parallel import distributed
 
 from .config import note_swapped
 from .console import warn
-from .torch_compat import DataParallel
+from .data_parallel import DataParallel
 
 TORCHS = distributed.DistributedDataParallel
 NAME = "DistributedDataParallel"
 _TORCHS_INIT = TORCHS.__init__
 
 
-class DistributedDataParallel(DataParallel):
-    """`minidp.DataParallel` under torch's name; instances of either are of both."""
+def _under_torchs_name() -> Any:
+    """Return a class with the bases and the body of `DataParallel`, and torch's name.
 
-    @classmethod
-    def __subclasshook__(cls, other: type) -> Any:
-        # Scripts may wrap in either class.
-        is_ours = cls is DistributedDataParallel and DataParallel in other.__mro__
+    Instances of either are instances of both: scripts may wrap in either class.
+    """
+
+    def init(self: Any, *given: Any, **options: Any) -> None:
+        # Looked up now: ``minidp run`` replaces it, to be told of each model.
+        DataParallel.__init__(self, *given, **options)
+
+    def subclasshook(cls: type, other: type) -> Any:
+        is_ours = cls is twin and DataParallel in other.__mro__
         return True if is_ours else NotImplemented
+
+    plain: Any = DataParallel.__init__
+    body = dict(vars(DataParallel))
+    for name in ("__dict__", "__weakref__", "_abc_impl", "__abstractmethods__"):
+        body.pop(name, None)  # each class has its own
+    body |= {
+        "__module__": __name__,
+        "__qualname__": NAME,
+        "__init__": functools.wraps(plain)(init),
+    }
+    kind: Any = type(DataParallel)
+    twin = kind(NAME, DataParallel.__bases__, body)
+    DataParallel.register(twin)  # in this direction only: `abc` refuses a circle
+    twin.__subclasshook__ = classmethod(subclasshook)
+    TORCHS.register(twin)
+    return twin
+
+
+DistributedDataParallel = _under_torchs_name()
 
 
 def swap() -> None:
@@ -140,10 +166,9 @@ class _Module(ModuleType):
 @functools.wraps(TORCHS.__init__)
 def _init(self: Any, *given: Any, **options: Any) -> None:
     """Construct an object of torch's class as minidp's; a derived one as torch's."""
-    ours: Any = DistributedDataParallel
     if type(self) is TORCHS:
-        self.__class__ = ours
-        ours.__init__(self, *given, **options)
+        self.__class__ = DistributedDataParallel
+        DistributedDataParallel.__init__(self, *given, **options)
     else:
         _TORCHS_INIT(self, *given, **options)
 

@@ -19,7 +19,15 @@ from .collectives import (
     gather_rows,
     start_broadcast,
 )
-from .communicator import STORE_SECONDS, Communicator, InFlight, PeerMonitor, Report
+from .communicator import (
+    STORE_SECONDS,
+    Communicator,
+    InFlight,
+    PeerMonitor,
+    Question,
+    Report,
+    answerers,
+)
 from .dist_autograd import (
     ContextGrads,
     NotedContexts,
@@ -57,23 +65,25 @@ from .groups import (
     warn_without_store,
 )
 from .hook import CommHook, Hook, name_of
-from .item_counts import ItemCounts, ItemTotals, weighted
+from .item_counts import ItemCounts, ItemTotals, is_known, weighted
 from .nonfinite import AFTER, BEFORE, refuse_nonfinite
 from .shared_memory import SharedBuffer, read_mode, share
 from .used_map import UsedMap
-from .work import FutureWork, Work, then, wait_for
+from .work import FutureWork, Work, is_waiting, then, wait_for, waiting
 
 __all__ = ["CommHook", "GradBucket", "Hook", "Turn", "UsedMap", "name_of", "wait_for"]
 __all__ += ["STORE_SECONDS", "Communicator", "FutureWork", "InFlight", "ItemCounts"]
 __all__ += ["ItemTotals", "PeerMonitor", "Report", "SharedBuffer", "Work", "then"]
 __all__ += ["all_reduce", "barrier", "broadcast_coalesced", "broadcast_integers"]
 __all__ += ["gather_bytes", "gather_integers", "gather_json", "gather_rows", "share"]
-__all__ += ["ContextGrads", "NotedContexts", "is_own_rref", "is_rpc_up", "weighted"]
+__all__ += ["ContextGrads", "NotedContexts", "is_known", "is_own_rref", "is_rpc_up"]
+__all__ += ["is_waiting", "waiting", "weighted"]
 __all__ += ["backend_name", "default_first_bucket_bytes", "default_group", "group_name"]
 __all__ += ["is_builtin", "is_group", "is_initialized", "read_mode"]
 __all__ += ["exchange_device", "fresh_group", "group_of_forwards", "joined_group"]
 __all__ += ["die_with_parent", "keep_for_good", "renew_side_groups", "side_group"]
 __all__ += ["address_of", "group_store", "has_store", "launcher_store", "mark_group"]
 __all__ += ["own_store", "post_json", "read_json", "start_broadcast"]
+__all__ += ["Question", "answerers"]
 __all__ += ["AFTER", "BEFORE", "MESSAGE_BYTES", "ProcessGroup", "refuse_nonfinite"]
 __all__ += ["lifetime_of_default_group", "warn_without_store"]

@@ -15,19 +15,45 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakSet
 
 import torch
 
 from minidp.errors import CollectiveError, CommHookError, MiniDPError, explain
 
 from .groups import ProcessGroup, group_timeout, is_mixed, is_timed, keep_for_good
-from .work import Work, current_deadline, is_python_group
+from .work import Work, current_deadline, is_python_group, waiting
 
 logger = logging.getLogger("minidp")
 SLICE_SECONDS = 0.5
 STORE_SECONDS = 2.0  # time limit for a store's answer
 ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are busy
+
+
+class Question(Protocol):
+    """Describe the question which ranks do not come to a meeting of all ranks.
+
+    The watchdog's thread fills the two sets from what the ranks publish.
+    """
+
+    stepped: set[int]  # ranks that have made the coming optimizer step already
+    gone: set[int]  # ranks that are in the next backward without it, or elsewhere
+
+    def drop(self) -> None:
+        """Forget the question: nobody waits for the answer any more."""
+
+
+class Answerer(Protocol):
+    """Describe who can answer another rank's question while this rank waits for it."""
+
+    def answer(self) -> None:
+        """Look for a question in the store, and post an answer; wait for nobody."""
+
+
+# A rank that has a question makes the others wait for it in the next collective. Each
+# slice of that wait asks these objects to look for the question.
+answerers: WeakSet[Answerer] = WeakSet()
 
 
 class Report(NamedTuple):
@@ -64,12 +90,14 @@ class PeerMonitor:
         Only queues an alarm: this rank joins no further collective. Does not wait.
         """
 
-    def ask_who_skips(self, step: int, steps: int) -> Work | None:
-        """Ask whether all ranks skip backward number ``step``; here None: cannot ask.
+    def ask_who_passed(
+        self, step: int, steps: int, *, may_answer: bool
+    ) -> Question | None:
+        """Ask which rank cannot come to a meeting any more; here None: cannot ask.
 
-        Else return work at once; no collective. Its value is "" once all ranks skip it,
-        or a text once a rank runs it or the store is gone. ``steps``: this rank's
-        optimizer steps since its last reduced backward.
+        Else return a question at once; no collective. The meeting is after backward
+        number ``step`` and ``steps`` optimizer steps. ``may_answer``: ranks that have
+        gone on do come, by `answerers`, so that only those that wait elsewhere do not.
         """
         return None
 
@@ -283,13 +311,16 @@ class Communicator:
         `limit` is None, and to work without ``can_time_out`` unless `is_timed` (Gloo).
         """
         is_timed = self._is_timed or getattr(work, "can_time_out", False)
-        if self.limit is None or not is_timed or is_done_within(work, SLICE_SECONDS):
-            return work.wait()
-        self.is_late = True
-        try:
-            return self._wait_long(self._in_flight(work))
-        finally:
-            self.is_late = False
+        with waiting():
+            if self.limit is None or not is_timed:
+                return work.wait()
+            if is_done_within(work, SLICE_SECONDS):
+                return work.wait()
+            self.is_late = True
+            try:
+                return self._wait_long(self._in_flight(work))
+            finally:
+                self.is_late = False
 
     def _wait_long(self, late: InFlight) -> Any:
         """Go on waiting for ``late``, in slices, after a first one; return its result.
@@ -298,6 +329,8 @@ class Communicator:
         """
         late.since -= SLICE_SECONDS
         while not is_done_within(late.work, SLICE_SECONDS):
+            for each in [*answerers]:
+                each.answer()
             lost = self.peers.find_lost(self.started)
             if not lost and late.waited > late.allowed and not self.extend(late):
                 lost = f"it did not finish within {late.allowed:g} s"
@@ -326,7 +359,10 @@ class Operation:
     Limits its waits, and raises errors that name missing ranks.
     """
 
-    __slots__ = ("_bucket", "_communicator", "_doing", "_outer", "_outer_waiter")
+    __slots__ = (
+        *("_bucket", "_communicator", "_doing"),
+        *("_mark", "_outer", "_outer_waiter"),
+    )
 
     def __init__(
         self, communicator: Communicator, doing: str, bucket: int | None
@@ -336,6 +372,7 @@ class Operation:
         self._bucket = bucket
         self._outer: Operation | None = None
         self._outer_waiter: Any = None
+        self._mark = waiting()
 
     @property
     def place(self) -> str:
@@ -347,8 +384,10 @@ class Operation:
         """Apply the communicator's time limit to `wait_for` calls of this thread.
 
         Become the communicator's `operation`: the heartbeat reports its `place` as what
-        this rank does. No collective is counted or started.
+        this rank does. No collective is counted or started. The thread counts as one
+        that waits: a backend may make it wait already where it starts a collective.
         """
+        self._mark.__enter__()
         owner = self._communicator
         self._outer, owner.operation = owner.operation, self
         self._outer_waiter, current_deadline.waiter = current_deadline.waiter, owner
@@ -367,6 +406,7 @@ class Operation:
                 self._explain(error)
         finally:
             self._communicator.operation = self._outer
+            self._mark.__exit__()
 
     def _explain(self, error: Exception) -> None:
         """Set `has_failed`; tell other ranks of, and raise, a CollectiveError.

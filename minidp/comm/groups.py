@@ -31,7 +31,7 @@ from torch._C import _distributed_c10d as c10d_C
 from torch.distributed import ProcessGroup as ProcessGroup  # for all rooms
 from torch.distributed import distributed_c10d as c10d
 
-from .work import Work, is_python_group
+from .work import Work, is_python_group, waiting
 
 logger = logging.getLogger("minidp")
 EXIT_SECONDS = 2.0
@@ -174,15 +174,16 @@ def fresh_group(group: ProcessGroup, key: str) -> ProcessGroup:
     # numbers differ would wait for each other.
     ranks, name = group_ranks(group), backend_name(group)
     config = dist.get_backend_config(group) if name == "undefined" else name
-    created: ProcessGroup = c10d._new_process_group_helper(
-        len(ranks),
-        group.rank(),
-        ranks,
-        dist.Backend(config),
-        c10d._get_default_store(),
-        c10d.GroupName(f"{_prefix(group)}/{key}"),
-        timeout=group_timeout(group),
-    )[0]
+    with waiting():  # until all ranks are connected
+        created: ProcessGroup = c10d._new_process_group_helper(
+            len(ranks),
+            group.rank(),
+            ranks,
+            dist.Backend(config),
+            c10d._get_default_store(),
+            c10d.GroupName(f"{_prefix(group)}/{key}"),
+            timeout=group_timeout(group),
+        )[0]
     c10d._world.pg_group_ranks[created] = {rank: i for i, rank in enumerate(ranks)}
     return created
 
@@ -216,9 +217,10 @@ def side_group(group: ProcessGroup, purpose: str) -> ProcessGroup:
         store = group_store(group, f"side/{purpose}/{key}")
         # Not new_group(), see `fresh_group`. The backend alone has all methods of a
         # process group that are called here.
-        gloo: Any = dist.ProcessGroupGloo(
-            store, group.rank(), group.size(), group_timeout(group)
-        )
+        with waiting():  # until all ranks are connected
+            gloo: Any = dist.ProcessGroupGloo(
+                store, group.rank(), group.size(), group_timeout(group)
+            )
         made[purpose] = gloo
         _call_once_at_exit(_settle)
     return made[purpose]
@@ -361,11 +363,12 @@ def gather_json(
     """Wait up to ``seconds`` for all ``ranks`` to post; return what came, by rank."""
     deadline = time.monotonic() + seconds
     found: dict[int, Any] = {}
-    while True:
-        found |= read_json(store, topic, set(ranks) - found.keys())
-        if len(found) == len(ranks) or time.monotonic() > deadline:
-            return dict(sorted(found.items()))
-        time.sleep(POLL_SECONDS)
+    with waiting():
+        while True:
+            found |= read_json(store, topic, set(ranks) - found.keys())
+            if len(found) == len(ranks) or time.monotonic() > deadline:
+                return dict(sorted(found.items()))
+            time.sleep(POLL_SECONDS)
 
 
 # -- the end ---------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +95,8 @@ class ItemCounts:
         self._work: Work | None = None  # of `_message`
         self._message: Tensor | None = None  # if no bucket carries the counts
         self._late: tuple[Tensor, torch.cuda.Event] | None = None  # see `check`
+        # A graph task, and whether all losses in it were weighed by 0, on a device.
+        self._weighed: tuple[int, Tensor] | None = None
 
     @property
     def tail(self) -> int:
@@ -147,6 +150,28 @@ class ItemCounts:
                 if (grad := param.grad) is not None:
                     found = param, grad, grad._version, grad.detach().any()
                     self._step.averages.append(found)
+
+    def note_weighed(self, task: int, is_zero: Tensor) -> None:
+        """Note that graph task ``task`` has begun on a loss, and if it is for 0 items.
+
+        ``is_zero`` is on a device, and not read.
+        """
+        if self._weighed is not None and self._weighed[0] == task:
+            is_zero = is_zero.logical_and(self._weighed[1])
+        self._weighed = task, is_zero
+
+    def cleaned(self, task: int, grads: Sequence[Any]) -> tuple[Any, ...] | None:
+        """Return ``grads``, but zeros if all losses of ``task`` are for 0 items.
+
+        None if no loss of the task was weighed by a count on a device (`note_weighed`).
+        """
+        if self._weighed is None or self._weighed[0] != task:
+            return None
+        is_zero = self._weighed[1]
+        return tuple(
+            grad.masked_fill(is_zero.to(grad.device), 0) if grad is not None else None
+            for grad in grads
+        )
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -250,7 +275,7 @@ class ItemCounts:
 
     def reset(self) -> None:
         """Forget what was counted and sent, a sum in flight, too; keep `totals`."""
-        self._step, self._late = _Step(), None
+        self._step, self._late, self._weighed = _Step(), None, None
         self._work = self._message = None
         self.is_sent = self.holds_averages = False
 
@@ -332,10 +357,11 @@ def _problem(told: Sequence[tuple[int, int, float]]) -> tuple[str, str, str] | N
     )
 
 
-def weighted(loss: Tensor, count: object) -> Tensor:
-    """Return ``loss * count``, a sum of losses; 0 if ``count`` is 0, even for NaN.
+def weighted(loss: Tensor, count: object) -> Tensor | None:
+    """Return ``loss * count``, a sum of losses; None if ``count`` is known to be 0.
 
-    Counts nothing; the gradients of that 0 are zeros. TypeError unless ``loss`` is one
+    On an accelerator it is not known here: there 0 items give 0, and to ``loss`` a
+    gradient of 0, even for NaN. Counts nothing. TypeError unless ``loss`` is one
     floating-point number, and ``count`` a real one.
     """
     is_one = isinstance(loss, Tensor) and loss.numel() == 1
@@ -351,7 +377,12 @@ def weighted(loss: Tensor, count: object) -> Tensor:
         n = n.to(loss.device, loss.dtype, non_blocking=True)
         product = loss * n.reshape(())
         return torch.where(n == 0, torch.zeros_like(product), product)
-    return loss * n if n else torch.nan_to_num(loss * n, 0.0)
+    return loss * n if n else None
+
+
+def is_known(tensor: Tensor) -> bool:
+    """Return whether the host can read a tensor without waiting for a device."""
+    return tensor.is_cpu
 
 
 def _number(what: str, value: object) -> Tensor | float:
@@ -362,7 +393,7 @@ def _number(what: str, value: object) -> Tensor | float:
     """
     if isinstance(value, Tensor):
         if value.numel() == 1 and not value.is_complex() and not value.is_meta:
-            if value.is_cpu:
+            if is_known(value):
                 return float(value.item())
             return value.detach().reshape(()).to(torch.float64, copy=True)
         found = f"a {value.dtype} tensor of shape {tuple(value.shape)}"

@@ -115,8 +115,8 @@ class SharedBuffer:
                 "the bucket's buffer is no longer in shared memory: do not call "
                 f"share_memory_() on .grad, or set {VARIABLE}=0"
             )
-        self._memory.post(self._k)
-        return SharedWork(self)
+        profiled = self._memory.post(self._k)
+        return SharedWork(self, profiled)
 
     def is_done_within(self, seconds: float) -> bool:
         """Help to sum, and wait up to ``seconds``; return whether the sum is complete.
@@ -150,13 +150,16 @@ class SharedWork:
     """The work that `SharedBuffer.all_reduce` returns; each wait or question sums, too.
 
     No thread of this rank sums besides; other ranks sum for it, too, while they wait.
+    ``profiled`` is the range that a running profiler shows for it, as it shows one for
+    a message of Gloo: it ends when the bucket is found to be reduced.
     """
 
     can_time_out = True
     is_left_behind = False  # no thread of a backend writes to the buffer
 
-    def __init__(self, buffer: SharedBuffer) -> None:
+    def __init__(self, buffer: SharedBuffer, profiled: Any | None = None) -> None:
         self._buffer = buffer
+        self._profiled = profiled
         self._is_done = False
         self._future: torch.futures.Future[Any] | None = None
 
@@ -172,6 +175,8 @@ class SharedWork:
         """
         if not self._is_done and self._buffer.is_done_within(seconds):
             self._is_done = True
+            if self._profiled is not None:
+                self._profiled.end()
             if self._future is not None:
                 self._future.set_result(None)
         return self._is_done

@@ -1,4 +1,9 @@
-"""Wait for collectives and futures; `wait_for` keeps the current time limit."""
+"""Wait for collectives and futures; `wait_for` keeps the current time limit.
+
+A thread that waits for other ranks says so itself, by `waiting`: another thread reports
+that to them (`minidp.hang`), and a stack would not tell it, because most waits end in
+C++, and because functions move.
+"""
 
 from __future__ import annotations
 
@@ -132,8 +137,9 @@ class PythonWork:
             parameters = {}.values()
         positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         needs = any(p.kind in positional and p.default is p.empty for p in parameters)
-        # Torch's C++ passes zero for "no timeout".
-        self._work.wait(*[timedelta(0)] * needs)
+        with waiting():
+            # Torch's C++ passes zero for "no timeout".
+            self._work.wait(*[timedelta(0)] * needs)
         self._is_done = True
 
 
@@ -170,6 +176,47 @@ class Waiter(Protocol):
         """Return the result of ``work``; raise TimeoutError at the time limit."""
 
 
+# How many open `waiting` blocks each thread has, by its identifier; none if not listed.
+_waiting: dict[int, int] = {}
+
+
+class waiting:
+    """A block in which this thread waits for other ranks, or may have to."""
+
+    __slots__ = ("_thread",)
+
+    def __enter__(self) -> None:
+        self._thread = thread = threading.get_ident()
+        _waiting[thread] = _waiting.get(thread, 0) + 1
+
+    def __exit__(self, *_error: object) -> None:
+        thread = self._thread
+        left = _waiting[thread] - 1
+        if left:
+            _waiting[thread] = left
+        else:
+            del _waiting[thread]
+
+
+def is_waiting(thread: int) -> bool:
+    """Return whether a thread, or autograd on its behalf, is in a `waiting` block.
+
+    Autograd has threads of its own, one per accelerator; nobody knows for whom they
+    work, so that a wait in one of them counts for every thread.
+    """
+    if thread in _waiting:
+        return True
+    others = list(_waiting)
+    if not others:
+        return False
+    of_python = {
+        each.ident
+        for each in threading.enumerate()
+        if not isinstance(each, threading._DummyThread)
+    }
+    return any(other not in of_python for other in others)
+
+
 class _CurrentDeadline(threading.local):
     waiter: Waiter | None = None  # the communicator whose `watching` block we are in
 
@@ -183,8 +230,9 @@ def wait_for(work: Work) -> Any:
     In a `watching` block of a `Communicator` on this thread its limit applies, with
     TimeoutError (`Communicator.wait`); elsewhere the backend's own timeout alone.
     """
-    waiter = current_deadline.waiter
-    return work.wait() if waiter is None else waiter.wait(work)
+    with waiting():
+        waiter = current_deadline.waiter
+        return work.wait() if waiter is None else waiter.wait(work)
 
 
 def then(

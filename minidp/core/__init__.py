@@ -29,6 +29,7 @@ from .autograd import (
     reachable_nodes,
     untraced,
     untraced_itself,
+    zeros_for,
 )
 from .averaging import Averaging
 from .bucket import BucketState
@@ -59,4 +60,4 @@ __all__ += [
     "layout_after",
     "probe_outputs",
 ]
-__all__ += ["reachable_nodes", "untraced", "untraced_itself"]
+__all__ += ["reachable_nodes", "untraced", "untraced_itself", "zeros_for"]

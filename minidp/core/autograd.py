@@ -12,10 +12,11 @@ last bucket also finishes the reduction; modes that must see the end are rejecte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import _C, Tensor
 from torch._C._dynamo.eval_frame import (
     _FrameAction,
@@ -23,7 +24,8 @@ from torch._C._dynamo.eval_frame import (
     set_code_exec_strategy,
 )
 from torch.autograd import Variable
-from torch.autograd.graph import Node
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from minidp.comm import is_own_rref
 from minidp.console import warn
@@ -72,8 +74,14 @@ def probe_outputs(output: object, probe: Callable[[Any], None]) -> None:
 
 def reachable_nodes(output: object) -> set[Node]:
     """Return all graph nodes that a backward from ``output`` can reach."""
+    return _nodes_behind(
+        [t.grad_fn for t in find_tensors(output) if t.grad_fn is not None]
+    )
+
+
+def _nodes_behind(stack: list[Node]) -> set[Node]:
+    """Return the nodes in ``stack``, which is used up, and all that they lead to."""
     seen: set[Node] = set()
-    stack = [t.grad_fn for t in find_tensors(output) if t.grad_fn is not None]
     while stack:
         node = stack.pop()
         if node not in seen:
@@ -91,6 +99,110 @@ def unreachable(
     """
     reached = reachable_nodes(output)
     return {i for i in among if nodes[i] not in reached} if reached else set()
+
+
+def captured(nodes: Sequence[Node]) -> list[int]:
+    """Return indices of ``nodes`` whose gradients this backward returns to its caller.
+
+    ``nodes``: AccumulateGrad nodes. Only `torch.autograd.grad` returns gradients. Call
+    this inside the backward, or in its final callback; elsewhere it returns [].
+    """
+    found: list[int] = []
+    if current_task() == NO_TASK:
+        return found
+    for i, node in enumerate(nodes):
+        try:
+            _C._will_engine_execute_node(node)
+        except RuntimeError:  # it refuses to tell about leaves that are captured
+            found.append(i)
+    return found
+
+
+def any_reached(leaves: Iterable[Tensor]) -> bool:
+    """Return whether the running backward computes a gradient of any of ``leaves``."""
+    with torch.enable_grad():
+        nodes = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+    return bool(captured(nodes)) or (
+        current_task() != NO_TASK and any(map(_C._will_engine_execute_node, nodes))
+    )
+
+
+# Reentrant checkpoints, as autograd calls them: their backward runs another forward and
+# backward, and the parameters of these are in no graph before that.
+_CHECKPOINT = "CheckpointFunctionBackward"
+
+
+class _Zeros(torch.autograd.Function):
+    """Stand for a loss without its graph: give zeros to its leaves, see `zeros_for`."""
+
+    @staticmethod
+    def forward(ctx: Any, like: Tensor, plan: _ZerosPlan, *_leaves: Tensor) -> Tensor:
+        ctx.plan = plan
+        return torch.zeros_like(like)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_grads: Tensor) -> Any:
+        if ctx.plan.checkpoints:
+            torch.autograd.backward(
+                list(ctx.plan.checkpoints),
+                [_zeros_at(edge) for edge in ctx.plan.checkpoints],
+                retain_graph=True,  # as long as the loss lives
+            )
+        needed = ctx.needs_input_grad[2:]
+        pairs = zip(ctx.plan.leaves, needed, strict=True)
+        return None, None, *(ctx.plan.zeros(p) if does else None for p, does in pairs)
+
+
+class _ZerosPlan(NamedTuple):
+    leaves: Sequence[Tensor]
+    checkpoints: Collection[GradientEdge]
+    zeros: Callable[[Tensor], Tensor]
+
+
+def zeros_for(loss: Tensor, zeros: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return 0 in the place of ``loss``, with gradients of zeros for the same leaves.
+
+    The graph of ``loss`` is left out: multiplied by 0, an infinite derivative in it
+    would give NaN. Each leaf gets ``zeros(leaf)`` instead, and its hooks run as usual.
+    Only reentrant checkpoints, and what lies behind them, do run their backward, with
+    zeros: nobody else knows their parameters.
+    """
+    value = loss.detach()
+    if not loss.requires_grad:
+        return torch.zeros_like(value)
+    leaves: dict[Node, Tensor] = {}
+    checkpoints: list[GradientEdge] = []
+    seen: set[tuple[Node, int]] = set()
+    first = get_gradient_edge(loss)
+    stack = [(first.node, first.output_nr)]
+    while stack:
+        node, number = stack.pop()
+        is_checkpoint = node.name() == _CHECKPOINT
+        key = node, number if is_checkpoint else -1
+        if key in seen:
+            continue
+        seen.add(key)
+        if is_checkpoint:
+            checkpoints.append(GradientEdge(node, number))
+        elif (leaf := getattr(node, "variable", None)) is not None:
+            leaves[node] = leaf
+        else:
+            stack.extend((n, k) for n, k in node.next_functions if n is not None)
+    for node in _nodes_behind([edge.node for edge in checkpoints]):
+        leaves.pop(node, None)  # it gets its zeros there, and no second ones
+    plan = _ZerosPlan([*leaves.values()], checkpoints, zeros)
+    with torch.enable_grad():
+        if not leaves:  # a function without inputs would have no graph
+            plan = plan._replace(leaves=[torch.zeros_like(value, requires_grad=True)])
+        result: Tensor = _Zeros.apply(value, plan, *plan.leaves)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _zeros_at(edge: GradientEdge) -> Tensor:
+    found: Any = edge.node
+    metadata = found._input_metadata[edge.output_nr]
+    return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
 
 
 # -- compiled forwards and backwards ---------------------------------------------------

@@ -35,6 +35,9 @@ class Observer:
 
     uses_grads = False  # reads or changes ``.grad`` in `reduced`
 
+    def begins(self) -> None:
+        """Note that a synchronised backward begins: its first gradient has come."""
+
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
         """Use one bucket's averages, which `finish` has just written to ``.grad``.
 

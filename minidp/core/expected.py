@@ -50,6 +50,10 @@ class Mode:
     map_goes_first = False  # the exchange starts before the buckets (torch's order)
     shares_reach = False  # ranks exchange what a forward's backward can reach
     counts_arrivals = False  # a parameter may arrive several times
+    # Finish where missing gradients are filled in, not after what the backward has
+    # still to do at its end: torch's order, and another wrapper of the same parameters,
+    # which finishes then, has the last word on their ``.grad``.
+    finishes_at_once = False
     is_steady = True  # every backward so far missed the same parameters
     kept: Collection[int] = ()  # parameters whose ``.grad`` is never written
     absent: Sequence[int] = ()  # parameters that this rank predicts to be missing
@@ -248,6 +252,7 @@ class StaticGraph(Mode):
         """Count again in the next backward, as in the first one."""
         self.kept = self.absent = ()
         self._is_first = self.fills_in_missing = self.shares_used_map = True
+        self.finishes_at_once = True
         self.orders_buckets = False
 
     def first_marks(self) -> dict[int, GradState]:
@@ -308,7 +313,7 @@ class StaticGraph(Mode):
             if self._is_first:
                 self.absent = [i for i, n in enumerate(self._counts) if not n]
                 self._repeated = {i: n for i, n in enumerate(self._counts) if n > 1}
-            self._is_first = self.fills_in_missing = False
+            self._is_first = self.fills_in_missing = self.finishes_at_once = False
 
     def twice(self, rank: int, name: str) -> MiniDPError:
         """Return GraphChangedError for a gradient that the first backward lacked."""

@@ -10,6 +10,7 @@ synchronised exactly if a forward of F was (torch's rule: the *forward* decides)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -55,15 +56,17 @@ class Ledger:
         self.armed = self.finalized = 0
         self.steps = 0  # optimizer steps since the last synchronised backward
         self.used_locally: set[int] = set()  # since that; and in static graph's first
-        # Only the guard reads these five.
+        # Only the guard reads these.
         self.unsynced: set[int] = set()  # parameters whose .grad holds a local part
         self.origins: dict[int, Origin] = {}  # where each one's last local part is from
         # Versions of parameters when their .grad became local. A later change without
-        # an allowed optimizer step means that local gradients were applied by hand.
+        # an allowed optimizer step may mean that local gradients were applied by hand.
         self.versions: dict[int, int] = {}
-        self.meant: set[int] = set()  # keys of `versions` local because of no_sync()
-        # All versions when a backward passed our outputs and reached no grad hook.
-        self.bypassed: list[int] | None = None
+        # Versions, by index, of parameters whose gradients a backward made without any
+        # grad hook, after a forward that announced averages; None: no such backward.
+        self.bypassed: dict[int, int] | None = None
+        self.lent: list[weakref.ref[Tensor]] = []  # to the module, for its last forward
+        self.has_lost_hooks = False  # the reason of `bypassed`; else autograd.grad
         # For the comparison: why replicas may differ since the last one.
         self.was_local = False  # parameters changed inside no_sync()
         self.was_excused = False  # a complaint did not become an error
@@ -84,10 +87,10 @@ class Ledger:
         ======================  ===================  =================================
         forwards in F           inside no_sync()     what is recorded
         ======================  ===================  =================================
-        some (all in no_sync,   yes or no            local, QUIET; `meant` if it was
-        or it would be                               not local before
+        some (all in no_sync,   yes or no            local, QUIET
+        or it would be
         synchronised)
-        none                    no                   local, ``origin``; not `meant`
+        none                    no                   local, ``origin``
         none                    yes                  `used_locally` alone: it is to
                                                      stay local (a penalty that is
                                                      equal on all ranks)
@@ -97,30 +100,32 @@ class Ledger:
         """
         self.used_locally.add(i)
         if self.forwards:
-            if i not in self.versions:
-                self.meant.add(i)
             origin = Origin.QUIET
-        elif self.sync_enabled:
-            self.meant.discard(i)
-        else:
+        elif not self.sync_enabled:
             return
         self.unsynced.add(i)
         self.origins[i] = origin
         self.versions.setdefault(i, version)
 
-    def note_bypass(self, params: Sequence[Tensor]) -> None:
-        """Note a backward that reached no grad hook: store versions in `bypassed`.
+    def note_bypass(
+        self, params: Sequence[Tensor], captured: Sequence[int], lost: Sequence[int]
+    ) -> None:
+        """Note gradients that a backward made, and that no grad hook has seen.
 
-        No-op if one is noted, or all are frozen (a critic in a generator's turn).
+        ``captured``: indices of parameters whose gradients went to the caller of
+        `torch.autograd.grad`, or to parameters that stood in for them; ``lost``: of
+        those whose hooks are gone. If both are empty, this was a backward for something
+        else, and nothing is noted.
         """
-        if self.bypassed is None and any(param.requires_grad for param in params):
-            self.bypassed = [param._version for param in params]
+        if captured or lost:
+            versions = {i: params[i]._version for i in (*captured, *lost)}
+            self.bypassed = versions | (self.bypassed or {})
+            self.has_lost_hooks |= bool(lost)
 
     def drop(self, i: int) -> None:
         """Record that parameter ``i``'s gradient has no local part any more."""
         self.unsynced.discard(i)
         self.versions.pop(i, None)
-        self.meant.discard(i)
 
     def enable_sync(self, enabled: object, params: Sequence[Tensor]) -> None:
         """Leave no_sync() if ``enabled``, else enter; no-op if that is so already.
@@ -131,7 +136,7 @@ class Ledger:
         sample = (params[0]._version, params[-1]._version)
         if enabled and not self.sync_enabled:
             self.versions = {i: params[i]._version for i in self.versions}
-            self.bypassed = None
+            self.bypassed, self.has_lost_hooks = None, False
             self.was_local |= sample != self._versions_before
         elif not enabled and self.sync_enabled:
             self._versions_before = sample
@@ -154,8 +159,7 @@ class Ledger:
         self.unsynced.intersection_update(still_local)
         self.used_locally.clear()
         self.versions.clear()
-        self.meant.clear()
-        self.bypassed = None
+        self.bypassed, self.has_lost_hooks = None, False
         self.forwards = 0
         self.steps = 0  # before `finalized` grows: another thread reads both
 

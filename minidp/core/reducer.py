@@ -35,14 +35,21 @@ import torch
 from minidp import comm
 from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig
-from minidp.errors import GradientError, InternalError, lost_hooks
+from minidp.errors import GradientError, InternalError, lost_hooks, views_of_both
 from minidp.layout import Layout, ParamSpec
 from minidp.trace import Moment, StepEvent
 
 from . import autograd
 from .bucket_queue import BucketQueue
 from .expected import expectation_for
-from .grad_hooks import Entry, GradHooks, GradState, PendingGrads, is_compiled_backward
+from .grad_hooks import (
+    Entry,
+    GradHooks,
+    GradState,
+    PendingGrads,
+    has_arrived,
+    is_compiled_backward,
+)
 from .local_grads import Ledger, LocalBackwards, origin_now
 from .rebuild import RebuildPolicy, agreed_layout
 
@@ -155,6 +162,17 @@ class Reducer:
         self.context: comm.ContextGrads | None = None  # this backward's RPC context
         self._probe = functools.partial(_expect_end, weakref.ref(self))
         self.rebuild_policy = rebuild_policy or RebuildPolicy(config.saved_layout)
+        # Reducers of the same parameters, in other wrappers, with these parameters.
+        self._neighbours: list[tuple[weakref.ref[Reducer], set[torch.Tensor]]] = []
+        self._meet_neighbours()
+
+    def _meet_neighbours(self) -> None:
+        mine = set(self.params)
+        for other in list(_alive):
+            if shared := mine.intersection(other.params):
+                self._neighbours.append((weakref.ref(other), {*shared}))
+                other._neighbours.append((weakref.ref(self), {*shared}))
+        _alive.add(self)
 
     @property
     def rank(self) -> int:
@@ -225,6 +243,8 @@ class Reducer:
         """
         queue, expected = self.queue, self.expected
         self.phase.enter(Phase.REDUCING)
+        for observer in (*queue.observers,):
+            observer.begins()
         self.context = self.contexts.of_backward(first) if self._uses_rpc else None
         if self.context and any(each.uses_grads for each in queue.observers):
             self.context.refuse_steps()
@@ -258,7 +278,8 @@ class Reducer:
         """Flatten full bucket ``number``; launch buckets whose turn has come.
 
         After the last one launch a shared used-map, queue `_finalize` for the end of
-        the backward (compiled: call it). In an RPC context reads gradients there.
+        the backward (or call it: compiled, `Mode.finishes_at_once`). In an RPC context
+        reads gradients there.
         """
         queue, bucket = self.queue, self.queue.buckets[number]
         if self.context is not None:
@@ -270,7 +291,8 @@ class Reducer:
             if queue.launch_due():
                 if self.expected.shares_used_map:
                     self.expected.launch_used_map(self)
-                if self._is_compiled:  # runs no final callback
+                # Compiled autograd runs no final callback.
+                if self._is_compiled or self.expected.finishes_at_once:
                     self._finalize()
                 else:
                     autograd.queue_final_callback(self._finalize)
@@ -302,7 +324,7 @@ class Reducer:
                 return  # a task around this one, or on another thread, still runs
             self._tasks.clear()
             if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
-                self.ledger.note_bypass(self.params)
+                self._note_bypass()
                 self.queue.tracer.enter(StepEvent.BACKWARD_BYPASSED)
             is_launched = self.queue.next == len(self.queue.buckets)
             if self.phase.now is not Phase.REDUCING or is_launched:
@@ -312,6 +334,21 @@ class Reducer:
             else:
                 self.phase.enter(Phase.PAUSED)
                 self.pending.pause()
+
+    def _note_bypass(self) -> None:
+        """Tell the ledger which gradients this backward made without our hooks.
+
+        Those of `torch.autograd.grad` go to the caller; parameters that were cast have
+        lost their hooks. A backward that needs neither (that of a generator through a
+        critic, a saliency map) leaves the parameters alone.
+        """
+        everybody = range(len(self.params))
+        lost = self.hooks.lost(everybody)
+        captured: Sequence[int] = autograd.captured(self.hooks.nodes)
+        lent = [param for each in self.ledger.lent if (param := each()) is not None]
+        if autograd.any_reached(lent):  # they stand in for ours, whichever these are
+            captured = everybody
+        self.ledger.note_bypass(self.params, captured, lost)
 
     def _fill_in_missing(self) -> None:
         """Fill in missing gradients: all buckets launch. GradientError: lost hooks."""
@@ -331,6 +368,9 @@ class Reducer:
             tracer.enter(StepEvent.FINALIZE_BEGIN)
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
+            for neighbour, shared in self._neighbours:
+                if (other := neighbour()) is not None:
+                    self._refuse_views_of_both(other, shared)
             filled = sorted(self.pending.filled)
             lacks_some = expected.fills_in_missing or expected.kept
             untouched = expected.untouched(self) if lacks_some else ()
@@ -339,14 +379,48 @@ class Reducer:
                 self.rebuild_policy.note([*self.pending.ready, *filled])
             if lacks_some:  # not earlier: StaticGraph may then stop to share its map
                 expected.ended(filled, untouched)
-            self.ledger.settle(untouched)
             self.pending.close()
             if self._uses_rpc:
                 self.contexts.reset()
             self.context = None
             self.phase.enter(Phase.IDLE)
+            # Last: a rank that counts as one backward further is not in this one.
+            self.ledger.settle(untouched)
         if tracer.is_on:
             tracer.enter(StepEvent.FINALIZE_END)
+
+    def _refuse_views_of_both(self, other: Reducer, shared: set[torch.Tensor]) -> None:
+        """Raise GradientError if this backward is also ``other``'s, and one has views.
+
+        The ``.grad`` that the one reads or writes is then a bucket of the other, which
+        travels meanwhile. ``shared``: parameters of both; one of them must have arrived
+        here and there.
+        """
+        has_views = any(
+            each.queue.config.gradient_as_bucket_view for each in (self, other)
+        )
+        if not has_views or other.phase.now is not Phase.REDUCING:
+            return
+        both = self._arrived_among(shared) & other._arrived_among(shared)
+        if both:
+            names = [
+                n for n, p in zip(self.names, self.params, strict=True) if p in both
+            ]
+            raise GradientError(views_of_both(self.rank, names))
+
+    def _arrived_among(self, shared: set[torch.Tensor]) -> set[torch.Tensor]:
+        """Return which of the ``shared`` parameters have brought a gradient so far.
+
+        All, if the mode fills in whatever arrived (the first one of a static graph).
+        """
+        entries, filled = self.pending.entries, self.pending.filled
+        if self.expected.finishes_at_once:
+            filled = set()
+        return {
+            param
+            for i, param in enumerate(self.params)
+            if param in shared and has_arrived(entries[i]) and i not in filled
+        }
 
     # -- failure -----------------------------------------------------------------------
 
@@ -375,6 +449,9 @@ class Reducer:
             self.contexts.reset()
             self.context = None
             self.phase.enter(Phase.IDLE)
+
+
+_alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 def _running(tasks: Mapping[int, Callable[[], object]]) -> list[int]:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from minidp.comm import ItemCounts, ItemTotals, weighted
+from minidp.comm import ItemCounts, ItemTotals, is_known, weighted
 from minidp.config import passing
-from minidp.core import Reducer, probe_outputs, untraced
+from minidp.core import (
+    Reducer,
+    current_task,
+    find_tensors,
+    probe_outputs,
+    untraced,
+    zeros_for,
+)
 
 if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
     from .wrapper import DataParallel
 
 Number = float | Tensor
@@ -45,16 +56,45 @@ def count_items(self: DataParallel, n: Number, loss: Number | None = None) -> No
 def weigh_loss(self: DataParallel, loss: Tensor, n: Number) -> Tensor:
     """Count ``n`` items whose *mean* loss is ``loss``; return ``loss * n``.
 
-    Call backward() on what is returned. With ``n`` = 0 that is 0, with gradients of
-    zeros, even if ``loss`` is NaN (the mean of nothing). ``loss`` is one floating-point
-    number; all else is as in `count_items`. Under ``no_grad()`` return ``loss``.
+    Call backward() on what is returned. With ``n`` = 0 that is 0, and each parameter
+    that ``loss`` depends on gets a gradient of zeros, even if the mean of nothing is
+    NaN, or its gradient is: the graph of ``loss`` does not run (reentrant checkpoints
+    do, with zeros). A tensor ``n`` on an accelerator is not read on the host, so there
+    the graph runs, and zeros replace the gradients of the module's outputs: what the
+    module itself computes must be finite then, or ``n`` a number.
+
+    ``loss`` is one floating-point number; all else is as in `count_items`. Under
+    ``no_grad()`` return ``loss``.
     """
     counts = _counts(self, "weigh_loss")
     if not torch.is_grad_enabled():
         return loss
     product = weighted(loss, n)
-    counts.add(n, product)
+    counts.add(n, 0.0 if product is None else product)
+    if product is None:
+        params, specs = self._reducer.params, self._reducer.queue.specs
+        sparse = {id(p) for p, s in zip(params, specs, strict=True) if s.sparse}
+        return zeros_for(loss, partial(_zeros, sparse))
+    if isinstance(n, Tensor) and not is_known(n) and product.grad_fn is not None:
+        is_zero = n.detach().reshape(()) == 0
+
+        @untraced
+        def note(_grads: object) -> None:
+            counts.note_weighed(current_task(), is_zero)
+
+        product.grad_fn.register_prehook(note)
     return product
+
+
+def _zeros(sparse: set[int], leaf: Tensor) -> Tensor:
+    """Return a gradient of zeros for ``leaf``; ``sparse``: ids of those with sparse."""
+    if id(leaf) not in sparse:
+        return torch.zeros_like(leaf)
+    return torch.sparse_coo_tensor(
+        torch.empty(1, 0, dtype=torch.int64, device=leaf.device),
+        leaf.new_empty((0, *leaf.shape[1:])),
+        leaf.shape,
+    )
 
 
 def item_totals(self: DataParallel) -> ItemTotals:
@@ -84,6 +124,9 @@ def watch(reducer: Reducer, output: object, *, will_reduce: bool) -> None:
     if items is None:
         return
     items.note_forward()
+    for tensor in find_tensors(output):
+        if tensor.grad_fn is not None and not is_known(tensor):
+            _clean_grads_of(tensor.grad_fn, items)
     if not items.holds_averages or will_reduce:
         return  # a backward that reduces looks by itself
 
@@ -92,6 +135,16 @@ def watch(reducer: Reducer, output: object, *, will_reduce: bool) -> None:
         items.look()
 
     probe_outputs(output, look)
+
+
+def _clean_grads_of(node: Node, items: ItemCounts) -> None:
+    """Replace gradients that reach ``node`` from losses weighed by 0, by zeros."""
+
+    @untraced
+    def clean(grads: Sequence[Any]) -> tuple[Any, ...] | None:
+        return items.cleaned(current_task(), grads)
+
+    node.register_prehook(clean)
 
 
 def _counts(ddp: DataParallel, name: str) -> ItemCounts:

@@ -4,8 +4,7 @@ Before ``reset()`` some ranks may have made a step that others missed, and in ``
 ranks with fewer inputs make fewer steps. `settle_after_reset` compares the replicas, or
 copies one rank's state; `settle_after_join` copies optimizers, as ``join()`` copies
 parameters. A difference is only warned of, because a checkpoint may be loaded next. If
-the replicas still differ in the next synchronised step, `ReplicaCheck` raises before an
-optimizer applies anything.
+the replicas still differ in the next synchronised step, `ReplicaCheck` raises.
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ class Replication:
         self.is_alone = False
         # Called instead of the broadcast of module buffers.
         self.buffer_hook: Callable[[dict[str, torch.Tensor]], None] | None = None
+        # Called after the module, in forwards that would broadcast them.
+        self.late_buffer_hook: Callable[[dict[str, torch.Tensor]], None] | None = None
         self.collect(module)
 
     def collect(self, module: nn.Module) -> None:
@@ -63,6 +65,12 @@ class Replication:
         with self._reducer.communicator.blocking("broadcasting module buffers"):
             group = group_of_forwards(self._reducer.communicator.group)
             broadcast_coalesced(list(self.buffers.values()), group, root)
+
+    def call_late_buffer_hook(self, module: nn.Module) -> None:
+        """Call `late_buffer_hook`, which is set, with the module's buffers now."""
+        self.collect(module)
+        assert self.late_buffer_hook is not None
+        self.late_buffer_hook(self.buffers)
 
     def broadcast_parameters(self, module: nn.Module, root: int) -> None:
         """Collective: give rank ``root``'s parameters to all ranks; wait.
@@ -127,8 +135,12 @@ class Replication:
         """
         group_of_forwards(self._reducer.communicator.group)
         if self.check is not None:
-            self.check.name = f"replicas/{self._key}/{self._num_resets}"
+            self.check.name = f"replicas/{self.key_now()}"
             self.check.reset()
+
+    def key_now(self) -> str:
+        """Return the wrapper's place in the store, a new one after each reset."""
+        return f"{self._key}/{self._num_resets}"
 
     def compare_on(self, group: ProcessGroup, *, alone: bool) -> None:
         """Compare replicas on ``group`` from now on, as often as `every` says.

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, Generic, Literal
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import TypeVar
 
+from minidp import torch_compat
 from minidp.comm import (
+    MESSAGE_BYTES,
     CommHook,
     Hook,
     ProcessGroup,
@@ -25,7 +28,7 @@ from minidp.config import AUTO, AverageOver, Unsynced, replacements
 from minidp.core import untraced, untraced_itself
 from minidp.guard import refuse_forward
 from minidp.replica import verify
-from minidp.trace import Recorder, StepEvent, label
+from minidp.trace import Recorder, StepEvent, label_forward
 
 from . import arguments, items, parts
 from .join import Shadow, announce, joining, stop_joining
@@ -52,6 +55,10 @@ else:
         __class_getitem__ = classmethod(types.GenericAlias)
 
 
+# Next in its ``__mro__`` is nn.Module, as with torch's class: code derived from that
+# calls ``super(DistributedDataParallel, self).__init__()`` to reach it. In `swapping` a
+# class with another name gets the same body: use no ``super()`` without arguments.
+@torch_compat.with_torchs_names
 class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     """Drop-in for ``torch.nn.parallel.DistributedDataParallel``.
 
@@ -102,13 +109,16 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         ReplicaMismatchError: the replicas differ, or another rank raised.
     """
 
+    __module__ = "minidp"
+
     module: M_co
+    logger: torch_compat.LoggingData
     _divide_by_initial_world_size = True  # of join()
     _authoritative_rank = 0  # the rank whose state was copied at the end of join()
     _has_begun_join = False  # a join() has begun, once
     _not_copied: tuple[str, ...] = (  # a copy makes its own
         *("process_group", "device_mesh", "_given", "_join_config"),
-        *("_reducer", "_guard", "_replication", "_precision"),
+        *("_reducer", "_guard", "_replication", "_precision", "logger"),
     )
 
     def __init__(
@@ -165,11 +175,32 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self._guard.expect_death(lifetime_of_default_group())
 
     def _wire(self, checked: arguments.Arguments, kind: str) -> None:
-        """Build the parts (`parts.build`); store them, devices and ignored names."""
-        self.device_ids, _, self.device, _ = checked.devices
+        """Build the parts (`parts.build`); store them, and options by torch's names."""
+        config, devices = checked.config, checked.devices
+        self.device_ids, self.output_device = devices.device_ids, devices.output_device
+        self.device, self.device_type = devices.device, devices.device.type
+        self.is_multi_device_module = devices.is_multi_device
+        self.find_unused_parameters = config.find_unused_parameters
+        self.gradient_as_bucket_view = config.gradient_as_bucket_view
+        self.static_graph = config.static_graph
+        self.batched_grad_copy = config.batched_grad_copy
+        self.average_over = self._given.average_over
+        self.skip_all_reduce_unused_params = config.skip_all_reduce_unused_params
+        self.bucket_bytes_cap = config.caps.rest_bytes
+        self.bucket_bytes_cap_list = list(config.caps.list_bytes)
+        self.bucket_bytes_cap_default = config.caps.has_small_first
+        self.broadcast_bucket_size = MESSAGE_BYTES
+        self.mixed_precision = self._given.mixed_precision
+        self._lazy_init_ran = False
+        self._accum_grad_hooks: list[Any] = []  # torch's own class keeps hooks there
         self.parameters_to_ignore = ignored = set(checked.replica.ignored)
         built = parts.build(checked, self.process_group, ignored, kind)
         self._reducer, self._guard, self._replication, self._precision = built
+        self.logger = torch_compat.LoggingData(self)
+        is_unused_found = config.find_unused_parameters
+        if torch_compat.logs_unused(find_unused_parameters=is_unused_found):
+            observer = torch_compat.LogsUnused(self._reducer)
+            self._reducer.queue.observers.append(observer)
 
     # -- forward -----------------------------------------------------------------------
 
@@ -185,10 +216,10 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             UnsyncedGradientsError: parameters were added, cast, or updated by hand.
             ItemCountError: the last counts of items give no mean.
         """
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        with label("forward"):
+        with label_forward():
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             output = self._run_ddp_forward(*inputs, **kwargs)
-        return self._post_forward(output)
+            return self._post_forward(output)
 
     @untraced
     def _pre_forward(
@@ -198,6 +229,21 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
         Check the last backward, rebuild buckets (both in grad mode); broadcast buffers.
         """
+        if not self._lazy_init_ran:
+            self._lazy_init_ran = True
+            self._adopt_planted_optimizers()
+        try:
+            is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
+            if is_synced and not self._reducer.failure:  # its maps may never come
+                self.logger.forward_begins()
+            return self._before_module(inputs, kwargs)
+        except Exception as error:
+            self.logger.note_error(error)
+            raise
+
+    def _before_module(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         with_grad = torch.is_grad_enabled()
         if with_grad:
             self._reducer.queue.tracer.enter(StepEvent.FORWARD_BEGIN)
@@ -223,9 +269,14 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             self._reducer.queue.tracer.enter(StepEvent.MODULE_BEGIN)
         return inputs, kwargs
 
-    @untraced_itself
-    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self._what_runs()(*inputs, **kwargs)
+    def _adopt_planted_optimizers(self) -> None:
+        named, ignored = self.module.named_parameters(), self.parameters_to_ignore
+        params = [p for n, p in named if p.requires_grad and n not in ignored]
+        stepper = torch_compat.adopt_planted_optimizers(params, self._guard)
+        if stepper is not None:
+            self._replication.add_stepper(stepper)
+
+    _run_ddp_forward = torch_compat.run_splitting
 
     def _what_runs(self) -> Any:
         return self.module if self._precision is None else self._precision.run
@@ -233,6 +284,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     @untraced
     def _post_forward(self, output: Any) -> Any:
         """Let the backward reduce (not in no_sync(), no_grad()); return ``output``."""
+        if self._replication.late_buffer_hook and self.will_sync_module_buffers():
+            self._replication.call_late_buffer_hook(self.module)
         with_grad = torch.is_grad_enabled()
         will_reduce = with_grad and self.require_backward_grad_sync
         vars(self)["require_forward_param_sync"] = will_reduce  # Module's setattr: slow
@@ -242,6 +295,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             items.watch(self._reducer, output, will_reduce=will_reduce)
             self._reducer.ledger.note_forward(synchronising=will_reduce)
             self._reducer.local_backwards.forward_ended(output, will_reduce=will_reduce)
+        if will_reduce:
+            self.logger.forward_ends()
         return output
 
     def will_sync_module_buffers(self) -> bool:
@@ -285,7 +340,11 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             TypeError, ValueError, RuntimeError: no comm hook, a second one, over items.
         """
         averaging = self._reducer.queue.averaging
-        averaging.register(CommHook(state, hook))
+        try:
+            averaging.register(CommHook(state, hook))
+        except Exception as error:
+            self.logger.note_error(error)
+            raise
         if self._reducer.phase.is_idle and not averaging.no_shared_memory:
             self._reducer.adopt(self._reducer.queue.layout)  # a hook may resize buckets
 
@@ -412,6 +471,41 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         queue, order = self._reducer.queue, self._reducer.rebuild_policy
         return order.plain_layout(queue.layout, queue.specs, queue.config)
 
+    # -- more of torch's names; `torch_compat` has those that it calls private --------
+
+    scatter = DistributedDataParallel.scatter
+    to_kwargs = DistributedDataParallel.to_kwargs
+    gather = DistributedDataParallel.gather
+
+    @property
+    def reducer(self) -> torch_compat.ReducerNames:
+        """The reducer by the method names of torch's; made at each access."""
+        return torch_compat.ReducerNames(self)
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:
+        """Module buffers by name, without those on the ignore list."""
+        return self._replication.buffers
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:
+        """Module buffers, without those on the ignore list."""
+        return list(self.named_module_buffers.values())
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Deprecated by torch: `forward_sync_buffers` under its old name."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, enabled: bool) -> None:
+        self.forward_sync_buffers = enabled
+
+    def _delayed(self) -> dict[str, nn.Parameter]:
+        return arguments.delayed_parameters(self._given)
+
+    # -- copies ------------------------------------------------------------------------
+
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not default_group():
             raise RuntimeError(
@@ -428,3 +522,6 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         state = copy.deepcopy(parts.portable_state(self), memo)
         parts.restore(twin, state, self.process_group)
         return twin
+
+
+DistributedDataParallel.register(DataParallel)

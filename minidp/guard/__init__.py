@@ -1,9 +1,10 @@
 """Stop optimizer steps that would make replicas differ.
 
-Read `optimizer_guard` (called before every optimizer step and every forward),
-`mistakes` (an ordered list of checks, each with its message; parameters that joined the
-module after wrapping), `local_updates` (by hand, or inside no_sync()),
-`dropped` (training goes on, but the wrapper is gone).
+Read `optimizer_guard` (called around every optimizer step and before every forward),
+`mistakes` (what it looks for, and the messages; parameters that joined the module after
+wrapping), `local_updates` (by hand, or inside no_sync()), `comparison` (a suspicion
+becomes an error only if the ranks differ), `dropped` (training goes on, but the wrapper
+is gone).
 """
 
 from .mistakes import refuse_forward

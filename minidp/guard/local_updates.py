@@ -1,9 +1,9 @@
 """Detect updates with local gradients that the check of optimizer steps cannot see.
 
-`find_manual_update`: no optimizer made the update. A parameter's ``_version`` (in-place
-changes, not those of ``param.data``) is stored when its gradient becomes local, or a
-backward passes our outputs without a grad hook. If it changes afterwards, not in an
-optimizer step, this was an update with a gradient that is not averaged.
+`find_change`: no optimizer made the update. A parameter's ``_version`` (in-place
+changes, not those of ``param.data``) is stored when its gradient becomes local, or goes
+to the caller of `torch.autograd.grad`. If it changes afterwards, not in an optimizer
+step, this may be an update with a gradient that is not averaged.
 
 `LocalSteps`: an optimizer stepped inside no_sync(), and nobody averages the results::
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -26,30 +26,15 @@ from minidp.console import warn
 from minidp.core import Reducer
 from minidp.errors import explain
 
-from .mistakes import explain_origins, is_nonzero
+from .mistakes import Suspicion, explain_origins
 
 logger = logging.getLogger("minidp")
 PATIENCE = 1000  # steps: more than local SGD makes before it averages
 _MOST_PARAMS, _MOST_ELEMENTS = 8, 256  # of the sample that shows an average
 _TO_GO_ON = (
     "to go on, load the same parameters on all ranks, then call reset() and zero_grad()"
-    ". If the change was no update (a checkpoint was loaded, models were averaged), "
-    "make it inside no_sync()"
+    ". If replicas are meant to differ for a while, change them inside no_sync()"
 )
-
-# By parameter index: `_version` and a few values, as they were before a local backward.
-Corners = dict[int, tuple[int, torch.Tensor]]
-
-
-def copy_corners(corners: Corners, params: Sequence[torch.Tensor]) -> Corners:
-    """Return versions and copied values (`corner_of`) of the first and last parameter.
-
-    ``corners``, an earlier result, is returned itself if its versions still hold.
-    """
-    if corners and all(params[i]._version == n for i, (n, _) in corners.items()):
-        return corners
-    ends = {0, len(params) - 1}
-    return {i: (params[i]._version, corner_of(params[i]).clone()) for i in ends}
 
 
 def corner_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -60,62 +45,56 @@ def corner_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[(slice(round(_MOST_ELEMENTS ** (1 / tensor.dim()))),) * tensor.dim()]
 
 
-def find_manual_update(reducer: Reducer, corners: Corners) -> str:
-    """Return an error text if parameters changed after an unaveraged backward.
+@dataclass(frozen=True)
+class Change:
+    """Parameters that changed although their gradients were not averaged.
 
-    "" if only optimizer steps changed them, or if ``corners`` (of `copy_corners`) show
-    that a change was undone: then the present versions count. First drops from the
-    ledger no_sync() gradients that are None now, or zeros of changed parameters. May
-    wait for a GPU.
+    That is wrong if it was an update, and right if all ranks changed them alike, or
+    change them back before they are stepped (other weights for one evaluation, or
+    sharpness-aware training). So it is judged later, by a comparison of the ranks.
+    """
+
+    indices: frozenset[int]
+    finalized: int  # number of averaged backwards before the change was seen
+    is_for_good: bool  # nobody averages any more, so waiting for it is no use
+    suspicion: Suspicion
+
+
+def find_change(reducer: Reducer) -> Change | None:
+    """Return what has changed since gradients became local, except by optimizer steps.
+
+    What is returned is not found again: the present versions count from now on.
     """
     ledger, params = reducer.ledger, reducer.params
-    if not ledger.versions and ledger.bypassed is None:
-        return ""
-    for i in list(ledger.meant):
-        grad, has_changed = params[i].grad, params[i]._version != ledger.versions.get(i)
-        # Sharpness-aware training moves weights by local gradients, and back.
-        if grad is None or (has_changed and not is_nonzero(grad)):
-            ledger.drop(i)
-    changed = sorted(i for i, n in ledger.versions.items() if params[i]._version != n)
-    if changed and _were_put_back(corners, reducer):
-        ledger.versions.update((i, params[i]._version) for i in changed)
-        changed = []
+    changed = {i for i, n in ledger.versions.items() if params[i]._version != n}
+    passed = ledger.bypassed or {}
+    bypassed = {i for i, n in passed.items() if params[i]._version != n}
     if changed:
         origins = [ledger.origins[i] for i in changed]
         what, remedy = explain_origins(origins, model_ran=ledger.armed > 0)
         what = f"local backward, whose gradients were never averaged over ranks: {what}"
-    else:
-        before = enumerate(ledger.bypassed or ())
-        changed = [i for i, n in before if params[i]._version != n]
+    elif bypassed:
         what = (
             "backward that went through the outputs of a forward, but averaged "
-            "nothing: torch.autograd.grad, or parameters that were cast after wrapping"
+            "nothing: torch.autograd.grad, a functional_call, or parameters that were "
+            "cast after wrapping"
         )
         remedy = "use backward(), and wrap a module after it is cast or moved"
-    if not changed:
-        return ""
-    return explain(
-        reducer.rank,
-        f"Parameters changed after a {what}. Replicas may differ now.",
-        names=[reducer.names[i] for i in changed],
+    else:
+        return None
+    is_for_good = ledger.has_lost_hooks
+    for i in changed:
+        ledger.versions[i] = params[i]._version
+    for i in bypassed:
+        passed[i] = params[i]._version
+    suspicion = Suspicion(
+        f"Parameters changed after a {what}. Replicas differ now.",
+        names=tuple(reducer.names[i] for i in sorted(changed | bypassed)),
+        expected="the same parameters on all ranks",
         remedy=f"{remedy}; {_TO_GO_ON}",
     )
-
-
-def _were_put_back(corners: Corners, reducer: Reducer) -> bool:
-    """Return whether parameters changed in place are as in ``corners`` again.
-
-    False if gradients there are all zeros or None, which proves nothing. May wait for a
-    GPU.
-    """
-    versions, params = reducer.ledger.versions, reducer.params
-    grads = [grad for i in corners if (grad := params[i].grad) is not None]
-    dense = [grad for grad in grads if grad.layout is torch.strided]
-    return any(is_nonzero(corner_of(grad)) for grad in dense) and all(
-        version == versions.get(i) != params[i]._version
-        and corner_of(params[i]).equal(old)
-        for i, (version, old) in corners.items()
-    )
+    found = frozenset(changed | bypassed)
+    return Change(found, ledger.finalized, is_for_good, suspicion)
 
 
 class LocalSteps:

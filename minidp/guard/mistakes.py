@@ -1,8 +1,14 @@
-"""Check an optimizer step or a forward for mistakes; each check writes its own text."""
+"""Look at a coming optimizer step or forward for what may be a mistake.
+
+Each check writes its own text. What it finds is either certain, or a `Suspicion`, which
+becomes an error only if a comparison of the ranks proves it (`comparison`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter, is_
@@ -17,7 +23,6 @@ from minidp.core import NO_TASK, Origin, Phase, Reducer, current_task
 from minidp.errors import (
     ReducerFailedError,
     UnfinishedReductionError,
-    UnsyncedGradientsError,
     explain,
 )
 from minidp.replica import Replica
@@ -30,8 +35,31 @@ _values = dict[str, object].values
 _RESET = "call reset() on all ranks, then zero_grad()"
 
 
+@dataclass(frozen=True)
+class Suspicion:
+    """What may be a mistake, in the parts of an error text but for what was found."""
+
+    what: str
+    names: Sequence[str]
+    remedy: str
+    expected: str = "the same gradients on all ranks"
+    # It is about who makes the step: what the gradients are is beyond doubt.
+    is_of_coming: bool = False
+
+    def to_text(self, rank: int, found: str) -> str:
+        """Return the text of the error, once a comparison has ``found`` a proof."""
+        return explain(
+            rank,
+            self.what,
+            names=self.names,
+            expected=self.expected,
+            found=found,
+            remedy=self.remedy,
+        )
+
+
 class StepCheck:
-    """Find mistakes in a coming optimizer step, by `find_problem`; made for each step.
+    """Find mistakes in a coming optimizer step; made for each step.
 
     ``last``: the ledger's (`armed`, `finalized`) at that optimizer's last step. The
     constructor compares them with the present ones, and looks for nothing.
@@ -60,80 +88,87 @@ class StepCheck:
         for group in self._optimizer.param_groups:
             yield from (param for param in group["params"] if param.grad is not None)
 
-    def find_problem(self, late: dict[str, nn.Parameter]) -> str:
-        """Return an error text if the step would make replicas differ, else "".
+    def find_certain(self) -> str:
+        """Return an error text if a reduction runs or has failed, else "".
 
-        ``late``: trainable parameters that joined the module after wrapping. May wait
-        for ranks, and send them the error: `_find_left_out_backward`. Drops local
-        gradients of zeros from the ledger.
-        """
-        cast = find_cast(self._reducer)
-        return (
-            self._find_late_parameters(late)
-            or (cast if cast and self.held else "")
-            or self._find_unfinished_reduction()
-            or self._find_local_gradients()
-            or self._find_left_out_backward()
-        )
-
-    def _explain(self, what: str, **parts: Any) -> str:
-        parts.setdefault("names", self.held.values())
-        return explain(self._reducer.rank, what, **parts)
-
-    def _find_late_parameters(self, found: dict[str, nn.Parameter]) -> str:
-        """Return an error text if the step changes parameters added after wrapping.
-
-        ``found``: those that are trainable; also an error if the step leaves them
-        alone, but changes averaged ones. Never for those that another wrapper averages.
-        Else "".
-        """
-        if frozen := self._guard.late_parameters.frozen:
-            found = {n: p for n, p in frozen.items() if p.grad is not None} | found
-        if not found:
-            return ""
-        ids, others = set(map(id, self._params())), self._guard.others()
-        names = [
-            name
-            for name, param in found.items()
-            # The optimizer may hold those that were replaced, on this rank perhaps.
-            if (id(param) in ids or (param.requires_grad and self.held))
-            and not any(id(param) in other.index for other in others)
-        ]
-        return explain_late(self._reducer.rank, names) if names else ""
-
-    def _find_unfinished_reduction(self) -> str:
-        """Return an error text if a reduction runs, lacks gradients, or has failed.
-
-        "" if not, or if the step changes no averaged parameter.
+        Its gradients are not averaged yet, or only some of them are.
         """
         phase = self._reducer.phase.now
-        if phase is Phase.IDLE or not self.held:
+        if phase in (Phase.IDLE, Phase.PAUSED) or not self.held:
             return ""
+        names, rank = [*self.held.values()], self._reducer.rank
         is_inside = phase in (Phase.ARMED, Phase.REDUCING) and current_task() != NO_TASK
         if is_inside or phase is Phase.FINALIZING:
             what = (
                 "An optimizer steps inside the backward, before its gradients are "
                 "averaged over ranks."
             )
-            return self._explain(what, remedy="step after backward() returned")
-        if phase in (Phase.REDUCING, Phase.PAUSED):
+            remedy = "step after backward() returned"
+            return explain(rank, what, names=names, remedy=remedy)
+        if phase is Phase.REDUCING:
             what = "Gradients are not averaged over ranks."
             return _explain_missing(self._reducer, what)
         if phase is Phase.ARMED:
             return ""
-        how = _how_it_failed(self._reducer)
-        what = f"{how}; gradients are not averaged over ranks."
-        return self._explain(what, remedy=_RESET)
+        what = (
+            f"{_how_it_failed(self._reducer)}; gradients are not averaged over ranks."
+        )
+        return explain(rank, what, names=names, remedy=_RESET)
 
-    def _find_local_gradients(self) -> str:
-        """Return an error text if gradients that the step applies are local, else "".
+    def find_suspicion(self, late: dict[str, nn.Parameter]) -> Suspicion | None:
+        """Return what may make replicas differ in this step, or None.
 
-        Drops those of zeros from the ledger, for which it may wait for a GPU. Not for
-        gradients that another wrapper has averaged.
+        ``late``: trainable parameters that joined the module after wrapping. Drops
+        local gradients of zeros from the ledger, for which it may wait for a GPU.
         """
+        return (
+            self._find_late_parameters(late)
+            or self._find_cast()
+            or self._find_missing_gradients()
+            or self._find_local_gradients()
+            or self._find_left_out_backward()
+        )
+
+    def acquit(self) -> None:
+        """Take the gradients of this step for averaged: all ranks have the same."""
+        for i in self.held:
+            self._ledger.drop(i)
+
+    def _find_late_parameters(self, found: dict[str, nn.Parameter]) -> Suspicion | None:
+        """Suspect a step of parameters that are in the module, or were lent to it.
+
+        ``found``: those that are in the module and trainable. Never of those that
+        another wrapper averages.
+        """
+        late = self._guard.late_parameters
+        names = {id(p): name for name, p in (late.frozen | found).items()} | late.lent()
+        if not names:
+            return None
+        others = self._guard.others()
+        held = [
+            names[id(param)]
+            for param in self._params()
+            if id(param) in names
+            and not any(id(param) in other.index for other in others)
+        ]
+        return suspect_late(held) if held else None
+
+    def _find_cast(self) -> Suspicion | None:
+        return find_cast(self._reducer) if self.held else None
+
+    def _find_missing_gradients(self) -> Suspicion | None:
+        """Suspect a step after a backward that left gradients missing."""
+        if self._reducer.phase.now is not Phase.PAUSED or not self.held:
+            return None
+        what, names, remedy = _describe_missing(self._reducer)
+        what = f"Gradients are not averaged over ranks. {what}"
+        return Suspicion(what, names, remedy)
+
+    def _find_local_gradients(self) -> Suspicion | None:
+        """Suspect gradients that are local, except those of another wrapper."""
         ledger, params = self._ledger, self._reducer.params
         if not ledger.unsynced:
-            return ""
+            return None
         for i in ledger.unsynced & self.held.keys():
             if not is_nonzero(params[i].grad):  # zero_grad(set_to_none=False)
                 ledger.drop(i)
@@ -145,58 +180,43 @@ class StepCheck:
             and not any(other.has_averaged(params[i]) for other in others)
         ]
         if not local:
-            return ""
+            return None
         origins = [ledger.origins[i] for i in local]
         what, remedy = explain_origins(origins, model_ran=self._is_armed)
         what = f"Gradients were never averaged over ranks: {what}."
-        return self._explain(what, names=[self.held[i] for i in local], remedy=remedy)
+        return Suspicion(what, [self.held[i] for i in local], remedy)
 
-    def _find_left_out_backward(self) -> str:
-        """Return an error text if a forward's backward was left out, else "".
+    def _find_left_out_backward(self) -> Suspicion | None:
+        """Suspect a step after a forward whose backward was left out.
 
-        If all gradients are zeros, this is legal if all ranks do so: ask them (unless
-        ``unsynced="ignore"``, or one rank) and wait; if some do not, or cannot be
-        asked, send them the error. CollectiveError if ranks do not answer in time.
+        If all ranks leave it out, they step with the same gradients, and all is well,
+        although only the ranks that ran the forward suspect anything. Otherwise the
+        others would take this rank's next gradients for those of it.
         """
-        reducer = self._reducer
         if not self._is_armed or self._is_reduced or not self.held:
-            return ""
-        what = "A forward announced a synchronised backward that never came"
-        if any(is_nonzero(reducer.params[i].grad) for i in self.held):
-            return self._explain(
-                f"{what}, so the gradients present are not those of this step.",
-                remedy="call backward() on what the forward returned (not "
-                "torch.autograd.grad), and do not cast or replace parameters after "
-                "wrapping",
-            )
-        communicator = reducer.communicator
-        if self._guard.policy == "ignore" or communicator.size == 1:
-            return ""
-        finalized, steps = self._ledger.finalized, self._ledger.steps
-        skip = communicator.peers.ask_who_skips(finalized, steps)
-        found = (
-            "Whether the others do the same cannot be found out: ranks tell each other "
-            "nothing with hang_timeout=None, or where this is a copy of a wrapper."
+            return None
+        are_zeros = not any(is_nonzero(self._reducer.params[i].grad) for i in self.held)
+        where = " on this rank" if are_zeros else ""
+        return Suspicion(
+            f"A forward announced a synchronised backward that never came{where}, so "
+            "the gradients present are not those of this step.",
+            [*self.held.values()],
+            "call backward() on what the forward returned (not torch.autograd.grad), "
+            "and do not cast or replace parameters after wrapping; to leave out a "
+            "backward, decide on all ranks alike, for example by an all_reduce of the "
+            "condition, or run backward() on a loss multiplied by zero",
+            "the same step on all ranks, without a backward",
+            # Zeros, or averages of an earlier backward, if none were made elsewhere.
+            is_of_coming=self._ledger.bypassed is None,
         )
-        if skip is not None:
-            doing = "finding out whether all ranks leave out a backward"
-            with communicator.watching(doing):
-                found = str(communicator.wait(skip))
-        if not found:
-            return ""
-        problem = self._explain(
-            f"{what} on this rank, and an optimizer is about to step with gradients of "
-            f"zeros. {found}",
-            expected="a backward that all ranks leave out, or none",
-            remedy="decide on all ranks alike, for example by an all_reduce of the "
-            "condition; or run backward() on a loss multiplied by zero",
-        )
-        reducer.communicator.tell_others(UnsyncedGradientsError(problem))
-        return problem
 
 
 class LateParameters:
-    """Find trainable parameters that a module has got since it was wrapped."""
+    """Find trainable parameters that a module has got since it was wrapped.
+
+    Some of them are only *lent* to it, for one forward: by `functional_call`, or other
+    weights for an evaluation. The module has them no more when its forward is over.
+    """
 
     def __init__(self, replica: Replica) -> None:
         self._ignored = replica.ignored
@@ -205,6 +225,7 @@ class LateParameters:
         known = [p for n, p in named if n in self._ignored]
         known += replica.managed.values()
         self._known = {id(param): param for param in known}  # alive: ids stay taken
+        self._lent: dict[int, tuple[str, weakref.ref[nn.Parameter]]] = {}
         self.accept(replica.module)
 
     def find(self, module: nn.Module | None = None) -> dict[str, nn.Parameter]:
@@ -225,6 +246,18 @@ class LateParameters:
         if not late and all(map(_is_leaf, module.parameters())):
             self.accept(module)  # not what a functional_call lends for a moment
         return late
+
+    def note_lent(self, found: dict[str, nn.Parameter]) -> None:
+        """Remember parameters that a forward has found, and that may be lent."""
+        for name, param in found.items():
+            self._lent[id(param)] = name, weakref.ref(param)
+
+    def lent(self) -> dict[int, str]:
+        """Return the names, by id, of parameters that forwards have found, and live."""
+        for key, (_, param) in [*self._lent.items()]:
+            if param() is None:
+                del self._lent[key]
+        return {key: name for key, (name, _) in self._lent.items()}
 
     def accept(self, module: nn.Module) -> None:
         """Remember the state of ``module``: `find` returns {} until it changes.
@@ -251,31 +284,32 @@ class LateParameters:
         }
 
 
-def explain_late(rank: int, names: Iterable[str]) -> str:
-    """Return the error text for parameters that joined the module after wrapping."""
-    return explain(
-        rank,
+def suspect_late(names: Sequence[str]) -> Suspicion:
+    """Return the suspicion that parameters that nobody averages differ."""
+    return Suspicion(
         "Parameters joined the module after it was wrapped (added, replaced, unfrozen, "
         "or given by functional_call), so nobody averages their gradients over ranks.",
-        names=[*names],
-        remedy="wrap the module again after such a change, with everything trainable "
+        names,
+        "wrap the module again after such a change, with everything trainable "
         "that will be; or wrap it with these on its ignore list, if they are meant to "
         "differ between ranks",
+        "the same values and gradients of them on all ranks",
     )
 
 
-def find_cast(reducer: Reducer) -> str:
-    """Return an error text if the first or last parameter changed dtype, else ""."""
+def find_cast(reducer: Reducer) -> Suspicion | None:
+    """Suspect that the parameters have been cast, if the first or last one was."""
     params, specs = reducer.params, reducer.queue.specs
     # A cast of a module changes all parameters: two are enough to see it.
-    cast = [i for i in (0, -1) if params[i].dtype is not specs[i].dtype]
-    if not cast:
-        return ""
-    return explain(
-        reducer.rank,
-        "Parameters were cast after wrapping; on other ranks they may not be.",
-        names=[reducer.names[i] for i in cast],
-        remedy="wrap the module again after a cast (.double(), .half(), .to())",
+    if all(params[i].dtype is specs[i].dtype for i in (0, -1)):
+        return None
+    pairs = zip(params, specs, reducer.names, strict=True)
+    return Suspicion(
+        "Parameters were cast after wrapping, so nobody averages their gradients over "
+        "ranks.",
+        [name for param, spec, name in pairs if param.dtype is not spec.dtype],
+        "wrap the module again after a cast (.double(), .half(), .to())",
+        "the same dtype and gradients on all ranks",
     )
 
 
@@ -320,16 +354,26 @@ def _explain_missing(reducer: Reducer, what: str) -> str:
             names=names,
             remedy=f"{_RESET}; the next batch may follow",
         )
+    described, _, remedy = _describe_missing(reducer)
+    return explain(rank, f"{what} {described}", remedy=remedy)
+
+
+def _describe_missing(reducer: Reducer) -> tuple[str, list[str], str]:
+    """Return torch's words about missing gradients, their names, and the remedy."""
+    rank, missing = reducer.rank, reducer.pending.missing()
+    names = [reducer.names[i] for i in missing]
     expected, indices = reducer.expected, " ".join(map(str, missing))
-    return explain(
-        rank,
-        f"{what} This error indicates that {expected.cause_of_missing}.\n"
+    what = (
+        f"This error indicates that {expected.cause_of_missing}.\n"
         f"Parameter indices which did not receive grad for rank {rank}: {indices}\n"
-        f"Parameters which did not receive grad for rank {rank}: {', '.join(names)}.\n",
-        remedy=f"{expected.remedy_for_missing}; then call reset() on all ranks, and "
-        "zero_grad(). To log the unused parameters of every backward, set the "
-        "environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL",
+        f"Parameters which did not receive grad for rank {rank}: {', '.join(names)}.\n"
     )
+    remedy = (
+        f"{expected.remedy_for_missing}; then call reset() on all ranks, and "
+        "zero_grad(). To log the unused parameters of every backward, set the "
+        "environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL"
+    )
+    return what, names, remedy
 
 
 _ON_ALL_RANKS = "call sync_gradients() on all ranks before the update"

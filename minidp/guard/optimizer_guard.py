@@ -1,15 +1,24 @@
 """Check every optimizer step: no optimizer applies gradients that differ between ranks.
 
-A process-wide pre-hook on ``torch.optim.Optimizer.step`` asks the guard of every live
+Process-wide hooks around ``torch.optim.Optimizer.step`` ask the guard of every live
 reducer; inside ``no_sync()``, where local SGD steps, it is silent. Updates by hand, and
-those of other optimizer classes, are found by the next forward.
+those of other optimizer classes, are found by a later forward.
+
+What a check finds is a suspicion. The ranks compare what they have (`comparison`), and
+only a difference is an error:
+
+    before a step    the gradients that it applies, if some were never averaged by us
+    after a step     the parameters, if they had changed after a local backward. Not
+                     before: weights that were moved for a while are back by then
+    in a forward     the same parameters, if no optimizer has stepped them meanwhile
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
@@ -23,7 +32,7 @@ from torch.optim.optimizer import (
 
 from minidp.config import Unsynced
 from minidp.console import warn
-from minidp.core import Phase, Reducer, untraced, untraced_itself
+from minidp.core import Observer, Phase, Reducer, untraced, untraced_itself
 from minidp.errors import (
     DoubleStepError,
     ItemCountError,
@@ -35,28 +44,52 @@ from minidp.replica import Replica, ReplicaCheck
 from minidp.trace import StepEvent
 
 from . import dropped
-from .local_updates import Corners, LocalSteps, copy_corners, find_manual_update
-from .mistakes import LateParameters, StepCheck, explain_late, find_cast, refuse_forward
+from .comparison import Comparison, Verdict
+from .local_updates import Change, LocalSteps, find_change
+from .mistakes import (
+    LateParameters,
+    StepCheck,
+    Suspicion,
+    find_cast,
+    refuse_forward,
+    suspect_late,
+)
 
 
 class Guard:
     """Check the optimizer steps, until `retire`, and the forwards of one wrapper.
 
     Process-wide hooks call it before and after every step, the wrapper before forwards.
-    The constructor installs these hooks, and adds itself to the live guards.
+    The constructor installs these hooks, and adds itself to the live guards. ``key``
+    returns the wrapper's place in the store, the same on all ranks.
     """
 
-    def __init__(self, reducer: Reducer, policy: Unsynced, replica: Replica) -> None:
+    def __init__(
+        self,
+        reducer: Reducer,
+        policy: Unsynced,
+        replica: Replica,
+        key: Callable[[], str],
+    ) -> None:
         self.reducer = reducer
         self.policy = policy
         self.replica_check: ReplicaCheck | None = None
+        # Raises if a step must not run, for another reason than ours (torchft).
+        self.precondition: Callable[[], None] | None = None
         self.index = {id(param): i for i, param in enumerate(reducer.params)}
         self.late_parameters = LateParameters(replica)
+        self.comparison = Comparison(reducer, key)
         self._in_backward: WeakSet[Optimizer] = WeakSet()
         self._cancel_death: Callable[[], object] = lambda: None  # of `expect_death`
         self._allowed: set[int] = set()  # ids of optimizers that step in a backward now
         self._local_steps = LocalSteps(reducer)
-        self._corners: Corners = {}
+        self._change: Change | None = None  # seen, and not judged yet
+        self._trust = _Trust()
+        # Parameters that joined the module, at the end of the last backward or in the
+        # last step; and their versions when all ranks had the same values.
+        self._joined: dict[str, nn.Parameter] = {}
+        self._same_joined: dict[str, int] = {}
+        self._same_cast: object = None  # the dtypes to which all ranks have cast
         # The ledger's `armed` and `finalized`, at the last step of each optimizer.
         self._at_step: WeakKeyDictionary[Optimizer, tuple[int, int]]
         self._at_step, self._at_any_step = WeakKeyDictionary(), (0, 0)
@@ -71,9 +104,9 @@ class Guard:
     def check(self, optimizer: Optimizer) -> None:
         """Check a step about to run, outside no_sync(): raise or warn, as ``unsynced``.
 
-        There also ReplicaMismatchError, if a comparison awaited this step. Inside
-        no_sync() and outside: DoubleStepError after `expect_in_backward`, and
-        ItemCountError, see `_check_counts`. May wait for ranks. No-op inside `allow`.
+        May wait for other ranks, if something is suspicious. Inside no_sync() and
+        outside: DoubleStepError after `expect_in_backward`, and ItemCountError, see
+        `_check_counts`. No-op inside `allow`.
         """
         if id(optimizer) in self._allowed:
             return
@@ -96,19 +129,50 @@ class Guard:
             self._check_counts()
         step = StepCheck(self, optimizer, self._at_step.get(optimizer, never))
         if ledger.sync_enabled:
-            ledger.steps += is_ours
-            if problem := step.find_problem(self.late_parameters.find()):
-                self._complain(problem)
-            check = self.replica_check
-            if is_ours and check is not None and check.suspect is not None:
-                check.confirm()
+            if is_ours and self.precondition is not None:
+                self.precondition()
+            self._check_step(step, optimizer)
+            ledger.steps += is_ours  # not before: others see it, and do not wait
         elif is_ours and ledger.unsynced:
             ledger.was_local = True
         if (ledger.versions or ledger.bypassed is not None) and step.held:
+            self._note_change(find_change(self.reducer))
             for i in step.held:  # the writes of this step are no manual update
                 ledger.versions.pop(i, None)
-            ledger.bypassed = None
+            ledger.bypassed, ledger.has_lost_hooks = None, False
         self._at_step[optimizer] = self._at_any_step = (ledger.armed, ledger.finalized)
+
+    def _check_step(self, step: StepCheck, optimizer: Optimizer) -> None:
+        """Complain of a step that is wrong, for certain or by a comparison."""
+        if not self.comparison.is_needed:
+            return  # one rank alone cannot differ
+        if problem := step.find_certain():
+            self._complain(problem)
+            return
+        joined = self.late_parameters.find()
+        suspicion = step.find_suspicion(joined)
+        if suspicion is not None:
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            if self._judge(suspicion, lambda: self.comparison.of_gradients(held)):
+                step.acquit()
+        if joined and step.held:
+            self._joined = joined
+            self._judge_joined()
+
+    def confirm(self, optimizer: Optimizer) -> None:
+        """After a step, judge what was suspicious before it, by its parameters now."""
+        check, ledger = self.replica_check, self.reducer.ledger
+        is_suspicious = check is not None and check.suspect is not None
+        if not (is_suspicious or self._change) or not ledger.sync_enabled:
+            return
+        held = self._held_by(optimizer)
+        if not held or id(optimizer) in self._allowed:
+            return
+        if check is not None and check.suspect is not None:
+            check.confirm([self.reducer.names[i] for i in held])
+        if self._change is not None and not self._change.indices.isdisjoint(held):
+            change, self._change = self._change, None
+            self._judge_change(change, "after", held)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Count a step that has ended; in no_sync() with local gradients this may warn.
@@ -132,28 +196,131 @@ class Guard:
     def check_forward(self, module: nn.Module) -> None:
         """Raise if the last backward failed or is unfinished; look for other mistakes.
 
-        ItemCountError if its item counts give no mean. Then, unless
-        ``unsynced="ignore"``: outside no_sync() raise or warn of parameters added or
-        cast, and updates by local gradients. Inside, copy values of two parameters: if
-        they come back later, such an update was undone, and is no mistake.
+        ItemCountError if its item counts give no mean. Then, outside no_sync() and
+        unless ``unsynced="ignore"``, raise or warn if a comparison of the ranks proves
+        that parameters were cast, joined the module, or were updated by local
+        gradients, and differ now.
         """
         reducer = self.reducer
         self._check_counts()
         refuse_forward(reducer)
         self._local_steps.note_forward()
-        if self.policy == "ignore":
+        is_silent = self.policy == "ignore" or not self.comparison.is_needed
+        if is_silent or not reducer.ledger.sync_enabled:
             return
-        if not reducer.ledger.sync_enabled:
-            self._corners = copy_corners(self._corners, reducer.params)
-            return
+        if self._joined:
+            self._judge_joined()
+        reducer.ledger.lent.clear()
         if late := self.late_parameters.find(module):
-            self._complain(explain_late(reducer.rank, late))
-            self.late_parameters.accept(module)
-        self._complain(find_cast(reducer))  # module buffers would differ in size, too
-        if problem := find_manual_update(reducer, self._corners):
-            mine = self.index.keys()
-            if all(mine.isdisjoint(other.index) for other in self.others()):
-                self._complain(problem)
+            reducer.ledger.lent += map(weakref.ref, late.values())
+            # They may be lent for this forward alone: look again when it is over.
+            self.late_parameters.note_lent(late)
+            reducer.queue.observers.append(_LookAgain(self))
+        self._check_cast()
+        self._check_changes()
+
+    def _check_cast(self) -> None:
+        """Complain if parameters were cast on some ranks only."""
+        if (suspicion := find_cast(self.reducer)) is None:
+            return
+        params = self.reducer.params
+        dtypes = params[0].dtype, params[-1].dtype
+        if dtypes != self._same_cast:  # module buffers would differ in size, too
+            everybody = range(len(params))
+            if self._judge(
+                suspicion, lambda: self.comparison.of_parameters("cast", everybody)
+            ):
+                self._same_cast = dtypes
+
+    def _check_changes(self) -> None:
+        """Judge a change that no optimizer step has followed, in the next forward."""
+        found, seen = find_change(self.reducer), self._change
+        is_over = seen is not None and (
+            found is not None or self.reducer.ledger.finalized > seen.finalized
+        )
+        if found is not None and (found.is_for_good or is_over):
+            seen, is_over = found, True
+        if seen is not None and is_over:
+            self._change = None
+            self._judge_change(seen, "forward", range(len(self.reducer.params)))
+        else:
+            self._note_change(found)
+
+    def _note_change(self, found: Change | None) -> None:
+        """Keep a change until it is judged; not if another wrapper averages there."""
+        mine = self.index.keys()
+        is_shared = any(not mine.isdisjoint(other.index) for other in self.others())
+        if found is not None and not is_shared and self.policy != "ignore":
+            self._change = found
+
+    def _judge_change(self, change: Change, moment: str, which: Sequence[int]) -> None:
+        """Compare parameters that changed after local gradients; complain, or trust.
+
+        If this rank alone has seen a change, it asks the others in the next backward.
+        """
+        mine = self.index.keys()
+        if any(not mine.isdisjoint(other.index) for other in self.others()):
+            return
+        if not self._trust.is_due():
+            return
+        verdict = self.comparison.of_parameters(moment, which)
+        if verdict.are_all_here or not verdict.can_ask:
+            self._conclude(change, verdict)
+        else:
+            self.reducer.queue.observers.append(_AskInBackward(self, change))
+
+    def ask_waiting_ranks(self, change: Change) -> None:
+        """Compare with the ranks that wait in the backward which begins here."""
+        self._conclude(change, self.comparison.with_waiting_ranks())
+
+    def _conclude(self, change: Change, verdict: Verdict) -> None:
+        text = change.suspicion.to_text(
+            self.reducer.rank, verdict.describe("parameters")
+        )
+        if verdict.is_equal:
+            self._trust.note_equal()
+        elif verdict.is_proof:
+            self._trust = _Trust()
+            # Ranks that only answered know nothing of it.
+            self._complain(text, tells_others=True)
+        else:
+            warn(f"{text} This could not be proved: other ranks did not answer.")
+
+    def _judge_joined(self) -> None:
+        """Complain if parameters that joined the module have other values elsewhere."""
+        others = self.others()
+        joined = {
+            name: param
+            for name, param in self._joined.items()
+            if param.requires_grad
+            and not any(id(param) in other.index for other in others)
+        }
+        versions = {name: param._version for name, param in joined.items()}
+        if joined and versions != self._same_joined:
+            values = [*joined.values()]
+            if self._judge(
+                suspect_late([*joined]),
+                lambda: self.comparison.of_values("joined", values),
+            ):
+                self._same_joined = versions
+
+    def _judge(self, suspicion: Suspicion, compare: Callable[[], Verdict]) -> bool:
+        """Compare, and complain unless all ranks have the same; return if they have."""
+        if self.policy == "ignore":
+            self._complain(suspicion.what)
+            return False
+        verdict = compare()
+        if verdict.is_equal or (suspicion.is_of_coming and verdict.have_all_stepped):
+            return True
+        self._complain(
+            suspicion.to_text(self.reducer.rank, verdict.describe("values")),
+            tells_others=not verdict.are_all_here,
+        )
+        return False
+
+    def look_again(self) -> None:
+        """Find out which parameters are still in the module when a backward ended."""
+        self._joined = self.late_parameters.find()
 
     def expect_in_backward(self, optimizer: Optimizer) -> None:
         """Register an optimizer that steps in backwards: other steps of it then raise.
@@ -248,17 +415,18 @@ class Guard:
                 self.reducer.fail(error)
                 raise
 
-    def _complain(self, problem: str) -> None:
+    def _complain(self, problem: str, *, tells_others: bool = False) -> None:
         """Raise, warn of or ignore ``problem``, as ``unsynced`` says; "": nothing.
 
-        Before it raises while ranks wait for gradients (REDUCING, PAUSED), it sends
-        them the error. If it does not raise, it sets the ledger's `was_excused`:
-        replicas may differ.
+        Before it raises while ranks wait for this one (REDUCING, PAUSED, or
+        ``tells_others``), it sends them the error. If it does not raise, it sets the
+        ledger's `was_excused`: replicas may differ.
         """
         if problem and self.policy == "raise":
             error = UnsyncedGradientsError(problem)
             # In these phases other ranks wait for missing gradients.
-            if self.reducer.phase.now in (Phase.REDUCING, Phase.PAUSED):
+            waits = self.reducer.phase.now in (Phase.REDUCING, Phase.PAUSED)
+            if waits or tells_others:
                 self.reducer.communicator.tell_others(error)
             try:
                 raise error
@@ -271,6 +439,59 @@ class Guard:
     def _holds_ours(self, optimizer: Optimizer) -> bool:
         groups = optimizer.param_groups
         return any(id(param) in self.index for g in groups for param in g["params"])
+
+    def _held_by(self, optimizer: Optimizer) -> list[int]:
+        """Return the indices of our parameters that an optimizer holds."""
+        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [i for key, i in self.index.items() if key in params]
+
+
+class _LookAgain(Observer):
+    """Let a guard look for joined parameters when the coming backward has ended."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = weakref.proxy(guard)
+
+    def finished(self) -> None:
+        """Look outside the forward, and be forgotten."""
+        observers = self._guard.reducer.queue.observers
+        observers[:] = [each for each in observers if type(each) is not _LookAgain]
+        self._guard.look_again()
+
+
+class _AskInBackward(Observer):
+    """Let a guard ask the other ranks when the coming backward begins, once."""
+
+    def __init__(self, guard: Guard, change: Change) -> None:
+        self._guard, self._change = weakref.proxy(guard), change
+
+    def begins(self) -> None:
+        """Ask, and be forgotten."""
+        self._guard.reducer.queue.observers.remove(self)
+        self._guard.ask_waiting_ranks(self._change)
+
+
+class _Trust:
+    """Decide how often to compare what all ranks have changed alike again and again.
+
+    Sharpness-aware training moves weights and back in each step. The first changes are
+    compared each, later ones more and more rarely, down to one in 64.
+    """
+
+    def __init__(self) -> None:
+        self._num_equal = self._left = 0
+
+    def is_due(self) -> bool:
+        """Return whether to compare now; each call counts a change."""
+        if self._left:
+            self._left -= 1
+            return False
+        return True
+
+    def note_equal(self) -> None:
+        """Count a comparison in which all ranks were equal."""
+        self._num_equal += 1
+        self._left = min(2**self._num_equal, 64) - 2
 
 
 _guards: WeakValueDictionary[int, Guard] = WeakValueDictionary()  # live ones, by id
@@ -302,6 +523,8 @@ def _after_any_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for guard in _live_guards():
         guard.note_step(optimizer)
         guard.trace(optimizer, StepEvent.OPTIMIZER_END)
+    for guard in _live_guards():
+        guard.confirm(optimizer)
 
 
 @untraced

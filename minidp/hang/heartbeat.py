@@ -10,11 +10,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from minidp.comm import STORE_SECONDS, Communicator, PeerMonitor, Report, own_store
+from minidp.comm import (
+    STORE_SECONDS,
+    Communicator,
+    PeerMonitor,
+    Report,
+    own_store,
+    waiting,
+)
 from minidp.core import Reducer
 
 from .rank_status import Alarm, Channel, RankStatus, status_of
-from .report import Inquiry, Skip
+from .report import Inquiry, Passed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,7 +53,7 @@ class Heartbeat(PeerMonitor):
         self._status: RankStatus | None = None
         self._moved = time.monotonic()
         self._beat = 0
-        self._questions: list[Inquiry | Skip] = []
+        self._questions: list[Inquiry | Passed] = []
         # By topic: what else travels with a beat.
         self._riders: dict[str, Callable[[dict[int, Any]], Any]] = {}
         self.move_to(communicator.group, key)
@@ -54,7 +61,7 @@ class Heartbeat(PeerMonitor):
     def move_to(self, group: ProcessGroup, key: str) -> None:
         """Use ``group``'s store, under ``key``, by a new `Channel`; wake the watchdog.
 
-        Forgets read statuses and alarms, unsent alarms, a lost store, and open `Skip`
+        Forgets read statuses and alarms, unsent alarms, a lost store, and open `Passed`
         questions (which nobody will answer). May take 2 s to connect.
         """
         self.group, self.rank = group, group.rank()
@@ -83,10 +90,11 @@ class Heartbeat(PeerMonitor):
         """
         silence = BEATS_OF_SILENCE * self._beat_seconds
         inquiry = Inquiry(started, silence)
-        self._ask(inquiry)
-        if inquiry.is_done_within(silence + STORE_SECONDS):
-            report: Report = inquiry.wait()
-            return report
+        with waiting():  # this rank has waited for the others, and is not busy now
+            self._ask(inquiry)
+            if inquiry.is_done_within(silence + STORE_SECONDS):
+                report: Report = inquiry.wait()
+                return report
         return Report(
             "Nothing is known about the other ranks: the process group's store does "
             "not answer. Its host (rank 0, or torchrun's agent) is stopped or cut off."
@@ -100,15 +108,11 @@ class Heartbeat(PeerMonitor):
         self._channel.outgoing.append(Alarm(self.rank, self._tally.started, why))
         self._wake()
 
-    def ask_who_skips(self, step: int, steps: int) -> Skip:
-        """Queue a `Skip`: do all ranks skip backward ``step``? Return it at once.
-
-        Ticks set its result, "" or a text. ``steps``: this rank's optimizer steps since
-        its last reduced backward.
-        """
-        skip = Skip(step, steps)
-        self._ask(skip)
-        return skip
+    def ask_who_passed(self, step: int, steps: int, *, may_answer: bool) -> Passed:
+        """Queue the question whether some rank cannot come; return it at once."""
+        passed = Passed(step, steps, may_answer=may_answer)
+        self._ask(passed)
+        return passed
 
     def exchange_often(
         self, topic: str, rider: Callable[[dict[int, Any]], Any]
@@ -123,7 +127,7 @@ class Heartbeat(PeerMonitor):
         self._wake()
         return True
 
-    def _ask(self, question: Inquiry | Skip) -> None:
+    def _ask(self, question: Inquiry | Passed) -> None:
         self._asked = time.monotonic()
         self._questions.append(question)
         self._wake()

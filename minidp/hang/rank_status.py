@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minidp.comm import address_of, post_json, read_json
+from minidp.comm import address_of, is_waiting, post_json, read_json
 from minidp.core import Phase, Reducer
 from minidp.errors import MAX_NAMES
 
@@ -44,15 +44,10 @@ def _folder(package: str) -> Path:
 
 _LIBRARIES = tuple(f"{_folder(name)}/" for name in ("torch", "minidp"))
 _LIBRARIES += ("<", sysconfig.get_path("stdlib"))
-_WHERE_RANKS_WAIT = {
-    str(_folder(package) / file)
-    for package, file in [
-        ("minidp", "comm/work.py"),
-        ("minidp", "hang/heartbeat.py"),  # a rank that asks for absent ranks has waited
-        ("minidp", "data_parallel/reset.py"),
-        ("torch", "distributed/distributed_c10d.py"),
-        ("torch", "distributed/_functional_collectives.py"),
-    ]
+# Of the user's own collectives, which cannot say themselves that they wait.
+_TORCHS_COLLECTIVES = {
+    str(_folder("torch") / "distributed" / file)
+    for file in ("distributed_c10d.py", "_functional_collectives.py")
 }
 
 
@@ -118,7 +113,9 @@ def place_of(thread: int) -> tuple[str, bool]:
     while frame is not None and _is_library(frame):
         inside.append(frame)
         frame = frame.f_back
-    waits = any(each.f_code.co_filename in _WHERE_RANKS_WAIT for each in inside)
+    waits = is_waiting(thread) or any(
+        each.f_code.co_filename in _TORCHS_COLLECTIVES for each in inside
+    )
     # The import machinery tells nothing.
     inside = [each for each in inside if not each.f_code.co_filename.startswith("<")]
     if frame is None or not inside:

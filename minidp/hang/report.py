@@ -5,8 +5,7 @@
     Missing: rank 1. Rank 1 runs, but does something else: idle after step 3,
     14 s without progress, in load_batch (data.py:41).
 
-`Skip`: do all ranks leave out a backward, as this one does? Otherwise the others would
-take its next gradients for it. It waits until all have made as many optimizer steps.
+`Passed`: will some rank not come to a meeting, because it has gone on already?
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from minidp.comm import FutureWork, Report
 from .rank_status import Channel, RankStatus
 
 _STILL_SECONDS = 3.0  # a few heartbeats
+_STUCK_SECONDS = 5.0  # in a wait: the rank waits for the one that asks
 _MAX_TOLD = 8  # ranks
 _MAX_TEXT = 1200  # characters of another rank's error
 
@@ -148,31 +148,40 @@ class Inquiry(FutureWork):
         return self.future.done()
 
 
-class Skip(FutureWork):
-    """Find out whether all ranks skip backward ``step``; heartbeats call `try_answer`.
+class Passed:
+    """Find out which ranks do not come to a meeting; heartbeats call `try_answer`.
 
-    The answer is "" once all other ranks, at ``step``, have made ``steps`` optimizer
-    steps since a reduction; a text once a rank with fewer is in that backward, or the
-    store is lost. Open until then: without a limit of its own.
+    The meeting is after backward number ``step`` and ``steps`` optimizer steps. A rank
+    does not come if it has *stepped* once more, or is *gone*: into the next backward
+    without that step, into a wait for others elsewhere, or for good. ``may_answer``: it
+    comes all the same, unless it waits elsewhere. Open until `drop`.
     """
 
-    can_time_out = True  # whatever the group's backend is
+    def __init__(self, step: int, steps: int, *, may_answer: bool) -> None:
+        self._step, self._steps, self._may_answer = step, steps, may_answer
+        self._first: dict[int, int] = {}  # rank -> beat
+        self._is_dropped = False
+        self.stepped: set[int] = set()
+        self.gone: set[int] = set()
 
-    def __init__(self, step: int, steps: int) -> None:
-        super().__init__(torch.futures.Future())
-        self._step, self._steps = step, steps
+    def drop(self) -> None:
+        """Forget the question: nobody waits for the answer any more."""
+        self._is_dropped = True
+
+    def is_completed(self) -> bool:
+        """Return whether nobody waits for the answer any more."""
+        return self._is_dropped
 
     def try_answer(self, channel: Channel) -> bool:
-        """Set the result if `channel.statuses` tell it, or the store is lost.
-
-        Return whether it is set. Reads nothing from the store.
-        """
-        here = {r: s for r, s in channel.statuses.items() if s.step == self._step}
-        behind = [r for r, status in here.items() if status.steps < self._steps]
-        reducing = [str(rank) for rank in behind if here[rank].is_reducing]
-        if reducing:
-            who = ", ".join(reducing)
-            self.future.set_result(f"The backward of rank {who} waits for it.")
-        elif channel.problem or (len(here) == channel.size - 1 and not behind):
-            self.future.set_result(channel.problem)
-        return self.future.done()
+        """Fill the sets from ``channel``; return `is_completed`. Reads no store."""
+        self.gone |= channel.alarms.keys()
+        for rank, status in channel.statuses.items():
+            is_new = status.beat > self._first.setdefault(rank, status.beat)
+            if is_new and status.waits and status.seconds > _STUCK_SECONDS:
+                self.gone.add(rank)
+            elif not self._may_answer and status.step == self._step:
+                if status.steps > self._steps:
+                    self.stepped.add(rank)
+                elif status.is_reducing:
+                    self.gone.add(rank)
+        return self._is_dropped

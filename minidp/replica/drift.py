@@ -2,10 +2,11 @@
 
     forward    each rank sums up the bits of its parameters (and broadcast buffers)
     backward   at its end, ranks compare one number each: the group is idle then
-    step       if they differed: once more, before optimizer.step()
+    step       if they differed: once more, after optimizer.step()
 
 The second look is for weights that are moved with local gradients, or disturbed by
-random numbers of each rank, and moved back before the step.
+random numbers of each rank, and moved back before the step or inside it. Each optimizer
+answers for the parameters that it holds.
 
 "auto" accepts updates in no_sync(), a user's comm hook, ``unsynced`` not "raise".
 
@@ -29,13 +30,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from minidp.comm import (
-    broadcast_coalesced,
     exchange_device,
     gather_integers,
     group_store,
     has_store,
     post_json,
     read_json,
+    waiting,
 )
 from minidp.config import AUTO
 from minidp.console import warn
@@ -43,6 +44,7 @@ from minidp.core import BucketQueue, Observer
 from minidp.errors import MAX_NAMES, ReplicaMismatchError, explain
 
 from .digest import digest_of, sum_of_bits
+from .rounding import are_close_on_all_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -57,7 +59,6 @@ PATIENCE = 10  # steps in which replicas differ, and no optimizer steps
 CONFIRM_SECONDS = 10.0  # for other ranks to step, too
 POLL_SECONDS = 0.005
 ROUNDING = 1e-3  # of the largest element; or a few times what the dtype can tell
-MOST_BYTES = 64 * 2**20  # to be broadcast and compared element by element
 
 # Bits that ranks exchange: why replicas may differ legally.
 LOCAL_UPDATES = 1  # parameters changed inside no_sync()
@@ -133,7 +134,7 @@ class ReplicaCheck(Observer):
 
     The wrapper calls `begin` before forwards for which `is_due`. Only then this is an
     observer of ``queue``, whose `finished` compares at the backward's end. After a
-    difference the optimizer guard calls `confirm` before a step.
+    difference the optimizer guard calls `confirm` after a step.
     """
 
     awaits_step = True  # optimizers step after backwards, not inside them
@@ -242,6 +243,9 @@ class ReplicaCheck(Observer):
             # Once replicas agreed, one rank may keep averaged weights in frozen ones.
             frozen = {} if self._has_agreed else frozen
         tensors = {**params, **frozen}
+        if self.suspect is not None:  # others were equal after their optimizer's step
+            suspected = self.suspect.tensors.keys()
+            tensors = {n: t for n, t in tensors.items() if n in suspected} or tensors
         buffer_sums = {name: int(sum_of_bits(each)) for name, each in buffers.items()}
         digest = digest_of([*tensors.values(), *buffers.values()])
         hook = self._queue.averaging.comm_hook
@@ -312,7 +316,8 @@ class ReplicaCheck(Observer):
             self.suspect = snapshot
             self._waited += 1
             limit = PATIENCE if self._is_auto else 1
-            if self._waited > limit or snapshot.buffer_sums or not self.awaits_step:
+            is_late = self._waited > limit or not self.awaits_step
+            if is_late or self._have_buffers_drifted(snapshot):
                 self._confirm(snapshot)
 
     def _row(self, snapshot: _Snapshot) -> list[int]:
@@ -333,23 +338,40 @@ class ReplicaCheck(Observer):
         self._has_met_excuse = False
         self.suspect, self._waited = None, 0
 
-    # -- before a step -----------------------------------------------------------------
+    # -- after a step ------------------------------------------------------------------
 
-    def confirm(self) -> None:
-        """Compare again before an optimizer step, if `finished` saw a difference.
+    def confirm(self, held: Sequence[str]) -> None:
+        """Compare again after an optimizer step, if `finished` saw a difference.
 
-        Raises or warns as `_confirm`. Waits up to 10 s until all ranks want to step; if
-        some do not come, returns: the next backward compares again. If ranks share no
-        store, is a collective at once.
+        ``held``: names of the parameters that the optimizer holds; only these are
+        compared, and frozen ones, which no optimizer will change. Raises or warns as
+        `_confirm`. Waits up to 10 s until all ranks have stepped; if some do not come,
+        returns: the next backward compares again. If ranks share no store, is a
+        collective at once.
         """
         if self.suspect is None:
             return
+        tensors = self.suspect.tensors
+        names = {*held} | {n for n, t in tensors.items() if not t.requires_grad}
+        stepped = {name: value for name, value in tensors.items() if name in names}
+        if not stepped:
+            return
         group = self._queue.communicator.group
         if self.name and has_store(group):
-            store = group_store(group, f"{self.name}/{self.suspect.step}")
-            if not all_come(store, group.size()):
+            place = f"{self.name}/{self.suspect.step}/{self._ledger.steps}"
+            if not all_come(group_store(group, place), group.size()):
                 return
-        self._confirm(self.suspect)
+        rest = {n: t for n, t in tensors.items() if n not in stepped}
+        left = self.suspect._replace(tensors=rest, buffer_sums={}) if rest else None
+        self._confirm(self.suspect._replace(tensors=stepped, buffer_sums={}))
+        self.suspect, self._waited = left, 0
+
+    def _have_buffers_drifted(self, snapshot: _Snapshot) -> bool:
+        """Collective: return whether module buffers differ, which no step mends."""
+        if not snapshot.buffer_sums:
+            return False
+        rows = self._gather([*snapshot.buffer_sums.values()])
+        return any(row != rows[0] for row in rows)
 
     def _confirm(self, snapshot: _Snapshot) -> None:
         """Collective: compare again; ReplicaMismatchError if replicas still differ.
@@ -366,7 +388,9 @@ class ReplicaCheck(Observer):
         elif self.missed_steps:  # what rounding does is not to be found out
             missed = _MISSED._replace(text=_MISSED.text.format(self.missed_steps))
             raise ReplicaMismatchError(self._explain(snapshot.step, found, missed))
-        elif self._is_auto and self._are_close([snapshot.tensors[n] for n in found]):
+        elif self._is_auto and self._are_close(
+            [snapshot.tensors[name] for name in found if name in snapshot.tensors]
+        ):
             self._warn(snapshot.step, found, _ROUNDING)
         else:
             raise ReplicaMismatchError(self._explain(snapshot.step, found, _UNKNOWN))
@@ -424,34 +448,9 @@ class ReplicaCheck(Observer):
         return self._is_auto and self._has_warned and self._are_close(tensors)
 
     def _are_close(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Collective: return whether tensors are close to rank 0's on all ranks.
-
-        Compares by `_is_close`, in order, until 64 MiB are compared; the rest is taken
-        to be close.
-        """
-        communicator, are_close, left = self._queue.communicator, True, MOST_BYTES
-        for mine in (tensor.detach() for tensor in tensors):
-            if left > 0:
-                root = mine.clone()
-                with communicator.blocking("finding out how much replicas differ"):
-                    broadcast_coalesced([root], communicator.group)
-                are_close &= _is_close(mine, root)
-                left -= mine.nbytes
-        return all(is_small for (is_small,) in self._gather([are_close]))
-
-
-def _is_close(mine: torch.Tensor, root: torch.Tensor) -> bool:
-    """Return whether no element is off by more than rounding may explain.
-
-    That is 1e-3 (or 16 eps of the dtype) of the largest finite element of ``root``.
-    """
-    if mine.is_complex():
-        mine, root = torch.view_as_real(mine), torch.view_as_real(root)
-    eps = torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0
-    mine, root = mine.double(), root.double()
-    largest = float(root.abs().nan_to_num(nan=0.0, posinf=0.0).max())
-    limit = max(ROUNDING, 16 * eps) * largest
-    return torch.allclose(mine, root, rtol=0.0, atol=limit, equal_nan=True)
+        """Collective: return whether only rounding makes the ranks' tensors differ."""
+        communicator = self._queue.communicator
+        return are_close_on_all_ranks(tensors, communicator, ROUNDING, num_eps=16)
 
 
 def is_foreign(hook: CommHook) -> bool:
@@ -477,8 +476,9 @@ def all_come(store: Store, num_ranks: int) -> bool:
     deadline = time.monotonic() + CONFIRM_SECONDS
     if store.add("come", 1) == num_ranks:
         store.compare_set("verdict", "", "all")
-    while not store.check(["verdict"]):
-        if time.monotonic() > deadline:
-            store.compare_set("verdict", "", "not all")
-        time.sleep(POLL_SECONDS)
+    with waiting():
+        while not store.check(["verdict"]):
+            if time.monotonic() > deadline:
+                store.compare_set("verdict", "", "not all")
+            time.sleep(POLL_SECONDS)
     return store.get("verdict") == b"all"

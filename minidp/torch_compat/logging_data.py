@@ -6,22 +6,22 @@ followed. A backward counts as ended when its last bucket is full.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from minidp.comm import backend_name
+from minidp.core import Observer, Reducer
 from minidp.trace import Moment, StepEvent
 
-if TYPE_CHECKING:
-    from .names import DataParallel
-
+logger = logging.getLogger("minidp")
 ALWAYS = 10  # first iterations, sampled at any rate
 CPP_NAMES = {
     torch.float32: "float",
@@ -53,7 +53,7 @@ class LoggingData:
     iteration this is a `Listener` of the reducer's tracer. `to_dict` adds the flags.
     """
 
-    def __init__(self, ddp: DataParallel) -> None:
+    def __init__(self, ddp: Any) -> None:
         self._ddp: Any = weakref.proxy(ddp)
         self.error = ""
         self.comm_hook = ""  # a name to log instead of the hook's own
@@ -187,9 +187,37 @@ class LoggingData:
         return {key: data[key] for key in data if key not in not_logged}  # by torch
 
 
-def _facts_of(ddp: DataParallel) -> dict[str, Any]:
+class LogsUnused(Observer):
+    """Log unused parameters at the end of each synchronised backward.
+
+    An observer, made only for ``find_unused_parameters`` together with
+    TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL (`logs_unused`).
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._queue, self._names = reducer.queue, reducer.names
+
+    def finished(self) -> None:
+        """Log names of parameters that no rank used, if any; wait for the used-map."""
+        counts = self._queue.used_map.last_counts.tolist()
+        unused = [name for name, n in zip(self._names, counts, strict=True) if not n]
+        if unused:
+            names = ", ".join(unused)
+            logger.info(
+                "[rank %d] unused parameters: %s", self._queue.communicator.rank, names
+            )
+
+
+def logs_unused(*, find_unused_parameters: bool) -> bool:
+    """Return whether unused parameters are to be logged in each step, as by torch."""
+    level = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper()
+    return find_unused_parameters and level in ("INFO", "DETAIL")
+
+
+def _facts_of(ddp: Any) -> dict[str, Any]:
     """Return the logging data known at construction: options, sizes, environment."""
-    reducer, group = ddp._reducer, ddp.process_group
+    reducer: Reducer = ddp._reducer
+    group = ddp.process_group
     backend = backend_name(group)
     dtypes = sorted({CPP_NAMES.get(p.dtype, str(p.dtype)) for p in reducer.params})
     has_sync_bn = any(isinstance(m, nn.SyncBatchNorm) for m in ddp.module.modules())

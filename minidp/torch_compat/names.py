@@ -1,15 +1,19 @@
-"""`minidp.DataParallel`: `data_parallel.DataParallel`, plus torch's private names."""
+"""Private names of torch's class, which third parties use, for `minidp.DataParallel`.
+
+They are written here as the body of a class, `TorchNames`, and `with_torchs_names` puts
+them on the wrapper. `TorchNames` is no base of it: code that derives from torch's class
+calls ``super(DistributedDataParallel, self)`` and expects to reach `torch.nn.Module`.
+"""
 
 from __future__ import annotations
 
 import importlib
-import logging
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,19 +21,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from minidp import comm_hooks, data_parallel
-from minidp.comm import MESSAGE_BYTES, broadcast_coalesced
+from minidp import comm_hooks
+from minidp.comm import broadcast_coalesced
 from minidp.console import warn
-from minidp.core import EveryParameter, Observer, Reducer, expectation_for, untraced
-from minidp.data_parallel import M_co, arguments
-from minidp.guard import refuse_forward
+from minidp.core import EveryParameter, Observer, Reducer, expectation_for
+from minidp.guard import Guard, refuse_forward
 from minidp.replica import parameters
 
-from .dynamo_split import run_splitting
 from .logging_data import LoggingData
-from .reducer import ReducerNames
 
-logger = logging.getLogger("minidp")
+T = TypeVar("T")
 _Builtin: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]
 BUILTIN_HOOKS = {
     _Builtin.ALLREDUCE: comm_hooks.all_reduce_hook,
@@ -47,8 +48,8 @@ class _PlantedOptimizers(Observer):
 
     uses_grads = True
 
-    def __init__(self, ddp: data_parallel.DataParallel) -> None:
-        self._guard = weakref.proxy(ddp._guard)  # no cycle through the reducer
+    def __init__(self, guard: Guard) -> None:
+        self._guard: Guard = weakref.proxy(guard)  # no cycle through the reducer
         self._stepped: list[nn.Parameter] = []
 
     def reduced(self, params: Sequence[nn.Parameter]) -> None:
@@ -66,101 +67,53 @@ class _PlantedOptimizers(Observer):
         self._stepped.clear()
 
 
-class _LogsUnused(Observer):
-    """Log unused parameters at the end of each synchronised backward.
+def adopt_planted_optimizers(
+    params: Sequence[nn.Parameter], guard: Guard
+) -> Observer | None:
+    """Remove the grad hooks of torch's ``_apply_optimizer_in_backward``, if any.
 
-    An observer, made only for ``find_unused_parameters`` together with
-    TORCH_DISTRIBUTED_DEBUG=INFO or DETAIL.
+    They would step on local gradients, before the average. Return an observer that
+    steps these optimizers on the averages instead; None if no parameter has any.
+    """
+    if not any(hasattr(p, "_in_backward_optimizers") for p in params):
+        return None
+    planted = importlib.import_module(
+        "torch.distributed.optim.apply_optimizer_in_backward"
+    )
+    for param in params:
+        for handle in planted.param_to_optim_hook_handle_map.get(param, []):
+            handle.remove()
+    return _PlantedOptimizers(guard)
+
+
+class TorchNames:
+    """The body of these names; ``self`` is a `minidp.DataParallel`, never one of these.
+
+    What a method here reads of it is declared first.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
-        self._queue, self._names = reducer.queue, reducer.names
+    module: nn.Module
+    process_group: dist.ProcessGroup
+    parameters_to_ignore: set[str]
+    static_graph: bool
+    logger: LoggingData
+    named_module_buffers: dict[str, torch.Tensor]
+    modules_buffers: list[torch.Tensor]
+    register_comm_hook: Callable[[object, Any], None]
+    step_in_backward: Callable[[Any], None]
+    _given: SimpleNamespace
+    _delayed: Callable[[], dict[str, nn.Parameter]]
+    _reducer: Reducer
+    _guard: Guard
+    _replication: Any
 
-    def finished(self) -> None:
-        """Log names of parameters that no rank used, if any; wait for the used-map."""
-        counts = self._queue.used_map.last_counts.tolist()
-        unused = [name for name, n in zip(self._names, counts, strict=True) if not n]
-        if unused:
-            names = ", ".join(unused)
-            logger.info(
-                "[rank %d] unused parameters: %s", self._queue.communicator.rank, names
-            )
-
-
-class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
-    __doc__ = data_parallel.DataParallel.__doc__
-    __module__ = "minidp"
-    _not_copied = (
-        *data_parallel.DataParallel._not_copied,
-        "logger",
-        "_late_buffer_hook",
-    )
     # Nothing of the kind exists here.
     use_side_stream_for_tensor_copies = False
     _use_python_reducer = False
     _ddp_sink_clone = False
-
-    def _wire(self, checked: arguments.Arguments, kind: str) -> None:
-        config, devices = checked.config, checked.devices
-        self.output_device = devices.output_device
-        self.device_type = devices.device.type
-        self.is_multi_device_module = devices.is_multi_device
-        self.find_unused_parameters = config.find_unused_parameters
-        self.gradient_as_bucket_view = config.gradient_as_bucket_view
-        self.static_graph = config.static_graph
-        self.batched_grad_copy = config.batched_grad_copy
-        self.average_over = self._given.average_over
-        self.skip_all_reduce_unused_params = config.skip_all_reduce_unused_params
-        self.bucket_bytes_cap = config.caps.rest_bytes
-        self.bucket_bytes_cap_list = list(config.caps.list_bytes)
-        self.bucket_bytes_cap_default = config.caps.has_small_first
-        self.broadcast_bucket_size = MESSAGE_BYTES
-        self.mixed_precision = self._given.mixed_precision
-        super()._wire(checked, kind)
-        self.logger = LoggingData(self)
-        level = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF")
-        if level.upper() in ("INFO", "DETAIL") and self.find_unused_parameters:
-            self._reducer.queue.observers.append(_LogsUnused(self._reducer))
-        self._late_buffer_hook: Callable[[dict[str, torch.Tensor]], None] | None = None
-        self._lazy_init_ran = False
-        self._accum_grad_hooks: list[Any] = []
-
-    # -- forward -----------------------------------------------------------------------
-
-    @untraced
-    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if not self._lazy_init_ran:
-            self._lazy_init_ran = True
-            self._adopt_planted_optimizers()
-        try:
-            is_synced = torch.is_grad_enabled() and self.require_backward_grad_sync
-            if is_synced and not self._reducer.failure:  # its maps may never come
-                self.logger.forward_begins()
-            return super()._pre_forward(*inputs, **kwargs)
-        except Exception as error:
-            self.logger.note_error(error)
-            raise
-
-    _run_ddp_forward = run_splitting
-
-    @untraced
-    def _post_forward(self, output: Any) -> Any:
-        if self._late_buffer_hook is not None and self.will_sync_module_buffers():
-            self._replication.collect(self.module)
-            self._late_buffer_hook(self.named_module_buffers)
-        super()._post_forward(output)
-        if self.require_forward_param_sync:  # this forward is synchronised
-            self.logger.forward_ends()
-        return output
+    _lazy_init_ran = False  # until the first forward
 
     # -- hooks and optimizers ----------------------------------------------------------
-
-    def register_comm_hook(self, state: object, hook: Any) -> None:  # noqa: D102
-        try:
-            super().register_comm_hook(state, hook)
-        except Exception as error:
-            self.logger.note_error(error)
-            raise
 
     def _register_builtin_comm_hook(self, kind: Any) -> None:
         """Register minidp's comm hook that does what torch's built-in ``kind`` does.
@@ -186,23 +139,6 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         self.register_comm_hook(None, comm_hooks.all_reduce_hook)
         self.step_in_backward(optim(list(params), *args, **kwargs))
 
-    def _adopt_planted_optimizers(self) -> None:
-        """Register `_PlantedOptimizers`, and remove the grad hooks of these optimizers.
-
-        Those would step on local gradients, before the average. A no-op if no trainable
-        parameter has ``_in_backward_optimizers``.
-        """
-        params = [p for p in self._module_parameters if p.requires_grad]
-        if not any(hasattr(p, "_in_backward_optimizers") for p in params):
-            return
-        planted = importlib.import_module(
-            "torch.distributed.optim.apply_optimizer_in_backward"
-        )
-        for param in params:
-            for handle in planted.param_to_optim_hook_handle_map.get(param, []):
-                handle.remove()
-        self._replication.add_stepper(_PlantedOptimizers(self))
-
     def _register_buffer_comm_hook(
         self,
         state: Any,
@@ -226,7 +162,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
                 queue.owed.extend(futures)
 
         is_late = comm_hook_location is _BufferCommHookLocation.POST_FORWARD
-        self._late_buffer_hook = run if is_late else None
+        self._replication.late_buffer_hook = run if is_late else None
         self._replication.buffer_hook = (lambda _: None) if is_late else run
 
     def _default_broadcast_coalesced(
@@ -239,11 +175,6 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         tensors = list(self.modules_buffers if bufs is None else bufs)
         broadcast_coalesced(tensors, self.process_group, authoritative_rank)
 
-    # -- torch's own methods, which need no more than our attributes -------------------
-
-    scatter = DistributedDataParallel.scatter
-    to_kwargs = DistributedDataParallel.to_kwargs
-    gather = DistributedDataParallel.gather
     _set_ddp_sink_clone = DistributedDataParallel._set_ddp_sink_clone
     _get_active_ddp_module = DistributedDataParallel._get_active_ddp_module
 
@@ -317,16 +248,8 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         self.logger.set_rate(sample_rate)
 
-    named_module_buffers = property(attrgetter("_replication.buffers"))
     _bucket_config = property(attrgetter("_reducer.queue.config.caps"))
     _has_rebuilt_buckets = property(attrgetter("_reducer.rebuild_policy.has_rebuilt"))
-    reducer = property(ReducerNames)  # made at each access
-
-    modules_buffers = property(lambda self: list(self.named_module_buffers.values()))
-    broadcast_buffers = property(  # deprecated
-        attrgetter("forward_sync_buffers"),
-        lambda self, enabled: setattr(self, "forward_sync_buffers", enabled),
-    )
 
     @property
     def _module_parameters(self) -> list[nn.Parameter]:
@@ -335,7 +258,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
 
     @property
     def _delay_all_reduce_params(self) -> list[nn.Parameter]:
-        return list(arguments.delayed_parameters(self._given).values())
+        return list(self._delayed().values())
 
     @property
     def _comm_hooks(self) -> list[tuple[Any, Any]]:
@@ -343,8 +266,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         return [] if hook is None else [(hook.hook, hook.state)]
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        delayed = arguments.delayed_parameters(self._given)
-        replica = parameters.examine(self.module, delayed)
+        replica = parameters.examine(self.module, self._delayed())
         return replica.params, [name in replica.sparse for name in replica.managed]
 
     def _build_debug_param_to_name_mapping(
@@ -391,4 +313,18 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
                 vars(tensor)["_ddp_ignored"] = True
 
 
-DistributedDataParallel.register(DataParallel)
+_OF_EVERY_CLASS = {"__module__", "__doc__", "__dict__", "__weakref__"} | {
+    "__annotations__",
+    "__annotate_func__",
+    "__annotations_cache__",
+    "__static_attributes__",
+    "__firstlineno__",
+}
+
+
+def with_torchs_names(wrapper: type[T]) -> type[T]:
+    """Put the names of `TorchNames` on a class of wrappers, and return that class."""
+    for name, value in vars(TorchNames).items():
+        if name not in _OF_EVERY_CLASS:
+            setattr(wrapper, name, value)
+    return wrapper

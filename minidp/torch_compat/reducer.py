@@ -5,15 +5,13 @@ Not those that only torch's own class calls, inside its forward and ``join()``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from minidp.comm import GradBucket, Turn, all_reduce, then
+from minidp.core import Reducer
 from minidp.guard import refuse_forward
-
-if TYPE_CHECKING:
-    from .names import DataParallel
 
 
 class ReducerNames:
@@ -22,9 +20,9 @@ class ReducerNames:
     Made anew at each access of that property; only keeps references.
     """
 
-    def __init__(self, ddp: DataParallel) -> None:
-        self._ddp: DataParallel = ddp
-        self._reducer = ddp._reducer
+    def __init__(self, ddp: Any) -> None:
+        self._ddp = ddp
+        self._reducer: Reducer = ddp._reducer
         self._check_reducer_finalized = ddp._check_reducer_finalized
         self._delay_all_reduce = self._reducer.end_now
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
+from minidp.comm import waiting
 from minidp.core import Reducer, decode_layout, encode_layout
 from minidp.errors import CollectiveError, MiniDPError, explain
 from minidp.layout import Layout
@@ -120,10 +121,12 @@ class Sum:
         """
         inner = getattr(self.work, "_work", None)
         if inner is None or not self.tensor.is_cpu:
-            self.work.wait()
+            with waiting():
+                self.work.wait()
             return
         try:
-            inner.wait()
+            with waiting():
+                inner.wait()
         except Exception as error:  # whatever the process group raises
             self._quorum.manager.report_error(error)
 
@@ -197,7 +200,8 @@ class Quorum:
 
         If an id ends with no number, or two with the same: 0, 1, ... instead.
         """
-        count = self.manager.num_participants()  # waits
+        with waiting():
+            count = self.manager.num_participants()
         known = getattr(self.manager._pg, "_global_ranks", None)
         if known is None or len(set(known)) < count:  # ids without numbers of their own
             return list(range(count))
@@ -303,7 +307,8 @@ class Quorum:
         numbers = [0] * 2 * len(specs) if mine is None else encode_layout(mine)
         numbers = [1, int(mine is not None), *numbers]
         sums = torch.tensor(numbers, dtype=torch.int64, device=specs[0].device)
-        self.launch(sums).wait()
+        with waiting():
+            self.launch(sums).wait()
         if self.has_failed:
             return count
         contributors, is_known, *numbers = map(int, sums.tolist())
@@ -380,7 +385,8 @@ class Quorum:
         for plan in layout.buckets:
             zeros = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
             real = torch.view_as_real(zeros) if plan.dtype.is_complex else zeros
-            self.launch(real).wait()
+            with waiting():
+                self.launch(real).wait()
         for each in others:
             each.launch()
         self.manager.report_error(RuntimeError("minidp: the others' buckets differ"))

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from minidp import torch_compat
+from minidp import data_parallel
 from minidp.comm import SharedBuffer, UsedMap
 from minidp.core import Averaging, Observer, Reducer
 from minidp.errors import UnsyncedGradientsError, explain
@@ -29,7 +29,7 @@ from .items import ItemRows
 from .quorum import Quorum, Replica
 
 
-class DataParallel(torch_compat.DataParallel):
+class DataParallel(data_parallel.DataParallel):
     """`minidp.DataParallel` over the replicas of a torchft ``Manager``.
 
     Train as with torchft's own DDP. The manager needs ``state_dict`` and
@@ -71,8 +71,7 @@ class DataParallel(torch_compat.DataParallel):
         if averaging.items is not None:
             reducer.adopt(reducer.queue.layout)  # counts have a message of their own
         reducer.queue.observers.append(averaging)
-        # The optimizer guard asks it before each step, as it asks a comparison.
-        self._guard.replica_check = averaging  # type: ignore[assignment]
+        self._guard.precondition = averaging.refuse_uncommitted
 
     def _refuse_options(self, reducer: Reducer) -> None:
         """Raise ValueError if an option is set that changing replicas do not allow.
@@ -142,8 +141,8 @@ def _refuse(what: str, why: str) -> None:
 class _ByContributors(Averaging, Observer):
     """The reducer's `Averaging`: divides by the number of contributors in the quorum.
 
-    Also an observer, see `finished`, and what the optimizer guard asks before a step:
-    `suspect`, `confirm`. `DataParallel` registers it; the constructor waits for
+    Also an observer, see `finished`. `DataParallel` registers it, and lets the
+    optimizer guard call `refuse_uncommitted` before steps; the constructor waits for
     nothing.
     """
 
@@ -188,15 +187,10 @@ class _ByContributors(Averaging, Observer):
             for param, count in zip(self._reducer.params, counts, strict=True):
                 param.grad = param.grad if count else None
 
-    @property
-    def suspect(self) -> object:
-        """This object if the last backward's step is not committed, else None."""
-        quorum = self._quorum
-        return self if quorum.manager.current_step() == quorum.step else None
-
-    def confirm(self) -> None:
-        """Raise UnsyncedGradientsError, always; called if `suspect` is not None."""
+    def refuse_uncommitted(self) -> None:
+        """Raise UnsyncedGradientsError if the last backward's step is not committed."""
         step, rank = self._quorum.step, self._quorum.rank
-        what = f"An optimizer steps, but the manager has not committed step {step}."
-        remedy = "step with torchft's optimizer, or if manager.should_commit()"
-        raise UnsyncedGradientsError(explain(rank, what, remedy=remedy))
+        if self._quorum.manager.current_step() == step:
+            what = f"An optimizer steps, but the manager has not committed step {step}."
+            remedy = "step with torchft's optimizer, or if manager.should_commit()"
+            raise UnsyncedGradientsError(explain(rank, what, remedy=remedy))

@@ -96,8 +96,6 @@ class _Forked:
         code = 1
         try:
             torch.set_num_threads(1)
-            if "profiling" in name:  # looks for Gloo's events in a profile
-                os.environ["MINIDP_SHARED_MEMORY"] = "0"
             place_on_cpu()
             bind(cls.implementation, at_instance=(cls.folder / "reached").touch)
             super()._run(rank, name, *others, **more)

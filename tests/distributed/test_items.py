@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
 
 import minidp
 from minidp import ItemCountError, MiniDPError, SyncBatchNorm, comm_hooks
+from minidp.comm import item_counts
 from minidp.config import setting
+from minidp.data_parallel import items
 from tests.support.both import error_of, wrapped
 from tests.support.ranks import on_ranks
 from tests.support.tracing import collective_trace
@@ -271,6 +274,160 @@ def test_mean_over_nothing_is_weighed_by_zero(ctx):
     totals = ddp.item_totals
     assert abs(totals.mean_loss - error.mean()) < 1e-14
     assert totals.of_ranks.tolist() == [4.0, 0.0]
+
+
+def masked_mean(ddp: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The usual one: of an empty mask 0/0, in the value and in every gradient."""
+    loss = (ddp(x).float() - 1).square().sum(1)
+    return (loss * mask).sum() / mask.sum()
+
+
+NOTHING = [  # what an empty micro-batch does to gradients, modes of the wrapper
+    {},
+    VIEWS,
+    {"bucket_cap_mb": 0},
+    {"find_unused_parameters": True},
+    {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+    {"static_graph": True},
+    {"static_graph": True} | VIEWS,
+    {"batched_grad_copy": True},
+]
+MASKS = ((1, 1, 0, 1), (0, 0, 0, 0), (0, 1, 0, 0))  # of micro-batches
+
+
+def trains_on_masks(ctx: Any, number: Any, **options: Any) -> None:
+    """Three micro-batches per step; each rank has an empty one, in another place."""
+    ddp = wrap(ctx, Net(torch.float32), **options)
+    for step in range(4):
+        ddp.zero_grad()
+        masks = [
+            [torch.tensor(MASKS[(rank + step + k) % 3]) for k in range(3)]
+            for rank in range(ctx.world_size)
+        ]
+        xs = [
+            [inputs(rank, 10 * step + k, 4).float() for k in range(3)]
+            for rank in range(ctx.world_size)
+        ]
+        for k, (x, mask) in enumerate(zip(xs[ctx.rank], masks[ctx.rank], strict=True)):
+            with ddp.no_sync() if k < 2 else contextlib.nullcontext():
+                loss = masked_mean(ddp, x, mask)
+                ddp.weigh_loss(loss, number(mask.sum())).backward()
+        flat = [
+            x[m.bool()]
+            for a, b in zip(xs, masks, strict=True)
+            for x, m in zip(a, b, strict=True)
+        ]
+        assert near(ddp.module, whole(copy.deepcopy(ddp.module), torch.cat(flat)), 1e-5)
+        assert not ddp.item_totals.mean_loss.isnan()
+        assert ddp._reducer.ledger.finalized == step + 1
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("number", [int, torch.clone], ids=["number", "tensor"])
+@pytest.mark.parametrize("options", NOTHING, ids=str)
+def test_a_gradient_of_nothing_is_zero(ctx, number, options):
+    trains_on_masks(ctx, number, **options)
+
+
+@on_ranks(1, 2)
+def test_a_count_that_the_host_does_not_know(ctx):
+    """As on an accelerator: gradients of the module's outputs become zeros there."""
+    with pytest.MonkeyPatch.context() as patch:
+        for room in (item_counts, items):
+            patch.setattr(room, "is_known", lambda _tensor: False)
+        trains_on_masks(ctx, torch.clone)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("scales", [False, True], ids=["", "scaled"])
+def test_nothing_under_autocast(ctx, scales):
+    ddp = wrap(ctx, Net(torch.float32))
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scales)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(3):
+        mask = torch.full((4,), (ctx.rank + step) % 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = masked_mean(ddp, inputs(0, step, 4).float(), mask)
+            assert loss.isnan() == (mask.sum() == 0)
+            total = ddp.weigh_loss(loss, mask.sum())
+        scaler.scale(total).backward()
+        found = {name: p.grad.clone() for name, p in ddp.named_parameters()}
+        assert all(grad.isfinite().all() for grad in found.values())
+        assert any(grad.any() for grad in found.values())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert all(p.isfinite().all() for p in ddp.parameters())
+
+
+class Reentrant(Net):
+    """Both layers in reentrant checkpoints: no graph has their parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * torch.ones((), requires_grad=True)
+        x = checkpoint(self.first, x, use_reentrant=True)
+        return checkpoint(self.second, torch.tanh(x), use_reentrant=True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
+def test_nothing_through_reentrant_checkpoints(ctx, options):
+    ddp = wrap(ctx, Reentrant(torch.float32), **options)
+    for step in range(3):
+        ddp.zero_grad()
+        x, mask = inputs(0, step, 4).float(), torch.full((4,), (ctx.rank + step) % 2)
+        total = (ddp(x) - 1).square().sum(1)
+        loss = (total * mask).sum() / mask.sum()
+        ddp.weigh_loss(loss, mask.sum()).backward()
+        alone = Net(torch.float32)
+        assert near(ddp.module, whole(alone, x), 1e-5)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table = nn.Embedding(5, 3, sparse=True)
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.last(self.table(index)).squeeze(1)
+
+
+@on_ranks(2)
+def test_nothing_for_a_sparse_gradient(ctx):
+    ddp = wrap(ctx, Sparse())
+    index, mask = torch.tensor([1, 4]), torch.full((2,), int(not ctx.rank))
+    out = ddp(index).square()
+    ddp.weigh_loss((out * mask).sum() / mask.sum(), mask.sum()).backward()
+    alone = Sparse()
+    alone(index).square().mean().backward()
+    assert ddp.module.table.weight.grad.is_sparse
+    for ours, theirs in zip(ddp.module.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(ours.grad.to_dense(), theirs.grad.to_dense())
+
+
+@on_ranks(2)
+def test_a_loss_that_is_nan_over_something_stays_nan(ctx):
+    ddp = wrap(ctx)
+    x = inputs(0, size=4)
+    loss = (ddp(x) - 1).square().mean()
+    ddp.weigh_loss(loss * (math.nan if ctx.rank else 1), 1).backward()
+    assert all(p.grad.isnan().all() for p in ddp.parameters())
+    assert ddp.item_totals.mean_loss.isnan()
+
+
+@on_ranks(2)
+def test_a_part_of_a_loss_that_weighs_nothing(ctx):
+    """Two losses of one forward: that of nothing leaves the other one as it is."""
+    ddp, alone = wrap(ctx), Net()
+    x = inputs(0, size=4)
+    out = ddp(x)
+    whole_loss = ddp.weigh_loss((out[:, 0] - 1).square().mean(), 4)
+    nothing = ddp.weigh_loss((out[:, 1] * 0).sum() / torch.zeros(()), 0)
+    (whole_loss + nothing).backward()
+    (alone(x)[:, 0] - 1).square().mean().backward()
+    assert near(ddp.module, alone)
 
 
 # ------------------------------------------------------------------ other features

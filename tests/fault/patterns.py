@@ -171,6 +171,45 @@ row(name, RIGHT, text, static=ERROR, **LEGAL, **WHOLE)
 name = "weights disturbed on each rank for the forward"
 row(name, RIGHT, times(3, f"save, disturb, {MOVED}"), **LEGAL, **WHOLE)
 
+# Legal: a backward that needs no gradient of the parameters announces nothing that
+# concerns them; then they change alike on all ranks.
+SAVED = "save, shrink(scale)"
+for what, text in [
+    ("a generator's turn, then clipped weights", "generator's turn, shrink"),
+    ("inputs' gradients, then clipped weights", "saliency(inputs), shrink"),
+    ("torch.autograd.grad of inputs, then a checkpoint", "saliency, reload"),
+    ("a saliency map on other weights, then back", f"{SAVED}, saliency, restore"),
+    ("a saliency map on one rank, then a checkpoint", "saliency @0, reload"),
+]:
+    text = times(2, f"{text}, {BLIND}, note")
+    row(what, RIGHT, text, "default find_unused views", **LEGAL, **WHOLE)
+HAND_STEP = "zero, forward, backward, hand step(keep), note"
+text = times(3, f"saliency, {HAND_STEP}")
+row("updates by hand after a saliency map", RIGHT, text, FEW, **LEGAL, **WHOLE)
+name = "sharpness-aware minimisation by torch.autograd.grad"
+text = "save, forward, climb by grad, zero, forward, backward, restore, blind step"
+row(name, RIGHT, times(3, text), FEW, **LEGAL, **WHOLE)
+
+# Legal: other weights for an evaluation, in the middle of an accumulation.
+LOCAL_ONE = "no_sync, forward, backward, synced"
+SWAPPED = f"zero, {LOCAL_ONE}, {SAVED}, forward, drop, restore, forward, backward, step"
+name = "other weights for an evaluation between micro-batches"
+row(name, RIGHT, times(2, SWAPPED), FEW, **LEGAL, **WHOLE)
+SWAPPED = SWAPPED.replace("forward, backward", "forward(a), backward")
+row(f"{name}, last layer unused", RIGHT, times(2, SWAPPED), "find_unused", **LEGAL)
+text = f"zero, {LOCAL_ONE}, {LOCAL_ONE}, average .grad, blind step"
+name = "micro-batches in no_sync(), averaged by hand, then a step"
+row(name, RIGHT, times(3, text), FEW, **LEGAL, **WHOLE)
+name = "two steps on one averaged backward, a forward between"
+text = times(2, f"{BACKWARD}, step, forward, drop, blind step")
+row(name, RIGHT, text, **LEGAL, **WHOLE)
+for how in ("evaluate", "backward", "inner"):
+    name = f"functional_call with lent parameters, {how}"
+    row(name, RIGHT, f"lent weights({how}), {BLIND}", ONE, **LEGAL)
+name = "an optimizer that takes each rank's noise off first"
+text = f"noisy optimizer, {times(4, 'noise, zero, forward, backward, blind step')}"
+row(name, RIGHT, text, **LEGAL, **WHOLE)
+
 # One replica changes.
 END = {"before": "", "after": "train, train, train"}
 row("checkpoint loaded on one rank, after wrapping", SILENT, "load @1", **AB, **END)

@@ -105,12 +105,10 @@ def test_a_rank_that_missed_a_step_is_named(ctx, name, steps):
     assert "other parameters 0.weight" in text
     assert ("state of" in text) == (name != "sgd")
     assert "reset(copy_from=0)" in text
-    before = state_of(ddp)
     for _ in range(2):  # another reset() mends nothing
         error = error_of(lambda: step(ctx, ddp, optimizer, 7))
         assert error.startswith(MISMATCH.format(ctx.rank)), error
         assert f"({kind}: {steps} on rank 0, {steps - 1} on rank 1)" in error
-        assert same(before, state_of(ddp))  # nothing was applied
         assert told(ddp.reset)
 
 
@@ -297,10 +295,8 @@ def test_weights_of_some_ranks_are_other_ones(ctx, how):
     if how == "move" and ctx.rank == 1:
         with torch.no_grad():
             ddp.module[0].weight.add_(1)
-    before = state_of(ddp)
     error = error_of(lambda: step(ctx, ddp, optimizer))
     assert error.startswith(MISMATCH.format(ctx.rank)), error
-    assert same(before, state_of(ddp))
     assert "0.weight" in error
 
 

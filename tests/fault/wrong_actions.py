@@ -133,7 +133,123 @@ def grad_function(stage, what="dropped"):
                 param -= 0.1 * grad
 
 
+@action("saliency")
+def saliency(stage, how="grad"):
+    """Ask for the gradient of the input alone, with a forward that announces averages.
+
+    ``how``: by `torch.autograd.grad`, or by a backward into the input.
+    """
+    x = stage.x(stage.rank, 500).requires_grad_()
+    out = stage.model(x).sum()
+    if how == "grad":
+        torch.autograd.grad(out, x)
+    else:
+        out.backward(inputs=[x])
+
+
+@action("generator's turn")
+def turn_of_the_generator(stage):
+    """Run a backward through the model that needs another network's gradients only."""
+    generator = nn.Linear(3, 3)
+    out = stage.model(generator(stage.x(stage.rank, 501))).mean()
+    out.backward(inputs=[*generator.parameters()])
+
+
+@action("lent weights")
+def evaluate_lent(stage, how="evaluate"):
+    """Run a forward with parameters that are lent to the module for its duration.
+
+    ``how``: leave it at that, or run a backward into them, or two inner steps by hand.
+    """
+    lent = {
+        name: nn.Parameter(param.detach() * 0.9)
+        for name, param in stage.model.named_parameters()
+    }
+    x = stage.x(stage.rank, 502)
+    for _ in range(2 if how == "inner" else 1):
+        loss = functional_call(stage.model, lent, (x,)).pow(2).sum()
+        if how == "backward":
+            loss.backward()
+        elif how == "inner":
+            grads = torch.autograd.grad(loss, [*lent.values()], allow_unused=True)
+            lent = {
+                name: param if grad is None else param.detach() - 0.1 * grad
+                for (name, param), grad in zip(lent.items(), grads, strict=True)
+            }
+            lent = {name: value.requires_grad_() for name, value in lent.items()}
+
+
+class NoisyStep(torch.optim.SGD):
+    """Trains weights that carry each rank's own noise outside of `step`."""
+
+    def disturb(self):
+        self.noise = []
+        for param in self.param_groups[0]["params"]:
+            self.noise.append(0.1 * torch.randn(param.shape, generator=self.generator))
+            param.data += self.noise[-1]
+
+    def step(self, closure=None):
+        for param, noise in zip(
+            self.param_groups[0]["params"], self.noise, strict=True
+        ):
+            param.data -= noise
+        # Exactly, whatever the rounding was.
+        for param, kept in zip(self.param_groups[0]["params"], self.kept, strict=True):
+            param.data.copy_(kept)
+        return super().step(closure)
+
+
+@action("noisy optimizer")
+def use_noisy_optimizer(stage):
+    params = [p for p in stage.model.parameters() if p.requires_grad]
+    optimizer = NoisyStep(params, lr=0.1)
+    optimizer.generator = torch.Generator().manual_seed(stage.rank)
+    stage.optimizers["step"] = optimizer
+
+
+@action("noise")
+def add_noise(stage):
+    optimizer = stage.optimizers["step"]
+    optimizer.kept = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+    optimizer.disturb()
+
+
+@action("average .grad")
+def average_gradients(stage):
+    """Average the gradients by hand, as Composer does after micro-batches."""
+    for param in stage.model.parameters():
+        if param.grad is not None:
+            torch.distributed.all_reduce(param.grad, group=stage.group)
+            param.grad /= stage.world_size
+
+
 # -- parameters ------------------------------------------------------------------------
+
+
+@action("shrink")
+@torch.no_grad()
+def shrink(stage, how="clamp"):
+    """Change all parameters alike on all ranks."""
+    for param in stage.model.parameters():
+        param.clamp_(-0.3, 0.3) if how == "clamp" else param.mul_(0.9)
+
+
+@action("climb by grad")
+def climb_by_grad(stage):
+    """Move the parameters uphill, by what `torch.autograd.grad` returns."""
+    made = stage.waiting.pop()
+    params = [p for p in stage.model.parameters() if p.requires_grad]
+    grads = torch.autograd.grad(sum(made.losses), params)
+    with torch.no_grad():
+        for param, grad in zip(params, grads, strict=True):
+            param += 0.05 * grad
+
+
+@action("reload")
+def reload(stage):
+    """Load weights that are the same on all ranks."""
+    state = stage.model.module.state_dict()
+    stage.model.module.load_state_dict({n: v * 0.9 for n, v in state.items()})
 
 
 @action("hand step")
@@ -170,7 +286,8 @@ def foreign_weights(stage, how):
                 if how != "optimizer":
                     others[name] -= 0.1 * others[name].grad
                 param.copy_(others[name])
-        stage.note()
+        if how == "optimizer":  # by hand, only the next step can tell
+            stage.note()
 
 
 @action("save")

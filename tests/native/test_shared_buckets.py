@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -125,6 +127,46 @@ def test_a_rebuild_frees_the_old_buckets(ctx):
     del ddp, out
     gc.collect()
     assert [*found, len(mapped())] == [2, 2, 0]
+
+
+def all_reduces(profiler: Any) -> list[Any]:
+    inner = getattr(profiler, "profiler", profiler)  # torch.profiler's holds autograd's
+    return [e for e in inner.function_events if e.name == "gloo:all_reduce"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["torch", "autograd"])
+def test_a_profile_shows_sums_as_messages_are_shown(ctx, kind):
+    """Asynchronous ranges of Gloo's name: one per bucket and step, and of the used-map.
+
+    Each lasts at least as long as a rank waits for the one that comes late.
+    """
+    profile = {
+        "torch": functools.partial(
+            torch.profiler.profile,
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            record_shapes=True,
+        ),
+        "autograd": functools.partial(
+            torch.autograd.profiler.profile, record_shapes=True
+        ),
+    }[kind]
+    ddp = wrapped(ctx, Scalars(3), find_unused_parameters=True)
+    train(ddp, ctx)
+    with profile() as profiler:
+        train(ddp, ctx, steps=2)
+    assert why_not(ddp) == ""
+    events = all_reduces(profiler)
+    assert all(event.is_async for event in events)
+    # Steps times (one bucket, the used-map).  With messages the last one may be missing:
+    # a thread of Gloo ends it, now and then after the profile.
+    assert [event.input_shapes for event in events] == [[[3]]] * (2 * 2)
+    with profile() as profiler:
+        loss = ddp(x_of(ctx))
+        time.sleep(0.3 * ctx.rank)
+        loss.backward()
+    if not ctx.rank:
+        assert max(e.time_range.elapsed_us() for e in all_reduces(profiler)) > 2e5
 
 
 @on_ranks(2)

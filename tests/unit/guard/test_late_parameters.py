@@ -36,13 +36,39 @@ def refused(call, *args):
     return text.split("Parameters: ")[1].split(". What")[0]
 
 
+def train(ddp):
+    """Make a step with the parameters that were there when the module was wrapped."""
+    ddp(X).sum().backward()
+    torch.optim.SGD([ddp.module[0].weight], lr=0.1).step()
+
+
+def refused_in_training(ddp):
+    """By the step: no optimizer holds them, but the other rank has other values."""
+    return refused(train, ddp)
+
+
 def test_unfrozen(ddp):
     ddp(X)
     ddp.module[1].requires_grad_(True)
-    assert refused(ddp, X) == "1.weight, 1.bias"
-    assert refused(ddp, X) == "1.weight, 1.bias"  # until it is wrapped again
+    assert refused_in_training(ddp) == "1.weight, 1.bias"
+    assert refused_in_training(ddp) == "1.weight, 1.bias"  # until it is wrapped again
     ddp.module[1].requires_grad_(False)
-    ddp(X)
+    train(ddp)
+
+
+def test_found_without_any_optimizer(ddp):
+    """In the forward after the first backward in which they were there."""
+    ddp.module[1].requires_grad_(True)
+    ddp(X).sum().backward()
+    assert refused(ddp, X) == "1.weight, 1.bias"
+
+
+def test_the_same_values_on_all_ranks_are_legal(ddp, other_rank):
+    other_rank.is_equal = True
+    ddp.module[1].requires_grad_(True)
+    for _ in range(3):
+        train(ddp)
+    assert other_rank.asked == ["joined"]  # once: they have not changed
 
 
 JOINED = {  # change of the module -> names in the error
@@ -50,7 +76,6 @@ JOINED = {  # change of the module -> names in the error
     # ``ModuleList.insert`` registers nothing.
     "x.weight, x.bias": lambda net: net._modules.update(x=nn.Linear(2, 2)),
     "0.scale": lambda net: setattr(net[0], "scale", nn.Parameter(torch.ones(1))),
-    "2.weight, 2.bias": lambda net: net.__setitem__(2, nn.Linear(2, 2)),
 }
 
 
@@ -58,18 +83,19 @@ def test_added_to_a_module_that_was_empty(lone_group):
     net = nn.Sequential(nn.Linear(2, 2), nn.Identity())
     ddp = DataParallel(net, process_group=lone_group)
     net[1].scale = nn.Parameter(torch.ones(1))
-    assert refused(ddp, X) == "1.scale"
+    assert refused_in_training(ddp) == "1.scale"
 
 
 @pytest.mark.parametrize("names", JOINED)
 def test_joined(ddp, names):
     JOINED[names](ddp.module)
-    assert refused(ddp, X) == names
+    assert refused_in_training(ddp) == names
 
 
-def test_another_module_altogether(ddp):
-    ddp.module = nn.Sequential(nn.Linear(2, 2))
-    assert refused(ddp, X) == "0.weight, 0.bias"
+def test_replaced(lone_group):
+    ddp = make(lone_group, find_unused_parameters=True)
+    ddp.module[2] = nn.Linear(2, 2)
+    assert refused_in_training(ddp) == "2.weight, 2.bias"
 
 
 def test_added_between_backward_and_step(ddp):
@@ -86,7 +112,7 @@ def test_an_optimizer_that_gets_more(ddp):
     ddp.module[1].requires_grad_(True)
     optimizer.add_param_group({"params": ddp.module[1].parameters()})
     ddp.module[1].weight.grad = torch.ones(2, 2)
-    assert refused(optimizer.step) == "1.weight, 1.bias"
+    assert refused(optimizer.step) == "1.weight"
 
 
 def test_an_optimizer_that_holds_frozen_ones(ddp):
@@ -120,9 +146,9 @@ def test_legal_change(ddp, change):
 
 def test_added_frozen(ddp):
     ddp.module.append(nn.Linear(2, 2).requires_grad_(False))
-    ddp(X)
+    train(ddp)
     ddp.module[3].requires_grad_(True)
-    assert refused(ddp, X) == "3.weight, 3.bias"
+    assert refused_in_training(ddp) == "3.weight, 3.bias"
 
 
 def test_ignored(lone_group):
@@ -151,7 +177,7 @@ def test_scripted(lone_group, scripted):
     ddp = DataParallel(net, process_group=lone_group)
     ddp(X).sum().backward()
     net.append(nn.Linear(2, 2))
-    assert refused(ddp, X) == "2.weight, 2.bias"
+    assert refused_in_training(ddp) == "2.weight, 2.bias"
 
 
 def test_wrapped_again(ddp, lone_group):
@@ -161,31 +187,50 @@ def test_wrapped_again(ddp, lone_group):
     assert again.module[1].weight.grad is not None
 
 
-def test_functional_call(ddp):
+@pytest.mark.parametrize("way", ["evaluate", "backward", "inner steps"])
+def test_lent_parameters_are_not_late(ddp, way, other_rank):
     own = dict(ddp.named_parameters())
     functional_call(ddp, {n: p * 2 for n, p in own.items()}, (X,))
-    ddp(X)
-    others = {n: p.detach().clone().requires_grad_() for n, p in own.items()}
-    names = refused(functional_call, ddp, others, (X,))
-    assert "0.weight, 0.bias, 1.weight" in names
-    ddp(X)
+    train(ddp)
+    for _ in range(2):
+        others = {n: nn.Parameter(p.detach() * 2) for n, p in own.items()}
+        for _ in range(2):
+            loss = functional_call(ddp, others, (X,)).sum()
+            if way == "backward":
+                loss.backward()
+            elif way == "inner steps":
+                grads = torch.autograd.grad(loss, [*others.values()])
+                pairs = zip(others.items(), grads, strict=True)
+                others = {n: (p - g).detach().requires_grad_() for (n, p), g in pairs}
+        train(ddp)
+    assert other_rank.asked == []
+
+
+def test_an_optimizer_that_holds_lent_parameters_is_refused(ddp):
+    own = dict(ddp.named_parameters())
+    others = {n: nn.Parameter(p.detach().clone()) for n, p in own.items()}
+    functional_call(ddp, others, (X,)).sum().backward()
+    optimizer = torch.optim.SGD([*others.values()][:2], lr=0.1)
+    assert refused(optimizer.step) == "0.weight, 0.bias"
+    optimizer.zero_grad()
     one = {"module.0.bias": others["module.0.bias"]}
-    assert refused(functional_call, ddp, one, (X,)) == "0.bias"
+    functional_call(ddp, one, (X,)).sum().backward()
+    assert refused(optimizer.step) == "0.bias"
 
 
 def test_policies(lone_group):
-    for policy in ("warn", "ignore"):
-        ddp = make(lone_group, unsynced=policy)
-        ddp.module.append(nn.Linear(2, 2))
-        if policy == "warn":
-            with pytest.warns(UserWarning, match=r"Parameters: 3\.weight, 3\.bias"):
-                ddp(X)
-        ddp(X)  # says it once
+    ddp = make(lone_group, unsynced="warn")
+    ddp.module.append(nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match=r"Parameters: 3\.weight, 3\.bias"):
+        train(ddp)
+    ddp = make(lone_group, unsynced="ignore")
+    ddp.module.append(nn.Linear(2, 2))
+    train(ddp)
 
 
 def test_a_copy_watches_its_own_module(ddp):
     twin = copy.deepcopy(ddp)
     ddp.module.append(nn.Linear(2, 2))
-    twin(X)
+    train(twin)
     twin.module.append(nn.Linear(2, 2))
-    assert refused(twin, X) == "3.weight, 3.bias"
+    assert refused_in_training(twin) == "3.weight, 3.bias"

@@ -46,12 +46,17 @@ def put_back(ddp, kept):
         param.copy_(old)
 
 
-def refused(ddp, what):
+def step_of(ddp):
+    return torch.optim.SGD(ddp.parameters(), lr=0.1).step
+
+
+def refused(call, what, *args):
+    """The call raises, because the other rank's parameters are others."""
     with pytest.raises(UnsyncedGradientsError, match=what) as caught:
-        ddp(X)
+        call(*args)
     text = str(caught.value)
     assert text.startswith("[rank 0] Parameters changed after a ")
-    assert "Parameters: a, b. What to do: " in text
+    assert "Found: other parameters on rank 1 than on rank 0. Parameters: a, b" in text
     assert "reset()" in text
 
 
@@ -63,65 +68,101 @@ def half_a_window(ddp):
 LOCAL, BYPASSED = "after a local backward", "averaged nothing"
 
 
-def test_method_of_the_module(ddp):
+def test_found_after_the_next_step(ddp):
     ddp.module(X).backward()
     update(ddp)
-    refused(ddp, LOCAL)
-    refused(ddp, LOCAL)  # until reset()
+    ddp(X).backward()
+    refused(step_of(ddp), LOCAL)
+    ddp.reset()
+    ddp(X).backward()
+    step_of(ddp)()
+
+
+def test_found_without_any_optimizer(ddp):
+    """In the forward after the next averaged backward, or the next local update."""
+    ddp.module(X).backward()
+    update(ddp)
+    ddp(X).backward()
+    update(ddp)
+    refused(ddp, LOCAL, X)
+    for _ in range(2):
+        ddp.module(X).backward()
+        update(ddp)
+        if not _:
+            ddp(X)
+    refused(ddp, LOCAL, X)
     ddp.reset()
     for _ in range(2):
         ddp(X).backward()
         update(ddp)
 
 
-def test_averaged_first(ddp):
+def test_nothing_is_said_if_the_other_rank_has_changed_alike(ddp, other_rank):
+    other_rank.is_equal = True
+    for _ in range(3):
+        ddp.module(X).backward()
+        update(ddp)
+        ddp(X).backward()
+        step_of(ddp)()
+    assert "after" in other_rank.asked
+
+
+def test_what_is_always_equal_is_compared_more_and_more_rarely(ddp, other_rank):
+    other_rank.is_equal = True
+    for _ in range(40):
+        half_a_window(ddp)
+        update(ddp)
+        ddp(X).backward()
+        step_of(ddp)()
+    assert other_rank.asked.count("after") == 5  # in rounds 1, 2, 5, 12 and 27
+
+
+def test_averaged_first(ddp, other_rank):
     ddp.module(X).backward()
     ddp.sync_gradients()
     update(ddp)
-    ddp(X)
+    ddp(X).backward()
+    step_of(ddp)()
+    assert other_rank.asked == []
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_stray_backward_is_not_excused_by_zeros(ddp, set_to_none):
-    """Nobody said that it was to stay local."""
-    ddp.module(X).backward()
+@pytest.mark.parametrize("where", ["outside", "in no_sync"])
+def test_an_update_is_not_excused_by_zeros(ddp, set_to_none, where):
+    if where == "outside":
+        ddp.module(X).backward()
+    else:
+        half_a_window(ddp)
     update(ddp, drops=False)
     ddp.zero_grad(set_to_none=set_to_none)
-    refused(ddp, LOCAL)
+    ddp(X).backward()
+    refused(step_of(ddp), LOCAL)
 
 
-def test_local_sgd_by_hand_inside_no_sync(ddp):
+def test_local_sgd_by_hand_inside_no_sync(ddp, other_rank):
     with ddp.no_sync():
         for _ in range(2):
             ddp(X).backward()
             update(ddp)
-    ddp(X)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_climbing_to_the_worst_case_with_local_gradients(ddp, set_to_none):
-    """Sharpness-aware minimisation: up with local gradients, and down again."""
-    kept = copies(ddp)
-    half_a_window(ddp)
-    update(ddp, drops=False)
-    ddp.zero_grad(set_to_none=set_to_none)
     ddp(X).backward()
-    put_back(ddp, kept)
-    torch.optim.SGD(ddp.parameters(), lr=0.1).step()
-    ddp(X)
+    step_of(ddp)()
+    assert other_rank.asked == []
 
 
 def test_grad_function(ddp):
-    params = list(ddp.parameters())
-    for param, grad in zip(params, torch.autograd.grad(ddp(X), params), strict=True):
-        param.data = param.data  # counts as no change
-        with torch.no_grad():
-            param -= 0.1 * grad
-    refused(ddp, BYPASSED)
+    for _ in range(2):
+        params = list(ddp.parameters())
+        grads = torch.autograd.grad(ddp(X), params)
+        for param, grad in zip(params, grads, strict=True):
+            param.data = param.data  # counts as no change
+            with torch.no_grad():
+                param -= 0.1 * grad
+    refused(ddp, BYPASSED, X)
 
 
-@pytest.mark.parametrize("way", ["penalty", "before the step", "alone"])
-def test_gradients_of_inputs(ddp, way):
+@pytest.mark.parametrize("way", ["penalty", "before the step", "alone", "inputs"])
+def test_gradients_of_inputs(ddp, way, other_rank):
+    """They leave the parameters alone, which may change afterwards as they like."""
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
@@ -129,77 +170,37 @@ def test_gradients_of_inputs(ddp, way):
             ddp(X).backward()
         x = X.clone().requires_grad_()
         out = ddp(x)
-        (slope,) = torch.autograd.grad(out, x, create_graph=way == "penalty")
+        if way == "inputs":
+            out.backward(inputs=[x])
+        else:
+            (slope,) = torch.autograd.grad(out, x, create_graph=way == "penalty")
         if way == "penalty":
             (out + slope).backward()
+        put_back(ddp, [each.clamp(-0.1, 0.1) for each in copies(ddp)])
+        if way != "before the step":
+            ddp(X).backward()
+        other_rank.is_equal = way == "before the step"  # a forward left it out
         optimizer.step()
-
-
-def test_local_gradient_of_a_probe_and_an_untouched_model(ddp):
-    state = {k: v.clone() + 1 for k, v in ddp.state_dict().items()}
-    ddp.module(X).backward()
-    ddp(X)
-    ddp.zero_grad()
-    with ddp.no_sync():
-        ddp.load_state_dict(state)
-    ddp(X).backward()
+    assert set(other_rank.asked) <= ({"step"} if way == "before the step" else set())
 
 
 def test_warn(lone_group):
     ddp = DataParallel(Two(), process_group=lone_group, unsynced="warn")
     ddp.module(X).backward()
     update(ddp)
+    ddp(X).backward()
     with pytest.warns(UserWarning, match=LOCAL):
-        ddp(X)
+        step_of(ddp)()
 
 
-# ----------------------------------------------------------------- changed and put back
-
-
-def test_weights_that_are_swapped_for_an_evaluation(ddp):
-    """While the gradients of half an accumulation window are kept."""
-    half_a_window(ddp)
-    kept = copies(ddp)
+def test_one_rank_alone_cannot_differ(lone_group, monkeypatch):
+    monkeypatch.undo()
+    ddp = DataParallel(Two(), process_group=lone_group)
     for _ in range(2):
-        put_back(ddp, [each / 2 for each in kept])
-        with torch.no_grad():
-            ddp(X)
-        put_back(ddp, kept)
-    ddp(X).backward()
-    assert ddp.module.a.grad == 2 * X
-    update(ddp)
-    ddp(X)
-
-
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_only_one_is_put_back(ddp, name):
-    half_a_window(ddp)
-    kept = getattr(ddp.module, name).detach().clone()
-    update(ddp, drops=False)
-    with torch.no_grad():
-        getattr(ddp.module, name).copy_(kept)
-    refused(ddp, LOCAL)
-
-
-def test_put_back_to_what_it_was_before_an_update(ddp):
-    """The corner is of another forward than the local backward."""
-    half_a_window(ddp)
-    kept = copies(ddp)
-    ddp(X).backward()
-    update(ddp)
-    ddp.module(X).backward()
-    put_back(ddp, kept)
-    refused(ddp, LOCAL)
-
-
-def test_a_corner_without_gradient_proves_nothing(lone_group):
-    """An update by hand does not show in the rows of words that did not occur."""
-    ddp = DataParallel(nn.Embedding(1000, 300), process_group=lone_group)
-    with ddp.no_sync():
-        ddp(torch.tensor([999])).sum().backward()
-    update(ddp, drops=False)
-    with pytest.raises(UnsyncedGradientsError, match=LOCAL):
-        ddp(torch.tensor([1]))
+        ddp.module(X).backward()
+        step_of(ddp)()
+        update(ddp)
+        ddp(X)
 
 
 # -------------------------------------- steps inside no_sync() that nobody makes up for

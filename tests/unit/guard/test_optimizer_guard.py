@@ -289,8 +289,9 @@ def test_a_wrapper_inside_no_sync_vouches_for_nobody(lone_group):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_backward_left_out_on_all_ranks(setting, set_to_none):
-    """Here the only one; for two ranks see `test_skipped`."""
+def test_a_backward_left_out_on_all_ranks(setting, set_to_none, other_rank):
+    """The other rank does the same; see `test_skipped` for one that does not."""
+    other_rank.is_equal = True
     setting.train_step()
     for _ in range(2):
         setting.optimizer.zero_grad(set_to_none=set_to_none)

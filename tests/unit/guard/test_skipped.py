@@ -68,13 +68,11 @@ def one_skips(ctx):
 def test_one_rank_skips_a_backward():
     (_, theirs), (kind, text) = run_fresh(one_skips, 2, group_timeout=60.0)
     assert kind == UnsyncedGradientsError.__name__
-    assert text == (
+    assert text.startswith(
         "[rank 1] A forward announced a synchronised backward that never came on this "
-        "rank, and an optimizer is about to step with gradients of zeros. The backward "
-        "of rank 0 waits for it. Expected: a backward that all ranks leave out, or "
-        "none. Parameters: a, b. What to do: decide on all ranks alike, for example by "
-        "an all_reduce of the condition; or run backward() on a loss multiplied by "
-        "zero."
+        "rank, so the gradients present are not those of this step. Expected: the same "
+        "step on all ranks, without a backward. Found: no such doubt on rank 0, which "
+        "went on without it. Parameters: a, b. What to do: call backward() on "
     )
     assert "Rank 1 gave up: UnsyncedGradientsError: [rank 1] A forward" in theirs
 
@@ -97,12 +95,12 @@ def test_who_has_nothing_to_skip_is_not_asked(ctx):
 
 
 @on_ranks(2)
-def test_without_news_of_the_others_it_is_an_error(ctx):
+def test_ranks_without_hang_reports_ask_each_other_all_the_same(ctx):
     ddp = wrapped(ctx, Two(), hang_timeout=None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     ddp(X).backward()
     optimizer.zero_grad(set_to_none=False)
     optimizer.step()
     ddp(X)
-    with pytest.raises(UnsyncedGradientsError, match="with hang_timeout=None"):
-        optimizer.step()
+    optimizer.step()
+    return values(ddp)

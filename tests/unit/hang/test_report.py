@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _thread
+import dataclasses
 import gc
 import sys
 import threading
@@ -10,12 +12,14 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from torch.futures import Future
 
-from minidp.comm.work import FutureWork, wait_for
+from minidp.comm import Communicator, gather_json, post_json
+from minidp.comm.work import FutureWork, PythonWork, is_waiting, wait_for, waiting
 from minidp.hang import heartbeat
 from minidp.hang.rank_status import Alarm, RankStatus, _text_of_missing, place_of
-from minidp.hang.report import Inquiry, Sighting, Skip
+from minidp.hang.report import Inquiry, Passed, Sighting
 
 
 def status(started, wait="", **more):
@@ -149,7 +153,6 @@ def test_a_lost_store_is_told_with_what_was_known():
     assert text.startswith("Missing: rank 1. Rank 1 runs, but")
     assert text.endswith("It is gone.")
     assert not may_come
-    assert answer(Skip(7, 2), lost) == "It is gone."
 
 
 def at(step, steps, **more):
@@ -157,21 +160,33 @@ def at(step, steps, **more):
 
 
 @pytest.mark.parametrize(
-    ("statuses", "found"),
+    ("status", "may_answer", "stepped", "gone"),
     [
-        ([at(7, 2), at(7, 3)], ""),
-        ([at(7, 2), at(7, 1)], None),  # some are still on their way
-        ([at(7, 2), at(6, 5, is_reducing=True)], None),
-        ([at(7, 2), None], None),
-        (
-            [at(7, 2), at(7, 1, is_reducing=True)],
-            "The backward of rank 2 waits for it.",
-        ),
-        ([at(7, 2, is_reducing=True)], ""),  # it has stepped: in its next backward
+        (at(7, 2), False, set(), set()),  # on its way, or posting
+        (at(6, 5, is_reducing=True), False, set(), set()),
+        (at(7, 3), False, {1}, set()),
+        (at(7, 3, is_reducing=True), False, {1}, set()),  # in its next backward
+        (at(7, 2, is_reducing=True), False, set(), {1}),
+        (at(7, 2, is_reducing=True), True, set(), set()),  # it answers from there
+        (at(7, 2, waits=True, seconds=6.0), True, set(), {1}),
+        (at(7, 2, waits=True, seconds=4.0), True, set(), set()),
+        (None, False, set(), set()),
     ],
 )
-def test_do_all_ranks_skip(statuses, found):
-    assert answer(Skip(7, 2), channel(*statuses)) == found
+def test_who_does_not_come_to_a_meeting(status, may_answer, stepped, gone):
+    passed = Passed(7, 2, may_answer=may_answer)
+    passed.try_answer(channel(status))
+    later = status and dataclasses.replace(status, beat=status.beat + 1)
+    assert not passed.try_answer(channel(later))
+    assert (passed.stepped, passed.gone) == (stepped, gone)
+    passed.drop()
+    assert passed.try_answer(channel(status))
+
+
+def test_who_gave_up_does_not_come():
+    passed = Passed(7, 2, may_answer=True)
+    passed.try_answer(channel(None, alarms=[Alarm(1, 2, "boo")]))
+    assert passed.gone == {1}
 
 
 # -- where a thread is -----------------------------------------------------------------
@@ -192,12 +207,88 @@ def thread_at(target, is_there):
     assert place_of(thread.ident) == ("", False)
 
 
-def test_a_thread_that_waits_for_other_ranks():
-    """As the frames say: in a wait of ours, or in a collective of torch's."""
+class InCpp:
+    """Work whose wait ends in C++, as that of Gloo: no frame tells of it."""
+
+    def __init__(self, future):
+        self.wait = future.wait
+
+    def is_completed(self):
+        return False
+
+
+class AGroup:
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 2
+
+
+def waits_in_an_operation(future):
+    communicator = Communicator(AGroup())
+    with communicator.watching("waiting for the all-reduce", 3):
+        communicator.wait(InCpp(future))
+
+
+def starts_what_blocks(future):
+    """As the first collective of an NCCL group, which connects to the others."""
+    with Communicator(AGroup()).watching("launching the all-reduce", 3):
+        future.wait()
+
+
+WAITS = {
+    "future": lambda future: wait_for(FutureWork(future)),
+    "collective": lambda future: wait_for(InCpp(future)),
+    "bucket": waits_in_an_operation,
+    "launch": starts_what_blocks,
+    "python group": lambda future: PythonWork(InCpp(future)).wait(),
+}
+
+
+@pytest.mark.parametrize("kind", WAITS)
+def test_a_thread_that_waits_for_other_ranks(kind):
+    """It has said so itself; its stack ends in C++, in one of our files or another."""
     never = Future()
-    with thread_at(lambda: wait_for(FutureWork(never)), lambda _, waits: waits):
+    with thread_at(lambda: WAITS[kind](never), lambda _, waits: waits):
         assert not place_of(threading.get_ident())[1]
         never.set_result(None)
+
+
+def test_a_wait_in_the_store():
+    store = dist.HashStore()
+    wait = lambda: gather_json(store, "topic", [1], 60.0)  # noqa: E731
+    with thread_at(wait, lambda _, waits: waits):
+        assert not place_of(threading.get_ident())[1]
+        post_json(store, "topic", 1, "here")
+
+
+def test_a_thread_of_autograd_waits_for_all():
+    """On an accelerator hooks run in a thread that Python has not started."""
+    never, begun = Future(), threading.Event()
+
+    def run():
+        with waiting():
+            begun.set()
+            never.wait()
+
+    assert not place_of(threading.get_ident())[1]
+    thread = _thread.start_new_thread(run, ())
+    assert begun.wait(20)
+    assert place_of(threading.get_ident())[1]
+    never.set_result(None)
+    deadline = time.monotonic() + 20
+    while place_of(thread)[1] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not place_of(threading.get_ident())[1]
+
+
+def test_nested_waits_end_with_the_outer_one():
+    with waiting():
+        with waiting():
+            pass
+        assert is_waiting(threading.get_ident())
+    assert not is_waiting(threading.get_ident())
 
 
 def test_a_thread_that_asks_who_is_missing_has_waited():

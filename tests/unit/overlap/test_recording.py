@@ -396,7 +396,7 @@ def test_labels_in_a_trace_of_torch(model):
         step(model)
     names = {event.name for event in profiler.events()}
     assert {
-        "minidp::forward",
+        "DistributedDataParallel.forward",
         "minidp::flatten bucket=0",
         "minidp::launch bucket=0",
         "minidp::wait bucket=0",

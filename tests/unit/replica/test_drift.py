@@ -78,11 +78,9 @@ def changed(ctx, at, change, steps=8, options=()):
             if k == at and ctx.rank == 1:
                 with torch.no_grad():
                     CHANGES[change](ddp)
-            before = ddp.module[0].weight.clone()
             try:
                 step(ddp, optimizer)
             except ReplicaMismatchError as error:
-                assert ddp.module[0].weight.equal(before)
                 return k, str(error), []
     return None, "", [str(warning.message) for warning in caught]
 

@@ -15,8 +15,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from torch.nn.parallel import DistributedDataParallel
 
 import minidp
+from minidp import swapping
 
 PACKAGE = Path(minidp.__file__).parent
 MODULES = sorted(
@@ -40,26 +42,32 @@ ROOMS: dict[str, set[str]] = {
     "core": {"comm", "layout", "native"} | TOP,
     "replica": {"core", "comm", "layout"} | TOP,
     "sync_batchnorm": {"core", "comm", "errors"},
-    "guard": {"replica", "core"} | TOP,
+    "guard": {"replica", "core", "comm"} | TOP,
     "hang": {"core", "comm"} | TOP,
     "overlap": {"core", "costmodel", "layout"} | TOP,
     "autotune": {"overlap", "core", "comm", "costmodel", "layout"} | TOP,
-    "data_parallel": {"autotune", "comm", "core", "guard", "hang", "layout"}
-    | {"replica", "sync_batchnorm"}
+    "torch_compat": {"guard", "replica", "core", "comm", "comm_hooks"} | TOP,
+    "data_parallel": {"torch_compat", "autotune", "comm", "core", "guard", "hang"}
+    | {"layout", "replica", "sync_batchnorm"}
     | TOP,
-    "torch_compat": {"data_parallel", "guard", "replica", "core", "comm", "comm_hooks"}
-    | TOP,
-    "torchft": {"torch_compat", "autotune", "overlap", "core", "comm", "layout"} | TOP,
-    "attachment": {"torch_compat", "guard", "replica", "core", "comm"},
-    "swapping": {"torch_compat", "config", "console"},
+    "torchft": {"data_parallel", "autotune", "overlap", "core", "comm", "layout"} | TOP,
+    "attachment": {"data_parallel", "guard", "replica", "core", "comm"},
+    "swapping": {"data_parallel", "config", "console"},
     "report": {"overlap", "console"},
     "recording": {"attachment", "data_parallel", "overlap", "core", "comm"} | TOP,
     "speed": {"recording", "attachment", "data_parallel", "core", "trace"},
     "run": {"recording", "swapping", "data_parallel", "overlap", "comm"} | TOP,
     "tune": {"run", "swapping", "data_parallel", "autotune"} | TOP,
-    "doctor": {"attachment", "torch_compat", "replica", "core", "comm"} | TOP,
+    "doctor": {"attachment", "data_parallel", "replica", "core", "comm"} | TOP,
     "__main__": {"doctor", "native", "report", "run", "tune"} | TOP,
-    "__init__": {"torch_compat", "attachment", "comm", "comm_hooks", "doctor", "errors"}
+    "__init__": {
+        "data_parallel",
+        "attachment",
+        "comm",
+        "comm_hooks",
+        "doctor",
+        "errors",
+    }
     | {
         "recording",
         "report",
@@ -263,16 +271,33 @@ def test_public_names_are_sorted_and_exist():
 # ---------------------------------------------------------------------- the classes
 
 
-def test_data_parallel_has_no_mixins():
-    """One class that holds the parts, and one with torch's private names.
+def test_data_parallel_is_one_class():
+    """After it comes what comes after torch's: ``super(DDP, self)`` means nn.Module.
 
-    Joinable is torch's; OfModule makes ``DataParallel[Net]`` legal, and has no method.
+    OfModule makes ``DataParallel[Net]`` legal, and has no method. The name that `swap`
+    puts in the place of torch's class has the same body, so no method may refer to its
+    class, as ``super()`` does.
     """
-    bases = minidp.DataParallel.__mro__
-    found = [base.__name__ for base in bases]
-    assert found == ["DataParallel"] * 2 + ["Module", "Joinable", "ABC", *found[-2:]]
-    assert found[-2:] == ["OfModule", "object"]
-    assert {name for name in vars(bases[-2]) if name[0] != "_"} == set()
+    for kind in (minidp.DataParallel, swapping.DistributedDataParallel):
+        *bases, of_module, last = kind.__mro__[1:]
+        assert [*bases, last] == list(DistributedDataParallel.__mro__[1:])
+        assert of_module.__name__ == "OfModule"
+        assert {name for name in vars(of_module) if name[0] != "_"} == set()
+    body = vars(minidp.DataParallel)
+    functions = [
+        f
+        for value in body.values()
+        for f in (value, getattr(value, "fget", None), getattr(value, "fset", None))
+    ]
+    codes = [f.__code__ for f in functions if hasattr(f, "__code__")]
+    assert len(codes) > 40
+    assert [c.co_name for c in codes if "__class__" in c.co_freevars] == []
+    twins = vars(swapping.DistributedDataParallel)
+    own = {"__init__", "__module__", "__doc__", "__dict__", "__weakref__", "_abc_impl"}
+    own |= {"__abstractmethods__", "__subclasshook__", "__qualname__"}
+    assert {
+        n for n in body.keys() | twins.keys() if body.get(n) is not twins.get(n)
+    } <= own
 
 
 def test_statements_are_not_nested_deeply():

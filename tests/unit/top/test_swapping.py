@@ -110,12 +110,53 @@ def test_classes_derived_inside(lone_group):
                     return getattr(self.module, name)
 
         mine = Mine(nn.Linear(2, 2))
-    assert Mine.__mro__[1:3] == (KEPT["ours"], minidp.DataParallel)
+    assert Mine.__mro__[1:3] == (KEPT["ours"], nn.Module)
+    assert issubclass(Mine, minidp.DataParallel)
     assert issubclass(Mine, swapping.TORCHS)
     assert type(Mine) is type(swapping.TORCHS)
     mine(torch.ones(1, 2)).sum().backward()
     assert mine.in_features == 2
     assert mine._reducer.ledger.finalized == 1
+
+
+@pytest.mark.parametrize("is_swapped", [True, False], ids=["swapped", "imported"])
+def test_a_class_that_wraps_only_its_children(is_swapped, lone_group):
+    """As mmengine's MMSeparateDistributedDataParallel: nn.Module's constructor runs."""
+    with minidp.swapped() if is_swapped else contextlib.nullcontext():
+        DDP = Early if is_swapped else minidp.DataParallel
+
+        class Separate(DDP):
+            def __init__(self, module):
+                super(DDP, self).__init__()
+                self.module = module
+                for name, child in module.named_children():
+                    setattr(module, name, DDP(child))
+
+            @contextlib.contextmanager
+            def no_sync(self):
+                with contextlib.ExitStack() as stack:
+                    for child in self.module.children():
+                        stack.enter_context(child.no_sync())
+                    yield
+
+            def forward(self, x):
+                return self.module(x)
+
+            def train(self, mode=True):
+                super().train(mode)
+                return self
+
+        model = Separate(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+    assert isinstance(model, (minidp.DataParallel, swapping.TORCHS))
+    model.eval().train()
+    x = torch.ones(1, 2, requires_grad=True)
+    with model.no_sync():
+        model(x).backward()
+    model(x).backward()
+    inner = list(model.module.children())
+    assert [ddp._reducer.ledger.finalized for ddp in inner] == [1, 1]
+    assert next(iter(model.state_dict())) == "module.0.module.weight"
+    assert "Separate(" in repr(model)
 
 
 def test_replicate_makes_ours(lone_group):

@@ -1,0 +1,298 @@
+"""Ask the other ranks whether a suspicion is true, before it becomes an error.
+
+One rank alone can only suspect. It knows that a gradient was never averaged by us, but
+not whether the script has averaged it itself; it knows that parameters have changed
+after a local backward, but not whether they have changed alike everywhere. An error
+needs a proof: that the replicas differ now, or that the coming step makes them differ.
+
+So the ranks that suspect something at the same point of the training post a digest in
+the store, wait for the others' digests, and compare. This is no collective, because a
+rank that suspects nothing does not come to it:
+
+    gradients    Such a rank has gone on to the next backward, where it waits for us. It
+                 shows this in its heartbeat, and the verdict is that it is absent.
+    parameters   The same; but then this rank asks again when it begins that backward.
+                 The others answer from inside their wait (`Comparison.answer`): their
+                 parameters stay as they are until this rank has joined.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from minidp.comm import answerers, group_store, has_store, post_json, read_json
+from minidp.core import Phase, Reducer
+from minidp.errors import listed
+from minidp.replica import are_close_on_all_ranks, digest_of
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+    from minidp.comm import Question
+
+# Without a heartbeat, nothing but time tells that a rank does not come.
+PATIENCE_SECONDS = 10.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks at the store
+# Gradients that ranks have averaged by hand may differ by rounding: this part of the
+# largest element, or twice what the dtype can tell.
+ROUNDING = 1e-5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Hold what a comparison found; `is_equal` decides."""
+
+    digests: Mapping[int, int]  # by rank, of the ranks that answered
+    size: int  # number of ranks
+    can_ask: bool = True
+    stepped: frozenset[int] = frozenset()  # ranks that made the step unsuspecting
+    is_rounding: bool = False  # the digests differ, but no value does by much
+
+    @property
+    def are_all_here(self) -> bool:
+        """Whether all ranks answered."""
+        return len(self.digests) == self.size
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all ranks answered, and hold the same values."""
+        return self.are_all_here and not self.is_proof
+
+    @property
+    def is_proof(self) -> bool:
+        """Whether ranks that answered hold different values."""
+        return len(set(self.digests.values())) > 1 and not self.is_rounding
+
+    @property
+    def have_all_stepped(self) -> bool:
+        """Whether all ranks make this step, though some of them suspect nothing."""
+        return (
+            not self.is_proof and len(self.digests.keys() | self.stepped) == self.size
+        )
+
+    def describe(self, what: str) -> str:
+        """Return the part "Found" of an error about ``what``, e.g. "gradients"."""
+        if not self.can_ask:
+            return (
+                f"no store through which the ranks could compare their {what}, so "
+                "that this rank cannot know whether they are equal"
+            )
+        absent = [rank for rank in range(self.size) if rank not in self.digests]
+        if absent:
+            return f"no such doubt on rank {listed(absent)}, which went on without it"
+        values = [*self.digests.values()]
+        usual = max(values, key=values.count)
+        odd = [rank for rank, value in self.digests.items() if value != usual]
+        rest = [rank for rank, value in self.digests.items() if value == usual]
+        return f"other {what} on rank {listed(odd)} than on rank {listed(rest)}"
+
+
+class Comparison:
+    """Compare gradients or parameters of one wrapper between ranks, without collective.
+
+    ``key`` returns the wrapper's place in the store, which is the same on all ranks.
+    """
+
+    def __init__(self, reducer: Reducer, key: Callable[[], str]) -> None:
+        self._reducer, self._key = reducer, key
+        self._is_asking = False
+        self._place, self._repeats = "", 0  # of the last comparison
+        self._answered = ""  # the last question that `answer` has answered
+        self._topics: list[str] = []  # of comparisons that all ranks came to
+        answerers.add(self)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is another rank that could differ."""
+        return self._reducer.communicator.size > 1
+
+    def of_gradients(self, params: Sequence[torch.nn.Parameter]) -> Verdict:
+        """Compare ``.grad`` of ``params``, which a coming optimizer step applies."""
+        return self._compare("step", [param.grad for param in params])
+
+    def of_parameters(self, moment: str, which: Sequence[int]) -> Verdict:
+        """Compare the parameters with the indices ``which``, as they are now.
+
+        ``moment`` names the place in the training loop, and is equal on all ranks.
+        """
+        return self._compare(moment, [self._reducer.params[i] for i in which])
+
+    def of_values(self, moment: str, tensors: Sequence[torch.Tensor]) -> Verdict:
+        """Compare any other tensors."""
+        return self._compare(moment, tensors)
+
+    def with_waiting_ranks(self) -> Verdict:
+        """Compare all parameters; call it when a synchronised backward begins.
+
+        The other ranks wait for this rank in the same backward, and answer from there.
+        """
+        return self._compare("backward", self._reducer.params, asks=True)
+
+    def _compare(
+        self,
+        moment: str,
+        tensors: Sequence[torch.Tensor | None],
+        *,
+        asks: bool = False,
+    ) -> Verdict:
+        communicator, ledger = self._reducer.communicator, self._reducer.ledger
+        size, digest = communicator.size, _digest(tensors)
+        if size == 1:
+            return Verdict({0: digest}, 1)
+        if not has_store(communicator.group):
+            return Verdict({communicator.rank: digest}, size, can_ask=False)
+        store = self._store()
+        topic = self._next_topic(moment)
+        if asks:
+            post_json(store, "ask", ledger.finalized, topic)
+        post_json(store, topic, communicator.rank, [digest, True])
+        passed = communicator.peers.ask_who_passed(
+            ledger.finalized, ledger.steps, may_answer=asks
+        )
+        meeting = _Meeting(store, topic, size, passed)
+        self._is_asking = True
+        try:
+            with communicator.watching(f"comparing the ranks' {moment}"):
+                posts = communicator.wait(meeting)
+        finally:
+            self._is_asking = False
+            if passed is not None:
+                passed.drop()
+        digests = {rank: value for rank, (value, _) in posts.items()}
+        stepped = frozenset(passed.stepped if passed is not None else ())
+        if len(posts) == size:
+            self._forget_before(store, topic)
+        # Only ranks that have asked can take part in a collective.
+        have_asked = len(posts) == size and all(asked for _, asked in posts.values())
+        is_rounding = False
+        if have_asked and len(set(digests.values())) > 1:
+            is_rounding = are_close_on_all_ranks(tensors, communicator, ROUNDING)
+        return Verdict(digests, size, stepped=stepped, is_rounding=is_rounding)
+
+    def answer(self) -> None:
+        """Tell a rank that asks for the parameters of this replica what they are.
+
+        Called now and then while this rank waits for other ranks. It answers only from
+        inside the backward in which the other rank asks.
+        """
+        reducer = self._reducer
+        is_there = reducer.phase.now in (Phase.REDUCING, Phase.FINALIZING)
+        has_stepped = any(each.uses_grads for each in reducer.queue.observers)
+        if not is_there or has_stepped or self._is_asking or not self.is_needed:
+            return
+        step = reducer.ledger.finalized
+        with suppress(RuntimeError):  # the store is lost: the wait itself will tell
+            if not has_store(reducer.communicator.group):
+                return
+            store = self._store()
+            topic = read_json(store, "ask", [step]).get(step, "")
+            if topic and topic != self._answered:
+                self._answered = topic
+                post = [_digest(reducer.params), False]
+                post_json(store, topic, reducer.communicator.rank, post)
+
+    def _next_topic(self, moment: str) -> str:
+        """Return a name for this comparison, the same on all ranks, and used once."""
+        ledger = self._reducer.ledger
+        place = f"{moment}/{ledger.finalized}/{ledger.steps}/{ledger.armed}"
+        self._place, repeats = place, self._repeats + 1 if place == self._place else 0
+        self._repeats = repeats
+        return f"{place}/{repeats}"
+
+    def _store(self) -> Store:
+        group = self._reducer.communicator.group
+        return group_store(group, f"compare/{self._key()}")
+
+    def _forget_before(self, store: Store, topic: str) -> None:
+        """Delete what this rank posted two comparisons ago, which all have read.
+
+        A rank that has posted for the last one had finished the one before.
+        """
+        self._topics.append(topic)
+        if len(self._topics) > 2:
+            store.delete_key(f"{self._topics.pop(0)}/{self._reducer.rank}")
+
+
+class _Meeting:
+    """A wait for all ranks' posts, as the `Work` of a collective."""
+
+    can_time_out = True  # whatever the group's backend is
+    is_left_behind = False  # no thread works on it
+
+    def __init__(
+        self, store: Store, topic: str, size: int, passed: Question | None
+    ) -> None:
+        self._store, self._topic, self._size = store, topic, size
+        self._passed = passed  # who does not come; None: no heartbeat tells
+        self._deadline = time.monotonic() + PATIENCE_SECONDS
+        self._posts: dict[int, Any] = {}
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Wait, and return a completed future of the posts."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self.wait())
+        return future
+
+    def is_completed(self) -> bool:
+        """Return whether all ranks have posted, or some will not."""
+        passed = self._passed
+        # First these, then the posts: a rank posts before it goes on.
+        gone = {*passed.gone} if passed else set()
+        stepped = {*passed.stepped} if passed else set()
+        missing = set(range(self._size)) - self._posts.keys()
+        self._posts |= read_json(self._store, self._topic, missing)
+        missing -= self._posts.keys()
+        is_late = passed is None and time.monotonic() > self._deadline
+        return is_late or bool(missing & gone) or missing <= stepped
+
+    def is_done_within(self, seconds: float) -> bool:
+        """Wait up to ``seconds``; return whether the meeting is over."""
+        deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
+        while not self.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return True
+
+    def wait(self) -> dict[int, Any]:
+        """Wait until the meeting is over; return what came, by rank."""
+        while not self.is_done_within(1.0):
+            pass
+        return dict(sorted(self._posts.items()))
+
+
+def _digest(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Return a checksum of values, dtypes and shapes; None counts as a value.
+
+    Zeros of both signs count as equal, and so do all NaNs: a replica in which both
+    occur trains as one in which the other does.
+    """
+    shapes, plain = [], []
+    for tensor in tensors:
+        if tensor is None:
+            shapes.append("None")
+            continue
+        shapes.append(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}")
+        value = tensor.detach()
+        parts = [value]
+        if value.layout is torch.sparse_coo:
+            value = value.coalesce()
+            parts = [value.indices(), value.values()]
+        plain += [_normal(part) for part in parts if part.numel()]
+    bits = int(digest_of(plain)) if plain else 0
+    return (bits * 31 + zlib.crc32(repr(shapes).encode())) % 2**63
+
+
+def _normal(value: torch.Tensor) -> torch.Tensor:
+    if not (value.is_floating_point() or value.is_complex()):
+        return value
+    value = value + 0  # -0 becomes 0
+    return value.masked_fill_(value.isnan(), float("nan"))

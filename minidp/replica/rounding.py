@@ -1,0 +1,73 @@
+"""Tell differences that rounding explains from those that it does not."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from minidp.comm import broadcast_coalesced, exchange_device, gather_integers
+
+if TYPE_CHECKING:
+    from minidp.comm import Communicator
+
+_DOING = "finding out how much values differ"
+MOST_BYTES = 64 * 2**20  # to be broadcast and compared element by element
+
+
+def are_close_on_all_ranks(
+    tensors: Sequence[torch.Tensor | None],
+    communicator: Communicator,
+    limit: float,
+    num_eps: int = 2,
+) -> bool:
+    """Collective: return whether all ranks' ``tensors`` are close to those of rank 0.
+
+    Compares dense tensors in order, until 64 MiB are compared, and takes the rest to be
+    close. An element may be off by ``limit`` times the largest finite element of rank
+    0's tensor, or ``num_eps`` times eps of the dtype, if that is more. None is close to
+    None alone. The answer is the same on all ranks.
+    """
+    shapes = [None if t is None else (tuple(t.shape), t.dtype) for t in tensors]
+    dense = [tensor.detach() for tensor in tensors if tensor is not None]
+    is_plain = bool(dense) and all(t.layout is torch.strided for t in dense)
+    # Broadcasts of different sizes would end the process, so ask about these first.
+    kind = 1 + zlib.crc32(repr(shapes).encode()) if is_plain else 0
+    kinds = {value for (value,) in _gather(kind, communicator, tensors)}
+    if len(kinds) > 1 or not is_plain:
+        return False
+    are_close, left = True, MOST_BYTES
+    for tensor in dense:
+        if left > 0:
+            root = tensor.clone()
+            with communicator.blocking(_DOING):
+                broadcast_coalesced([root], communicator.group)
+            are_close &= _is_close(tensor, root, limit, num_eps)
+            left -= tensor.nbytes
+    return all(near for (near,) in _gather(are_close, communicator, tensors))
+
+
+def _gather(
+    value: int, communicator: Communicator, like: Sequence[torch.Tensor | None]
+) -> list[list[int]]:
+    """Collective: return each rank's value, in a list of its own."""
+    devices = [tensor.device for tensor in like if tensor is not None]
+    device = next(iter(devices), torch.device("cpu"))
+    group = communicator.group
+    with communicator.blocking(_DOING):
+        return gather_integers([value], group, exchange_device(group, device))
+
+
+def _is_close(
+    mine: torch.Tensor, root: torch.Tensor, limit: float, num_eps: int
+) -> bool:
+    if mine.is_complex():
+        mine, root = torch.view_as_real(mine), torch.view_as_real(root)
+    eps = torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0
+    mine, root = mine.double(), root.double()
+    sizes = root.abs().nan_to_num(nan=0.0, posinf=0.0)
+    largest = float(sizes.max()) if sizes.numel() else 0.0
+    atol = max(limit, num_eps * eps) * largest
+    return torch.allclose(mine, root, rtol=0.0, atol=atol, equal_nan=True)
