@@ -47,6 +47,7 @@ from .groups import (
     gather_json,
     group_name,
     group_of_forwards,
+    group_ranks,
     group_store,
     has_store,
     is_builtin,
@@ -86,4 +87,4 @@ __all__ += ["address_of", "group_store", "has_store", "launcher_store", "mark_gr
 __all__ += ["own_store", "post_json", "read_json", "start_broadcast"]
 __all__ += ["Question", "answerers"]
 __all__ += ["AFTER", "BEFORE", "MESSAGE_BYTES", "ProcessGroup", "refuse_nonfinite"]
-__all__ += ["lifetime_of_default_group", "warn_without_store"]
+__all__ += ["group_ranks", "lifetime_of_default_group", "warn_without_store"]
