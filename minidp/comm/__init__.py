@@ -48,6 +48,7 @@ from .groups import (
     gather_json,
     group_name,
     group_of_forwards,
+    group_ranks,
     group_store,
     has_store,
     is_builtin,
@@ -56,6 +57,7 @@ from .groups import (
     joined_group,
     keep_for_good,
     launcher_store,
+    lifetime_of_default_group,
     mark_group,
     note_replaced,
     own_store,
@@ -88,4 +90,4 @@ __all__ += ["free_replaced", "note_replaced"]
 __all__ += ["own_store", "post_json", "read_json", "start_broadcast"]
 __all__ += ["Question", "answerers"]
 __all__ += ["AFTER", "BEFORE", "MESSAGE_BYTES", "ProcessGroup", "refuse_nonfinite"]
-__all__ += ["warn_without_store"]
+__all__ += ["group_ranks", "lifetime_of_default_group", "warn_without_store"]

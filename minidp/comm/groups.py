@@ -18,7 +18,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Collection, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -56,6 +57,12 @@ def default_group() -> ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def lifetime_of_default_group() -> Callable[[], bool]:
+    """Return a function that says whether today's default group still exists."""
+    group = weakref.ref(default_group()) if is_initialized() else lambda: None
+    return lambda: is_initialized() and group() is default_group()
 
 
 def joined_group(group: ProcessGroup | None) -> ProcessGroup | None:

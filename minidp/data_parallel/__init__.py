@@ -4,7 +4,7 @@ Read `wrapper` (the constructor, forward, no_sync), `arguments` (checked in torc
 order), `parts` (what a wrapper is made of, also a copy), `replication` (broadcasts and
 comparisons of parameters and module buffers), `join` (uneven inputs), `sync_gradients`,
 `step_in_backward`, `items` (averages over what ranks count), `mixed_precision`,
-`reset` (ranks agree on what survived a failure).
+`reset` (ranks agree on what survived a failure), `recovery` (are replicas equal then?).
 """
 
 from . import arguments

@@ -4,8 +4,7 @@ Before ``reset()`` some ranks may have made a step that others missed, and in ``
 ranks with fewer inputs make fewer steps. `settle_after_reset` compares the replicas, or
 copies one rank's state; `settle_after_join` copies optimizers, as ``join()`` copies
 parameters. A difference is only warned of, because a checkpoint may be loaded next. If
-the replicas still differ in the next synchronised step, `ReplicaCheck` raises before an
-optimizer applies anything.
+the replicas still differ in the next synchronised step, `ReplicaCheck` raises.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from minidp.errors import MAX_NAMES, ReplicaMismatchError, explain
 from minidp.replica import optimizers, standing, sum_of_bits
 
 if TYPE_CHECKING:
-    from minidp.replica.standing import Differences
-
     from .wrapper import DataParallel
 
 _NOBODY = -1  # whose state is copied
@@ -87,7 +84,7 @@ def settle_after_reset(ddp: DataParallel, copy_from: int | None) -> None:
     check.restart(missed_steps=missed)
 
 
-def _is_only_rounding(ddp: DataParallel, found: Differences) -> bool:
+def _is_only_rounding(ddp: DataParallel, found: standing.Differences) -> bool:
     """Collective, perhaps: return whether all that differs was called rounding."""
     check, reducer = ddp._replication.check, ddp._reducer
     if check is None or len(found.texts) != 1 or not found.parameters:
@@ -140,7 +137,7 @@ def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
     return {name: int(sum_of_bits(tensor)) for name, tensor in tensors.items()}
 
 
-def _compare(ddp: DataParallel) -> tuple[Differences, dict[str, Optimizer]]:
+def _compare(ddp: DataParallel) -> tuple[standing.Differences, dict[str, Optimizer]]:
     """Collective: return what differs, and the optimizers by key, of this rank."""
     params = ddp._reducer.params
     known = dict.fromkeys(
@@ -153,7 +150,7 @@ def _compare(ddp: DataParallel) -> tuple[Differences, dict[str, Optimizer]]:
 
 def _copy_optimizers(
     ddp: DataParallel,
-    found: Differences,
+    found: standing.Differences,
     held: dict[str, Optimizer],
     root: int,
     how: str,
@@ -199,7 +196,7 @@ def _refuse_other_wishes(wishes: Sequence[int], rank: int) -> None:
         )
 
 
-def _explain_difference(rank: int, found: Differences) -> str:
+def _explain_difference(rank: int, found: standing.Differences) -> str:
     return explain(
         rank,
         "After reset() the replicas are not the same: some ranks have made a step that "

@@ -16,7 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import TypeVar
 
 from minidp import torch_compat
-from minidp.comm import MESSAGE_BYTES, CommHook, Hook, ProcessGroup, default_group
+from minidp.comm import (
+    MESSAGE_BYTES,
+    CommHook,
+    Hook,
+    ProcessGroup,
+    default_group,
+    lifetime_of_default_group,
+)
 from minidp.config import AUTO, AverageOver, Unsynced, replacements
 from minidp.console import warn
 from minidp.core import is_captured, outside, untraced, untraced_itself
@@ -171,6 +178,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self.forward_sync_buffers = checked.forward_sync
         self._wire(checked, verify.WRAPPED if init_sync else "unsynced")
         self._replication.start(checked, verifies=init_sync)
+        self._guard.expect_death(lifetime_of_default_group())
 
     def _wire(self, checked: arguments.Arguments, kind: str) -> None:
         """Build the parts (`parts.build`); store them, and options by torch's names."""

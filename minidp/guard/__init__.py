@@ -3,7 +3,8 @@
 Read `optimizer_guard` (called around every optimizer step and before every forward),
 `mistakes` (what it looks for, and the messages; parameters that joined the module after
 wrapping), `local_updates` (by hand, or inside no_sync()), `comparison` (a suspicion
-becomes an error only if the ranks differ).
+becomes an error only if the ranks differ), `dropped` (training goes on, but the wrapper
+is gone).
 """
 
 from .mistakes import refuse_forward

@@ -43,6 +43,7 @@ from minidp.errors import (
 from minidp.replica import Replica, ReplicaCheck
 from minidp.trace import StepEvent
 
+from . import dropped
 from .comparison import Comparison, Verdict
 from .local_updates import Change, LocalSteps, find_change
 from .mistakes import (
@@ -79,6 +80,7 @@ class Guard:
         self.late_parameters = LateParameters(replica)
         self.comparison = Comparison(reducer, key)
         self._in_backward: WeakSet[Optimizer] = WeakSet()
+        self._cancel_death: Callable[[], object] = lambda: None  # of `expect_death`
         self._allowed: set[int] = set()  # ids of optimizers that step in a backward now
         self._local_steps = LocalSteps(reducer)
         self._change: Change | None = None  # seen, and not judged yet
@@ -369,9 +371,22 @@ class Guard:
         self._change, self._trust = None, _Trust()
         self._joined, self._same_joined, self._same_cast = {}, {}, None
 
+    def expect_death(self, has_group: Callable[[], bool]) -> None:
+        """Warn of steps on our parameters after the wrapper's death; see `dropped`.
+
+        Not with ``unsynced="ignore"``, not after `retire`, and only as long as
+        ``has_group()``: the wrapper's process group exists.
+        """
+        cancel = dropped.expect_death(self, self._at_step, has_group)
+        if self.policy == "ignore":
+            cancel()
+        else:
+            self._cancel_death = cancel
+
     def retire(self) -> None:
         """Unregister this guard: it checks no optimizer steps any more."""
         _guards.pop(id(self), None)
+        self._cancel_death()
 
     def optimizers(self) -> dict[Optimizer, int]:
         """Return optimizers that have stepped on our parameters, and how often.
@@ -541,6 +556,8 @@ def _before_any_step(
     wrapped so. Tells recorders that a step begins. Raises as `Guard.check`.
     """
     guards = _live_guards()
+    if dropped.orphans:
+        dropped.warn_of_orphans(optimizer, is_averaged)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if not callable(closure):
         for guard in guards:

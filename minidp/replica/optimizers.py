@@ -97,7 +97,8 @@ def facts_of(
     state, settings = {}, ""
     if is_known:
         own = {name: optimizer.state.get(param) for name, param in params.items()}
-        state = {name: _text(each) for name, each in own.items() if each}
+        # Numbers are counts, or losses (of LBFGS), which differ between ranks.
+        state = {name: _text(_without_floats(v)) for name, v in own.items() if v}
         settings = json.dumps([_text(each) for each in _settings(optimizer)])
     has_state = any(optimizer.state.get(param) for param in params.values())
     name = type(optimizer).__name__
@@ -186,6 +187,10 @@ def _text(value: Any) -> str:
     tensors: list[torch.Tensor] = []
     plain = json.dumps(_plain(value, tensors), sort_keys=True)
     return f"{plain} {[int(sum_of_bits(tensor)) for tensor in tensors]}"
+
+
+def _without_floats(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: v for key, v in state.items() if not isinstance(v, float)}
 
 
 def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:

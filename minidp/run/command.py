@@ -12,6 +12,7 @@ import weakref
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from minidp.comm import die_with_parent, gather_json, launcher_store, post_json
 from minidp.config import (
@@ -29,7 +30,13 @@ from minidp.recording import Recording, record
 from minidp.swapping import swapped
 
 from .children import reached_children
-from .compare import OutcomeRecorder, begin_phase, run_both, run_on_torch
+from .compare import (
+    NOTHING_AVERAGED,
+    OutcomeRecorder,
+    begin_phase,
+    run_both,
+    run_on_torch,
+)
 from .ranks import (
     add_num_ranks,
     from_environment,
@@ -40,6 +47,7 @@ from .ranks import (
     why_not,
 )
 from .script import Script, after_wrapping
+from .weights import WeightWatch
 
 EXCHANGE_SECONDS = 60.0  # how long rank 0 waits for the recordings of other ranks
 DESCRIPTION = """\
@@ -226,6 +234,7 @@ class WrappedModels:
         self._names: list[str] = []  # of the models' classes
         self._largest = 0  # size of the largest process group of a model
         self._recordings: list[Recording] = []
+        self._weights = WeightWatch()
         self._active: list[tuple[weakref.ref[DataParallel], Recording]] = []
         self._pid = os.getpid()
 
@@ -245,6 +254,7 @@ class WrappedModels:
             # A recording holds the buckets of its model: end those of dropped models.
             # Not when a model is destroyed: torch may be iterating optimizer hooks.
             self.stop(only_dropped=True)
+            self._weights.add(ddp)
             recording = record(ddp)
             recording.__enter__()
             self._recordings.append(recording)
@@ -305,6 +315,17 @@ class WrappedModels:
                 path = numbered(first, number)
                 path.write_text(write(timelines), encoding="utf-8")
                 say_on_stderr(f"minidp run: wrote {path}")
+        if self._largest > 1:
+            if not self._weights.num_averaged:
+                say_once(f"minidp run: {NOTHING_AVERAGED}")
+            differ = self._weights.gather(_store("weights"))
+            if differ:
+                say_on_stderr(f"minidp run: the ranks' final weights differ: {differ}.")
+
+
+def _store(topic: str) -> Any:
+    """Return torchrun's store, for ``topic``; None for one rank or without it."""
+    return launcher_store(topic) if from_environment("WORLD_SIZE", 1) > 1 else None
 
 
 def _gathered(mine: list[Timeline]) -> list[list[Timeline]]:
@@ -314,7 +335,7 @@ def _gathered(mine: list[Timeline]) -> list[list[Timeline]]:
     none: they are left out.
     """
     rank, size = from_environment("RANK", 0), from_environment("WORLD_SIZE", 1)
-    store = launcher_store("report") if size > 1 else None
+    store = _store("report")
     if rank:
         if store is not None:
             post_json(store, "timelines", rank, [to_json([each]) for each in mine])

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from minidp.comm import group_ranks
 from minidp.config import RUN
 from minidp.console import say_on_stderr
 from minidp.swapping import TORCHS
@@ -102,12 +103,13 @@ class _Comparison(NamedTuple):
         ours = self._run("minidp", [*flags, *script.words], str(here))
         if isinstance(ours, int):
             return ours
+        is_idle = _say_about_ranks(torchs, ours)
         results = [compare(*pair, why_not) for pair in zip(torchs, ours, strict=True)]
         for rank, (is_same, text) in enumerate(results):
             if not rank or not is_same:
                 name = f"torch's DDP and minidp on rank {rank}"
                 say_on_stderr(f"minidp run: {name}\n{text}")
-        return int(not all(is_same for is_same, _ in results))
+        return int(is_idle or not all(is_same for is_same, _ in results))
 
     def _run(self, library: str, words: Sequence[str], cwd: str) -> list[Outcome] | int:
         """Run --before, then the script's ranks; return outcomes, or a failed status.
@@ -254,6 +256,18 @@ class Outcome(NamedTuple):
     weights: Mapping[str, torch.Tensor]  # parameters and module buffers, by model
     num_models: int
     ends: Sequence[float]  # seconds, of the first optimizer's steps
+    models: Sequence[Sequence[Sequence[Any]]] = ()  # a `Model` each
+    num_averaged: int = -1  # synchronised backwards of all models; -1: not known
+
+
+class Model(NamedTuple):
+    """What a rank says of a model that it wrapped, to compare its weights with others'.
+
+    The module is not held: only what `Outcome.weights` has of it.
+    """
+
+    ranks: Sequence[int]  # global ones, over which gradients are averaged
+    names: Sequence[str]  # of the parameters whose gradients are averaged
 
 
 class OutcomeRecorder:
@@ -268,6 +282,8 @@ class OutcomeRecorder:
         self._path, self._limit = path, limit
         self._stacks = os.open(_stacks(path), os.O_CREAT | os.O_WRONLY)
         self._modules: list[nn.Module] = []
+        self._models: list[Model] = []
+        self._ledgers: list[Any] = []  # of minidp's wrappers, also of dead ones
         self._first: Optimizer | None = None  # the one whose steps are timed
         self._ends: list[float] = []
         self._handle = register_optimizer_step_post_hook(self._stepped)
@@ -281,6 +297,9 @@ class OutcomeRecorder:
     def wrapped(self, ddp: Any) -> None:
         """Keep a new wrapper's module for `outcome`; start the time limit again."""
         self._modules.append(ddp.module)
+        self._models.append(describe(ddp))
+        if (reducer := getattr(ddp, "_reducer", None)) is not None:
+            self._ledgers.append(reducer.ledger)
         self._watch(self._limit)
 
     def _stepped(self, optimizer: Optimizer, *_arguments: Any) -> None:
@@ -307,7 +326,18 @@ class OutcomeRecorder:
             for number, module in enumerate(self._modules)
             for name, tensor in (*module.named_parameters(), *module.named_buffers())
         }
-        return Outcome(weights, len(self._modules), tuple(self._ends))
+        averaged = sum(ledger.finalized for ledger in self._ledgers)
+        models = tuple(
+            ([*ranks], [f"{number}: {name}" for name in names])
+            for number, (ranks, names) in enumerate(self._models)
+        )
+        return Outcome(
+            weights,
+            len(self._modules),
+            tuple(self._ends),
+            models,
+            averaged if self._ledgers else -1,
+        )
 
     def save(self, exit_s: float | None = None) -> None:
         """Write the `outcome`; end this process if it still runs in ``exit_s`` s.
@@ -318,6 +348,61 @@ class OutcomeRecorder:
         partial = self._path.with_suffix(".partial")
         torch.save(tuple(self.outcome()), partial)
         partial.replace(self._path)
+
+
+def describe(ddp: Any) -> Model:
+    """Return what is known of a new wrapper, torch's or minidp's."""
+    ignored = getattr(ddp, "parameters_to_ignore", ())
+    named = ddp.module.named_parameters()
+    names = [n for n, p in named if p.requires_grad and n not in ignored]
+    return Model(group_ranks(ddp.process_group), names)
+
+
+def _say_about_ranks(torchs: Sequence[Outcome], ours: Sequence[Outcome]) -> bool:
+    """Say whether ranks have other weights than their group's first rank.
+
+    Also whether no gradient was averaged: return that.
+    """
+    for library, outcomes in (("torch", torchs), ("minidp", ours)):
+        if text := compare_ranks(outcomes):
+            say_on_stderr(f"minidp run: on {library} {text}")
+    # A group of one rank averages nothing.
+    wrapped = [model for each in ours for model in each.models if len(model[0]) > 1]
+    is_idle = bool(wrapped) and not any(each.num_averaged for each in ours)
+    if is_idle:
+        say_on_stderr(f"minidp run: {NOTHING_AVERAGED}")
+    return is_idle
+
+
+NOTHING_AVERAGED = (
+    "no synchronised backward ran, so no gradient was averaged over ranks. Does the "
+    "script keep the wrapper and call it (not its .module), and run a backward outside "
+    "no_sync()?"
+)
+
+
+def compare_ranks(outcomes: Sequence[Outcome]) -> str:
+    """Return on which ranks final weights differ from the group's first; "" if equal.
+
+    Only averaged parameters count; others may differ on purpose.
+    """
+    texts = []
+    for rank, outcome in enumerate(outcomes):
+        for ranks, names in outcome.models:
+            first = min(ranks, default=rank)
+            if first == rank or first >= len(outcomes):
+                continue
+            theirs = outcomes[first].weights
+            both = [n for n in names if n in theirs and n in outcome.weights]
+            gaps = {n: _gap(theirs[n], outcome.weights[n]) for n in both}
+            wrong = {name: gap for name, gap in gaps.items() if gap is not None}
+            if wrong:
+                worst = max(wrong, key=wrong.__getitem__)
+                texts.append(
+                    f"rank {rank} differs from rank {first} in {len(wrong)} tensors, "
+                    f"by {wrong[worst]:.3g} at most, in {worst}"
+                )
+    return f"the ranks' final weights differ: {'; '.join(texts)}." if texts else ""
 
 
 def compare(torchs: Outcome, ours: Outcome, why_not_copied: str) -> tuple[bool, str]:

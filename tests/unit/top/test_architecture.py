@@ -56,7 +56,8 @@ ROOMS: dict[str, set[str]] = {
     "report": {"overlap", "console"},
     "recording": {"attachment", "data_parallel", "overlap", "core", "comm"} | TOP,
     "speed": {"recording", "attachment", "data_parallel", "core", "trace"},
-    "run": {"recording", "swapping", "data_parallel", "overlap", "comm"} | TOP,
+    "run": {"recording", "swapping", "data_parallel", "overlap", "replica", "comm"}
+    | TOP,
     "tune": {"run", "swapping", "data_parallel", "autotune"} | TOP,
     "doctor": {"attachment", "data_parallel", "replica", "core", "comm"} | TOP,
     "__main__": {"doctor", "native", "report", "run", "tune"} | TOP,

@@ -1,0 +1,158 @@
+"""Warn if training goes on although its wrapper is gone.
+
+::
+
+    ddp = DataParallel(net)
+    self.model = ddp.module        # and the function returns: ddp is gone
+    ...
+    optimizer.step()               # gradients stay local; torch's DDP is silent, too
+
+A wrapper may die for good reasons: training is over, or the module is wrapped again. It
+is a mistake if the wrapper was never used in training, or if the optimizer is one that
+has stepped under it; and if the process group still lives, while no other wrapper
+averages the parameter.
+
+The wrapper's death puts weak references into a table. Steps look at that only while it
+is not empty, and a parameter leaves it as soon as its case is clear.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from minidp.config import passing
+from minidp.console import warn
+from minidp.core import Ledger, Reducer
+from minidp.errors import MAX_NAMES, explain
+
+if TYPE_CHECKING:
+    from .optimizer_guard import Guard
+
+# Names of other libraries' classes that average the gradients of a module inside.
+_OTHERS = {
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "DeepSpeedEngine",
+}
+
+
+class _Facts(NamedTuple):
+    """Hold what is known of a wrapper's parameters, without keeping one alive."""
+
+    rank: int
+    names: Sequence[str]
+    shapes: Sequence[torch.Size]
+    params: Sequence[weakref.ref[torch.Tensor]]
+    has_group: Callable[[], bool]  # whether the process group still exists
+    optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]]  # have stepped
+    ledger: Ledger
+
+    @property
+    def was_used(self) -> bool:
+        """Whether a forward in training ran, inside no_sync() or outside."""
+        ledger = self.ledger
+        return bool(ledger.armed or ledger.forwards or ledger.finalized)
+
+
+# By id of a parameter: the dead wrapper's facts, and the parameter's index there.
+orphans: dict[int, tuple[_Facts, int]] = {}
+
+
+def expect_death(
+    guard: Guard,
+    optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]],
+    has_group: Callable[[], bool],
+) -> Callable[[], object]:
+    """Let the death of ``guard``, with its wrapper, make orphans of its parameters.
+
+    If an earlier wrapper left them behind, they are no orphans any more. ``has_group``
+    says whether the wrapper's process group still exists. Return a function that
+    cancels this, for a wrapper that is ended on purpose.
+    """
+    reducer: Reducer = guard.reducer
+    for i in [i for i, (facts, k) in orphans.items() if facts.params[k]() is None]:
+        del orphans[i]
+    for param in reducer.params:
+        orphans.pop(id(param), None)
+    if reducer.communicator.size == 1:
+        return lambda: None
+    facts = _Facts(
+        reducer.rank,
+        reducer.names,
+        [param.shape for param in reducer.params],
+        [weakref.ref(param) for param in reducer.params],
+        has_group,
+        optimizers,
+        reducer.ledger,
+    )
+    final = weakref.finalize(guard, _leave_behind, facts)
+    final.atexit = False
+    return final.detach
+
+
+def _leave_behind(facts: _Facts) -> None:
+    for i, reference in enumerate(facts.params):
+        if (param := reference()) is not None:
+            orphans[id(param)] = facts, i
+
+
+def warn_of_orphans(
+    optimizer: Optimizer, is_averaged: Callable[[nn.Parameter], bool]
+) -> None:
+    """Warn if ``optimizer`` is about to step on parameters that a wrapper left behind.
+
+    Once for each wrapper. ``is_averaged`` says whether a live one averages a parameter.
+    """
+    left: dict[int, _Facts] = {}
+    names: dict[int, list[str]] = {}
+    found: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        params: list[nn.Parameter] = group["params"]
+        for param in params:
+            if param.grad is None or id(param) not in orphans:
+                continue
+            facts, i = orphans.pop(id(param))
+            if facts.params[i]() is not param or param.shape != facts.shapes[i]:
+                continue  # another tensor at this address; or it is sharded by now
+            if not facts.has_group() or is_averaged(param):
+                continue
+            if facts.was_used and optimizer not in facts.optimizers:
+                continue  # training is over, and another one has begun
+            left[id(facts)] = facts
+            names.setdefault(id(facts), []).append(facts.names[i])
+            found.append(param)
+    if not left or _is_averaged_by_others(found[0]):
+        return
+    for key, facts in left.items():
+        warn(_explain(facts, type(optimizer).__name__, names[key]))
+
+
+def _is_averaged_by_others(param: nn.Parameter) -> bool:
+    """Return whether a wrapper of another library holds a parameter; takes long."""
+    for each in gc.get_objects():
+        kinds = {kind.__name__ for kind in type(each).__mro__}
+        is_wrapper = kinds & _OTHERS and issubclass(type(each), nn.Module)
+        if is_wrapper and any(own is param for own in each.parameters()):
+            return True
+    return False
+
+
+def _explain(facts: _Facts, name: str, names: Sequence[str]) -> str:
+    return explain(
+        facts.rank,
+        f"{name}.step() applies gradients that nobody has averaged over ranks: the "
+        "DataParallel object around these parameters is gone, so that ranks train "
+        "apart from now on.",
+        names=names[:MAX_NAMES],
+        remedy="keep what DataParallel(net) returned as long as you train, and call "
+        "it instead of its .module; or use minidp.attach(net), which lives as long as "
+        "net does; if each rank is meant to go on alone, destroy the process group "
+        f"before, or {passing(unsynced='ignore')}. This is said once",
+    )

@@ -1,0 +1,171 @@
+"""A wrapper that is gone while training goes on is missed, but only then."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import minidp
+from minidp.guard import dropped
+from tests.support.both import wrapped
+from tests.support.ranks import on_ranks
+
+KEPT: list[Any] = []  # alive to the end of a test
+GONE = "the DataParallel object around these parameters is gone"
+
+
+def step(net: Any, optimizer: Any) -> list[str]:
+    """Make a step; return the warnings that it gives."""
+    optimizer.zero_grad()
+    net(torch.ones(2, 3)).sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return [str(each.message) for each in caught if GONE in str(each.message)]
+
+
+def sgd(net: nn.Module) -> Any:
+    return torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["at once", "evaluated", "in training", "in no_sync"])
+def test_training_without_the_wrapper_is_named_once(ctx, when):
+    net = nn.Linear(3, 1)
+    optimizer = sgd(net)
+    ddp = wrapped(ctx, net)
+    if when == "evaluated":
+        with torch.no_grad():
+            ddp(torch.ones(2, 3))
+    if when == "in training":
+        assert not step(ddp, optimizer)
+    if when == "in no_sync":
+        with ddp.no_sync():
+            step(ddp, optimizer)
+    del ddp
+    gc.collect()
+    (text,) = step(net, optimizer)
+    assert text.startswith(
+        f"[rank {ctx.rank}] SGD.step() applies gradients that nobody"
+    )
+    assert "Parameters: weight, bias. What to do: keep what DataParallel(net)" in text
+    assert not step(net, optimizer)
+    assert not dropped.orphans
+
+
+def fine_tune(ctx, ddp, net):
+    step(ddp, sgd(net))
+    return sgd(net)
+
+
+def wrap_again(ctx, ddp, net):
+    KEPT[:] = [wrapped(ctx, net)]
+    return sgd(net)
+
+
+def wrap_and_end_training(ctx, ddp, net):
+    """The first wrapper was never used: only the second one counts."""
+    again = wrapped(ctx, net)
+    del ddp
+    gc.collect()
+    step(again, sgd(net))
+    return sgd(net)
+
+
+def attach_and_detach(ctx, ddp, net):
+    del ddp
+    gc.collect()
+    minidp.attach(net, process_group=ctx.group).detach()
+    return sgd(net)
+
+
+def ignore(ctx, ddp, net):
+    del ddp
+    gc.collect()
+    wrapped(ctx, net, unsynced="ignore")
+    return sgd(net)
+
+
+def wrap_in_torchs(ctx, ddp, net):
+    KEPT[:] = [DistributedDataParallel(net, process_group=ctx.group)]
+    return sgd(net)
+
+
+def remove_hooks(ctx, ddp, net):
+    ddp._remove_autograd_hooks()
+    return sgd(net)
+
+
+def drop_a_copy(ctx, ddp, net):
+    twin = copy.deepcopy(ddp).module
+    KEPT[:] = [ddp, twin]
+    return sgd(twin)
+
+
+def step_without_gradients(ctx, ddp, net):
+    net.requires_grad_(requires_grad=False)
+    net.forward = lambda x: torch.ones(1, requires_grad=True) * x
+    return sgd(net)
+
+
+RIGHT = [
+    *(fine_tune, wrap_again, wrap_and_end_training, attach_and_detach, ignore),
+    *(wrap_in_torchs, remove_hooks, drop_a_copy, step_without_gradients),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("number", range(len(RIGHT)), ids=[f.__name__ for f in RIGHT])
+def test_right_endings_of_a_wrapper(ctx, number):
+    net = nn.Linear(3, 1)
+    ddp = [wrapped(ctx, net)]
+    optimizer = RIGHT[number](ctx, ddp.pop(), net)
+    gc.collect()
+    heard = [step(net, optimizer) for _ in range(2)]
+    KEPT.clear()
+    assert heard == [[], []]
+
+
+def test_one_rank_trains_alone(lone_group):
+    net = nn.Linear(3, 1)
+    minidp.DataParallel(net)
+    assert not step(net, sgd(net))
+
+
+def after_the_group(ctx):
+    net = nn.Linear(3, 1)
+    ddp = minidp.DataParallel(net)
+    del ddp
+    dist.destroy_process_group()
+    return step(net, sgd(net))
+
+
+@on_ranks(2, fresh={"group_timeout": 20.0})
+def test_training_is_over_with_the_process_group(ctx):
+    assert after_the_group(ctx) == []
+
+
+@on_ranks(2)
+def test_no_tensor_is_kept_alive(ctx):
+    net = nn.Linear(3, 1)
+    wrapped(ctx, net)
+    gc.collect()
+    assert len(dropped.orphans) == 2
+    references = [
+        params for facts, _ in dropped.orphans.values() for params in facts.params
+    ]
+    del net
+    gc.collect()
+    assert all(reference() is None for reference in references)
+    wrapped(ctx, nn.Linear(2, 1))
+    gc.collect()
+    assert len(dropped.orphans) == 2
+    dropped.orphans.clear()
