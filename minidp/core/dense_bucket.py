@@ -9,6 +9,10 @@ after a synchronised backward, so that the next one accumulates into the buffer 
 `copy_in` only divides. ``zero_grad(set_to_none=True)`` breaks the alias; a later
 backward restores it. In shared memory the sum may be written to ``.grad`` already
 (`DenseBucket.offer_grads`).
+
+With ``lazy_bucket_allocation`` the buffer exists only from the first gradient that is
+copied to it until its averages are written. Gradients that are views live on in the
+buffer of their backward; the next one gets a new buffer, to which they are copied.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from .grad_hooks import Entry, GradState, is_copied_at_once
 
 
 class DenseBucket(Bucket):
-    """Bucket of one dtype and device; allocates its flat buffer, or uses ``shared``."""
+    """Bucket of one dtype and device; its flat buffer is its own, or ``shared``."""
 
     def __init__(
         self,
@@ -45,9 +49,29 @@ class DenseBucket(Bucket):
         shared: comm.SharedBuffer | None = None,
     ) -> None:
         super().__init__(plan, params, communicator, config, tracer)
-        self._as_view = as_view = config.gradient_as_bucket_view
+        self._as_view = config.gradient_as_bucket_view
         self.shared = shared
+        self._is_lazy = config.lazy_bucket_allocation and shared is None
+        self._memory: kernels.Memory | None = None
+        if not self._is_lazy:
+            self._allocate()
+            if (
+                self.native is not None and self._values.is_cpu
+            ):  # CUDA: a kernel for all
+                self.copied_by_hook = [*range(len(self.params))]
+        self._saved: dict[int, Tensor] = {}  # per slot, .grad to restore if unused
+        self._tracked: dict[int, Tensor] = {}  # per slot, divided gradient with history
+        self._arrived: Sequence[Entry] = ()
+        self._is_apart = False
+
+    # -- the buffer --------------------------------------------------------------------
+
+    def _allocate(self) -> None:
+        """Make the flat buffer and all that refers to it; no-op if there is one."""
+        if self._memory is not None:
+            return
         # One memory: in the parameters' dtype, as a view per slot, and 1-D real.
+        plan, shared = self.plan, self.shared
         if shared is None:
             values = torch.empty(plan.length, dtype=plan.dtype, device=plan.device)
         else:
@@ -61,14 +85,25 @@ class DenseBucket(Bucket):
         is_large = [is_copied_at_once(param) for param in self.params]
         self._copy_plan = kernels.CopyPlan(values, self.views, is_large)
         if (extension := kernels.extension_for([values])) is not None:
-            mine = list(self.params)
-            self.native = extension.Slots(mine, self.views, values, as_view=as_view)
-            if values.is_cpu:  # CUDA: one kernel for all
-                self.copied_by_hook = [*range(len(self.params))]
-        self._saved: dict[int, Tensor] = {}  # per slot, .grad to restore if unused
-        self._tracked: dict[int, Tensor] = {}  # per slot, divided gradient with history
-        self._arrived: Sequence[Entry] = ()
-        self._is_apart = False
+            mine, views, as_view = list(self.params), self.views, self._as_view
+            self.native = extension.Slots(mine, views, values, as_view=as_view)
+
+    def _release(self) -> None:
+        """Let go of the buffer, so that only gradients that are views keep it alive."""
+        if self.payload.is_cuda:  # another stream than the present one may have made it
+            self.payload.record_stream(torch.cuda.current_stream(self.plan.device))
+        self._memory = self.native = None
+        self.views = []
+        del self.payload, self.tail, self._values, self._copy_plan
+
+    def zeros(self) -> Tensor:
+        """Return zeros of the shape of `payload`, which need not be there now."""
+        plan = self.plan
+        zeros = torch.zeros(plan.length, dtype=plan.dtype, device=plan.device)
+        return kernels.as_real(zeros)
+
+    def _owns(self, grad: object) -> bool:
+        return self._memory is not None and self._memory.owns(grad)
 
     # -- copy in -----------------------------------------------------------------------
 
@@ -78,9 +113,10 @@ class DenseBucket(Bucket):
         No copy if dtype, layout or shape differ, if ``grad`` lies in the buffer, or in
         grad mode. After a copy, with bucket views, ``.grad`` is the view.
         """
+        self._allocate()
         view = self.views[k]
         fits = grad.layout is torch.strided and grad.dtype is view.dtype
-        is_here = grad is view or (self._as_view and self._memory.owns(grad))
+        is_here = grad is view or (self._as_view and self._owns(grad))
         if not fits or grad.shape != view.shape or is_here or torch.is_grad_enabled():
             return grad
         kernels.multiply_into(view, grad, divisor)
@@ -91,6 +127,7 @@ class DenseBucket(Bucket):
     def copy_in(  # noqa: D102
         self, entries: Entries, factors: DivideFactors, undecided: Slots = ()
     ) -> None:
+        self._allocate()
         self._arrived = entries
         is_usual = not self._is_apart and not (undecided and self._as_view)
         native = self.native if is_usual else None
@@ -100,6 +137,13 @@ class DenseBucket(Bucket):
             kernels.divide(self.payload, factors.post)
             reciprocal = 1.0 / factors.post
             self._tracked = {k: g * reciprocal for k, g in self._tracked.items()}
+        is_view = self._as_view and not (self._is_apart or self._tracked)
+        self.frees_gradients = self._is_lazy and is_view
+        if self.frees_gradients:  # as torch's, which are views as soon as they arrive
+            for param, view, grad in zip(self.params, self.views, entries, strict=True):
+                if isinstance(grad, Tensor) and param.grad is grad:
+                    param.grad = view
+            self._arrived = ()
 
     def _fill_in_python(
         self, entries: tuple[Entry, ...], divisor: int, undecided: Slots
@@ -132,15 +176,15 @@ class DenseBucket(Bucket):
         """
         everything = cast("list[Tensor]", list(entries))
         if set(map(type, entries)) == {Tensor} and not (
-            self._as_view and self._memory.may_own_any(everything)
+            self._as_view and self._memory and self._memory.may_own_any(everything)
         ):
             return self.views, everything, []  # the usual case
         views, grads, in_place = [], [], []
         for k, (view, grad) in enumerate(zip(self.views, entries, strict=True)):
-            is_here = grad is view or (self._as_view and self._memory.owns(grad))
+            is_here = grad is view or (self._as_view and self._owns(grad))
             # Without a gradient, .grad may still be this view: a rank without inputs.
             if k in undecided and (
-                is_here or (grad is None and self._memory.owns(self.params[k].grad))
+                is_here or (grad is None and self._owns(self.params[k].grad))
             ):
                 self._saved[k] = view.clone()
             if is_here:
@@ -192,6 +236,8 @@ class DenseBucket(Bucket):
         self._saved.clear()
         self._tracked.clear()
         self._arrived = ()
+        if self._is_lazy:
+            self._release()
 
     def _rescale(self) -> None:
         """Multiply payload, and gradients with history, by `factor`; set that to 1."""
@@ -232,7 +278,7 @@ class DenseBucket(Bucket):
         for k, (view, grad) in enumerate(zip(self.views, grads, strict=True)):
             if grad is view or k in kept:
                 continue
-            arrived = self._arrived[k]
+            arrived = self._arrived[k] if self._arrived else None
             if grad is not None and arrived is not None and grad is not arrived:
                 raise misfit(
                     self.communicator.rank,
@@ -266,7 +312,7 @@ class DenseBucket(Bucket):
         self._is_apart, self._as_view = apart, may_be_view and not apart
         for param in self.params if apart and may_be_view else ():
             grad = param.grad
-            if grad is not None and self._memory.owns(grad):
+            if grad is not None and self._owns(grad):
                 param.grad = grad.clone()
 
     def alias_grads_to_views(self) -> None:
@@ -275,6 +321,8 @@ class DenseBucket(Bucket):
         Leaves out gradients with a history, and those that differ in dtype, layout,
         device or shape from the parameter or the view (`copy_in` rejects misfits).
         """
+        if self._is_lazy:  # they would keep a buffer alive all the time
+            return
         for param, view in zip(self.params, self.views, strict=True):
             grad = param.grad
             if grad is None or grad.requires_grad:

@@ -151,6 +151,7 @@ class Reducer:
         # By graph task, the call of `end_now` at its end; dead if the backward raised.
         self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
         self._uses_rpc = False  # RPC was up when the last forward ended
+        self.is_manual = False  # `finalize_now` ends a backward, not autograd
         self._is_compiled = False  # compiled autograd runs this backward
         self.context: comm.ContextGrads | None = None  # this backward's RPC context
         self._probe = functools.partial(_expect_end, weakref.ref(self))
@@ -267,10 +268,14 @@ class Reducer:
                 self.pending.entries[i] = grad
         with self._lock:
             bucket.flatten(entries, queue.averaging.factors, self.pending.filled)
+            if bucket.frees_gradients:
+                self.pending.let_go(bucket.plan.indices)
             if queue.launch_due():
                 if self.expected.shares_used_map:
                     self.expected.launch_used_map(self)
-                if self._is_compiled:  # runs no final callback
+                if self.is_manual:  # the user calls `finalize_now`
+                    pass
+                elif self._is_compiled:  # runs no final callback
                     self._finalize()
                 else:
                     autograd.queue_final_callback(self._finalize)
@@ -322,6 +327,17 @@ class Reducer:
             self.expected.launch_used_map(self)
         for i in missing:  # the last one queues `_finalize`, which autograd still runs
             self.pending.fill_missing(i)
+
+    @property
+    def awaits_user(self) -> bool:
+        """Whether all buckets are launched, and the user is to call `finalize_now`."""
+        all_launched = self.queue.next == len(self.queue.buckets)
+        return self.is_manual and self.phase.now is Phase.REDUCING and all_launched
+
+    @torch.no_grad()
+    def finalize_now(self) -> None:
+        """End the backward if `awaits_user`: wait, write averages; return to IDLE."""
+        self._finalize()
 
     @_failing
     def _finalize(self) -> None:

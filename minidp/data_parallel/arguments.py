@@ -37,6 +37,7 @@ _FLAGS = (
     "gradient_as_bucket_view",
     "skip_all_reduce_unused_params",
     "batched_grad_copy",
+    "lazy_bucket_allocation",
 )
 
 

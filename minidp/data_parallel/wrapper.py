@@ -76,6 +76,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         bucket_cap_mb_list: MiB per bucket, the last one repeats.
         batched_grad_copy: divide a whole bucket at once, not each of its gradients.
         forward_sync_buffers: broadcast module buffers from rank 0 before forwards.
+        lazy_bucket_allocation: a bucket takes memory only from its first gradient
+            until its averages are written: less memory, a little slower, and ranks of
+            one host send messages, because shared memory cannot come and go.
         unsynced: what to do when an optimizer is about to apply gradients that differ
             between ranks: "raise" (default), "warn" or "ignore".
         hang_timeout: seconds until a collective fails, naming missing ranks; None: the
@@ -126,6 +129,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         bucket_cap_mb_list: list[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         unsynced: Unsynced = "raise",
         hang_timeout: float | Literal["auto"] | None = AUTO,

@@ -224,7 +224,8 @@ class Guard:
         if problem and self.policy == "raise":
             error = UnsyncedGradientsError(problem)
             # In these phases other ranks wait for missing gradients.
-            if self.reducer.phase.now in (Phase.REDUCING, Phase.PAUSED):
+            is_waited_for = self.reducer.phase.now in (Phase.REDUCING, Phase.PAUSED)
+            if is_waited_for and not self.reducer.awaits_user:
                 self.reducer.communicator.tell_others(error)
             try:
                 raise error

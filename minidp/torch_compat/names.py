@@ -25,6 +25,7 @@ from minidp.data_parallel import M_co, arguments
 from minidp.guard import refuse_forward
 from minidp.replica import parameters
 
+from . import manual_finalization as manual
 from .dynamo_split import run_splitting
 from .logging_data import LoggingData
 from .reducer import ReducerNames
@@ -109,6 +110,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         self.gradient_as_bucket_view = config.gradient_as_bucket_view
         self.static_graph = config.static_graph
         self.batched_grad_copy = config.batched_grad_copy
+        self.lazy_bucket_allocation = config.lazy_bucket_allocation
         self.average_over = self._given.average_over
         self.skip_all_reduce_unused_params = config.skip_all_reduce_unused_params
         self.bucket_bytes_cap = config.caps.rest_bytes
@@ -246,6 +248,13 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     gather = DistributedDataParallel.gather
     _set_ddp_sink_clone = DistributedDataParallel._set_ddp_sink_clone
     _get_active_ddp_module = DistributedDataParallel._get_active_ddp_module
+
+    # -- manual finalization -----------------------------------------------------------
+
+    require_manual_backward_finalization = property(manual.is_required, manual.require)
+    if manual.IS_OFFERED:
+        should_finalize_after_backward = property(manual.should_finalize_after_backward)
+        finalize_backward = manual.finalize_backward
 
     # -- changes after wrapping --------------------------------------------------------
 
