@@ -106,7 +106,8 @@ FAST = (
     *tests("property", "matches_torch", "hook_laws", "join", "items"),
     *tests("distributed", "matrix", "special_cases", "delayed", "skip_unused"),
     *tests("distributed", "comm_hooks", "bucket_layout", "mixed_precision", "join"),
-    *tests("distributed", "overlap", "items"),
+    *tests("distributed", "overlap", "items", "manual_finalization"),
+    *("tests/unit/torch_compat",),
     *tests("fault", "faults", "wrong_words"),
 )
 NATIVE_FAST = (

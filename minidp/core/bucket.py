@@ -85,7 +85,6 @@ class Bucket(ABC):
 
     payload: Tensor  # what is reduced: the flat buffer, or the sparse gradient
     tail: Tensor  # the end of the flat buffer, which belongs to no slot
-    frees_gradients = False  # after `flatten` nobody needs the gradients any more
 
     def __init__(
         self,

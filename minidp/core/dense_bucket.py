@@ -12,12 +12,12 @@ backward restores it. In shared memory the sum may be written to ``.grad`` alrea
 
 With ``lazy_bucket_allocation`` the buffer exists only from the first gradient that is
 copied to it until its averages are written. Gradients that are views live on in the
-buffer of their backward; the next one gets a new buffer, to which they are copied.
+buffer of their backward; the next one makes a new buffer, and moves them there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -67,9 +67,7 @@ class DenseBucket(Bucket):
     # -- the buffer --------------------------------------------------------------------
 
     def _allocate(self) -> None:
-        """Make the flat buffer and all that refers to it; no-op if there is one."""
-        if self._memory is not None:
-            return
+        """Make the flat buffer and all that refers to it."""
         # One memory: in the parameters' dtype, as a view per slot, and 1-D real.
         plan, shared = self.plan, self.shared
         if shared is None:
@@ -87,6 +85,20 @@ class DenseBucket(Bucket):
         if (extension := kernels.extension_for([values])) is not None:
             mine, views, as_view = list(self.params), self.views, self._as_view
             self.native = extension.Slots(mine, views, values, as_view=as_view)
+
+    def _allocate_for(self, entries: Iterable[tuple[int, Entry]]) -> list[Entry]:
+        """Make the buffer in a backward; return ``entries`` of slots as they are now.
+
+        With gradients as views each ``.grad`` that is there becomes one, as in torch.
+        """
+        before = [param.grad for param in self.params]
+        self._allocate()
+        if self._as_view and not self._is_apart:
+            self._move_to_views()
+        return [
+            self.params[k].grad if entry is not None and entry is before[k] else entry
+            for k, entry in entries
+        ]
 
     def _release(self) -> None:
         """Let go of the buffer, so that only gradients that are views keep it alive."""
@@ -113,7 +125,8 @@ class DenseBucket(Bucket):
         No copy if dtype, layout or shape differ, if ``grad`` lies in the buffer, or in
         grad mode. After a copy, with bucket views, ``.grad`` is the view.
         """
-        self._allocate()
+        if self._memory is None:
+            grad = cast("Tensor", self._allocate_for([(k, grad)])[0])
         view = self.views[k]
         fits = grad.layout is torch.strided and grad.dtype is view.dtype
         is_here = grad is view or (self._as_view and self._owns(grad))
@@ -127,7 +140,8 @@ class DenseBucket(Bucket):
     def copy_in(  # noqa: D102
         self, entries: Entries, factors: DivideFactors, undecided: Slots = ()
     ) -> None:
-        self._allocate()
+        if self._memory is None:
+            entries = self._allocate_for(enumerate(entries))
         self._arrived = entries
         is_usual = not self._is_apart and not (undecided and self._as_view)
         native = self.native if is_usual else None
@@ -137,13 +151,6 @@ class DenseBucket(Bucket):
             kernels.divide(self.payload, factors.post)
             reciprocal = 1.0 / factors.post
             self._tracked = {k: g * reciprocal for k, g in self._tracked.items()}
-        is_view = self._as_view and not (self._is_apart or self._tracked)
-        self.frees_gradients = self._is_lazy and is_view
-        if self.frees_gradients:  # as torch's, which are views as soon as they arrive
-            for param, view, grad in zip(self.params, self.views, entries, strict=True):
-                if isinstance(grad, Tensor) and param.grad is grad:
-                    param.grad = view
-            self._arrived = ()
 
     def _fill_in_python(
         self, entries: tuple[Entry, ...], divisor: int, undecided: Slots
@@ -278,7 +285,7 @@ class DenseBucket(Bucket):
         for k, (view, grad) in enumerate(zip(self.views, grads, strict=True)):
             if grad is view or k in kept:
                 continue
-            arrived = self._arrived[k] if self._arrived else None
+            arrived = self._arrived[k]
             if grad is not None and arrived is not None and grad is not arrived:
                 raise misfit(
                     self.communicator.rank,
@@ -321,8 +328,10 @@ class DenseBucket(Bucket):
         Leaves out gradients with a history, and those that differ in dtype, layout,
         device or shape from the parameter or the view (`copy_in` rejects misfits).
         """
-        if self._is_lazy:  # they would keep a buffer alive all the time
-            return
+        if not self._is_lazy:  # there is no buffer before the backward
+            self._move_to_views()
+
+    def _move_to_views(self) -> None:
         for param, view in zip(self.params, self.views, strict=True):
             grad = param.grad
             if grad is None or grad.requires_grad:

@@ -342,12 +342,6 @@ class PendingGrads:
             self.written_on[number].update(self.native.take_streams(number))
         self.reducer.on_full(number, self.table.gather(number))
 
-    def let_go(self, indices: Iterable[int]) -> None:
-        """Mark gradients as copied: their bucket is full, and needs them no more."""
-        for i in indices:
-            if isinstance(self.entries[i], Tensor):
-                self.entries[i] = GradState.COPIED
-
     # -- what has arrived --------------------------------------------------------------
 
     def missing(self) -> list[int]:

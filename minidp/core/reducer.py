@@ -230,7 +230,11 @@ class Reducer:
         if self.context and any(each.uses_grads for each in queue.observers):
             self.context.refuse_steps()
         queue.start(shares_reach=expected.shares_reach, context=self.context)
-        sees_all = queue.tracer.recorder is not None or self.context
+        config = queue.config
+        # Torch allocates a lazy bucket when its first gradient comes, and those that
+        # are there then are divided, while others are multiplied by the reciprocal.
+        is_exact = config.lazy_bucket_allocation and config.gradient_as_bucket_view
+        sees_all = queue.tracer.recorder is not None or self.context or is_exact
         usual = GradState.VIA_REDUCER if sees_all else GradState.UNSET
         marks = dict.fromkeys(self.hooks.hooked_by_others(), GradState.VIA_REDUCER)
         if expected.counts_arrivals:
@@ -268,8 +272,6 @@ class Reducer:
                 self.pending.entries[i] = grad
         with self._lock:
             bucket.flatten(entries, queue.averaging.factors, self.pending.filled)
-            if bucket.frees_gradients:
-                self.pending.let_go(bucket.plan.indices)
             if queue.launch_due():
                 if self.expected.shares_used_map:
                     self.expected.launch_used_map(self)

@@ -27,8 +27,10 @@ from minidp.replica import parameters
 
 from . import manual_finalization as manual
 from .dynamo_split import run_splitting
+from .fixed import Fixed, fix_options
 from .logging_data import LoggingData
 from .reducer import ReducerNames
+from .versions import note_version
 
 logger = logging.getLogger("minidp")
 _Builtin: Any = dist.BuiltinCommHookType  # type: ignore[attr-defined]
@@ -88,6 +90,7 @@ class _LogsUnused(Observer):
             )
 
 
+@fix_options
 class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     __doc__ = data_parallel.DataParallel.__doc__
     __module__ = "minidp"
@@ -100,8 +103,23 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     use_side_stream_for_tensor_copies = False
     _use_python_reducer = False
     _ddp_sink_clone = False
+    # Nobody reads these after construction: an assignment warns.
+    find_unused_parameters = Fixed()
+    gradient_as_bucket_view = Fixed()
+    static_graph = Fixed()
+    batched_grad_copy = Fixed()
+    lazy_bucket_allocation = Fixed()
+    skip_all_reduce_unused_params = Fixed()
+    bucket_bytes_cap = Fixed()
+    bucket_bytes_cap_list = Fixed()
+    bucket_bytes_cap_default = Fixed()
+    mixed_precision = Fixed()
+    average_over = Fixed()
+    parameters_to_ignore = Fixed()
+    process_group = Fixed()
 
     def _wire(self, checked: arguments.Arguments, kind: str) -> None:
+        note_version()
         config, devices = checked.config, checked.devices
         self.output_device = devices.output_device
         self.device_type = devices.device.type
@@ -264,7 +282,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         Not a collective, but all ranks must call it. RuntimeError, kept in the logging
         data, if a synchronised forward has run.
         """
-        if self.static_graph:
+        if self._reducer.queue.config.static_graph:
             warn("The graph has been set to be static already.")
             return
         if self._reducer.ledger.armed:
@@ -274,7 +292,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
             )
             self.logger.note_error(error)
             raise error
-        self._given.static_graph = self.static_graph = True
+        self._given.static_graph = vars(self)["static_graph"] = True
         reducer = self._reducer
         config = replace(reducer.queue.config, static_graph=True)
         reducer.expected = expectation_for(len(reducer.params), config)
@@ -288,7 +306,7 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
         static graph's counts stay. Replicas are never compared again.
         """
         if isinstance(new_process_group, dist.ProcessGroup):
-            self.process_group = new_process_group
+            vars(self)["process_group"] = new_process_group
         self._reducer.reset(self.process_group)
         self._reducer.rebuild_policy.reset(rebuilds_again=True)
         self._replication.stop_comparing()  # new ranks have made fewer steps
@@ -322,12 +340,20 @@ class DataParallel(data_parallel.DataParallel[M_co]):  # noqa: D101
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         self.logger.set_rate(sample_rate)
 
-    named_module_buffers = property(attrgetter("_replication.buffers"))
+    named_module_buffers = property(  # what a forward broadcasts: none if it is empty
+        attrgetter("_replication.buffers"),
+        lambda self, named: setattr(self._replication, "buffers", dict(named)),
+    )
     _bucket_config = property(attrgetter("_reducer.queue.config.caps"))
     _has_rebuilt_buckets = property(attrgetter("_reducer.rebuild_policy.has_rebuilt"))
     reducer = property(ReducerNames)  # made at each access
 
-    modules_buffers = property(lambda self: list(self.named_module_buffers.values()))
+    modules_buffers = property(
+        lambda self: list(self.named_module_buffers.values()),
+        lambda self, buffers: setattr(
+            self, "named_module_buffers", {str(n): b for n, b in enumerate(buffers)}
+        ),
+    )
     broadcast_buffers = property(  # deprecated
         attrgetter("forward_sync_buffers"),
         lambda self, enabled: setattr(self, "forward_sync_buffers", enabled),
