@@ -39,9 +39,9 @@ from support.baselines import (
     AfterBackward,
     auto,
     bare,
-    has_batched_copy,
     ours,
     theirs,
+    torch_knows,
 )
 from support.charts import OURS, THEIRS, Bar, Words, colour_of, draw_bars
 from support.models import MODELS, Net, make
@@ -65,6 +65,8 @@ OPTIONS: dict[str, dict[str, Any]] = {  # of both
     "static graph": {"static_graph": True},
     "find unused": {"find_unused_parameters": True},
     "batched copy": {"batched_grad_copy": True},
+    "lazy": {"lazy_bucket_allocation": True},  # torch: from 2.15 on
+    "lazy views": {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True},
 }
 HOOKS: dict[str, tuple[Callable[[], Any], Any]] = {  # minidp's: state, hook
     "fp16 hook": (lambda: None, comm_hooks.fp16_compress_hook),
@@ -87,7 +89,7 @@ def implementations() -> list[Implementation]:
     """List what is measured, called ``torch OPTION`` or ``minidp OPTION``."""
     found = [bare(), Implementation(AFTER, AfterBackward)]
     for option, chosen in OPTIONS.items():
-        if option != "batched copy" or has_batched_copy():
+        if torch_knows(chosen):
             found.append(Implementation(f"torch {option}", theirs(**chosen)))
         found.append(Implementation(f"minidp {option}", ours(**chosen)))
     found.append(auto(1))

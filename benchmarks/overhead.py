@@ -73,7 +73,6 @@ from support.baselines import (
     TORCH,
     OverItems,
     bare,
-    has_batched_copy,
     ours,
     theirs,
 )
@@ -197,7 +196,7 @@ class Cell:
                 Implementation(MESSAGES, Reduction, MESSAGES, off),
                 Implementation(SHARED, Reduction, MESSAGES),
             ]
-        left_out = set() if has_batched_copy() else {"torch batched copy"}
+        left_out: set[str] = set()
         if self.net == "gpt2":  # each has half a GiB of buckets on each rank
             left_out |= {UNUSED, "minidp find unused", "torch last bucket cap", ITEMS}
             left_out |= {"torch batched copy"} if self.world_size > 1 else set()

@@ -69,7 +69,6 @@ from support.baselines import (
     against_torch,
     auto,
     bare,
-    has_batched_copy,
     ours,
     theirs,
 )
@@ -137,7 +136,7 @@ def implementations(world_size: int) -> list[Implementation]:
     """List what is measured."""
     mine = functools.partial(against_torch, world_size=world_size)
     view = theirs(gradient_as_bucket_view=True)
-    everyone = [
+    return [
         bare(),
         mine(AFTER, AfterBackward),
         mine(TORCH, theirs()),
@@ -149,8 +148,6 @@ def implementations(world_size: int) -> list[Implementation]:
         mine("minidp 1 MiB", ours(bucket_cap_mb=1)),
         auto(world_size),
     ]
-    has_copy = has_batched_copy()
-    return [each for each in everyone if has_copy or "copy" not in each.name]
 
 
 def measure(cell: Cell, plan: Plan, *, smoke: bool) -> Measured:

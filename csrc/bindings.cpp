@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 
+#include "cuda/copy_rows.h"
 #include "flatten.h"
 #include "grad_hook.h"
 #include "slots.h"
@@ -311,9 +312,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("take_bytes", [](const at::Tensor& from) {
     return py::bytes(minidp::take_bytes(from));
   });
-#ifdef MINIDP_CUDA
-  module.attr("has_cuda") = true;
-#else
-  module.attr("has_cuda") = false;
-#endif
+  module.attr("has_cuda") = minidp::cuda::copy_rows != nullptr;
 }

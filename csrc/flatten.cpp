@@ -17,11 +17,15 @@
 #include <immintrin.h>
 #endif
 
-#ifdef MINIDP_CUDA
 #include "cuda/copy_rows.h"
-#endif
 
 namespace minidp {
+
+namespace cuda {
+CopyRows* copy_rows = nullptr;
+CurrentStream* current_stream = nullptr;
+}  // namespace cuda
+
 namespace {
 
 // Below this many bytes a thread costs more than it saves.
@@ -168,12 +172,7 @@ bool is_loop(const at::Tensor& to, const at::Tensor& from) {
       !same_order(to, from)) {
     return false;
   }
-#ifdef MINIDP_CUDA
-  if (to.is_cuda()) {
-    return true;
-  }
-#endif
-  return to.is_cpu();
+  return to.is_cpu() || (to.is_cuda() && cuda::copy_rows != nullptr);
 }
 
 // Whether two copies to these can be done together.
@@ -185,12 +184,10 @@ bool are_alike(const at::Tensor& to, const at::Tensor& other) {
 void copy_together(
     const Refs& to, const Refs& from, const std::vector<size_t>& slots, double scale) {
   const size_t first = slots.front();
-#ifdef MINIDP_CUDA
   if (to[first]->is_cuda()) {
     cuda::copy_rows(to, from, slots, scale);
     return;
   }
-#endif
   Rows rows;
   rows.reserve(slots.size());
   rows.past_cache =

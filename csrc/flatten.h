@@ -1,4 +1,4 @@
-// The copies between gradients and a bucket's buffer, on CPU and, with MINIDP_CUDA, on GPUs.
+// The copies between gradients and a bucket's buffer, on CPU and, with cuda/, on GPUs.
 //
 // minidp/core/kernels.py is the specification: every function here gives the same bits, but for
 // the sign and payload of a NaN.

@@ -3,7 +3,11 @@
 #include <c10/util/Type.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/function_hook.h>
+#if __has_include(<torch/csrc/autograd/node.h>)
 #include <torch/csrc/autograd/node.h>
+#else  // before torch 2.13
+#include <torch/csrc/autograd/function.h>
+#endif
 #include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>

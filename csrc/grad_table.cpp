@@ -3,13 +3,11 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
-#ifdef MINIDP_CUDA
-#include <c10/cuda/CUDAStream.h>
-#endif
-
 #include <algorithm>
 #include <chrono>
 #include <utility>
+
+#include "cuda/copy_rows.h"
 
 namespace minidp {
 namespace {
@@ -131,17 +129,14 @@ void GradTable::fired(size_t i) {
   }
 }
 
-void GradTable::note_stream([[maybe_unused]] size_t i) {
-#ifdef MINIDP_CUDA
-  if (params_[i].is_cuda()) {
-    const auto stream = c10::cuda::getCurrentCUDAStream(params_[i].device().index());
-    const auto handle = reinterpret_cast<int64_t>(stream.stream());
+void GradTable::note_stream(size_t i) {
+  if (cuda::current_stream != nullptr && params_[i].is_cuda()) {
+    const auto handle = cuda::current_stream(params_[i].device().index());
     auto& streams = streams_[bucket_of[i]];
     if (std::find(streams.begin(), streams.end(), handle) == streams.end()) {
       streams.push_back(handle);
     }
   }
-#endif
 }
 
 std::vector<int64_t> GradTable::take_streams(size_t bucket) {

@@ -12,7 +12,7 @@
 #
 #     MINIDP_PYTHON   an interpreter that has everything already: used as it is,
 #                     nothing is made or installed (for machines without a network)
-#     MINIDP_TORCH    what to ask pip for where torch is missing, e.g. torch==2.11.0;
+#     MINIDP_TORCH    what to ask pip for where torch is missing, e.g. torch==2.12.1;
 #                     pip's own settings (PIP_INDEX_URL, ...) say where it comes from
 
 # The checkout that this file lies in.
@@ -27,7 +27,7 @@ import re
 import torch
 
 release = re.match(r"(\d+)\.(\d+)", torch.__version__)
-raise SystemExit(tuple(map(int, release.groups())) < (2, 11))
+raise SystemExit(tuple(map(int, release.groups())) < (2, 12))
 PY
 }
 
@@ -70,7 +70,7 @@ _minidp_say() {
 _minidp_install_torch() {
     local wanted=torch==2.13.0
     if command -v nvidia-smi >/dev/null 2>&1; then
-        wanted='torch>=2.11'
+        wanted='torch>=2.12'
     fi
     _minidp_say "installing ${MINIDP_TORCH:-$wanted}: one or two minutes"
     "$1" -m pip install --quiet --disable-pip-version-check \

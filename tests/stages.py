@@ -106,7 +106,8 @@ FAST = (
     *tests("property", "matches_torch", "hook_laws", "join", "items"),
     *tests("distributed", "matrix", "special_cases", "delayed", "skip_unused"),
     *tests("distributed", "comm_hooks", "bucket_layout", "mixed_precision", "join"),
-    *tests("distributed", "overlap", "items"),
+    *tests("distributed", "overlap", "items", "manual_finalization", "lazy_buckets"),
+    *("tests/unit/torch_compat",),
     *tests("fault", "faults", "wrong_words"),
 )
 NATIVE_FAST = (
@@ -211,6 +212,7 @@ STAGES: dict[str, Sequence[Command]] = {
     "native-torch": [pytest(USES_TORCH, native=True)],
     "trainers": [pytest("tests/trainers")],
     "packaging": [python("-m", "pytest", "tests/packaging", MINIDP_TEST_PACKAGING="1")],
+    "versions": [python("-m", "tests.versions")],
     # One at a time: two tests would wait for each other's kernels. Ten minutes at most.
     "gpu": [
         python(
@@ -230,7 +232,7 @@ TIERS = {
     ],
     "nightly": [
         *("fuzz", "page-fuzz", "chaos", "sanitizers", "messages", "mutants"),
-        *("native-torch", "trainers", "packaging", "torchft-chaos", "gpu"),
+        *("native-torch", "trainers", "packaging", "versions", "torchft-chaos", "gpu"),
     ],
 }
 

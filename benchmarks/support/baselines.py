@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -82,10 +83,10 @@ class AfterBackward(nn.Module):
             param.grad.view(-1).copy_(part)
 
 
-def has_batched_copy() -> bool:
-    """Return whether this torch knows the option ``batched_grad_copy`` (not 2.11)."""
+def torch_knows(options: Iterable[str]) -> bool:
+    """Return whether this torch's DDP takes all these options."""
     known = inspect.signature(DistributedDataParallel).parameters
-    return "batched_grad_copy" in known
+    return known.keys() >= set(options)
 
 
 def against_torch(

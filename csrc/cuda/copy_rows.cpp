@@ -24,9 +24,7 @@ Type type_of(at::ScalarType dtype) {
   }
 }
 
-}  // namespace
-
-void copy_rows(
+void launch_rows(
     const std::vector<const at::Tensor*>& to,
     const std::vector<const at::Tensor*>& from,
     const std::vector<size_t>& slots,
@@ -48,4 +46,16 @@ void copy_rows(
   });
 }
 
+int64_t current_stream_of(int device) {
+  const auto stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device));
+  return reinterpret_cast<int64_t>(stream.stream());
+}
+
+[[maybe_unused]] const bool is_registered = [] {
+  copy_rows = launch_rows;
+  current_stream = current_stream_of;
+  return true;
+}();
+
+}  // namespace
 }  // namespace minidp::cuda

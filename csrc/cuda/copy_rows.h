@@ -1,9 +1,10 @@
-// The copies between gradients and a bucket's buffer, on a GPU. No CUDA header in here:
-// flatten.cpp includes this with a plain C++ compiler.
+// What cuda/ does for the other files. They need no header of CUDA for it, and the same
+// objects of them link with cuda/ and without: it is left out where it does not compile.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <vector>
 
 namespace minidp::cuda {
@@ -11,10 +12,17 @@ namespace minidp::cuda {
 // to[k] = from[k] * scale for the given k, on the current stream of their device. All
 // have one dtype (float, double, half or bfloat16) and lie on one GPU; each pair is laid
 // out alike and without gaps.
-void copy_rows(
+using CopyRows = void(
     const std::vector<const at::Tensor*>& to,
     const std::vector<const at::Tensor*>& from,
     const std::vector<size_t>& slots,
     double scale);
+
+// The handle of this thread's current stream on a device.
+using CurrentStream = int64_t(int device);
+
+// Null if the extension is linked without cuda/. Set while the extension is loaded.
+extern CopyRows* copy_rows;
+extern CurrentStream* current_stream;
 
 }  // namespace minidp::cuda

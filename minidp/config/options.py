@@ -199,6 +199,7 @@ class ReducerConfig:
     gradient_as_bucket_view: bool = False
     skip_all_reduce_unused_params: bool = False
     batched_grad_copy: bool = False  # divide whole buckets, not single gradients
+    lazy_bucket_allocation: bool = False  # buffers live from first copy to write-back
     last_is_small: bool = False  # after the rebuild the last bucket, not the first
     saved_layout: SavedLayout | None = None  # the initial layout
     tunes: bool = False  # bucket_cap_mb="auto"

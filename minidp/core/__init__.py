@@ -36,6 +36,7 @@ from .autograd import (
 from .averaging import Averaging
 from .bucket import BucketState
 from .bucket_queue import BucketQueue, Observer
+from .dense_bucket import DenseBucket
 from .expected import EveryParameter, expectation_for
 from .grad_hooks import GradHook, GradHooks
 from .local_grads import Ledger, Origin
@@ -45,6 +46,7 @@ from .reducer import Phase, Reducer
 __all__ = ["Averaging", "BucketQueue", "BucketState", "EveryParameter", "GradHook"]
 __all__ += [
     "NO_TASK",
+    "DenseBucket",
     "GradHooks",
     "Ledger",
     "Observer",

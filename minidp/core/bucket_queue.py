@@ -221,7 +221,11 @@ class BucketQueue:
         if self.averaging.items is not None:
             layout = layout.with_tail(self.averaging.items.tail)
         self.layout = layout
-        buffers = iter(self.averaging.share(layout, maps, asks=shares))
+        is_lazy = self.config.lazy_bucket_allocation
+        buffers = iter(self.averaging.share(layout, maps, asks=shares and not is_lazy))
+        if is_lazy:
+            why = "lazy_bucket_allocation takes memory only while it is used"
+            self.averaging.no_shared_memory = why
         for plan in layout.buckets:
             named = {self.specs[i].name: self._params[i] for i in plan.indices}
             common = (plan, named, self.communicator, self.config, self.tracer)

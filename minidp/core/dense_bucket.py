@@ -9,11 +9,15 @@ after a synchronised backward, so that the next one accumulates into the buffer 
 `copy_in` only divides. ``zero_grad(set_to_none=True)`` breaks the alias; a later
 backward restores it. In shared memory the sum may be written to ``.grad`` already
 (`DenseBucket.offer_grads`).
+
+With ``lazy_bucket_allocation`` the buffer exists only from the first gradient that is
+copied to it until its averages are written. Gradients that are views live on in the
+buffer of their backward; the next one makes a new buffer, and moves them there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -33,7 +37,7 @@ from .grad_hooks import Entry, GradState, is_copied_at_once
 
 
 class DenseBucket(Bucket):
-    """Bucket of one dtype and device; allocates its flat buffer, or uses ``shared``."""
+    """Bucket of one dtype and device; its flat buffer is its own, or ``shared``."""
 
     def __init__(
         self,
@@ -45,9 +49,27 @@ class DenseBucket(Bucket):
         shared: comm.SharedBuffer | None = None,
     ) -> None:
         super().__init__(plan, params, communicator, config, tracer)
-        self._as_view = as_view = config.gradient_as_bucket_view
+        self._as_view = config.gradient_as_bucket_view
         self.shared = shared
+        self._is_lazy = config.lazy_bucket_allocation and shared is None
+        self._memory: kernels.Memory | None = None
+        if not self._is_lazy:
+            self._allocate()
+            if (
+                self.native is not None and self._values.is_cpu
+            ):  # CUDA: a kernel for all
+                self.copied_by_hook = [*range(len(self.params))]
+        self._saved: dict[int, Tensor] = {}  # per slot, .grad to restore if unused
+        self._tracked: dict[int, Tensor] = {}  # per slot, divided gradient with history
+        self._arrived: Sequence[Entry] = ()
+        self._is_apart = False
+
+    # -- the buffer --------------------------------------------------------------------
+
+    def _allocate(self) -> None:
+        """Make the flat buffer and all that refers to it."""
         # One memory: in the parameters' dtype, as a view per slot, and 1-D real.
+        plan, shared = self.plan, self.shared
         if shared is None:
             values = torch.empty(plan.length, dtype=plan.dtype, device=plan.device)
         else:
@@ -61,14 +83,39 @@ class DenseBucket(Bucket):
         is_large = [is_copied_at_once(param) for param in self.params]
         self._copy_plan = kernels.CopyPlan(values, self.views, is_large)
         if (extension := kernels.extension_for([values])) is not None:
-            mine = list(self.params)
-            self.native = extension.Slots(mine, self.views, values, as_view=as_view)
-            if values.is_cpu:  # CUDA: one kernel for all
-                self.copied_by_hook = [*range(len(self.params))]
-        self._saved: dict[int, Tensor] = {}  # per slot, .grad to restore if unused
-        self._tracked: dict[int, Tensor] = {}  # per slot, divided gradient with history
-        self._arrived: Sequence[Entry] = ()
-        self._is_apart = False
+            mine, views, as_view = list(self.params), self.views, self._as_view
+            self.native = extension.Slots(mine, views, values, as_view=as_view)
+
+    def _allocate_for(self, entries: Iterable[tuple[int, Entry]]) -> list[Entry]:
+        """Make the buffer in a backward; return ``entries`` of slots as they are now.
+
+        With gradients as views each ``.grad`` that is there becomes one, as in torch.
+        """
+        before = [param.grad for param in self.params]
+        self._allocate()
+        if self._as_view and not self._is_apart:
+            self._move_to_views()
+        return [
+            self.params[k].grad if entry is not None and entry is before[k] else entry
+            for k, entry in entries
+        ]
+
+    def _release(self) -> None:
+        """Let go of the buffer, so that only gradients that are views keep it alive."""
+        if self.payload.is_cuda:  # another stream than the present one may have made it
+            self.payload.record_stream(torch.cuda.current_stream(self.plan.device))
+        self._memory = self.native = None
+        self.views = []
+        del self.payload, self.tail, self._values, self._copy_plan
+
+    def zeros(self) -> Tensor:
+        """Return zeros of the shape of `payload`, which need not be there now."""
+        plan = self.plan
+        zeros = torch.zeros(plan.length, dtype=plan.dtype, device=plan.device)
+        return kernels.as_real(zeros)
+
+    def _owns(self, grad: object) -> bool:
+        return self._memory is not None and self._memory.owns(grad)
 
     # -- copy in -----------------------------------------------------------------------
 
@@ -78,9 +125,11 @@ class DenseBucket(Bucket):
         No copy if dtype, layout or shape differ, if ``grad`` lies in the buffer, or in
         grad mode. After a copy, with bucket views, ``.grad`` is the view.
         """
+        if self._memory is None:
+            grad = cast("Tensor", self._allocate_for([(k, grad)])[0])
         view = self.views[k]
         fits = grad.layout is torch.strided and grad.dtype is view.dtype
-        is_here = grad is view or (self._as_view and self._memory.owns(grad))
+        is_here = grad is view or (self._as_view and self._owns(grad))
         if not fits or grad.shape != view.shape or is_here or torch.is_grad_enabled():
             return grad
         kernels.multiply_into(view, grad, divisor)
@@ -91,6 +140,8 @@ class DenseBucket(Bucket):
     def copy_in(  # noqa: D102
         self, entries: Entries, factors: DivideFactors, undecided: Slots = ()
     ) -> None:
+        if self._memory is None:
+            entries = self._allocate_for(enumerate(entries))
         self._arrived = entries
         is_usual = not self._is_apart and not (undecided and self._as_view)
         native = self.native if is_usual else None
@@ -132,15 +183,15 @@ class DenseBucket(Bucket):
         """
         everything = cast("list[Tensor]", list(entries))
         if set(map(type, entries)) == {Tensor} and not (
-            self._as_view and self._memory.may_own_any(everything)
+            self._as_view and self._memory and self._memory.may_own_any(everything)
         ):
             return self.views, everything, []  # the usual case
         views, grads, in_place = [], [], []
         for k, (view, grad) in enumerate(zip(self.views, entries, strict=True)):
-            is_here = grad is view or (self._as_view and self._memory.owns(grad))
+            is_here = grad is view or (self._as_view and self._owns(grad))
             # Without a gradient, .grad may still be this view: a rank without inputs.
             if k in undecided and (
-                is_here or (grad is None and self._memory.owns(self.params[k].grad))
+                is_here or (grad is None and self._owns(self.params[k].grad))
             ):
                 self._saved[k] = view.clone()
             if is_here:
@@ -192,6 +243,8 @@ class DenseBucket(Bucket):
         self._saved.clear()
         self._tracked.clear()
         self._arrived = ()
+        if self._is_lazy:
+            self._release()
 
     def _rescale(self) -> None:
         """Multiply payload, and gradients with history, by `factor`; set that to 1."""
@@ -266,7 +319,7 @@ class DenseBucket(Bucket):
         self._is_apart, self._as_view = apart, may_be_view and not apart
         for param in self.params if apart and may_be_view else ():
             grad = param.grad
-            if grad is not None and self._memory.owns(grad):
+            if grad is not None and self._owns(grad):
                 param.grad = grad.clone()
 
     def alias_grads_to_views(self) -> None:
@@ -275,6 +328,10 @@ class DenseBucket(Bucket):
         Leaves out gradients with a history, and those that differ in dtype, layout,
         device or shape from the parameter or the view (`copy_in` rejects misfits).
         """
+        if not self._is_lazy:  # there is no buffer before the backward
+            self._move_to_views()
+
+    def _move_to_views(self) -> None:
         for param, view in zip(self.params, self.views, strict=True):
             grad = param.grad
             if grad is None or grad.requires_grad:

@@ -166,6 +166,7 @@ class Reducer:
         # By graph task, the call of `end_now` at its end; dead if the backward raised.
         self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
         self._uses_rpc = False  # RPC was up when the last forward ended
+        self.is_manual = False  # `finalize_now` ends a backward, not autograd
         self._is_compiled = False  # compiled autograd runs this backward
         self.context: comm.ContextGrads | None = None  # this backward's RPC context
         self._probe = functools.partial(_expect_end, weakref.ref(self))
@@ -258,7 +259,11 @@ class Reducer:
         if self.context and any(each.uses_grads for each in queue.observers):
             self.context.refuse_steps()
         queue.start(shares_reach=expected.shares_reach, context=self.context)
-        sees_all = queue.tracer.recorder is not None or self.context
+        config = queue.config
+        # Torch allocates a lazy bucket when its first gradient comes, and those that
+        # are there then are divided, while others are multiplied by the reciprocal.
+        is_exact = config.lazy_bucket_allocation and config.gradient_as_bucket_view
+        sees_all = queue.tracer.recorder is not None or self.context or is_exact
         usual = GradState.VIA_REDUCER if sees_all else GradState.UNSET
         marks = dict.fromkeys(self.hooks.hooked_by_others(), GradState.VIA_REDUCER)
         if expected.counts_arrivals:
@@ -300,8 +305,10 @@ class Reducer:
             if queue.launch_due():
                 if self.expected.shares_used_map:
                     self.expected.launch_used_map(self)
+                if self.is_manual:  # the user calls `finalize_now`
+                    pass
                 # Compiled autograd runs no final callback.
-                if self._is_compiled or self.expected.finishes_at_once:
+                elif self._is_compiled or self.expected.finishes_at_once:
                     self._finalize()
                 else:
                     autograd.queue_final_callback(self._finalize)
@@ -368,6 +375,17 @@ class Reducer:
             self.expected.launch_used_map(self)
         for i in missing:  # the last one queues `_finalize`, which autograd still runs
             self.pending.fill_missing(i)
+
+    @property
+    def awaits_user(self) -> bool:
+        """Whether all buckets are launched, and the user is to call `finalize_now`."""
+        all_launched = self.queue.next == len(self.queue.buckets)
+        return self.is_manual and self.phase.now is Phase.REDUCING and all_launched
+
+    @torch.no_grad()
+    def finalize_now(self) -> None:
+        """End the backward if `awaits_user`: wait, write averages; return to IDLE."""
+        self._finalize()
 
     @_failing
     def _finalize(self) -> None:

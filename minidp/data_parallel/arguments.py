@@ -43,6 +43,7 @@ _FLAGS = (
     "gradient_as_bucket_view",
     "skip_all_reduce_unused_params",
     "batched_grad_copy",
+    "lazy_bucket_allocation",
 )
 _OTHER_FLAGS = (
     *("init_sync", "broadcast_buffers", "forward_sync_buffers"),

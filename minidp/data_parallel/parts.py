@@ -111,6 +111,7 @@ def portable_state(ddp: DataParallel) -> dict[str, Any]:
     state = {k: v for k, v in ddp.__dict__.items() if k not in ddp._not_copied}
     state["options"] = dict(vars(ddp._given))
     state["sync_enabled"] = ddp.require_backward_grad_sync
+    state["is_manual"] = ddp._reducer.is_manual  # the user finalizes backwards
     return state
 
 
@@ -122,6 +123,7 @@ def restore(ddp: DataParallel, state: dict[str, Any], group: ProcessGroup) -> No
     """
     state = dict(state)
     options, sync_enabled = state.pop("options"), state.pop("sync_enabled")
+    is_manual = state.pop("is_manual")
     nn.Module.__setstate__(ddp, state)
     Joinable.__init__(ddp)
     ddp.process_group = group
@@ -131,3 +133,4 @@ def restore(ddp: DataParallel, state: dict[str, Any], group: ProcessGroup) -> No
         checked = arguments.check(ddp.module, ddp._given)
     ddp._wire(checked, "copy")
     ddp.require_backward_grad_sync = sync_enabled
+    ddp._reducer.is_manual = is_manual

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Generic, Literal
 
@@ -91,6 +91,9 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         bucket_cap_mb_list: MiB per bucket, the last one repeats.
         batched_grad_copy: divide a whole bucket at once, not each of its gradients.
         forward_sync_buffers: broadcast module buffers from rank 0 before forwards.
+        lazy_bucket_allocation: a bucket takes memory only from its first gradient
+            until its averages are written: less memory, a little slower, and ranks of
+            one host send messages, because shared memory cannot come and go.
         unsynced: what to do when an optimizer is about to apply gradients that differ
             between ranks: "raise" (default), "warn" or "ignore".
         hang_timeout: seconds until a collective fails, naming missing ranks; None: the
@@ -145,6 +148,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         bucket_cap_mb_list: list[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         unsynced: Unsynced = "raise",
         hang_timeout: float | Literal["auto"] | None = AUTO,
@@ -182,6 +186,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     def _wire(self, checked: arguments.Arguments, kind: str) -> None:
         """Build the parts (`parts.build`); store them, and options by torch's names."""
+        torch_compat.note_version()
         config, devices = checked.config, checked.devices
         self.device_ids, self.output_device = devices.device_ids, devices.output_device
         self.device, self.device_type = devices.device, devices.device.type
@@ -190,6 +195,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self.gradient_as_bucket_view = config.gradient_as_bucket_view
         self.static_graph = config.static_graph
         self.batched_grad_copy = config.batched_grad_copy
+        self.lazy_bucket_allocation = config.lazy_bucket_allocation
         self.average_over = self._given.average_over
         self.skip_all_reduce_unused_params = config.skip_all_reduce_unused_params
         self.bucket_bytes_cap = config.caps.rest_bytes
@@ -520,10 +526,19 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         """Module buffers by name, without those on the ignore list."""
         return self._replication.buffers
 
+    @named_module_buffers.setter
+    def named_module_buffers(self, named: Mapping[str, torch.Tensor]) -> None:
+        # What the next forward broadcasts: none if it is empty.
+        self._replication.buffers = dict(named)
+
     @property
     def modules_buffers(self) -> list[torch.Tensor]:
         """Module buffers, without those on the ignore list."""
         return list(self.named_module_buffers.values())
+
+    @modules_buffers.setter
+    def modules_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
+        self.named_module_buffers = {str(n): b for n, b in enumerate(buffers)}
 
     @property
     def broadcast_buffers(self) -> bool:

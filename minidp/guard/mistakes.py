@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 _requires_grad, _is_leaf = attrgetter("requires_grad"), attrgetter("is_leaf")
 _values = dict[str, object].values
 _RESET = "call reset() on all ranks, then zero_grad()"
+_NOT_FINALIZED = (
+    "with require_manual_backward_finalization the user ends a backward, and "
+    "finalize_backward() was not called for the last one"
+)
+_FINALIZE = "call finalize_backward() after each synchronised backward()"
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,9 @@ class StepCheck:
             )
             remedy = "step after backward() returned"
             return explain(rank, what, names=names, remedy=remedy)
+        if self._reducer.awaits_user:
+            what = f"Gradients are not averaged over ranks yet: {_NOT_FINALIZED}."
+            return explain(rank, what, names=names, remedy=_FINALIZE)
         if phase is Phase.REDUCING:
             what = "Gradients are not averaged over ranks."
             return _explain_missing(self._reducer, what)
@@ -359,6 +367,9 @@ def refuse_forward(reducer: Reducer) -> None:
         "Expected to have finished reduction in the prior iteration before starting a "
         "new one."
     )
+    if reducer.awaits_user:  # the user may catch this and finalize: tell nobody else
+        what = f"{what} {_NOT_FINALIZED[0].upper()}{_NOT_FINALIZED[1:]}."
+        raise UnfinishedReductionError(explain(reducer.rank, what, remedy=_FINALIZE))
     error = UnfinishedReductionError(_explain_missing(reducer, what))
     reducer.communicator.tell_others(error)
     try:

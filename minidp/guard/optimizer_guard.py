@@ -438,8 +438,9 @@ class Guard:
         if problem and self.policy == "raise":
             error = UnsyncedGradientsError(problem)
             # In these phases other ranks wait for missing gradients.
-            waits = self.reducer.phase.now in (Phase.REDUCING, Phase.PAUSED)
-            if waits or tells_others:
+            is_waited_for = self.reducer.phase.now in (Phase.REDUCING, Phase.PAUSED)
+            is_waited_for &= not self.reducer.awaits_user
+            if is_waited_for or tells_others:
                 self.reducer.communicator.tell_others(error)
             try:
                 raise error

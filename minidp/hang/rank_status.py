@@ -83,7 +83,7 @@ def status_of(reducer: Reducer, thread: int) -> RankStatus:
     """
     step, steps = reducer.ledger.finalized, reducer.ledger.steps  # before the phase
     phase, queue, communicator = reducer.phase.now, reducer.queue, reducer.communicator
-    text = _PHRASES[phase]
+    text = "before finalize_backward()" if reducer.awaits_user else _PHRASES[phase]
     if phase in (Phase.REDUCING, Phase.PAUSED):
         text += f", bucket {queue.next} of {len(queue.buckets)} next"
         text += _text_of_missing([reducer.names[i] for i in reducer.pending.missing()])

@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -78,10 +78,18 @@ def workspace() -> Iterator[Path]:
         yield Path(made)
 
 
-def publish(recipe: Recipe, built: Path) -> Path:
+def left_out(binary: Path) -> tuple[str, ...]:
+    """Return what a build left out of a binary in the cache, and why."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return tuple(json.loads(binary.with_name(_RECORD).read_text())["left_out"])
+    return ()
+
+
+def publish(recipe: Recipe, built: Path, left_out: Sequence[str] = ()) -> Path:
     """Move a new binary into the cache, where `find` sees it; return its path there.
 
-    Replaces the record and the binaries that the recipe's key had.
+    Replaces the record and the binaries that the recipe's key had. ``left_out``: what
+    the binary lacks, and why.
     """
     home = folder() / recipe.key
     home.mkdir(exist_ok=True)
@@ -90,6 +98,7 @@ def publish(recipe: Recipe, built: Path) -> Path:
     binary = home / f"{EXTENSION}-{digest[:12]}.so"
     os.replace(built, binary)
     record = {"binary": binary.name, "digest": digest, "parts": recipe.parts}
+    record["left_out"] = list(left_out)
     draft = built.with_name(_RECORD)
     draft.write_text(json.dumps(record, indent=2))
     os.replace(draft, home / _RECORD)

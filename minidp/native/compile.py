@@ -38,6 +38,7 @@ from .recipe import (
 )
 
 _TAIL = 15  # lines of a compiler's output in an error
+_GPU_KERNELS = "GPU kernels"
 
 Say = Callable[[str], None]  # called with a line of progress, when something begins
 Command = list[str]
@@ -108,108 +109,213 @@ def fitting_nvcc() -> str:
     return nvcc if f"release {major}." in version.stdout else ""
 
 
-def _build(recipe: Recipe, workspace: Path, say: Say) -> Path:
-    """Compile, link, and put the binary into the cache; return its path there.
+class _Build:
+    """Compile and link in a workspace; note in ``left_out`` what a compiler refused.
 
-    NativeError as `build_into_cache`. After an error or Ctrl-C kills all compilers.
-    ``workspace``: an empty folder for object files.
+    The files of ``cuda/`` are optional. They need the headers of a CUDA toolkit, which
+    many machines with a torch for CUDA do not have, and all else works without them.
     """
-    compiler, nvcc = cxx(), fitting_nvcc()
-    # Of the files in cuda/, only with nvcc.
-    sources = [
-        path
-        for path in source_files(recipe.folder)
-        if path.suffix in (".cpp", ".cu") and (nvcc or path.parent == recipe.folder)
-    ]
-    if not sources:
-        raise NativeError(f"There are no C++ sources to build in {recipe.folder}.")
-    if shutil.which(compiler[0]) is None:
-        raise NativeError(
-            f"There is no C++ compiler: {compiler[0]!r} is not on the PATH. What to "
-            "do: install g++ or clang, or name one in the environment variable CXX."
+
+    def __init__(self, recipe: Recipe, workspace: Path, say: Say) -> None:
+        self._recipe = recipe
+        self._workspace = workspace
+        self._say = say
+        self._log = cache.folder() / f"{recipe.key}.log"
+        self._processes: list[subprocess.Popen[str]] = []
+        self.left_out: list[str] = []
+
+    def run(self) -> Path:
+        """Return the new binary. After an error or Ctrl-C kill all compilers."""
+        compiler, folder = cxx(), self._recipe.folder
+        sources = [p for p in source_files(folder) if p.suffix in (".cpp", ".cu")]
+        plain = [path for path in sources if path.parent == folder]
+        for_gpu = [path for path in sources if path.parent != folder]
+        if not plain:
+            raise NativeError(f"There are no C++ sources to build in {folder}.")
+        if shutil.which(compiler[0]) is None:
+            raise NativeError(
+                f"There is no C++ compiler: {compiler[0]!r} is not on the PATH. What "
+                "to do: install g++ or clang, or name one in the environment variable "
+                "CXX."
+            )
+        nvcc = fitting_nvcc() if for_gpu else ""
+        if for_gpu and torch.version.cuda and not nvcc:
+            self._leave_out_gpu(f"found no nvcc of CUDA {torch.version.cuda}")
+        self._log.write_text("")
+        flags = [*compiler, *FLAGS, *self._accepted_wishes(compiler)]
+        try:
+            return self._compile(flags, plain, for_gpu if nvcc else [], nvcc)
+        except BaseException:
+            _end(self._processes)
+            raise
+
+    def _compile(
+        self, flags: Command, plain: list[Path], for_gpu: list[Path], nvcc: str
+    ) -> Path:
+        """Compile all sources in parallel, then link; return the binary."""
+        includes, libraries = _paths()
+        gpu_includes, gpu_libraries = _gpu_paths(nvcc) if for_gpu else ([], [])
+        count = len(plain) + len(for_gpu)
+        objects = [str(self._workspace / f"{n}.o") for n in range(count)]
+        jobs = []
+        for n, source in enumerate([*plain, *for_gpu]):
+            command = [*flags, *EXCEPTIONS.get(source.name, "").split()]
+            if source.suffix == ".cu":
+                command = [nvcc, *NVCC_FLAGS, f"-ccbin={shutil.which(flags[0])}"]
+            command += [f"-I{self._recipe.folder}", *includes]
+            command += gpu_includes if source in for_gpu else []
+            command += ["-c", str(source), "-o", objects[n]]
+            run = self._run_for_gpu if source in for_gpu else self._run
+            jobs.append(
+                partial(run, f"compiling {source.name} ({n + 1} of {count})", command)
+            )
+        _run_in_parallel(jobs)
+        built = self._workspace / f"{EXTENSION}.so"
+        link = [*flags, "-shared", "-o", str(built)]
+        if for_gpu and not self._has_no_gpu():
+            words = [*link, *objects, *libraries, *gpu_libraries]
+            self._run_for_gpu("linking", words)
+        if not for_gpu or self._has_no_gpu():
+            self._run("linking", [*link, *objects[: len(plain)], *libraries])
+        return built
+
+    def _has_no_gpu(self) -> bool:
+        return any(each.startswith(_GPU_KERNELS) for each in self.left_out)
+
+    def _leave_out_gpu(self, why: str) -> None:
+        if not self._has_no_gpu():  # the first reason is enough
+            self.left_out.append(f"{_GPU_KERNELS}: {why}")
+            self._say(f"left out: {self.left_out[-1]}")
+
+    def _run_for_gpu(self, doing: str, command: Command) -> None:
+        """Run a command that only the files of ``cuda/`` need: it may fail."""
+        try:
+            self._run(doing, command)
+        except _CommandError as error:
+            self._leave_out_gpu(f"{doing} failed: {error.brief} ({self._log})")
+
+    def _accepted_wishes(self, compiler: Command) -> list[str]:
+        """Return the optional flags that the compiler accepts, asking for each group.
+
+        A group, tried together with those accepted before, is left out as a whole.
+        """
+        accepted: list[str] = []
+        for group in self._recipe.wishes:
+            # -c and not -fsyntax-only: only then does an assembler see the -m flags.
+            command = [*compiler, *accepted, *group]
+            command += ["-x", "c++", "-c", os.devnull, "-o", os.devnull]
+            if subprocess.run(command, capture_output=True, check=False).returncode:
+                refused = f"{compiler[0]} refuses: {' '.join(group)}"
+                self.left_out.append(refused)
+                self._say(f"left out, because {refused}")
+            else:
+                accepted += group
+        return accepted
+
+    def _run(self, doing: str, command: Command) -> None:
+        """Run a command and wait; append it and its output to the log.
+
+        NativeError if it fails. ``doing``: what to ``say`` first, and in the error.
+        """
+        self._say(doing)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # leads a group, which `_end` kills
         )
-    log = cache.folder() / f"{recipe.key}.log"
-    log.write_text("")
-    flags = [*compiler, *FLAGS, *_accepted_wishes(compiler, recipe.wishes, say)]
-    includes, libraries = _paths(is_cuda=bool(nvcc))
-    processes: list[subprocess.Popen[str]] = []
-    run = partial(_run, log, say, processes)
-    objects: list[str] = []
-    jobs = []
-    for source in sources:
-        command = [*flags, *EXCEPTIONS.get(source.name, "").split()]
-        if source.suffix == ".cu":
-            command = [nvcc, *NVCC_FLAGS, f"-ccbin={shutil.which(compiler[0])}"]
-        objects.append(str(workspace / f"{len(objects)}.o"))
-        command += [f"-I{recipe.folder}", *includes, "-c", str(source)]
-        doing = f"compiling {source.name} ({len(objects)} of {len(sources)})"
-        jobs.append((doing, [*command, "-o", objects[-1]]))
-    built = workspace / f"{EXTENSION}.so"
-    try:
-        _run_in_parallel(run, jobs)
-        run("linking", [*flags, "-shared", *objects, *libraries, "-o", str(built)])
-    except BaseException:
-        _end(processes)
-        raise
+        self._processes.append(process)
+        output, _ = process.communicate()
+        with self._log.open("a") as file:
+            file.write(f"$ {shlex.join(command)}\n{output}")
+        if process.returncode:
+            raise _CommandError(
+                doing, command[0], process.returncode, output, self._log
+            )
+
+
+class _CommandError(NativeError):
+    """A compiler or linker failed; ``brief`` is the one line that says most."""
+
+    def __init__(
+        self, doing: str, program: str, status: int, output: str, log: Path
+    ) -> None:
+        lines = output.splitlines()
+        tail = lines[-_TAIL:]
+        words = ("error:", "cannot find")  # a linker's reason has no "error:"
+        found = (line for line in lines if any(word in line for word in words))
+        first = next(found, "")
+        if first and first not in tail:  # the first of many errors is the real one
+            tail = [first, "...", *tail]
+        said = "\n".join(f"    {line}" for line in tail) or "    (nothing)"
+        self.brief = first or (lines[-1] if lines else f"exit status {status}")
+        super().__init__(
+            f"It failed while {doing}: {program} exited with {status} "
+            f"and said:\n{said}\nThe whole output is in {log}."
+        )
+
+
+def _build(recipe: Recipe, workspace: Path, say: Say) -> Path:
+    """Compile, link, and put the binary into the cache; return its path there."""
+    build = _Build(recipe, workspace, say)
+    built = build.run()
     if describe().key != recipe.key:
         raise NativeError(
             f"The sources in {recipe.folder} changed during the build. What to do: "
             "build again."
         )
-    return cache.publish(recipe, built)
+    return cache.publish(recipe, built, build.left_out)
 
 
-def _accepted_wishes(
-    compiler: Command, wishes: Iterable[Iterable[str]], say: Say
-) -> list[str]:
-    """Return the optional flags that the compiler accepts; run it once for each group.
-
-    A group, tried together with those accepted before, is left out as a whole; ``say``
-    then tells which.
-    """
-    accepted: list[str] = []
-    for group in wishes:
-        # -c and not -fsyntax-only: only then does an assembler see the -m flags.
-        command = [*compiler, *accepted, *group]
-        command += ["-x", "c++", "-c", os.devnull, "-o", os.devnull]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
-            say(f"left out, because {compiler[0]} refuses: {' '.join(group)}")
-        else:
-            accepted += group
-    return accepted
-
-
-def _paths(*, is_cuda: bool) -> tuple[list[str], list[str]]:
-    """Return flags to compile, and flags to link, with torch; ``is_cuda``: and CUDA."""
+def _paths() -> tuple[list[str], list[str]]:
+    """Return flags to compile, and flags to link, with torch."""
     torch_paths: Any = importlib.import_module("torch.utils.cpp_extension")
-    kind = "cuda" if is_cuda else "cpu"
-    names = ["c10", "torch_cpu", "torch", "torch_python"]
-    names += ["c10_cuda", "torch_cuda", "cudart"] * is_cuda
     # -isystem: -Wall is about our sources, not about torch's headers.
-    includes = ["-DMINIDP_CUDA"] * is_cuda
-    for path in (*torch_paths.include_paths(kind), sysconfig.get_path("include")):
-        includes += ["-isystem", path]
-    libraries = [f"-L{path}" for path in torch_paths.library_paths(kind)]
+    folders = [*torch_paths.include_paths("cpu"), sysconfig.get_path("include")]
+    includes = [word for path in folders for word in ("-isystem", path)]
+    names = ("c10", "torch_cpu", "torch", "torch_python")
+    libraries = [f"-L{path}" for path in torch_paths.library_paths("cpu")]
     return includes, [*libraries, *(f"-l{name}" for name in names)]
 
 
-def _run_in_parallel(
-    run: Callable[[str, Command], None], jobs: Iterable[tuple[str, Command]]
-) -> None:
-    """Call ``run`` with each job in threads, MAX_JOBS (one per core) at a time; wait.
+def _gpu_paths(nvcc: str) -> tuple[list[str], list[str]]:
+    """Return more flags, to compile ``cuda/`` and to link it.
+
+    nvcc says itself where its headers and libraries lie. Torch derives that from the
+    place of nvcc, which is wrong if it is a script that calls another one.
+    """
+    command = [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+    own: dict[str, list[str]] = {"INCLUDES": [], "LIBRARIES": []}
+    for line in said.splitlines():
+        name, _, value = line.removeprefix("#$ ").partition("=")
+        if name in own:
+            own[name] = shlex.split(value)
+    folders = [word.removeprefix("-I") for word in own["INCLUDES"]]
+    return (
+        [word for path in folders for word in ("-isystem", path)],
+        [*own["LIBRARIES"], "-lc10_cuda", "-ltorch_cuda", "-lcudart"],
+    )
+
+
+def _run_in_parallel(jobs: Iterable[Callable[[], None]]) -> None:
+    """Call jobs in threads, MAX_JOBS (one per core) at a time, and wait.
 
     After an error or Ctrl-C start no more, and raise it at once; those that run go on.
     """
     limit = max(1, int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))  # as torch
     waiting = iter(jobs)
     pool = ThreadPoolExecutor(limit)
-    running = {pool.submit(run, *job) for job in islice(waiting, limit)}
+    running = {pool.submit(job) for job in islice(waiting, limit)}
     try:
         while running:
             ended, running = wait(running, return_when=FIRST_COMPLETED)
             for each in ended:
                 each.result()
-            running |= {pool.submit(run, *job) for job in islice(waiting, len(ended))}
+            running |= {pool.submit(job) for job in islice(waiting, len(ended))}
     finally:
         pool.shutdown(wait=False)
 
@@ -220,43 +326,3 @@ def _end(processes: Iterable[subprocess.Popen[str]]) -> None:
         with suppress(ProcessLookupError):
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def _run(
-    log: Path,
-    say: Say,
-    processes: list[subprocess.Popen[str]],
-    doing: str,
-    command: Command,
-) -> None:
-    """Run a command and wait; append it and its output to the file ``log``.
-
-    NativeError if it fails. ``doing``: what to ``say`` first, and in the error. Adds
-    the process, which leads a group of its own, to ``processes``.
-    """
-    say(doing)
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    processes.append(process)
-    output, _ = process.communicate()
-    with log.open("a") as file:
-        file.write(f"$ {shlex.join(command)}\n{output}")
-    if not process.returncode:
-        return
-    lines = output.splitlines()
-    tail = lines[-_TAIL:]
-    first = next((line for line in lines if "error:" in line), "")
-    if first and first not in tail:  # the first of many errors is the real one
-        tail = [first, "...", *tail]
-    said = "\n".join(f"    {line}" for line in tail) or "    (nothing)"
-    raise NativeError(
-        f"It failed while {doing}: {command[0]} exited with {process.returncode} "
-        f"and said:\n{said}\nThe whole output is in {log}."
-    )

@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from minidp.errors import NativeError
 
@@ -36,6 +37,7 @@ class Status:
     key: str = ""  # name of the folder in it for a binary that fits this process
     torch: str = ""  # version, CUDA version and commit
     flags: str = ""  # of compilers, optional ones included; the log has the commands
+    left_out: tuple[str, ...] = ()  # what the binary lacks, and why
 
     @property
     def shared_memory(self) -> str:
@@ -58,6 +60,7 @@ class Status:
             "key": self.key,
             "torch": self.torch,
             "flags": self.flags,
+            "left out": "; ".join(self.left_out),
         }
         return "\n".join(
             f"{name + ':':16}{fact or '-'}" for name, fact in facts.items()
@@ -147,10 +150,11 @@ def attempt(mode: str) -> tuple[ModuleType | None, Status]:
         reason = "MINIDP_NATIVE=0 says not to load native kernels."
         return None, Status(mode, is_loaded=False, path=None, reason=reason)
     module = path = None
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     try:
         recipe = describe()
-        found = {"key": recipe.key} | {n: recipe.parts[n] for n in ("torch", "flags")}
+        found["key"] = recipe.key
+        found.update({name: recipe.parts[name] for name in ("torch", "flags")})
         path, why_not = cache.find(recipe)
         if path is None and mode in ("1", "build"):
             # Silence would look like a hang.
@@ -162,6 +166,7 @@ def attempt(mode: str) -> tuple[ModuleType | None, Status]:
             if "stale" in why_not:  # whoever has built one expects to use it
                 _LOG.log(_notable(), "The native extension is not used. %s", why_not)
             raise NativeError(f"{why_not} What to do: {BUILD}")
+        found["left_out"] = cache.left_out(path)
         module = load(path)
         reason = "A binary of these sources, this torch and this CPU was found."
     except NativeError as error:

@@ -117,7 +117,7 @@ class LoggingData:
         ddp, reducer = self._ddp, self._ddp._reducer
         data = {**self._facts, **self._runtime}
         hook = reducer.queue.averaging.comm_hook
-        if ddp.static_graph:
+        if ddp._reducer.queue.config.static_graph:
             data["static_graph"] = 1
         if hook is not None:
             data["comm_hook"] = self.comm_hook or hook.name

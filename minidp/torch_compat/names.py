@@ -28,6 +28,8 @@ from minidp.core import EveryParameter, Observer, Reducer, expectation_for
 from minidp.guard import Guard, refuse_forward
 from minidp.replica import parameters
 
+from . import manual_finalization as manual
+from .fixed import fix_options
 from .logging_data import LoggingData
 
 T = TypeVar("T")
@@ -178,6 +180,13 @@ class TorchNames:
     _set_ddp_sink_clone = DistributedDataParallel._set_ddp_sink_clone
     _get_active_ddp_module = DistributedDataParallel._get_active_ddp_module
 
+    # -- manual finalization -----------------------------------------------------------
+
+    require_manual_backward_finalization = property(manual.is_required, manual.require)
+    if manual.IS_OFFERED:
+        should_finalize_after_backward = property(manual.should_finalize_after_backward)
+        finalize_backward = manual.finalize_backward
+
     # -- changes after wrapping --------------------------------------------------------
 
     def _set_static_graph(self) -> None:
@@ -186,7 +195,7 @@ class TorchNames:
         Not a collective, but all ranks must call it. RuntimeError, kept in the logging
         data, if a synchronised forward has run.
         """
-        if self.static_graph:
+        if self._reducer.queue.config.static_graph:
             warn("The graph has been set to be static already.")
             return
         if self._reducer.ledger.armed:
@@ -196,7 +205,7 @@ class TorchNames:
             )
             self.logger.note_error(error)
             raise error
-        self._given.static_graph = self.static_graph = True
+        self._given.static_graph = vars(self)["static_graph"] = True
         reducer = self._reducer
         config = replace(reducer.queue.config, static_graph=True)
         reducer.expected = expectation_for(len(reducer.params), config)
@@ -212,7 +221,7 @@ class TorchNames:
         new have made fewer.
         """
         if isinstance(new_process_group, dist.ProcessGroup):
-            self.process_group = new_process_group
+            vars(self)["process_group"] = new_process_group
         self._reducer.reset(self.process_group)
         self._reducer.rebuild_policy.reset(rebuilds_again=True)
         self._replication.compare_on(self.process_group, alone=True)
@@ -327,4 +336,5 @@ def with_torchs_names(wrapper: type[T]) -> type[T]:
     for name, value in vars(TorchNames).items():
         if name not in _OF_EVERY_CLASS:
             setattr(wrapper, name, value)
+    fix_options(wrapper)
     return wrapper

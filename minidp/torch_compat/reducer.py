@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from minidp.comm import GradBucket, Turn, all_reduce, then
-from minidp.core import Reducer
+from minidp.core import DenseBucket, Reducer
 from minidp.guard import refuse_forward
 
 
@@ -58,12 +58,12 @@ class ReducerNames:
         return [
             GradBucket(
                 bucket.plan,
-                torch.zeros_like(bucket.payload),
+                bucket.zeros(),
                 bucket.params,
                 Turn(number, number == last, divisor, group),
             )
             for number, bucket in enumerate(queue.buckets)
-            if not bucket.plan.sparse
+            if isinstance(bucket, DenseBucket)
         ]
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:

@@ -1,10 +1,11 @@
-"""The two lists that the runner judges by, both plain text beside this file.
+"""The lists that the runner judges by, plain text beside this file.
 
-    baseline.txt     NAME RANKS SECONDS       what torch itself passes
-    exceptions.txt   NAME | ROW | REASON      what minidp does not, on purpose
+    baseline_2.15.txt   NAME RANKS SECONDS     what torch 2.15 itself passes
+    exceptions.txt      NAME | ROW | REASON    what minidp does not, on purpose
 
-ROW is the beginning of a row of "Differences from torch" in the README of
-minidp/torch_compat.
+There is a baseline for each version of torch that minidp is tested with; a version
+without one is judged by the newest. ROW is the beginning of a row of "Differences from
+torch" in the README of minidp/torch_compat.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from pathlib import Path
 import torch
 
 _HERE = Path(__file__).parent
-BASELINE, EXCEPTIONS = _HERE / "baseline.txt", _HERE / "exceptions.txt"
+EXCEPTIONS = _HERE / "exceptions.txt"
+MINOR = ".".join(torch.__version__.split(".")[:2])
+OWN_BASELINE = _HERE / f"baseline_{MINOR}.txt"
+BASELINE = OWN_BASELINE if OWN_BASELINE.exists() else max(_HERE.glob("baseline_*.txt"))
 README = _HERE.parent.parent / "minidp" / "torch_compat" / "README.md"
 _SLOW_SECONDS = 20.0
 _HEAD = """\
@@ -54,24 +58,24 @@ class Outcome:
 
 
 def read_baseline() -> dict[str, Known]:
-    """Read baseline.txt: tests by name, in the order of the file."""
+    """Read the baseline: tests by name, in the order of the file."""
     rows = (line.split() for line in _lines(BASELINE))
     return {name: Known(name, int(num), float(sec)) for name, num, sec in rows}
 
 
 def baseline_version() -> str:
-    """Return the version of torch that passed the tests of baseline.txt."""
+    """Return the version of torch that passed the tests of the baseline."""
     return BASELINE.read_text().split()[3]
 
 
 def write_baseline(outcomes: Iterable[Outcome]) -> None:
-    """Write baseline.txt: tests that passed and built the implementation's class."""
+    """Write this torch's baseline: what passed and built the implementation's class."""
     rows = sorted(
         f"{outcome.name} {outcome.num_ranks} {outcome.seconds:.1f}\n"
         for outcome in outcomes
         if outcome.verdict == "ok" and outcome.wraps_module
     )
-    BASELINE.write_text(_HEAD.format(version=torch.__version__) + "".join(rows))
+    OWN_BASELINE.write_text(_HEAD.format(version=torch.__version__) + "".join(rows))
 
 
 def read_exceptions() -> dict[str, str]:

@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     add("--timeout", type=float, default=120.0, help="seconds for each test")
     add("--slow", action="store_true", help="slow tests, too")
     add("--details", action="store_true", help="show why tests failed")
-    add("--record", action="store_true", help="write baseline.txt anew (torch only)")
+    add("--record", action="store_true", help="write this torch's baseline anew")
     options = parser.parse_args(arguments)
     if options.record and options.implementation != "torch":
         parser.error("--record is for --implementation torch")
@@ -87,7 +87,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         if options.details and outcome.details:
             print(outcome.details)
     if (recorded := lists.baseline_version()) != torch.__version__:
-        print(f"baseline.txt is of torch {recorded}, this is {torch.__version__}")
+        print(f"{lists.BASELINE.name}: torch {recorded}; this is {torch.__version__}")
     found = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
     print(f"{found} (torch itself: {len(baseline)} ok)")
     return 0 if counts and counts.keys() <= {"ok", "differs"} else 1
@@ -116,7 +116,7 @@ def _record(options: argparse.Namespace) -> int:
             elif _may_need_more_ranks(outcome):
                 names.append(outcome.name)
     lists.write_baseline(passed)
-    print(f"{lists.BASELINE.name}: {len(lists.read_baseline())} tests")
+    print(f"{lists.OWN_BASELINE.name}: {sum(o.wraps_module for o in passed)} tests")
     return 0
 
 

@@ -14,10 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     debugging_hooks,
     default_hooks,
     powerSGD_hook,
+    quantization_hooks,
 )
 
 from minidp import DataParallel, comm_hooks
-from tests.support import both
+from tests.support import both, oracle
 from tests.support.both import error_of, grads, same, wrapped
 from tests.support.ranks import as_in_torch, on_ranks
 
@@ -126,6 +127,21 @@ class PlainImages(Images):
     def __init__(self) -> None:
         super().__init__()
         self.conv.to(memory_format=torch.contiguous_format)
+
+
+@as_in_torch(2)
+@pytest.mark.parametrize("name", ["pertensor", "perchannel"])
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.skipif(
+    "lazy_bucket_allocation" not in oracle.TAKES,
+    reason="fail on Gloo before torch 2.15",
+)
+def test_quantization_hooks(ctx, wrap, name, lazy):
+    """In one bucket: they wait in callbacks, and with several torch's DDP hangs."""
+    ddp = wrap(Net(), lazy_bucket_allocation=lazy, bucket_cap_mb=25)
+    hook = getattr(quantization_hooks, f"quantization_{name}_hook")
+    ddp.register_comm_hook(ctx.group, hook)
+    return train(ddp, ctx, range(4))
 
 
 @on_ranks(2)

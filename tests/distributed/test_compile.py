@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.both import MODES, grads, on_both, same
+from tests.support.both import MODES, grads, on_both, same, wrapped
 from tests.support.compiling import Counting, clean_compiler, compiled_backwards
 from tests.support.ranks import as_in_torch, on_ranks
 
@@ -121,6 +121,23 @@ def test_inductor(ctx):
     _, ours = on_both(ctx, trained, "wrapper", {}, "inductor", {})
     torch.testing.assert_close(ours, expected)
     return ours[0]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_nothing_is_compiled_again(ctx, static_graph):
+    """Six steps compile one graph: neither buckets nor phases are guards of it.
+
+    Torch's DDP compiles no bare layer at all. So its `test_ddp_compile_static_graph`
+    is faster there, by the time in which Inductor makes this graph.
+    """
+    with clean_compiler():
+        backend = Counting()
+        ddp = wrapped(ctx, nn.Linear(10, 10), static_graph=static_graph)
+        model = torch.compile(ddp, backend=backend)
+        for _ in range(6):
+            model(torch.ones(2, 10)).sum().backward()
+    assert backend.num_graphs == 1
 
 
 # -- with other features ---------------------------------------------------------------

@@ -85,6 +85,22 @@ def test_checkpoint_matrix_is_at_least_as_good_as_torchs(ctx, mode, order, reent
 # -- gradients of unusual kinds --------------------------------------------------------
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_gradients_are_copied_back_in_one_call(lone_group, batched):
+    """Per bucket, as torch 2.15 does with ``batched_grad_copy``; here in any case."""
+    net = nn.Sequential(*[nn.Linear(3, 3) for _ in range(20)])
+    ddp = DataParallel(net, batched_grad_copy=batched)
+    ddp(torch.ones(1, 3)).sum().backward()
+    loss = ddp(torch.ones(1, 3)).sum()
+    with torch.profiler.profile() as profile:
+        loss.backward()
+    copies = [event for event in profile.events() if "copy" in event.name]
+    together = [each for each in copies if each.name == "aten::_foreach_copy_"]
+    alone = [each for each in copies if each.cpu_parent not in together]
+    assert len(together) <= 2  # into the bucket, and back
+    assert len([each for each in alone if each not in together]) < 5
+
+
 @on_ranks(1, 2, 3)
 @views
 def test_create_graph(ctx, view):

@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from filelock import FileLock
 
 import minidp
 from minidp import native
 from minidp.__main__ import main
 from minidp.errors import NativeError
-from minidp.native import cache, state
+from minidp.native import cache, compile, state
 from minidp.native import recipe as recipes
 
 ROOT = Path(minidp.__file__).parent.parent
@@ -330,9 +331,44 @@ def test_refused_flags_are_left_out(here, monkeypatch):
     native.build(say=said.append)
     assert said[0].endswith("refuses: -O1 -mno-such-thing")
     (log,) = here.cache.glob("*.log")
+    assert "-mno-such-thing" in cache.left_out(here.binary)[0]
     linking = log.read_text().splitlines()[-1]
     assert " -g0 " in linking
     assert " -O1 " not in linking
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("gpu_source", "reason"),
+    [
+        (
+            "#include <no_such_header_of_cuda.h>",
+            r"compiling stub2.cpp .* failed: .*no_such",
+        ),
+        ("int gpu_kernels = 1;", "linking failed: .*cannot find -l"),
+        (None, "found no nvcc of CUDA 99.9"),
+    ],
+)
+def test_what_only_gpus_need_may_be_missing(
+    here, monkeypatch, tmp_path, caplog, gpu_source, reason
+):
+    """As on a machine whose torch has CUDA, but where no toolkit is installed."""
+    (here.source / "cuda").mkdir()
+    (here.source / "cuda" / "stub2.cpp").write_text(gpu_source or "")
+    libraries = 'echo "#\\$ LIBRARIES= \\"-lno_such_library\\"" >&2'
+    nvcc = program(tmp_path / "nvcc", libraries) if gpu_source else ""
+    monkeypatch.setattr(compile, "fitting_nvcc", lambda: nvcc)
+    monkeypatch.setattr(torch.version, "cuda", "99.9")
+    monkeypatch.setenv("MINIDP_NATIVE", "1")
+    with caplog.at_level(logging.INFO, logger="minidp"):
+        assert native.library().answer == 42
+    (left_out,) = native.status().left_out
+    assert re.match(f"GPU kernels: {reason}", left_out)
+    assert f"left out: {left_out}" in caplog.text
+    assert f"left out:       {left_out}" in str(native.status())
+    assert state.attempt("auto")[1].left_out == (
+        left_out,
+    )  # also when it is found later
 
 
 @needs_compiler

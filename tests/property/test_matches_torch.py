@@ -56,7 +56,11 @@ caps = st.sampled_from([c for c in CAPS if not c or c[0][0] in oracle.TAKES])
 
 
 FLAGS = ["gradient_as_bucket_view"]
-FLAGS += [name for name in ["batched_grad_copy"] if name in oracle.TAKES]
+FLAGS += [
+    name
+    for name in ["batched_grad_copy", "lazy_bucket_allocation"]
+    if name in oracle.TAKES
+]
 flags = st.sets(st.sampled_from(FLAGS))
 skipping = st.booleans()
 if "skip_all_reduce_unused_params" not in oracle.TAKES:

@@ -1,6 +1,6 @@
 """What the installed torch's DDP can be compared with.
 
-minidp supports torch from 2.11; some arguments of DDP are younger than that.
+minidp supports torch from 2.12; some arguments of DDP are younger than that.
 """
 
 from __future__ import annotations

@@ -170,6 +170,7 @@ def test_no_grad_and_no_sync_do_not_look(ddp):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # since torch 2.14
 @pytest.mark.parametrize("scripted", [nn.ReLU(), nn.Linear(2, 2)], ids=str)
 def test_scripted(lone_group, scripted):
     """Scripted modules hold no dicts; their parameters cannot be replaced."""

@@ -14,6 +14,8 @@ import pytest
 
 import minidp
 from minidp.native import recipe as recipes
+from minidp.torch_compat.versions import NEWEST, OLDEST
+from tests.versions import PAIRS
 
 ROOT = Path(minidp.__file__).parent.parent
 
@@ -54,6 +56,30 @@ def test_all_sources_of_the_extension_are_shipped(project):
     assert page == {"page.html", "page.js", "forecast.js"}
     assert page <= {path.name for path in shipped}
     assert all(path.is_file() for path in shipped)
+
+
+def test_one_range_of_versions_is_claimed_and_tested(project):
+    torches = sorted(tuple(map(int, torch.split(".")[:2])) for torch, _ in PAIRS)
+    assert (torches[0], torches[-1]) == (OLDEST, NEWEST)
+    oldest = ".".join(map(str, OLDEST))
+    assert f"torch>={oldest}" in project["project"]["dependencies"]
+    pythons = {python for _, python in PAIRS}
+    classifiers = project["project"]["classifiers"]
+    prefix = "Programming Language :: Python :: 3."
+    assert pythons == {c.split(" ")[-1] for c in classifiers if c.startswith(prefix)}
+    script = (ROOT / "examples" / "environment.sh").read_text()
+    assert f"< ({OLDEST[0]}, {OLDEST[1]})" in script
+    assert f"torch>={oldest}" in script
+    readme = (ROOT / "README.md").read_text()
+    assert f"torch {oldest} or newer" in readme
+    rows = [
+        line.split("|")[1:3] for line in readme.splitlines() if "| fast tests" in line
+    ]
+    assert [(t.strip(), p.strip()) for t, p in rows] == [*PAIRS]
+    baselines = sorted((ROOT / "tests" / "conformance").glob("baseline_*.txt"))
+    assert [path.stem.split("_")[1] for path in baselines] == [
+        f"2.{minor}" for minor in range(OLDEST[1], NEWEST[1] + 1)
+    ]
 
 
 def test_packages_that_are_imported_are_dependencies(project):
