@@ -358,6 +358,8 @@ class Reducer:
         lost their hooks. A backward that needs neither (that of a generator through a
         critic, a saliency map) leaves the parameters alone.
         """
+        if not self.hooks.nodes:
+            return  # the user has removed the hooks
         everybody = range(len(self.params))
         lost = self.hooks.lost(everybody)
         captured: Sequence[int] = autograd.captured(self.hooks.nodes)

@@ -495,7 +495,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     ) -> Any:
         """Load as torch does; say in its error how the names of a checkpoint differ."""
         try:
-            return super().load_state_dict(state_dict, *args, **kwargs)
+            return nn.Module.load_state_dict(self, state_dict, *args, **kwargs)
         except RuntimeError as error:
             problem = parts.explain_other_names(self.module, state_dict, "")
             if not problem:
@@ -508,7 +508,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         # Torch does not say whether it is strict: otherwise this is the only hint.
         if problem := parts.explain_other_names(self.module, state_dict, prefix):
             warn(problem)
-        super()._load_from_state_dict(state_dict, prefix, *others)
+        nn.Module._load_from_state_dict(self, state_dict, prefix, *others)
 
     # -- more of torch's names; `torch_compat` has those that it calls private --------
 

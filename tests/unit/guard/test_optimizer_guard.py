@@ -322,7 +322,7 @@ def test_cast_after_wrapping(setting):
     setting.ddp(X).backward()
     setting.ddp.double()
     text = setting.refuses(CAST, "a, b")
-    assert "Expected: torch.float32 on cpu. Found: torch.float64 on cpu." in text
+    assert "(torch.float32 on cpu before, torch.float64 on cpu now)" in text
     setting.refuses(CAST, "a, b", lambda: setting.ddp(X.double()))
     with setting.ddp.no_sync():  # nobody asks for equal replicas here
         setting.ddp(X.double())
@@ -352,7 +352,7 @@ def test_a_move_that_makes_new_parameters_is_called_a_move(lone_group):
             call()
         text = str(caught.value)
         assert text.startswith("[rank 0] Parameters were cast or moved after wrapping")
-        assert "Expected: torch.float32 on cpu. Found: torch.float32 on meta." in text
+        assert "(torch.float32 on cpu before, torch.float32 on meta now)" in text
         assert f"Parameters: {names}." in text
         assert "joined the module" not in text
 

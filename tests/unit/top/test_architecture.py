@@ -30,7 +30,7 @@ MODULES = sorted(
 TOP = {"errors", "config", "console", "trace", "_version"}  # everybody may
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
-    "console": set(),
+    "console": {"errors"},
     "_version": set(),
     "trace": set(),
     "config": set(),
