@@ -517,9 +517,7 @@ for _ in range(6):  # longer than --limit; no optimizer is torch's
             ONE,
             IMPORTS_MINIDP.format(maker="DataParallel"),
             1,
-            [
-                "the run on torch was a run on minidp: on rank 0 the script itself made 1"
-            ],
+            ["the run on torch was a run on minidp: on rank 0 the script"],
         ),
         (
             ONE,

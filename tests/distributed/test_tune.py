@@ -126,7 +126,7 @@ def test_a_script_runs_with_its_own_arguments(ran, tmp_path):
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    """A folder with a checkpoint; what a trial reads and writes in all possible ways."""
+    """A folder with a checkpoint, and a script that writes in all possible ways."""
     folder = tmp_path / "project"
     (folder / "out").mkdir(parents=True)
     for name in ("ckpt.pt", "out/ckpt.pt"):
