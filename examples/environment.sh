@@ -54,15 +54,14 @@ _minidp_make_venv() {
     if _minidp_has_torch "$base"; then
         options=(--system-site-packages)
     fi
-    echo "making $1 with $("$base" --version)" >&2
+    _minidp_say "making $1 with $("$base" --version)"
     "$base" -m venv --clear ${options[@]+"${options[@]}"} "$1"
 }
 
-# Says on a terminal what is going on.
+# Says what begins now, and after how many seconds. Also where nobody sits at a terminal:
+# on a busy machine an import of torch takes longer than anybody waits without a word.
 _minidp_say() {
-    if [[ -t 2 ]]; then
-        echo "$*" >&2
-    fi
+    printf '%4d s  %s\n' "$SECONDS" "$*" >&2
 }
 
 # Installs torch for the interpreter $1.  Without an NVIDIA GPU a pinned version, which
@@ -86,6 +85,7 @@ minidp_environment() {
     root=$(_minidp_root) || return 1
     venv=$root/.venv
     PYTHON=$venv/bin/python
+    _minidp_say "looking for Python and torch in $venv: some seconds"
     if ! "$PYTHON" -c '' 2>/dev/null; then
         _minidp_make_venv "$venv" || return 1
     fi
@@ -106,5 +106,6 @@ minidp_environment() {
 # Builds the C++ extension, unless it is built, or MINIDP_NATIVE=0 is set. Without a
 # compiler it says in one line that minidp runs in pure Python, and succeeds.
 minidp_extension() {
+    _minidp_say "looking for the C++ extension; if it is not built: half a minute or two"
     (cd "$(_minidp_root)" && "$PYTHON" -m minidp.native build --optional)
 }

@@ -2,7 +2,7 @@ r"""Three replicas train on this machine. Kill some: the others go on.
 
     python examples/fault_tolerant.py
 
-Needs the extra: pip install 'minidp[torchft]'. Type the number of a replica and Enter,
+Needs the extra: pip install '.[torchft]'. Type the number of a replica and Enter,
 and the replica is killed (or: kill -9 its pid, which is printed). After a moment it is
 started again and catches up: another one sends it parameters, optimizer, bucket layout.
 `q` ends the training.

@@ -131,6 +131,8 @@ def differing(left: Run, right: Run) -> list[str]:
 def compare(args: argparse.Namespace, device: torch.device) -> bool:
     """Train both, compare, report; return whether all is well."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    console = Console(quiet=rank != 0, highlight=False)
+    console.print(HEADER.format("with" if native.library() else "without"))
     train_set, held_out = load_data(device)
     sampler: DistributedSampler[int] = DistributedSampler(train_set, seed=args.seed)
     loader = DataLoader(train_set, args.batch_size, sampler=sampler)
@@ -145,8 +147,6 @@ def compare(args: argparse.Namespace, device: torch.device) -> bool:
     ]
     cross_entropy(net(held_out[0]), held_out[1]).backward()  # libraries warm up
 
-    console = Console(quiet=rank != 0, highlight=False)
-    console.print(HEADER.format("with" if native.library() else "without"))
     rows: list[Tensor] = []  # an epoch's [loss | accuracy | seconds, torch | minidp]
     found: list[tuple[int, int, int, str]] = []  # epoch, step, rank, what differs
     with Progress(

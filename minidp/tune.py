@@ -10,6 +10,10 @@ writes it to the file as soon as it is found. From then on no run has to look ag
     model = minidp.DataParallel(module, bucket_layout="buckets.json")  # or in code
 
 The layout fits this model, these options, this number of ranks and this network.
+
+The script runs in a copy of the working directory, which is deleted afterwards: this is
+a trial, and its checkpoints must not replace yours. What it writes elsewhere (by an
+absolute path, in your home directory, to a server) it writes as ever.
 """
 
 from __future__ import annotations
@@ -28,10 +32,12 @@ from .config import AUTO, NONE, OPTIONS, add_options, numbered, setting, variabl
 from .console import run_command, say_on_stderr
 from .data_parallel import DataParallel
 from .run import (
+    NoCopyError,
     Script,
     add_num_ranks,
     add_script,
     after_wrapping,
+    apart,
     reached_children,
     run_here,
     say_once,
@@ -55,6 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what is written (default: %(default)s); of a second model in the same "
         "script FILE with .1 before its suffix, and so on",
     )
+    parser.add_argument(
+        "--copy",
+        action=argparse.BooleanOptionalAction,
+        help="whether the script runs in a copy of the working directory (default: "
+        "yes, but a large directory only with --copy); --no-copy: what the script "
+        "writes there, checkpoints too, replaces what is there",
+    )
     add_num_ranks(parser)
     add_options(parser, without=OVERRIDES)
     add_script(
@@ -67,20 +80,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Run the script, here or on ``-n`` new ranks; return 0 if all layouts are written.
 
-    Else return 2 if the script cannot be run, its exit status if not 0, or 1 if rank 0
-    lacks a layout or a model (other ranks do not check, and return 0).
+    Else return 2 if the script cannot be run, or not in a copy of the working
+    directory; its exit status if not 0; or 1 if rank 0 lacks a layout or a model (other
+    ranks do not check, and return 0).
     """
     script = Script(arguments.script, arguments.arguments, arguments.is_module)
+    arguments.out = arguments.out.absolute()
+    here = Path.cwd()
+    try:
+        with apart(script, is_wished=arguments.copy) as moved:
+            return _run(moved, arguments, here)
+    except NoCopyError as why:
+        say_once(
+            "minidp tune: the script would run in a copy of this folder, so that it "
+            f"overwrites nothing of yours, but {why}. Or start in a smaller folder, or "
+            "pass --no-copy: then what the script writes here, checkpoints too, "
+            "replaces what is here."
+        )
+        return 2
+
+
+def _run(script: Script, arguments: argparse.Namespace, here: Path) -> int:
+    """Run the script in the working directory; return as `main`."""
     with swapped():  # finding a module imports the packages around it
         problem = why_not(script, arguments.num_ranks, out=arguments.out)
     if problem:
         say_once(f"minidp tune: {problem}.")
         return 2
+    if Path.cwd() != here:
+        say_once(
+            "minidp tune: the script runs in a copy of this folder, which is deleted "
+            "afterwards. What it writes elsewhere (absolute paths, your home "
+            "directory, a server) it writes as ever."
+        )
     with setting(variables(arguments)):
-        if arguments.num_ranks is not None:
-            flags = ["--out", str(arguments.out)]
-            return start_ranks(arguments.num_ranks, "tune", flags, script)
         out = arguments.out
+        if arguments.num_ranks is not None:
+            flags = ["--out", str(out), "--no-copy"]  # its ranks are in the copy
+            return start_ranks(arguments.num_ranks, "tune", flags, script)
         with reached_children("tune", swaps=True), swapped(), tuned(out) as layouts:
             status = run_here("tune", script)
         return status or layouts.finish()

@@ -177,6 +177,7 @@ class SharedWork:
             self._is_done = True
             if self._profiled is not None:
                 self._profiled.end()
+                self._profiled = None
             if self._future is not None:
                 self._future.set_result(None)
         return self._is_done

@@ -4,14 +4,16 @@ Read `command` (options and order; the report), `script` (run a script as Python
 `ranks` (start the ranks, as torchrun does), `children` and `at_start/` (swap torch's
 class also in processes that the script starts), `compare` (run a script on torch, in a
 copy of the working directory, then on minidp), `weights` (are the ranks' weights equal
-in the end?).
+in the end?), `apart` (a trial in such a copy).
 """
 
+from .apart import NoCopyError, apart
 from .children import reached_children
 from .command import add_arguments, add_script, main
 from .ranks import add_num_ranks, run_here, say_once, start_ranks, why_not
 from .script import Script, after_wrapping
 
-__all__ = ["Script", "add_arguments", "add_num_ranks", "add_script"]
+__all__ = ["NoCopyError", "apart"]
+__all__ += ["Script", "add_arguments", "add_num_ranks", "add_script"]
 __all__ += ["after_wrapping", "main", "reached_children", "run_here", "say_once"]
 __all__ += ["start_ranks", "why_not"]

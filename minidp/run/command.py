@@ -100,15 +100,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--before",
         metavar="COMMAND",
-        help="run by the shell before each of the two runs: 'rm -rf out' for "
-        "checkpoints elsewhere that the script would resume from",
+        help="run by the shell in this folder before each of the two runs, and before "
+        "the folder is copied: 'rm -rf out' for checkpoints that the script would "
+        "resume from",
     )
     group.add_argument(
         "--limit",
         type=positive_seconds,
         default=1800.0,
         metavar="SECONDS",
-        help="end a run that makes no step for so long (default: %(default)g)",
+        help="end a run that makes no optimizer step and no forward of a wrapped model "
+        "for so long (default: %(default)g)",
     )
     # What the comparison starts:
     group.add_argument("--phase", choices=("torch", "minidp"), help=argparse.SUPPRESS)
@@ -293,13 +295,17 @@ class WrappedModels:
                 text += f". (Options of minidp run stand before {target})"
         elif self._reports or self._outcomes is not None:
             status = 1
-            text += (
-                ", so there is nothing to report or compare. If it starts its ranks "
-                "itself: let torchrun or -n start them"
-            )
+            text += ", so there is nothing to report or compare. "
+            if "RANK" in os.environ:
+                text += (
+                    "This process is a rank that a launcher started: does the script "
+                    "train on several ranks here, in this class, and did it get there?"
+                )
+            else:
+                text += "If it starts its ranks itself: let torchrun or -n start them"
         else:
             text += "; in those that it starts, torch's class is minidp's, too"
-        say_once(f"minidp run: {text}.")
+        say_once(f"minidp run: {text}{'' if text.endswith('?') else '.'}")
         return status
 
     def _report(self) -> None:

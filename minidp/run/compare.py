@@ -3,7 +3,8 @@
 One process on this machine starts the ranks of both runs and compares their outcomes.
 The run on torch is in a copy of the folder, so that the run on minidp does not find its
 checkpoints; virtual environments and git repositories are linked there. A command of
-the user (``--before``) may delete checkpoints elsewhere.
+the user (``--before``), which runs in the folder before each run and before the copy is
+made, may delete checkpoints elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -32,13 +33,15 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from minidp.comm import group_ranks
 from minidp.config import RUN
 from minidp.console import say_on_stderr
+from minidp.data_parallel import DataParallel
 from minidp.swapping import TORCHS
 
 from .children import never_take_down, reached_children, seed
 from .ranks import from_environment, say_once
-from .script import Script, after_wrapping
+from .script import Script, after_wrapping, moved
 
 WARM_UP = 5  # steps that rebuild buckets and allocate memory
+ENOUGH = WARM_UP + 2  # steps: the time of a step is known from its predecessor's end
 EXIT_SECONDS = 60.0  # for a run on torch to exit after its outcome is written
 MAX_BYTES, MAX_FILES = 500 * 2**20, 20_000  # of a folder, limits without --copy
 
@@ -89,19 +92,34 @@ class _Comparison(NamedTuple):
         `_run`.
         """
         here = Path.cwd()
-        folder, why_not = self._copy(here)
+        # Before the copy, which then lacks what the command deletes.
+        self._before(str(here))
+        folder, why_not = working_copy(
+            here, self.made / "copy", is_wished=self.options.copy
+        )
         where = f"in this folder ({why_not})" if why_not else "in a copy of this folder"
         say_once(f"minidp run: first on torch's DistributedDataParallel, {where}.")
-        script = script.seen_from(here)
-        torchs = self._run("torch", script.words, folder)
+        on_torch = script.moved(here, Path(folder))
+        torchs = self._run("torch", on_torch.words, folder)
         if isinstance(torchs, int):
             say_once(
                 "minidp run: the script failed on torch's DDP, so there is nothing to "
                 "compare. Pass --no-copy if it needs this folder."
             )
             return torchs
-        ours = self._run("minidp", [*flags, *script.words], str(here))
+        _check_torchs(torchs)
+        self._before(str(here))
+        try:
+            ours = self._run("minidp", [*flags, *script.words], str(here))
+        except _CannotCompareError as error:
+            raise _CannotCompareError(
+                f"on torch's DDP the script ended well, but {error}"
+            ) from None
         if isinstance(ours, int):
+            say_once(
+                "minidp run: the script failed on minidp only, with exit status "
+                f"{ours}: on torch's DDP it ended well."
+            )
             return ours
         is_idle = _say_about_ranks(torchs, ours)
         results = [compare(*pair, why_not) for pair in zip(torchs, ours, strict=True)]
@@ -112,25 +130,20 @@ class _Comparison(NamedTuple):
         return int(is_idle or not all(is_same for is_same, _ in results))
 
     def _run(self, library: str, words: Sequence[str], cwd: str) -> list[Outcome] | int:
-        """Run --before, then the script's ranks; return outcomes, or a failed status.
+        """Run the script's ranks; return their outcomes, or the status of a failed run.
 
-        Wait for all. _CannotCompareError: --before failed, a rank made no step for the
-        limit, or outcomes are missing although the status is 0. On torch outcomes count
-        also if the status is not 0.
+        Wait for all. _CannotCompareError: a rank made no progress for the limit, or
+        outcomes are missing although the status is 0. On torch outcomes count also if
+        the status is not 0.
         """
-        before, limit = self.options.before, self.options.limit
-        if before is not None:
-            status = subprocess.call(before, shell=True, cwd=cwd)
-            if status:
-                raise _CannotCompareError(
-                    f"the command of --before ended with exit status {status}: {before}"
-                )
+        limit = self.options.limit
         outcome = self.made / library
         ranks = [] if self.num_ranks is None else ["-n", str(self.num_ranks)]
         phase = ["--phase", library, "--outcome", str(outcome), "--limit", str(limit)]
         command = [sys.executable, "-m", "minidp.run", *ranks, *phase, *words]
         # The ranks are of a launcher of our own, in both runs.
         inherited = {n: v for n, v in os.environ.items() if n not in (RUN, "RANK")}
+        inherited |= moved_environment(Path.cwd(), Path(cwd))
         status = subprocess.call(command, cwd=cwd, env=inherited)
         paths = [_of_rank(outcome, rank) for rank in range(self.num_ranks or 1)]
         # Torch may hang when it exits.
@@ -139,8 +152,9 @@ class _Comparison(NamedTuple):
         for rank, path in enumerate(paths):
             if _stacks(path).exists() and (stacks := _stacks(path).read_text()):
                 raise _CannotCompareError(
-                    f"rank {rank} made no optimizer step on {library} for {limit:g} s, "
-                    f"and was ended. To wait longer: --limit SECONDS. It was here:\n"
+                    f"rank {rank} made no optimizer step and no forward of a wrapped "
+                    f"model on {library} for {limit:g} s, and was ended. To wait "
+                    f"longer: --limit SECONDS. It was here:\n"
                     f"{stacks}"
                 )
         if not status:
@@ -150,23 +164,63 @@ class _Comparison(NamedTuple):
             )
         return status if status > 0 else 128 - status
 
-    def _copy(self, here: Path) -> tuple[str, str]:
-        """Copy the folder ``here``; return the copy and "", or ``here`` and why not."""
-        why_not, target = "", self.made / "copy"
-        if self.options.copy is None and (why_not := too_large(here)):
-            why_not += "; --copy copies it"
-        elif self.options.copy is False:
-            why_not = "--no-copy"
-        try:
-            if not why_not:
-                copy(here, target)
-        except OSError as error:
-            shutil.rmtree(target, ignore_errors=True)
-            why_not = f"it cannot be copied: {error}"
-        return str(here if why_not else target), why_not
+    def _before(self, cwd: str) -> None:
+        """Run the command of --before; _CannotCompareError if it fails."""
+        before = self.options.before
+        status = before is not None and subprocess.call(before, shell=True, cwd=cwd)
+        if status:
+            raise _CannotCompareError(
+                f"the command of --before ended with exit status {status}: {before}"
+            )
+
+
+def _check_torchs(outcomes: Sequence[Outcome]) -> None:
+    """Raise _CannotCompareError if the run on torch's DDP did not use torch's DDP."""
+    for rank, outcome in enumerate(outcomes):
+        if outcome.num_ours and not outcome.num_models:
+            raise _CannotCompareError(
+                f"the run on torch was a run on minidp: on rank {rank} the script "
+                f"itself made {outcome.num_ours} minidp.DataParallel (or attach, or "
+                "swap), and no DistributedDataParallel of torch. To compare, let the "
+                "script wrap in torch.nn.parallel.DistributedDataParallel; the second "
+                "run swaps it."
+            )
+        if outcome.num_ours and not rank:
+            say_on_stderr(
+                f"minidp run: {outcome.num_ours} of "
+                f"{outcome.num_ours + outcome.num_models} models of the run on torch "
+                "were minidp's: the script makes them itself. They are not compared."
+            )
 
 
 # ------------------------------------------------------------- a copy of the folder
+
+
+def working_copy(here: Path, to: Path, *, is_wished: bool | None) -> tuple[str, str]:
+    """Copy the folder ``here``; return the copy and "", or ``here`` and why not.
+
+    ``is_wished``: copy a folder of any size (True), none (False), or one that is not
+    too large (None).
+    """
+    why_not = "" if is_wished is not False else "--no-copy"
+    if is_wished is None and (why_not := too_large(here)):
+        why_not += "; --copy copies it"
+    try:
+        if not why_not:
+            copy(here, to)
+    except OSError as error:
+        shutil.rmtree(to, ignore_errors=True)
+        why_not = f"it cannot be copied: {error}"
+    return str(here if why_not else to), why_not
+
+
+def moved_environment(here: Path, to: Path) -> dict[str, str]:
+    """Return variables to set for a process that runs in a copy ``to`` of ``here``.
+
+    Modules that PYTHONPATH finds in the folder come from the copy, too.
+    """
+    path = moved(os.environ.get("PYTHONPATH", ""), here, to)
+    return {"PWD": str(to)} | ({"PYTHONPATH": path} if path else {})
 
 
 def too_large(folder: Path) -> str:
@@ -243,7 +297,10 @@ def run_on_torch(script: Script, options: argparse.Namespace) -> int:
         recorder.wrapped(ddp)
 
     with reached_children(swaps=False, is_compared=True):
-        with after_wrapping(TORCHS, wrapped):
+        with (
+            after_wrapping(TORCHS, wrapped),
+            after_wrapping(DataParallel, recorder.wrapped_ours),
+        ):
             status = script.run()
         if not status:
             recorder.save(EXIT_SECONDS)
@@ -256,6 +313,8 @@ class Outcome(NamedTuple):
     weights: Mapping[str, torch.Tensor]  # parameters and module buffers, by model
     num_models: int
     ends: Sequence[float]  # seconds, of the first optimizer's steps
+    # On torch: models that the script itself wrapped in minidp's class.
+    num_ours: int = 0
     models: Sequence[Sequence[Sequence[Any]]] = ()  # a `Model` each
     num_averaged: int = -1  # synchronised backwards of all models; -1: not known
 
@@ -274,8 +333,10 @@ class OutcomeRecorder:
     """Keep the models that a script wraps, and time its first optimizer's steps.
 
     The constructor hooks all optimizers and starts a timer: a process that makes no
-    step for ``limit`` seconds writes its stacks to a file beside ``path``, and ends.
-    `save` writes the outcome to ``path``.
+    progress for ``limit`` seconds writes its stacks to a file beside ``path``, and
+    ends. Progress is an optimizer step, or a forward of a wrapped model: a trainer may
+    have optimizers that are not torch's, and a long evaluation makes no step. `save`
+    writes the outcome to ``path``.
     """
 
     def __init__(self, path: Path, limit: float) -> None:
@@ -284,6 +345,7 @@ class OutcomeRecorder:
         self._modules: list[nn.Module] = []
         self._models: list[Model] = []
         self._ledgers: list[Any] = []  # of minidp's wrappers, also of dead ones
+        self._num_ours = 0
         self._first: Optimizer | None = None  # the one whose steps are timed
         self._ends: list[float] = []
         self._handle = register_optimizer_step_post_hook(self._stepped)
@@ -300,17 +362,25 @@ class OutcomeRecorder:
         self._models.append(describe(ddp))
         if (reducer := getattr(ddp, "_reducer", None)) is not None:
             self._ledgers.append(reducer.ledger)
+        ddp.register_forward_pre_hook(_Progress(self._progressed))
+        self._watch(self._limit)
+
+    def wrapped_ours(self, ddp: Any) -> None:
+        """Count a wrapper of minidp in a run on torch; as `wrapped` otherwise."""
+        self._num_ours += 1
+        ddp.register_forward_pre_hook(_Progress(self._progressed))
         self._watch(self._limit)
 
     def _stepped(self, optimizer: Optimizer, *_arguments: Any) -> None:
-        """Step hook: time the first optimizer's steps; any step restarts the limit.
-
-        But at most once a second (or in a tenth of the limit).
-        """
+        """Step hook: time the first optimizer's steps; any step restarts the limit."""
         now = time.perf_counter()
         self._first = self._first or optimizer
         if optimizer is self._first:
             self._ends.append(now)
+        self._progressed(now)
+
+    def _progressed(self, now: float) -> None:
+        """Restart the limit, but at most once a second (or in a tenth of the limit)."""
         # Not in every step: it takes 0.1 ms.
         if now > self._watched_at + min(1.0, self._limit / 10):
             self._watch(self._limit)
@@ -335,6 +405,7 @@ class OutcomeRecorder:
             weights,
             len(self._modules),
             tuple(self._ends),
+            self._num_ours,
             models,
             averaged if self._ledgers else -1,
         )
@@ -405,6 +476,27 @@ def compare_ranks(outcomes: Sequence[Outcome]) -> str:
     return f"the ranks' final weights differ: {'; '.join(texts)}." if texts else ""
 
 
+class _Progress:
+    """A forward hook of a wrapper that tells the time of each forward.
+
+    The compiler does not see it, and copies and pickles of the wrapper do without.
+    """
+
+    def __init__(self, told: Callable[[float], None]) -> None:
+        self._told = told
+
+    def __call__(self, *_arguments: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._told(time.perf_counter())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Progress, (_ignore,)
+
+
+def _ignore(_now: float) -> None:
+    """Do nothing with the time of a forward: the run that asked for it is over."""
+
+
 def compare(torchs: Outcome, ours: Outcome, why_not_copied: str) -> tuple[bool, str]:
     """Return whether weights and numbers of steps are equal, and the verdict's text."""
     weights = _compare_weights(torchs, ours)
@@ -460,14 +552,20 @@ def _gap(a: torch.Tensor, b: torch.Tensor) -> float | None:
 
 
 def _speed(torchs: Outcome, ours: Outcome) -> str:
-    """Return a text: median time of a step of both runs, without the first 5 if more.
+    """Return a text: the median time of a step of both runs after the warm-up.
 
-    Or "no times..." if one run has fewer than two steps.
+    Or that there were too few: the first ones rebuild buckets and allocate memory.
     """
-    if min(len(torchs.ends), len(ours.ends)) < 2:
+    num_steps = min(len(torchs.ends), len(ours.ends))
+    if num_steps < 2:
         return "no times: fewer than two optimizer steps"
+    if num_steps < ENOUGH:
+        return (
+            f"too few steps to compare their times: {num_steps}. It takes {ENOUGH}, "
+            f"of which the first {WARM_UP} warm up"
+        )
     times = ([b - a for a, b in pairwise(each.ends)] for each in (torchs, ours))
-    before, now = (statistics.median(each[WARM_UP:] or each) for each in times)
+    before, now = (statistics.median(each[WARM_UP:]) for each in times)
     return (
         f"torch {before * 1e3:.2f} ms, minidp {now * 1e3:.2f} ms, ratio "
         f"{now / before:.2f} (medians; on a busy machine they say little)"

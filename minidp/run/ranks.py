@@ -11,10 +11,6 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
 from minidp.console import say_on_stderr
 
 from .script import Script
@@ -81,6 +77,17 @@ def start_ranks(number: int, command: str, flags: Sequence[str], script: Script)
     or the status of the first that failed. For more than one rank, set
     OMP_NUM_THREADS=1 in ``os.environ`` if it is not set.
     """
+    # Not at the top of this file: a script may start `python -m torch.distributed.run`.
+    # In that process minidp is imported first, and runpy warns of a main module that
+    # has been imported already.
+    from torch.distributed import run as torchrun  # noqa: PLC0415
+    from torch.distributed.elastic.multiprocessing import (  # noqa: PLC0415
+        SignalException,
+    )
+    from torch.distributed.elastic.multiprocessing.errors import (  # noqa: PLC0415
+        ChildFailedError,
+    )
+
     threads = ""
     if number > 1 and "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"

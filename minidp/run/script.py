@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import runpy
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, TextIO
 
 from minidp.console import say_on_stderr
 
@@ -39,6 +42,14 @@ class Script:
             target = os.path.relpath(target, folder)
         return self if self.is_module else replace(self, target=target)
 
+    def moved(self, folder: Path, to: Path) -> Script:
+        """Return the script as it runs in a copy ``to`` of ``folder``.
+
+        Arguments that name something in the folder by its absolute path name the copy.
+        """
+        arguments = [moved(word, folder, to) for word in self.arguments]
+        return replace(self.seen_from(folder), arguments=arguments)
+
     def problem(self) -> str:
         """Return why there is no such script, else "".
 
@@ -64,7 +75,7 @@ class Script:
 
         SystemExit does not pass: return its code (None: 0); print a text, and return 1.
         """
-        with self._as_started():
+        with self._as_started(), _warnings_at_the_script():
             try:
                 if self.is_module:
                     runpy.run_module(self.target, run_name="__main__", alter_sys=True)
@@ -91,6 +102,68 @@ class Script:
             sys.argv, sys.path[:] = argv, path
 
 
+def moved(text: str, folder: Path, to: Path) -> str:
+    """Replace the working directory's path by ``to`` where ``text`` names it.
+
+    ``folder`` is that directory; $PWD may be another name of it, with links.
+    """
+    known = os.environ.get("PWD", "")
+    names = {str(folder)}
+    if os.path.isabs(known) and os.path.realpath(known) == os.path.realpath(folder):
+        names.add(os.path.normpath(known))
+    either = "|".join(map(re.escape, names))
+    return re.sub(rf"(?<![\w/.-])(?:{either})(?![\w.-])", lambda _: str(to), text)
+
+
+@contextmanager
+def _warnings_at_the_script() -> Iterator[None]:
+    """Show warnings that point beyond the script at the line of the script.
+
+    The stack level of a warning may lead above the script's first line. Python itself
+    says "sys:1" then. Here it would name the files that run the script, of which a user
+    knows nothing.
+    """
+    plain = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        place = _line_of_the_script(filename) or (filename, lineno)
+        plain(message, category, *place, file, line)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        if warnings.showwarning is show:
+            warnings.showwarning = plain
+
+
+def _line_of_the_script(filename: str) -> tuple[str, int] | None:
+    """Return the script's line that runs, if ``filename`` belongs to what runs it."""
+    frame: FrameType | None = sys._getframe(1)
+    outermost = None  # of the script
+    while frame is not None and frame.f_code is not Script.run.__code__:
+        if frame.f_globals.get("__name__") != "runpy":
+            outermost = frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    beyond = {runpy.__file__, "<frozen runpy>"}
+    while frame is not None:
+        beyond.add(frame.f_code.co_filename)
+        frame = frame.f_back
+    return outermost if filename in beyond else None
+
+
+# Python leaves out frames of such files when it counts a warning's stack level. So it
+# finds the user's line, and not a function of ours between the user and torch.
+_UNCOUNTED = "<frozen importlib._bootstrap> of minidp"
+
+
 @contextmanager
 def after_wrapping(kind: type, told: Callable[[Any], None]) -> Iterator[None]:
     """In the block, call ``told(model)`` after each construction of a ``kind``.
@@ -104,6 +177,8 @@ def after_wrapping(kind: type, told: Callable[[Any], None]) -> Iterator[None]:
         plain(self, *given, **options)
         told(self)
 
+    function: Any = init
+    function.__code__ = function.__code__.replace(co_filename=_UNCOUNTED)
     kind.__init__ = init  # type: ignore[misc]
     try:
         yield

@@ -27,7 +27,8 @@ try:
 except ImportError as error:
     raise ImportError(
         f"minidp.torchft needs torchft, which cannot be imported ({error}). "
-        "What to do: pip install 'minidp[torchft]'."
+        "What to do: pip install 'minidp[torchft]' if minidp is installed, else "
+        "pip install torchft==0.2.0."
     ) from error
 
 logger = logging.getLogger("minidp")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import faulthandler
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ from minidp import run
 from minidp.overlap.timeline import from_json
 from minidp.report import report
 from minidp.run.compare import Outcome, OutcomeRecorder, compare
-from minidp.run.script import Script
+from minidp.run.script import Script, after_wrapping
 from tests.support.ports import free_port
 
 # The first two lines of every script.
@@ -179,6 +182,7 @@ for rank in ranks:
         ([], "sys.exit(2)", ["--report"], 2, "stand before "),
         ([], FORKS, ["{folder}/store"], 0, "in those that it starts"),
         (["--report"], FORKS, ["{folder}/store"], 1, "If it starts its ranks"),
+        (["--report"], "os.environ['RANK'] = '0'", [], 1, "is a rank that a launcher"),
     ],
 )
 def test_exit_statuses(tmp_path, train, ran, options, body, arguments, status, says):
@@ -337,6 +341,12 @@ def outcome(*ends: float, num_models: int = 1, **weights) -> Outcome:
             True,
             "torch 2.00 ms, minidp 1.00 ms, ratio 0.50 (medians",
         ),
+        (
+            outcome(0, 9, 18, 27, 36, 45, w=[1.0]),
+            outcome(0, 9, 18, 27, 36, 45, w=[1.0]),
+            True,
+            "step      too few steps to compare their times: 6. It takes 7",
+        ),
     ],
 )
 def test_verdicts(torchs, ours, is_same, says):
@@ -485,6 +495,36 @@ FAILED = "minidp run: rank 1 failed first, with exit status 7.\n"
 ONE, COMPARE = ["-n", "1", "--compare"], ["--compare"]
 RESUMED = "a checkpoint (both runs were in this folder: --no-copy), let"
 BOO, STUCK = "raise ValueError('boo')", "while True: pass"
+ON_MINIDP = """
+if type(model).__mro__[1].__module__.startswith("minidp"):
+    {then}
+"""
+WRAPS = """
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(2, 2))
+"""
+FAILS_ON_MINIDP = WRAPS + ON_MINIDP.format(then="sys.exit(7)")
+STUCK_ON_MINIDP = WRAPS + ON_MINIDP.format(then="import time; time.sleep(1000)")
+IMPORTS_MINIDP = """
+import minidp
+dist.init_process_group("gloo")
+model = minidp.{maker}(torch.nn.Linear(2, 2))
+optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+for _ in range(9):
+    optimizer.step()
+"""
+OWN_STEPS = """
+import time
+dist.init_process_group("gloo")
+model = DDP(torch.nn.Linear(2, 2))
+for _ in range(6):  # longer than --limit; no optimizer is torch's
+    model(torch.ones(1, 2)).sum().backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param -= 0.1 * param.grad
+            param.grad = None
+    time.sleep(1.5)
+"""
 
 
 @pytest.mark.parametrize(
@@ -496,7 +536,37 @@ BOO, STUCK = "raise ValueError('boo')", "while True: pass"
         (["--compare", "--before", "exit 3"], NEVER, 1, ["exit status 3: exit 3\n"]),
         (COMPARE, BOO, 1, ["script failed on torch's DDP, so there is not"]),
         (COMPARE, "os._exit(0)", 1, ["script ended its process itself"]),
-        (["--compare", "--limit", "8"], STUCK, 1, ["no optimizer step on torch for 8"]),
+        (
+            ["--compare", "--limit", "8"],
+            STUCK,
+            1,
+            ["no optimizer step and no forward of a wrapped model on torch for 8 s"],
+        ),
+        (
+            ONE,
+            FAILS_ON_MINIDP,
+            7,
+            ["failed on minidp only, with exit status 7: on torch's DDP it ended well"],
+        ),
+        (
+            [*ONE, "--limit", "6"],
+            STUCK_ON_MINIDP,
+            1,
+            ["on torch's DDP the script ended well, but rank 0 made no optimizer step"],
+        ),
+        (
+            ONE,
+            IMPORTS_MINIDP.format(maker="DataParallel"),
+            1,
+            ["the run on torch was a run on minidp: on rank 0 the script"],
+        ),
+        (
+            ONE,
+            IMPORTS_MINIDP.format(maker="attach"),
+            1,
+            ["the run on torch was a run on minidp"],
+        ),
+        ([*ONE, "--limit", "5"], OWN_STEPS, 0, ["identical, bit for bit (models: 1"]),
     ],
 )
 def test_what_fails_or_cannot_be_compared(tmp_path, train, options, body, status, says):
@@ -504,7 +574,98 @@ def test_what_fails_or_cannot_be_compared(tmp_path, train, options, body, status
     assert done.returncode == status
     assert all(text in done.stderr for text in says), done.stderr
     assert ("line 3 in <module>" in done.stderr) is (body is STUCK)
+    assert "ratio" not in done.stderr
     assert ("Traceback" in done.stderr) is (body is BOO)
+
+
+def test_what_before_deletes_is_not_copied(tmp_path, train):
+    """It runs in the folder itself, before each run: what it leaves is copied."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "last.pt").write_text("old")
+    path = train(
+        "assert sorted(os.listdir('out')) == ['fresh'], os.listdir('out')\n"
+        "open('out/last.pt', 'w').write('new')\n" + WRAPS
+    )
+    before = "rm -rf out; mkdir out; touch out/fresh; echo once >> said"
+    words = ["minidp.run", "-n", "1", "--compare", "--before", before, path]
+    done = started(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "said").read_text() == "once\n" * 2
+
+
+def test_absolute_paths_into_the_folder_lead_to_the_copy(tmp_path):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "train.py").write_text(HEAD + RESUMES)
+    path = folder / "last.pt"
+    words = ["minidp.run", "-n", "1", "--compare", "train.py", str(path)]
+    done = started(*words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "identical, bit for bit (models: 1, tensors: 2" in done.stderr
+
+
+WARNS = """
+import warnings
+from warnings import warn
+
+def deprecated():
+    warn("two above", FutureWarning, stacklevel=3)
+
+warn("here", FutureWarning)
+warn("one above", FutureWarning, stacklevel=2)
+deprecated()
+warn("far above", FutureWarning, stacklevel=30)
+os.chdir("/")
+"""
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_warnings_point_at_the_script(tmp_path, is_module):
+    """Also where Python finds no frame of the script, because its stack ends there."""
+    (tmp_path / "warns.py").write_text(HEAD + WARNS)
+    target = ["-m", "warns"] if is_module else ["warns.py"]
+    done = started("minidp.run", *target, cwd=tmp_path)
+    found = [
+        line.partition(".py:")[2]
+        for line in done.stderr.splitlines()
+        if "FutureWarning:" in line
+    ]
+    says = ("here", "one above", "two above", "far above")
+    lines = (9, 10, 11, 12)
+    assert found == [
+        f"{n}: FutureWarning: {text}" for n, text in zip(lines, says, strict=True)
+    ]
+    assert done.stderr.count("warns.py:") == 4
+
+
+def test_a_warning_of_a_constructor_points_at_its_caller(recwarn):
+    """`after_wrapping` is between the two, on torch's class as well."""
+
+    class Kind:
+        def __init__(self) -> None:
+            warnings.warn("old", FutureWarning, stacklevel=2)
+
+    made: list[Kind] = []
+    with after_wrapping(Kind, made.append):
+        kind = Kind()
+    assert made == [kind]
+    assert [(w.filename, w.lineno) for w in recwarn] == [
+        (__file__, sys._getframe().f_lineno - 3)
+    ]
+
+
+def test_the_hook_of_forwards_is_not_in_copies(tmp_path):
+    recorder, net = OutcomeRecorder(tmp_path / "torch", 1000), torch.nn.Linear(2, 2)
+    net.module = torch.nn.Identity()
+    recorder.wrapped(net)
+    moments = [recorder._watched_at]
+    recorder._watched_at -= 10.0
+    for model in (copy.deepcopy(net), net):
+        model(torch.ones(1, 2))
+        moments.append(recorder._watched_at)
+    assert moments[1] < moments[0] < moments[2]
+    recorder.outcome()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def test_a_run_on_torch_that_does_not_exit_has_a_result(tmp_path, train):

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import minidp
 from minidp import DataParallel, tune
 from minidp.autotune import tuner
+from minidp.run import compare
 from tests.support.ranks import on_ranks
 
 SCRIPT = """
-import sys, pathlib
+import sys, os, pathlib
 assert __name__ == "__main__"
-pathlib.Path(sys.argv[0]).with_suffix(".ran").write_text(" ".join(sys.argv[1:]))
+print(sys.argv[0], *sys.argv[1:], file=sys.stderr)
+"""
+WRITES = """
+import os, pathlib, sys, beside
+folder = pathlib.Path(__file__).parent
+assert folder.name == pathlib.Path(os.environ["PWD"]).name == "project"
+assert (folder / "data.txt").read_text() == "data"
+for path in (
+    "ckpt.pt", "out/ckpt.pt", folder / "ckpt.pt", pathlib.Path.cwd() / "ckpt.pt",
+    os.environ["PWD"] + "/ckpt.pt", sys.argv[1], sys.argv[2].partition("=")[2],
+    pathlib.Path(beside.__file__).with_name("ckpt.pt"), "new.pt",
+):
+    pathlib.Path(path).write_text("of the trial")
 """
 TORCHS = """
 import torch
@@ -84,6 +102,7 @@ def ran(tmp_path, monkeypatch, capsys):
     """
 
     def call(text, *words):
+        monkeypatch.delenv("RANK", raising=False)
         (tmp_path / "trains.py").write_text(text)
         monkeypatch.chdir(tmp_path)
         parser, before = argparse.ArgumentParser(), DataParallel.__init__
@@ -99,8 +118,82 @@ def ran(tmp_path, monkeypatch, capsys):
 def test_a_script_runs_with_its_own_arguments(ran, tmp_path):
     status, err = ran(SCRIPT, "--out", "b.json", "trains.py", "--out", "7")
     assert status == 1
-    assert (tmp_path / "trains.ran").read_text() == "--out 7"
+    assert "trains.py --out 7\n" in err
+    assert "in a copy of this folder" in err
     assert "wrapped no model" in err
+    assert {path.name for path in tmp_path.iterdir()} == {"trains.py"}
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder with a checkpoint, and a script that writes in all possible ways."""
+    folder = tmp_path / "project"
+    (folder / "out").mkdir(parents=True)
+    for name in ("ckpt.pt", "out/ckpt.pt"):
+        (folder / name).write_text("mine")
+    (folder / "data.txt").write_text("data")
+    (folder / "beside.py").write_text("")
+    (folder / "trains.py").write_text(WRITES)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    root = str(Path(minidp.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, str(folder)]))
+    return folder
+
+
+def contents(folder):
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("*.*")
+        if "__pycache__" not in path.parts
+    }
+
+
+@pytest.mark.parametrize("is_linked", [False, True])
+@pytest.mark.parametrize("starts", ["", "-n", "torchrun"])
+def test_a_trial_writes_nothing_of_the_users(project, tmp_path, starts, is_linked):
+    """Whoever starts the ranks, and by whichever name the folder is known."""
+    here = project
+    if is_linked:
+        here = tmp_path / "link"
+        here.symlink_to(project)
+    before = contents(project)
+    words = ["minidp.tune", *(["-n", "2"] if starts == "-n" else [])]
+    if starts == "torchrun":
+        words = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+        words.append("minidp.tune")
+    words += ["trains.py", str(here / "ckpt.pt"), f"--to={here}/out/ckpt.pt"]
+    environment = {n: v for n, v in os.environ.items() if n not in ("RANK", "PWD")}
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=here,
+        env=environment | {"PWD": str(here)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert "wrapped no model" in done.stderr, done.stderr
+    assert "Error" not in done.stderr.replace("ChildFailedError", "")
+    assert contents(project) == before
+    assert not list((tmp_path / "temporary").glob("minidp-*"))
+
+
+def test_a_folder_that_is_too_large_is_not_copied_without_being_asked(
+    ran, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(compare, "MAX_FILES", 2)
+    for number in range(3):
+        (tmp_path / str(number)).touch()
+    status, err = ran("raise AssertionError", "trains.py")
+    assert status == 2
+    assert "but it holds more than 2 files; --copy copies it. Or start in a" in err
+    writes = "import pathlib; pathlib.Path('new.pt').touch()"
+    for option, is_there in (("--copy", False), ("--no-copy", True)):
+        status, err = ran(writes, option, "trains.py")
+        assert status == 1
+        assert ("in a copy of this folder" in err) is (option == "--copy")
+        assert (tmp_path / "new.pt").exists() is is_there
 
 
 def test_a_script_on_torchs_ddp_is_tuned(ran, lone_group):

@@ -158,8 +158,8 @@ def test_a_profile_shows_sums_as_messages_are_shown(ctx, kind):
     assert why_not(ddp) == ""
     events = all_reduces(profiler)
     assert all(event.is_async for event in events)
-    # Steps times (one bucket, the used-map). With messages the last may be missing:
-    # a thread of Gloo ends it, now and then after the profile.
+    # Steps times (one bucket, the used-map). Of messages the last may be missing: now
+    # and then a thread of Gloo ends it after the profile.
     assert [event.input_shapes for event in events] == [[[3]]] * (2 * 2)
     with profile() as profiler:
         loss = ddp(x_of(ctx))

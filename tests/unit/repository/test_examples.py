@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -69,3 +71,37 @@ def test_the_readme_gives_the_command_of_the_docstring() -> None:
     assert by_readme is not None
     same = by_docstring[0].replace("node 2", "node 8").split()
     assert by_readme[0].split() == same
+
+
+def test_the_quickstart_says_what_begins_before_it_begins(tmp_path: Path) -> None:
+    """Also where no terminal is: an interpreter under load is silent for a minute."""
+    interpreter = tmp_path / "python"
+    interpreter.write_text('#!/usr/bin/env bash\necho "python $*" >&2\n')
+    interpreter.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(EXAMPLES / "quickstart.sh")],
+        env={**os.environ, "MINIDP_PYTHON": str(interpreter)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    said = [re.sub(r"^ *\d+ s  ", "say ", line) for line in done.stderr.splitlines()]
+    assert said[0].startswith("say an environment, the extension, then training")
+    begun = [n for n, line in enumerate(said) if line.startswith("python -m")]
+    assert len(begun) == 2
+    assert "say looking for the C++ extension" in said[begun[0] - 1]
+    assert any("say starting two processes" in line for line in said[: begun[1]])
+
+
+@pytest.mark.parametrize(
+    "readme",
+    [path for path in EXAMPLES.parent.rglob("*.md") if ".venv" not in path.parts],
+    ids=lambda path: str(path.relative_to(EXAMPLES.parent)),
+)
+def test_extras_are_installed_from_the_clone_and_quoted(readme: Path) -> None:
+    """minidp is not on PyPI, and some shells expand brackets."""
+    for line in readme.read_text().splitlines():
+        for _, word in re.findall(r"pip install (-e )?(\S*\[\w+\]'?)", line):
+            assert re.fullmatch(r"'\.\[\w+\]'", word), line

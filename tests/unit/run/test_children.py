@@ -133,6 +133,17 @@ print([part() is not None for part in parts])
 """
 
 
+@pytest.mark.parametrize(
+    "module", ["torch.distributed.run", "torch.distributed.launch"]
+)
+def test_a_launcher_that_a_script_starts_is_imported_once(outside, module):
+    """Launchers start ``python -m torch.distributed.run``, as ultralytics does."""
+    done = child("-W", "error::RuntimeWarning", "-m", module, "--help")
+    assert done.returncode == 0, done.stderr
+    assert "--nproc" in done.stdout
+    assert "RuntimeWarning" not in done.stderr
+
+
 def test_ranks_on_torch_are_not_taken_down_either(outside):
     """Torch's destructors may hang, and then whoever waits for such a rank does."""
     plain, done = (
