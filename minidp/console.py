@@ -16,11 +16,9 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 import torch
-
-from minidp.errors import MiniDPError
 
 NOTE = 30  # columns that a line's last column needs to be continued below itself
 INDENT = 4
@@ -165,27 +163,29 @@ def user_frame(frame: FrameType) -> FrameType:
     return frame
 
 
-def trim_tracebacks() -> None:
-    """From now on let uncaught errors of minidp show the user's frames only.
+def trim_tracebacks(of: type[BaseException]) -> None:
+    """From now on let uncaught errors of a class show the user's frames only.
 
-    Thirty lines of our frames and torch's would stand above the line that says what is
-    wrong. Other errors, and those that somebody catches, keep their tracebacks.
+    Without it, thirty lines of our frames and torch's stand above the line that says
+    what is wrong. Other errors, and those that somebody catches, keep all frames.
     """
-    if sys.excepthook is not _trimming_hook:
-        _hooks_below.append(sys.excepthook)
-        sys.excepthook = _trimming_hook
+    global _is_trimming
+    if _is_trimming:
+        return
+    _is_trimming, below = True, sys.excepthook
+
+    def trim(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, of):
+            traceback = _of_user(traceback)
+            error.__traceback__ = traceback  # Python's own hook prints this one
+        below(kind, error, traceback)
+
+    sys.excepthook = trim
 
 
-_hooks_below: list[Callable[..., Any]] = []  # what was sys.excepthook before
-
-
-def _trimming_hook(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
-    if isinstance(error, MiniDPError):
-        traceback = _of_user(traceback)
-        error.__traceback__ = traceback  # Python's own hook prints this one
-    _hooks_below[-1](kind, error, traceback)
+_is_trimming = False  # once per process
 
 
 def _of_user(traceback: TracebackType | None) -> TracebackType | None:

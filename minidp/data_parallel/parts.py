@@ -20,6 +20,7 @@ from minidp.comm import CommHook, Communicator, ProcessGroup
 from minidp.config import AUTO
 from minidp.console import trim_tracebacks
 from minidp.core import Reducer
+from minidp.errors import MiniDPError
 from minidp.guard import Guard
 from minidp.hang import the_watchdog
 from minidp.replica import verify
@@ -42,7 +43,7 @@ def build(
     checks; "unsynced" (``init_sync=False``): all but those at construction; "copy": no
     check_replicas_every="auto" and no heartbeat, as other ranks may have no such copy.
     """
-    trim_tracebacks()
+    trim_tracebacks(MiniDPError)
     config, replica, own = checked.config, checked.replica, checked.own
     key = verify.next_key(group, kind)
     is_patient = own.hang_timeout == AUTO

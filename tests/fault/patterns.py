@@ -465,6 +465,8 @@ for name, options, ends in [
     ("gradient_as_bucket_view", (VIEW, {}), RIGHT),
 ]:
     row(f"ranks differ in {name}", ends, "train, train", ONE, after="", of_rank=options)
+TEXT = ({"find_unused_parameters": "no"},) * 2
+row("a text for a flag", Outcome.NAMED, "train, train", ONE, after="", of_rank=TEXT)
 
 
 def ignore(module):

@@ -299,7 +299,7 @@ def test_a_thread_that_asks_who_is_missing_has_waited():
     """Two ranks whose limits are over at the same time would call each other busy."""
     beat = heartbeat.Heartbeat.__new__(heartbeat.Heartbeat)
     beat._questions, beat._wake = [], lambda: None
-    beat._beat_seconds, beat._asked = 20.0, 0.0
+    beat._calm_seconds, beat._riders, beat._asked = 20.0, {}, 0.0
     assert beat.interval == 20.0
     with thread_at(lambda: beat.report(1), lambda _, waits: waits):
         assert beat.interval < 20.0  # a question is answered soon

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
 import minidp
-from minidp import errors
+from minidp import console, errors
 
 
 def test_a_full_text_and_empty_parts():
@@ -24,3 +31,22 @@ def test_every_run_time_error_is_public_and_a_runtime_error_as_in_torch():
     assert all(issubclass(kinds[name], RuntimeError) for name in ours)
     assert issubclass(errors.InternalError, AssertionError)  # a mistake of ours
     assert not issubclass(errors.InternalError, RuntimeError)
+
+
+def test_uncaught_errors_of_ours_show_the_users_frames_only(lone_group, monkeypatch):
+    shown = []
+    monkeypatch.setattr(console, "_is_trimming", False)
+    monkeypatch.setattr(sys, "excepthook", lambda *args: shown.append(args))
+    ddp = minidp.DataParallel(nn.Linear(2, 2))
+    assert sys.excepthook is not None
+    ddp.double()
+    with pytest.raises(errors.UnsyncedGradientsError) as ours:
+        ddp(torch.ones(1, 2))
+    with pytest.raises(ValueError, match="must be one of") as other:
+        minidp.DataParallel(nn.Linear(2, 2), unsynced="?")
+    for caught in (ours, other):
+        sys.excepthook(caught.type, caught.value, caught.tb)
+    files = [{f.filename for f in traceback.extract_tb(tb)} for _, _, tb in shown]
+    assert files[0] == {__file__}
+    assert ours.value.__traceback__ is shown[0][2]
+    assert len(files[1]) > 1
