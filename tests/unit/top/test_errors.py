@@ -11,6 +11,7 @@ from torch import nn
 
 import minidp
 from minidp import console, errors
+from tests.support.both import Two
 
 
 def test_a_full_text_and_empty_parts():
@@ -37,11 +38,11 @@ def test_uncaught_errors_of_ours_show_the_users_frames_only(lone_group, monkeypa
     shown = []
     monkeypatch.setattr(console, "_is_trimming", False)
     monkeypatch.setattr(sys, "excepthook", lambda *args: shown.append(args))
-    ddp = minidp.DataParallel(nn.Linear(2, 2))
+    ddp = minidp.DataParallel(Two())
     assert sys.excepthook is not None
-    ddp.double()
-    with pytest.raises(errors.UnsyncedGradientsError) as ours:
-        ddp(torch.ones(1, 2))
+    ddp(torch.ones(1), "a").backward()
+    with pytest.raises(errors.UnfinishedReductionError) as ours:
+        ddp(torch.ones(1))
     with pytest.raises(ValueError, match="must be one of") as other:
         minidp.DataParallel(nn.Linear(2, 2), unsynced="?")
     for caught in (ours, other):
