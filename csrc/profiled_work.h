@@ -1,11 +1,16 @@
 // A collective as profilers show it: a range that begins where it is started and ends where it is
 // found complete, maybe in another thread. Tools of torch look for such ranges by their names.
+//
+// The end of a range is written into memory of the profile in which it began. A collective may be
+// found complete later than that: nobody waits for the used-map before the next backward. So the
+// end is written only while the same profile runs, as far as this thread knows; after it the
+// range is forgotten, without its destructor, which would write, too.
 #pragma once
 
-#include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <torch/csrc/profiler/orchestration/observer.h>
 
-#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -22,24 +27,43 @@ class ProfiledWork {
     if (!callbacks) {
       return nullptr;
     }
-    auto range = std::make_shared<at::RecordFunction>(std::move(*callbacks));
-    range->_setAsync();
+    auto found = std::unique_ptr<ProfiledWork>(new ProfiledWork(std::move(*callbacks)));
     const std::vector<c10::IValue> inputs{values()};
-    range->before(name, c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
-    // A profiler belongs to the thread that started it: the end must find that one.
-    return std::unique_ptr<ProfiledWork>(
-        new ProfiledWork(at::wrapPropagateTLSState([range] { range->end(); })));
+    found->range_->_setAsync();
+    found->range_->before(name, c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
+    return found;
   }
 
-  // Ends the range. Without it the range ends with this object.
+  // Ends the range, if its profile still runs.
   void end() {
-    end_();
+    if (running() == profile_) {
+      range_.reset();
+    } else {
+      static_cast<void>(range_.release());
+    }
+    keeps_.reset();
   }
+
+  ~ProfiledWork() {
+    end();
+  }
+
+  ProfiledWork(const ProfiledWork&) = delete;
+  ProfiledWork& operator=(const ProfiledWork&) = delete;
 
  private:
-  explicit ProfiledWork(std::function<void()> end) : end_(std::move(end)) {}
+  explicit ProfiledWork(at::StepCallbacks&& callbacks)
+      : range_(std::make_unique<at::RecordFunction>(std::move(callbacks))),
+        profile_(running()),
+        keeps_(c10::ThreadLocalDebugInfo::current()) {}
 
-  std::function<void()> end_;
+  static void* running() {
+    return torch::profiler::impl::ProfilerStateBase::get();
+  }
+
+  std::unique_ptr<at::RecordFunction> range_;
+  void* profile_;
+  std::shared_ptr<c10::ThreadLocalDebugInfo> keeps_;  // so that no other profile has its address
 };
 
 }  // namespace minidp
