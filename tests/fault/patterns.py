@@ -497,6 +497,23 @@ for name, on_all, on_one in [
     row(f"comm {name} on all ranks", on_all, f"{name}, train", ONE, **more)
     row(f"comm {name} on one rank", on_one, f"{name} @1, train", ONE, **more, **ON_1)
 
+# Ways back to training: a rank has raised between its backward and its step.
+MISSED = f"{BACKWARD}, step @0"
+row("a rank misses a step, then reset()", SILENT, f"{MISSED}, plain reset", **AB)
+MENDED = "copying reset, note @1"
+row("... reset(copy_from=0)", SILENT, f"{MISSED}, {MENDED}", **LEGAL)
+
+
+def seeded(rank):
+    torch.manual_seed(rank)
+    return net()
+
+
+ALONE = {"of_rank": ({"init_sync": False},) * 2, "make": seeded}
+row("other weights, init_sync=False", SILENT, "train", ONE, before="", **ALONE, **AB)
+text = "drop the wrapper, zero, forward, backward, blind step"
+row("the wrapper is gone, training goes on", SILENT, text, after="", **AB)
+
 BY_NAME = {pattern.name: pattern for pattern in PATTERNS}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import io
 import tempfile
 
@@ -14,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.distributed import rpc
 from torch.func import functional_call
 
+from minidp import DataParallel
 from tests.support.actions import ACTIONS, action, plain, squares
 from tests.support.both import done
 
@@ -494,3 +496,37 @@ ACTIONS |= {
         lambda: setattr(stage.model.module, "use_reentrant", False)
     ),
 }
+
+
+# -- ways back to training -------------------------------------------------------------
+
+
+@action("plain reset")
+def plain_reset(stage, copy_from=None):
+    """Recover as the README says, without new values; torch's DDP has no reset()."""
+    if isinstance(stage.model, DataParallel):
+        stage.model.reset(copy_from=copy_from)
+    stage.waiting.clear()
+
+
+ACTIONS["copying reset"] = lambda stage: plain_reset(stage, copy_from=0)
+
+
+class Bare(nn.Module):
+    """What is left of a wrapper that is gone."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+
+@action("drop the wrapper")
+def drop_the_wrapper(stage):
+    """Keep only the module; wrap it again before recovery."""
+    module = stage.model.module
+    stage.model = Bare(module)
+    gc.collect()
+    stage.undo.append(lambda: stage.begin(module))
