@@ -26,7 +26,7 @@ print(sys.argv[0], *sys.argv[1:], file=sys.stderr)
 """
 WRITES = """
 import os, pathlib, sys, beside
-folder = pathlib.Path(__file__).parent
+folder = pathlib.Path(__file__).resolve().parent
 assert folder.name == pathlib.Path(os.environ["PWD"]).name == "project"
 assert (folder / "data.txt").read_text() == "data"
 for path in (
