@@ -20,7 +20,7 @@ import minidp
 from minidp import run
 from minidp.overlap.timeline import from_json
 from minidp.report import report
-from minidp.run.compare import Outcome, OutcomeRecorder, compare
+from minidp.run.compare import Outcome, OutcomeRecorder, compare, compare_ranks
 from minidp.run.script import Script, after_wrapping
 from tests.support.ports import free_port
 
@@ -353,6 +353,53 @@ def test_verdicts(torchs, ours, is_same, says):
     found, text = compare(torchs, ours, "")
     assert found is is_same
     assert says in text
+
+
+def of_group(ranks, *, averaged=3, **weights) -> Outcome:
+    """Return an outcome with one model, all of whose parameters are averaged."""
+    tensors = {f"0: {name}": torch.tensor(values) for name, values in weights.items()}
+    return Outcome(tensors, 1, (), ((ranks, [*tensors][:1]),), averaged)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "says"),
+    [
+        ([of_group([0, 1], w=[1.0], v=[r]) for r in (0.0, 1.0)], ""),  # v: not averaged
+        ([of_group([0, 1], w=[1.0 + r]) for r in (0, 1)], "rank 1 differs from rank 0"),
+        ([of_group([0, 1], w=[1.0 + r]) for r in (0, 1)], "by 1 at most, in 0: w."),
+        ([of_group([r], w=[1.0 + r]) for r in (0, 1)], ""),  # other groups
+        ([of_group([r % 2, r % 2 + 2], w=[r % 2]) for r in range(4)], ""),
+        ([of_group([0, 1], w=[1.0]), of_group([0, 1], u=[2.0])], ""),
+    ],
+)
+def test_ranks_are_compared_with_each_other(outcomes, says):
+    text = compare_ranks(outcomes)
+    assert says in text
+    assert bool(says) == bool(text)
+
+
+DROPPED = """
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+net = torch.nn.Linear(2, 1)
+DDP(net)  # and its result is forgotten
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(3):
+    net(torch.randn(4, 2)).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("option", "status"), [("--compare", 1), ("--report", 0)])
+@pytest.mark.timeout(600)
+def test_a_script_that_averages_nothing(tmp_path, train, option, status):
+    train(DROPPED)
+    ended = started("minidp.run", "-n", "2", option, "train.py", cwd=tmp_path)
+    assert ended.returncode == status, ended.stderr
+    assert "minidp run: no synchronised backward ran" in ended.stderr
+    assert "final weights differ: rank 1 differs from rank 0 in" in ended.stderr
+    assert "the DataParallel object around these parameters is gone" in ended.stderr
 
 
 # ---------------------------------------------------------------------- who starts
