@@ -43,7 +43,7 @@ CALLS = {
         call(forward_sync_buffers="two tensors"),
         "RuntimeError",
     ),
-    "fails in the broadcast": (call("expanded"), "CollectiveError"),
+    "cannot be overwritten": (call("expanded"), "RuntimeError"),
     "several wrong ones": (
         call(bucket_cap_mb="nan", unsynced="'x'", device_ids="[0, 1]"),
         "ValueError",
