@@ -340,7 +340,8 @@ class Reducer:
                 return  # a task around this one, or on another thread, still runs
             self._tasks.clear()
             if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
-                self._note_bypass()
+                with autograd.outside():
+                    self._note_bypass()
                 self.queue.tracer.enter(StepEvent.BACKWARD_BYPASSED)
             is_launched = self.queue.next == len(self.queue.buckets)
             if self.phase.now is not Phase.REDUCING or is_launched:

@@ -302,7 +302,7 @@ def test_compiled_models(ctx):
         call = torch.compile(net, backend="eager") if how == "around" else net
         if how == "after":
             net.compile(backend="eager")
-            net(torch.ones(3, 6)).sum().backward()
+            net(torch.full((3, 6), 1.0 + ctx.rank)).sum().backward()
             with pytest.raises(minidp.UnsyncedGradientsError):
                 torch.optim.SGD(net.parameters(), lr=0.1).step()
         else:
