@@ -313,10 +313,10 @@ class Outcome(NamedTuple):
     weights: Mapping[str, torch.Tensor]  # parameters and module buffers, by model
     num_models: int
     ends: Sequence[float]  # seconds, of the first optimizer's steps
-    # On torch: models that the script itself wrapped in minidp's class.
-    num_ours: int = 0
     models: Sequence[Sequence[Sequence[Any]]] = ()  # a `Model` each
     num_averaged: int = -1  # synchronised backwards of all models; -1: not known
+    # On torch: models that the script itself wrapped in minidp's class.
+    num_ours: int = 0
 
 
 class Model(NamedTuple):
@@ -405,9 +405,9 @@ class OutcomeRecorder:
             weights,
             len(self._modules),
             tuple(self._ends),
-            self._num_ours,
             models,
             averaged if self._ledgers else -1,
+            self._num_ours,
         )
 
     def save(self, exit_s: float | None = None) -> None:
@@ -426,7 +426,8 @@ def describe(ddp: Any) -> Model:
     ignored = getattr(ddp, "parameters_to_ignore", ())
     named = ddp.module.named_parameters()
     names = [n for n, p in named if p.requires_grad and n not in ignored]
-    return Model(group_ranks(ddp.process_group), names)
+    group = getattr(ddp, "process_group", None)
+    return Model([] if group is None else group_ranks(group), names)
 
 
 def _say_about_ranks(torchs: Sequence[Outcome], ours: Sequence[Outcome]) -> bool:
