@@ -152,7 +152,9 @@ def _line_of_the_script(filename: str) -> tuple[str, int] | None:
         if frame.f_globals.get("__name__") != "runpy":
             outermost = frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
-    beyond = {runpy.__file__, "<frozen runpy>"}
+    if frame is None:  # another thread
+        return None
+    beyond = {runpy.__file__, "<frozen runpy>", "sys", "<sys>"}
     while frame is not None:
         beyond.add(frame.f_code.co_filename)
         frame = frame.f_back

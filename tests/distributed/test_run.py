@@ -182,7 +182,6 @@ for rank in ranks:
         ([], "sys.exit(2)", ["--report"], 2, "stand before "),
         ([], FORKS, ["{folder}/store"], 0, "in those that it starts"),
         (["--report"], FORKS, ["{folder}/store"], 1, "If it starts its ranks"),
-        (["--report"], "os.environ['RANK'] = '0'", [], 1, "is a rank that a launcher"),
     ],
 )
 def test_exit_statuses(
@@ -194,6 +193,14 @@ def test_exit_statuses(
     found, err = ran(*options, train(body), *arguments)
     assert found == status
     assert says in err
+
+
+def test_ranks_that_were_started_are_not_to_be_started(train, ran, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    status, err = ran("--report", train(""))
+    assert status == 1
+    assert "nothing to report or compare. This process is a rank that a launcher" in err
+    assert "-n start them" not in err
 
 
 @pytest.mark.parametrize(
