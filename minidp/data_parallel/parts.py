@@ -64,6 +64,7 @@ def build(
     if kind != "copy" or not is_auto:  # a copy may be meant for one rank alone
         replication.compare_on(group, alone=kind != verify.WRAPPED and is_auto)
     guard = Guard(reducer, own.unsynced, replica, replication.key_now)
+    guard.is_copy = kind == "copy"
     guard.replica_check = replication.check
     precision = None
     if checked.precision is not None:

@@ -54,6 +54,7 @@ class Verdict:
     can_ask: bool = True
     stepped: frozenset[int] = frozenset()  # ranks that made the step unsuspecting
     is_rounding: bool = False  # the digests differ, but no value does by much
+    is_same_part: bool = True  # all that answered step the same parameters
 
     @property
     def are_all_here(self) -> bool:
@@ -113,9 +114,15 @@ class Comparison:
         """Whether there is another rank that could differ."""
         return self._reducer.communicator.size > 1
 
-    def of_gradients(self, params: Sequence[torch.nn.Parameter]) -> Verdict:
-        """Compare ``.grad`` of ``params``, which a coming optimizer step applies."""
-        return self._compare("step", [param.grad for param in params])
+    def of_gradients(
+        self, params: Sequence[torch.nn.Parameter], which: Sequence[int]
+    ) -> Verdict:
+        """Compare ``.grad`` of ``params``, which a coming optimizer step applies.
+
+        ``which`` are the indices of those that are averaged; ranks may step others.
+        """
+        part = zlib.crc32(repr([*which]).encode())
+        return self._compare("step", [param.grad for param in params], part=part)
 
     def of_parameters(self, moment: str, which: Sequence[int]) -> Verdict:
         """Compare the parameters with the indices ``which``, as they are now.
@@ -141,6 +148,7 @@ class Comparison:
         tensors: Sequence[torch.Tensor | None],
         *,
         asks: bool = False,
+        part: int = 0,
     ) -> Verdict:
         communicator, ledger = self._reducer.communicator, self._reducer.ledger
         size, digest = communicator.size, _digest(tensors)
@@ -152,7 +160,7 @@ class Comparison:
         topic = self._next_topic(moment)
         if asks:
             post_json(store, "ask", ledger.finalized, topic)
-        post_json(store, topic, communicator.rank, [digest, True])
+        post_json(store, topic, communicator.rank, [digest, True, part])
         passed = communicator.peers.ask_who_passed(
             ledger.finalized, ledger.steps, may_answer=asks
         )
@@ -165,16 +173,23 @@ class Comparison:
             self._is_asking = False
             if passed is not None:
                 passed.drop()
-        digests = {rank: value for rank, (value, _) in posts.items()}
+        digests = {rank: value for rank, (value, *_) in posts.items()}
+        is_same_part = len({each for *_, each in posts.values()}) == 1
         stepped = frozenset(passed.stepped if passed is not None else ())
         if len(posts) == size:
             self._forget_before(store, topic)
         # Only ranks that have asked can take part in a collective.
-        have_asked = len(posts) == size and all(asked for _, asked in posts.values())
+        have_asked = len(posts) == size and all(asked for _, asked, _ in posts.values())
         is_rounding = False
-        if have_asked and len(set(digests.values())) > 1:
+        if have_asked and is_same_part and len(set(digests.values())) > 1:
             is_rounding = are_close_on_all_ranks(tensors, communicator, ROUNDING)
-        return Verdict(digests, size, stepped=stepped, is_rounding=is_rounding)
+        return Verdict(
+            digests,
+            size,
+            stepped=stepped,
+            is_rounding=is_rounding,
+            is_same_part=is_same_part,
+        )
 
     def answer(self) -> None:
         """Tell a rank that asks for the parameters of this replica what they are.
@@ -195,7 +210,7 @@ class Comparison:
             topic = read_json(store, "ask", [step]).get(step, "")
             if topic and topic != self._answered:
                 self._answered = topic
-                post = [_digest(reducer.params), False]
+                post = [_digest(reducer.params), False, 0]
                 post_json(store, topic, reducer.communicator.rank, post)
 
     def _next_topic(self, moment: str) -> str:

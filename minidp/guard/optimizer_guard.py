@@ -74,6 +74,7 @@ class Guard:
         self.reducer = reducer
         self.policy = policy
         self.replica_check: ReplicaCheck | None = None
+        self.is_copy = False  # a deepcopy, which one rank alone may have made
         # Raises if a step must not run, for another reason than ours (torchft).
         self.precondition: Callable[[], None] | None = None
         self.index = {id(param): i for i, param in enumerate(reducer.params)}
@@ -147,6 +148,8 @@ class Guard:
         """Complain of a step that is wrong, for certain or by a comparison."""
         if not self.comparison.is_needed:
             return  # one rank alone cannot differ
+        if self.is_copy and not self.reducer.ledger.armed:
+            return  # it is not used as a wrapper, so it is no replica of anything
         if problem := step.find_certain():
             self._complain(problem)
             return
@@ -154,7 +157,12 @@ class Guard:
         suspicion = step.find_suspicion(joined)
         if suspicion is not None:
             held = [p for group in optimizer.param_groups for p in group["params"]]
-            if self._judge(suspicion, lambda: self.comparison.of_gradients(held)):
+            which = sorted(step.held)
+
+            def compare() -> Verdict:
+                return self.comparison.of_gradients(held, which)
+
+            if self._judge(suspicion, compare):
                 step.acquit()
         if joined and step.held:
             self._joined = joined
@@ -315,6 +323,14 @@ class Guard:
             self._complain(suspicion.what)
             return False
         verdict = compare()
+        if not verdict.is_same_part:
+            # Each rank steps a part, as ZeRO does, and will send it to the others.
+            everybody = frozenset(range(len(self.reducer.params)))
+            finalized = self.reducer.ledger.finalized - 1  # so the next forward judges
+            self._note_change(
+                Change(everybody, finalized, is_for_good=True, suspicion=suspicion)
+            )
+            return False
         if verdict.is_equal or (suspicion.is_of_coming and verdict.have_all_stepped):
             return True
         self._complain(
