@@ -146,13 +146,13 @@ class Guard:
 
     def _check_step(self, step: StepCheck, optimizer: Optimizer) -> None:
         """Complain of a step that is wrong, for certain or by a comparison."""
-        if not self.comparison.is_needed:
-            return  # one rank alone cannot differ
         if self.is_copy and not self.reducer.ledger.armed:
             return  # it is not used as a wrapper, so it is no replica of anything
         if problem := step.find_certain():
             self._complain(problem)
             return
+        if not self.comparison.is_needed:
+            return  # one rank alone cannot differ
         joined = self.late_parameters.find()
         suspicion = step.find_suspicion(joined)
         if suspicion is not None:
