@@ -476,7 +476,7 @@ def test_an_interrupted_build_leaves_nothing(here, tmp_path, number):
     try:
         wait_for_compilers(pids, 2)
         builder.send_signal(number)
-        out, err = builder.communicate(timeout=60)
+        out, err = builder.communicate(timeout=150)
     finally:
         builder.kill()
     assert builder.returncode == 128 + signal.SIGINT
