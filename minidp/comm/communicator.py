@@ -34,11 +34,12 @@ ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are bus
 class Question(Protocol):
     """Describe the question which ranks do not come to a meeting of all ranks.
 
-    The watchdog's thread fills the two sets from what the ranks publish.
+    The watchdog's thread fills the sets from what the ranks publish.
     """
 
     stepped: set[int]  # ranks that have made the coming optimizer step already
-    gone: set[int]  # ranks that are in the next backward without it, or elsewhere
+    reducing: set[int]  # ranks that are in the next backward without it
+    gone: set[int]  # ranks that are further, wait elsewhere, or have ended
 
     def drop(self) -> None:
         """Forget the question: nobody waits for the answer any more."""

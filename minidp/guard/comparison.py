@@ -9,11 +9,13 @@ So the ranks that suspect something at the same point of the training post a dig
 the store, wait for the others' digests, and compare. This is no collective, because a
 rank that suspects nothing does not come to it:
 
-    gradients    Such a rank has gone on to the next backward, where it waits for us. It
-                 shows this in its heartbeat, and the verdict is that it is absent.
-    parameters   The same; but then this rank asks again when it begins that backward.
-                 The others answer from inside their wait (`Comparison.answer`): their
-                 parameters stay as they are until this rank has joined.
+    gradients    Its heartbeat tells where it is instead. If it waits in the next
+                 backward, and has not made the step that this rank is about to make,
+                 that proves a mistake. If it has made the step, or is elsewhere,
+                 nothing is proved, and the parameters decide later.
+    parameters   This rank asks again when it begins its next backward. The others
+                 answer from inside their wait (`Comparison.answer`): their parameters
+                 stay as they are until this rank has joined.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class Verdict:
     size: int  # number of ranks
     can_ask: bool = True
     stepped: frozenset[int] = frozenset()  # ranks that made the step unsuspecting
+    reducing: frozenset[int] = frozenset()  # ranks that went on without the step
     is_rounding: bool = False  # the digests differ, but no value does by much
     is_same_part: bool = True  # all that answered step the same parameters
 
@@ -70,6 +73,17 @@ class Verdict:
     def is_proof(self) -> bool:
         """Whether ranks that answered hold different values."""
         return len(set(self.digests.values())) > 1 and not self.is_rounding
+
+    @property
+    def proves_mistake(self) -> bool:
+        """Whether the coming optimizer step makes the replicas differ.
+
+        Not if the ranks step different parts, nor if some ranks step unseen: these may
+        send each other the results. If nobody can be asked, the suspicion has to do.
+        """
+        if not self.can_ask or self.reducing:
+            return True
+        return self.is_proof and self.is_same_part
 
     @property
     def have_all_stepped(self) -> bool:
@@ -113,6 +127,11 @@ class Comparison:
     def is_needed(self) -> bool:
         """Whether there is another rank that could differ."""
         return self._reducer.communicator.size > 1
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether the ranks share a store."""
+        return has_store(self._reducer.communicator.group)
 
     def of_gradients(
         self, params: Sequence[torch.nn.Parameter], which: Sequence[int]
@@ -175,7 +194,9 @@ class Comparison:
                 passed.drop()
         digests = {rank: value for rank, (value, *_) in posts.items()}
         is_same_part = len({each for *_, each in posts.values()}) == 1
-        stepped = frozenset(passed.stepped if passed is not None else ())
+        absent = set(range(size)) - posts.keys()
+        stepped = absent & (passed.stepped if passed is not None else set())
+        reducing = absent & (passed.reducing if passed is not None else set())
         if len(posts) == size:
             self._forget_before(store, topic)
         # Only ranks that have asked can take part in a collective.
@@ -186,7 +207,8 @@ class Comparison:
         return Verdict(
             digests,
             size,
-            stepped=stepped,
+            stepped=frozenset(stepped),
+            reducing=frozenset(reducing),
             is_rounding=is_rounding,
             is_same_part=is_same_part,
         )
@@ -259,7 +281,7 @@ class _Meeting:
         """Return whether all ranks have posted, or some will not."""
         passed = self._passed
         # First these, then the posts: a rank posts before it goes on.
-        gone = {*passed.gone} if passed else set()
+        gone = {*passed.gone, *passed.reducing} if passed else set()
         stepped = {*passed.stepped} if passed else set()
         missing = set(range(self._size)) - self._posts.keys()
         self._posts |= read_json(self._store, self._topic, missing)

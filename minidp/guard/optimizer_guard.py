@@ -10,7 +10,11 @@ only a difference is an error:
     before a step    the gradients that it applies, if some were never averaged by us
     after a step     the parameters, if they had changed after a local backward. Not
                      before: weights that were moved for a while are back by then
-    in a forward     the same parameters, if no optimizer has stepped them meanwhile
+    in a forward     the same parameters, if no optimizer has stepped them meanwhile;
+                     and all, if the ranks made different steps before, because these
+                     may have sent each other the results
+    in a backward    all parameters, if averages came and went on this rank without a
+                     step: the others may have made it
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from enum import Enum, auto
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from torch import nn
@@ -86,7 +92,13 @@ class Guard:
         self._local_steps = LocalSteps(reducer)
         self._change: Change | None = None  # seen, and not judged yet
         self._trust = _Trust()
+        # A step of gradients that not all ranks apply: the next forward judges it.
+        self._open_step: Suspicion | None = None
+        self._step_trust = _Trust()
         self._has_warned = False  # of a change that could not be judged
+        self._averages = _Averages(reducer)
+        self._num_averaged = 0  # the ledger's `finalized` at the last step of ours
+        self._skip_trust = _Trust()
         # Parameters that joined the module, at the end of the last backward or in the
         # last step; and their versions when all ranks had the same values.
         self._joined: dict[str, nn.Parameter] = {}
@@ -114,15 +126,7 @@ class Guard:
             return
         ledger, is_ours = self.reducer.ledger, self._holds_ours(optimizer)
         if optimizer in self._in_backward:
-            text = explain(
-                self.reducer.rank,
-                "This optimizer steps in the backward (step_in_backward); another step "
-                "would apply its gradients twice.",
-                remedy="remove the call of optimizer.step(); if a GradScaler called "
-                "it, the two do not go together, and the parameters have taken a step "
-                "of scaled gradients: reload them",
-            )
-            raise DoubleStepError(text)
+            self._refuse_double_step()
         # An optimizer that never stepped has missed nothing, unless a backward passed
         # our hooks: then its gradients may be those of that backward.
         never = (0, 0) if ledger.bypassed is None else self._at_any_step
@@ -135,6 +139,8 @@ class Guard:
                 self.precondition()
             self._check_step(step, optimizer)
             ledger.steps += is_ours  # not before: others see it, and do not wait
+            if is_ours:
+                self._num_averaged = ledger.finalized
         elif is_ours and ledger.unsynced:
             ledger.was_local = True
         if (ledger.versions or ledger.bypassed is not None) and step.held:
@@ -143,6 +149,17 @@ class Guard:
                 ledger.versions.pop(i, None)
             ledger.bypassed, ledger.has_lost_hooks = None, False
         self._at_step[optimizer] = self._at_any_step = (ledger.armed, ledger.finalized)
+
+    def _refuse_double_step(self) -> NoReturn:
+        text = explain(
+            self.reducer.rank,
+            "This optimizer steps in the backward (step_in_backward); another step "
+            "would apply its gradients twice.",
+            remedy="remove the call of optimizer.step(); if a GradScaler called "
+            "it, the two do not go together, and the parameters have taken a step "
+            "of scaled gradients: reload them",
+        )
+        raise DoubleStepError(text)
 
     def _check_step(self, step: StepCheck, optimizer: Optimizer) -> None:
         """Complain of a step that is wrong, for certain or by a comparison."""
@@ -155,15 +172,20 @@ class Guard:
             return  # one rank alone cannot differ
         joined = self.late_parameters.find()
         suspicion = step.find_suspicion(joined)
-        if suspicion is not None:
+        if suspicion is not None and self._step_trust.is_due():
             held = [p for group in optimizer.param_groups for p in group["params"]]
-            which = sorted(step.held)
+            which, is_ours = sorted(step.held), bool(step.held)
 
             def compare() -> Verdict:
-                return self.comparison.of_gradients(held, which)
+                verdict = self.comparison.of_gradients(held, which)
+                # Other ranks need not make a step that leaves our parameters alone.
+                return verdict if is_ours else replace(verdict, reducing=frozenset())
 
-            if self._judge(suspicion, compare):
+            outcome = self._judge(suspicion, compare)
+            if outcome is _Outcome.RIGHT:
                 step.acquit()
+            elif outcome is _Outcome.OPEN:
+                self._open_step = suspicion
         if joined and step.held:
             self._joined = joined
             self._judge_joined()
@@ -191,6 +213,8 @@ class Guard:
         if self._stepping == id(optimizer):
             self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
             self._stepping = 0
+            if self.replica_check is not None:
+                self.replica_check.has_optimizer = True
         ledger = self.reducer.ledger
         is_local = not ledger.sync_enabled and bool(ledger.unsynced)
         if is_local and self.policy != "ignore" and self._holds_ours(optimizer):
@@ -208,14 +232,18 @@ class Guard:
         ItemCountError if its item counts give no mean. Then, outside no_sync() and
         unless ``unsynced="ignore"``, raise or warn if a comparison of the ranks proves
         that parameters were cast, joined the module, or were updated by local
-        gradients, and differ now.
+        gradients, and differ now. After a step that the ranks made differently, they
+        are compared in no_sync(), too.
         """
         reducer = self.reducer
         self._check_counts()
         refuse_forward(reducer)
         self._local_steps.note_forward()
-        is_silent = self.policy == "ignore" or not self.comparison.is_needed
-        if is_silent or not reducer.ledger.sync_enabled:
+        if self.policy == "ignore" or not self.comparison.is_needed:
+            return
+        if self._open_step is not None:
+            self._judge_open_step()
+        if not reducer.ledger.sync_enabled:
             return
         if self._joined:
             self._judge_joined()
@@ -227,6 +255,7 @@ class Guard:
             _add_once(reducer, _LookAgain(self))
         self._check_cast()
         self._check_changes()
+        self._check_skipped_step()
 
     def _check_cast(self) -> None:
         """Complain if parameters were cast on some ranks only."""
@@ -236,9 +265,10 @@ class Guard:
         kinds = [(param.dtype, param.device) for param in (params[0], params[-1])]
         if kinds != self._same_cast:  # module buffers would differ in size, too
             everybody = range(len(params))
-            if self._judge(
+            outcome = self._judge(
                 suspicion, lambda: self.comparison.of_parameters("cast", everybody)
-            ):
+            )
+            if outcome is not _Outcome.WRONG:  # open: a step of them is another matter
                 self._same_cast = kinds
 
     def _check_changes(self) -> None:
@@ -274,24 +304,77 @@ class Guard:
             return
         verdict = self.comparison.of_parameters(moment, which)
         if verdict.are_all_here or not verdict.can_ask:
-            self._conclude(change, verdict)
+            self._conclude(change.suspicion, verdict)
         else:
-            _add_once(self.reducer, _AskInBackward(self, change))
+            _add_once(self.reducer, _AskInBackward(self, change.suspicion))
 
-    def ask_waiting_ranks(self, change: Change) -> None:
-        """Compare with the ranks that wait in the backward which begins here."""
-        self._conclude(change, self.comparison.with_waiting_ranks())
-
-    def _conclude(self, change: Change, verdict: Verdict) -> None:
-        text = change.suspicion.to_text(
-            self.reducer.rank, verdict.describe("parameters")
+    def _judge_open_step(self) -> None:
+        """Compare all parameters, in the first forward after a step that was open."""
+        assert self._open_step is not None
+        suspicion, self._open_step = self._open_step, None
+        which = range(len(self.reducer.params))
+        verdict = self.comparison.of_parameters("opened", which)
+        suspicion = replace(
+            suspicion, expected="the same parameters on all ranks after the step"
         )
-        if verdict.is_equal:
-            self._trust.note_equal()
-        elif verdict.is_proof:
-            self._trust = _Trust()
+        if verdict.are_all_here:
+            self._change = None
+            find_change(self.reducer)  # nor is an older change of interest
+            self._conclude(suspicion, verdict)
+        elif not _add_once(self.reducer, _AskInBackward(self, suspicion)):
+            # No synchronised backward has come since the last step like this.
+            self._conclude(suspicion, verdict)
+        self._step_trust.note(is_decided=verdict.are_all_here)
+
+    def _check_skipped_step(self) -> None:
+        """Suspect that this rank has not made an optimizer step that others made.
+
+        Averages have come and are gone, and no optimizer has stepped: the script has
+        caught an error, or a GradScaler has left out the step on all ranks.
+        """
+        ledger, check = self.reducer.ledger, self.replica_check
+        if not self._num_averaged or ledger.finalized == self._num_averaged:
+            return
+        # Replicas that are not equal before their step are not comparable here.
+        is_comparable = check is None or check.agrees_before_steps
+        has_others = self._in_backward or self.precondition is not None
+        if has_others or not is_comparable or not self._averages.are_gone():
+            return
+        self._num_averaged = ledger.finalized
+        if self.comparison.can_ask and self._skip_trust.is_due():
+            suspicion = Suspicion(
+                "This rank dropped the averages of a backward without an optimizer "
+                "step, and other ranks have made one. Replicas differ now.",
+                names=self.reducer.names,
+                expected="the same parameters on all ranks",
+                remedy="if an exception after backward() was caught, leave out the "
+                "step on all ranks alike; to go on, call reset(copy_from=0) on all "
+                "ranks, which copies rank 0's parameters, buffers and optimizer state, "
+                "then zero_grad()",
+            )
+            asks = _AskInBackward(self, suspicion, self._skip_trust)
+            _add_once(self.reducer, asks)
+
+    def ask_waiting_ranks(self, suspicion: Suspicion, trust: _Trust | None) -> None:
+        """Compare with the ranks that wait in the backward which begins here.
+
+        ``trust``: of a suspicion that is no more than a possibility, so that nothing is
+        said unless it is proved. None: of a change.
+        """
+        verdict = self.comparison.with_waiting_ranks()
+        if trust is None or verdict.is_proof:
+            self._conclude(suspicion, verdict)
+        else:
+            trust.note(is_decided=verdict.are_all_here)
+
+    def _conclude(self, suspicion: Suspicion, verdict: Verdict) -> None:
+        text = suspicion.to_text(self.reducer.rank, verdict.describe("parameters"))
+        if verdict.is_proof:
+            self._trust, self._skip_trust = _Trust(), _Trust()
             # Ranks that only answered know nothing of it.
             self._complain(text, tells_others=True)
+        elif verdict.are_all_here:
+            self._trust.note(is_decided=True)
         elif not self._has_warned:
             self._has_warned = True
             warn(
@@ -311,33 +394,31 @@ class Guard:
         versions = {name: param._version for name, param in joined.items()}
         if joined and versions != self._same_joined:
             values = [*joined.values()]
-            if self._judge(
+            outcome = self._judge(
                 suspect_late(self.reducer, joined),
                 lambda: self.comparison.of_values("joined", values),
-            ):
+            )
+            if outcome is not _Outcome.WRONG:
                 self._same_joined = versions
 
-    def _judge(self, suspicion: Suspicion, compare: Callable[[], Verdict]) -> bool:
-        """Compare, and complain unless all ranks have the same; return if they have."""
+    def _judge(self, suspicion: Suspicion, compare: Callable[[], Verdict]) -> _Outcome:
+        """Compare, and complain if that proves the suspicion."""
         if self.policy == "ignore":
             self._complain(suspicion.what)
-            return False
+            return _Outcome.WRONG
         verdict = compare()
-        if not verdict.is_same_part:
-            # Each rank steps a part, as ZeRO does, and will send it to the others.
-            everybody = frozenset(range(len(self.reducer.params)))
-            finalized = self.reducer.ledger.finalized - 1  # so the next forward judges
-            self._note_change(
-                Change(everybody, finalized, is_for_good=True, suspicion=suspicion)
-            )
-            return False
-        if verdict.is_equal or (suspicion.is_of_coming and verdict.have_all_stepped):
-            return True
+        is_right = verdict.is_equal or (
+            suspicion.is_of_coming and verdict.have_all_stepped
+        )
+        if is_right and verdict.is_same_part:
+            return _Outcome.RIGHT
+        if not verdict.proves_mistake:
+            return _Outcome.OPEN
         self._complain(
             suspicion.to_text(self.reducer.rank, verdict.describe("values")),
             tells_others=not verdict.are_all_here,
         )
-        return False
+        return _Outcome.WRONG
 
     def look_again(self) -> None:
         """Find out which parameters are still in the module when a backward ended."""
@@ -384,7 +465,10 @@ class Guard:
         waiting = (_LookAgain, _AskInBackward)
         observers = self.reducer.queue.observers
         observers[:] = [each for each in observers if not isinstance(each, waiting)]
-        self._change, self._trust = None, _Trust()
+        self._change, self._open_step = None, None
+        self._trust, self._step_trust, self._skip_trust = _Trust(), _Trust(), _Trust()
+        if self._num_averaged:
+            self._num_averaged = self.reducer.ledger.finalized
         self._joined, self._same_joined, self._same_cast = {}, {}, None
 
     def expect_death(self, has_group: Callable[[], bool]) -> None:
@@ -491,31 +575,70 @@ class _LookAgain(Observer):
 class _AskInBackward(Observer):
     """Let a guard ask the other ranks when the coming backward begins, once."""
 
-    def __init__(self, guard: Guard, change: Change) -> None:
-        self._guard, self._change = weakref.proxy(guard), change
+    def __init__(
+        self, guard: Guard, suspicion: Suspicion, trust: _Trust | None = None
+    ) -> None:
+        self._guard = weakref.proxy(guard)
+        self._suspicion, self._trust = suspicion, trust
 
     def begins(self) -> None:
         """Ask, and be forgotten."""
         self._guard.reducer.queue.observers.remove(self)
-        self._guard.ask_waiting_ranks(self._change)
+        self._guard.ask_waiting_ranks(self._suspicion, self._trust)
 
 
-def _add_once(reducer: Reducer, observer: Observer) -> None:
-    """Register an observer, unless one of its class waits for a backward already."""
+class _Averages(Observer):
+    """Remember the averages of the last backward, to see that they are gone.
+
+    One parameter is enough: the version of its ``.grad`` when the backward ended.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._params = reducer.params
+        self._index, self._version = 0, -1
+        reducer.queue.observers.append(self)
+
+    def finished(self) -> None:
+        """Look at the first parameter that has a gradient."""
+        self._version = -1
+        for index, param in enumerate(self._params):
+            if param.grad is not None:
+                self._index, self._version = index, param.grad._version
+                return
+
+    def are_gone(self) -> bool:
+        """Return whether ``.grad`` was deleted or changed since the backward."""
+        grad = self._params[self._index].grad
+        return self._version >= 0 and (grad is None or grad._version != self._version)
+
+
+def _add_once(reducer: Reducer, observer: Observer) -> bool:
+    """Register an observer; return False if one of its class waits for a backward."""
     observers = reducer.queue.observers
-    if not any(type(each) is type(observer) for each in observers):
-        observers.append(observer)
+    if any(type(each) is type(observer) for each in observers):
+        return False
+    observers.append(observer)
+    return True
+
+
+class _Outcome(Enum):
+    """What a comparison says of a suspicion."""
+
+    RIGHT = auto()  # the ranks do the same
+    WRONG = auto()  # they differ: there was an error or a warning
+    OPEN = auto()  # only the parameters can tell, later
 
 
 class _Trust:
     """Decide how often to compare what all ranks have changed alike again and again.
 
     Sharpness-aware training moves weights and back in each step. The first changes are
-    compared each, later ones more and more rarely, down to one in 64.
+    compared each, later ones more and more rarely, down to one in 64. A comparison to
+    which some ranks do not come costs seconds, so that these become rare at once.
     """
 
     def __init__(self) -> None:
-        self._num_equal = self._left = 0
+        self._interval, self._left = 1, 0
 
     def is_due(self) -> bool:
         """Return whether to compare now; each call counts a change."""
@@ -524,10 +647,10 @@ class _Trust:
             return False
         return True
 
-    def note_equal(self) -> None:
-        """Count a comparison in which all ranks were equal."""
-        self._num_equal += 1
-        self._left = min(2**self._num_equal, 64) - 2
+    def note(self, *, is_decided: bool) -> None:
+        """Count a comparison that found nothing, because all were equal or away."""
+        self._interval = min(self._interval * (2 if is_decided else 8), 64)
+        self._left = max(self._interval - 2, 0)
 
 
 _guards: WeakValueDictionary[int, Guard] = WeakValueDictionary()  # live ones, by id

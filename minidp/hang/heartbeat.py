@@ -114,7 +114,7 @@ class Heartbeat(PeerMonitor):
 
     def ask_who_passed(self, step: int, steps: int, *, may_answer: bool) -> Passed:
         """Queue the question whether some rank cannot come; return it at once."""
-        passed = Passed(step, steps, may_answer=may_answer)
+        passed = Passed(step, steps, self._tally.started, may_answer=may_answer)
         self._ask(passed)
         return passed
 

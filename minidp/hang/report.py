@@ -157,17 +157,23 @@ class Inquiry(FutureWork):
 class Passed:
     """Find out which ranks do not come to a meeting; heartbeats call `try_answer`.
 
-    The meeting is after backward number ``step`` and ``steps`` optimizer steps. A rank
-    does not come if it has *stepped* once more, or is *gone*: into the next backward
-    without that step, into a wait for others elsewhere, or for good. ``may_answer``: it
-    comes all the same, unless it waits elsewhere. Open until `drop`.
+    The meeting is after backward number ``step``, ``steps`` optimizer steps and
+    ``started`` collectives. A rank does not come if it has *stepped* once more; if it
+    is *reducing*, in the next backward or another collective of the wrapper, without
+    that step; or if it is *gone*: further than that, into a wait for others elsewhere,
+    or for good. ``may_answer``: a rank that has stepped or is reducing comes all the
+    same. Open until `drop`.
     """
 
-    def __init__(self, step: int, steps: int, *, may_answer: bool) -> None:
+    def __init__(
+        self, step: int, steps: int, started: int, *, may_answer: bool
+    ) -> None:
         self._step, self._steps, self._may_answer = step, steps, may_answer
+        self._started = started
         self._first: dict[int, int] = {}  # rank -> beat
         self._is_dropped = False
         self.stepped: set[int] = set()
+        self.reducing: set[int] = set()
         self.gone: set[int] = set()
 
     def drop(self) -> None:
@@ -183,11 +189,14 @@ class Passed:
         self.gone |= channel.alarms.keys()
         for rank, status in channel.statuses.items():
             is_new = status.beat > self._first.setdefault(rank, status.beat)
-            if is_new and status.waits and status.seconds > _STUCK_SECONDS:
-                self.gone.add(rank)
-            elif not self._may_answer and status.step == self._step:
-                if status.steps > self._steps:
-                    self.stepped.add(rank)
-                elif status.is_reducing:
-                    self.gone.add(rank)
+            is_here = status.step == self._step
+            if is_here and status.steps > self._steps:
+                kind = None if self._may_answer else self.stepped
+            elif is_here and (status.is_reducing or status.started > self._started):
+                kind = None if self._may_answer else self.reducing
+            else:
+                is_stuck = is_new and status.waits and status.seconds > _STUCK_SECONDS
+                kind = self.gone if is_stuck or status.step > self._step else None
+            if kind is not None:
+                kind.add(rank)
         return self._is_dropped

@@ -152,6 +152,9 @@ class ReplicaCheck(Observer):
         self._has_warned = False
         self._has_agreed = False  # replicas were equal in some comparison, ever
         self._hook_agrees = False  # also after averages of the comm hook
+        # Replicas were equal in a forward, not only once their optimizers had stepped.
+        self.agrees_before_steps = False
+        self.has_optimizer = False  # that steps parameters of the wrapper
         self.warns = False  # unsynced="warn"
         self.name = ""  # in the store: new, and equal on all ranks; "": no store
         self.meets_at = ""  # the store's place of the next comparison, see `meet`
@@ -277,7 +280,7 @@ class ReplicaCheck(Observer):
         difference with a known reason (and warns once of updates in no_sync()). Any
         other is compared again: by `confirm` in the next step; or at once by
         `_confirm`, if module buffers are compared, optimizers step in backwards, or
-        none has come for 10 steps (without "auto" 1).
+        none has come for 10 steps (without "auto", or without any optimizer, 1).
         """
         snapshot, ledger = self._under_way, self._ledger
         assert snapshot is not None
@@ -302,6 +305,7 @@ class ReplicaCheck(Observer):
             raise ReplicaMismatchError(text)
         if len(set(digests)) == 1:
             self._agree(snapshot.step)
+            self.agrees_before_steps = True
             self._hook_agrees |= snapshot.was_hooked
             ledger.was_local = ledger.was_excused = False
         elif self._is_auto and any(all_reasons):
@@ -315,7 +319,7 @@ class ReplicaCheck(Observer):
         else:  # the next step compares again; or this one, after a long wait
             self.suspect = snapshot
             self._waited += 1
-            limit = PATIENCE if self._is_auto else 1
+            limit = PATIENCE if self._is_auto and self.has_optimizer else 1
             is_late = self._waited > limit or not self.awaits_step
             if is_late or self._have_buffers_drifted(snapshot):
                 self._confirm(snapshot)

@@ -14,9 +14,10 @@ class OtherRank:
         self.is_equal = False
         self.asked = []
 
-    def compare(self, comparison, moment, tensors, part=0):
+    def compare(self, comparison, moment, tensors, *, asks=False, part=0):
         self.asked.append(moment)
-        return Verdict({0: 1, 1: 1 if self.is_equal else 2}, 2)
+        # Where this rank left out a step, the other one did so, too.
+        return Verdict({0: 1, 1: 1 if self.is_equal or asks else 2}, 2)
 
 
 @pytest.fixture(autouse=True)

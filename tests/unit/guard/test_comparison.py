@@ -71,23 +71,37 @@ def test_gradients_that_differ_by_rounding_are_applied(ctx):
 
 
 @on_ranks(3)
-def test_local_gradients_on_one_rank_are_refused_there(ctx):
-    """The others are in the next backward; they learn what happened."""
-    ddp, optimizer = setting(ctx)
-    before = values(ddp)
+def test_local_gradients_that_one_rank_applies_are_found_in_the_next_backward(ctx):
+    """The others have made this step, so only the parameters can prove a mistake."""
+    ddp, optimizer = setting(ctx, check_replicas_every=0)
     ddp(X).backward()
     if ctx.rank == 1:
         ddp.module.a.square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
     found = ""
     try:
-        optimizer.step()
-        assert ctx.rank != 1
-        optimizer.zero_grad()
+        ddp(X).backward()
+    except RuntimeError as error:
+        found = str(error)
+    assert "Gradients were never averaged" in found
+    assert ("Parameters: a. What to do" in found) == (ctx.rank == 1)
+
+
+@on_ranks(3)
+def test_a_step_that_waiting_ranks_have_not_made_is_refused(ctx):
+    ddp, optimizer = setting(ctx)
+    before = values(ddp)
+    found = ""
+    try:
+        if ctx.rank == 1:
+            ddp.module.a.square().sum().backward()
+            optimizer.step()
         ddp(X).backward()
     except RuntimeError as error:
         found = str(error)
     assert ("Parameters: a. What to do" in found) == (ctx.rank == 1)
-    assert (values(ddp) == before) == (ctx.rank == 1)
+    assert values(ddp) == before
     assert "Gradients were never averaged" in found
 
 
@@ -194,3 +208,144 @@ def test_digest_of_other_kinds():
         sparse * 2,
     ]
     assert len({comparison._digest([each]) for each in kinds}) == len(kinds)
+
+
+def average_by_hand(ctx, ddp):
+    for param in ddp.parameters():
+        dist.all_reduce(param.grad, group=ctx.group)
+        param.grad /= ctx.world_size
+
+
+def message_of(function):
+    try:
+        function()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("broadcasts", [True, False])
+def test_ranks_that_step_parts_are_judged_in_the_next_forward(ctx, broadcasts):
+    """ZeRO by hand; the last forward is one inside no_sync(), as all of them."""
+    ddp = wrapped(ctx, Two(), hang_timeout=20.0)
+    params = [*ddp.parameters()]
+    optimizer = torch.optim.SGD([params[ctx.rank]], lr=0.1)
+
+    def train():
+        for _ in range(3):
+            ddp.zero_grad()
+            local_backwards(ctx, ddp)
+            average_by_hand(ctx, ddp)
+            optimizer.step()
+            for owner, param in enumerate(params) if broadcasts else ():
+                dist.broadcast(param.data, group_src=owner, group=ctx.group)
+        with ddp.no_sync():
+            ddp(X)
+
+    found = message_of(train)
+    assert bool(found) is not broadcasts
+    if not broadcasts:
+        assert "Expected: the same parameters on all ranks after the step" in found
+        assert "Parameters: " in found
+    return [] if not broadcasts else values(ddp)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("broadcasts", [True, False])
+def test_one_rank_steps_for_all(ctx, broadcasts):
+    """A parameter server; if it forgets to send, the next averaged backward tells."""
+    ddp = wrapped(ctx, Two(), hang_timeout=20.0, check_replicas_every=0)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def train():
+        for _ in range(2):
+            ddp.zero_grad()
+            local_backwards(ctx, ddp)
+            average_by_hand(ctx, ddp)
+            if ctx.rank == 0:
+                optimizer.step()
+            if not broadcasts:
+                dist.barrier(ctx.group)
+            for param in ddp.parameters() if broadcasts else ():
+                dist.broadcast(param.data, group_src=0, group=ctx.group)
+        ddp(X).backward()
+
+    found = message_of(train)
+    assert ("other parameters on rank" in found) is not broadcasts
+    return [] if not broadcasts else values(ddp)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["object", "copy", "data"])
+def test_averages_that_are_put_back_may_be_applied(ctx, way):
+    """Rank 0 alone looks at gradients of its own before the step."""
+    ddp, optimizer = setting(ctx, check_replicas_every=0)
+    for k in range(3):
+        ddp(X + ctx.rank + k).backward()
+        if ctx.rank == 0:
+            params = [*ddp.parameters()]
+            kept = [p.grad if way == "object" else p.grad.clone() for p in params]
+            if way == "object":
+                ddp.zero_grad(set_to_none=True)
+            ddp.module(X).backward()
+            for param, grad in zip(params, kept, strict=True):
+                if way == "object":
+                    param.grad = grad
+                elif way == "copy":
+                    param.grad.copy_(grad)
+                else:
+                    param.grad.data.copy_(grad)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(ddp)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("every", ["auto", 0])
+def test_a_rank_that_caught_its_error_and_missed_a_step(ctx, every, set_to_none):
+    ddp, optimizer = setting(ctx, check_replicas_every=every)
+
+    def train():
+        for k in range(12):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            ddp(X).backward()
+            if not (k == 9 and ctx.rank == 1):
+                optimizer.step()
+
+    if every == "auto":  # has compared before this
+        for _ in range(2):
+            optimizer.zero_grad()
+            ddp(X).backward()
+            optimizer.step()
+    found = message_of(train)
+    assert "dropped the averages of a backward without an optimizer step" in found
+
+
+@on_ranks(2)
+def test_all_ranks_may_leave_out_a_step(ctx):
+    """A GradScaler does, and a network whose gradients come with another one's."""
+    ddp, optimizer = setting(ctx)
+    for k in range(20):
+        ddp(X + ctx.rank).backward()
+        if not k % 3:
+            optimizer.step()
+        optimizer.zero_grad()
+    return values(ddp)
+
+
+@on_ranks(2)
+def test_one_rank_may_drop_averages_that_it_has_stepped_otherwise(ctx):
+    """An update by hand, on one rank, of what the others step by an optimizer."""
+    ddp, optimizer = setting(ctx, check_replicas_every=0)
+    for _ in range(3):
+        ddp(X).backward()
+        if ctx.rank == 0:
+            with torch.no_grad():
+                for param in ddp.parameters():
+                    param.add_(param.grad, alpha=-0.1)
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    return values(ddp)

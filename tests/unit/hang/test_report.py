@@ -160,35 +160,44 @@ def test_a_lost_store_is_told_with_what_was_known():
 
 
 def at(step, steps, **more):
-    return RankStatus(step, "text", 2, steps=steps, **more)
+    return RankStatus(step, "text", more.pop("started", 2), steps=steps, **more)
 
 
 @pytest.mark.parametrize(
-    ("status", "may_answer", "stepped", "gone"),
+    ("status", "may_answer", "found"),
     [
-        (at(7, 2), False, set(), set()),  # on its way, or posting
-        (at(6, 5, is_reducing=True), False, set(), set()),
-        (at(7, 3), False, {1}, set()),
-        (at(7, 3, is_reducing=True), False, {1}, set()),  # in its next backward
-        (at(7, 2, is_reducing=True), False, set(), {1}),
-        (at(7, 2, is_reducing=True), True, set(), set()),  # it answers from there
-        (at(7, 2, waits=True, seconds=6.0), True, set(), {1}),
-        (at(7, 2, waits=True, seconds=4.0), True, set(), set()),
-        (None, False, set(), set()),
+        (at(7, 2), False, ""),  # on its way, or posting
+        (at(6, 5, is_reducing=True), False, ""),
+        (at(7, 3), False, "stepped"),
+        (at(7, 3, waits=True, seconds=6.0), False, "stepped"),
+        (at(7, 3, is_reducing=True), False, "stepped"),  # in its next backward
+        (at(7, 2, is_reducing=True), False, "reducing"),
+        (at(7, 2, is_reducing=True), True, ""),  # it answers from there
+        (at(7, 2, is_reducing=True, waits=True, seconds=6.0), True, ""),
+        (at(7, 2, started=3, waits=True), False, "reducing"),  # in a forward
+        (at(7, 3, started=3), False, "stepped"),
+        (at(8, 0), False, "gone"),
+        (at(8, 0), True, "gone"),
+        (at(7, 2, waits=True, seconds=6.0), True, "gone"),
+        (at(7, 2, waits=True, seconds=4.0), True, ""),
+        (None, False, ""),
     ],
 )
-def test_who_does_not_come_to_a_meeting(status, may_answer, stepped, gone):
-    passed = Passed(7, 2, may_answer=may_answer)
+def test_who_does_not_come_to_a_meeting(status, may_answer, found):
+    passed = Passed(7, 2, 2, may_answer=may_answer)
     passed.try_answer(channel(status))
     later = status and dataclasses.replace(status, beat=status.beat + 1)
     assert not passed.try_answer(channel(later))
-    assert (passed.stepped, passed.gone) == (stepped, gone)
+    kinds = ("stepped", "reducing", "gone")
+    assert {kind: getattr(passed, kind) for kind in kinds} == {
+        kind: {1} if kind == found else set() for kind in kinds
+    }
     passed.drop()
     assert passed.try_answer(channel(status))
 
 
 def test_who_gave_up_does_not_come():
-    passed = Passed(7, 2, may_answer=True)
+    passed = Passed(7, 2, 2, may_answer=True)
     passed.try_answer(channel(None, alarms=[Alarm(1, 2, "boo")]))
     assert passed.gone == {1}
 
