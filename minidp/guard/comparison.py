@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from minidp.comm import Question
 
-# Without a heartbeat, nothing but time tells that a rank does not come.
+# Without a heartbeat, or while others compute, only time tells who does not come.
 PATIENCE_SECONDS = 10.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.0005, 0.02  # seconds between two looks at the store
 # Gradients that ranks have averaged by hand may differ by rounding: this part of the
@@ -154,12 +154,16 @@ class Comparison:
         """Compare any other tensors."""
         return self._compare(moment, tensors)
 
-    def with_waiting_ranks(self) -> Verdict:
+    def with_waiting_ranks(self, patience: float | None = None) -> Verdict:
         """Compare all parameters; call it when a synchronised backward begins.
 
         The other ranks wait for this rank in the same backward, and answer from there.
+        With ``patience`` (seconds) it may be called before, after this rank's step: the
+        others will come to the backward if all goes well.
         """
-        return self._compare("backward", self._reducer.params, asks=True)
+        return self._compare(
+            "backward", self._reducer.params, asks=True, patience=patience
+        )
 
     def _compare(
         self,
@@ -167,6 +171,7 @@ class Comparison:
         tensors: Sequence[torch.Tensor | None],
         *,
         asks: bool = False,
+        patience: float | None = None,
         part: int = 0,
     ) -> Verdict:
         communicator, ledger = self._reducer.communicator, self._reducer.ledger
@@ -183,7 +188,9 @@ class Comparison:
         passed = communicator.peers.ask_who_passed(
             ledger.finalized, ledger.steps, may_answer=asks
         )
-        meeting = _Meeting(store, topic, size, passed)
+        if passed is None and patience is None:
+            patience = PATIENCE_SECONDS
+        meeting = _Meeting(store, topic, size, passed, patience)
         self._is_asking = True
         try:
             with communicator.watching(f"comparing the ranks' {moment}"):
@@ -264,11 +271,16 @@ class _Meeting:
     is_left_behind = False  # no thread works on it
 
     def __init__(
-        self, store: Store, topic: str, size: int, passed: Question | None
+        self,
+        store: Store,
+        topic: str,
+        size: int,
+        passed: Question | None,
+        patience: float | None,
     ) -> None:
         self._store, self._topic, self._size = store, topic, size
         self._passed = passed  # who does not come; None: no heartbeat tells
-        self._deadline = time.monotonic() + PATIENCE_SECONDS
+        self._deadline = None if patience is None else time.monotonic() + patience
         self._posts: dict[int, Any] = {}
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -286,7 +298,7 @@ class _Meeting:
         missing = set(range(self._size)) - self._posts.keys()
         self._posts |= read_json(self._store, self._topic, missing)
         missing -= self._posts.keys()
-        is_late = passed is None and time.monotonic() > self._deadline
+        is_late = self._deadline is not None and time.monotonic() > self._deadline
         return is_late or bool(missing & gone) or missing <= stepped
 
     def is_done_within(self, seconds: float) -> bool:

@@ -50,7 +50,7 @@ from minidp.replica import Replica, ReplicaCheck
 from minidp.trace import StepEvent
 
 from . import dropped
-from .comparison import Comparison, Verdict
+from .comparison import PATIENCE_SECONDS, Comparison, Verdict
 from .local_updates import Change, LocalSteps, find_change
 from .mistakes import (
     LateParameters,
@@ -92,8 +92,10 @@ class Guard:
         self._local_steps = LocalSteps(reducer)
         self._change: Change | None = None  # seen, and not judged yet
         self._trust = _Trust()
-        # A step of gradients that not all ranks apply: the next forward judges it.
+        # A step of gradients that not all ranks apply: the next forward judges it; or,
+        # if the others made the step before, they are asked at once.
         self._open_step: Suspicion | None = None
+        self._asks_after_step = False
         self._step_trust = _Trust()
         self._has_warned = False  # of a change that could not be judged
         self._averages = _Averages(reducer)
@@ -173,28 +175,32 @@ class Guard:
         joined = self.late_parameters.find()
         suspicion = step.find_suspicion(joined)
         if suspicion is not None and self._step_trust.is_due():
-            held = [p for group in optimizer.param_groups for p in group["params"]]
-            which, is_ours = sorted(step.held), bool(step.held)
-
-            def compare() -> Verdict:
-                verdict = self.comparison.of_gradients(held, which)
-                # Other ranks need not make a step that leaves our parameters alone.
-                return verdict if is_ours else replace(verdict, reducing=frozenset())
-
-            outcome = self._judge(suspicion, compare)
+            outcome = self._judge(suspicion, lambda: self._compare(step, optimizer))
             if outcome is _Outcome.RIGHT:
                 step.acquit()
-            elif outcome is _Outcome.OPEN:
+            elif outcome is not _Outcome.WRONG:
                 self._open_step = suspicion
+                self._asks_after_step = outcome is _Outcome.MADE_ELSEWHERE
         if joined and step.held:
             self._joined = joined
             self._judge_joined()
+
+    def _compare(self, step: StepCheck, optimizer: Optimizer) -> Verdict:
+        """Compare the gradients of a coming step between the ranks that suspect it."""
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        verdict = self.comparison.of_gradients(params, sorted(step.held))
+        if not step.held:  # other ranks need not step what is not averaged
+            verdict = replace(verdict, reducing=frozenset())
+        if self.reducer.phase.now is Phase.PAUSED:  # no part: the rest is missing
+            verdict = replace(verdict, is_same_part=True)
+        return verdict
 
     def confirm(self, optimizer: Optimizer) -> None:
         """After a step, judge what was suspicious before it, by its parameters now."""
         check, ledger = self.replica_check, self.reducer.ledger
         is_suspicious = check is not None and check.suspect is not None
-        if not (is_suspicious or self._change) or not ledger.sync_enabled:
+        is_suspicious |= self._change is not None or self._asks_after_step
+        if not is_suspicious or not ledger.sync_enabled:
             return
         held = self._held_by(optimizer)
         if not held or id(optimizer) in self._allowed:
@@ -204,6 +210,9 @@ class Guard:
         if self._change is not None and not self._change.indices.isdisjoint(held):
             change, self._change = self._change, None
             self._judge_change(change, "after", held)
+        if self._asks_after_step:
+            self._asks_after_step = False
+            self._judge_open_step(self.comparison.with_waiting_ranks(PATIENCE_SECONDS))
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Count a step that has ended; in no_sync() with local gradients this may warn.
@@ -242,7 +251,9 @@ class Guard:
         if self.policy == "ignore" or not self.comparison.is_needed:
             return
         if self._open_step is not None:
-            self._judge_open_step()
+            everybody = range(len(reducer.params))
+            verdict = self.comparison.of_parameters("opened", everybody)
+            self._judge_open_step(verdict)
         if not reducer.ledger.sync_enabled:
             return
         if self._joined:
@@ -308,15 +319,14 @@ class Guard:
         else:
             _add_once(self.reducer, _AskInBackward(self, change.suspicion))
 
-    def _judge_open_step(self) -> None:
-        """Compare all parameters, in the first forward after a step that was open."""
+    def _judge_open_step(self, verdict: Verdict) -> None:
+        """Judge a step that was open by a comparison of all parameters after it."""
         assert self._open_step is not None
         suspicion, self._open_step = self._open_step, None
-        which = range(len(self.reducer.params))
-        verdict = self.comparison.of_parameters("opened", which)
         suspicion = replace(
             suspicion, expected="the same parameters on all ranks after the step"
         )
+        self._step_trust.note(is_decided=verdict.are_all_here)
         if verdict.are_all_here:
             self._change = None
             find_change(self.reducer)  # nor is an older change of interest
@@ -324,7 +334,6 @@ class Guard:
         elif not _add_once(self.reducer, _AskInBackward(self, suspicion)):
             # No synchronised backward has come since the last step like this.
             self._conclude(suspicion, verdict)
-        self._step_trust.note(is_decided=verdict.are_all_here)
 
     def _check_skipped_step(self) -> None:
         """Suspect that this rank has not made an optimizer step that others made.
@@ -413,7 +422,8 @@ class Guard:
         if is_right and verdict.is_same_part:
             return _Outcome.RIGHT
         if not verdict.proves_mistake:
-            return _Outcome.OPEN
+            made = verdict.have_all_stepped and verdict.is_same_part
+            return _Outcome.MADE_ELSEWHERE if made else _Outcome.OPEN
         self._complain(
             suspicion.to_text(self.reducer.rank, verdict.describe("values")),
             tells_others=not verdict.are_all_here,
@@ -627,6 +637,7 @@ class _Outcome(Enum):
     RIGHT = auto()  # the ranks do the same
     WRONG = auto()  # they differ: there was an error or a warning
     OPEN = auto()  # only the parameters can tell, later
+    MADE_ELSEWHERE = auto()  # and they can after this step, which other ranks have made
 
 
 class _Trust:

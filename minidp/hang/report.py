@@ -20,7 +20,8 @@ from minidp.comm import FutureWork, Report
 from .rank_status import ENDED, Channel, RankStatus
 
 _STILL_SECONDS = 3.0  # a few heartbeats
-_STUCK_SECONDS = 5.0  # in a wait: the rank waits for the one that asks
+# In a wait, perhaps for the rank that asks; a rank that may answer from there has time.
+_STUCK_SECONDS, _STUCK_SECONDS_OF_ANSWERERS = 0.9, 5.0
 _MAX_TOLD = 8  # ranks
 _MAX_TEXT = 1200  # characters of another rank's error
 
@@ -189,14 +190,23 @@ class Passed:
         self.gone |= channel.alarms.keys()
         for rank, status in channel.statuses.items():
             is_new = status.beat > self._first.setdefault(rank, status.beat)
-            is_here = status.step == self._step
-            if is_here and status.steps > self._steps:
-                kind = None if self._may_answer else self.stepped
-            elif is_here and (status.is_reducing or status.started > self._started):
-                kind = None if self._may_answer else self.reducing
-            else:
-                is_stuck = is_new and status.waits and status.seconds > _STUCK_SECONDS
-                kind = self.gone if is_stuck or status.step > self._step else None
+            limit = _STUCK_SECONDS_OF_ANSWERERS if self._may_answer else _STUCK_SECONDS
+            is_stuck = is_new and status.waits and status.seconds > limit
+            kind = self._kind(status, is_stuck=is_stuck)
             if kind is not None:
                 kind.add(rank)
         return self._is_dropped
+
+    def _kind(self, status: RankStatus, *, is_stuck: bool) -> set[int] | None:
+        """Return the set of ranks with this status; None: such a rank may come."""
+        is_here = status.step == self._step
+        waits_for_us = status.started > self._started  # in a collective of the wrapper
+        if self._may_answer:
+            if is_here and status.is_reducing:
+                return None
+            is_stuck |= is_here and waits_for_us
+        elif is_here and status.steps > self._steps:
+            return self.stepped
+        elif is_here and (status.is_reducing or waits_for_us):
+            return self.reducing
+        return self.gone if is_stuck or status.step > self._step else None

@@ -200,6 +200,17 @@ row(f"{name}, last layer unused", RIGHT, times(2, SWAPPED), "find_unused", **LEG
 text = f"zero, {LOCAL_ONE}, {LOCAL_ONE}, average .grad, blind step"
 name = "micro-batches in no_sync(), averaged by hand, then a step"
 row(name, RIGHT, times(3, text), FEW, **LEGAL, **WHOLE)
+# Legal: ranks make different steps, and send each other the results.
+HALVES = f"zero, {LOCAL_ONE}, average .grad"
+name = "each rank steps a part of the model, and sends it"
+row(name, RIGHT, times(3, f"{HALVES}, step a part, note"), FEW, **LEGAL, **WHOLE)
+name = "each rank steps a part of the model, and sends nothing"
+text = f"{HALVES}, step a part(keep)"
+row(name, SILENT, text, FEW, **AB)
+for how in ("object", "copy"):
+    name = f"averages put back after a local backward on one rank ({how})"
+    text = times(3, f"{BACKWARD}, look at own gradients({how}) @0, blind step")
+    row(name, RIGHT, text, FEW, **LEGAL, **WHOLE)
 name = "two steps on one averaged backward, a forward between"
 text = times(2, f"{BACKWARD}, step, forward, drop, blind step")
 row(name, RIGHT, text, **LEGAL, **WHOLE)
@@ -223,6 +234,7 @@ END = {"before": "", "after": "train, train, train"}
 row("checkpoint loaded on one rank, after wrapping", SILENT, "load @1", **AB, **END)
 PRETRAINED = {"make": partial(net, frozen="a")}
 row("... of a frozen part", SILENT, "load(a) @1", ONE, **A, **PRETRAINED, **END)
+row("one rank leaves out a step", SILENT, f"{BACKWARD}, step !1", **AB, **END)
 row("one replica changed by hand", SILENT, "add a half @1", **B, **END)
 
 # Gradients by other ways.

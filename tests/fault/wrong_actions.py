@@ -288,6 +288,33 @@ def average_parameters(stage):
         param.data.div_(stage.world_size)
 
 
+@action("step a part")
+def step_a_part(stage, and_then="send"):
+    """Let each rank step one layer, as ZeRO does, and send it to the other."""
+    layers = [stage.model.module.a, stage.model.module.b]
+    for param in layers[1 - stage.rank].parameters():
+        param.grad = None
+    stage.optimizers["step"].step()
+    for owner, layer in enumerate(layers if and_then == "send" else ()):
+        for param in layer.parameters():
+            torch.distributed.broadcast(param.data, group_src=owner, group=stage.group)
+
+
+@action("look at own gradients")
+def look_at_own_gradients(stage, how="object"):
+    """Make a local backward, and put the averages back afterwards."""
+    params = [*stage.model.parameters()]
+    kept = [p.grad if how == "object" else p.grad.clone() for p in params]
+    if how == "object":
+        stage.model.zero_grad()
+    stage.model.module(stage.x(stage.rank, stage.count)).sum().backward()
+    for param, grad in zip(params, kept, strict=True):
+        if how == "object":
+            param.grad = grad
+        else:
+            param.grad.copy_(grad)
+
+
 @action("foreign weights")
 def foreign_weights(stage, how):
     """Make two steps of foreign tensors, and copy them to the parameters."""

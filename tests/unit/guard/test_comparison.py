@@ -71,21 +71,25 @@ def test_gradients_that_differ_by_rounding_are_applied(ctx):
 
 
 @on_ranks(3)
-def test_local_gradients_that_one_rank_applies_are_found_in_the_next_backward(ctx):
+def test_local_gradients_that_one_rank_applies_are_found_after_the_step(ctx):
     """The others have made this step, so only the parameters can prove a mistake."""
     ddp, optimizer = setting(ctx, check_replicas_every=0)
+    ddp(X).backward()  # new buckets come with this forward
+    optimizer.step()
+    optimizer.zero_grad()
     ddp(X).backward()
     if ctx.rank == 1:
         ddp.module.a.square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
     found = ""
     try:
+        optimizer.step()
+        assert ctx.rank != 1
+        optimizer.zero_grad()
         ddp(X).backward()
     except RuntimeError as error:
         found = str(error)
-    assert "Gradients were never averaged" in found
     assert ("Parameters: a. What to do" in found) == (ctx.rank == 1)
+    assert "Gradients were never averaged" in found
 
 
 @on_ranks(3)

@@ -169,13 +169,16 @@ def at(step, steps, **more):
         (at(7, 2), False, ""),  # on its way, or posting
         (at(6, 5, is_reducing=True), False, ""),
         (at(7, 3), False, "stepped"),
-        (at(7, 3, waits=True, seconds=6.0), False, "stepped"),
+        (at(7, 3, waits=True, seconds=2.0), False, "stepped"),
         (at(7, 3, is_reducing=True), False, "stepped"),  # in its next backward
         (at(7, 2, is_reducing=True), False, "reducing"),
         (at(7, 2, is_reducing=True), True, ""),  # it answers from there
         (at(7, 2, is_reducing=True, waits=True, seconds=6.0), True, ""),
         (at(7, 2, started=3, waits=True), False, "reducing"),  # in a forward
         (at(7, 3, started=3), False, "stepped"),
+        (at(7, 3, started=3), True, "gone"),  # in a forward it cannot answer
+        (at(7, 3, waits=True, seconds=6.0), True, "gone"),
+        (at(7, 2, waits=True, seconds=1.0), False, "gone"),
         (at(8, 0), False, "gone"),
         (at(8, 0), True, "gone"),
         (at(7, 2, waits=True, seconds=6.0), True, "gone"),
