@@ -52,8 +52,8 @@ MUTANTS = [
     ),
     Mutant(
         "sum instead of average",
-        "divisor = self.divisor if hook is None or self.items is not None else 1",
-        "divisor = 1",
+        "self.factors_of(self.divisor if hook is None else 1)",
+        "self.factors_of(1)",
     ),
     Mutant(
         "averages over items are not multiplied by the ranks",

@@ -105,7 +105,7 @@ FAST = (
     *tests("unit/top", "architecture"),
     *tests("property", "matches_torch", "hook_laws", "join", "items"),
     *tests("distributed", "matrix", "special_cases", "delayed", "skip_unused"),
-    *tests("distributed", "comm_hooks", "bucket_layout", "mixed_precision", "join"),
+    *tests("distributed", "comm_hooks", "bucket_layout", "join"),
     *tests("distributed", "overlap", "items", "manual_finalization", "lazy_buckets"),
     *("tests/unit/torch_compat",),
     *tests("fault", "faults", "wrong_words"),

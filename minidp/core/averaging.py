@@ -12,7 +12,7 @@ comm hook              -                  -                  what the hook does
 
 Over items, gradients travel divided by the ranks, so that 16 bits do not overflow; the
 other factor, ranks / items, is known when the counts have come with the first dense
-bucket. The private hook of ``mixed_precision`` may meet items; users' hooks may not.
+bucket. No comm hook can be registered then.
 """
 
 from __future__ import annotations
@@ -69,18 +69,14 @@ class Averaging:
     def begin(self) -> None:
         """As a backward begins, set its comm hook and divisors (1: a hook divides)."""
         hook = self.active_comm_hook = self.comm_hook
-        # Over items we divide also for a hook (mixed precision's): its `Turn` has 1.
-        divisor = self.divisor if hook is None or self.items is not None else 1
-        self.factors = self.factors_of(divisor)
+        self.factors = self.factors_of(self.divisor if hook is None else 1)
         self.wait_description = "waiting for the all-reduce"
         if hook is not None:
             self.wait_description = f"waiting for the comm hook {hook.name}, call"
 
     def turn(self, number: int, *, is_last: bool) -> comm.Turn:
-        """Return bucket ``number``'s `Turn`, for a comm hook; divisor 1 over items."""
-        # Over items the buffer is divided already.
-        divisor = self.divisor if self.items is None else 1
-        return comm.Turn(number, is_last, divisor, self._communicator.group)
+        """Return bucket ``number``'s `Turn`, for a comm hook."""
+        return comm.Turn(number, is_last, self.divisor, self._communicator.group)
 
     def factors_of(self, divisor: int) -> DivideFactors:
         """Return factors with ``divisor`` as `post` if ``batched``, else as `pre`."""

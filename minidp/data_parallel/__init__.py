@@ -3,12 +3,12 @@
 Read `wrapper` (the constructor, forward, no_sync), `arguments` (checked in torch's
 order), `parts` (what a wrapper is made of, also a copy), `replication` (broadcasts and
 comparisons of parameters and module buffers), `join` (uneven inputs), `sync_gradients`,
-`step_in_backward`, `items` (averages over what ranks count), `mixed_precision`,
-`reset` (ranks agree on what survived a failure), `recovery` (are replicas equal then?).
+`step_in_backward`, `items` (averages over what ranks count), `inputs` (moved to the
+device), `reset` (ranks agree on what survived a failure), `recovery` (are replicas
+equal then?).
 """
 
 from . import arguments
-from .mixed_precision import map_tensors
 from .wrapper import DataParallel, M_co
 
-__all__ = ["DataParallel", "M_co", "arguments", "map_tensors"]
+__all__ = ["DataParallel", "M_co", "arguments"]

@@ -30,8 +30,6 @@ from minidp.layout import read_plain, resumed_layout
 from minidp.replica import DETOUR, Replica, check_data, check_writable, examine
 from minidp.sync_batchnorm import refuse_torchs
 
-from .mixed_precision import Precision, precision_from
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -106,7 +104,6 @@ class Arguments:
     forward_sync: bool  # broadcast module buffers before forwards
     init_buffers: bool  # broadcast module buffers at construction
     own: OwnOptions
-    precision: Precision | None
 
     @property
     def compared(self) -> dict[str, object]:
@@ -123,7 +120,6 @@ class Arguments:
             "module buffers are broadcast before forwards": self.forward_sync,
             "skip_all_reduce_unused_params": config.skip_all_reduce_unused_params,
             "delayed": sorted(self.replica.delayed),
-            "mixed_precision": self.precision,
             "bucket_layout": config.saved_layout,
             "check_replicas_every": self.own.check_replicas_every,
             "average_over": self.own.average_over,
@@ -148,6 +144,7 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
     replica = examine(module, delayed_parameters(given))
     devices = _check_devices(replica.parameters, given.device_ids, given.output_device)
     forward_sync, init_buffers = _buffer_flags(given)
+    _refuse_mixed_precision(given.mixed_precision)
     if given.check_reduction:
         warn("The argument `check_reduction` is deprecated and ignored.", FutureWarning)
     check_data(replica.parameters)
@@ -182,7 +179,6 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
         forward_sync=forward_sync,
         init_buffers=init_buffers,
         own=own,
-        precision=precision_from(given.mixed_precision),
     )
 
 
@@ -197,6 +193,17 @@ def _flag(name: str, value: object) -> bool:
             f"{name} must be True or False, but got {value!r} ({type(value).__name__})."
         )
     return bool(value)
+
+
+def _refuse_mixed_precision(value: object) -> None:
+    if value is not None:
+        raise ValueError(
+            f"mixed_precision must be None, but got {value!r}: minidp does not have "
+            "this private option of torch. What to do: run the forward and the loss "
+            "inside torch.autocast, which casts what the module computes. To send 16 "
+            "bits for each gradient, call register_comm_hook(None, minidp.comm_hooks."
+            "bf16_compress_hook)."
+        )
 
 
 def _warn_of_wrappers_inside(module: nn.Module) -> None:

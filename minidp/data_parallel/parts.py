@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from minidp.autotune import AutotunePolicy
-from minidp.comm import CommHook, Communicator, ProcessGroup
+from minidp.comm import Communicator, ProcessGroup
 from minidp.config import AUTO
 from minidp.console import trim_tracebacks
 from minidp.core import Reducer
@@ -26,7 +26,6 @@ from minidp.hang import the_watchdog
 from minidp.replica import verify
 
 from . import arguments
-from .mixed_precision import MixedPrecision, reduce_in_low_precision
 from .replication import Replication
 
 if TYPE_CHECKING:
@@ -35,8 +34,8 @@ if TYPE_CHECKING:
 
 def build(
     checked: arguments.Arguments, group: ProcessGroup, ignored: set[str], kind: str
-) -> tuple[Reducer, Guard, Replication, MixedPrecision | None]:
-    """Create and connect reducer, guard, replication, precision; runs no collective.
+) -> tuple[Reducer, Guard, Replication]:
+    """Create and connect reducer, guard and replication; runs no collective.
 
     Hooks the parameters and ``Optimizer.step``; starts a heartbeat in the store.
     ``ignored``: names on the module's ignore list. ``kind``: ``verify.WRAPPED``: all
@@ -66,12 +65,7 @@ def build(
     guard = Guard(reducer, own.unsynced, replica, replication.key_now)
     guard.is_copy = kind == "copy"
     guard.replica_check = replication.check
-    precision = None
-    if checked.precision is not None:
-        precision = MixedPrecision(replica, checked.precision, group.rank())
-        hook = CommHook(checked.precision, reduce_in_low_precision)
-        queue.averaging.comm_hook = hook
-    return reducer, guard, replication, precision
+    return reducer, guard, replication
 
 
 def explain_other_names(

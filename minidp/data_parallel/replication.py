@@ -105,7 +105,7 @@ class Replication:
         ReplicaMismatchError on all ranks if they differ. Then `connect`, and move the
         buckets to shared memory if all ranks can. ``verifies=False`` (``init_sync``):
         instead of all that only send delayed parameters. In the end move the heartbeat
-        to this wrapper's store key, and cast module buffers to mixed precision's dtype.
+        to this wrapper's store key.
         """
         communicator = self._reducer.communicator
         group = communicator.group
@@ -127,10 +127,6 @@ class Replication:
         communicator.peers.move_to(group, self._key)
         if verifies:
             self._reducer.adopt(self._reducer.queue.layout, shares=True)
-        if checked.precision is not None and checked.precision.buffer_dtype is not None:
-            for value in self.buffers.values():
-                if value.is_floating_point():
-                    value.data = value.data.to(checked.precision.buffer_dtype)
 
     def connect(self) -> None:
         """Collective: create the group that forwards use, if lacking; restart `check`.

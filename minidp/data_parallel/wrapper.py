@@ -32,8 +32,8 @@ from minidp.replica import verify
 from minidp.trace import Recorder, StepEvent, label_forward
 
 from . import arguments, items, parts
+from .inputs import moved
 from .join import Shadow, announce, joining, stop_joining
-from .mixed_precision import map_tensors
 from .recovery import check_root, settle_after_reset
 from .reset import agree_and_recover
 from .step_in_backward import StepInBackward
@@ -83,8 +83,8 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         delay_all_reduce_named_params: pairs (name, parameter) whose gradients travel
             after all others, in one message for each dtype.
         param_to_hook_all_reduce: required with it; it has no effect.
-        mixed_precision: torch's private ``_MixedPrecision``: the module computes with
-            parameters cast to ``param_dtype``, gradients travel in ``reduce_dtype``.
+        mixed_precision: None. Torch's private ``_MixedPrecision`` is refused; the error
+            says what to use instead.
         device_mesh: a 1-D mesh, instead of ``process_group``.
         skip_all_reduce_unused_params: with ``find_unused_parameters``: buckets that no
             rank uses do not travel. Costs a small all-reduce in each forward.
@@ -122,7 +122,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     _has_begun_join = False  # a join() has begun, once
     _not_copied: tuple[str, ...] = (  # a copy makes its own
         *("process_group", "device_mesh", "_given", "_join_config"),
-        *("_reducer", "_guard", "_replication", "_precision", "logger"),
+        *("_reducer", "_guard", "_replication", "logger"),
     )
 
     @arguments.suggesting
@@ -202,13 +202,13 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         self.bucket_bytes_cap_list = list(config.caps.list_bytes)
         self.bucket_bytes_cap_default = config.caps.has_small_first
         self.broadcast_bucket_size = MESSAGE_BYTES
-        self.mixed_precision = self._given.mixed_precision
+        self.mixed_precision = None  # torch's attribute
         self._lazy_init_ran = False
         self._accum_grad_hooks: list[Any] = []  # torch's own class keeps hooks there
         self.parameters_to_ignore = ignored = set(checked.replica.ignored)
         with outside():
             built = parts.build(checked, self.process_group, ignored, kind)
-        self._reducer, self._guard, self._replication, self._precision = built
+        self._reducer, self._guard, self._replication = built
         self.logger = torch_compat.LoggingData(self)
         is_unused_found = config.find_unused_parameters
         if torch_compat.logs_unused(find_unused_parameters=is_unused_found):
@@ -252,9 +252,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             with outside(keeps_inference=True):  # the module's buffers are written
                 self._before_module()
             if self.device_ids:
-                inputs, kwargs = map_tensors(
-                    (inputs, kwargs), lambda t: t.to(self.device)
-                )
+                inputs, kwargs = moved((inputs, kwargs), self.device)
         except Exception as error:
             self.logger.note_error(error)
             raise
@@ -294,9 +292,6 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             self._replication.add_stepper(stepper)
 
     _run_ddp_forward = torch_compat.run_splitting
-
-    def _what_runs(self) -> Any:
-        return self.module if self._precision is None else self._precision.run
 
     @untraced
     def _post_forward(self, output: Any) -> Any:

@@ -35,14 +35,14 @@ def run_splitting(ddp: Any, *inputs: Any, **kwargs: Any) -> Any:
     before = DistributedDataParallel._active_ddp_module
     DistributedDataParallel._active_ddp_module = active
     try:
-        return _call(ddp._what_runs(), inputs, kwargs)
+        return _call(ddp.module, inputs, kwargs)
     finally:
         DistributedDataParallel._active_ddp_module = before
 
 
-def _call(run: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return ``run(*inputs, **kwargs)``; dynamo may compile here, not in the caller."""
-    return run(*inputs, **kwargs)
+def _call(module: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the module. Dynamo may compile this function, but not its caller."""
+    return module(*inputs, **kwargs)
 
 
 @untraced

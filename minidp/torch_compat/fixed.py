@@ -14,6 +14,7 @@ from minidp.console import warn
 _INSTEAD = {
     "static_graph": "pass static_graph=True to the constructor, or call "
     "_set_static_graph() before the first step",
+    "mixed_precision": "run the forward in torch.autocast",
     "parameters_to_ignore": "before you wrap the module, call DataParallel."
     "_set_params_and_buffers_to_ignore_for_model(module, names)",
     "process_group": "pass it to the constructor, or call _update_process_group()",

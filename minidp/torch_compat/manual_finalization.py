@@ -73,8 +73,7 @@ def should_finalize_after_backward(ddp: Any) -> bool:
         return False
     expected, policy = reducer.expected, reducer.rebuild_policy
     rebuilds = expected.orders_buckets and not policy.has_rebuilt
-    ends_later = expected.fills_in_missing or ddp.mixed_precision is not None
-    return bool(rebuilds or policy.is_due or ends_later)
+    return bool(rebuilds or policy.is_due or expected.fills_in_missing)
 
 
 def finalize_backward(ddp: Any) -> None:

@@ -76,8 +76,8 @@ class DataParallel(data_parallel.DataParallel):
     def _refuse_options(self, reducer: Reducer) -> None:
         """Raise ValueError if an option is set that changing replicas do not allow.
 
-        Those are static_graph, skip_all_reduce_unused_params, check_replicas_every,
-        mixed_precision; and a module with sparse gradients.
+        Those are static_graph, skip_all_reduce_unused_params, check_replicas_every; and
+        a module with sparse gradients.
         """
         config, specs = reducer.queue.config, reducer.queue.specs
         past = "a replica that joins knows nothing of the others' earlier backwards"
@@ -87,7 +87,6 @@ class DataParallel(data_parallel.DataParallel):
             (config.static_graph, "static_graph", past),
             (config.skip_all_reduce_unused_params, skips, past),
             (self._replication.check is not None, "check_replicas_every", past),
-            (self._precision is not None, "mixed_precision", dense),
             (any(spec.sparse for spec in specs), "a sparse gradient", dense),
         ):
             if is_wanted:

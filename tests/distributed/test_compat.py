@@ -57,12 +57,12 @@ ABSENT = {
     "_delay_all_reduce_all_params": "nothing special about it",
     "_static_graph_delay_allreduce_enqueued": "the end of a backward is seen otherwise",
     "buffer_hook": "torch's object behind _register_buffer_comm_hook",
-    "_mp_stream": "low precision is a cast in the graph, without a stream",
+    "_mp_stream": "mixed_precision is refused",
     "_submodule_to_event": "the same",
 }
 ABSENT_IN_REDUCER = {
     "_set_optimizer_in_backward": "DataParallel steps such optimizers itself",
-    "_set_mixed_precision_param_dtype": "low precision is a cast in the graph",
+    "_set_mixed_precision_param_dtype": "mixed_precision is refused",
     "_set_sparse_metadata": "for a sparse all-reduce of NCCL that nobody calls",
     "set_logger": "the logging looks at the reducer, not the other way round",
     "_pybind11_conduit_v1_": "pybind11's own",

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import minidp
@@ -529,20 +528,6 @@ def test_sixteen_bits(ctx, dtype, options):
     assert ddp.item_totals.of_ranks.tolist() == counts
     expected = 4 * 30000 / sum(counts)
     assert net.weight.grad[0].item() == pytest.approx(expected, rel=1e-2)
-
-
-@on_ranks(3)
-@halves
-def test_mixed_precision(ctx, dtype):
-    net = Net(torch.float32)
-    alone = copy.deepcopy(net)
-    ddp = wrap(ctx, net, mixed_precision=_MixedPrecision(None, dtype, None))
-    counts = [SIZES[rank] + 1000.5 for rank in range(3)]
-    ddp.count_items(counts[ctx.rank])
-    loss_of(ddp, inputs(ctx.rank).float()).backward()
-    (loss_of(alone, everything(ctx).float()) / sum(counts)).backward()
-    assert near(net, alone, 2e-2)
-    assert ddp.item_totals.of_ranks.tolist() == counts
 
 
 @on_ranks(2, 3)

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _MixedPrecision
 
 from minidp import DataParallel
 from minidp.core.reducer import Phase
@@ -66,11 +65,8 @@ def test_state_dict_is_torchs(lone_group):
 # -------------------------------------------------------------------------- copies
 
 
-LOW = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-
-
 @pytest.mark.parametrize("method", ["deepcopy", "pickle"])
-@pytest.mark.parametrize("mode", [*MODES, {"mixed_precision": LOW}], ids=str)
+@pytest.mark.parametrize("mode", MODES, ids=str)
 def test_copies_train_alike(lone_group, mode, method):
     ddp = DataParallel(Net(), **mode)
     ddp._register_buffer_comm_hook(None, lambda *_: None)  # is not copied
@@ -119,14 +115,12 @@ class Names(pickle.Unpickler):
 
 def test_pickles_name_public_classes_only(lone_group):
     """Private ones may move: old pickles must still load."""
-    low = _MixedPrecision(param_dtype=torch.bfloat16)
-    ddp = DataParallel(Scale(), mixed_precision=low, bucket_cap_mb_list=[1])
+    ddp = DataParallel(Scale(), bucket_cap_mb_list=[1])
     ddp(torch.ones(1)).backward()
     names = Names(io.BytesIO(pickle.dumps(ddp)))
     twin = names.load()
     assert {n for n in names.seen if n.startswith("minidp")} == {"minidp.DataParallel"}
     assert twin.bucket_bytes_cap_list == [2**20]
-    assert twin.mixed_precision.param_dtype is torch.bfloat16
 
 
 def test_copies_keep_flags_and_warn_no_second_time(lone_group):

@@ -33,7 +33,7 @@ class Own(DataParallel):
         ("skip_all_reduce_unused_params", True, "pass skip_all_reduce_unused"),
         ("bucket_bytes_cap", 1000, "pass bucket_cap_mb to the constructor"),
         ("bucket_bytes_cap_list", [5], "pass bucket_cap_mb_list to the"),
-        ("mixed_precision", torch.float16, "pass mixed_precision to the"),
+        ("mixed_precision", torch.float16, "run the forward in torch.autocast"),
         ("parameters_to_ignore", {"weight"}, "_set_params_and_buffers_to_ignore"),
         ("average_over", "items", "pass average_over to the constructor"),
         ("bucket_cap_mb", 3, "pass bucket_cap_mb to the constructor"),
