@@ -126,8 +126,7 @@ void bind_arrivals(py::module_& module) {
       .def("used", &GradTable::used)
       .def(
           "attach",
-          [](const std::shared_ptr<GradTable>& self, py::object python_hook) {
-            self->set_python_hook(std::move(python_hook));
+          [](const std::shared_ptr<GradTable>& self) {
             return std::make_unique<GradHooks>(self);
           })
       .def("gather", &GradTable::gather);

@@ -1,7 +1,6 @@
 #include "grad_hook.h"
 
 #include <c10/util/Type.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/function_hook.h>
 #if __has_include(<torch/csrc/autograd/node.h>)
 #include <torch/csrc/autograd/node.h>
@@ -37,15 +36,13 @@ class GradHook : public torch::autograd::FunctionPostHook {
     return outputs;
   }
 
-  // Compiled autograd can only trace Python.
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    const auto arrivals = arrivals_.load();
-    if (!arrivals) {
-      return;
+  // Compiled autograd captures this backward: let Python refuse it, with an error that
+  // names the rank, and of which the other ranks hear.
+  void compiled_args(
+      torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
+    if (const auto arrivals = arrivals_.load()) {
+      arrivals->refuse_compiled(index_);
     }
-    py::gil_scoped_acquire gil;
-    PyObject* hook = arrivals->python_hook(index_).release().ptr();
-    args.add_post_hook(c10::SafePyObject(hook, getPyInterpreter()));
   }
 
   void disarm() {

@@ -70,13 +70,12 @@ GradTable::~GradTable() {
     marks_.release();
     on_full_.release();
     admit_.release();
-    python_hook_.release();
     stamper_.release();
     return;
   }
   py::gil_scoped_acquire gil;
-  for (py::object* each : {static_cast<py::object*>(&marks_), &on_full_, &admit_,
-                           &python_hook_, &stamper_}) {
+  for (py::object* each :
+       {static_cast<py::object*>(&marks_), &on_full_, &admit_, &stamper_}) {
     each->release().dec_ref();  // the members are destroyed without the GIL
   }
 }
@@ -98,6 +97,11 @@ std::vector<int64_t> GradTable::take_stamps() {
   std::vector<int64_t> taken(stamps_.size());
   std::swap(taken, stamps_);
   return taken;
+}
+
+void GradTable::refuse_compiled(size_t i) const {
+  call_python(admit_, i);  // raises
+  TORCH_CHECK(false, "minidp does not run under compiled autograd.");
 }
 
 void GradTable::fired(size_t i) {
@@ -226,10 +230,6 @@ void GradTable::set_entries(const py::sequence& entries) {
     codes_[i] = code;
     grads_[i].reset();
   }
-}
-
-py::object GradTable::python_hook(size_t i) const {
-  return python_hook_()(i);
 }
 
 void GradTable::adopt(std::vector<std::vector<size_t>> members) {

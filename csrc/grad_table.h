@@ -58,6 +58,8 @@ class GradTable : public std::enable_shared_from_this<GradTable> {
 
   // The gradient of parameter i was accumulated; called without the GIL.
   void fired(size_t i);
+  // Compiled autograd captures the hook of parameter i; always throws.
+  void refuse_compiled(size_t i) const;
 
   // Whether this thread has opened the backward.
   bool is_owner() const {
@@ -88,10 +90,6 @@ class GradTable : public std::enable_shared_from_this<GradTable> {
   void refill();
   Gathered gather(size_t bucket) const;
   py::object decode(uint8_t code, const at::Tensor& grad) const;
-  py::object python_hook(size_t i) const;
-  void set_python_hook(py::object weak_method) {
-    python_hook_ = std::move(weak_method);
-  }
   const std::vector<at::Tensor>& params() const {
     return params_;
   }
@@ -125,7 +123,6 @@ class GradTable : public std::enable_shared_from_this<GradTable> {
   py::tuple marks_;
   py::object on_full_;
   py::object admit_;
-  py::object python_hook_;
   py::object stamper_;  // null: the clock is read here
   uint8_t unset_ = 0;
   uint8_t copied_ = 0;

@@ -5,13 +5,14 @@ collective. `torch.compiler.disable` imports dynamo (seconds) and wraps function
 per gradient). So `untraced` sets its marks directly: on the code, for frames of its
 own, and on the function, for calls from a traced graph.
 
-Compiled autograd runs a backward as a compiled function, not as a graph task. It calls
-our hooks between two of its graphs, and never runs final callbacks. So the hook of the
-last bucket also finishes the reduction; modes that must see the end are rejected.
+Compiled autograd runs a backward as a compiled function, not as a graph task: it would
+have to leave that function for each of our hooks, and never says when a backward ends.
+So `refuse_compiled` refuses it, where the first of our hooks is captured or called.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
@@ -29,7 +30,6 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from minidp.comm import is_own_rref
-from minidp.console import warn
 from minidp.errors import GradientError, explain
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -270,29 +270,31 @@ def _mark(function: Function, callees: _FrameAction) -> Function:
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = (
-        "minidp synchronises here: compile without fullgraph=True, export .module"
+        "minidp synchronises here: compile without fullgraph=True and without compiled "
+        "autograd, export .module"
     )
     strategy = _FrameExecStrategy(_FrameAction.SKIP, callees)
     set_code_exec_strategy(marked.__code__, strategy)
     return function
 
 
-def accept_compiled(rank: int, *, needs_end: bool) -> None:
-    """Raise GradientError if ``needs_end``, else warn: compiled autograd is slow."""
-    if needs_end:
+def refuse_compiled(rank: int) -> None:
+    """Raise GradientError if compiled autograd captures or runs the current backward.
+
+    Call this in a hook of the backward. Hooks in C++ are called while it is captured,
+    those in Python while it runs.
+    """
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is None:
+        return
+    if compiled.in_compiled_autograd_region or compiled.compiled_autograd_enabled:
         raise GradientError(
             explain(
                 rank,
-                "Compiled autograd does not say when a backward ends, which "
-                "find_unused_parameters=True and the first backward of "
-                "static_graph=True need.",
-                remedy="run this backward with torch._dynamo.config."
-                "compiled_autograd = False, or wrap with neither option; call reset() "
-                "on all ranks to go on",
+                "This backward runs under compiled autograd, where gradients cannot be "
+                "averaged while it computes.",
+                remedy="leave torch._dynamo.config.compiled_autograd at False (without "
+                "it torch.compile compiles the module's backward, too), then call "
+                "reset() on all ranks to go on",
             )
         )
-    warn(
-        "Compiled autograd compiles one graph per parameter, because gradients are "
-        "averaged between its graphs; that takes seconds for each of them. Gradients "
-        "are right. torch.compile without compiled autograd compiles backwards, too."
-    )

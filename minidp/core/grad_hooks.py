@@ -28,13 +28,11 @@ refilled and never replaced, because hooks keep references to them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from operator import itemgetter
 from types import MethodType
 from typing import TYPE_CHECKING, Any, cast
-from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -121,7 +119,7 @@ def _large_hook(pending: PendingGrads) -> GradHook:
 def _admits(reducer: Reducer, i: int) -> bool:
     """Call `Reducer.admit`, return its answer; False if the reducer is gone.
 
-    ``reducer``: a weak proxy, which a hook can outlive in a compiled graph.
+    ``reducer``: a weak proxy, which a hook on another thread can outlive.
     """
     try:
         admit = reducer.admit
@@ -143,12 +141,6 @@ def _noting_stream(
         hook(i, grad_inputs, grad_outputs)
 
     return grad_hook
-
-
-def is_compiled_backward() -> bool:
-    """Return whether compiled autograd runs the current backward."""
-    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    return bool(compiled and compiled.in_compiled_autograd_region)
 
 
 class GradTable:
@@ -362,25 +354,22 @@ class GradHooks:
         self._params = params = tuple(params)
         with torch.enable_grad():
             self.nodes = [get_gradient_edge(param).node for param in params]
+        self._handles: list[RemovableHandle] = []
+        self._dicts: list[dict[int, Any]] = []  # all Python hooks of each node
+        self._hooks: list[GradHook] = []
+        self.table = pending.native
+        if self.table is not None:
+            self._native = self.table.attach()
+            return
         small, large = _small_hook(params, pending), _large_hook(pending)
         self._hooks = [large if is_copied_at_once(p) else small for p in params]
         for i, param in enumerate(params):
             if param.is_cuda:
                 self._hooks[i] = _noting_stream(params, pending, self._hooks[i])
-        self._handles: list[RemovableHandle] = []
-        self._dicts: list[dict[int, Any]] = []  # all Python hooks of each node
-        self.table = pending.native
-        if self.table is not None:
-            self._native = self.table.attach(WeakMethod(self.python_hook))
-            return
         for i, node in enumerate(self.nodes):
-            handle = node.register_hook(self.python_hook(i))
+            handle = node.register_hook(MethodType(self._hooks[i], i))
             self._handles.append(handle)
             self._dicts.append(cast("dict[int, Any]", handle.hooks_dict_ref()))
-
-    def python_hook(self, i: int) -> Callable[[Any, Any], None]:
-        """Return ``i``'s Python hook; if hooks are native, for compiled graphs only."""
-        return MethodType(self._hooks[i], i)
 
     @property
     def places(self) -> list[tuple[dict[int, Any], int, GradHook]]:

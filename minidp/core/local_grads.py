@@ -20,7 +20,6 @@ from torch import Tensor
 from minidp.trace import StepEvent, Tracer
 
 from . import autograd
-from .grad_hooks import is_compiled_backward
 
 if TYPE_CHECKING:
     from .reducer import PhaseMachine
@@ -188,11 +187,11 @@ class LocalBackwards:
     def begin(self, _grads: object = None) -> None:
         """Tell listeners that a local backward begins, once per task; later its end.
 
-        Called at a local forward's outputs, or by the first grad hook. No-op if
-        compiled, in a synchronised backward, or without listeners.
+        Called at a local forward's outputs, or by the first grad hook. No-op in a
+        synchronised backward, or without listeners.
         """
         is_new = self._tracer.listeners and autograd.current_task() != self._task
-        if is_new and self._phase.is_idle and not is_compiled_backward():
+        if is_new and self._phase.is_idle:
             self._task = autograd.current_task()
             self._tracer.enter(StepEvent.LOCAL_BACKWARD_BEGIN)
             autograd.queue_final_callback(self._end)

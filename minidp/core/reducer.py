@@ -54,7 +54,6 @@ from .grad_hooks import (
     GradState,
     PendingGrads,
     has_arrived,
-    is_compiled_backward,
 )
 from .local_grads import Ledger, LocalBackwards, origin_now
 from .rebuild import RebuildPolicy, agreed_layout
@@ -167,7 +166,6 @@ class Reducer:
         self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
         self._uses_rpc = False  # RPC was up when the last forward ended
         self.is_manual = False  # `finalize_now` ends a backward, not autograd
-        self._is_compiled = False  # compiled autograd runs this backward
         self.context: comm.ContextGrads | None = None  # this backward's RPC context
         self._probe = functools.partial(_expect_end, weakref.ref(self))
         self.rebuild_policy = rebuild_policy or RebuildPolicy(config.saved_layout)
@@ -222,8 +220,10 @@ class Reducer:
         """Open (ARMED), resume (PAUSED) a backward; return True if the hook records it.
 
         False if it was recorded here (VIA_REDUCER), counted (static graph) or noted as
-        local (IDLE, FINALIZING, FAILED). GradientError if the mode does not expect it.
+        local (IDLE, FINALIZING, FAILED). GradientError if the mode does not expect it,
+        or under compiled autograd.
         """
+        autograd.refuse_compiled(self.rank)
         with self._lock:
             if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
                 if self.contexts.has_gradient(i):
@@ -237,7 +237,6 @@ class Reducer:
                 self._open(i)
             elif self.phase.now is Phase.PAUSED:
                 self.contexts.refuse_another(i, self.context, self.names[i])
-                self._is_compiled = is_compiled_backward()
                 self.phase.enter(Phase.REDUCING)
                 self.pending.resume()
             if self.pending.entries[i] is GradState.UNSET:
@@ -249,7 +248,7 @@ class Reducer:
     def _open(self, first: int) -> None:
         """Enter REDUCING, in the hook of ``first``; fill in absent ones (may launch).
 
-        May wait for ranks. GradientError if options exclude compiled autograd or RPC.
+        May wait for ranks. GradientError if an option excludes RPC.
         """
         queue, expected = self.queue, self.expected
         self.phase.enter(Phase.REDUCING)
@@ -270,9 +269,6 @@ class Reducer:
             marks |= expected.first_marks()
         # Not in two steps: hooks on other threads read entries without the lock.
         self.pending.open(usual, marks, queue.averaging.factors.pre)
-        self._is_compiled = is_compiled_backward()
-        if self._is_compiled:
-            autograd.accept_compiled(self.rank, needs_end=expected.fills_in_missing)
         for i in expected.absent:
             travels = queue.layout.bucket_of[i] not in queue.skipped
             self.pending.fill_missing(i, travels=travels)
@@ -292,8 +288,8 @@ class Reducer:
         """Flatten full bucket ``number``; launch buckets whose turn has come.
 
         After the last one launch a shared used-map, queue `_finalize` for the end of
-        the backward (or call it: compiled, `Mode.finishes_at_once`). In an RPC context
-        reads gradients there.
+        the backward (or call it: `Mode.finishes_at_once`). In an RPC context reads
+        gradients there.
         """
         queue, bucket = self.queue, self.queue.buckets[number]
         if self.context is not None:
@@ -307,11 +303,15 @@ class Reducer:
                     self.expected.launch_used_map(self)
                 if self.is_manual:  # the user calls `finalize_now`
                     pass
-                # Compiled autograd runs no final callback.
-                elif self._is_compiled or self.expected.finishes_at_once:
+                elif self.expected.finishes_at_once:
                     self._finalize()
                 else:
                     autograd.queue_final_callback(self._finalize)
+
+    @_failing
+    def refuse_compiled(self) -> None:
+        """Raise GradientError under compiled autograd, also if no gradient arrives."""
+        autograd.refuse_compiled(self.rank)
 
     # -- a backward ends ---------------------------------------------------------------
 
@@ -504,6 +504,7 @@ def _expect_end(reference: weakref.ref[Reducer], _grads: Any) -> None:
     """
     reducer = reference()
     if reducer is not None:
+        reducer.refuse_compiled()
         if reducer.queue.averaging.items is not None:
             reducer.queue.averaging.items.look()
         reducer.expect_end()

@@ -29,6 +29,7 @@ from minidp.console import warn
 from minidp.layout import read_plain, resumed_layout
 from minidp.replica import DETOUR, Replica, check_data, check_writable, examine
 from minidp.sync_batchnorm import refuse_torchs
+from minidp.torch_compat import refuse_python_reducer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -145,6 +146,7 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
     devices = _check_devices(replica.parameters, given.device_ids, given.output_device)
     forward_sync, init_buffers = _buffer_flags(given)
     _refuse_mixed_precision(given.mixed_precision)
+    refuse_python_reducer()
     if given.check_reduction:
         warn("The argument `check_reduction` is deprecated and ignored.", FutureWarning)
     check_data(replica.parameters)

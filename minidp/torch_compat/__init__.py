@@ -7,11 +7,12 @@ Read `names` (`with_torchs_names` puts them on `minidp.DataParallel`), `reducer`
 tested). Nothing here imports the wrapper, because the wrapper imports this.
 """
 
-from .dynamo_split import run_splitting
+from .dynamo_split import refuse_python_reducer, run_splitting
 from .logging_data import LoggingData, LogsUnused, logs_unused
 from .names import adopt_planted_optimizers, with_torchs_names
 from .reducer import ReducerNames
 from .versions import note_version
 
 __all__ = ["LoggingData", "LogsUnused", "ReducerNames", "adopt_planted_optimizers"]
-__all__ += ["logs_unused", "note_version", "run_splitting", "with_torchs_names"]
+__all__ += ["logs_unused", "note_version", "refuse_python_reducer", "run_splitting"]
+__all__ += ["with_torchs_names"]

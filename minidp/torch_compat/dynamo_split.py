@@ -45,6 +45,18 @@ def _call(module: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return module(*inputs, **kwargs)
 
 
+def refuse_python_reducer() -> None:
+    """Raise ValueError if dynamo is set to torch's reducer for compiled autograd."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.config.optimize_ddp == "python_reducer":
+        raise ValueError(
+            'torch._dynamo.config.optimize_ddp is "python_reducer", which is torch\'s '
+            "own reducer for compiled autograd; minidp has none. What to do: set it to "
+            "True, and leave torch._dynamo.config.compiled_autograd at False. "
+            "torch.compile then compiles forward and backward in one graph per bucket."
+        )
+
+
 @untraced
 def _tell_if_graphs_stay_whole(module: Any, *, is_compiling: bool) -> None:
     """Warn if dynamo's ``optimize_ddp`` is off: a compiled module is then one graph.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import OrderedDict
 
 import pytest
@@ -106,14 +105,6 @@ def test_compiled_as_on_torch_and_as_uncompiled(ctx, place, mode, backend):
     return ours[0]  # the same gradients on all ranks
 
 
-@on_ranks(2)
-def test_python_reducer_of_torch_changes_nothing(ctx):
-    _, expected = on_both(ctx, trained, "", {}, "", {})
-    config = {"optimize_ddp": "python_reducer"}
-    _, found = on_both(ctx, trained, "wrapper", {}, "", config)
-    assert same(expected, found)
-
-
 @on_ranks(2, limit=200)
 @SLOW
 def test_inductor(ctx):
@@ -169,59 +160,35 @@ def pair():
     return nn.Sequential(OrderedDict(first=first, relu=nn.ReLU(), last=last))
 
 
-def some_steps(ctx, wrap, autograd, mode, place):
-    with clean_compiler():
-        wrapping = functools.partial(wrap, bucket_cap_mb=1, **mode)
-        ddp, step = build(wrapping, pair(), "eager", place)
-        found = []
-        for i in range(3):
-            ddp.zero_grad()
-            with in_backwards(autograd):
-                with ddp.no_sync():
-                    step(input_of(ctx, 10 + i))
-                step(input_of(ctx, i))
-            found.append(grads(ddp))
-        return found
-
-
-def in_backwards(autograd):
-    if not autograd:
-        return contextlib.nullcontext()
-    if autograd == "captured":
-        return compiled_backwards()
-    return compiled_backwards(autograd)
-
-
 @on_ranks(2)
-@pytest.mark.parametrize("mode", MODES[:2], ids=lambda m: "-".join(m) or "default")
 @pytest.mark.parametrize(
-    ("autograd", "place"),
-    [("captured", ""), pytest.param("eager", "wrapper", marks=SLOW)],
+    ("mode", "autograd", "is_local"),
+    [
+        *((mode, "captured", False) for mode in MODES),
+        ({}, "eager", False),
+        ({}, "captured", True),
+        ({}, "eager", True),
+    ],
+    ids=str,
 )
-def test_compiled_autograd_gives_the_same_gradients(ctx, mode, autograd, place):
-    """Torch refuses."""
-    _, expected = on_both(ctx, some_steps, "", mode, "")
-    theirs, ours = on_both(ctx, some_steps, autograd, mode, place)
+def test_compiled_autograd_is_refused(ctx, mode, autograd, is_local):
+    """As torch does, also where gradients stay local. `reset` leads on."""
+    backend = None if autograd == "captured" else autograd
+    theirs, (refusal, after_reset, fresh) = on_both(
+        ctx, refused_then_reset, mode, backend, is_local
+    )
     assert "Compiled autograd is not compatible with C++ DDP Reducer" in theirs
-    assert same(expected, ours), ours
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("mode", MODES[2:], ids=lambda m: "-".join(m))
-def test_compiled_autograd_refuses_modes_that_need_the_end(ctx, mode):
-    theirs, (refusal, after_reset, fresh) = on_both(ctx, refused_then_reset, mode)
-    assert "Compiled autograd is not compatible with C++ DDP Reducer" in theirs
-    assert refusal.startswith("[rank ")
-    assert "Compiled autograd does not say when a backward ends" in refusal
-    assert "compiled_autograd = False" in refusal
+    assert refusal.startswith(f"[rank {ctx.rank}] This backward runs under compiled")
+    assert "leave torch._dynamo.config.compiled_autograd at False" in refusal
     assert same(after_reset, fresh)
 
 
-def refused_then_reset(ctx, wrap, mode):
+def refused_then_reset(ctx, wrap, mode, backend, is_local):
     with clean_compiler():
         ddp, step = build(lambda m: wrap(m, **mode), pair(), "eager", "")
         try:
-            with compiled_backwards():
+            where = ddp.no_sync() if is_local else contextlib.nullcontext()
+            with where, compiled_backwards(backend):
                 step(input_of(ctx, 0))
         except RuntimeError as error:
             refusal = str(error)

@@ -43,13 +43,9 @@ def native_arrivals(library, params, *, on_full=None, admit=None):
     return made
 
 
-def no_python_hook():
-    raise AssertionError("only compiled autograd asks for it")
-
-
 @contextlib.contextmanager
 def attached(arrivals):
-    hooks = arrivals.attach(no_python_hook)
+    hooks = arrivals.attach()
     yield hooks
     hooks.remove()
 
@@ -363,12 +359,12 @@ def test_a_backward_in_a_callback(library):
 def test_remove_is_idempotent(library):
     params = make_params()
     arrivals = native_arrivals(library, params)
-    hooks = arrivals.attach(no_python_hook)
+    hooks = arrivals.attach()
     hooks.remove()
     hooks.remove()
     torch.stack(params).sum().backward()
     assert list(arrivals.ready) == []
-    again = arrivals.attach(no_python_hook)
+    again = arrivals.attach()
     hooks.remove()  # takes away nobody else's
     torch.stack(params).sum().backward()
     assert sorted(arrivals.ready) == list(range(NUM_PARAMS))
@@ -406,12 +402,12 @@ def make_watched(library, *, as_view=True):
     buffer = torch.zeros(60)
     views = list(buffer.view(3, 20).unbind())
     slots = library.Slots(params, views, buffer, as_view=as_view)
-    on_full, admit, python_hook = Callback(), Callback(), Callback()
+    on_full, admit = Callback(), Callback()
     arrivals = native_arrivals(library, params, on_full=on_full, admit=admit)
     for k in range(2):
         arrivals.copy_at_once(k, slots, k)
-    hooks = arrivals.attach(python_hook)
-    things = [*params, buffer, *views, on_full, admit, python_hook]
+    hooks = arrivals.attach()
+    things = [*params, buffer, *views, on_full, admit]
     refs = [weakref.ref(thing) for thing in things]
     held = SimpleNamespace(
         params=params, arrivals=arrivals, hooks=hooks, slots=slots, views=views
@@ -495,31 +491,27 @@ def test_freed_by_a_thread_that_runs_a_backward(library):
 # ------------------------------------------------------------------ compiled autograd
 
 
-@pytest.mark.parametrize("compiler", ["none", "eager"])
-def test_compiled_autograd_calls_the_python_hook(library, compiler):
-    """Only Python can be traced; the counting is then its business too."""
+@pytest.mark.parametrize("raises", [True, False])
+def test_compiled_autograd_asks_for_admission(library, raises):
+    """The answer must be an error: a hook that is not captured is not called."""
+
+    def admit(i):
+        seen.append(i)
+        if raises:
+            raise KeyError(i)
+
     params = make_params(3)
-    arrivals = native_arrivals(library, params)
     seen = []
-
-    def python_hook(i):
-        return lambda _inputs, _outputs: seen.append((i, params[i].grad.item()))
-
-    def compile_graph(graph):
-        return graph if compiler == "none" else torch.compile(graph, backend="eager")
-
-    hooks = arrivals.attach(lambda: python_hook)
-    loss = (torch.stack(params) * torch.tensor([2.0, 3.0, 5.0])).sum()
-    with compiled_autograd._enable(compile_graph):
-        loss.backward()
-    assert sorted(seen) == [(0, 2), (1, 3), (2, 5)]
-    assert list(arrivals.ready) == []
-    assert list(arrivals.entries) == [GradState.UNSET] * 3
-
-    torch.stack(params).sum().backward()  # and afterwards the compiled one again
-    assert sorted(arrivals.ready) == [0, 1, 2]
-    assert len(seen) == 3
-    hooks.remove()
+    arrivals = native_arrivals(library, params, admit=admit)
+    loss = torch.stack(params).sum()
+    with attached(arrivals):
+        error = KeyError if raises else RuntimeError
+        with compiled_autograd._enable(lambda graph: graph), pytest.raises(error):
+            loss.backward()
+        assert len(seen) == 1
+        assert list(arrivals.ready) == []
+        torch.stack(params).sum().backward()
+        assert sorted(arrivals.ready) == [0, 1, 2]
 
 
 # ------------------------------------------- found by an attacker; each was a crash

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minidp import DataParallel
+from minidp import DataParallel, GradientError
 from tests.support.compiling import Counting, clean_compiler, compiled_backwards
 
 WRAPPERS = (DistributedDataParallel, DataParallel)
@@ -125,16 +125,33 @@ def test_active_module_is_restored(lone_group):
     assert DistributedDataParallel._active_ddp_module is None
 
 
-def test_compiled_autograd_says_what_it_costs(lone_group):
+def test_the_python_reducer_of_torch_is_refused(lone_group):
+    """Torch reads the setting when a module is wrapped, not later."""
+    with clean_compiler(optimize_ddp="python_reducer"):
+        with pytest.raises(ValueError, match=r"minidp has none.* set it to True"):
+            DataParallel(nn.Linear(2, 2))
+        assert DistributedDataParallel(nn.Linear(2, 2))._use_python_reducer
+
+
+def test_the_python_reducer_is_too_late_after_wrapping(lone_group):
+    ddp = DataParallel(nn.Linear(2, 2))
+    with clean_compiler(optimize_ddp="python_reducer"):
+        ddp(torch.ones(1, 2)).sum().backward()
+    assert ddp.module.weight.grad.tolist() == [[1.0, 1.0]] * 2
+
+
+def test_gradients_for_the_caller_only_are_refused(lone_group):
+    """No grad hook runs: the probe at the outputs must see it."""
     ddp = DataParallel(nn.Linear(2, 2))
     with clean_compiler():
         loss = ddp(torch.ones(1, 2)).sum()
         with (
-            pytest.warns(UserWarning, match="one graph per parameter") as caught,
             compiled_backwards(),
+            pytest.raises(GradientError, match="under compiled autograd"),
         ):
-            loss.backward()
-    assert {warning.filename for warning in caught} == {__file__}
+            torch.autograd.grad(loss, list(ddp.parameters()))
+    ddp.reset()
+    ddp(torch.ones(1, 2)).sum().backward()
     assert ddp.module.weight.grad.tolist() == [[1.0, 1.0]] * 2
 
 
@@ -144,7 +161,7 @@ def test_whole_compiled_backward_is_an_error_that_names_us(lone_group):
         loss = ddp(torch.ones(1, 2)).sum()
         with (
             compiled_backwards("eager", fullgraph=True),
-            pytest.raises(torch._dynamo.exc.Unsupported, match="minidp synchronises"),
+            pytest.raises(RuntimeError, match="compiled autograd"),
         ):
             loss.backward()
 
