@@ -4,13 +4,12 @@
     python benchmarks/slow_ranks.py --smoke              # does it run? no numbers
 
 Each injection: two to four ranks train, and one of them sleeps in one phase of some
-steps (data, forward, the backward of one layer, optimizer), or its network connection
-gets a tenth of its rate (`tc`; needs root). The first line in rank 0's log must name
-this rank and phase, from at most five slow steps; in the backward also a bucket. The
-next line must say that it is over. Then steps without an injection, on the loopback
-device and as many on links of 1 Gbit/s: nothing is logged.
+steps (data, forward, the backward of one layer, optimizer). The first line in rank 0's
+log must name this rank and phase, from at most five slow steps; in the backward also a
+bucket. The next line must say that it is over. Then steps without an injection: nothing
+is logged.
 
-Targets: 48 of 50 injections named; no line in 2,000 quiet steps of each kind.
+Targets: 48 of 50 injections named; no line in 2,000 quiet steps.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from __future__ import annotations
 import logging
 import random
 import re
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -27,9 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support import links
 from support.estimates import Estimate
-from support.links import LOOPBACK, Link
 from support.ranks import run_ranks
 from support.report import Report, Verdict, command_line, native_word, table
 from torch import nn
@@ -37,8 +33,6 @@ from torch import nn
 import minidp
 from minidp.console import say_progress
 
-LINK = Link(1)
-SLOW_LINK = Link(0.1)
 WORK = 0.01  # seconds that each rank sleeps in its forward, as if it computed
 LAYERS, WIDTH = 6, 64
 FIRST, SLOW_STEPS, STEPS = 30, 40, 110  # numbers of steps
@@ -48,7 +42,6 @@ WORDS = {
     "forward": "forward",
     "backward": "backward",
     "optimizer": "optimizer step",
-    "link": "network connection",
 }
 BEGIN = re.compile(
     r"Rank (?P<rank>\d+) \(.*\) slows all ranks down, since step (?P<since>\d+): its "
@@ -95,9 +88,9 @@ class SlowGradient(torch.autograd.Function):
 class Net(nn.Module):
     """Linear layers, each its own bucket; ``naps`` has seconds to sleep, by phase."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(LAYERS)])
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
         self.naps: dict[str, float] = {}
         self.slow_layer = 0
 
@@ -118,34 +111,23 @@ def train(injection: Injection, steps: int) -> list[Line]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append((step, record.getMessage()))
     logging.getLogger("minidp").addHandler(handler)
-    shapes_link = injection.phase == "link"
-    width = 256 if shapes_link else WIDTH
-    net = Net(width)
-    ddp = minidp.DataParallel(net, bucket_cap_mb=width**2 * 4 / 2**20)
+    net = Net()
+    ddp = minidp.DataParallel(net, bucket_cap_mb=WIDTH**2 * 4 / 2**20)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     minidp.watch_speed(ddp)
-    x = torch.randn(32, width)
+    x = torch.randn(32, WIDTH)
     for step in range(steps):
         net.naps = {}
         if injection.rank == rank:
             net.slow_layer = injection.layer
             if FIRST <= step < FIRST + SLOW_STEPS:
                 net.naps = {injection.phase: injection.seconds}
-            if shapes_link and step in (FIRST, FIRST + SLOW_STEPS):
-                shape(rank, SLOW_LINK if step == FIRST else LINK)
         time.sleep(net.naps.get("data", 0))
         ddp(x).square().sum().backward()
         time.sleep(net.naps.get("optimizer", 0))  # clips gradients, say
         optimizer.step()
         optimizer.zero_grad()
     return lines
-
-
-def shape(rank: int, link: Link) -> None:
-    """Change the rate at which this rank's network device sends."""
-    device = f"minidp{rank}"
-    command = ["tc", "qdisc", "change", "dev", device, "root", *link.shape]
-    subprocess.run(command, check=True)
 
 
 def what_is_wrong(injection: Injection, lines: list[Line]) -> str:
@@ -177,18 +159,14 @@ def main() -> int:
     if args.smoke:
         args.injections, args.quiet = 3, 20
     report = Report(args, "Does watch_speed name the slow rank?")
-    refusal = links.why_not()
     right, all_of, wrong = Counter[str](), Counter[str](), []
     for number in range(args.injections):
         injection = draw(number)
-        if injection.phase not in args.phases or (
-            injection.phase == "link" and refusal
-        ):
+        if injection.phase not in args.phases:
             continue
-        link = LINK if injection.phase == "link" else None
         said = f"injection {number + 1} of {args.injections}, {right.total()} named"
         say_progress(f"{said}: {injection.phase}, {injection.ranks} ranks")
-        lines = run_ranks(train, injection.ranks, injection, STEPS, link=link)
+        lines = run_ranks(train, injection.ranks, injection, STEPS)
         problem = what_is_wrong(injection, lines)
         all_of[injection.phase] += 1
         right[injection.phase] += not problem
@@ -197,21 +175,15 @@ def main() -> int:
             report.show(f"{number}: {injection}\n{problem}")
     rows = [[phase, str(right[phase]), str(all_of[phase])] for phase in all_of]
     rows.append(["all", str(right.total()), str(all_of.total())])
-    facts = f"links: {refusal}" if refusal else ""
-    report.show(table("Injections", facts, ["slow in", "named", "of"], rows))
+    report.show(table("Injections", "", ["slow in", "named", "of"], rows))
     alarms: list[Line] = []
-    for link in [None, *([] if refusal else [LINK])]:
-        before = len(alarms)
-        for ranks in (2, 4):
-            say_progress(
-                f"{args.quiet // 2} quiet steps of {ranks} ranks, {link or LOOPBACK}"
-            )
-            none = Injection(ranks, -1, "link" if link else "data", 0, 0.0)
-            alarms += run_ranks(train, ranks, none, args.quiet // 2, link=link)
-        report.show(
-            f"{len(alarms) - before} lines in {args.quiet // 2 * 2} quiet steps "
-            f"(2 ranks, then 4; {link or LOOPBACK})"
-        )
+    for ranks in (2, 4):
+        say_progress(f"{args.quiet // 2} quiet steps of {ranks} ranks")
+        none = Injection(ranks, -1, "data", 0, 0.0)
+        alarms += run_ranks(train, ranks, none, args.quiet // 2)
+    report.show(
+        f"{len(alarms)} lines in {args.quiet // 2 * 2} quiet steps (2 ranks, then 4)"
+    )
     for _, text in alarms:
         report.show(text)
     share = right.total() / max(1, all_of.total())

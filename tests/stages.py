@@ -33,9 +33,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 COMPILER = os.environ.get("CXX", "c++")
 WORKERS = str(min(2 * len(os.sched_getaffinity(0)), 8))
-SLOW_LINK = (
-    "tests/distributed/test_speed.py::test_rank_0_names_the_rank_whose_link_is_slow"
-)
 USES_TORCH = "tests/native/test_build.py::test_an_extension_that_uses_torch"
 # Their limits are seconds of a machine that may be busy. Tests of gradients are not
 # among them: one that fails once has found a race.
@@ -155,10 +152,8 @@ STAGES: dict[str, Sequence[Command]] = {
     "reference": [
         pytest(
             *("tests/unit", "tests/property", *DISTRIBUTED, "tests/conformance"),
-            *(*NOT_GPU, "--deselect", SLOW_LINK),
+            *NOT_GPU,
         ),
-        # Beside other tests the waits for their processes look like those of the link.
-        python("-m", "pytest", "-p", "no:xdist", SLOW_LINK),
     ],
     "fault": [pytest("tests/fault", *NOT_SLOW, profile="brief")],
     "conformance": [conformance("0")],

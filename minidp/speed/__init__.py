@@ -1,7 +1,7 @@
 """Name the rank that slows the others down, while training goes on.
 
-Read `watch` (what one rank measures and posts), `tcp` (how fast its connections
-send), `judge` (which rank is slow, on rank 0).
+Read `watch` (what one rank measures and posts), `judge` (which rank is slow, on rank
+0).
 
 All ranks end a step at the same time, because gradients are averaged: the duration of a
 step names nobody. So each rank divides its steps into phases::

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -25,17 +24,11 @@ _WORDS = {
     FORWARD: "forward",
     BACKWARD: "backward",
     OPTIMIZER: "optimizer step",
-    WAITING: "network connection",
 }
 # A rank is slow if it takes longer than all others, by this share of a step, in all but
 # one of so many steps. What lasts may be smaller than what is seen at once.
 WINDOWS = {5: 0.25, 50: 0.1}
 LEAST_SECONDS = 0.001
-# A link is slow if its rate is below this share of its usual one and of the others'; if
-# it was never faster, below that share of the others'. To send at that rate must take
-# at least a share of the time that all ranks wait.
-SLOWER, NEVER_FASTER, EXPLAINED = 0.4, 0.25, 0.7
-LAST, FEW, MANY = 3, 6, 40  # rates of links: the last ones; at least as many; all kept
 
 
 @dataclass(frozen=True)
@@ -44,7 +37,7 @@ class Slow:
 
     rank: int
     phase: int
-    here: float  # seconds of that phase on this rank; of a link: bytes per second
+    here: float  # seconds of that phase on this rank
     others: float  # the same on the other ranks, the median
     cost: float  # per step: the next slowest rank takes that much less
     step: float  # of a step
@@ -84,39 +77,6 @@ def describe(times: NDArray[np.float64], rank: int) -> Slow:
         cost=float(own[rank] - np.delete(own, rank).max()),
         step=float(np.median(times[rank].sum(axis=1))),
     )
-
-
-def find_slow_link(
-    rates: NDArray[np.float64],
-    waits: NDArray[np.float64],
-    nbytes: Sequence[float],
-    step: float,
-) -> Slow | None:
-    """Return as `Slow` a rank whose network link got slow or never was fast; or None.
-
-    Got slow: sends below `SLOWER` times its usual rate, and other ranks' last rates.
-    Never was fast: below `NEVER_FASTER` times other ranks' rates; known after `MANY`
-    times. ``rates``: bytes per second, shape (times, ranks), often estimated far too
-    high. ``waits``: at those times, seconds per step that every rank waits at least;
-    the last must exceed the usual one (never fast: 0) by ``step`` / 4 seconds, and
-    sending must explain it. ``nbytes``: per step, by rank. None before `FEW` times.
-    """
-    if len(rates) < FEW:
-        return None
-    last = np.median(rates[-LAST:], axis=0)
-    before, wait = float(np.median(waits[:-LAST])), float(waits[-1])
-    rank = int(last.argmin())
-    usual = float(np.median(rates[:-LAST, rank]))
-    lower = np.percentile(rates[:-LAST], 25, axis=0)  # nearer to what the link can do
-    others = float(np.delete(lower, rank).min())
-    highest = SLOWER * min(usual, np.delete(last, rank).min())
-    if len(rates) == MANY and np.median(rates[:, rank]) < NEVER_FASTER * others:
-        highest, before = NEVER_FASTER * others, 0.0
-    highest = min(highest, nbytes[rank] / (EXPLAINED * max(wait, LEAST_SECONDS)))
-    cost = wait - before
-    if last[rank] > highest or cost < max(max(WINDOWS.values()) * step, LEAST_SECONDS):
-        return None
-    return Slow(rank, WAITING, float(last[rank]), others, cost, step)
 
 
 def align(
@@ -166,11 +126,9 @@ class Judge:
     def __init__(self, reducer: Reducer) -> None:
         self._reducer = weakref.ref(reducer)
         self.slow: Slow | None = None
-        self._window = 0  # in which that rank was found, steps; 0: by its link
+        self._window = 0  # in which that rank was found, steps
         self._since = 0  # its first slow step
         self._step = 0  # the last one judged
-        # Rates of the ranks' links, and how long all waited, while no rank was slow.
-        self._links: deque[tuple[Sequence[float], float]] = deque(maxlen=MANY)
 
     def judge(self, posted: Mapping[int, Any]) -> None:
         """Judge the steps that all ranks posted since the last call; update `slow`.
@@ -186,11 +144,6 @@ class Judge:
                 if end >= size and number % every == 0:
                     window = times[:, end - size : end]
                     self._note(size, self._by_work(window, share), number, posted)
-        is_by_work = self.slow is not None and self._window > 0
-        if new and len(numbers) >= min(WINDOWS) and not is_by_work:
-            links = [posted[rank]["link"] for rank in sorted(posted)]
-            link = self._by_link(links, times[:, -min(WINDOWS) :])
-            self._note(0, link, numbers[-1], posted)
         self._step = max([self._step, *numbers])
 
     def _by_work(self, times: NDArray[np.float64], share: float) -> Slow | None:
@@ -204,67 +157,38 @@ class Judge:
         now = describe(times, self.slow.rank)
         return now if now.cost > share / 2 * now.step else None
 
-    def _by_link(
-        self, links: Sequence[tuple[float, float]], times: NDArray[np.float64]
-    ) -> Slow | None:
-        """Return as `Slow` the rank whose connection is slow; None: no rank's.
-
-        Once named, a rank stays slow until the shortest wait of all ranks has fallen by
-        half of its cost. Before, None if any rank's rate is 0 (unknown); else
-        `find_slow_link` judges the rates and shortest waits so far. ``links``: by rank,
-        what `SpeedWatch._link` returned; ``times``: as in `find_slow`.
-        """
-        rates, nbytes = zip(*links, strict=True)
-        wait = float(np.median(times[:, :, WAITING], axis=1).min())
-        step = float(np.median(times.sum(axis=2)))
-        if self.slow is None:
-            if not all(rates):  # unknown: no TCP, not Linux, or just begun
-                return None
-            self._links.append((rates, wait))
-            earlier, waits = zip(*self._links, strict=True)
-            return find_slow_link(np.array(earlier), np.array(waits), nbytes, step)
-        # Ranks wait as long as before? Single rates are too high too often to tell.
-        _, waited = self._links[-1]
-        return self.slow if waited - wait < self.slow.cost / 2 else None
-
     def _note(
         self, window: int, now: Slow | None, step: int, posted: Mapping[int, Any]
     ) -> None:
         """Set `slow` and log when a rank becomes slow; clear it and log when that ends.
 
-        ``now``: the slow rank found in this ``window`` of steps (0: by connections), or
-        None, which clears `slow` only in the window in which the rank was named.
-        ``step``: the last one of the window. After a slow link, its last rates are
-        dropped.
+        ``now``: the slow rank found in this ``window`` of steps, or None, which clears
+        `slow` only in the window in which the rank was named. ``step``: the last one of
+        the window.
         """
         if self.slow is None and now is not None:
             self.slow, self._window = now, window
-            self._since = step - (window or min(WINDOWS)) + 1
+            self._since = step - window + 1
             self._log_begin(now, posted)
         elif self.slow is not None and now is None and window == self._window:
             self._log_end(self.slow, step)
             self.slow = None
-            for _ in range(0 if window else LAST):  # of the slow link
-                self._links.pop()
 
     def _log_begin(self, slow: Slow, posted: Mapping[int, Any]) -> None:
-        where, is_link = _WORDS[slow.phase], slow.phase == WAITING
-        unit, factor = ("Mbit/s", 8e-6) if is_link else ("ms", 1e3)
+        where = _WORDS[slow.phase]
         if slow.phase == BACKWARD:
             full = {rank: row["full"] for rank, row in posted.items()}
             where += self._layers(late_bucket(full, slow.rank))
         logger.warning(
-            "[rank 0] Rank %d (%s) slows all ranks down, since step %d: its %s "
-            "%.4g %s, that of the others %.4g %s. This costs %.4g ms of each step of "
+            "[rank 0] Rank %d (%s) slows all ranks down, since step %d: its %s takes "
+            "%.4g ms, that of the others %.4g ms. This costs %.4g ms of each step of "
             "%.4g ms (%.0f %%).",
             slow.rank,
             posted[slow.rank]["host"],
             self._since,
-            f"{where} {'carries' if is_link else 'takes'}",
-            slow.here * factor,
-            unit,
-            slow.others * factor,
-            unit,
+            where,
+            slow.here * 1e3,
+            slow.others * 1e3,
             slow.cost * 1e3,
             slow.step * 1e3,
             100 * slow.cost / slow.step,

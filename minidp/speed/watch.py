@@ -18,7 +18,6 @@ from minidp.recording import wrapper_of
 from minidp.trace import Moment, StepEvent
 
 from .judge import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES, WAITING, WINDOWS, Judge
-from .tcp import Sent, sent_by_connection
 
 logger = logging.getLogger("minidp")
 
@@ -53,9 +52,8 @@ def watch_speed(model: DataParallel | Attachment | nn.Module) -> SpeedWatch:
     A rank is named once it worked longer than each other rank, by a quarter of a step,
     in four of its last five steps (or by a tenth, in 49 of 50): with its host, the
     phase that differs most, in the backward also the layers, what it costs, since when.
-    So is a rank whose network connection sends more slowly than the others' (Linux, TCP
-    only). Waits inside collectives of the script's own count as work. With
-    ``hang_timeout=None`` ranks cannot be compared, which a warning says.
+    Waits inside collectives of the script's own count as work, and a slow network names
+    nobody. With ``hang_timeout=None`` ranks cannot be compared, which a warning says.
 
     Args:
         model: a `DataParallel`, an `Attachment`, or an attached model.
@@ -79,9 +77,6 @@ class SpeedWatch:
         # Number and seconds by phase, of the last steps.
         self._steps: deque[tuple[int, list[float]]] = deque(maxlen=2 * max(WINDOWS))
         self._full: deque[dict[int, float]] = deque(maxlen=min(WINDOWS))
-        # Number of steps, and what each connection had sent by then.
-        self._sent: deque[tuple[int, dict[str, Sent]]] = deque()
-        self._nbytes = sum(spec.nbytes for spec in reducer.queue.specs)
         self._now = [0.0] * len(PHASES)  # of the step that runs
         self._full_now: dict[int, float] = {}  # bucket -> when it was full, seconds
         self._mark = self._backward_began = time.perf_counter()
@@ -167,26 +162,5 @@ class SpeedWatch:
         return {
             "host": platform.node(),
             "steps": list(self._steps),
-            "link": self._link(),
             "full": {bucket: median(row[bucket] for row in full) for bucket in shared},
         }
-
-    def _link(self) -> tuple[float, float]:
-        """Return (bytes per second, bytes per step) of the connection that sends most.
-
-        Since the call about five steps ago; keeps the present counts for later calls.
-        Zeros if it sends less than a quarter of the parameters' bytes per step, or if
-        that is unknown (not Linux, or the first call).
-        """
-        now, sent = self._number, sent_by_connection()
-        while len(self._sent) > 1 and now - self._sent[1][0] >= min(WINDOWS):
-            self._sent.popleft()
-        most, rate = self._nbytes / 4, 0.0
-        for then, before in list(self._sent)[:1]:
-            for name, each in sent.items():
-                old = before.get(name, Sent(0, 0.0)).nbytes
-                nbytes = (each.nbytes - old) / max(now - then, 1)
-                if nbytes >= most:
-                    most, rate = nbytes, each.rate
-        self._sent.append((now, sent))
-        return rate, most if rate else 0.0

@@ -7,12 +7,7 @@ not hide it. How often it is right when little is slow: benchmarks/slow_ranks.py
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,10 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import minidp
-from tests.support.nodes import run_on_nodes, why_not
 from tests.support.ranks import on_ranks
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 0.1
 PHASES = {
     "data": "time between steps (data loading, logging) takes ",
@@ -31,8 +24,6 @@ PHASES = {
     "backward": "backward (most of it before bucket 1: first.weight to first.weight) ",
     "optimizer": "optimizer step takes ",
 }
-DEVICE = "cable"  # of run_on_nodes
-SHAPE = f"tc qdisc add dev {DEVICE} root tbf rate 50mbit burst 32kb latency 20ms"
 
 
 class SlowBackward(torch.autograd.Function):
@@ -52,10 +43,10 @@ class SlowBackward(torch.autograd.Function):
 class Net(nn.Module):
     """Two layers; ``naps`` has seconds to sleep, by phase."""
 
-    def __init__(self, width=4):
+    def __init__(self):
         super().__init__()
-        self.first = nn.Linear(width, width, bias=False)
-        self.last = nn.Linear(width, width, bias=False)
+        self.first = nn.Linear(4, 4, bias=False)
+        self.last = nn.Linear(4, 4, bias=False)
         self.naps = dict.fromkeys(PHASES, 0.0)
 
     def forward(self, x):
@@ -173,54 +164,3 @@ def test_an_exchange_that_raises_says_nothing_about_the_store(ctx):
     assert len(peers._riders) == 1  # the other one goes on
     watch.stop()
     dist.barrier(group=ctx.group)
-
-
-def train_on_a_link():
-    """Train on one of two nodes; rank 1's sending gets slow; print what rank 0 logs."""
-    dist.init_process_group("gloo")
-    lines = []
-    logged(lines)
-    model = minidp.DataParallel(Net(width=256))
-    minidp.watch_speed(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    # No collectives of the script's own: to wait in them counts as work.
-    for number in range(180):
-        if number == 150 and dist.get_rank() == 1:
-            subprocess.run(SHAPE.split(), check=True)
-        model(torch.ones(2, 256)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        time.sleep(0.01)
-    sys.stdout.write(f"{lines[:1]}\n")
-    dist.destroy_process_group()
-
-
-def why_no_link():
-    """Why no link can be shaped here; empty if it can."""
-    if why_not() or not shutil.which("tc"):
-        return why_not() or "needs tc"
-    make = f"ip link add {DEVICE} type veth; {SHAPE}"
-    attempt = subprocess.run(
-        ["unshare", "--net", "sh", "-ec", make], capture_output=True, text=True
-    )
-    return attempt.stderr.strip() and f"the kernel refuses: {attempt.stderr.strip()}"
-
-
-def test_rank_0_names_the_rank_whose_link_is_slow(tmp_path):
-    if reason := why_no_link():
-        pytest.skip(f"no shaped link here: {reason}")
-    settings = ["MASTER_ADDR=10.77.0.1", "MASTER_PORT=29500", "WORLD_SIZE=2"]
-    settings += ["MINIDP_SHARED_MEMORY=0", "OMP_NUM_THREADS=1"]  # as between hosts
-    commands = [
-        ["env", *settings, f"RANK={rank}", sys.executable, "-m", __name__]
-        for rank in (0, 1)
-    ]
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE}
-    first, second = run_on_nodes(commands, tmp_path, env, cwd=ROOT, timeout=90)
-    assert (first.returncode, second.returncode) == (0, 0), first.output
-    assert "Rank 1 (" in first.output
-    assert ": its network connection carries " in first.output
-
-
-if __name__ == "__main__":
-    train_on_a_link()
