@@ -1,4 +1,4 @@
-"""How does a recorded training look? Write report, picture and trace of two layouts.
+"""How does a recorded training look? Write report and trace of two layouts.
 
     python benchmarks/timeline.py                      # 2 Gbit/s, 4 minutes
     python benchmarks/timeline.py --link loopback      # without root
@@ -7,7 +7,7 @@
 The MLP of overlap.py is trained with torch's bucket layout and with the one that "auto"
 chooses, five times each in turn, because trainings differ more than steps of one do. Of
 each layout the training with the median step is shown: what "auto" logged, what
-`minidp report` says, the picture of its typical step, and a trace for Perfetto.
+`minidp report` says, and a trace for Perfetto.
 
 Layouts are compared by overlap.py, which records nothing; this script compares nothing.
 """
@@ -29,11 +29,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from support.baselines import SETTLING
-from support.charts import shrink_png
 from support.links import LOOPBACK, Link, why_not
 from support.models import MODELS, make
 from support.ranks import run_ranks
-from support.report import Report, can_draw, command_line
+from support.report import Report, command_line
 from torch.optim import SGD
 
 import minidp
@@ -65,7 +64,7 @@ class _Said(logging.Handler):
 
 
 def train(cap: str | None, folder: Path, *, smoke: bool) -> Run:
-    """Train and record, on every rank; rank 0 writes picture and trace."""
+    """Train and record, on every rank; rank 0 writes the trace."""
     said = _Said()
     logging.getLogger("minidp").addHandler(said)
     logging.getLogger("minidp").setLevel(logging.INFO)
@@ -89,8 +88,6 @@ def train(cap: str | None, folder: Path, *, smoke: bool) -> Run:
     recording.gather()
     if dist.get_rank() == 0:
         recording.save_trace(folder / "trace.json")
-        if can_draw():
-            recording.save_picture(folder / "picture.png")
     words = "\n".join([*said.words, recording.report()])
     return Run(folder, statistics.median(seconds), words)
 
@@ -101,11 +98,7 @@ def median_of(runs: Sequence[Run]) -> Run:
 
 
 def keep(run: Run, folder: Path, name: str) -> None:
-    """Copy the files of a run to the results."""
-    picture = run.folder / "picture.png"
-    if picture.exists():
-        (folder / f"{name}.png").write_bytes(picture.read_bytes())
-        shrink_png(folder / f"{name}.png")
+    """Copy a run's trace to the results."""
     with gzip.open(folder / f"{name}_trace.json.gz", "wt") as file:
         file.write((run.folder / "trace.json").read_text())
 

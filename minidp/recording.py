@@ -7,6 +7,7 @@ import sys
 import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +33,6 @@ from .overlap import (
     Where,
     chrome_trace,
     compare_clocks,
-    draw,
     from_json,
     html_page,
     report,
@@ -248,12 +248,15 @@ class Recording:
         """Write the report, all steps and what-if sliders as a page for the browser."""
         Path(path).write_text(html_page(self.timelines), encoding="utf-8")
 
-    def save_picture(self, path: str | Path) -> None:
-        """Draw hidden and exposed communication of the typical step to a file (PNG).
-
-        ModuleNotFoundError without matplotlib; ValueError if no gradient was reduced.
-        """
-        draw(self.timelines, path)
+    def __getattr__(self, name: str) -> Any:
+        """Say what replaces ``save_picture``, which earlier versions had."""
+        what = f"'Recording' object has no attribute {name!r}"
+        if name == "save_picture":
+            what += (
+                ": minidp draws no pictures any more. What to do: call save_page(), "
+                "and open the page in a browser."
+            )
+        raise AttributeError(what)
 
 
 def where_of(reducer: Reducer) -> Where:

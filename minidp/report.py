@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from .console import fold, run_command, say, say_on_stderr
-from .overlap import chrome_trace, draw, from_json, html_page, report, to_json
+from .overlap import chrome_trace, from_json, html_page, report, to_json
 
 __all__ = ["add_arguments", "main", "report"]
 
@@ -35,15 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name, what in (
         ("html", "a page for the browser, with all steps, and what-if sliders"),
-        ("png", "a picture of the typical step (needs matplotlib)"),
         ("trace", "a trace for https://ui.perfetto.dev or chrome://tracing"),
         ("json", "all FILEs together in one"),
     ):
         parser.add_argument(f"--{name}", metavar="PATH", help=f"also write {what}")
+    # Earlier versions drew pictures: `main` says what replaces them.
+    parser.add_argument("--png", help=argparse.SUPPRESS)
 
 
 def main(options: argparse.Namespace) -> int:
     """Print the report, write the exports; return 0, or 1 after a printed error."""
+    if options.png:
+        say_on_stderr(
+            "error: --png: minidp draws no pictures any more. What to do: write a page "
+            "for the browser, with --html PATH."
+        )
+        return 1
     try:
         contents = [(Path(name).read_bytes(), name) for name in options.files]
         timelines = [each for file in contents for each in from_json(*file)]
@@ -52,13 +59,10 @@ def main(options: argparse.Namespace) -> int:
             if path := getattr(options, name):
                 Path(path).write_text(write(timelines), encoding="utf-8")
                 say(f"wrote {path}")
-        if options.png:  # last: matplotlib may be missing
-            draw(timelines, options.png)
-            say(f"wrote {options.png}")
     except OSError as error:
         say_on_stderr(f"error: {error.filename}: {error.strerror}")
         return 1
-    except (ValueError, ModuleNotFoundError) as error:
+    except ValueError as error:
         say_on_stderr(f"error: {error}")
         return 1
     return 0

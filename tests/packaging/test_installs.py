@@ -134,7 +134,7 @@ def test_sdist_and_wheel_hold_the_package_and_nothing_else(built):
     assert f"Version: {minidp.__version__}" in head
     assert "License-Expression: BSD-3-Clause" in head
     assert "Author: minidp developers" in head
-    assert "Provides-Extra: plot" in head
+    assert "Provides-Extra: bench" in head
     assert not [line for line in head if "url" in line.partition(":")[0].lower()]
 
 

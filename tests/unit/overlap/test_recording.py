@@ -385,6 +385,8 @@ def test_a_saved_recording_is_the_recording(model, tmp_path):
     rec.save(tmp_path / "steps.json")
     assert from_json((tmp_path / "steps.json").read_text()) == rec.timelines
     rec.save_page(tmp_path / "page.html")
+    with pytest.raises(AttributeError, match=r"call save_page\(\)"):
+        rec.save_picture(tmp_path / "page.png")
     assert html.escape(rec.report()) in (tmp_path / "page.html").read_text()
     rec.save_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -1,0 +1,68 @@
+"""Write recorded steps as a trace, for Perfetto and ``chrome://tracing``.
+
+Its slices are named as the report's columns. Perfetto: https://ui.perfetto.dev.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .analysis import Slice, StepOverlap, overlap_of, slices
+from .skew import aligned
+from .timeline import Timeline
+
+_TRACKS = ("forward", "backward", "optimizer")
+
+
+def chrome_trace(timelines: Sequence[Timeline]) -> str:
+    """Return all recorded steps of all ranks as Chrome trace events, as JSON text.
+
+    Times are in us from the first forward of any rank. A process per rank holds tracks
+    for forward, backward, optimizer and each bucket.
+    Raises ValueError if the recordings are not of different ranks of one run.
+    """
+    run = aligned(timelines)
+    origin = min((t.steps[0].begin_ns for t in run.ranks if t.steps), default=0)
+    events: list[dict[str, Any]] = []
+    for timeline in run.ranks:
+        events += _names(timeline)
+        for step in timeline.steps:
+            one = overlap_of(timeline, step, run.launches.get(step.number))
+            events += [_event(one, each, origin) for each in slices(one)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Yield trace metadata events: names and order of one rank's process and tracks."""
+    rank = timeline.where.rank
+    num_buckets = max(map(len, timeline.layouts), default=0)
+    tracks = [*_TRACKS, *(f"bucket {n}" for n in range(num_buckets))]
+    found = [("process", 1, f"rank {rank}", rank)]
+    # Some versions of Perfetto do not show processes and tracks of number 0.
+    found += [("thread", tid, name, tid) for tid, name in enumerate(tracks, 1)]
+    for kind, tid, name, order in found:
+        common = {"ph": "M", "pid": rank + 1, "tid": tid}
+        yield {**common, "name": f"{kind}_name", "args": {"name": name}}
+        yield {**common, "name": f"{kind}_sort_index", "args": {"sort_index": order}}
+
+
+def _event(one: StepOverlap, each: Slice, origin: int) -> dict[str, Any]:
+    args: dict[str, Any] = {"step": one.step.number}
+    if isinstance(each.row, int):
+        tid = 1 + len(_TRACKS) + each.row
+        (bucket,) = (found for found in one.buckets if found.number == each.row)
+        args["bytes"] = bucket.nbytes
+        args["parameters"] = [one.timeline.params[i].name for i in bucket.members]
+    else:
+        tid = 1 + _TRACKS.index(each.row)
+    return {
+        "ph": "X",
+        "name": each.name,
+        "pid": one.timeline.where.rank + 1,
+        "tid": tid,
+        "ts": (each.begin_ns - origin) / 1e3,
+        "dur": (each.end_ns - each.begin_ns) / 1e3,
+        "args": args,
+    }
