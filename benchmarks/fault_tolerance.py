@@ -2,7 +2,6 @@
 
     python benchmarks/fault_tolerance.py                      # 4 minutes
     python benchmarks/fault_tolerance.py --cells mlp:2:4  # 2 Gbit/s, buckets of 4 MiB
-    python benchmarks/fault_tolerance.py --cells mlp:2:auto   # torchft's stay 25 MiB
     python benchmarks/fault_tolerance.py --smoke              # does it run? no numbers
 
 Needs the extra minidp[torchft]. Two replicas train on torchft's own DDP, on
@@ -42,7 +41,6 @@ from support.report import (
 from torch import nn
 
 import minidp
-from minidp.autotune import NUM_TRIALS, STEPS
 from minidp.console import say_progress
 
 os.environ.setdefault("RUST_LOG", "error")  # else torchft tells all it does
@@ -66,8 +64,6 @@ class Contestant:
     """A replica on one of the three, with its optimizer."""
 
     def __init__(self, name: str, net: nn.Module, where: str, cap: Any) -> None:
-        if cap == "auto" and name == TORCHFT:
-            cap = 25
         net = copy.deepcopy(net)
         self.params = list(net.parameters())
         inner = torch.optim.SGD(self.params, lr=1e-4)
@@ -128,10 +124,10 @@ def measure(cell: str, seconds: float) -> dict[str, Any]:
     smoke = not seconds
     net = make(MODELS[model], smoke=smoke)
     contestants = {
-        name: Contestant(name, net, where, cap if cap == "auto" else float(cap))
+        name: Contestant(name, net, where, float(cap))
         for name in (TORCHFT, OURS, PLAIN)
     }
-    warm_up = WARM_UP + (cap == "auto") * (STEPS + 1) * NUM_TRIALS
+
     generator = torch.Generator().manual_seed(dist.get_rank())
     times: dict[str, list[float]] = {name: [] for name in contestants}
     order, goes_on = list(contestants), torch.ones(1)
@@ -141,11 +137,11 @@ def measure(cell: str, seconds: float) -> dict[str, Any]:
         order.append(order.pop(0))
         for name in order:
             taken = contestants[name].step(data)
-            if number > warm_up:
+            if number > WARM_UP:
                 times[name].append(taken)
-        if number == warm_up:
+        if number == WARM_UP:
             began = time.perf_counter()
-        is_over = number > warm_up + 4 and (
+        is_over = number > WARM_UP + 4 and (
             smoke or time.perf_counter() - began > seconds
         )
         goes_on = torch.tensor([0.0 if is_over else 1.0])

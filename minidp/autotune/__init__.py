@@ -5,6 +5,6 @@ reducer's steps and changes its layout).
 """
 
 from .trials import NUM_TRIALS, Choice
-from .tuner import STEPS, AutotunePolicy, Measurement
+from .tuner import STEPS, AutotunePolicy
 
-__all__ = ["NUM_TRIALS", "STEPS", "AutotunePolicy", "Choice", "Measurement"]
+__all__ = ["NUM_TRIALS", "STEPS", "AutotunePolicy", "Choice"]

@@ -2,8 +2,7 @@
 
 Needs the extra ``minidp[torchft]``. Read `wrapper` (what a user sees), `quorum` (the
 one file that knows torchft: who takes part, one backward, a repeated one), `agreement`
-(the bucket layout follows the committed steps), `tuning` (``bucket_cap_mb="auto"``),
-`items` (``average_over="items"``).
+(the bucket layout follows the committed steps).
 """
 
 from .wrapper import DataParallel

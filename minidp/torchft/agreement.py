@@ -15,7 +15,7 @@ from minidp.errors import MAX_NAMES, MiniDPError, explain
 from minidp.layout import Layout, ParamSpec, read_plain, resumed_layout, to_plain
 
 # Options that decide on the messages of a backward.
-DECISIVE = "caps", "last_is_small", "find_unused_parameters", "averages_items", "tunes"
+DECISIVE = "caps", "last_is_small", "find_unused_parameters"
 
 
 class NotByItself(RebuildPolicy):
@@ -41,8 +41,8 @@ class NotByItself(RebuildPolicy):
 class Agreement:
     """Decide on the layout of each backward of one reducer, alike on all replicas.
 
-    A plan is plain data: "layout" (`to_plain`), and what `tuning` adds. The constructor
-    replaces the reducer's `rebuild_policy`; `Quorum` makes it and calls its methods.
+    Layouts are plain data here (`to_plain`). The constructor replaces the reducer's
+    `rebuild_policy`; `Quorum` makes it and calls its methods.
     """
 
     def __init__(self, reducer: Reducer) -> None:
@@ -51,46 +51,43 @@ class Agreement:
         self._policy = NotByItself(queue.config.saved_layout)
         reducer.rebuild_policy = self._policy
         rebuilt = self._policy.has_rebuilt
-        plain = to_plain(queue.layout, queue.specs, rebuilt=rebuilt)
-        self.plan: dict[str, Any] = {"layout": plain}  # of the committed steps
+        self.layout = to_plain(queue.layout, queue.specs, rebuilt=rebuilt)  # committed
         self._agreed: tuple[int, dict[str, Any]] | None = None  # in which step, on what
         self._received: object = None  # the last state that came from another replica
 
-    def begin(self, step: int, quorum: int | None) -> bool:
-        """Return whether ``step``'s backward must agree on a layout; equal on replicas.
+    def begin(self) -> bool:
+        """Return whether this backward must agree on a layout; equal on all replicas.
 
         True until a layout in ready order is committed, if options ask for one. Forgets
-        what was agreed on but not committed. ``quorum``: its number, or None if it has
-        one replica; used by `Tuning` only.
+        what was agreed on but not committed.
         """
         self._agreed = None
         follows = self._reducer.queue.config.follows_ready_order
-        return follows and not self.plan["layout"]["rebuilt"]
+        return follows and not self.layout["rebuilt"]
 
     def proposal(self) -> Layout | None:
         """Return the layout for this replica's ready order; None if none is known."""
         queue, order = self._reducer.queue, self._policy.order
         return layout_after(order, queue.specs, queue.config) if order else None
 
-    def agree(self, step: int, quorum: int | None, layout: Layout | None) -> None:
+    def agree(self, step: int, layout: Layout | None) -> None:
         """Store ``layout``, rank 0's `proposal`, for use once ``step`` is committed.
 
         `follow` then uses it. None: store nothing, so that the present one stays.
         """
         if layout is not None:
-            plain = to_plain(layout, self._reducer.queue.specs, rebuilt=True)
-            self._agreed = step, {"layout": plain}
+            specs = self._reducer.queue.specs
+            self._agreed = step, to_plain(layout, specs, rebuilt=True)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the plan committed at ``step`` and `_facts`, for a replica that joins.
+        """Return the layout committed at ``step``, and `_facts`, for one that joins.
 
-        As {"plan": ..., "facts": ...}; also a plan that `follow` has not yet used. Any
-        thread may call it.
+        Also a layout that `follow` has not used yet. Any thread may call this.
         """
-        plan, agreed = self.plan, self._agreed
+        layout, agreed = self.layout, self._agreed
         if agreed is not None and step > agreed[0]:
-            plan = agreed[1]
-        return {"plan": plan, "facts": self._facts()}
+            layout = agreed[1]
+        return {"layout": layout, "facts": self._facts()}
 
     def _facts(self) -> list[str]:
         """Return parameters and options that all replicas must share, as texts."""
@@ -103,7 +100,7 @@ class Agreement:
         return found + [f"{name}={getattr(config, name)}" for name in DECISIVE]
 
     def follow(self, step: int) -> None:
-        """`adopt` the plan agreed on in an earlier step; ``step`` is the present one.
+        """`adopt` what was agreed on in an earlier step; ``step`` is the present one.
 
         No-op if there is none, or if that earlier step was not committed.
         """
@@ -111,14 +108,14 @@ class Agreement:
             self.adopt(self._agreed[1])
 
     def receive(self, state: dict[str, Any]) -> None:
-        """`adopt` the plan of another replica's `state`; MiniDPError as `layout_of`.
+        """`adopt` the layout of another replica's `state`; errors as `layout_of`.
 
         Forgets what was agreed on here. No-op if ``state`` is the last object received.
         """
         if state is not self._received:
             self.layout_of(state)
             self._received, self._agreed = state, None
-            self.adopt(state["plan"])
+            self.adopt(state["layout"])
 
     def layout_of(self, state: dict[str, Any]) -> Layout:
         """Return the layout of another replica's `state`.
@@ -138,12 +135,11 @@ class Agreement:
             rank = self._reducer.rank
             text = explain(rank, what, expected=expected, found=found, remedy=remedy)
             raise MiniDPError(text)
-        plain = read_plain(state["plan"]["layout"])
-        return resumed_layout(plain, self._reducer.queue.specs)
+        return resumed_layout(read_plain(state["layout"]), self._reducer.queue.specs)
 
-    def adopt(self, plan: dict[str, Any]) -> None:
-        """Store ``plan`` as `plan`; if its layout is a new one, replace the buckets."""
-        layout = resumed_layout(read_plain(plan["layout"]), self._reducer.queue.specs)
-        self.plan, self._policy.has_rebuilt = plan, plan["layout"]["rebuilt"]
+    def adopt(self, plain: dict[str, Any]) -> None:
+        """Store a committed layout; if it is a new one, replace the buckets."""
+        layout = resumed_layout(read_plain(plain), self._reducer.queue.specs)
+        self.layout, self._policy.has_rebuilt = plain, plain["rebuilt"]
         if layout != self._reducer.queue.layout:
             self._reducer.adopt(layout)

@@ -20,7 +20,6 @@ from minidp.errors import CollectiveError, MiniDPError, explain
 from minidp.layout import Layout
 
 from .agreement import Agreement
-from .tuning import Tuning
 
 try:
     from torchft.process_group import ProcessGroupDummy
@@ -169,8 +168,7 @@ class Quorum:
         self.step = -1  # the manager's, when this backward began
         self.contributors = 1  # in this quorum, to divide by
         self.seat = 0, 1  # index in the last `members`, and how many these were
-        tunes = reducer.queue.config.tunes
-        self.agreement = Tuning(reducer) if tunes else Agreement(reducer)
+        self.agreement = Agreement(reducer)
         self._reducer, self.rank = reducer, reducer.rank
         self._told: list[int] = []  # participants that were logged last
         try:
@@ -298,8 +296,7 @@ class Quorum:
         manager, specs = self.manager, self._reducer.queue.specs
         self.step = step = manager.current_step()
         count = max(int(manager.num_participants()), 1)
-        quorum = manager._quorum_id if self.seat[1] > 1 else None
-        is_due = self.agreement.begin(step, quorum)
+        is_due = self.agreement.begin()
         if step and not is_due:
             return count
         mine = None
@@ -315,7 +312,7 @@ class Quorum:
         contributors, is_known, *numbers = map(int, sums.tolist())
         if is_due:
             layout = decode_layout(numbers, specs) if is_known else None
-            self.agreement.agree(step, quorum, layout)
+            self.agreement.agree(step, layout)
         return max(contributors, 1)
 
     # -- it ends -----------------------------------------------------------------------
@@ -381,7 +378,7 @@ class Quorum:
 
         Waits. Then reports an error, so that this replica does not commit the step: its
         own buckets cannot be replaced at the end of a backward. ``others``: sums that
-        follow those of the buckets (a map, counts); started again.
+        follow those of the buckets (a map); started again.
         """
         for plan in layout.buckets:
             zeros = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)

@@ -25,7 +25,6 @@ from minidp.core import Averaging, Observer, Reducer
 from minidp.errors import UnsyncedGradientsError, explain
 from minidp.layout import Layout
 
-from .items import ItemRows
 from .quorum import Quorum, Replica
 
 
@@ -68,25 +67,27 @@ class DataParallel(data_parallel.DataParallel):
         self._refuse_options(reducer)
         self._quorum = group.quorum = Quorum(manager, reducer)
         averaging = reducer.queue.averaging = _ByContributors(self._quorum, reducer)
-        if averaging.items is not None:
-            reducer.adopt(reducer.queue.layout)  # counts have a message of their own
         reducer.queue.observers.append(averaging)
         self._guard.precondition = averaging.refuse_uncommitted
 
     def _refuse_options(self, reducer: Reducer) -> None:
         """Raise ValueError if an option is set that changing replicas do not allow.
 
-        Those are static_graph, skip_all_reduce_unused_params, check_replicas_every; and
-        a module with sparse gradients.
+        Those are static_graph, skip_all_reduce_unused_params, check_replicas_every,
+        averages over items, a search for the bucket layout; and a module with sparse
+        gradients.
         """
         config, specs = reducer.queue.config, reducer.queue.specs
         past = "a replica that joins knows nothing of the others' earlier backwards"
         dense = "the manager reduces dense buckets, as they are"
         skips = "skip_all_reduce_unused_params"
+        changes = "the replicas, whose counts and times would be compared, change"
         for is_wanted, name, why in (
             (config.static_graph, "static_graph", past),
             (config.skip_all_reduce_unused_params, skips, past),
             (self._replication.check is not None, "check_replicas_every", past),
+            (config.tunes, 'bucket_cap_mb="auto"', changes),
+            (config.averages_items, 'average_over="items"', changes),
             (any(spec.sparse for spec in specs), "a sparse gradient", dense),
         ):
             if is_wanted:
@@ -109,10 +110,10 @@ class DataParallel(data_parallel.DataParallel):
         """
         if copy_from is not None:
             _refuse("copy_from in reset()", "the manager heals replicas by itself")
-        quorum, plan = self._quorum, self._quorum.state()["plan"]
+        quorum, layout = self._quorum, self._quorum.state()["layout"]
         quorum.manager.report_error(RuntimeError("minidp: reset() was called"))
         super().reset()
-        quorum.agreement.adopt(plan)
+        quorum.agreement.adopt(layout)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Raise ValueError: the manager reduces the buckets."""
@@ -146,11 +147,8 @@ class _ByContributors(Averaging, Observer):
     """
 
     def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
-        config = reducer.queue.config
-        batched = config.batched_grad_copy
+        batched = reducer.queue.config.batched_grad_copy
         super().__init__(reducer.communicator, over_items=False, batched=batched)
-        if config.averages_items:
-            self.items = ItemRows(quorum, reducer)
         self._quorum, self._reducer = quorum, weakref.proxy(reducer)  # it holds us
         self.no_shared_memory = "the manager reduces the buckets"
 

@@ -228,7 +228,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    wrappers = "minidp", "auto", "torchft"  # auto: with random layouts on trial
+    wrappers = "minidp", "torchft"
     parser.add_argument("--wrapper", choices=wrappers, default="minidp")
     parser.add_argument("--out", help="a file for all notes, if a step was wrong")
     parser.add_argument("--kinds", nargs="*", default=KINDS)

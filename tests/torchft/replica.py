@@ -8,7 +8,6 @@ each replica has contributed to the average.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import time
@@ -125,24 +124,10 @@ def wrap(name, manager, net):
     if name != "torchft":
         import minidp.torchft
 
-        cap = "auto" if name == "auto" else 0.01
-        if name == "auto":
-            try_anything(os.getpid())
-        return minidp.torchft.DataParallel(manager, net, bucket_cap_mb=cap)
+        return minidp.torchft.DataParallel(manager, net, bucket_cap_mb=0.01)
     from torchft import DistributedDataParallel
 
     return DistributedDataParallel(manager, net, bucket_cap_mb=0.01)
-
-
-def try_anything(seed):
-    """Let this replica propose random layouts, a new one after each two steps."""
-    from minidp.autotune.trials import Search
-    from minidp.torchft import tuning
-    from tests.distributed.test_autotune import wild
-
-    numbers = itertools.count(seed)
-    Search.proposal = lambda search, trial: wild(next(numbers))(search, trial)
-    tuning.STEPS = 1
 
 
 def train(replica, lighthouse, folder, wrapper="minidp"):

@@ -279,28 +279,6 @@ def test_a_step_in_which_a_replica_dies_is_repeated_from_the_same_gradients(
     same(a.seen[4], flat(one_step(before, 3, (0, 1), ways, how.get("quiet", 0))))
 
 
-class Counting(Replica):
-    """One whose batches have other numbers of items: 1 + 2 * its number."""
-
-    counts = True
-
-    def __init__(self, number, lighthouse, **options):
-        super().__init__(number, lighthouse, average_over="items", **options)
-        self.totals = {}  # step -> items of each replica
-
-    def micro_batch(self, x, way):
-        rows = x[: 1 + 2 * self.number]
-        loss = self.model(rows, way).square().sum(1)
-        if self.counts:
-            self.model.count_items(len(rows), loss.sum())
-        loss.sum().backward()
-
-    def step(self, way="both", quiet=1):
-        super().step(way, quiet)
-        if (step := self.manager.current_step()) in self.seen:
-            self.totals.setdefault(step, self.model.item_totals)
-
-
 def then_do(work, call):
     """Call ``call`` whenever somebody has waited for the manager's ``work``."""
     inner = work._work
@@ -309,11 +287,10 @@ def then_do(work, call):
     )
 
 
-@pytest.mark.parametrize("kind", [Replica, Counting])
 @pytest.mark.parametrize("step", [1, 3], ids=["other buckets", "the same buckets"])
-def test_a_replica_that_fails_where_the_other_commits_catches_up(start, step, kind):
+def test_a_replica_that_fails_where_the_other_commits_catches_up(start, step):
     """In step 1 the layout is agreed on: who commits it has other buckets in step 2."""
-    a, b = start(0, 1, kind=kind, **SMALL)
+    a, b = start(0, 1, **SMALL)
     train(step, a, b)
     all_reduce = b.manager.allreduce
 
@@ -388,59 +365,6 @@ def test_several_processes_per_replica(start):
         assert a[r].layout == joins[r].layout
         assert a[r].model.participants == [0, 1, 2]
     assert not torch.equal(a[0].seen[9], a[1].seen[9])
-
-
-def items_reference(net, step, replicas):
-    """Take one step of ``net`` with the mean over all items of ``replicas``."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
-    optimizer.zero_grad()
-    rows = [batch(r, step)[: 1 + 2 * r] + n for r in replicas for n in range(2)]
-    net(torch.cat(rows)).square().sum(1).mean().backward()
-    optimizer.step()
-    return flat(net)
-
-
-def test_unequal_counts_are_averaged_over_the_items_of_the_participants(start):
-    """Also of those who are left when a replica dies, and of one that joins."""
-    replicas = start(0, 1, 2, kind=Counting, **SMALL)
-    train(3, *replicas)
-    *survivors, victim = replicas
-    before = copy.deepcopy(victim.net)
-    together(*(each.step for each in replicas))
-    same(victim.seen[4], items_reference(before, 3, (0, 1, 2)))
-    assert victim.totals[4].of_ranks.tolist() == [2, 6, 10]
-    before = copy.deepcopy(victim.net)
-    together(victim.die_in_backward, *(each.step for each in survivors))
-    expected = items_reference(before, 4, (0, 1))
-    for each in survivors:
-        same(each.seen[5], expected)
-        assert each.totals[5].of_ranks.tolist() == [2, 6]
-    (joins,) = start(2, kind=Counting, **SMALL)
-    train(9, *survivors, joins)
-    assert min(joins.seen) > 5
-    for step, params in joins.seen.items():
-        assert torch.equal(params, survivors[0].seen[step])
-    first = joins.totals[min(joins.seen)].of_ranks.tolist()
-    assert first == [2, 6, 0]  # it has just caught up, and contributed nothing
-    assert joins.totals[9].of_ranks.tolist() == [2, 6, 10]
-
-
-def test_a_replica_that_does_not_count_its_items_is_named(start):
-    a, b = start(0, 2, kind=Counting, **SMALL)
-    train(3, a, b)
-
-    def fails(replica):
-        words = "No number of items was said on rank 2"
-        with pytest.raises(minidp.ItemCountError, match=words) as found:
-            replica.step()
-        assert "rank 0: 2, rank 2: nothing" in str(found.value)
-        replica.model.reset()
-        replica.counts = True
-        replica.train(5)
-
-    b.counts = False
-    together(partial(fails, a), partial(fails, b))
-    assert torch.equal(a.seen[5], b.seen[5])
 
 
 def test_steps_are_recorded_and_measured(start):
@@ -628,6 +552,8 @@ REFUSED = {
     HAS_NOT + "static_graph": lambda: alone(static_graph=True),
     HAS_NOT + "check_replicas_every": lambda: alone(check_replicas_every=1),
     HAS_NOT + "skip_all_reduce_unused": lambda: alone(**SKIPS),
+    HAS_NOT + 'bucket_cap_mb="auto"': lambda: alone(bucket_cap_mb="auto"),
+    HAS_NOT + 'average_over="items"': lambda: alone(average_over="items"),
     HAS_NOT + "a sparse": lambda: alone(nn.Embedding(4, 4, sparse=True)),
     HAS_NOT + "join": lambda: alone().join(),
     HAS_NOT + "register_comm_hook": lambda: alone().register_comm_hook(None, None),
