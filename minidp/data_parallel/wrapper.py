@@ -262,9 +262,6 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     def _before_module(self) -> None:
         with_grad = torch.is_grad_enabled()
-        is_synced = with_grad and self.require_backward_grad_sync
-        if is_synced and not self._reducer.failure:  # its maps may never come
-            self.logger.forward_begins()
         if with_grad:
             self._reducer.queue.tracer.enter(StepEvent.FORWARD_BEGIN)
             self._guard.check_forward(self.module)
@@ -307,8 +304,6 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             items.watch(self._reducer, output, will_reduce=will_reduce)
             self._reducer.ledger.note_forward(synchronising=will_reduce)
             self._reducer.local_backwards.forward_ended(output, will_reduce=will_reduce)
-        if will_reduce:
-            self.logger.forward_ends()
         return output
 
     def will_sync_module_buffers(self) -> bool:

@@ -251,11 +251,16 @@ class TorchNames:
     # -- what there is -----------------------------------------------------------------
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return facts, times and flags by torch's keys: `LoggingData.to_dict`."""
+        """Return facts and flags by torch's keys, no times: `LoggingData.to_dict`."""
         return self.logger.to_dict()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        self.logger.set_rate(sample_rate)
+        """Check the rate, as torch does. It has no effect: no iteration is sampled."""
+        if sample_rate < 1:
+            raise ValueError(
+                "DDP runtime logging sample rate should be equal or greater than 1, "
+                f"but got {sample_rate}."
+            )
 
     _bucket_config = property(attrgetter("_reducer.queue.config.caps"))
     _has_rebuilt_buckets = property(attrgetter("_reducer.rebuild_policy.has_rebuilt"))

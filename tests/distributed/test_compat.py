@@ -364,6 +364,14 @@ def logged(ctx, wrap, options):
     return first, ddp._get_ddp_logging_data()
 
 
+OF_ITERATIONS = {"iteration", "unused_parameter_size"}
+OF_ITERATIONS.add("prev_iteration_grad_ready_order_indices")
+
+
+def num_buckets(data):
+    return len(data["bucket_sizes"].split(", "))
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -375,21 +383,23 @@ def logged(ctx, wrap, options):
     ids=str,
 )
 def test_logging_data(pool, options):
-    """Errors, comm hooks and the sample rate: `tests/conformance`."""
+    """Errors and comm hooks: `tests/conformance`."""
     for theirs, ours in pool.run(on_both, 2, logged, options):
         for a, b in zip(theirs, ours, strict=True):
             b.pop("can_set_static_graph", None)  # torch's is not visible in time
-            assert a.keys() == b.keys()
-            for key in a:
+            measured = {key for key in a if "_time" in key} | OF_ITERATIONS
+            # Torch has these from the first iteration on.
+            a = {"has_rebuilt_buckets": 0, "num_buckets_reduced": num_buckets(b)} | a
+            assert b.pop("iteration") - a.get("iteration", 0) in (0, 1)  # it began
+            assert a.keys() - measured == b.keys()
+            for key in b:
                 assert type(a[key]) is type(b[key]), key
-                if "_time" in key:
-                    assert b[key] >= 0, key
-                elif key.startswith("rebuilt_"):  # leftovers: a difference
+                if key.startswith("rebuilt_"):  # leftovers: a difference
                     assert sorted(a[key].split(", ")) == sorted(b[key].split(", "))
                 else:
                     assert a[key] == b[key], key
-        assert ours[1]["backward_comm_time"] > 0
-        assert ours[1]["forward_compute_time"] > 0
+        with pytest.raises(KeyError, match=r"from minidp.record\(model\)"):
+            ours[1]["forward_compute_time"]
 
 
 # -------------------------------------------------------------------------- device mesh

@@ -83,15 +83,6 @@ def test_copies_train_alike(lone_group, mode, method):
     assert twin._get_ddp_logging_data()["world_size"] == 1
 
 
-def test_logging_data_outlive_forwards_that_raise(lone_group):
-    ddp = DataParallel(Net())
-    step(ddp)
-    for _ in range(2):
-        with pytest.raises(RuntimeError):
-            ddp(torch.ones(1, 9))
-        assert ddp._get_ddp_logging_data()["avg_backward_compute_time"] > 0
-
-
 @on_ranks((1, 2))
 def test_copies_on_another_group(ctx):
     ddp = wrapped(ctx, Scale())
