@@ -170,11 +170,15 @@ class Heartbeat(PeerMonitor):
         channel, reducer, questions = self._channel, self._reducer(), [*self._questions]
         if reducer is None:
             return
+        communicator, status = reducer.communicator, self._next_status(reducer)
+        # The store may keep this thread for seconds. A replica that the user drops
+        # meanwhile must die at once, with its parameters and buckets.
+        del reducer
         try:
             if not channel.problem:
-                channel.send(self._next_status(reducer))
+                channel.send(status)
                 is_asked = any(isinstance(each, Inquiry) for each in questions)
-                if is_asked or reducer.communicator.is_late:
+                if is_asked or communicator.is_late:
                     channel.read_alarms()
                 if questions:
                     channel.read_statuses({*range(channel.size)} - {self.rank})

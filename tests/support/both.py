@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import time
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +65,20 @@ def error_of(call: Callable[[], object]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def all_die(*references: weakref.ref[Any], seconds: float = 10.0) -> bool:
+    """Return whether these objects die; collect garbage for some seconds, if need be.
+
+    The watchdog's thread may just look at an object, which then lives a moment longer.
+    """
+    deadline = time.monotonic() + seconds
+    while any(reference() is not None for reference in references):
+        if time.monotonic() > deadline:
+            return False
+        gc.collect()
+        time.sleep(0.001)
+    return True
 
 
 def same(a: Any, b: Any) -> bool:

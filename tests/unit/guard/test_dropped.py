@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import minidp
 from minidp.guard import dropped
-from tests.support.both import wrapped
+from minidp.hang.rank_status import Channel
+from tests.support.both import all_die, wrapped
 from tests.support.ranks import on_ranks
 
 KEPT: list[Any] = []  # alive to the end of a test
@@ -39,6 +44,7 @@ def sgd(net: nn.Module) -> Any:
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["at once", "evaluated", "in training", "in no_sync"])
 def test_training_without_the_wrapper_is_named_once(ctx, when):
+    dropped.orphans.clear()  # what other tests have left
     net = nn.Linear(3, 1)
     optimizer = sgd(net)
     ddp = wrapped(ctx, net)
@@ -153,19 +159,36 @@ def test_training_is_over_with_the_process_group(ctx):
     assert after_the_group(ctx) == []
 
 
+@contextmanager
+def store_answers(*, at_once: bool) -> Iterator[None]:
+    """If not ``at_once``, let the watchdog's thread wait for the store in the block."""
+    released, plain = threading.Event(), Channel.send
+
+    def send(self: Channel, status: Any) -> None:
+        released.wait(20)
+        plain(self, status)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not at_once:
+            patch.setattr(Channel, "send", send)
+        try:
+            yield
+        finally:
+            released.set()
+
+
 @on_ranks(2)
-def test_no_tensor_is_kept_alive(ctx):
-    net = nn.Linear(3, 1)
-    wrapped(ctx, net)
-    gc.collect()
-    assert len(dropped.orphans) == 2
-    references = [
-        params for facts, _ in dropped.orphans.values() for params in facts.params
-    ]
-    del net
-    gc.collect()
-    assert all(reference() is None for reference in references)
-    wrapped(ctx, nn.Linear(2, 1))
-    gc.collect()
-    assert len(dropped.orphans) == 2
+@pytest.mark.parametrize("at_once", [True, False], ids=["store", "store that blocks"])
+def test_no_tensor_is_kept_alive(ctx, at_once):
+    dropped.orphans.clear()  # what other tests have left
+    with store_answers(at_once=at_once):
+        net = nn.Linear(3, 1)
+        assert all_die(weakref.ref(wrapped(ctx, net)))
+        assert len(dropped.orphans) == 2
+        facts, _ = next(iter(dropped.orphans.values()))
+        references = [weakref.ref(param) for param in net.parameters()]
+        del net
+        assert all_die(*references)
+        assert all_die(weakref.ref(wrapped(ctx, nn.Linear(2, 1))))
+        assert all(others is not facts for others, _ in dropped.orphans.values())
     dropped.orphans.clear()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import time
 import warnings
 import weakref
 
@@ -15,7 +13,7 @@ from torch import nn
 
 from minidp import DataParallel, UnsyncedGradientsError
 from minidp.guard import local_updates
-from tests.support.both import Two
+from tests.support.both import Two, all_die
 
 X = torch.tensor([2.0])
 
@@ -250,10 +248,7 @@ def told(ctx, *args):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             reducer = steps_of(ctx, *args)
-        deadline = time.monotonic() + 10
-        while reducer() is not None and time.monotonic() < deadline:
-            gc.collect()  # the watchdog's thread may hold it for a moment
-            time.sleep(0.01)
+        all_die(reducer)
     finally:
         local_updates.PATIENCE = before
         logging.getLogger("minidp").removeHandler(log)
