@@ -116,7 +116,7 @@ class PeerMonitor:
     def move_to(self, group: ProcessGroup, key: str) -> None:
         """Talk to other ranks by ``group``'s store, under ``key``, from now on.
 
-        ``key`` is equal on all ranks. Here no-op.
+        ``key`` is equal on all ranks, and all of them have just met. Here no-op.
         """
 
 

@@ -102,10 +102,10 @@ class Replication:
     def start(self, checked: Arguments, *, verifies: bool) -> None:
         """Collective: compare the ranks' modules and options; send out rank 0's state.
 
-        ReplicaMismatchError on all ranks if they differ. Then `connect`, and move the
-        buckets to shared memory if all ranks can. ``verifies=False`` (``init_sync``):
-        instead of all that only send delayed parameters. In the end move the heartbeat
-        to this wrapper's store key.
+        ReplicaMismatchError on all ranks if they differ. Then `connect`, move the
+        heartbeat to this wrapper's store key, and the buckets to shared memory if all
+        ranks can. ``verifies=False`` (``init_sync``): instead of all that only send
+        delayed parameters.
         """
         communicator = self._reducer.communicator
         group = communicator.group
@@ -124,8 +124,8 @@ class Replication:
                 managed = checked.replica.managed
                 delayed = [managed[name] for name in checked.replica.delayed]
                 broadcast_coalesced(delayed, group)
-        communicator.peers.move_to(group, self._key)
         if verifies:
+            communicator.peers.move_to(group, self._key)
             self._reducer.adopt(self._reducer.queue.layout, shares=True)
 
     def connect(self) -> None:

@@ -59,18 +59,22 @@ class Heartbeat(PeerMonitor):
         # By topic: what else travels with a beat.
         self._riders: dict[str, Callable[[dict[int, Any]], Any]] = {}
         self._num_riders = 0  # ever
-        self.move_to(communicator.group, key)
+        self._open(communicator.group, key, has_met=False)
 
     def move_to(self, group: ProcessGroup, key: str) -> None:
         """Use ``group``'s store, under ``key``, by a new `Channel`; wake the watchdog.
 
+        All ranks have met before: each of them is known to have wrapped the module.
         Forgets read statuses and alarms, unsent alarms, a lost store, and open `Passed`
         questions (which nobody will answer). May take 2 s to connect.
         """
+        self._open(group, key, has_met=True)
+
+    def _open(self, group: ProcessGroup, key: str, *, has_met: bool) -> None:
         self.group, self.rank = group, group.rank()
         self._questions = [q for q in self._questions if isinstance(q, Inquiry)]
         store = own_store(group, f"watch/{key}")
-        self._channel = Channel(store, self.rank, group.size())
+        self._channel = Channel(store, self.rank, group.size(), has_met=has_met)
         self._wake()
 
     # -- called by training threads ----------------------------------------------------

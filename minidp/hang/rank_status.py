@@ -157,10 +157,12 @@ class Channel:
     """Publish and read ranks' statuses and alarms in the process group's store.
 
     The constructor connects to a TCPStore's host (up to 2 s), only to notice its end.
+    ``has_met``: all ranks are known to have wrapped the module, because they have
+    compared their replicas, or have called ``reset()`` together.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, store: Store, rank: int, size: int, *, has_met: bool) -> None:
+        self.rank, self.size, self.has_met = rank, size, has_met
         self._store, self._connection = store, connect(store)
         if self._connection is not None:
             self._connection.settimeout(0)

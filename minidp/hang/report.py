@@ -31,12 +31,14 @@ class Sighting:
 
     The constructor does so, from what ``channel`` has read; ``started``: its number.
     ``absent``: ranks that gave up; if none did, those that are silent, have published
-    no status, or have started fewer collectives and wait for none. ``silent``: ranks
-    whose statuses are not renewed.
+    no status, or have started fewer collectives and wait for none. If the store was
+    lost, a rank without status is not called absent: its status was never read.
+    ``silent``: ranks whose statuses are not renewed.
     """
 
     def __init__(self, channel: Channel, started: int, silent: Collection[int]) -> None:
         self._statuses, self._alarms = channel.statuses, channel.alarms
+        self._is_store_lost, self._has_met = bool(channel.problem), channel.has_met
         self._silent = silent
         self._others = [r for r in range(channel.size) if r != channel.rank]
         late = (r for r, alarm in self._alarms.items() if alarm.started < started)
@@ -48,7 +50,9 @@ class Sighting:
 
     def _is_late(self, rank: int, started: int) -> bool:
         status = self._statuses.get(rank)
-        if rank in self._silent or status is None:
+        if status is None:
+            return not self._is_store_lost
+        if rank in self._silent:
             return True
         # A rank that waits is late because of another one.
         return status.started < started and not status.wait_description
@@ -88,6 +92,12 @@ class Sighting:
         if rank in self._alarms:
             return f"Rank {rank} gave up: {_cut(self._alarms[rank].why)}."
         if status is None:
+            if self._has_met:
+                return (
+                    f"Rank {rank} has wrapped this module, but nothing was heard of it "
+                    "since: its process has ended or is stopped, or it publishes "
+                    "nothing because it has hang_timeout=None."
+                )
             return f"Rank {rank} never said that it wrapped this module."
         seen = _describe(status)
         if rank in self._silent:

@@ -303,8 +303,8 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 ddp = DataParallel(nn.Linear(2, 2), hang_timeout=1.5)
 ddp(torch.ones(1, 2)).sum().backward()
-if rank == 1:
-    {rank1}
+if rank == {rank}:
+    {does}
 try:
     ddp(torch.ones(1, 2)).sum().backward()
 except {catches} as error:
@@ -320,10 +320,15 @@ ENDS = {
 
 
 def run_two(
-    rank1: str, end: str = "", catches: str = "RuntimeError"
+    does: str, end: str = "", catches: str = "RuntimeError", rank: int = 1
 ) -> list[tuple[int, str]]:
-    """Run SCRIPT on two ranks; return exit status and output of each that ends."""
-    script = textwrap.dedent(SCRIPT).format(rank1=rank1, end=end, catches=catches)
+    """Run SCRIPT on two ranks; return exit status and output of each that ends.
+
+    ``does``: what ``rank`` does instead of the second step.
+    """
+    script = textwrap.dedent(SCRIPT).format(
+        does=does, end=end, catches=catches, rank=rank
+    )
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
     del store
@@ -338,7 +343,7 @@ def run_two(
     ]
     try:
         outputs = [both[0].communicate(timeout=60)[0]]
-        if "SIGSTOP" not in rank1:
+        if "SIGSTOP" not in does:
             outputs.append(both[1].communicate(timeout=60)[0])
     finally:
         for process in both:
@@ -392,6 +397,18 @@ def test_a_rank_that_ran_out_of_inputs(end: str) -> None:
     assert "gave up" not in answer
     assert "Traceback (most recent call last):" in above[0]
     assert len(above) == 2, output  # no source line: it is python -c
+
+
+@pytest.mark.parametrize("does", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_rank_0_takes_the_store_with_it_and_nothing_false_is_said(does: str) -> None:
+    """It had wrapped the module, and trained. Its last words are read, or lost."""
+    (_, _), (status, output) = run_two(does, rank=0)
+    assert status == 0, output
+    lost = "ERROR [rank 1] Nothing is known about the other ranks: the " in output
+    read = "ERROR [rank 1] Missing: rank 0. Rank 0 is gone: its process" in output
+    assert lost or (read and "exit" in does), output
+    assert lost == ("(rank 0, or torchrun's agent)" in output)
+    assert "never said" not in output
 
 
 def test_threads_have_a_moment_before_the_interpreter_goes() -> None:

@@ -13,7 +13,7 @@ from minidp.hang.rank_status import Alarm, Channel, RankStatus, connect, is_clos
 @pytest.fixture
 def channels():
     store = dist.HashStore()
-    return [Channel(store, rank, 3) for rank in range(3)]
+    return [Channel(store, rank, 3, has_met=True) for rank in range(3)]
 
 
 def send(channel, *alarms, started=None):
@@ -66,7 +66,8 @@ def test_an_alarm_that_could_not_be_sent_hides_no_other(channels):
 def test_a_connection_is_closed_when_the_host_of_the_store_ends():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False)
-    channel = Channel(dist.PrefixStore("a", dist.PrefixStore("b", client)), 0, 2)
+    store = dist.PrefixStore("a", dist.PrefixStore("b", client))
+    channel = Channel(store, 0, 2, has_met=True)
     channel.send(None)
     del server
     channel._connection.settimeout(10)  # until the system has closed it

@@ -26,7 +26,7 @@ def status(started, wait="", **more):
     return RankStatus(3, "in a backward", started, wait, **more)
 
 
-def channel(*statuses, alarms=(), problem=""):
+def channel(*statuses, alarms=(), problem="", has_met=False):
     """Of ranks 1, 2, ...; None: it published nothing."""
     return SimpleNamespace(
         rank=0,
@@ -34,6 +34,7 @@ def channel(*statuses, alarms=(), problem=""):
         statuses={r: s for r, s in enumerate(statuses, start=1) if s is not None},
         alarms={alarm.rank: alarm for alarm in alarms},
         problem=problem,
+        has_met=has_met,
     )
 
 
@@ -50,14 +51,16 @@ STATUSES = {
 BOO = {"alarms": [Alarm(2, 4, "ValueError: boo. What to do: nothing.")]}
 OUT = {"alarms": [Alarm(2, 4, ENDED)]}
 RAN_OUT = "is gone: its process ended without an error"
+OUT_1 = {"alarms": [Alarm(1, 4, ENDED)]}
+MET = {"has_met": True}  # all ranks have wrapped
 LATER = {"alarms": [Alarm(2, 5, "the end")]}  # no reason for what we wait for
 SILENT = "does not answer (killed, stopped, or cut off)"
 ONE, TWO = ({"silent": [rank]} for rank in (1, 2))
 
 
-def sighting(names, *, alarms=(), silent=()):
+def sighting(names, *, silent=(), **more):
     statuses = (STATUSES[name] for name in names.split(", "))
-    return Sighting(channel(*statuses, alarms=alarms), 5, silent)
+    return Sighting(channel(*statuses, **more), 5, silent)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +77,9 @@ def sighting(names, *, alarms=(), silent=()):
         ),
         ("unknown", {}, "1", "never said that it wrapped this module.", True),
         ("unknown, waits", {}, "1", "never said that it wrapped this module.", True),
+        ("unknown", MET, "1", "has wrapped this module, but nothing was heard", True),
+        ("unknown, waits", MET, "1", "has wrapped this module, but nothing", True),
+        ("unknown", MET | OUT_1, "1", f"{RAN_OUT}. If", False),
         ("waits, is past it", ONE, "1", f"{SILENT}; last seen: HERE, waiting.", False),
         ("busy, busy", TWO, "1, 2", "runs", False),
         # Who waits, or is silent, is late because of another one.
@@ -157,6 +163,17 @@ def test_a_lost_store_is_told_with_what_was_known():
     assert text.startswith("Missing: rank 1. Rank 1 runs, but")
     assert text.endswith("It is gone.")
     assert not may_come
+
+
+@pytest.mark.parametrize("has_met", [True, False])
+def test_a_rank_is_not_called_missing_if_its_status_cannot_be_read(has_met):
+    """It may have wrapped and trained: only the store could tell."""
+    lost = channel(None, None, problem="The store is gone.", has_met=has_met)
+    assert answer(Inquiry(3, 20.0), lost) == ("The store is gone.", False)
+    lost = channel(None, status(0), problem="The store is gone.", has_met=has_met)
+    text, _ = answer(Inquiry(3, 20.0), lost)
+    assert text.startswith("Missing: rank 2. Rank 2 runs, but")
+    assert "Rank 1" not in text
 
 
 def at(step, steps, **more):
