@@ -15,7 +15,7 @@ Public names; ``help(minidp.DataParallel)`` and so on say more::
                     CollectiveError, CommHookError, DoubleStepError, GradientError,
                     GraphChangedError, ItemCountError, MarkedTwiceError, NativeError,
                     NonFiniteGradientError, ReducerFailedError, ReplicaMismatchError,
-                    UnfinishedReductionError, UnsyncedGradientsError
+                    UnavailableError, UnfinishedReductionError, UnsyncedGradientsError
 
 The house, from what a user starts down to what everybody stands on. A folder is a room:
 its ``__init__.py`` says what it is for, in which order to read it, what others use::
@@ -73,6 +73,7 @@ from .errors import (
     NonFiniteGradientError,
     ReducerFailedError,
     ReplicaMismatchError,
+    UnavailableError,
     UnfinishedReductionError,
     UnsyncedGradientsError,
 )
@@ -103,6 +104,7 @@ __all__ = [
     "ReducerFailedError",
     "ReplicaMismatchError",
     "SyncBatchNorm",
+    "UnavailableError",
     "UnfinishedReductionError",
     "UnsyncedGradientsError",
     "__version__",

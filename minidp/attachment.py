@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from .comm import Hook, ItemTotals
 from .core import is_captured, untraced_itself
 from .data_parallel import DataParallel
+from .errors import UnavailableError
 from .guard import is_averaged
 from .replica import DETOUR
 
@@ -72,9 +73,12 @@ class Attachment:
 
     @property
     def data_parallel(self) -> DataParallel:
-        """The hidden wrapper, for example to record; RuntimeError if detached."""
+        """The hidden wrapper, for example to record; UnavailableError if detached."""
         if self._data_parallel is None:
-            raise RuntimeError("This model was detached: call minidp.attach again.")
+            raise UnavailableError(
+                "This model was detached, and nothing averages its gradients any more. "
+                "What to do: call minidp.attach(model) again, on all ranks."
+            )
         return self._data_parallel
 
     def no_sync(self) -> AbstractContextManager[None]:

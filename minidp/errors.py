@@ -64,6 +64,14 @@ class ReducerFailedError(MiniDPError):
     """An earlier backward failed and `DataParallel.reset` has not been called."""
 
 
+class UnavailableError(MiniDPError, AttributeError):
+    """An attribute has no value now, or never, and this says why; hasattr() is False.
+
+    Tools look at all attributes (``torch.jit.trace``, debuggers): they expect an
+    AttributeError of those without a value, and would stop at any other error.
+    """
+
+
 class NativeError(MiniDPError):
     """The native kernels, or shared memory, are required, but not available here."""
 

@@ -19,6 +19,7 @@ from minidp.core import (
     untraced,
     zeros_for,
 )
+from minidp.errors import UnavailableError, explain
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -106,11 +107,19 @@ def item_totals(self: DataParallel) -> ItemTotals:
     the gradients' device; no rank waits before ``.item()``.
 
     Raises:
-        RuntimeError: no such backward yet, or no ``average_over="items"``.
+        UnavailableError: no such backward yet, or no ``average_over="items"``. It is an
+            AttributeError, so that ``hasattr`` is False then.
     """
-    totals = _counts(self, "item_totals").totals
+    totals = _counts(self, "item_totals", UnavailableError).totals
     if totals is None:
-        raise RuntimeError("No synchronised backward has averaged over items yet.")
+        raise UnavailableError(
+            explain(
+                self._reducer.rank,
+                "item_totals has no value: no synchronised backward has averaged over "
+                "items yet.",
+                remedy="read it after the first backward() that is not in no_sync()",
+            )
+        )
     return totals
 
 
@@ -148,11 +157,13 @@ def _clean_grads_of(node: Node, items: ItemCounts) -> None:
     node.register_prehook(clean)
 
 
-def _counts(ddp: DataParallel, name: str) -> ItemCounts:
-    """Return the wrapper's item counts; RuntimeError, naming ``name``, if none."""
+def _counts(
+    ddp: DataParallel, name: str, kind: type[RuntimeError] = RuntimeError
+) -> ItemCounts:
+    """Return the wrapper's item counts; an error ``kind``, naming ``name``, if none."""
     items = ddp._reducer.queue.averaging.items
     if items is None:
-        raise RuntimeError(
+        raise kind(
             f"{name} is for averages over items, and this model averages over ranks. "
             f"What to do: {passing(average_over='items')}, on all ranks."
         )

@@ -358,6 +358,15 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     count_items, weigh_loss = items.count_items, items.weigh_loss
     item_totals = property(items.item_totals)
 
+    if not TYPE_CHECKING:  # a checker that saw it would believe in any name
+
+        def __getattr__(self, name: str) -> Any:
+            # Python asks here once more for a property that raised an AttributeError.
+            # nn.Module's own error would not say why there is no value.
+            if name == "item_totals":
+                return items.item_totals(self)
+            return nn.Module.__getattr__(self, name)
+
     def step_in_backward(
         self, optimizer: Optimizer, *, clip_grad_norm: float | None = None
     ) -> None:

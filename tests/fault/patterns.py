@@ -146,6 +146,7 @@ row("local SGD inside no_sync()", RIGHT, text, **LEGAL)
 name = "local SGD, averaged before each synchronised step"
 text = times(2, f"{text}, {BLIND}")
 row(name, RIGHT, text, static=ERROR, **LEGAL, **WHOLE)
+row("torch.jit.trace of the wrapper", RIGHT, f"trace, {STEP}", **LEGAL)
 # A hook that averages over few ranks (here one), then parameters.
 text = times(3, f"{times(4, f'{BACKWARD}, unseen step')}, average, note")
 name, text = "post-local SGD with a comm hook", f"local hook, {text}"

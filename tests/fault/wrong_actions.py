@@ -166,6 +166,13 @@ def saliency(stage, how="grad"):
         out.backward(inputs=[x])
 
 
+@action("trace")
+@torch.no_grad()
+def trace(stage):
+    """Look at every attribute, and run a forward, as an export of the model does."""
+    torch.jit.trace(stage.model, stage.x(stage.rank, 502))
+
+
 @action("generator's turn")
 def turn_of_the_generator(stage):
     """Run a backward through the model that needs another network's gradients only."""

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import pickle
+import re
 import warnings
 from typing import Generic, TypeVar
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
 
+import minidp
 from minidp import DataParallel
 from minidp.core.reducer import Phase
 from tests.support.both import MODES, Scale, history_of, modes, values, wrapped, x_of
@@ -48,6 +50,68 @@ def equal(a, b):
 
 
 # -------------------------------------------------------------------- an nn.Module
+
+
+@pytest.mark.parametrize("options", [*MODES, {"average_over": "items"}], ids=str)
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_tools_may_look_at_every_attribute(lone_group, options, has_trained):
+    """What has no value raises an AttributeError: debuggers and tracers expect it."""
+    ddp, net = DataParallel(Net(), **options), Net()
+    handle = minidp.attach(net, **options)
+    recording = minidp.record(ddp)
+    detached = minidp.attach(Net())
+    detached.detach()
+    if has_trained:
+        for owner, model in ((ddp, ddp), (handle, net)):
+            if "average_over" in options:
+                owner.count_items(3)
+            model(batch()).sum().backward()
+    for thing in (ddp, handle, recording, detached):
+        for name in dir(thing):
+            getattr(thing, name, None)
+    for owner in (ddp, handle):
+        assert hasattr(owner, "item_totals") == (
+            has_trained and "average_over" in options
+        )
+    assert not hasattr(detached, "data_parallel")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "averages over ranks. What to do: pass average_over='items'"),
+        ({"average_over": "items"}, "[rank 0] item_totals has no value: no synchron"),
+    ],
+)
+def test_an_attribute_without_a_value_says_why(lone_group, options, says):
+    ddp = DataParallel(Net(), **options)
+    with pytest.raises(minidp.UnavailableError, match=re.escape(says)):
+        ddp.item_totals  # noqa: B018
+    with pytest.raises(AttributeError, match="'DataParallel' object has no attribute"):
+        ddp.item_total  # noqa: B018
+
+
+@pytest.mark.parametrize("mode", [{}, {"gradient_as_bucket_view": True}], ids=str)
+def test_a_trace_is_torchs(lone_group, mode):
+    module, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), batch()
+    traces = []
+    for wrap in BOTH:
+        ddp = wrap(copy.deepcopy(module), **mode)
+        with torch.no_grad():
+            traces.append(torch.jit.trace(ddp, x))
+        traces.append(step(ddp))  # as if nothing had been traced
+    theirs, their_grads, ours, our_grads = traces
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert torch.equal(ours(2 * x), theirs(2 * x))
+    assert equal(our_grads, their_grads)
+
+
+@modes
+def test_a_trace_of_what_torch_cannot_trace(lone_group, mode):
+    """It has module buffers; and torch's trace of the last two modes cannot run."""
+    ddp = DataParallel(Net(), **mode).eval()
+    traced = torch.jit.trace(ddp, batch())
+    assert torch.equal(traced(2 * batch()), ddp.module(2 * batch()))
 
 
 def test_state_dict_is_torchs(lone_group):

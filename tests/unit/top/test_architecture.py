@@ -51,7 +51,7 @@ ROOMS: dict[str, set[str]] = {
     | {"layout", "replica", "sync_batchnorm"}
     | TOP,
     "torchft": {"data_parallel", "autotune", "overlap", "core", "comm", "layout"} | TOP,
-    "attachment": {"data_parallel", "guard", "replica", "core", "comm"},
+    "attachment": {"data_parallel", "guard", "replica", "core", "comm", "errors"},
     "swapping": {"data_parallel", "config", "console"},
     "report": {"overlap", "console"},
     "recording": {"attachment", "data_parallel", "overlap", "core", "comm"} | TOP,
