@@ -8,7 +8,7 @@ from typing import Any
 
 from . import doctor, report, run, tune
 from ._version import __version__
-from .console import parse, say
+from .console import Parser, parse, say
 from .native import __main__ as native
 
 # Per command: its room, and what it is for.
@@ -23,9 +23,7 @@ COMMANDS: dict[str, tuple[Any, str]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a subcommand, return its exit status; without one, print help, return 2."""
-    parser = argparse.ArgumentParser(
-        prog="minidp", description="Tools around minidp.DataParallel."
-    )
+    parser = Parser(prog="minidp", description="Tools around minidp.DataParallel.")
     parser.add_argument("--version", action="version", version=f"minidp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     raw = argparse.RawDescriptionHelpFormatter

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import io
 import os
+import re
 import runpy
 import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import torch
 
@@ -96,6 +98,52 @@ def width_of(stream: TextIO) -> int | None:
         return None
 
 
+class Parser(argparse.ArgumentParser):
+    """Parse arguments as argparse does, and say what a misspelt one may mean.
+
+    Each subcommand answers for its own options, with its own usage: argparse would
+    pass an unknown one on to the parser of the whole command.
+    """
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Return the options and []; exit if a word is unknown."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            known = [
+                word
+                for action in self._actions
+                if action.help != argparse.SUPPRESS
+                for word in action.option_strings
+            ]
+            words = [word.partition("=")[0] for word in unknown]
+            hint = _did_you_mean(words, known)
+            self.error(
+                f"unrecognized arguments: {' '.join(unknown)}{hint} "
+                f"(`{self.prog} --help` lists all)"
+            )
+        return options, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2, after the usage and ``message``."""
+        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if choice is not None:
+            known = re.findall(r"[\w-]+", choice[2])
+            message += _did_you_mean([choice[1]], known)
+        super().error(message)
+
+
+def _did_you_mean(words: Sequence[str], known: Sequence[str]) -> str:
+    """Return "; did you mean X, Y?", or "" if no word resembles a known one."""
+    similar = [
+        name
+        for word in words
+        for name in difflib.get_close_matches(word.lower(), known, n=1)
+    ]
+    return f"; did you mean {', '.join(similar)}?" if similar else ""
+
+
 def run_command(
     name: str,
     add_arguments: Callable[[argparse.ArgumentParser], None],
@@ -106,14 +154,17 @@ def run_command(
     ``add_arguments`` gets the parser, ``main`` the parsed arguments.
     """
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(name, formatter_class=raw)
+    parser = Parser(name, formatter_class=raw)
     add_arguments(parser)
     sys.exit(main(parse(parser)))
 
 
 def positive_seconds(text: str) -> float:
     """Return ``text`` as float, for argparse; raise if no number, <= 0 or infinite."""
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"a positive number of seconds, not {text}")
     return seconds

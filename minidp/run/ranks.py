@@ -45,7 +45,7 @@ def add_num_ranks(parser: argparse.ArgumentParser) -> None:
 
 def _at_least_one(text: str) -> int:
     """Argparse type: return the number in ``text``; raise if below 1, or no number."""
-    if int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"at least one rank, but got {text}")
     return int(text)
 

@@ -53,6 +53,72 @@ def test_words_and_exit_statuses(words, status, says, alone, capsys):
     assert says in printed.out + printed.err
 
 
+MISSPELT = [
+    (words, option)
+    for words, options in [
+        (["doctor"], ["--json", "--timeout", "--wait"]),
+        (["native", "build"], ["--force", "--verbose", "--optional"]),
+        (["report"], ["--html", "--png", "--trace", "--json"]),
+        (["run"], ["--report", "--save", "--compare", "--hang-timeout", "--before"]),
+        (["tune"], ["--out", "--copy", "--no-copy", "--static-graph"]),
+        ([], ["--version"]),
+    ]
+    for option in options
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    MISSPELT,
+    ids=lambda v: v if isinstance(v, str) else " ".join(v),
+)
+@pytest.mark.parametrize("value", [[], ["3", "x.py"]], ids=["alone", "and more"])
+def test_a_misspelt_option_is_named_by_its_own_command(words, option, value, capsys):
+    wrong = option[:4] + option[3:]  # a letter twice: no abbreviation
+    if not value and words in (["run"], ["tune"], ["report"]):
+        value = ["x.py"]  # they need one word
+    if not words:
+        value = []
+    assert status_of([*words, wrong, *value]) == 2
+    said = capsys.readouterr().err
+    command = " ".join(["minidp", *words])
+    assert said.startswith(f"usage: {command} [")
+    assert f"{command}: error: unrecognized arguments: {wrong}" in said
+    assert f"; did you mean {option}? (`{command} --help` lists all)\n" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["rn", "x.py"], "minidp: error: argument COMMAND: invalid choice: 'rn' "),
+        (["rn", "x.py"], "; did you mean run?"),
+        (["native", "biuld"], "; did you mean build?"),
+        (["run", "-N", "2", "x.py"], "arguments: -N; did you mean -n? ("),
+        (
+            ["tune", "--hang_timeout=3", "--uot", "b", "x.py"],
+            "--hang-timeout, --out? (",
+        ),
+        (["run", "--zzz", "x.py"], "run: error: unrecognized arguments: --zzz (`mini"),
+        (["run", "-n", "two", "x.py"], "argument -n: at least one rank, but got two"),
+        (["run", "--limit", "x", "x.py"], "a positive number of seconds, not x"),
+    ],
+)
+def test_other_wrong_words(words, says, capsys):
+    assert status_of(words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_options_of_the_script_are_its_own(tmp_path, alone, capsys):
+    script = tmp_path / "x.py"
+    script.write_text("import sys\nprint(sys.argv[1:])\n")
+    assert status_of(["run", str(script), "--hang-timout", "3"]) == 0
+    assert "['--hang-timout', '3']" in capsys.readouterr().out
+
+
+def test_every_command_has_such_a_test():
+    assert {words[0] for words, _ in MISSPELT if words} == {*COMMANDS}
+
+
 def test_report_of_one_rank_and_of_several(files, capsys):
     words = [sys.executable, "-W", "error", "-m", "minidp.report", files[0]]
     done = subprocess.run(words, capture_output=True, text=True, timeout=200)
