@@ -154,7 +154,10 @@ class TunedLayouts:
             order.told = functools.partial(self._write, number)
 
     def _write(self, number: int, plain: dict[str, Any], choice: Choice) -> None:
-        """Write model ``number``'s layout to its file atomically; print ``choice``."""
+        """Write model ``number``'s layout to its file atomically; print ``choice``.
+
+        Its two lines are all that is said: `AutotunePolicy` logs no choice then.
+        """
         path = numbered(self._out, number)
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         text = json.dumps(plain | {"tuned": str(choice)}, indent=1)
@@ -163,13 +166,15 @@ class TunedLayouts:
         self._num_written += 1
         option = OPTIONS["bucket_layout"]
         use = (
-            f"Use it: minidp run {option.word} {self._out} SCRIPT, or the environment "
-            f"variable {option.variable}={self._out}, or "
+            f"To use it: minidp run {option.word} {self._out} SCRIPT, or the "
+            f"environment variable {option.variable}={self._out}, or "
             f"minidp.DataParallel(..., bucket_layout={str(path)!r})."
         )
         if not choice.is_another:
-            use = "With this file a run has torch's layout without looking for one."
-        say_on_stderr(f"minidp tune: {path}: {choice}. {use}")
+            use = (
+                "You need no file for that: it is what a run has without such options."
+            )
+        say_on_stderr(f"minidp tune: {choice}.\nminidp tune: wrote {path}. {use}")
 
     def finish(self) -> int:
         """On rank 0, print why and return 1 if a layout or model is missing; else 0."""
@@ -184,11 +189,12 @@ class TunedLayouts:
             )
         elif missing:
             steps = ", ".join(str(ledger.finalized) for _, ledger in self._models)
+            of = "the model" if count == 1 else f"{missing} of {count} models"
             say_on_stderr(
-                f"minidp tune: {missing} of {count} models found no layout. It takes "
-                f"at least 2 ranks (here: {self._models[-1][0]}), {NEEDED} "
-                f"synchronised steps (here: {steps}), and a comm hook without state, "
-                "if any."
+                f"minidp tune: no layout was found for {of} of this script. The search "
+                f"needs at least 2 ranks (here: {self._models[-1][0]}), {NEEDED} "
+                f"synchronised steps (here: {steps}), and no comm hook that has a "
+                "state."
             )
         return int(not count or missing > 0)
 

@@ -109,14 +109,14 @@ class Choice:
     def __str__(self) -> str:
         """Return sizes and times of the chosen and torch's layout, as a line to log."""
         best, torchs, guess = self.best, self.torchs, ""
-        if best.predicted_s is not None:
-            guess = f" (predicted: {_ms(best.predicted_s)})"
         if not self.is_another:
             return (
-                f"torch's layout stays ({_sizes(best.layout)}): none of those tried "
-                f"was clearly faster than its {_ms(torchs.seconds)} per backward, of "
-                f"which {_ms(torchs.exposed_s)}{guess} are exposed communication"
+                f"torch's layout stays ({_sizes(best.layout)}): no other one that was "
+                f"tried is clearly faster. A backward takes {_ms(torchs.seconds)} with "
+                f"it, and exposed communication {_ms(torchs.exposed_s)} of that"
             )
+        if best.predicted_s is not None:
+            guess = f" (predicted: {_ms(best.predicted_s)})"
         return (
             f"{_sizes(best.layout)} instead of {_sizes(torchs.layout)}: backward "
             f"{_ms(best.seconds)} instead of {_ms(torchs.seconds)}, exposed "
@@ -234,7 +234,7 @@ def _sizes(layout: Layout) -> str:
     sizes = [bucket.nbytes / MIB for bucket in layout.buckets]
     least, most = (f"{size:.4g}" for size in (min(sizes), max(sizes)))
     between = most if least == most else f"{least} to {most}"
-    return f"{len(sizes)} buckets of {between} MiB"
+    return f"{len(sizes)} bucket{'s' * (len(sizes) != 1)} of {between} MiB"
 
 
 def _ms(seconds: float) -> str:

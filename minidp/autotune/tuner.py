@@ -122,7 +122,7 @@ class AutotunePolicy(RebuildPolicy, Observer):
         spent = now - self._began
         left = spent * (NUM_TRIALS - number) / max(number, 1)
         if self.told is not None or spent + left > LONG_SECONDS:
-            until = f", {left:.0f} s to go" * bool(number)
+            until = f", {max(left, 1):.0f} s to go" * bool(number)
             text = f"tries layout {number + 1} of {NUM_TRIALS}{until}"
             say_progress(f'minidp: bucket_cap_mb="auto" {text}')
 
@@ -161,15 +161,21 @@ class AutotunePolicy(RebuildPolicy, Observer):
     def _decide(self, now: Layout) -> Layout:
         """Return the layout of the trial that begins, or in the end the one that stays.
 
-        For rank 0 only. After the last trial measuring ends, and `told`, if set, gets
-        the choice; not if `Measurement.decide` returned ``now`` without a choice.
+        For rank 0 only. After the last trial measuring ends, and `told` gets the
+        choice; if nobody has set `told`, the choice is logged. Neither happens if
+        `Measurement.decide` returned ``now`` without a choice.
         """
         assert self._measurement is not None
         layout, choice = self._measurement.decide(self._trial, now)
         if self.is_settled:
             self._stop_measuring()
-        if choice is not None and self.told is not None:
+        if choice is None:
+            return layout
+        if self.told is not None:
             self.told(to_plain(layout, self._pipeline.specs, rebuilt=True), choice)
+        else:
+            # A warning: that is what people see who have set up no logging.
+            logger.warning('bucket_cap_mb="auto": %s.', choice)
         return layout
 
 
@@ -203,7 +209,7 @@ class Measurement:
     def decide(self, trial: int, now: Layout) -> tuple[Layout, Choice | None]:
         """Store the ended trial's steps but its first; return ``trial``'s layout, None.
 
-        ``trial`` NUM_TRIALS: return the layout that stays and the `Choice`, and log it.
+        ``trial`` NUM_TRIALS: return the layout that stays and the `Choice`.
         Return (now, None) if the comm hook may know the buckets, or, with a warning, if
         the search raises ValueError. ``now``: the ended trial's layout. Replaces the
         stopwatch by a new one, which runs. Waits for the GPU, if one is timed.
@@ -227,8 +233,6 @@ class Measurement:
         except ValueError as error:  # the measurements do not fit the model
             logger.warning('bucket_cap_mb="auto" keeps the layout: %s', error)
             return now, None
-        # A warning, because that is what people see who have set up no logging.
-        logger.warning('bucket_cap_mb="auto": %s.', choice)
         return choice.best.layout, choice
 
     def _hook_may_know_buckets(self) -> bool:

@@ -74,6 +74,22 @@ def test_it_says_how_far_it_is(ctx, tmp_path):
         assert said[-1].startswith(f"{tries} 8 of 8, ")
 
 
+@on_ranks(2)
+def test_the_result_is_said_once(ctx, tmp_path):
+    out, said, logged = tmp_path / "buckets.json", [], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "say_on_stderr", said.append)
+        patch.setattr(tuner.logger, "warning", lambda *text: logged.append(text))
+        tuned(ctx, out, tune.NEEDED + 1, 1)
+    assert not logged
+    assert len(said) == (ctx.rank == 0)
+    for text in said:
+        result, where = text.splitlines()
+        assert where.startswith(f"minidp tune: wrote {out}. ")
+        assert result == f"minidp tune: {json.loads(out.read_text())['tuned']}."
+        assert "exposed communication" in result
+
+
 def test_each_model_gets_a_file(pool, tmp_path):
     out = tmp_path / "buckets.json"
     assert pool.run(tuned, 2, out, tune.NEEDED + 1, 2) == [0, 0]
@@ -201,7 +217,8 @@ def test_a_folder_that_is_too_large_is_not_copied_without_being_asked(
 def test_a_script_on_torchs_ddp_is_tuned(ran, lone_group):
     status, err = ran(TORCHS, "-m", "trains")
     assert status == 1  # one rank: nothing to find
-    assert "1 of 1 models found no layout" in err
+    assert "no layout was found for the model of this script. The search" in err
+    assert "2 ranks (here: 1), 50 synchronised steps (here: " in err
 
 
 @pytest.mark.parametrize(

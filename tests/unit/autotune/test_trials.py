@@ -168,7 +168,7 @@ def test_kinds_share_no_bucket_and_delayed_ones_come_last():
 
 
 @pytest.mark.parametrize(
-    ("cap", "words"), [(1, "2 buckets of 1 to 2 MiB"), (8, "1 buckets of 3 MiB")]
+    ("cap", "words"), [(1, "2 buckets of 1 to 2 MiB"), (8, "1 bucket of 3 MiB")]
 )
 def test_sizes_of_buckets_are_told(cap, words):
     specs = [spec(0, shape=(2**18,)), spec(1, shape=(2**19,))]
