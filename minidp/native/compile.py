@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sysconfig
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, suppress
@@ -122,6 +123,8 @@ class _Build:
         self._say = say
         self._log = cache.folder() / f"{recipe.key}.log"
         self._processes: list[subprocess.Popen[str]] = []
+        self._is_over = False  # no command may start any more
+        self._lock = threading.Lock()  # of the two
         self.left_out: list[str] = []
 
     def run(self) -> Path:
@@ -146,7 +149,7 @@ class _Build:
         try:
             return self._compile(flags, plain, for_gpu if nvcc else [], nvcc)
         except BaseException:
-            _end(self._processes)
+            self._end()
             raise
 
     def _compile(
@@ -218,16 +221,21 @@ class _Build:
         NativeError if it fails. ``doing``: what to ``say`` first, and in the error.
         """
         self._say(doing)
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # leads a group, which `_end` kills
-        )
-        self._processes.append(process)
+        # Under the lock, because `_end` must not miss a process that has just started:
+        # its thread would wait for it, and Python for that thread at exit.
+        with self._lock:
+            if self._is_over:
+                raise NativeError(f"The build was ended before {doing}.")
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # leads a group, which `_end` kills
+            )
+            self._processes.append(process)
         output, _ = process.communicate()
         with self._log.open("a") as file:
             file.write(f"$ {shlex.join(command)}\n{output}")
@@ -235,6 +243,18 @@ class _Build:
             raise _CommandError(
                 doing, command[0], process.returncode, output, self._log
             )
+
+    def _end(self) -> None:
+        """Kill what runs, and its children: compiler drivers have some; start no more.
+
+        Called in the main thread, which holds no lock then, after an error or Ctrl-C.
+        """
+        with self._lock:
+            self._is_over = True
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
 
 
 class _CommandError(NativeError):
@@ -318,11 +338,3 @@ def _run_in_parallel(jobs: Iterable[Callable[[], None]]) -> None:
             running |= {pool.submit(job) for job in islice(waiting, len(ended))}
     finally:
         pool.shutdown(wait=False)
-
-
-def _end(processes: Iterable[subprocess.Popen[str]]) -> None:
-    """Kill processes that still run, and their children: compiler drivers have some."""
-    for process in processes:
-        with suppress(ProcessLookupError):
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)

@@ -457,7 +457,7 @@ def test_a_killed_builder_blocks_nobody(here, tmp_path):
     wait_for_compilers(pids, 1)
     assert len(list(here.cache.glob("building-*"))) == 1
     builder.kill()
-    builder.communicate(timeout=60)
+    builder.communicate(timeout=150)
     try:
         # The compiler that it has started lives on, and that must not matter either.
         assert native.build() == here.binary
@@ -488,6 +488,32 @@ def test_an_interrupted_build_leaves_nothing(here, tmp_path, number):
     for name in ("second.cpp", "third.cpp"):
         (here.source / name).unlink()
     assert native.build().exists()  # no lock is left
+
+
+@pytest.mark.parametrize("starts", ["just before", "after"])
+def test_the_end_of_a_build_misses_no_compiler(tmp_path, monkeypatch, starts):
+    """Ctrl-C may come while a thread is about to start one, or has just done so."""
+    monkeypatch.setenv("MINIDP_NATIVE_CACHE", str(tmp_path))
+    plain, started = subprocess.Popen, []
+
+    class Slow(plain):
+        def __init__(self, *args, **more):
+            super().__init__(*args, **more)
+            started.append(self)
+            time.sleep(0.5)  # the compiler runs, and nobody knows it yet
+
+    monkeypatch.setattr(compile.subprocess, "Popen", Slow)
+    build = compile._Build(recipes.describe(), tmp_path, lambda _: None)
+    if starts == "after":
+        build._end()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(build._run, "compiling", ["sleep", "60"])
+        while not (started or running.done()):
+            time.sleep(0.01)
+        build._end()
+        error = running.exception(timeout=20)
+    assert isinstance(error, NativeError)
+    assert len(started) == (starts == "just before")
 
 
 @needs_compiler
