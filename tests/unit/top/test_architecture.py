@@ -50,7 +50,7 @@ ROOMS: dict[str, set[str]] = {
     "data_parallel": {"torch_compat", "autotune", "comm", "core", "guard", "hang"}
     | {"layout", "replica", "sync_batchnorm"}
     | TOP,
-    "torchft": {"data_parallel", "autotune", "overlap", "core", "comm", "layout"} | TOP,
+    "torchft": {"data_parallel", "core", "comm", "layout"} | TOP,
     "attachment": {"data_parallel", "guard", "replica", "core", "comm", "errors"},
     "swapping": {"data_parallel", "config", "console"},
     "report": {"overlap", "console"},

@@ -58,7 +58,7 @@ MISSPELT = [
     for words, options in [
         (["doctor"], ["--json", "--timeout", "--wait"]),
         (["native", "build"], ["--force", "--verbose", "--optional"]),
-        (["report"], ["--html", "--png", "--trace", "--json"]),
+        (["report"], ["--html", "--trace", "--json"]),
         (["run"], ["--report", "--save", "--compare", "--hang-timeout", "--before"]),
         (["tune"], ["--out", "--copy", "--no-copy", "--static-graph"]),
         ([], ["--version"]),
