@@ -2,9 +2,9 @@
 
 Read `command` (options and order; the report), `script` (run a script as Python would),
 `ranks` (start the ranks, as torchrun does), `children` and `at_start/` (swap torch's
-class also in processes that the script starts), `compare` (run a script on torch, in a
-copy of the working directory, then on minidp), `weights` (are the ranks' weights equal
-in the end?), `apart` (a trial in such a copy).
+class also in processes that the script starts), `copies` (of the working directory),
+`compare` (run a script on torch, in such a copy, then on minidp), `weights` (are the
+ranks' weights equal in the end?), `apart` (a trial in such a copy).
 """
 
 from .apart import NoCopyError, apart

@@ -20,7 +20,7 @@ from pathlib import Path
 from minidp.comm import gather_json, launcher_store, post_json
 from minidp.config import setting
 
-from .compare import moved_environment, working_copy
+from .copies import moved_environment, working_copy
 from .ranks import from_environment
 from .script import Script, moved
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
-import shutil
 import signal
 import statistics
 import subprocess
@@ -20,8 +19,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,13 +35,13 @@ from minidp.data_parallel import DataParallel
 from minidp.swapping import TORCHS
 
 from .children import never_take_down, reached_children, seed
+from .copies import moved_environment, working_copy
 from .ranks import from_environment, say_once
-from .script import Script, after_wrapping, moved
+from .script import Script, after_wrapping
 
 WARM_UP = 5  # steps that rebuild buckets and allocate memory
 ENOUGH = WARM_UP + 2  # steps: the time of a step is known from its predecessor's end
 EXIT_SECONDS = 60.0  # for a run on torch to exit after its outcome is written
-MAX_BYTES, MAX_FILES = 500 * 2**20, 20_000  # of a folder, limits without --copy
 
 
 class _CannotCompareError(Exception):
@@ -191,80 +189,6 @@ def _check_torchs(outcomes: Sequence[Outcome]) -> None:
                 f"{outcome.num_ours + outcome.num_models} models of the run on torch "
                 "were minidp's: the script makes them itself. They are not compared."
             )
-
-
-# ------------------------------------------------------------- a copy of the folder
-
-
-def working_copy(here: Path, to: Path, *, is_wished: bool | None) -> tuple[str, str]:
-    """Copy the folder ``here``; return the copy and "", or ``here`` and why not.
-
-    ``is_wished``: copy a folder of any size (True), none (False), or one that is not
-    too large (None).
-    """
-    why_not = "" if is_wished is not False else "--no-copy"
-    if is_wished is None and (why_not := too_large(here)):
-        why_not += "; --copy copies it"
-    try:
-        if not why_not:
-            copy(here, to)
-    except OSError as error:
-        shutil.rmtree(to, ignore_errors=True)
-        why_not = f"it cannot be copied: {error}"
-    return str(here if why_not else to), why_not
-
-
-def moved_environment(here: Path, to: Path) -> dict[str, str]:
-    """Return variables to set for a process that runs in a copy ``to`` of ``here``.
-
-    Modules that PYTHONPATH finds in the folder come from the copy, too.
-    """
-    path = moved(os.environ.get("PYTHONPATH", ""), here, to)
-    return {"PWD": str(to)} | ({"PYTHONPATH": path} if path else {})
-
-
-def too_large(folder: Path) -> str:
-    """Return why a folder is too large to copy; "" up to 20,000 files and 500 MiB."""
-    num_bytes = 0
-    for num_files, path in enumerate(_entries(folder), 1):
-        with suppress(OSError):  # removed meanwhile
-            num_bytes += path.lstat().st_size if path.is_file() else 0
-        if num_files > MAX_FILES:
-            return f"it holds more than {MAX_FILES} files"
-        if num_bytes > MAX_BYTES:
-            return f"it holds more than {MAX_BYTES // 2**20} MiB"
-    return ""
-
-
-def copy(folder: Path, to: Path) -> None:
-    """Copy a folder to a new one; link environments and .git; OSError if it fails."""
-    entries = list(_entries(folder))  # first: the copy may lie in the folder itself
-    to.mkdir(parents=True)
-    for path in entries:
-        place = to / path.relative_to(folder)
-        if path.is_symlink():
-            target = Path(os.path.normpath(path.parent / os.readlink(path)))
-            is_inside = target.is_relative_to(folder)
-            place.symlink_to(to / target.relative_to(folder) if is_inside else target)
-        elif path.is_dir() and _is_linked(path):
-            place.symlink_to(path)
-        elif path.is_dir():
-            place.mkdir()
-        elif path.is_file():
-            shutil.copy2(path, place)
-
-
-def _entries(folder: Path) -> Iterator[Path]:
-    """Yield what is below a folder, parents first; nothing inside `_is_linked` ones."""
-    for where, folders, files in os.walk(folder):
-        yield from (Path(where, name) for name in (*folders, *files))
-        folders[:] = [name for name in folders if not _is_linked(Path(where, name))]
-
-
-def _is_linked(folder: Path) -> bool:
-    """Return whether `copy` links a folder: a Python environment, or .git."""
-    marks = ("pyvenv.cfg", "conda-meta")
-    return folder.name == ".git" or any((folder / mark).exists() for mark in marks)
 
 
 # --------------------------------------------------------------------------- one run

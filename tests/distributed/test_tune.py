@@ -16,7 +16,7 @@ from torch import nn
 import minidp
 from minidp import DataParallel, tune
 from minidp.autotune import tuner
-from minidp.run import compare
+from minidp.run import copies
 from tests.support.ranks import on_ranks
 
 SCRIPT = """
@@ -200,7 +200,7 @@ def test_a_trial_writes_nothing_of_the_users(project, tmp_path, starts, is_linke
 def test_a_folder_that_is_too_large_is_not_copied_without_being_asked(
     ran, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(compare, "MAX_FILES", 2)
+    monkeypatch.setattr(copies, "MAX_FILES", 2)
     for number in range(3):
         (tmp_path / str(number)).touch()
     status, err = ran("raise AssertionError", "trains.py")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import tests.fault.wrong_actions  # noqa: F401  (its actions)
@@ -491,6 +492,14 @@ row("ranks differ in what they ignore", ERROR, "", ONE, **more)
 CAPS = ({"bucket_cap_mb": 25}, {"bucket_cap_mb": "many"})
 name = "one rank's arguments are rejected"
 row(name, HANG, "", ONE, after="", of_rank=CAPS, **ON_1)
+
+# What minidp does not have.
+LOW = {"mixed_precision": _MixedPrecision(*[torch.bfloat16] * 3)}
+row("mixed_precision", ERROR, "train", ONE, before="", after="", of_rank=(LOW, LOW))
+name = "mixed_precision on one rank"
+row(name, HANG, "train", ONE, before="", after="", of_rank=({}, LOW), **ON_1)
+text = "zero, forward, compiled backward, step"
+row("backward under compiled autograd", ERROR, text)
 
 # Comm hooks: for one step on some ranks.
 for name, on_all, on_one in [

@@ -75,6 +75,15 @@ def in_a_context(stage):
             stage.play("step")
 
 
+@action("compiled backward")
+def backward_under_compiled_autograd(stage):
+    # Here: it imports the compiler, which takes seconds.
+    from tests.support.compiling import clean_compiler, compiled_backwards
+
+    with clean_compiler(), compiled_backwards():
+        stage.play("backward")
+
+
 @action("transformed")
 def in_a_transform(stage):
     """Differentiate the model by `torch.func`, as for a saliency map: no backward."""

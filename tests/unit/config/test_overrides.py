@@ -210,13 +210,16 @@ def test_the_constructor_says_so_once(lone_group, monkeypatch, caplog):
     told.cache_clear()
 
 
-def test_every_variable_that_is_read_is_known():
+def test_every_variable_that_is_named_in_the_code_is_known_and_documented():
     root = Path(minidp.__file__).parent
-    read = re.compile(r"""(?:environ\.get\(|environ\[|getenv\()["'](MINIDP_[A-Z_]+)""")
+    named = re.compile(r"""["'](MINIDP_[A-Z_]+)["']""")
     texts = [path.read_text() for path in root.rglob("*.py")]
-    found = {name for text in texts for name in read.findall(text)}
-    assert {"MINIDP_NATIVE", "MINIDP_SHARED_MEMORY"} <= found <= VARIABLES.keys()
-    assert {option.variable for option in OPTIONS.values()} <= VARIABLES.keys()
+    found = {name for text in texts for name in named.findall(text)}
+    options = {option.variable for option in OPTIONS.values()}
+    assert found | options == VARIABLES.keys()
+    section = (root / "run/README.md").read_text().split("## Environment variables")[1]
+    rows = re.findall(r"^\| `(MINIDP_[A-Z_]+)` \|", section, re.MULTILINE)
+    assert rows == list(VARIABLES)
 
 
 # -------------------------------------------------------------------------- remedies

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from minidp.run import compare as module
-from minidp.run.compare import copy, too_large
+from minidp.run import copies
+from minidp.run.copies import copy, too_large
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_what_is_too_large(folder, tmp_path, monkeypatch, limit, value, why):
         (folder / f"{number}.pt").write_bytes(bytes(2**20))
     for path in (tmp_path / "data", folder / "env", folder / ".git"):  # are linked
         (path / "large").write_bytes(bytes(2**22))
-    monkeypatch.setattr(module, limit, 4 * value)
+    monkeypatch.setattr(copies, limit, 4 * value)
     assert too_large(folder) == ""
-    monkeypatch.setattr(module, limit, value)
+    monkeypatch.setattr(copies, limit, value)
     assert too_large(folder) == why

@@ -1,0 +1,90 @@
+"""Copy the working directory, so that a run of a script leaves the user's files alone.
+
+A script reads its data, and writes its checkpoints, by relative paths. A directory of
+symbolic links would let it find the data, but what it opened for writing would be the
+user's own file. So files are copied. Only Python environments and git repositories,
+which a training does not write, are links to the originals.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from .script import moved
+
+MAX_BYTES, MAX_FILES = 500 * 2**20, 20_000  # of a folder, limits without --copy
+
+
+def working_copy(here: Path, to: Path, *, is_wished: bool | None) -> tuple[str, str]:
+    """Copy the folder ``here``; return the copy and "", or ``here`` and why not.
+
+    ``is_wished``: copy a folder of any size (True), none (False), or one that is not
+    too large (None).
+    """
+    why_not = "" if is_wished is not False else "--no-copy"
+    if is_wished is None and (why_not := too_large(here)):
+        why_not += "; --copy copies it"
+    try:
+        if not why_not:
+            copy(here, to)
+    except OSError as error:
+        shutil.rmtree(to, ignore_errors=True)
+        why_not = f"it cannot be copied: {error}"
+    return str(here if why_not else to), why_not
+
+
+def moved_environment(here: Path, to: Path) -> dict[str, str]:
+    """Return variables to set for a process that runs in a copy ``to`` of ``here``.
+
+    Modules that PYTHONPATH finds in the folder come from the copy, too.
+    """
+    path = moved(os.environ.get("PYTHONPATH", ""), here, to)
+    return {"PWD": str(to)} | ({"PYTHONPATH": path} if path else {})
+
+
+def too_large(folder: Path) -> str:
+    """Return why a folder is too large to copy; "" up to 20,000 files and 500 MiB."""
+    num_bytes = 0
+    for num_files, path in enumerate(_entries(folder), 1):
+        with suppress(OSError):  # removed meanwhile
+            num_bytes += path.lstat().st_size if path.is_file() else 0
+        if num_files > MAX_FILES:
+            return f"it holds more than {MAX_FILES} files"
+        if num_bytes > MAX_BYTES:
+            return f"it holds more than {MAX_BYTES // 2**20} MiB"
+    return ""
+
+
+def copy(folder: Path, to: Path) -> None:
+    """Copy a folder to a new one; link environments and .git; OSError if it fails."""
+    entries = list(_entries(folder))  # first: the copy may lie in the folder itself
+    to.mkdir(parents=True)
+    for path in entries:
+        place = to / path.relative_to(folder)
+        if path.is_symlink():
+            target = Path(os.path.normpath(path.parent / os.readlink(path)))
+            is_inside = target.is_relative_to(folder)
+            place.symlink_to(to / target.relative_to(folder) if is_inside else target)
+        elif path.is_dir() and _is_linked(path):
+            place.symlink_to(path)
+        elif path.is_dir():
+            place.mkdir()
+        elif path.is_file():
+            shutil.copy2(path, place)
+
+
+def _entries(folder: Path) -> Iterator[Path]:
+    """Yield what is below a folder, parents first; nothing inside `_is_linked` ones."""
+    for where, folders, files in os.walk(folder):
+        yield from (Path(where, name) for name in (*folders, *files))
+        folders[:] = [name for name in folders if not _is_linked(Path(where, name))]
+
+
+def _is_linked(folder: Path) -> bool:
+    """Return whether `copy` links a folder: a Python environment, or .git."""
+    marks = ("pyvenv.cfg", "conda-meta")
+    return folder.name == ".git" or any((folder / mark).exists() for mark in marks)
