@@ -170,8 +170,8 @@ MUTANTS = [
     ),
     Mutant(
         "a comm hook's result is divided",
-        "self.divisor if hook is None or self.items is not None else 1\n",
-        "self.divisor\n",
+        "self.factors_of(self.divisor if hook is None else 1)\n",
+        "self.factors_of(self.divisor)\n",
     ),
     Mutant(
         "one rank keeps its own initial parameters",
@@ -190,8 +190,10 @@ MUTANTS = [
     ),
     Mutant(
         "module buffers are not broadcast",
-        "broadcast_coalesced(list(self.buffers.values()), group, root)",
-        "broadcast_coalesced([], group, root)",
+        "group = group_of_forwards(self._reducer.communicator.group)\n"
+        "            broadcast_coalesced(list(self.buffers.values()), group, root)",
+        "group = group_of_forwards(self._reducer.communicator.group)\n"
+        "            broadcast_coalesced([], group, root)",
     ),
     Mutant(
         "C++: halves are scaled in their own precision",

@@ -284,17 +284,12 @@ class ItemCounts:
         self._work = self._message = None
         self.is_sent = self.holds_averages = False
 
-    def ranks(self, count: int) -> Sequence[int]:
-        """Return the numbers by which errors name ranks: here 0 to ``count`` - 1."""
-        return range(count)
-
     def _refuse(self, rows: Sequence[Sequence[float]]) -> None:
         """Raise ItemCountError if the ranks' (flags, count, loss) give no mean.
 
         In which cases: see `_problem`.
         """
-        ranks = self.ranks(len(rows))
-        told = [(r, int(row[0]), row[1]) for r, row in zip(ranks, rows, strict=True)]
+        told = [(rank, int(row[0]), row[1]) for rank, row in enumerate(rows)]
         if (problem := _problem(told)) is None:
             return
         what, expected, remedy = problem
