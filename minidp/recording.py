@@ -87,9 +87,25 @@ def wrapper_of(model: object, function: str) -> DataParallel:
         found = model.data_parallel
     elif isinstance(model, nn.Module):
         found = attached_to(model) or model
-    if isinstance(found, DataParallel):
-        return found
     kind = type(model)
+    if isinstance(found, DataParallel):
+        # mmengine's MMSeparateDistributedDataParallel, for one, skips the constructor.
+        if "_reducer" not in vars(found):
+            inside = [n for n, m in found.named_modules() if "_reducer" in vars(m)]
+            remedy = "call the constructor, or wrap what it holds"
+            if inside:
+                one = f"{function}(model.get_submodule({inside[0]!r}))"
+                remedy = (
+                    f"choose one of those, {one}; or start the script by minidp run "
+                    "--report, which records each of them"
+                )
+            raise TypeError(
+                f"{function}() needs one minidp.DataParallel, but this {kind.__name__} "
+                "averages nothing itself, because its class does not call the "
+                "constructor of DataParallel. Wrapped inside it are: "
+                f"{', '.join(inside) or 'none'}. What to do: {remedy}."
+            )
+        return found
     raise TypeError(
         f"{function}() needs a minidp.DataParallel, but got {kind.__module__}."
         f"{kind.__qualname__}. What to do: wrap the module with minidp.DataParallel, "

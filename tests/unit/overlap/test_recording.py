@@ -284,6 +284,36 @@ def test_an_attached_model_is_recorded(lone_group):
     assert counts_of(rec.timelines[0].steps[0]) == (1, 1, 2)
 
 
+class Separate(DataParallel):
+    """As mmengine's MMSeparateDistributedDataParallel: each child has its wrapper."""
+
+    def __init__(self, module, *, wraps):
+        super(DataParallel, self).__init__()
+        self.module = module
+        for name, child in module.named_children() if wraps else ():
+            setattr(module, name, DataParallel(child))
+
+
+@pytest.mark.parametrize("function", [minidp.record, minidp.watch_speed])
+@pytest.mark.parametrize("wraps", [True, False])
+def test_what_wraps_only_its_children_is_named(lone_group, function, wraps):
+    model = Separate(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), wraps=wraps)
+    with pytest.raises(TypeError) as caught:
+        function(model)
+    text = str(caught.value)
+    assert (
+        f"{function.__name__}() needs one minidp.DataParallel, but this Separ" in text
+    )
+    if not wraps:
+        assert "inside it are: none. What to do: call the constructor, or wrap" in text
+        return
+    assert "are: module.0, module.1. What to do: choose one of those, " in text
+    assert f"{function.__name__}(model.get_submodule('module.0')); or start" in text
+    with minidp.record(model.get_submodule("module.0")) as rec:
+        model.module(torch.ones(1, 2)).sum().backward()
+    assert len(rec.timelines[0].steps) == 1
+
+
 def test_a_recording_does_not_keep_the_model_alive(wrap):
     model = wrap()
     with minidp.record(model) as rec:
