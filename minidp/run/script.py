@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import importlib.util
 import os
+import pkgutil
 import re
 import runpy
 import sys
@@ -12,8 +14,9 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any, TextIO
 
 from minidp.console import say_on_stderr
@@ -80,7 +83,8 @@ class Script:
                 if self.is_module:
                     runpy.run_module(self.target, run_name="__main__", alter_sys=True)
                 else:
-                    runpy.run_path(self.target, run_name="__main__")
+                    with _main_module(self.target) as (code, names):
+                        exec(code, names)
             except SystemExit as end:
                 if end.code is None or isinstance(end.code, int):
                     return end.code or 0
@@ -93,13 +97,64 @@ class Script:
         """In the block, set ``sys.argv`` and ``sys.path[0]`` as Python would."""
         argv, path = sys.argv, list(sys.path)
         sys.argv = [self.target, *self.arguments]
-        if not getattr(sys.flags, "safe_path", False):
-            folder = Path(self.target).resolve().parent
-            sys.path[0] = os.getcwd() if self.is_module else str(folder)
+        if not getattr(sys.flags, "safe_path", False) or self._is_importable():
+            sys.path[0] = self._first_on_path()
         try:
             yield
         finally:
             sys.argv, sys.path[:] = argv, path
+
+    def _is_importable(self) -> bool:
+        """Return whether the target is a folder or a zip file."""
+        return not self.is_module and pkgutil.get_importer(self.target) is not None
+
+    def _first_on_path(self) -> str:
+        if self.is_module:
+            return os.getcwd()
+        if self._is_importable():
+            return _absolute(self.target)
+        return str(Path(self.target).resolve().parent)
+
+
+def _absolute(path: str) -> str:
+    """Return what ``python path`` makes of a path: absolute, but not normalised."""
+    return os.getcwd() if path == "." else os.path.join(os.getcwd(), path)
+
+
+@contextmanager
+def _main_module(target: str) -> Iterator[tuple[CodeType, dict[str, Any]]]:
+    """In the block, be ``__main__`` of a file, folder or zip file; yield code, globals.
+
+    Not by ``runpy.run_path``: that would make ``sys.argv[0]`` equal to ``__file__``,
+    whereas Python makes only the latter absolute.
+    """
+    path, name, spec = _absolute(target), "__main__", None
+    importer: Any = pkgutil.get_importer(path)  # None: a file of code
+    loader: Any
+    if importer is not None:
+        spec = importer.find_spec(name)
+        if spec is None:
+            raise ImportError(f"can't find '__main__' module in {target!r}")
+        loader = spec.loader
+        code = loader.get_code(name)
+    elif path.endswith(".pyc"):
+        loader = SourcelessFileLoader(name, path)
+        code = loader.get_code(name)
+    else:
+        loader = SourceFileLoader(name, path)
+        code = loader.source_to_code(loader.get_data(path), path)
+    module = ModuleType(name)
+    names = vars(module)
+    names.update(__file__=path, __loader__=loader, __cached__=None, __spec__=spec)
+    names.update(__builtins__=builtins)
+    if spec is not None:
+        names.update(__file__=spec.origin, __cached__=spec.cached, __package__="")
+    before = sys.modules[name]
+    sys.modules[name] = module
+    try:
+        yield code, names
+    finally:
+        sys.modules[name] = before
 
 
 def moved(text: str, folder: Path, to: Path) -> str:

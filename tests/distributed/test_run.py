@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -309,19 +310,36 @@ import os, sys, pickle
 class Here: pass
 pickle.loads(pickle.dumps(Here()))
 import beside
-print([__name__, sys.argv[1:], os.path.basename(sys.argv[0]), sys.modules["__main__"] is
-       sys.modules[Here.__module__], os.path.basename(__file__), beside.x])
+print([__name__, sys.argv, sys.path[0], __file__, __cached__, __package__, beside.x,
+       sys.modules["__main__"] is sys.modules[Here.__module__], type(__loader__)])
 """
 
 
-@pytest.mark.parametrize("is_module", [False, True])
-def test_a_script_sees_what_python_would_show_it(tmp_path, monkeypatch, is_module):
+@pytest.mark.parametrize(
+    "target",
+    [
+        "train.py",
+        "./train.py",
+        "link.py",
+        "here/train.py",
+        "here",
+        "code.zip",
+        "-m train",
+    ],
+)
+def test_a_script_sees_what_python_would_show_it(tmp_path, monkeypatch, target):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(minidp.__file__).parents[1]))
     (tmp_path / "train.py").write_text(AS_PYTHON)
+    (tmp_path / "__main__.py").write_text(AS_PYTHON)
     (tmp_path / "beside.py").write_text("x = 5\n")
-    target = "train" if is_module else "train.py"
-    given = (target, ["--compare", "-m"], is_module)
+    (tmp_path / "link.py").symlink_to("train.py")
+    (tmp_path / "here").symlink_to(tmp_path)
+    with zipfile.ZipFile("code.zip", "w") as file:
+        file.write("__main__.py")
+        file.write("beside.py")
+    is_module = target.startswith("-m ")
+    given = (target.removeprefix("-m "), ["--compare", "-m"], is_module)
     code = f"from minidp.run.script import Script; Script(*{given}).run()"
     outputs = [
         subprocess.run([sys.executable, *words], capture_output=True, check=True).stdout
