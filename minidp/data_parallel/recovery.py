@@ -166,6 +166,11 @@ def _copy_optimizers(
         left.append(_SCHEDULERS)
     if left and (found.steps or found.parameters):
         steps = f" Optimizer steps: {found.steps}." if found.steps else ""
+        if reducer.rank:  # short, but with what may be left on this rank alone
+            what = f"{how} cannot copy {' and '.join(left)}."
+            remedy = f"give all ranks rank {root}'s state of these"
+            warn(explain(reducer.rank, what, remedy=remedy))
+            return
         warn(
             explain(
                 reducer.rank,
@@ -197,6 +202,13 @@ def _refuse_other_wishes(wishes: Sequence[int], rank: int) -> None:
 
 
 def _explain_difference(rank: int, found: standing.Differences) -> str:
+    """Return the whole text on rank 0; on others a line, for they all found the same.
+
+    Every rank warns: one that has made errors of warnings must not raise alone.
+    """
+    if rank:
+        what = "After reset() the replicas are not the same: see rank 0's warning."
+        return explain(rank, what)
     return explain(
         rank,
         "After reset() the replicas are not the same: some ranks have made a step that "
