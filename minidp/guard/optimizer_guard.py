@@ -96,10 +96,11 @@ class Guard:
         # if the others made the step before, they are asked at once.
         self._open_step: Suspicion | None = None
         self._asks_after_step = False
+        self._tells_open_step = False  # with a warning, if nobody answers
         self._step_trust = _Trust()
         self._has_warned = False  # of a change that could not be judged
         self._averages = _Averages(reducer)
-        self._num_averaged = 0  # the ledger's `finalized` at the last step of ours
+        self._has_stepped = False  # an optimizer of ours, outside no_sync()
         self._skip_trust = _Trust()
         # Parameters that joined the module, at the end of the last backward or in the
         # last step; and their versions when all ranks had the same values.
@@ -142,7 +143,7 @@ class Guard:
             self._check_step(step, optimizer)
             ledger.steps += is_ours  # not before: others see it, and do not wait
             if is_ours:
-                self._num_averaged = ledger.finalized
+                self._averages.are_due, self._has_stepped = False, True
         elif is_ours and ledger.unsynced:
             ledger.was_local = True
         if (ledger.versions or ledger.bypassed is not None) and step.held:
@@ -181,9 +182,13 @@ class Guard:
             elif outcome is not _Outcome.WRONG:
                 self._open_step = suspicion
                 self._asks_after_step = outcome is _Outcome.MADE_ELSEWHERE
+                self._tells_open_step = False
         if joined and step.held:
             self._joined = joined
-            self._judge_joined()
+            if self._judge_joined() is _Outcome.MADE_ELSEWHERE:
+                # Other ranks lack the parameters: usually that is a mistake.
+                self._open_step = suspect_late(self.reducer, joined)
+                self._asks_after_step = self._tells_open_step = True
 
     def _compare(self, step: StepCheck, optimizer: Optimizer) -> Verdict:
         """Compare the gradients of a coming step between the ranks that suspect it."""
@@ -212,7 +217,8 @@ class Guard:
             self._judge_change(change, "after", held)
         if self._asks_after_step:
             self._asks_after_step = False
-            self._judge_open_step(self.comparison.with_waiting_ranks(PATIENCE_SECONDS))
+            verdict = self.comparison.with_waiting_ranks(PATIENCE_SECONDS)
+            self._judge_open_step(verdict, tells=self._tells_open_step)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Count a step that has ended; in no_sync() with local gradients this may warn.
@@ -253,7 +259,7 @@ class Guard:
         if self._open_step is not None:
             everybody = range(len(reducer.params))
             verdict = self.comparison.of_parameters("opened", everybody)
-            self._judge_open_step(verdict)
+            self._judge_open_step(verdict, tells=False)
         if not reducer.ledger.sync_enabled:
             return
         if self._joined:
@@ -319,8 +325,11 @@ class Guard:
         else:
             _add_once(self.reducer, _AskInBackward(self, change.suspicion))
 
-    def _judge_open_step(self, verdict: Verdict) -> None:
-        """Judge a step that was open by a comparison of all parameters after it."""
+    def _judge_open_step(self, verdict: Verdict, *, tells: bool) -> None:
+        """Judge a step that was open by a comparison of all parameters after it.
+
+        ``tells``: warn if nobody answers; else ask again in the next backward.
+        """
         assert self._open_step is not None
         suspicion, self._open_step = self._open_step, None
         suspicion = replace(
@@ -331,8 +340,9 @@ class Guard:
             self._change = None
             find_change(self.reducer)  # nor is an older change of interest
             self._conclude(suspicion, verdict)
-        elif not _add_once(self.reducer, _AskInBackward(self, suspicion)):
-            # No synchronised backward has come since the last step like this.
+        elif tells or not _add_once(self.reducer, _AskInBackward(self, suspicion)):
+            # No synchronised backward has come since the last step like this, and it
+            # is not known whether there will be one.
             self._conclude(suspicion, verdict)
 
     def _check_skipped_step(self) -> None:
@@ -341,15 +351,15 @@ class Guard:
         Averages have come and are gone, and no optimizer has stepped: the script has
         caught an error, or a GradScaler has left out the step on all ranks.
         """
-        ledger, check = self.reducer.ledger, self.replica_check
-        if not self._num_averaged or ledger.finalized == self._num_averaged:
+        check = self.replica_check
+        if not (self._has_stepped and self._averages.are_due):
             return
         # Replicas that are not equal before their step are not comparable here.
         is_comparable = check is None or check.agrees_before_steps
         has_others = self._in_backward or self.precondition is not None
         if has_others or not is_comparable or not self._averages.are_gone():
             return
-        self._num_averaged = ledger.finalized
+        self._averages.are_due = False
         if self.comparison.can_ask and self._skip_trust.is_due():
             suspicion = Suspicion(
                 "This rank dropped the averages of a backward without an optimizer "
@@ -391,7 +401,7 @@ class Guard:
                 "and is said once."
             )
 
-    def _judge_joined(self) -> None:
+    def _judge_joined(self) -> _Outcome:
         """Complain if parameters that joined the module have other values elsewhere."""
         others = self.others()
         joined = {
@@ -409,6 +419,8 @@ class Guard:
             )
             if outcome is not _Outcome.WRONG:
                 self._same_joined = versions
+            return outcome
+        return _Outcome.RIGHT
 
     def _judge(self, suspicion: Suspicion, compare: Callable[[], Verdict]) -> _Outcome:
         """Compare, and complain if that proves the suspicion."""
@@ -477,8 +489,7 @@ class Guard:
         observers[:] = [each for each in observers if not isinstance(each, waiting)]
         self._change, self._open_step = None, None
         self._trust, self._step_trust, self._skip_trust = _Trust(), _Trust(), _Trust()
-        if self._num_averaged:
-            self._num_averaged = self.reducer.ledger.finalized
+        self._averages.are_due = False
         self._joined, self._same_joined, self._same_cast = {}, {}, None
 
     def expect_death(self, has_group: Callable[[], bool]) -> None:
@@ -606,11 +617,12 @@ class _Averages(Observer):
     def __init__(self, reducer: Reducer) -> None:
         self._params = reducer.params
         self._index, self._version = 0, -1
+        self.are_due = False  # no optimizer has stepped since the backward
         reducer.queue.observers.append(self)
 
     def finished(self) -> None:
         """Look at the first parameter that has a gradient."""
-        self._version = -1
+        self._version, self.are_due = -1, True
         for index, param in enumerate(self._params):
             if param.grad is not None:
                 self._index, self._version = index, param.grad._version
