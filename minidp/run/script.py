@@ -80,17 +80,20 @@ class Script:
         """
         with self._as_started(), _warnings_at_the_script():
             try:
-                if self.is_module:
-                    runpy.run_module(self.target, run_name="__main__", alter_sys=True)
-                else:
-                    with _main_module(self.target) as (code, names):
-                        exec(code, names)
+                self._run_as_main()
             except SystemExit as end:
                 if end.code is None or isinstance(end.code, int):
                     return end.code or 0
                 say_on_stderr(str(end.code))
                 return 1
         return 0
+
+    def _run_as_main(self) -> None:
+        if self.is_module:
+            runpy.run_module(self.target, run_name="__main__", alter_sys=True)
+            return
+        with _main_module(self.target) as (code, names):
+            exec(code, names)
 
     @contextmanager
     def _as_started(self) -> Iterator[None]:
@@ -203,7 +206,7 @@ def _line_of_the_script(filename: str) -> tuple[str, int] | None:
     """Return the script's line that runs, if ``filename`` belongs to what runs it."""
     frame: FrameType | None = sys._getframe(1)
     outermost = None  # of the script
-    while frame is not None and frame.f_code is not Script.run.__code__:
+    while frame is not None and frame.f_code is not Script._run_as_main.__code__:
         if frame.f_globals.get("__name__") != "runpy":
             outermost = frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
