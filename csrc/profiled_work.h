@@ -10,6 +10,7 @@
 #include <ATen/record_function.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/csrc/profiler/orchestration/observer.h>
+#include <torch/version.h>
 
 #include <memory>
 #include <utility>
@@ -58,7 +59,13 @@ class ProfiledWork {
         keeps_(c10::ThreadLocalDebugInfo::current()) {}
 
   static void* running() {
-    return torch::profiler::impl::ProfilerStateBase::get();
+    using State = torch::profiler::impl::ProfilerStateBase;
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
+    const auto of_all_threads = State::getGlobal();
+    return of_all_threads ? of_all_threads.get() : State::getTLS();
+#else
+    return State::get();
+#endif
   }
 
   std::unique_ptr<at::RecordFunction> range_;

@@ -3,11 +3,10 @@
 MINIDP_NATIVE is read when a process first asks for the extension: ``auto`` (default)
 loads a binary that fits and never compiles or fails, ``0`` never loads, ``build``
 builds a missing binary and warns if it cannot, ``1`` fails then. Without one, Python
-kernels do the same. ``MINIDP_NATIVE=build pip install .`` makes ``build`` the default.
+kernels do the same.
 
-Read `state` (what this process has decided), `recipe` (what is compiled, under which
-name), `cache` (where binaries lie), `compile` (runs the compiler), `wheel` (a part of
-the install).
+Read `state` (what this process has decided), then `binary` (where binaries lie, and how
+torch's ``cpp_extension`` builds them).
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ environment variables:
                        0: never; 1: build it if needed, and fail without it
   MINIDP_NATIVE_CACHE  folder for binaries (default: ~/.cache/minidp)
   CXX                  the C++ compiler (default: c++)
-  MAX_JOBS             how many sources to compile at a time (default: one per core)
+  MAX_JOBS             how many files to compile at a time (default: all cores)
+  CUDA_HOME            the CUDA toolkit for the kernels on GPUs, if torch has CUDA
 """
 
 
@@ -80,7 +81,7 @@ def _build(options: argparse.Namespace) -> int:
     try:
         path = build(force=options.force, verbose=options.verbose, say=say)
     except KeyboardInterrupt:
-        say_on_stderr("interrupted: the compilers were ended, and nothing was built")
+        say_on_stderr("interrupted: nothing was built")
         return 128 + signal.SIGINT
     except MiniDPError as error:
         if not options.optional:

@@ -15,14 +15,11 @@ from typing import Any
 
 from minidp.errors import NativeError
 
-from . import cache
-from .compile import Say, build_into_cache
-from .recipe import EXTENSION, describe
+from . import binary
+from .binary import EXTENSION, Say
 
 _LOG = logging.getLogger(__name__)
 BUILD = "python -m minidp.native build"
-# `wheel` puts it into a package that was installed with MINIDP_NATIVE=build.
-_MARK = Path(__file__).with_name("build_on_first_use")
 
 
 @dataclass(frozen=True)
@@ -99,15 +96,12 @@ def build(*, force: bool = False, verbose: bool = False, say: Say = _LOG.info) -
     """Build the native kernels unless the cache has them; return the binary's path.
 
     They are not loaded. ``force``: build also if the cache has an intact binary;
-    ``say`` gets each line of progress, and, ``verbose``, what the compilers said in the
-    end. NativeError: no compiler or source, a command failed, or the cache cannot be
-    written.
+    ``say`` gets each line of progress; ``verbose``: ninja and the compilers write to
+    the standard output. NativeError: no compiler, ninja or source, a compiler failed,
+    or the cache cannot be written.
     """
-    path = build_into_cache(describe(), say, force=force)
-    log = path.parent.with_suffix(".log")
-    if verbose and log.exists():
-        say(log.read_text())
-    return path
+    wanted = binary.inputs()
+    return binary.build_into_cache(wanted, say, force=force, verbose=verbose).path
 
 
 def _decide() -> tuple[ModuleType | None, Status]:
@@ -127,12 +121,8 @@ def _decide() -> tuple[ModuleType | None, Status]:
 
 
 def read_mode() -> str:
-    """Return MINIDP_NATIVE; unset: "build" if installed with that, else "auto".
-
-    ValueError if it is none of auto, build, 0 and 1.
-    """
-    default = "build" if _MARK.exists() else "auto"
-    mode = os.environ.get("MINIDP_NATIVE") or default
+    """Return MINIDP_NATIVE; ValueError if it is none of auto, build, 0 and 1."""
+    mode = os.environ.get("MINIDP_NATIVE") or "auto"
     if mode not in ("auto", "build", "0", "1"):
         raise ValueError(
             f"MINIDP_NATIVE must be one of auto, build, 0, 1, but is {mode!r}."
@@ -150,23 +140,23 @@ def attempt(mode: str) -> tuple[ModuleType | None, Status]:
         reason = "MINIDP_NATIVE=0 says not to load native kernels."
         return None, Status(mode, is_loaded=False, path=None, reason=reason)
     module = path = None
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     try:
-        recipe = describe()
-        found["key"] = recipe.key
-        found.update({name: recipe.parts[name] for name in ("torch", "flags")})
-        path, why_not = cache.find(recipe)
-        if path is None and mode in ("1", "build"):
+        wanted = binary.inputs()
+        facts["key"] = binary.key(wanted)
+        facts.update({name: wanted[name] for name in ("torch", "flags")})
+        found, why_not = binary.find(wanted)
+        if found is None and mode in ("1", "build"):
             # Silence would look like a hang.
             _LOG.log(
-                _notable(), "Building the C++ extension, once: it takes about 20 s."
+                _notable(), "Building the C++ extension, once: it takes about 25 s."
             )
-            path = build_into_cache(recipe, _LOG.info)
-        elif path is None:
+            found = binary.build_into_cache(wanted, _LOG.info)
+        elif found is None:
             if "stale" in why_not:  # whoever has built one expects to use it
                 _LOG.log(_notable(), "The native extension is not used. %s", why_not)
             raise NativeError(f"{why_not} What to do: {BUILD}")
-        found["left_out"] = cache.left_out(path)
+        path, facts["left_out"] = found.path, found.left_out
         module = load(path)
         reason = "A binary of these sources, this torch and this CPU was found."
     except NativeError as error:
@@ -174,7 +164,7 @@ def attempt(mode: str) -> tuple[ModuleType | None, Status]:
     except Exception as error:  # `library` raises it if the extension is required
         reason = f"Looking for a binary failed: {type(error).__name__}: {error}"
     is_loaded = module is not None
-    return module, Status(mode, is_loaded, path, reason, cache.folder(), **found)
+    return module, Status(mode, is_loaded, path, reason, binary.cache(), **facts)
 
 
 def _notable() -> int:

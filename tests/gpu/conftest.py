@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minidp.native.compile import cxx, fitting_nvcc
+from minidp.errors import NativeError
+from minidp.native.binary import cuda_toolkit, cxx
 from tests.gpu.places import Place, Ranks
 from tests.support.pool import Pool
 
@@ -34,10 +35,12 @@ def pools() -> Iterator[dict[Place, Pool]]:
 @pytest.fixture(scope="session")
 def extension() -> None:
     """Build the extension for this GPU; skip the test if a compiler is missing."""
-    if shutil.which(cxx()[0]) is None:
+    if shutil.which(cxx()) is None:
         pytest.skip("there is no C++ compiler")
-    if not fitting_nvcc():
-        pytest.skip(f"there is no nvcc for CUDA {torch.version.cuda}, which torch has")
+    try:
+        cuda_toolkit()
+    except NativeError as error:
+        pytest.skip(str(error))
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", BUILD],

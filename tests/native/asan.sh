@@ -19,7 +19,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 binary=$scratch/_minidp_native.so
 
-# The flags of minidp/native/recipe.py, but for the optimisation; AVX2 if there is any,
+# The flags of minidp/native/binary.py, but for the optimisation; AVX2 if there is any,
 # because the loops over registers are what reads out of bounds.
 flags=(-std=c++20 -O1 -g -fPIC -fno-omit-frame-pointer -ffp-contract=off -fopenmp
     -fvisibility=hidden

@@ -19,7 +19,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minidp.native.recipe import FLAGS, NVCC_FLAGS
+from minidp.native.binary import FLAGS, NVCC_FLAGS
 from tests.native.test_flatten import GUARD, REALS, SCALES, assert_same_bits
 
 CSRC = Path(__file__).parents[2] / "csrc"

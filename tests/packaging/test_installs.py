@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import minidp
-from minidp.native import recipe as recipes
+from minidp.native import binary
 
 ROOT = Path(minidp.__file__).parent.parent
 USER = """\
@@ -104,7 +104,7 @@ def built(checkout, tmp_path_factory):
 def expected_files():
     """Of the package, in sdist and wheel."""
     modules = (ROOT / "minidp").rglob("*.py")
-    sources = recipes.source_files(ROOT / "minidp" / "csrc")
+    sources = binary.source_files(ROOT / "minidp" / "csrc")
     return {
         *(path.relative_to(ROOT).as_posix() for path in modules),
         *(path.relative_to(ROOT).as_posix() for path in sources),
@@ -152,34 +152,6 @@ def test_an_installed_package_works_anywhere(built, which, tmp_path):
     cache = {"MINIDP_NATIVE_CACHE": str(tmp_path / "cache"), "MINIDP_NATIVE": "auto"}
     said = run(command, "native", "status", cwd=tmp_path, status=1, **cache)
     assert "The native kernels are not built." in said  # which needs the sources
-
-
-def test_an_install_can_bring_the_extension_along(built, tmp_path):
-    python = make_environment(tmp_path / "venv")
-    pip = (python, "-m", "pip", "install", "--no-deps", built[0])
-    run(*pip, cwd=tmp_path, MINIDP_NATIVE="build")
-    lend_torch(python)
-    code = "from minidp import native; print(native.library(), native.library())"
-
-    def use(cache, **env):
-        folder = str(tmp_path / cache)
-        return run(
-            *(python, "-c", code),
-            cwd=tmp_path,
-            **{"MINIDP_NATIVE": "", "MINIDP_NATIVE_CACHE": folder, **env},
-        )
-
-    without = use("empty", CXX="/missing/c++")
-    assert without.count("There is no C++ compiler") == 1
-    assert without.endswith("None None\n")
-    if shutil.which(os.environ.get("CXX") or "c++") is None:
-        pytest.skip("no C++ compiler")
-    first = use("cache").splitlines()
-    assert first[0].startswith("Building the C++ extension, once")
-    assert "module '_minidp_native'" in first[1]
-    assert use("cache").splitlines() == first[1:]
-    again = use("empty", MINIDP_NATIVE="auto")  # the user's word counts more
-    assert again == "None None\n"
 
 
 @pytest.fixture(scope="module")
