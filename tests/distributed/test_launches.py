@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.nodes import run_on_nodes, why_not
+from tests.support.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -67,7 +68,8 @@ def test_one_script_trains_on_two_nodes(how: str, tmp_path: Path) -> None:
         command, per_node = slurms_command(tmp_path), 1
     else:
         command, per_node = documented_command(), 2
-    nodes = run_on_nodes([[*command, "--smoke"]] * 2, tmp_path, environment(), cwd=ROOT)
+    warm = [sys.executable, "-m", "tests.support.warm", "run", *command[1:], "--smoke"]
+    nodes = run_on_nodes([warm] * 2, tmp_path, environment(), cwd=ROOT)
     assert [node.returncode for node in nodes] == [0, 0], nodes
     head, other = (node.output for node in nodes)
     said = head if "ranks:" in head else other  # rank 0 may be on either
@@ -105,7 +107,7 @@ def test_getting_started_spawns_its_processes() -> None:
 def test_without_a_launcher_an_example_says_how_to_start_it() -> None:
     script = EXAMPLES / "torchrun_ddp.py"
     done = subprocess.run(
-        [sys.executable, script],
+        [warm_python(), script],
         env=environment(),
         capture_output=True,
         text=True,

@@ -24,6 +24,7 @@ from minidp.report import report
 from minidp.run.compare import Outcome, OutcomeRecorder, compare, compare_ranks
 from minidp.run.script import Script, after_wrapping
 from tests.support.ports import free_port
+from tests.support.warm import warm_python
 
 # The first two lines of every script.
 HEAD = """import os, sys, torch, torch.distributed as dist
@@ -32,9 +33,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 README = (Path(minidp.__file__).parents[1] / "README.md").read_text()
 
 
-def started(*words: str, cwd: Path) -> subprocess.CompletedProcess:
+def started(
+    *words: str, cwd: Path, python: str = ""
+) -> subprocess.CompletedProcess[str]:
     """``python -m WORDS``"""
-    command = [sys.executable, "-m", *words]
+    command = [python or warm_python(), "-m", *words]
     return subprocess.run(
         command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False
     )
@@ -70,7 +73,6 @@ def script(tmp_path):
     return path
 
 
-@pytest.mark.timeout(600)  # ten imports of torch: minutes beside other tests
 def test_the_script_of_the_readme(tmp_path, script):
     plain = torchrun("train.py", cwd=tmp_path)
     assert plain.returncode == 0, plain.stderr
@@ -236,7 +238,7 @@ def test_ctrl_c_is_one_line(train, ran, monkeypatch, capsys, rank):
 @pytest.mark.timeout(120)
 def test_ctrl_c_for_all_ranks_is_a_few_lines(train):
     path = train(LOOP)
-    words = [sys.executable, "-m", "minidp", "run", "-n", "2", path]
+    words = [warm_python(), "-m", "minidp", "run", "-n", "2", path]
     pipe = subprocess.PIPE
     with subprocess.Popen(
         words, stdout=pipe, stderr=pipe, text=True, start_new_session=True
@@ -421,7 +423,6 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("option", "status"), [("--compare", 1), ("--report", 0)])
-@pytest.mark.timeout(600)
 def test_a_script_that_averages_nothing(tmp_path, train, option, status):
     train(DROPPED)
     ended = started("minidp.run", "-n", "2", option, "train.py", cwd=tmp_path)
@@ -500,7 +501,8 @@ if rank == 0:
 @pytest.mark.parametrize("option", ["", "-I"])
 def test_ranks_that_a_script_starts_by_a_command(tmp_path, train, option):
     words = (train(STARTS), str(free_port()), *option.split())
-    done = started("minidp.run", *words, cwd=tmp_path)
+    # A new interpreter: in a fork that has torch, nothing sees its import.
+    done = started("minidp.run", *words, cwd=tmp_path, python=sys.executable)
     if option:  # by which the other rank is not reached
         assert done.returncode == 1  # gloo would have aborted it
         assert (
@@ -700,7 +702,8 @@ def test_warnings_point_at_the_script(tmp_path, is_module):
     """Also where Python finds no frame of the script, because its stack ends there."""
     (tmp_path / "warns.py").write_text(HEAD + WARNS)
     target = ["-m", "warns"] if is_module else ["warns.py"]
-    done = started("minidp.run", *target, cwd=tmp_path)
+    # A new interpreter: its stack ends at the script.
+    done = started("minidp.run", *target, cwd=tmp_path, python=sys.executable)
     found = [
         line.partition(".py:")[2]
         for line in done.stderr.splitlines()
@@ -749,7 +752,7 @@ def test_a_run_on_torch_that_does_not_exit_has_a_result(tmp_path, train):
     )
     hangs = train("import atexit, time; atexit.register(time.sleep, 1000)")
     words = ("run", "--phase", "torch", "--outcome", str(tmp_path / "torch"), hangs)
-    done = subprocess.run([sys.executable, "-c", code, *words], timeout=200)
+    done = subprocess.run([warm_python(), "-c", code, *words], timeout=200)
     assert done.returncode == 1
     assert (tmp_path / "torch-0").exists()
 

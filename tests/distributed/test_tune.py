@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from minidp import DataParallel, tune
 from minidp.autotune import tuner
 from minidp.run import copies
 from tests.support.ranks import on_ranks
+from tests.support.warm import warm_python
 
 SCRIPT = """
 import sys, os, pathlib
@@ -181,7 +181,7 @@ def test_a_trial_writes_nothing_of_the_users(project, tmp_path, starts, is_linke
     words += ["trains.py", str(here / "ckpt.pt"), f"--to={here}/out/ckpt.pt"]
     environment = {n: v for n, v in os.environ.items() if n not in ("RANK", "PWD")}
     done = subprocess.run(
-        [sys.executable, "-m", *words],
+        [warm_python(), "-m", *words],
         cwd=here,
         env=environment | {"PWD": str(here)},
         capture_output=True,
