@@ -92,20 +92,14 @@ void bind_arrivals(py::module_& module) {
       });
   py::class_<GradTable, std::shared_ptr<GradTable>>(module, "GradTable")
       .def(
-          py::init<
-              Tensors,
-              py::tuple,
-              const py::object&,
-              const py::object&,
-              const py::tuple&>(),
+          py::init<Tensors, py::tuple, const py::object&, const py::object&, const py::tuple&>(),
           py::arg("params"),
           py::arg("marks"),
           py::arg("unset"),
           py::arg("copied"),
           py::arg("callbacks"))
       .def_property_readonly(
-          "entries",
-          [](std::shared_ptr<GradTable> self) { return Entries{std::move(self)}; })
+          "entries", [](std::shared_ptr<GradTable> self) { return Entries{std::move(self)}; })
       .def_readonly("ready", &GradTable::ready)
       .def_readonly("num_left", &GradTable::num_left)
       .def_readonly("bucket_of", &GradTable::bucket_of)
@@ -126,9 +120,7 @@ void bind_arrivals(py::module_& module) {
       .def("used", &GradTable::used)
       .def(
           "attach",
-          [](const std::shared_ptr<GradTable>& self) {
-            return std::make_unique<GradHooks>(self);
-          })
+          [](const std::shared_ptr<GradTable>& self) { return std::make_unique<GradHooks>(self); })
       .def("gather", &GradTable::gather);
 }
 
@@ -236,8 +228,8 @@ void bind_shared_memory(py::module_& module) {
       .def(
           "post",
           [](const std::shared_ptr<SharedMemory>& self, size_t bucket) {
-            auto profiled = ProfiledWork::begin(
-                "gloo:all_reduce", [&] { return buffer_of(self, bucket); });
+            auto profiled =
+                ProfiledWork::begin("gloo:all_reduce", [&] { return buffer_of(self, bucket); });
             self->post(bucket);
             return profiled;
           })
@@ -308,8 +300,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("put_bytes", [](const py::bytes& bytes, const at::Tensor& to) {
     return minidp::put_bytes(std::string_view(bytes), to);
   });
-  module.def("take_bytes", [](const at::Tensor& from) {
-    return py::bytes(minidp::take_bytes(from));
-  });
+  module.def(
+      "take_bytes", [](const at::Tensor& from) { return py::bytes(minidp::take_bytes(from)); });
   module.attr("has_cuda") = minidp::cuda::copy_rows != nullptr;
 }

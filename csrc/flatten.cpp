@@ -237,8 +237,7 @@ void Rows::add(void* target, const void* source, int64_t numel) {
 }
 
 bool has_loop(at::ScalarType type) {
-  return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 ||
-      type == at::kHalf;
+  return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
 }
 
 namespace {
@@ -281,12 +280,7 @@ void copy_rows(const Rows& rows, at::ScalarType type, double scale) {
 }
 
 void copy_row(
-    void* to,
-    const void* from,
-    int64_t numel,
-    at::ScalarType type,
-    double scale,
-    bool past_cache) {
+    void* to, const void* from, int64_t numel, at::ScalarType type, double scale, bool past_cache) {
   with_type(type, [&](auto x) {
     using T = decltype(x);
     scale_row(static_cast<T*>(to), static_cast<const T*>(from), numel, scale, past_cache);
@@ -337,8 +331,8 @@ bool has_memory(const at::Tensor& tensor) {
 }
 
 bool same_order(const at::Tensor& a, const at::Tensor& b) {
-  if (!has_memory(a) || !has_memory(b) || a.device() != b.device() || a.is_conj() != b.is_conj() || a.is_neg() ||
-      b.is_neg() || a.sizes() != b.sizes()) {
+  if (!has_memory(a) || !has_memory(b) || a.device() != b.device() || a.is_conj() != b.is_conj() ||
+      a.is_neg() || b.is_neg() || a.sizes() != b.sizes()) {
     return false;
   }
   if (a.is_contiguous() && b.is_contiguous()) {

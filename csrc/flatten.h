@@ -59,12 +59,7 @@ void copy_rows(const Rows& rows, at::ScalarType type, double scale);
 
 // The same for one row, on this thread.
 void copy_row(
-    void* to,
-    const void* from,
-    int64_t numel,
-    at::ScalarType type,
-    double scale,
-    bool past_cache);
+    void* to, const void* from, int64_t numel, at::ScalarType type, double scale, bool past_cache);
 
 // views[k] = grads[k] * scale, of one dtype. An undefined gradient gives zeros.
 void flatten(const Refs& views, const Refs& grads, double scale);

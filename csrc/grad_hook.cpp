@@ -28,8 +28,7 @@ class GradHook : public torch::autograd::FunctionPostHook {
   GradHook(std::shared_ptr<GradTable> arrivals, size_t index)
       : arrivals_(std::move(arrivals)), index_(index) {}
 
-  variable_list operator()(
-      const variable_list& outputs, const variable_list& /*inputs*/) override {
+  variable_list operator()(const variable_list& outputs, const variable_list& /*inputs*/) override {
     if (const auto arrivals = arrivals_.load()) {
       arrivals->fired(index_);
     }
@@ -38,8 +37,7 @@ class GradHook : public torch::autograd::FunctionPostHook {
 
   // Compiled autograd captures this backward: let Python refuse it, with an error that
   // names the rank, and of which the other ranks hear.
-  void compiled_args(
-      torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
     if (const auto arrivals = arrivals_.load()) {
       arrivals->refuse_compiled(index_);
     }
@@ -107,8 +105,7 @@ GradHooks::GradHooks(const std::shared_ptr<GradTable>& arrivals) {
     auto node = torch::autograd::impl::grad_accumulator(arrivals->params()[i]);
     TORCH_CHECK(node, "parameter ", i, " requires no gradient");
     prune(*node);
-    const auto key =
-        node->add_post_hook(std::make_unique<GradHook>(arrivals, i));
+    const auto key = node->add_post_hook(std::make_unique<GradHook>(arrivals, i));
     attached_.push_back(Attached{std::move(node), key});
   }
 }

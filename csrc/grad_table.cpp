@@ -16,8 +16,7 @@ namespace {
 // through the engine to the caller of backward(), with its type and traceback.
 bool call_python(const py::object& callable, size_t index) {
   py::gil_scoped_acquire gil;
-  PyObject* result =
-      PyObject_CallFunction(callable.ptr(), "n", static_cast<Py_ssize_t>(index));
+  PyObject* result = PyObject_CallFunction(callable.ptr(), "n", static_cast<Py_ssize_t>(index));
   if (result == nullptr) {
     python_error error;
     error.persist();
@@ -74,8 +73,7 @@ GradTable::~GradTable() {
     return;
   }
   py::gil_scoped_acquire gil;
-  for (py::object* each :
-       {static_cast<py::object*>(&marks_), &on_full_, &admit_, &stamper_}) {
+  for (py::object* each : {static_cast<py::object*>(&marks_), &on_full_, &admit_, &stamper_}) {
     each->release().dec_ref();  // the members are destroyed without the GIL
   }
 }

@@ -159,8 +159,7 @@ int64_t chunk_size(BucketShape bucket, int64_t size) {
   const auto item = static_cast<int64_t>(c10::elementSize(bucket.type));
   const int64_t bytes = bucket.numel * item;
   const int64_t largest = (1 << 20) / item * item;
-  const int64_t segments =
-      round_up(std::max((bytes + largest - 1) / largest, 2 * size), size);
+  const int64_t segments = round_up(std::max((bytes + largest - 1) / largest, 2 * size), size);
   return round_up((bytes + segments - 1) / segments, item) / item * (segments / size);
 }
 
@@ -312,8 +311,8 @@ class SharedMemory::Mapping {
   bool is_own_;
 };
 
-// A file holds: its token; per bucket the counters (used are those of rank 0's file); per bucket the
-// number of rounds that its rank has posted; the core on which it posted last; the buckets.
+// A file holds: its token; per bucket the counters (used are those of rank 0's file); per bucket
+// the number of rounds that its rank has posted; the core on which it posted last; the buckets.
 SharedMemory::SharedMemory(int rank, int size, std::vector<BucketShape> buckets)
     : rank_(rank),
       size_(size),
@@ -374,13 +373,12 @@ void SharedMemory::connect(int peer, const std::string& path, uint64_t token) {
   if (file < 0) {
     fail("open " + path);
   }
-  struct stat facts {};
+  struct stat facts{};
   const bool is_as_large = fstat(file, &facts) == 0 && facts.st_size == nbytes_;
   if (!is_as_large) {
     close(file);
   }
-  auto mapping =
-      is_as_large ? std::make_unique<Mapping>(file, nbytes_, /*is_own=*/false) : nullptr;
+  auto mapping = is_as_large ? std::make_unique<Mapping>(file, nbytes_, /*is_own=*/false) : nullptr;
   if (!mapping || mapping->token().load(std::memory_order_acquire) != token) {
     throw std::runtime_error(path + " is not the memory of rank " + std::to_string(peer));
   }
@@ -400,8 +398,7 @@ SharedMemory::Counters& SharedMemory::counters(size_t bucket) const {
 }
 
 std::atomic<uint32_t>* SharedMemory::posted_by(int rank) const {
-  return reinterpret_cast<std::atomic<uint32_t>*>(
-      mappings_[rank]->counters() + buckets_.size());
+  return reinterpret_cast<std::atomic<uint32_t>*>(mappings_[rank]->counters() + buckets_.size());
 }
 
 std::atomic<uint32_t>& SharedMemory::core_of(int rank) const {

@@ -8,10 +8,7 @@
 namespace minidp {
 
 Slots::Slots(
-    std::vector<at::Tensor> params,
-    std::vector<at::Tensor> views,
-    at::Tensor values,
-    bool as_view)
+    std::vector<at::Tensor> params, std::vector<at::Tensor> views, at::Tensor values, bool as_view)
     : params_(std::move(params)),
       views_(std::move(views)),
       values_(std::move(values)),
@@ -29,8 +26,8 @@ Slots::Slots(
 Slots::Place Slots::place_of(const at::Tensor& view) const {
   Place place;
   const auto sizes = view.sizes();
-  const bool is_row = values_.is_cpu() && has_loop(values_.scalar_type()) &&
-      view.is_contiguous() && sizes.size() <= std::size(place.sizes);
+  const bool is_row = values_.is_cpu() && has_loop(values_.scalar_type()) && view.is_contiguous() &&
+      sizes.size() <= std::size(place.sizes);
   if (is_row) {
     const auto elements = view.storage_offset() - values_.storage_offset();
     place.begin = elements * static_cast<int64_t>(values_.element_size());
@@ -79,8 +76,8 @@ bool Slots::lies_in_buffer(const at::Tensor& grad) const {
 bool Slots::fits(const at::Tensor& grad, const at::Tensor& view) const {
   return has_memory(grad) && grad.scalar_type() == view.scalar_type() &&
       grad.device() == view.device() && grad.sizes() == view.sizes() &&
-      !(at::GradMode::is_enabled() && grad.requires_grad()) &&
-      !grad.is_same(view) && !(as_view_ && lies_in_buffer(grad));
+      !(at::GradMode::is_enabled() && grad.requires_grad()) && !grad.is_same(view) &&
+      !(as_view_ && lies_in_buffer(grad));
 }
 
 bool Slots::copy_now(size_t k, const at::Tensor& grad, double scale) {
@@ -114,9 +111,7 @@ bool Slots::copy_now(size_t k, const at::Tensor& grad, double scale) {
 }
 
 bool Slots::flatten(
-    const std::vector<at::Tensor>& grads,
-    const std::vector<bool>& present,
-    int64_t divisor) {
+    const std::vector<at::Tensor>& grads, const std::vector<bool>& present, int64_t divisor) {
   TORCH_CHECK(grads.size() == views_.size(), "one gradient per slot");
   if (divisor == 1) {
     forget_versions();
@@ -192,8 +187,7 @@ void Slots::note_versions(const std::vector<at::Tensor>& grads) {
   }
 }
 
-bool Slots::is_unchanged(
-    size_t k, const at::Tensor& grad, const at::Tensor& arrived) const {
+bool Slots::is_unchanged(size_t k, const at::Tensor& grad, const at::Tensor& arrived) const {
   const auto& read = copied_[k].defined() ? copied_[k] : arrived;
   return grad.is_same(read) && grad._version() == versions_[k] &&
       grad.is_non_overlapping_and_dense();  // else the copy would fail: as at two ranks
@@ -248,8 +242,7 @@ bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone, dou
 
 // `unflatten` if every gradient is a row. In passes, so that the gradients' cache lines are
 // fetched side by side.
-bool Slots::unflatten_rows(
-    const std::vector<at::Tensor>& arrived, bool is_alone, double scale) {
+bool Slots::unflatten_rows(const std::vector<at::Tensor>& arrived, bool is_alone, double scale) {
   if (at::GradMode::is_enabled()) {
     return false;
   }

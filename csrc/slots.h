@@ -35,9 +35,7 @@ class Slots {
   // Scales all gradients into the buffer. present[k] false: slot k is filled already;
   // an undefined gradient gives zeros.
   bool flatten(
-      const std::vector<at::Tensor>& grads,
-      const std::vector<bool>& present,
-      int64_t divisor);
+      const std::vector<at::Tensor>& grads, const std::vector<bool>& present, int64_t divisor);
 
   // Copies the buffer, scaled, into every .grad, or points .grad at it (scale is then 1).
   // `arrived` is what was flattened. is_alone: no other rank contributed, so that a .grad which

@@ -234,11 +234,11 @@ def join_group(patience: timedelta) -> None:
         world_size = int(os.environ["WORLD_SIZE"])
         address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(*address, is_master=not hosted and rank == 0)
+    base = dist.TCPStore(*address, is_master=not hosted and rank == 0)
     # The launcher keeps one store for all attempts (torch 2.13). Without a name for
     # each, ranks find the addresses that ranks of the attempt before left there.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt {attempt}", store)
+    store = dist.PrefixStore(f"attempt {attempt}", base)
     dist.init_process_group(
         "gloo",
         store=store,

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Makes a Python environment in which minidp and its tools run.  To be sourced:
 #
 #     source examples/environment.sh

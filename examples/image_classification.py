@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, relu
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from minidp import DataParallel as DDP
 from minidp import SyncBatchNorm
@@ -89,7 +89,7 @@ def main() -> None:
     args, device = parser.parse_args(), join_group()
     data, images, labels = load_images()
     if args.smoke:
-        args.epochs, data = 1, Subset(data, range(200))
+        args.epochs, data = 1, TensorDataset(*data[:200])
     sampler: DistributedSampler[int] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=16, sampler=sampler)
     blocks = [Block(16, 16), Block(16, 32), Block(32, 64), nn.AdaptiveAvgPool2d(1)]

@@ -1,3 +1,3 @@
 """Say which minidp this is, also where it is only on the path, not installed."""
 
-__version__ = "0.1.0"  # pyproject.toml reads it from here
+__version__ = "0.2.0"  # pyproject.toml reads it from here

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.stages import FAST, NATIVE_FAST, NOT_SLOW, ROOT, pytest, tests
+from tests.noxfile import FAST, NATIVE_FAST, NOT_SLOW, ROOT, WORKERS, tests
 
 ALONE = ("--numprocesses", "0")
 COPIED = ("minidp", "csrc", "tests", "benchmarks", "examples")
@@ -303,16 +303,21 @@ def name_of(line: str) -> str:
 
 def run_tests(mutant: Mutant, folder: Path, chosen: Sequence[str]) -> str:
     """Run some tests until one fails; return its name, or nothing."""
-    words = (*chosen, *NOT_SLOW, "-x", "-q", "-p", "no:cacheprovider")
-    command = pytest(*words, native=mutant.native, profile="fast")
-    env = {**os.environ, **command.env, "PYTHONPATH": str(folder)}
+    words = ("--numprocesses", WORKERS, "--dist", "worksteal", *chosen, "-m", NOT_SLOW)
+    command = (sys.executable, "-m", "pytest", *words, "-x", "-q")
+    env = {**os.environ, "PYTHONPATH": str(folder), "HYPOTHESIS_PROFILE": "fast"}
+    env["MINIDP_NATIVE"] = "1" if mutant.native else "0"
     if mutant.native:
         env["MINIDP_NATIVE_CACHE"] = str(folder / "cache")
         # Ranks that had to build first would run out of time.
         build = (sys.executable, "-m", "minidp.native", "build")
         subprocess.run(build, cwd=folder, env=env, check=True, capture_output=True)
     done = subprocess.run(
-        command.words, cwd=folder, env=env, capture_output=True, text=True
+        [*command, "-p", "no:cacheprovider"],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
     )
     if done.returncode == 0:
         return ""

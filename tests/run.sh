@@ -1,6 +1,17 @@
 #!/usr/bin/env bash
-# Makes the Python environment in .venv, then runs tests/stages.py, which says more:
-# `bash tests/run.sh --help`. Needs Python and, the first time, a network.
+# Runs the tests in stages, one after the other, and stops at the first that fails:
+#
+#     bash tests/run.sh              what every change must pass: 8 minutes at most
+#     bash tests/run.sh --full       all tests, in both modes: 20 minutes at most
+#     bash tests/run.sh --nightly    long fuzzing, chaos, sanitizers, trainers, packaging
+#     bash tests/run.sh unit native  only these stages
+#     bash tests/run.sh unit -- -k layout -x     words for pytest
+#
+# Makes the Python environment in .venv first. Needs Python and, the first time, a
+# network. Environment variables: HYPOTHESIS_PROFILE replaces the profile of every stage;
+# MINIDP_TEST_WORKERS is the number of pytest processes (default: two per core, because
+# many tests wait); MINIDP_PYTHON: see examples/environment.sh. The stages are in
+# tests/noxfile.py, for nox:
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
@@ -9,18 +20,37 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 export MPLBACKEND=${MPLBACKEND:-Agg}  # plots are written to files, never shown
+unset PYTHONDONTWRITEBYTECODE  # hundreds of processes import us
 
-stages() { "${PYTHON:-${MINIDP_PYTHON:-python3}}" -m tests.stages "$@"; }
-
-if [[ " $* " == *" -h "* || " $* " == *" --help "* ]]; then
-    stages --help
-    exit
-fi
-extras=$(stages --extras "$@") || exit  # a wrong name is refused at once
+extras=test,examples chosen=() words=() help=
+while (($#)); do
+    case $1 in
+    -h | --help) help=yes ;;
+    --full) chosen=(--tags full) extras+=,bench,page,torchft ;;
+    --nightly) chosen=(--tags nightly) extras+=,trainers,page,torchft ;;
+    --) words=("$@") && break ;;
+    -*) echo "unknown option $1; see --help" >&2 && exit 2 ;;
+    *)
+        [[ ${chosen[*]-} ]] || chosen=(--session)
+        chosen+=("$1")
+        case $1 in
+        benchmarks) extras+=,bench ;;
+        page*) extras+=,page ;;
+        torchft* | trainers) extras+=,${1%-chaos} ;;
+        esac
+        ;;
+    esac
+    shift
+done
+[[ ${chosen[*]-} ]] || chosen=(--tags fast)
 
 source examples/environment.sh
-trap 'echo "Interrupted while the environment was made." >&2; exit 130' INT
 echo "=== environment"
 minidp_environment "$extras" || exit
-echo "=== environment: ok after $SECONDS s"
-exec "$PYTHON" -m tests.stages "$@"
+nox() { "$PYTHON" -m nox --noxfile tests/noxfile.py "$@"; }
+if [[ $help ]]; then
+    sed -n '2,/^set/s/^#\{1,1\} \{0,1\}//p' "$0"
+    nox --list
+    exit
+fi
+nox "${chosen[@]}" ${words[@]+"${words[@]}"}

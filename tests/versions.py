@@ -63,7 +63,8 @@ def run(torch: str, python: str) -> str:
         made = environment(torch, python, base)
     except subprocess.CalledProcessError as error:
         return f"FAILED: its environment cannot be made: {error}"
-    done = subprocess.run([str(made), "-m", "tests.stages", *STAGES], cwd=ROOT)
+    nox = [str(made), "-m", "nox", "--noxfile", "tests/noxfile.py", "--session"]
+    done = subprocess.run([*nox, *STAGES], cwd=ROOT)
     return "ok" if done.returncode == 0 else f"FAILED: exit status {done.returncode}"
 
 

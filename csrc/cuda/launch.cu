@@ -6,8 +6,7 @@ namespace minidp::cuda {
 namespace {
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    scaled_copy(const __grid_constant__ Batch batch) {
+__global__ void __launch_bounds__(kThreads) scaled_copy(const __grid_constant__ Batch batch) {
   run_thread<T>(batch, blockIdx.x, static_cast<int>(threadIdx.x));
 }
 

@@ -16,10 +16,18 @@ namespace minidp::cuda {
 template <typename T>
 using Math = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-MINIDP_HOST_DEVICE float widen(float x) { return x; }
-MINIDP_HOST_DEVICE double widen(double x) { return x; }
-MINIDP_HOST_DEVICE float widen(__half x) { return __half2float(x); }
-MINIDP_HOST_DEVICE float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+MINIDP_HOST_DEVICE float widen(float x) {
+  return x;
+}
+MINIDP_HOST_DEVICE double widen(double x) {
+  return x;
+}
+MINIDP_HOST_DEVICE float widen(__half x) {
+  return __half2float(x);
+}
+MINIDP_HOST_DEVICE float widen(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
 
 // To the nearest, ties to even.
 template <typename T>

@@ -9,6 +9,7 @@
 set -euo pipefail
 rate=$1
 shift
+# shellcheck disable=SC2016  # the other shell expands it
 exec unshare --map-root-user --net bash -c '
     ip link set lo up
     tc qdisc add dev lo root tbf rate "$0" burst 256kb latency 100ms

@@ -28,7 +28,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,24 +222,29 @@ def build_into_cache(
         # Look first without the lock, which may be held for minutes.
         found = None if force else find(wanted)[0]
         if found is None:
-            cache().mkdir(parents=True, exist_ok=True)
-            lock = FileLock(cache() / "lock")
-            try:
-                held = lock.acquire(timeout=0)
-            except Timeout:
-                say(f"waiting for the lock of {cache()}: another process is building")
-                held = lock.acquire()
-            with held:
+            with _lock(say):
                 found = None if force else find(wanted)[0]
-                if found is None:
-                    return _build(wanted, say, verbose=verbose)
+                built = found or _build(wanted, say, verbose=verbose)
     except OSError as error:
         raise NativeError(
             f"Building in {cache()} failed: {error}. What to do: if it is not "
             "writable, set MINIDP_NATIVE_CACHE to a folder that is."
         ) from error
+    if found is None:
+        return built
     say("already built")
     return found
+
+
+def _lock(say: Say) -> AbstractContextManager[object]:
+    """Acquire the cache's lock, which the context releases; wait for it, and say so."""
+    cache().mkdir(parents=True, exist_ok=True)
+    lock = FileLock(cache() / "lock")
+    try:
+        return lock.acquire(timeout=0)
+    except Timeout:
+        say(f"waiting for the lock of {cache()}: another process is building")
+        return lock.acquire()
 
 
 def _build(wanted: Inputs, say: Say, *, verbose: bool) -> Binary:

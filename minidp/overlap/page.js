@@ -69,7 +69,7 @@ function sizesOf(members, most) {
   const sorted = [...sizes].sort((a, b) => b[1] - a[1]);
   const lines = sorted.slice(0, most).map(([layer, n]) => `${layer} ${mib(n)}`);
   const more = sorted.length - lines.length;
-  return lines.join(", ") + (more > 0 ? `, and ${count(more, "layer")} more` : "") + " (MiB)";
+  return `${lines.join(", ")}${more > 0 ? `, and ${count(more, "layer")} more` : ""} (MiB)`;
 }
 
 // ------------------------------------------------------------------------- what was recorded
@@ -369,7 +369,7 @@ function listenToTips() {
 function drawStrip() {
   const place = $("strip"), width = place.clientWidth, height = 80, top = 14;
   const svg = make("svg", { height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true" });
-  const totals = data.steps.map((step, n) => totalsOf(n, state.rank));
+  const totals = data.steps.map((_, n) => totalsOf(n, state.rank));
   const longest = totals.reduce((best, each, n) => (each.seconds > totals[best].seconds ? n : best), 0);
   const most = totals[longest].seconds || 1;
   const slot = (width - 2 * PAD) / Math.max(1, data.steps.length - 1); // as the slider's thumb
@@ -569,7 +569,7 @@ function change(settings) {
 }
 
 function drawForecast() {
-  makeSliders.all.forEach((slider) => slider.refresh());
+  for (const slider of makeSliders.all) slider.refresh();
   const found = predict(model, state.change), isNow = Object.values(state.change).every((v) => !v && v !== 0);
   $("predicted").textContent = isNow
     ? `As recorded: ${about(model.step_s)} per step, ${about(model.exposed_s)} exposed`
@@ -695,7 +695,7 @@ function start() {
     `All ranks in one step, in ms after the first of them began.${clocks} ` +
     `${count(data.num_steps, "step")} ${data.num_steps === 1 ? "was" : "were"} recorded with the same buckets.${some} ` +
     "Bars: length of each step, hatched: exposed.";
-  data.ranks.forEach((rank, n) => $("rank").append(make("option", { value: n }, `rank ${rank}`)));
+  $("rank").append(...data.ranks.map((rank, n) => make("option", { value: n }, `rank ${rank}`)));
   $("step").max = data.steps.length - 1;
   $("step").addEventListener("input", (event) => show({ step: Number(event.target.value) }));
   $("rank").addEventListener("change", (event) => show({ rank: Number(event.target.value) }));

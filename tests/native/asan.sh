@@ -23,7 +23,7 @@ binary=$scratch/_minidp_native.so
 # because the loops over registers are what reads out of bounds.
 flags=(-std=c++20 -O1 -g -fPIC -fno-omit-frame-pointer -ffp-contract=off -fopenmp
     -fvisibility=hidden
-    -fsanitize=address,undefined -fno-sanitize-recover=undefined
+    "-fsanitize=address,undefined" -fno-sanitize-recover=undefined
     # UBSan would want the type information of torch's classes, which it hides.
     -fno-sanitize=vptr
     -DTORCH_EXTENSION_NAME=_minidp_native -DTORCH_API_INCLUDE_EXTENSION_H)
@@ -53,7 +53,8 @@ done
     -L"$libraries" -Wl,-rpath,"$libraries" -lc10 -ltorch_cpu -ltorch -ltorch_python
 
 # libstdc++ too: libasan must find __cxa_throw when it starts, before Python loads it.
-export LD_PRELOAD="$("$CXX" -print-file-name=libasan.so) $("$CXX" -print-file-name=libstdc++.so)"
+LD_PRELOAD="$("$CXX" -print-file-name=libasan.so) $("$CXX" -print-file-name=libstdc++.so)"
+export LD_PRELOAD
 # Python's own allocator would hide its blocks from the sanitizer.
 export PYTHONMALLOC=malloc
 export ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:allocator_may_return_null=1

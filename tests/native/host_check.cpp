@@ -38,9 +38,15 @@ void run_all(Run& run, OnBatch on_batch) {
 
 extern "C" {
 
-int threads_per_block() { return kThreads; }
-std::int64_t elements_per_block() { return kBlockElements; }
-int rows_per_launch() { return kMaxRows; }
+int threads_per_block() {
+  return kThreads;
+}
+std::int64_t elements_per_block() {
+  return kBlockElements;
+}
+int rows_per_launch() {
+  return kMaxRows;
+}
 
 // Copies nothing: which row every block of every launch finds, as its number in
 // `tags`, which the rows carry in `to`.

@@ -18,7 +18,7 @@ namespace {
 void* map_once(void* at, size_t size, int protection, int flags, int file, off_t offset) {
   static std::mutex mutex;
   static auto* known = new std::map<ino_t, void*>;
-  struct stat facts {};
+  struct stat facts{};
   fstat(file, &facts);
   const std::lock_guard lock(mutex);
   void*& found = (*known)[facts.st_ino];

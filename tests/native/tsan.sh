@@ -60,7 +60,8 @@ deadlock:libtorch_cpu.so
 deadlock:libpython
 END
 
-export LD_PRELOAD="$("$CXX" -print-file-name=libtsan.so) $("$CXX" -print-file-name=libstdc++.so)"
+LD_PRELOAD="$("$CXX" -print-file-name=libtsan.so) $("$CXX" -print-file-name=libstdc++.so)"
+export LD_PRELOAD
 export TSAN_OPTIONS="suppressions=$scratch/suppressions:report_signal_unsafe=0:ignore_noninstrumented_modules=1:exitcode=66:history_size=4:log_path=$scratch/report"
 # The kernels under test in one process, and not two copies of them.
 export MINIDP_NATIVE=0 MINIDP_TEST_BINARY=$binary

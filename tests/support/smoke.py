@@ -41,7 +41,7 @@ class Run:
 
 
 def main(folder: str, *names: str) -> int:
-    """Run scripts, print the output of each when it ends; stop at the first failure.
+    """Run scripts, print the output of each when it ends; none begins after a failure.
 
     Returns the exit status: 1 also if there is no script.
     """
@@ -50,6 +50,7 @@ def main(folder: str, *names: str) -> int:
         Path(folder).glob("*.py")
     )
     waiting, running, done = list(scripts), dict[int, Run](), 0
+    failed = False
     while waiting or running:
         while waiting and len(running) < AT_A_TIME:
             output = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the run)
@@ -64,8 +65,8 @@ def main(folder: str, *names: str) -> int:
         done += 1
         report(run, f"{done} of {len(scripts)}", status)
         if status != 0:
-            return 1  # the other scripts end with this process: see tests/stages.py
-    return 0 if scripts else 1
+            waiting, failed = [], True  # those that run go on to their ends
+    return int(failed or not scripts)
 
 
 def become(start: Callable[[Path], object], run: Run) -> NoReturn:

@@ -1,11 +1,11 @@
 """An interpreter that has imported torch already, for tests that start many.
 
 A new interpreter needs two to four seconds of CPU time for torch, and ``minidp run
---compare -n 2`` starts seven. `Warm.python` is a program that is called as Python is,
-with ``[-u]`` and ``-m MODULE``, ``-c CODE`` or ``SCRIPT``. It asks a server, which has torch,
-for a fork that has its arguments, environment, working directory and files; it passes
-signals on, and ends with the fork's exit status. ``sys.executable`` is this program in
-the fork, so that what the fork starts is warm, too.
+--compare -n 2`` starts seven. `Warm.python` is a program to call in Python's place:
+``[-u] -m MODULE``, ``[-u] -c CODE`` or ``[-u] SCRIPT``, and arguments. It asks a server
+that has torch for a fork that has its arguments, environment, working directory and
+files; it passes signals on, and ends with the fork's exit status. ``sys.executable`` is
+this program in the fork, so that what the fork starts is warm, too.
 """
 
 from __future__ import annotations

@@ -1,0 +1,348 @@
+"""The stages of the tests, for nox. ``bash tests/run.sh`` calls it.
+
+A stage is a session; its tags are the tiers (fast, full, nightly) to which it belongs.
+nox runs them in the order of this file and stops at the first that fails. The sessions
+run in the environment that run.sh has made, not in one of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import nox
+import yaml
+
+ROOT = Path(__file__).parents[1]
+nox.needs_version = ">=2024.4"
+nox.options.stop_on_first_error = True
+nox.options.envdir = str(ROOT / ".nox")
+
+PYTHON = sys.executable
+NOT_SLOW = "not slow and not gpu"
+USES_TORCH = "tests/native/test_build.py::test_an_extension_that_uses_torch"
+# Two per core, because many tests wait for other processes.
+WORKERS = os.environ.get(
+    "MINIDP_TEST_WORKERS", str(min(2 * len(os.sched_getaffinity(0)), 8))
+)
+
+
+def tests(folder: str, *names: str) -> tuple[str, ...]:
+    """Return the paths of test files of a folder."""
+    return tuple(f"tests/{folder}/test_{name}.py" for name in names)
+
+
+# Whatever decides the bits of a gradient: `tests/mutants.py` shows that this is enough.
+FAST = (
+    *("tests/unit/core", "tests/unit/comm", "tests/unit/layout", "tests/unit/replica"),
+    *("tests/unit/data_parallel", "tests/unit/guard", "tests/unit/torch_compat"),
+    *tests("unit/top", "architecture"),
+    *tests("property", "matches_torch", "hook_laws", "join", "items"),
+    *tests("distributed", "matrix", "special_cases", "delayed", "skip_unused"),
+    *tests("distributed", "comm_hooks", "bucket_layout", "mixed_precision", "join"),
+    *tests("distributed", "overlap", "items", "manual_finalization", "lazy_buckets"),
+    *tests("fault", "faults", "wrong_words"),
+)
+NATIVE_FAST = (
+    *tests("native", "flatten", "hooks", "threads", "shared_memory", "shared_buckets"),
+    *tests("distributed", "matrix"),
+    *tests("property", "items"),
+)
+# What touches hooks and copies; other tests do not know whether there is an extension.
+NATIVE = (
+    *("tests/unit/core", "tests/unit/data_parallel", "tests/unit/guard"),
+    *tests("unit/overlap", "recording"),
+    *tests("distributed", "matrix", "delayed", "special_cases", "overlap"),
+    *tests("distributed", "skip_unused", "comm_hooks", "items"),
+)
+# Who is missing does not depend on hooks and copies, so there is no test_hangs.
+NATIVE_FAULT = (
+    *tests("property", "matches_torch", "hook_laws", "join", "items"),
+    *tests("fault", "faults", "comm_hooks", "concurrency", "leaks", "wrong_words"),
+)
+
+
+def pytest(
+    session: nox.Session,
+    *words: str,
+    marked: str = "not gpu",
+    profile: str = "brief",
+    native: bool = False,
+    one_process: bool = False,
+    **env: str,
+) -> None:
+    """Run tests in several processes, then those that are marked `alone` in one.
+
+    ``profile`` is Hypothesis's; words behind ``--`` on the command line go to pytest.
+    """
+    env = {"MINIDP_NATIVE": "1" if native else "0", "HYPOTHESIS_PROFILE": profile} | env
+    if chosen := os.environ.get("HYPOTHESIS_PROFILE"):
+        env["HYPOTHESIS_PROFILE"] = chosen
+    words = (*words, *session.posargs)
+    start = (PYTHON, "-m", "pytest")
+    nothing = [0, 5]  # 5: no test was selected
+    if one_process:
+        session.run(*start, "-p", "no:xdist", "-m", marked, *words, env=env)
+        return
+    many = ("--numprocesses", WORKERS, "--dist", "worksteal")
+    beside = ("-m", f"({marked}) and not alone")
+    session.run(*start, *many, *beside, *words, env=env, success_codes=nothing)
+    if has_alone(words):  # another start of pytest takes ten seconds
+        alone = ("-p", "no:xdist", "-m", f"({marked}) and alone")
+        session.run(*start, *alone, *words, env=env, success_codes=nothing)
+
+
+def has_alone(words: tuple[str, ...]) -> bool:
+    """Return whether a file or folder among the words has tests that run alone."""
+    paths = [ROOT / word for word in words if word.startswith("tests/")]
+    files = [file for path in paths for file in (path, *path.rglob("test_*.py"))]
+    return any("mark.alone" in file.read_text() for file in files if file.is_file())
+
+
+def need(session: nox.Session, program: str) -> None:
+    """Skip the stage, and say so, where a program is missing."""
+    if not shutil.which(program):
+        session.skip(f"{program} is not installed")
+
+
+def build(session: nox.Session) -> None:
+    """Build the extension, or skip the stage where there is no compiler."""
+    need(session, os.environ.get("CXX", "c++"))
+    session.run(PYTHON, "-m", "minidp.native", "build")
+
+
+def scripts(session: nox.Session, *words: str) -> None:
+    """Run a folder's scripts with --smoke, on the extension if there is a compiler."""
+    session.run(PYTHON, "-m", "minidp.native", "build", "--optional")
+    session.run(PYTHON, "-m", "tests.support.smoke", *words)
+
+
+def stage(*tiers: str) -> Callable[[Callable[[nox.Session], None]], object]:
+    """Make a function a stage of some tiers, which runs at the top of the checkout."""
+
+    def decorate(function: Callable[[nox.Session], None]) -> object:
+        @functools.wraps(function)
+        def run(session: nox.Session) -> None:
+            session.chdir(ROOT)
+            # Programs that pip has installed, although nobody has activated .venv.
+            folder = str(Path(PYTHON).parent)
+            session.env["PATH"] = os.pathsep.join([folder, os.environ["PATH"]])
+            function(session)
+
+        name = function.__name__.strip("_").replace("_", "-")
+        return nox.session(python=False, name=name, tags=list(tiers))(run)
+
+    return decorate
+
+
+# ------------------------------------------------------------------------ every change
+
+
+@stage("fast", "full")
+def lint(session: nox.Session) -> None:
+    """Formats and linters: the hooks of .pre-commit-config.yaml, on all files."""
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    for repository in config["repos"]:
+        for hook in repository["hooks"]:
+            session.run(*shlex.split(hook["entry"]))
+
+
+@stage("fast")
+def gradients(session: nox.Session) -> None:
+    """Whatever decides the bits of a gradient, in Python."""
+    pytest(session, *FAST, marked=NOT_SLOW, profile="fast")
+
+
+@stage("fast")
+def native_gradients(session: nox.Session) -> None:
+    """The same on the extension."""
+    build(session)
+    pytest(session, *NATIVE_FAST, marked=NOT_SLOW, profile="fast", native=True)
+
+
+@stage("fast")
+def quickstart(session: nox.Session) -> None:
+    """The first command of the README."""
+    scripts(session, "examples", "train_digits.py")
+
+
+# -------------------------------------------------------------------------- before main
+
+
+@stage("full")
+def reference(session: nox.Session) -> None:
+    """All tests of the reference in Python, with coverage."""
+    folders = ("unit", "property", "distributed", "gpu", "conformance")
+    pytest(session, *(f"tests/{folder}" for folder in folders))
+
+
+@stage("full")
+def fault(session: nox.Session) -> None:
+    """Ranks that raise, differ, die or hang."""
+    pytest(session, "tests/fault", marked=NOT_SLOW)
+
+
+@stage("full")
+def conformance(session: nox.Session) -> None:
+    """Torch's own DDP tests on minidp."""
+    session.run(PYTHON, "tests/conformance/run.py", env={"MINIDP_NATIVE": "0"})
+
+
+@stage("full")
+def native(session: nox.Session) -> None:
+    """The extension: its own tests, and those that hooks and copies can fail."""
+    build(session)
+    words = ("tests/native", *NATIVE, "--deselect", USES_TORCH)
+    pytest(session, *words, native=True)
+
+
+@stage("full")
+def native_fault(session: nox.Session) -> None:
+    """Laws and failures of ranks on the extension."""
+    build(session)
+    pytest(session, *NATIVE_FAULT, marked=NOT_SLOW, profile="fast", native=True)
+
+
+@stage("full")
+def native_conformance(session: nox.Session) -> None:
+    """Torch's own DDP tests on the extension."""
+    build(session)
+    session.run(PYTHON, "tests/conformance/run.py", env={"MINIDP_NATIVE": "1"})
+
+
+@stage("full")
+def examples(session: nox.Session) -> None:
+    """Every example, on two ranks."""
+    scripts(session, "examples")
+
+
+@stage("full")
+def benchmarks(session: nox.Session) -> None:
+    """Every benchmark, with the smallest sizes."""
+    scripts(session, "benchmarks")
+
+
+@stage("full")
+def page(session: nox.Session) -> None:
+    """The page in a browser, which serves all tests; skipped where there is none."""
+    pytest(session, "tests/page", one_process=True)
+
+
+@stage("full")
+def torchft(session: nox.Session) -> None:
+    """Replicas on torchft's manager. One test at a time: their deaths are timed."""
+    pytest(session, "tests/torchft", one_process=True)
+
+
+@stage("full")
+def api(session: nox.Session) -> None:
+    """Build the API reference into .nox/api, and look for broken links."""
+    session.run("pdoc", "--output-directory", ".nox/api", "minidp")
+    session.run(PYTHON, "-m", "tests.support.links", ".nox/api")
+
+
+# ------------------------------------------------------------------- parts, and nightly
+
+
+@stage()
+def unit(session: nox.Session) -> None:
+    """One file of minidp each."""
+    pytest(session, "tests/unit")
+
+
+@stage()
+def property_(session: nox.Session) -> None:
+    """Laws for all inputs."""
+    pytest(session, "tests/property")
+
+
+@stage()
+def distributed(session: nox.Session) -> None:
+    """Whole training steps."""
+    pytest(session, "tests/distributed", "tests/gpu")
+
+
+@stage("nightly")
+def fuzz(session: nox.Session) -> None:
+    """Thousands of random programs."""
+    words = ("tests/property", "tests/fault", "--timeout", "3600")
+    pytest(session, *words, profile="nightly")
+
+
+@stage("nightly")
+def page_fuzz(session: nox.Session) -> None:
+    """Random recordings on the page."""
+    words = (*tests("page", "forecast"), "--timeout", "3600")
+    pytest(session, *words, profile="nightly", one_process=True)
+
+
+@stage("nightly")
+def chaos(session: nox.Session) -> None:
+    """Ranks that die under torchrun, 200 times."""
+    session.run(PYTHON, "-m", "tests.fault.chaos", "--runs", "200")
+
+
+@stage("nightly")
+def sanitizers(session: nox.Session) -> None:
+    """The extension under AddressSanitizer and ThreadSanitizer."""
+    need(session, "g++")
+    for name in ("asan", "tsan"):
+        session.run("bash", f"tests/native/{name}.sh", env={"PYTHON": PYTHON})
+
+
+@stage("nightly")
+def messages(session: nox.Session) -> None:
+    """The extension's hooks and copies with messages, as between hosts."""
+    build(session)
+    words = ("tests/native", *NATIVE, *NATIVE_FAULT, "--deselect", USES_TORCH)
+    pytest(session, *words, marked=NOT_SLOW, native=True, MINIDP_SHARED_MEMORY="0")
+
+
+@stage("nightly")
+def mutants(session: nox.Session) -> None:
+    """The fast tests fail for each of many wrong gradients."""
+    session.run(PYTHON, "-m", "tests.mutants")
+
+
+@stage("nightly")
+def native_torch(session: nox.Session) -> None:
+    """An extension that reads torch's headers is built."""
+    pytest(session, USES_TORCH, native=True)
+
+
+@stage("nightly")
+def trainers(session: nox.Session) -> None:
+    """Accelerate, Lightning and Transformers on minidp."""
+    pytest(session, "tests/trainers")
+
+
+@stage("nightly")
+def packaging(session: nox.Session) -> None:
+    """Sdist and wheel in fresh environments."""
+    pytest(session, "tests/packaging", one_process=True, MINIDP_TEST_PACKAGING="1")
+
+
+@stage("nightly")
+def versions(session: nox.Session) -> None:
+    """The fast tests on each torch and Python."""
+    session.run(PYTHON, "-m", "tests.versions")
+
+
+@stage("nightly")
+def torchft_chaos(session: nox.Session) -> None:
+    """Replicas that die, 300 times."""
+    session.run(PYTHON, "-m", "tests.torchft.chaos", "--kills", "300")
+
+
+@stage("nightly")
+def gpu(session: nox.Session) -> None:
+    """On a GPU, one test at a time: two would wait for each other's kernels."""
+    need(session, "nvidia-smi")
+    words = ("--timeout", "170", "--session-timeout", "420")
+    report = ("--junitxml", "benchmarks/results/gpu.xml")
+    pytest(session, "tests/gpu", *words, *report, marked="gpu", one_process=True)
