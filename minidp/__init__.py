@@ -83,37 +83,38 @@ from .swapping import swap, swapped
 from .sync_batchnorm import SyncBatchNorm
 from .trace import Event, Moment, Recorder
 
-__all__ = [
+# In the order of the API reference.
+__all__ = [  # noqa: RUF022
+    "DataParallel",
+    "attach",
+    "swap",
+    "swapped",
+    "SyncBatchNorm",
+    "record",
+    "watch_speed",
+    "comm_hooks",
     "Attachment",
+    "GradBucket",
+    "Recording",
+    "Recorder",
+    "Event",
+    "Moment",
+    "MiniDPError",
     "CollectiveError",
     "CommHookError",
-    "DataParallel",
     "DoubleStepError",
-    "Event",
-    "GradBucket",
     "GradientError",
     "GraphChangedError",
     "ItemCountError",
     "MarkedTwiceError",
-    "MiniDPError",
-    "Moment",
     "NativeError",
     "NonFiniteGradientError",
-    "Recorder",
-    "Recording",
     "ReducerFailedError",
     "ReplicaMismatchError",
-    "SyncBatchNorm",
     "UnavailableError",
     "UnfinishedReductionError",
     "UnsyncedGradientsError",
     "__version__",
-    "attach",
-    "comm_hooks",
-    "record",
-    "swap",
-    "swapped",
-    "watch_speed",
 ]
 
 # Modules that are imported when somebody asks for them: training needs none of them.

@@ -47,10 +47,10 @@ NO_BACKWARD, PARAMETERS_ONLY, INPUTS_TOO = range(3)
 class SyncBatchNorm(nn.SyncBatchNorm):
     """torch's ``nn.SyncBatchNorm``, which also works on CPU tensors.
 
-    In training mode every forward is a collective of ``process_group`` (None is the
-    default group), also under ``torch.no_grad()`` and ``no_sync()``; so is the backward
-    if any rank's input requires a gradient. Batches may differ in size between ranks,
-    or be empty. Double backward works on CPU. On an accelerator it is torch's layer.
+    In training mode every forward is a collective of the layer's process group, also
+    under ``torch.no_grad()`` and ``no_sync()``; so is the backward if any rank's input
+    requires a gradient. Batches may differ in size between ranks, or be empty. Double
+    backward works on CPU. On an accelerator it is torch's layer.
     """
 
     @untraced
@@ -134,9 +134,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Replace every ``nn.BatchNorm*`` and ``nn.SyncBatchNorm`` by this class.
 
         The new layers share parameters, module buffers, flags and hooks with the old.
-        ``process_group`` None keeps that of a ``nn.SyncBatchNorm``. Returns the module,
+        Without a process group keep that of a ``nn.SyncBatchNorm``. Return the module,
         changed in place, or the new layer if the module is a batch norm layer itself.
-        Raises RuntimeError, before any change, if a lazy batch norm has no parameters.
+        Raise RuntimeError, before any change, if a lazy batch norm has no parameters.
         """
         lazy = [
             f"{name or 'module'} ({type(layer).__name__})"

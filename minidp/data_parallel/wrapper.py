@@ -64,7 +64,20 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     """Drop-in for ``torch.nn.parallel.DistributedDataParallel``.
 
     Wrap the same module on every rank; gradients are then averaged over the ranks while
-    the backward runs, with the same bits as torch's DDP.
+    the backward runs, with the same bits as torch's DDP. Training then calls the
+    wrapper, ``backward()`` and an optimizer, as with torch's class. Beyond that:
+
+    - `no_sync`: accumulate gradients without communication.
+    - `join`: ranks may run out of data at different times.
+    - `count_items`, `weigh_loss`: average over items; ranks may have unequally many.
+    - `register_comm_hook`: compress gradients, or average in another way.
+    - `sync_gradients`: average what local backwards have left in ``.grad``.
+    - `step_in_backward`: step each parameter as soon as its average is there.
+    - `reset`: go on on all ranks after an error.
+    - `minidp.record`, `minidp.watch_speed`: what a step waits for.
+
+    The other methods are those of ``nn.Module``, and names of torch's class that code
+    written for it may look for.
 
     Args:
         module: the module to replicate; available as ``.module``.
@@ -372,9 +385,10 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
     ) -> None:
         """Let ``optimizer`` step by itself, inside synchronised backwards.
 
-        Each bucket's parameters step once it is reduced. Call ``zero_grad()``, but not
-        ``optimizer.step()``. Backwards inside ``no_sync()`` do not step. If a backward
-        fails, some buckets may have stepped: reload a checkpoint.
+        Each bucket's parameters step once it is reduced. Do not call
+        ``optimizer.step()``, but still ``optimizer.zero_grad()``. Backwards inside
+        ``no_sync()`` do not step. If a backward fails, some buckets may have stepped:
+        reload a checkpoint.
 
         Args:
             optimizer: any that keeps its state per parameter (LBFGS does not).
@@ -406,7 +420,7 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
         """Collective: recover from a failed, aborted or unfinished backward.
 
         If a launched collective cannot complete, a new group replaces `process_group`.
-        Call ``zero_grad()`` next: ``.grad`` stays.
+        Call ``optimizer.zero_grad()`` next: ``.grad`` stays.
 
         A rank that raised has perhaps missed a step that others have made. So the
         replicas are compared; a warning says what differs on which ranks. If parameters

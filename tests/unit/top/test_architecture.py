@@ -264,8 +264,8 @@ def test_only_collectives_touch_torch_distributed(module):
     assert bool(touched) == (module in allowed), touched
 
 
-def test_public_names_are_sorted_and_exist():
-    assert minidp.__all__ == sorted(minidp.__all__)
+def test_public_names_exist():
+    assert len(set(minidp.__all__)) == len(minidp.__all__)
     assert [name for name in minidp.__all__ if not hasattr(minidp, name)] == []
 
 
