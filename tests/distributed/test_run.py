@@ -64,7 +64,9 @@ def train(tmp_path):
 @pytest.fixture
 def script(tmp_path):
     """The script of the README, by its own command on torch's DDP again."""
-    text = README.partition("script, `train.py`:\n\n```python\n")[2].partition("```")[0]
+    text = README.partition("save it as `train.py`:\n\n```python\n")[2]
+    text = text.partition("```")[0]
+    assert "DDP(" in text
     (tmp_path / "train.py").write_text(text)
     (command,) = (line for line in README.splitlines() if line.startswith("sed "))
     subprocess.run(command, shell=True, cwd=tmp_path, check=True)
