@@ -69,7 +69,6 @@ class Ledger:
         # For the comparison: why replicas may differ since the last one.
         self.was_local = False  # parameters changed inside no_sync()
         self.was_excused = False  # a complaint did not become an error
-        self.was_told = False  # the first complaint was printed
         # For `was_local`: versions of two parameters, when no_sync() began.
         self._versions_before: tuple[int, int] | None = None
 

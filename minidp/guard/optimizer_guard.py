@@ -51,7 +51,7 @@ from minidp.trace import StepEvent
 
 from . import dropped
 from .comparison import PATIENCE_SECONDS, Comparison, Verdict
-from .local_updates import Change, LocalSteps, find_change
+from .local_updates import Change, find_change
 from .mistakes import (
     LateParameters,
     StepCheck,
@@ -89,7 +89,6 @@ class Guard:
         self._in_backward: WeakSet[Optimizer] = WeakSet()
         self._cancel_death: Callable[[], object] = lambda: None  # of `expect_death`
         self._allowed: set[int] = set()  # ids of optimizers that step in a backward now
-        self._local_steps = LocalSteps(reducer)
         self._change: Change | None = None  # seen, and not judged yet
         self._trust = _Trust()
         # A step of gradients that not all ranks apply: the next forward judges it; or,
@@ -221,19 +220,12 @@ class Guard:
             self._judge_open_step(verdict, tells=self._tells_open_step)
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """Count a step that has ended; in no_sync() with local gradients this may warn.
-
-        Not with ``unsynced="ignore"``. See `LocalSteps`.
-        """
+        """Count a step of our parameters that has ended, outside no_sync()."""
         if self._stepping == id(optimizer):
             self._num_steps[optimizer] = self._num_steps.get(optimizer, 0) + 1
             self._stepping = 0
             if self.replica_check is not None:
                 self.replica_check.has_optimizer = True
-        ledger = self.reducer.ledger
-        is_local = not ledger.sync_enabled and bool(ledger.unsynced)
-        if is_local and self.policy != "ignore" and self._holds_ours(optimizer):
-            self._local_steps.note_step()
 
     def trace(self, optimizer: Optimizer, event: StepEvent) -> None:
         """Send ``event`` to recorders, if the optimizer holds parameters of ours."""
@@ -253,7 +245,6 @@ class Guard:
         reducer = self.reducer
         self._check_counts()
         refuse_forward(reducer)
-        self._local_steps.note_forward()
         if self.policy == "ignore" or not self.comparison.is_needed:
             return
         if self._open_step is not None:

@@ -315,7 +315,6 @@ class ReplicaCheck(Observer):
                 was_warned = any(reasons & WARNED for reasons in all_reasons)
                 cause = _EXCUSED if was_warned else _LOCAL
                 self._warn(snapshot.step, self._find_differences(snapshot), cause)
-                ledger.was_told = True
         else:  # the next step compares again; or this one, after a long wait
             self.suspect = snapshot
             self._waited += 1

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-import weakref
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from minidp import DataParallel, UnsyncedGradientsError
-from minidp.guard import local_updates
-from tests.support.both import Two, all_die
+from tests.support.both import Two
 
 X = torch.tensor([2.0])
 
@@ -199,105 +192,3 @@ def test_one_rank_alone_cannot_differ(lone_group, monkeypatch):
         step_of(ddp)()
         update(ddp)
         ddp(X)
-
-
-# -------------------------------------- steps inside no_sync() that nobody makes up for
-
-
-def steps_of(ctx, kinds, average_every=0, policy="raise"):
-    """Train; return a weak reference to the reducer: its end logs.
-
-    Of ``kinds``: l, a local backward and step; s, a synchronised one, w, one window of
-    accumulation; p, a step inside no_sync() with averaged gradients.
-    """
-    torch.manual_seed(0)
-    ddp = DataParallel(nn.Linear(2, 2), process_group=ctx.group, unsynced=policy)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    torch.manual_seed(ctx.rank)
-    for k, kind in enumerate(kinds):
-        with ddp.no_sync():
-            if kind in "lw":
-                optimizer.zero_grad()
-                ddp(torch.randn(3, 2)).sum().backward()
-            if kind in "lp":
-                optimizer.step()
-        if kind in "sw":
-            ddp(torch.randn(3, 2)).sum().backward()
-            optimizer.step()
-        if average_every and (k + 1) % average_every == 0:
-            for param in ddp.parameters():
-                dist.all_reduce(param.data, group=ctx.group)
-                param.data = param.data / 2  # as Accelerate's LocalSGD does
-    return weakref.ref(ddp._reducer)
-
-
-class Caught(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-
-def told(ctx, *args):
-    log, before = Caught(), local_updates.PATIENCE
-    logging.getLogger("minidp").addHandler(log)
-    local_updates.PATIENCE = 6
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            reducer = steps_of(ctx, *args)
-        all_die(reducer)
-    finally:
-        local_updates.PATIENCE = before
-        logging.getLogger("minidp").removeHandler(log)
-    return [(str(w.message), w.filename) for w in caught], log.texts
-
-
-TEXT = (
-    "[rank {}] An optimizer stepped inside no_sync(), with gradients that stayed local "
-    "(steps: {}), and nobody averaged "
-)
-
-
-def test_everything_indented(pool):
-    for rank, (((text, file),), logged) in enumerate(pool.run(told, 2, "lllllllll")):
-        assert text.startswith(TEXT.format(rank, 6))
-        assert file == __file__
-        assert logged == []  # it was said
-
-
-def test_the_end_of_a_short_run(pool):
-    for rank, (warned, (logged,)) in enumerate(pool.run(told, 2, "lll")):
-        assert warned == []
-        assert logged.startswith(TEXT.format(rank, 3))
-
-
-@pytest.mark.parametrize(
-    ("kinds", "every", "policy"),
-    [
-        ("lllllllll", 3, "raise"),
-        ("lllllllll", 5, "raise"),
-        ("llll", 3, "raise"),
-        ("llllllll", 1, "raise"),
-        ("lllllllll", 0, "ignore"),
-        ("wpwpwp", 0, "raise"),
-    ],
-)
-def test_nothing_is_told(pool, kinds, every, policy):
-    assert pool.run(told, 2, kinds, every, policy) == [([], [])] * 2
-
-
-def test_one_rank_alone(lone_group):
-    class Alone:
-        group, rank = lone_group, 0
-
-    assert told(Alone, "lllllllll") == ([], [])
-
-
-def test_it_is_not_said_twice(pool):
-    """The synchronised backward has compared the replicas, and warned."""
-    for ((text, _),), logged in pool.run(told, 2, "lslsl"):
-        assert "Parameters were updated inside no_sync()" in text
-        assert logged == []
