@@ -297,10 +297,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     py::gil_scoped_release no_gil;
     minidp::unflatten(refs(grads), refs(views));
   });
-  module.def("put_bytes", [](const py::bytes& bytes, const at::Tensor& to) {
-    return minidp::put_bytes(std::string_view(bytes), to);
-  });
-  module.def(
-      "take_bytes", [](const at::Tensor& from) { return py::bytes(minidp::take_bytes(from)); });
   module.attr("has_cuda") = minidp::cuda::copy_rows != nullptr;
 }

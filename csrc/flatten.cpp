@@ -240,41 +240,6 @@ bool has_loop(at::ScalarType type) {
   return type == at::kFloat || type == at::kDouble || type == at::kBFloat16 || type == at::kHalf;
 }
 
-namespace {
-
-bool has_bytes(const at::Tensor& tensor) {
-  return tensor.is_cpu() && has_memory(tensor) && has_loop(tensor.scalar_type()) &&
-      tensor.dim() == 1 && tensor.is_contiguous();
-}
-
-}  // namespace
-
-bool put_bytes(std::string_view bytes, const at::Tensor& to) {
-  if (!has_bytes(to) || to.numel() != static_cast<int64_t>(bytes.size())) {
-    return false;
-  }
-  with_type(to.scalar_type(), [&](auto x) {
-    auto* numbers = static_cast<decltype(x)*>(to.data_ptr());
-    for (const char byte : bytes) {
-      *numbers++ = static_cast<float>(static_cast<unsigned char>(byte));
-    }
-  });
-  return true;
-}
-
-std::string take_bytes(const at::Tensor& from) {
-  std::string bytes;
-  if (has_bytes(from)) {
-    with_type(from.scalar_type(), [&](auto x) {
-      const auto* numbers = static_cast<const decltype(x)*>(from.const_data_ptr());
-      for (int64_t i = 0; i < from.numel(); ++i) {
-        bytes.push_back(static_cast<char>(static_cast<unsigned char>(numbers[i])));
-      }
-    });
-  }
-  return bytes;
-}
-
 void copy_rows(const Rows& rows, at::ScalarType type, double scale) {
   with_type(type, [&](auto x) { copy_typed<decltype(x)>(rows, scale); });
 }

@@ -35,11 +35,6 @@ bool is_past_cache(size_t nbytes);
 void copy_past_cache(void* to, const void* from, size_t nbytes);
 void fence_past_cache();
 
-// A number per byte, for tensors of one dimension on CPU whose type has a loop; the bytes of such
-// numbers. False, or empty: another tensor. For minidp/comm/item_counts.py.
-bool put_bytes(std::string_view bytes, const at::Tensor& to);
-std::string take_bytes(const at::Tensor& from);
-
 // Stretches of memory to copy, all of one type.
 struct Rows {
   bool past_cache = false;

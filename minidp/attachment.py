@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .comm import Hook, ItemTotals
-from .core import is_captured, untraced_itself
+from .comm import Hook
+from .core import ItemTotals, is_captured, untraced_itself
 from .data_parallel import DataParallel
 from .errors import UnavailableError
 from .guard import is_averaged

@@ -3,9 +3,8 @@
 Read `groups` (process groups; values that ranks exchange through a key-value store),
 `work` (waits with a limit), `collectives` (c10d's, as we call them), `communicator` (a
 group, its time limit, errors that name missing ranks), `grad_bucket` and `hook` (comm
-hooks), `used_map` (parameters that some rank used), `item_counts` (``average_over``),
-`nonfinite` (``check_finite_grads``), `dist_autograd` (RPC), `shared_memory` (no
-messages).
+hooks), `used_map` (parameters that some rank used), `nonfinite`
+(``check_finite_grads``), `dist_autograd` (RPC), `shared_memory` (no messages).
 """
 
 from .collectives import (
@@ -68,19 +67,18 @@ from .groups import (
     warn_without_store,
 )
 from .hook import CommHook, Hook, name_of
-from .item_counts import ItemCounts, ItemTotals, is_known, weighted
 from .nonfinite import AFTER, BEFORE, refuse_nonfinite
-from .shared_memory import SharedBuffer, read_mode, share
+from .shared_memory import SharedBuffer, SmallMessage, read_mode, share
 from .used_map import UsedMap
 from .work import FutureWork, Work, is_waiting, then, wait_for, waiting
 
 __all__ = ["CommHook", "GradBucket", "Hook", "Turn", "UsedMap", "name_of", "wait_for"]
-__all__ += ["STORE_SECONDS", "Communicator", "FutureWork", "InFlight", "ItemCounts"]
-__all__ += ["ItemTotals", "PeerMonitor", "Report", "SharedBuffer", "Work", "then"]
+__all__ += ["STORE_SECONDS", "Communicator", "FutureWork", "InFlight"]
+__all__ += ["PeerMonitor", "Report", "SharedBuffer", "Work", "then"]
 __all__ += ["all_reduce", "barrier", "broadcast_coalesced", "broadcast_integers"]
 __all__ += ["gather_bytes", "gather_integers", "gather_json", "gather_rows", "share"]
-__all__ += ["ContextGrads", "NotedContexts", "is_known", "is_own_rref", "is_rpc_up"]
-__all__ += ["is_waiting", "waiting", "weighted"]
+__all__ += ["ContextGrads", "NotedContexts", "is_own_rref", "is_rpc_up"]
+__all__ += ["SmallMessage", "is_waiting", "waiting"]
 __all__ += ["backend_name", "default_first_bucket_bytes", "default_group", "group_name"]
 __all__ += ["is_builtin", "is_group", "is_initialized", "read_mode"]
 __all__ += ["exchange_device", "fresh_group", "group_of_forwards", "joined_group"]

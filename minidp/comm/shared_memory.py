@@ -14,7 +14,7 @@ import os
 import select
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from .groups import group_timeout, is_plain_gloo
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from .used_map import UsedMap
 
 VARIABLE = "MINIDP_SHARED_MEMORY"
 MODES = ("auto", "0", "1")
@@ -84,6 +83,17 @@ class ProcessEnds:
         """Close the descriptors of the processes."""
         for descriptor in self._ranks:
             os.close(descriptor)
+
+
+class SmallMessage(Protocol):
+    """Describe what travels besides the buckets, and may do so in shared memory."""
+
+    @property
+    def shape(self) -> tuple[int, torch.dtype]:
+        """Number of elements, and their dtype."""
+
+    def use(self, shared: SharedBuffer | None) -> None:
+        """Travel through ``shared`` from now on; None: through the process group."""
 
 
 class SharedBuffer:
@@ -208,13 +218,13 @@ def share(
     shapes: Sequence[tuple[int, torch.dtype]],
     communicator: Communicator,
     device: torch.device,
-    maps: Sequence[UsedMap] = (),
+    messages: Sequence[SmallMessage] = (),
 ) -> list[SharedBuffer] | str:
     """Create a shared buffer per bucket; return them, or the reason if a rank cannot.
 
     A collective that waits, with equal ``shapes`` (elements, dtype of each bucket), if
     the group is plain Gloo, of two ranks or more, and ``device``, the gradients', is
-    the CPU; else the reason comes at once. ``maps`` use further buffers from then on.
+    the CPU; else the reason comes at once. ``messages`` use further buffers from then.
     If MINIDP_SHARED_MEMORY=1 on this rank, NativeError for any reason but "one rank".
     """
     group = communicator.group
@@ -230,7 +240,7 @@ def share(
         (numel * dtype.itemsize // real.itemsize, real)
         for (numel, dtype), real in zip(shapes, reals, strict=True)
     ]
-    shapes += [(used_map.num_params, torch.int32) for used_map in maps]
+    shapes += [message.shape for message in messages]
     memory, obstacle = _own_memory(shapes, communicator)
     mine = [obstacle, 0, 0, 0, _build_number()]
     if memory is not None:
@@ -247,8 +257,8 @@ def share(
     if not any(refusals):
         numbers = range(len(shapes))
         buffers = [SharedBuffer(memory, k, group, ends) for k in numbers]
-        for used_map in reversed(maps):
-            used_map.use(buffers.pop())
+        for message in reversed(messages):
+            message.use(buffers.pop())
         return buffers
     rank = next(r for r, refusal in enumerate(refusals) if refusal)
     return _refuse(f"rank {rank}: {OBSTACLES[refusals[rank]]}", communicator)

@@ -63,6 +63,11 @@ class UsedMap:
                 self._counts, self._work = rows, all_reduce(rows, group)
             self._communicator.note_started(self._work)
 
+    @property
+    def shape(self) -> tuple[int, torch.dtype]:
+        """Number of elements of what ranks exchange, and their dtype."""
+        return self.num_params, torch.int32
+
     def use(self, shared: SharedBuffer | None) -> None:
         """Exchange through ``shared`` from now on; None: through the process group.
 

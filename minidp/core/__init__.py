@@ -17,6 +17,8 @@ From there the collectives are in `minidp.comm`. When the averages are in ``.gra
 
     sparse_bucket   a bucket of one sparse gradient
     local_grads     which gradients are local, not averaged: for the guard
+    observer        what features see of a reduction; they are not in the core
+    item_counts     one of them: averages over items, not over ranks
     rebuild         the layout that follows rank 0's ready order
     autograd        questions to the engine; keep our code out of compiled graphs
 """
@@ -35,11 +37,13 @@ from .autograd import (
 )
 from .averaging import Averaging
 from .bucket import BucketState
-from .bucket_queue import BucketQueue, Observer
+from .bucket_queue import BucketQueue
 from .dense_bucket import DenseBucket
 from .expected import EveryParameter, expectation_for
 from .grad_hooks import GradHook, GradHooks
+from .item_counts import ItemCounts, ItemTotals, is_known, weighted
 from .local_grads import Ledger, Origin
+from .observer import Observer
 from .rebuild import RebuildPolicy, decode_layout, encode_layout, layout_after
 from .reducer import Phase, Reducer
 
@@ -48,6 +52,8 @@ __all__ += [
     "NO_TASK",
     "DenseBucket",
     "GradHooks",
+    "ItemCounts",
+    "ItemTotals",
     "Ledger",
     "Observer",
     "Origin",
@@ -62,7 +68,9 @@ __all__ += [
     "expectation_for",
     "find_tensors",
     "is_captured",
+    "is_known",
     "layout_after",
     "probe_outputs",
 ]
-__all__ += ["outside", "reachable_nodes", "untraced", "untraced_itself", "zeros_for"]
+__all__ += ["outside", "reachable_nodes", "untraced", "untraced_itself", "weighted"]
+__all__ += ["zeros_for"]

@@ -11,18 +11,23 @@ comm hook              -                  -                  what the hook does
 =====================  =================  =================  =======================
 
 Over items, gradients travel divided by the ranks, so that 16 bits do not overflow; the
-other factor, ranks / items, is known when the counts have come with the first dense
-bucket. No comm hook can be registered then.
+other factor, ranks / items, is known when the counts have come (`item_counts`). No comm
+hook can be registered then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from minidp import comm
 from minidp.layout import Layout
+
+if TYPE_CHECKING:
+    from .item_counts import ItemCounts
 
 
 class DivideFactors(NamedTuple):
@@ -40,15 +45,18 @@ class DivideFactors(NamedTuple):
 class Averaging:
     """Hold one reducer's divisors, comm hook and item counts; find shared memory.
 
-    ``over_items``: average over items. ``batched``: divide full buffers, not gradients.
+    ``batched``: divide full buffers, not gradients.
     """
 
     def __init__(
-        self, communicator: comm.Communicator, *, over_items: bool, batched: bool
+        self, communicator: comm.Communicator, device: torch.device, *, batched: bool
     ) -> None:
         self._communicator = communicator
         self._is_batched = batched
-        self.items = comm.ItemCounts(communicator) if over_items else None
+        self.device = device  # of the gradients
+        self.items: ItemCounts | None = None  # with average_over="items"
+        # What reduced gradients are multiplied by: a tensor if only the device knows.
+        self.scale: float | torch.Tensor = 1.0
         self.num_contributors: int | None = None  # ranks to average over; None: all
         self.comm_hook: comm.CommHook | None = None
         self.active_comm_hook: comm.CommHook | None = None  # `comm_hook` at `begin`
@@ -91,28 +99,29 @@ class Averaging:
         if self.items is not None:
             raise RuntimeError(
                 f'The comm hook {hook.name} cannot be registered: average_over="items" '
-                "sends counts in a bucket, which a hook might change. What to do: "
-                "average over ranks, or use no hook."
+                "multiplies what the buckets bring, whatever a hook made of it. What "
+                "to do: average over ranks, or use no hook."
             )
         self.comm_hook = hook
 
     def share(
-        self, layout: Layout, maps: Sequence[comm.UsedMap], *, asks: bool
+        self, layout: Layout, messages: Sequence[comm.SmallMessage], *, asks: bool
     ) -> list[comm.SharedBuffer]:
         """Return a shared buffer for each dense bucket, or [] if a rank cannot share.
 
-        ``maps`` get theirs, not returned. [] at once if not ``asks``, with a comm hook,
-        or if group or device exclude sharing; else collective. Sets `no_shared_memory`
-        to the reason, or "". NativeError if MINIDP_SHARED_MEMORY=1 and it fails.
+        ``messages`` get theirs, not returned. [] at once if not ``asks``, with a comm
+        hook, or if group or device exclude sharing; else collective. Sets
+        `no_shared_memory` to the reason, or "". NativeError if MINIDP_SHARED_MEMORY=1
+        and it fails.
         """
         dense = [plan for plan in layout.buckets if not plan.sparse]
         found: list[comm.SharedBuffer] | str = "ranks have not looked for it yet"
         if self.comm_hook is not None:
             found = "a comm hook is registered"
         elif asks:
-            shapes = [(plan.length, plan.dtype) for plan in dense]
+            shapes = [(plan.numel, plan.dtype) for plan in dense]
             device = layout.buckets[0].device
-            found = comm.share(shapes, self._communicator, device, maps)
+            found = comm.share(shapes, self._communicator, device, messages)
         self.no_shared_memory = found if isinstance(found, str) else ""
         return [] if isinstance(found, str) else found
 

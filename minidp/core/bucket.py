@@ -84,7 +84,6 @@ class Bucket(ABC):
     """Base class of buckets: gradients of ``params`` that one collective reduces."""
 
     payload: Tensor  # what is reduced: the flat buffer, or the sparse gradient
-    tail: Tensor  # the end of the flat buffer, which belongs to no slot
 
     def __init__(
         self,
@@ -111,7 +110,7 @@ class Bucket(ABC):
         self.shared: comm.SharedBuffer | None = None  # the buffer, if all ranks map it
         self.is_alone = False  # the collective changes no value: one rank
         # What averages are multiplied by, once: by the work, the extension or
-        # `_rescale`. With item counts each backward sets it anew.
+        # `_rescale`. Each backward sets it anew (`Averaging.scale`).
         self.factor: float | Tensor = 1.0
 
     def copy_now(self, k: int, grad: Tensor, divisor: int) -> Entry:

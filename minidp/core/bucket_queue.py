@@ -27,26 +27,9 @@ from .averaging import Averaging
 from .bucket import Bucket, BucketState
 from .dense_bucket import DenseBucket
 from .grad_hooks import Entry
+from .item_counts import ItemCounts
+from .observer import Observer
 from .sparse_bucket import SparseBucket
-
-
-class Observer:
-    """Base of `BucketQueue.observers`: no-ops; `reduced` called if `uses_grads`."""
-
-    uses_grads = False  # reads or changes ``.grad`` in `reduced`
-
-    def begins(self) -> None:
-        """Note that a synchronised backward begins: its first gradient has come."""
-
-    def reduced(self, params: Sequence[nn.Parameter]) -> None:
-        """Use one bucket's averages, which `finish` has just written to ``.grad``.
-
-        Called only if `uses_grads`, in bucket order, while later buckets may still be
-        reduced; also for skipped buckets and unused parameters: ``.grad`` is as before.
-        """
-
-    def finished(self) -> None:
-        """Note that a reduction's averages are all written; called once for each."""
 
 
 class BucketQueue:
@@ -61,14 +44,13 @@ class BucketQueue:
     ) -> None:
         self.communicator = communicator
         self.averaging = Averaging(
-            communicator,
-            over_items=config.averages_items,
-            batched=config.batched_grad_copy,
+            communicator, specs[0].device, batched=config.batched_grad_copy
         )
         self.tracer = Tracer()
         self.checks_finite = False
         self.skipped: Collection[int] = ()  # bucket numbers that no rank launches now
         self.observers: list[Observer] = []
+        self._untold: list[Observer] = []  # of the first launch of this backward
         self.owed: list[torch.futures.Future[Any]] = []  # `finish` waits for these
         common = (len(params), specs[0].device, communicator)
         self.used_map = comm.UsedMap(*common)
@@ -81,6 +63,10 @@ class BucketQueue:
         self._context: comm.ContextGrads | None = None
         self._summing: list[comm.Work] = []  # in shared memory: they need our help
         self.buckets: list[Bucket] = []
+        if config.averages_items:
+            items = ItemCounts(communicator, self.averaging, self._first_to_arrive)
+            self.averaging.items = items
+            self.observers.append(items)
         self.adopt(self.configure(config))
 
     # -- launch ------------------------------------------------------------------------
@@ -102,6 +88,7 @@ class BucketQueue:
         self._context = context
         self.next = 0
         self._summing.clear()
+        self._untold = [*self.observers]
         self.skipped = ()
         if shares_reach and (unreached := self.reach_map.unused_everywhere()):
             self.skipped = {
@@ -119,10 +106,10 @@ class BucketQueue:
     def launch_due(self) -> bool:
         """Collective: launch buckets in index order, while the next is FULL or skipped.
 
-        Return True only if this call reached the end; item counts that no bucket
-        carried are then sent. `checks_finite`: raise for NaN or inf before a launch.
+        Return True only if this call reached the end. Observers learn of the first
+        launch. `checks_finite`: raise for NaN or inf before a launch.
         """
-        before, averaging = self.next, self.averaging
+        before = self.next
         if self._summing:  # the question also adds this rank's part to the sum
             self._summing = [each for each in self._summing if not each.is_completed()]
         for number in range(before, len(self.buckets)):
@@ -130,43 +117,46 @@ class BucketQueue:
             if number not in self.skipped:
                 if bucket.state is not BucketState.FULL:
                     break
-                if bucket.plan.tail or self.checks_finite:
-                    self._prepare(bucket)
-                rest = range(number + 1, len(self.buckets))
-                has_hook = averaging.active_comm_hook is not None
-                is_last = has_hook and all(later in self.skipped for later in rest)
-                bucket.launch(averaging, is_last=is_last)
-                if bucket.shared is not None and bucket.work is not None:
-                    self._summing.append(bucket.work)
+                self._launch(bucket)
             self.next = number + 1
         is_launched = before < self.next == len(self.buckets)
-        items = averaging.items
-        if is_launched and items is not None and not items.is_sent:
-            items.send(self.layout.buckets[0].device)
+        if is_launched:
+            self._tell_launching()  # if all were skipped
         return is_launched
 
-    def _prepare(self, bucket: Bucket) -> None:
-        """Before a launch write item counts; if `checks_finite`, raise for NaN, inf."""
-        with bucket.on_stream():  # after the kernels that filled it
-            if bucket.plan.tail and self.averaging.items is not None:
-                self.averaging.items.write(bucket.tail)
-            if self.checks_finite:
+    def _launch(self, bucket: Bucket) -> None:
+        self._tell_launching()
+        if self.checks_finite:
+            with bucket.on_stream():  # after the kernels that filled it
                 _check_finite(bucket, comm.BEFORE)
+        rest = range(bucket.plan.number + 1, len(self.buckets))
+        has_hook = self.averaging.active_comm_hook is not None
+        is_last = has_hook and all(later in self.skipped for later in rest)
+        bucket.launch(self.averaging, is_last=is_last)
+        if bucket.shared is not None and bucket.work is not None:
+            self._summing.append(bucket.work)
+
+    def _tell_launching(self) -> None:
+        """Tell observers of the first launch of this backward, once."""
+        while self._untold:
+            self._untold.pop(0).launching()
+
+    def _first_to_arrive(self) -> Sequence[nn.Parameter]:
+        """Return parameters whose gradients arrive before the first launch."""
+        return self.buckets[0].params
 
     # -- wait --------------------------------------------------------------------------
 
     def finish(self, untouched: Collection[int]) -> None:
         """Per bucket wait, write averages, call `Observer.reduced`; last `finished`.
 
-        First waits for item counts (ItemCountError). Never writes ``.grad`` of skipped
-        or ``untouched`` ones. Last waits for `owed` futures, counts the backward.
+        Never writes ``.grad`` of skipped or ``untouched`` ones. Last waits for `owed`
+        futures, and counts the backward.
         """
         observers = tuple(self.observers)  # a call may remove its observer
         steppers = [observer for observer in observers if observer.uses_grads]
-        if self.averaging.items is not None:
-            _receive_counts(self, self.averaging.items)
-            if steppers:  # they apply gradients before any guard sees them
-                self.averaging.items.check()
+        for observer in observers:
+            observer.finishing(applies_grads=bool(steppers))
         for number, bucket in enumerate(self.buckets):
             if number not in self.skipped:
                 self._finish(bucket, untouched)
@@ -182,13 +172,13 @@ class BucketQueue:
 
     def _finish(self, bucket: Bucket, untouched: Collection[int]) -> None:
         """Wait for a bucket; write averages, not ``untouched``, to ``.grad`` or RPC."""
+        bucket.factor = self.averaging.scale
         slots = bucket.position.items() if untouched else ()
         kept = [k for i, k in slots if i in untouched]
         writes_all = not (kept or self._context)
         if writes_all and isinstance(bucket, DenseBucket) and bucket.shared:
             bucket.offer_grads(bucket.shared)
-        if bucket.state is BucketState.IN_FLIGHT:  # else `_receive_counts` has waited
-            bucket.wait(self.averaging.wait_description)
+        bucket.wait(self.averaging.wait_description)
         if self.checks_finite and self.averaging.active_comm_hook is not None:
             _check_finite(bucket, comm.AFTER)
         into = None
@@ -214,15 +204,17 @@ class BucketQueue:
         Waits for used-maps. With ``shares`` a collective: in shared memory if all can.
         """
         self.buckets, self._summing = [], []  # frees memory before we take new memory
-        maps = self.used_map, self.reach_map
-        for used_map in maps:
-            used_map.use(None)
+        items = self.averaging.items
+        messages: list[comm.SmallMessage] = [self.used_map, self.reach_map]
+        messages += [] if items is None else [items]
+        for message in messages:
+            message.use(None)
         self._context = None  # new buckets are not set apart
-        if self.averaging.items is not None:
-            layout = layout.with_tail(self.averaging.items.tail)
         self.layout = layout
         is_lazy = self.config.lazy_bucket_allocation
-        buffers = iter(self.averaging.share(layout, maps, asks=shares and not is_lazy))
+        buffers = iter(
+            self.averaging.share(layout, messages, asks=shares and not is_lazy)
+        )
         if is_lazy:
             why = "lazy_bucket_allocation takes memory only while it is used"
             self.averaging.no_shared_memory = why
@@ -234,30 +226,25 @@ class BucketQueue:
                 if plan.sparse
                 else DenseBucket(*common, next(buffers, None))
             )
-        if self.averaging.items is not None:
-            # Gradients that have arrived when the counts are sent: by the smallest of
-            # them `ItemCounts.look` sees whether ``.grad`` still holds averages.
-            params = next((b.params for b in self.buckets if b.plan.tail), ())
-            self.averaging.items.samples = sorted(params, key=Tensor.numel)[:3]
         if self.config.gradient_as_bucket_view:
             for bucket in self.buckets:
                 bucket.alias_grads_to_views()
 
     def drain(self) -> None:
-        """Wait for buckets, maps, item counts in flight; write nothing to ``.grad``."""
+        """Wait for all collectives in flight; write nothing to ``.grad``."""
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.wait(self.averaging.wait_description)
         self.used_map.settle()
         self.reach_map.settle()
-        if self.averaging.items is not None:
-            self.averaging.items.settle()
+        for observer in self.observers:
+            observer.settle()
 
     def reset(self, group: ProcessGroup) -> None:
         """Move to ``group`` with new buckets of the same layout.
 
-        Resets the communicator. Drops, without waiting, collectives in flight, futures
-        in `owed`, item counts. A comm hook whose state is the old group gets the new.
+        Resets the communicator. Drops, without waiting, collectives in flight and
+        futures in `owed`. A comm hook whose state is the old group gets the new one.
         """
         hook = self.averaging.comm_hook
         if hook is not None:
@@ -268,22 +255,9 @@ class BucketQueue:
         self.skipped = ()
         self.used_map.drop()
         self.reach_map.drop()
-        if self.averaging.items is not None:
-            self.averaging.items.reset()
+        for observer in (*self.observers,):
+            observer.abandon()
         self.adopt(self.layout)
-
-
-def _receive_counts(queue: BucketQueue, items: comm.ItemCounts) -> None:
-    """Wait for the bucket with item counts; set factors; may raise ItemCountError."""
-    tail = None
-    for number, bucket in enumerate(queue.buckets):
-        if bucket.plan.tail and number not in queue.skipped:
-            bucket.wait(queue.averaging.wait_description)
-            tail = bucket.tail
-    factor = items.read(tail, queue.averaging.factors.product)
-    for bucket in queue.buckets:
-        bucket.factor = factor
-        bucket.is_alone &= isinstance(factor, float) and factor == 1.0
 
 
 def _check_finite(bucket: Bucket, when: str) -> None:

@@ -71,11 +71,10 @@ class DenseBucket(Bucket):
         # One memory: in the parameters' dtype, as a view per slot, and 1-D real.
         plan, shared = self.plan, self.shared
         if shared is None:
-            values = torch.empty(plan.length, dtype=plan.dtype, device=plan.device)
+            values = torch.empty(plan.numel, dtype=plan.dtype, device=plan.device)
         else:
             values = shared.values.view(plan.dtype)
-        self.payload, self.tail = map(kernels.as_real, (values, values[plan.numel :]))
-        self._values = values = values[: plan.numel]
+        self.payload, self._values = kernels.as_real(values), values
         self.views = [
             values.as_strided(s.shape, s.stride, s.offset) for s in plan.slots
         ]
@@ -106,12 +105,12 @@ class DenseBucket(Bucket):
             self.payload.record_stream(torch.cuda.current_stream(self.plan.device))
         self._memory = self.native = None
         self.views = []
-        del self.payload, self.tail, self._values, self._copy_plan
+        del self.payload, self._values, self._copy_plan
 
     def zeros(self) -> Tensor:
         """Return zeros of the shape of `payload`, which need not be there now."""
         plan = self.plan
-        zeros = torch.zeros(plan.length, dtype=plan.dtype, device=plan.device)
+        zeros = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
         return kernels.as_real(zeros)
 
     def _owns(self, grad: object) -> bool:
@@ -219,10 +218,10 @@ class DenseBucket(Bucket):
     def offer_grads(self, shared: comm.SharedBuffer) -> None:
         """Let `wait` write averages of ``shared`` straight to ``.grad``, if C++ can.
 
-        Sets ``shared.into``: None if C++ cannot, with gradients that have a history, or
-        with a tail, already waited for. `copy_out` of all slots must follow.
+        Sets ``shared.into``: None if C++ cannot, or with gradients that have a history.
+        `copy_out` of all slots must follow.
         """
-        native = None if self._tracked or self.plan.tail else self.native
+        native = None if self._tracked else self.native
         takes = native and self._arrived and native.offer_tiles(self.factor)
         shared.into = native if takes else None
 

@@ -498,13 +498,8 @@ def _detach(hooks: GradHooks, pending: PendingGrads) -> None:
 
 @autograd.untraced
 def _expect_end(reference: weakref.ref[Reducer], _grads: Any) -> None:
-    """Call `Reducer.expect_end`, if the reducer still exists; the outputs' probe.
-
-    Before that, over items, `ItemCounts.look` notes averages still in ``.grad``.
-    """
+    """Call `Reducer.expect_end`, if the reducer still exists; the outputs' probe."""
     reducer = reference()
     if reducer is not None:
         reducer.refuse_compiled()
-        if reducer.queue.averaging.items is not None:
-            reducer.queue.averaging.items.look()
         reducer.expect_end()

@@ -9,14 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minidp.comm import ItemCounts, ItemTotals, is_known, weighted
 from minidp.config import passing
 from minidp.core import (
+    ItemCounts,
+    ItemTotals,
     Reducer,
     current_task,
     find_tensors,
+    is_known,
     probe_outputs,
     untraced,
+    weighted,
     zeros_for,
 )
 from minidp.errors import UnavailableError, explain
@@ -124,11 +127,10 @@ def item_totals(self: DataParallel) -> ItemTotals:
 
 
 def watch(reducer: Reducer, output: object, *, will_reduce: bool) -> None:
-    """Count a forward that ended; have its local backward call `ItemCounts.look` first.
+    """Count a forward that ended; have its backward call `ItemCounts.look` first.
 
     `look` notes ``.grad`` that hold averages: if the backward adds to them, that is an
-    error later. ``output`` is hooked only if there are averages, and not with
-    ``will_reduce``: that backward looks by itself. No-op unless averaging over items.
+    error later. No-op unless averaging over items.
     """
     items = reducer.queue.averaging.items
     if items is None:
@@ -137,8 +139,8 @@ def watch(reducer: Reducer, output: object, *, will_reduce: bool) -> None:
     for tensor in find_tensors(output):
         if tensor.grad_fn is not None and not is_known(tensor):
             _clean_grads_of(tensor.grad_fn, items)
-    if not items.holds_averages or will_reduce:
-        return  # a backward that reduces looks by itself
+    if not (items.holds_averages or will_reduce):
+        return
 
     @untraced
     def look(_grads: object) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -95,8 +95,6 @@ class BucketPlan:
     dtype: torch.dtype
     device: torch.device
     sparse: bool = False
-    # Elements of the buffer after the last slot; where parameters lie is the same.
-    tail: int = field(default=0, compare=False)
     number: int = field(default=0, compare=False)  # of the bucket, in its layout
 
     def __post_init__(self) -> None:
@@ -114,17 +112,12 @@ class BucketPlan:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements of all slots, without the buffer's `tail`."""
+        """Number of elements of all slots, and of the flat buffer."""
         return sum(slot.numel for slot in self.slots)
 
     @property
-    def length(self) -> int:
-        """Number of elements of the flat buffer: all slots and the `tail`."""
-        return self.numel + self.tail
-
-    @property
     def nbytes(self) -> int:
-        """Size of all slots in bytes, without the buffer's `tail`."""
+        """Size of all slots in bytes."""
         return self.numel * self.dtype.itemsize
 
     @cached_property
@@ -153,19 +146,6 @@ class Layout:
         """The bucket number of each parameter, by parameter index."""
         owner = {i: n for n, b in enumerate(self.buckets) for i in b.indices}
         return tuple(owner[i] for i in range(self.num_params))
-
-    def with_tail(self, tail: int) -> Layout:
-        """Return a copy whose first dense bucket has ``tail`` elements after its slots.
-
-        They are for other data than gradients (item counts), and replace that bucket's
-        `tail`. Without a dense bucket the copy is equal.
-        """
-        plans = list(self.buckets)
-        for number, plan in enumerate(plans):
-            if not plan.sparse:
-                plans[number] = replace(plan, tail=tail)
-                break
-        return replace(self, buckets=tuple(plans))
 
     @property
     def assignment(self) -> tuple[tuple[int, ...], ...]:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from minidp import data_parallel
-from minidp.comm import SharedBuffer, UsedMap
+from minidp.comm import SharedBuffer, SmallMessage
 from minidp.core import Averaging, Observer, Reducer
 from minidp.errors import UnsyncedGradientsError, explain
 from minidp.layout import Layout
@@ -148,7 +148,8 @@ class _ByContributors(Averaging, Observer):
 
     def __init__(self, quorum: Quorum, reducer: Reducer) -> None:
         batched = reducer.queue.config.batched_grad_copy
-        super().__init__(reducer.communicator, over_items=False, batched=batched)
+        device = reducer.queue.specs[0].device
+        super().__init__(reducer.communicator, device, batched=batched)
         self._quorum, self._reducer = quorum, weakref.proxy(reducer)  # it holds us
         self.no_shared_memory = "the manager reduces the buckets"
 
@@ -158,7 +159,7 @@ class _ByContributors(Averaging, Observer):
         return self._quorum.seat
 
     def share(
-        self, layout: Layout, maps: Sequence[UsedMap], *, asks: bool
+        self, layout: Layout, messages: Sequence[SmallMessage], *, asks: bool
     ) -> list[SharedBuffer]:
         """Return [], whatever the arguments: no bucket lies in shared memory."""
         return []

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import minidp
 from minidp import ItemCountError, MiniDPError, SyncBatchNorm, comm_hooks
-from minidp.comm import item_counts
 from minidp.config import setting
+from minidp.core import item_counts
 from minidp.data_parallel import items
 from tests.support.both import error_of, wrapped
 from tests.support.ranks import on_ranks

@@ -13,7 +13,8 @@ from unittest import mock
 import torch
 
 from minidp import comm
-from minidp.comm import collectives, item_counts, used_map
+from minidp.comm import collectives, used_map
+from minidp.core import item_counts
 
 Trace = list[tuple[str, int, str]]
 

@@ -10,63 +10,46 @@ import torch
 from torch import nn
 
 from minidp import DataParallel, ItemCountError
-from minidp.comm import ItemCounts, item_counts
-from minidp.core import kernels
+from minidp.core import item_counts, kernels
 from minidp.errors import ReducerFailedError
 
 
 class Two:
-    """What `ItemCounts` asks a communicator."""
+    """What `ItemCounts` asks a communicator: this is one rank of two."""
 
     size, rank = 2, 1
 
 
-def counts() -> Any:
-    return ItemCounts(Two())
+class Averages:
+    """What `ItemCounts` asks an `Averaging`."""
+
+    device = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str
-)
-def test_all_bits_of_a_count_travel_in_any_dtype(dtype):
-    mine, tail = counts(), torch.full((40,), math.nan, dtype=dtype)
-    mine.add(math.pi, torch.tensor(-1e300))
-    mine.write(tail)
-    other = torch.zeros(34, dtype=dtype)
-    first = counts()
-    first._communicator = type("One", (Two,), {"rank": 0})()
-    first.add(1e-300, 2.5)
-    first.write(other)
-    factor = mine.read(tail[:34] + other, divisor=2)
-    assert factor == 2 / math.pi
-    assert mine.totals.of_ranks.tolist() == [1e-300, math.pi]
-    assert mine.totals.mean_loss.item() == -1e300 / math.pi or math.isinf(
-        mine.totals.mean_loss.item()
-    )
+def row_of(kind: Any, *, is_stale: bool) -> list[float]:
+    """Return what a rank says; ``kind`` makes the numbers that it counts."""
+    param = nn.Parameter(torch.ones(2))
+    param.grad = torch.full((2,), float(is_stale))
+    two: Any = Two()
+    averages: Any = Averages()
+    mine = item_counts.ItemCounts(two, averages, lambda: [param])
+    mine.holds_averages = True
+    mine.look()
+    param.grad.add_(1)
+    mine._step.said.append((kind(math.e), kind(-7.5), None))
+    row = torch.full((3,), math.nan, dtype=torch.float64)
+    mine._write(mine._step, row)
+    found: list[float] = row.tolist()
+    return found
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("is_stale", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_gpu_writes_and_reads_the_same(dtype, is_stale, rank):
+def test_a_gpu_writes_the_same(is_stale):
     """With tensors, whose values the host does not know."""
-    tails = []
-    for kind in (float, lambda n: torch.tensor(n, dtype=torch.float64)):
-        mine = counts()
-        mine._communicator = type("Some", (Two,), {"rank": rank})()
-        param = nn.Parameter(torch.ones(2))
-        param.grad = torch.full((2,), float(is_stale))
-        mine.samples, mine.holds_averages = [param], True
-        mine.look()
-        param.grad.add_(1)
-        mine._step.said.append((kind(math.e), kind(-7.5), None))
-        tails.append(torch.full((34,), math.nan, dtype=dtype))
-        mine.write(tails[-1])
-    assert torch.equal(*tails)
-    expected = torch.zeros(2, 3, dtype=torch.float64)
-    flags = 2.0 if is_stale else 0.0
-    expected[rank] = torch.tensor([flags, math.e, -7.5], dtype=torch.float64)
-    assert torch.equal(item_counts._decoded(tails[0]), expected)
+    expected = [2.0 if is_stale else 0.0, math.e, -7.5]
+    assert row_of(float, is_stale=is_stale) == expected
+    on_gpu = row_of(lambda n: torch.tensor(n, dtype=torch.float64), is_stale=is_stale)
+    assert on_gpu == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -1,32 +1,32 @@
-"""Sum over the ranks how many items each has counted, inside a bucket.
+"""Sum over the ranks how many items each has counted (``average_over="items"``).
 
-A bucket has more elements than its gradients need: the *tail*. Each rank owns `ROW` of
-these: a number of flags, then the bytes of two float64 numbers, one byte in each. Other
-ranks leave them zero: the sum brings every rank's row unchanged, also in bfloat16.
+The counts travel in a message of their own, a row of three numbers for each rank. It is
+launched just before the first bucket, so that it is there when the buckets are. Each
+rank fills in its own row and leaves the others 0, so that the sum over the ranks brings
+every row unchanged.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from minidp import native
+from minidp.comm import Communicator, SharedBuffer, Work, all_reduce
 from minidp.errors import MAX_NAMES, ItemCountError, explain
 
-from .collectives import all_reduce
-from .communicator import Communicator
-from .work import Work
+from .observer import Observer
 
-_ROW = struct.Struct("=Bdd")  # flags, count, loss
-ROW = _ROW.size  # elements of a bucket per rank
+if TYPE_CHECKING:
+    from .averaging import Averaging
+
+_FLAGS, _COUNT, _LOSS = range(3)  # the columns of the message
 # Flags: no count; began on averages; counted once per forward, of several; less often.
 _SILENT, _STALE, _EACH, _FEWER = 1, 2, 4, 8
 _MOST = sys.float_info.max  # of the sum of all counts
@@ -77,31 +77,47 @@ class _Step:
         return flags
 
 
-class ItemCounts:
+class ItemCounts(Observer):
     """Count this rank's items, send them with a reduction, and read those of all ranks.
 
-    A reducer has one only with ``average_over="items"``. `read` returns by what to
-    multiply gradients for the mean over all items.
+    A reducer has one only with ``average_over="items"``. In `finishing` it sets the
+    ``scale`` of ``averaging`` to what makes sums of gradients means over all items.
+    ``sampled()`` returns the parameters at which `look` looks.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        averaging: Averaging,
+        sampled: Callable[[], Sequence[Tensor]],
+    ) -> None:
         self._communicator = communicator
+        self._averaging = averaging
+        self._sampled = sampled
         self._step = _Step()
-        self.samples: Sequence[Tensor] = ()  # parameters at which `look` looks
         self.is_sent = False  # in the reduction that is open
         self.holds_averages = False  # no backward began since averages were written
-        # Of the last reduction, by rank: flags, count, loss. A tensor on CUDA.
-        self._facts: list[tuple[float, ...]] | Tensor | None = None
+        # Of the last reduction, by rank: flags, count, loss. Float64, on the device.
+        self._facts: Tensor | None = None
+        self._message: Tensor | None = None  # the sum that travels, or has arrived
         self._work: Work | None = None  # of `_message`
-        self._message: Tensor | None = None  # if no bucket carries the counts
+        self._shared: SharedBuffer | None = None  # through which it goes; None: group
         self._late: tuple[Tensor, torch.cuda.Event] | None = None  # see `check`
         # A graph task, and whether all losses in it were weighed by 0, on a device.
         self._weighed: tuple[int, Tensor] | None = None
 
     @property
-    def tail(self) -> int:
-        """How many elements counts take at the end of the first dense bucket."""
-        return ROW * self._communicator.size
+    def shape(self) -> tuple[int, torch.dtype]:
+        """Number of elements of the message, and their dtype."""
+        return 3 * self._communicator.size, torch.float64
+
+    def use(self, shared: SharedBuffer | None) -> None:
+        """Send counts through ``shared`` memory from now on; None: the process group.
+
+        First waits for counts in flight.
+        """
+        self.settle()
+        self._shared = shared
 
     # -- what this rank says -----------------------------------------------------------
 
@@ -110,7 +126,7 @@ class ItemCounts:
 
         Tensors are copied, and not read on the host unless they are on the CPU. Items
         without a loss make the mean loss NaN. TypeError: no real number, nor a tensor
-        of one; RuntimeError: this rank's counts were sent, and not `read` yet.
+        of one; RuntimeError: this rank's counts were sent, and the backward still runs.
         """
         if self.is_sent:
             raise RuntimeError(
@@ -140,14 +156,15 @@ class ItemCounts:
     def look(self) -> None:
         """Note which ``.grad`` of `samples` hold averages; call when a backward begins.
 
-        No-op except for the first call after `read`. If one that is not all 0 changes
-        before the counts are sent, all ranks' next `read` (CUDA: `check`) raises: the
-        sum is no mean. Averages that the backward leaves alone may stay.
+        Does something only in the first call after averages were written. Adding new
+        gradients to averages would give a sum that is no mean: if a ``.grad`` that is
+        not all 0 changes before the counts are sent, the step fails on all ranks.
+        Averages that the backward leaves alone may stay.
         """
         if self.holds_averages:
             self.holds_averages = False
-            for param in self.samples:
-                if (grad := param.grad) is not None:
+            for param in sorted(self._sampled(), key=Tensor.numel)[:3]:
+                if (grad := param.grad) is not None and grad.layout is torch.strided:
                     found = param, grad, grad._version, grad.detach().any()
                     self._step.averages.append(found)
 
@@ -185,92 +202,96 @@ class ItemCounts:
 
     # -- what travels ------------------------------------------------------------------
 
-    def write(self, tail: Tensor) -> None:
-        """Write this rank's counts into ``tail``, zeros elsewhere; count anew from 0.
+    def launching(self) -> None:
+        """Collective: start to sum the counts; count anew from 0, for the next step.
 
-        Sets `is_sent`: `add` raises until `read`. ``tail``: the end of a bucket's
-        buffer: 1-D, real, `tail` elements or more. No collective; no wait for a GPU.
+        `add` raises from now until `finishing`. Waits for no GPU.
         """
+        self.settle()
         step, self._step = self._step, _Step()
         self.is_sent = True
-        said, start = step.said, ROW * self._communicator.rank
-        counts, losses = [count for count, _, _ in said], [loss for _, loss, _ in said]
-        if tail.is_cpu and not any(isinstance(n, Tensor) for n in counts + losses):
-            flags = step.flags + _STALE * bool(step.is_stale())
-            message = bytearray(len(tail))
-            _ROW.pack_into(message, start, flags, sum(counts), sum(losses))
-            _put(message, tail)
-            return
-        for _, _, event in said:
-            if event is not None:
-                torch.cuda.current_stream(tail.device).wait_event(event)
-        words = torch.stack([_sum(counts, tail.device), _sum(losses, tail.device)])
-        tail.zero_()
-        row = tail[start : start + ROW]
-        row[1:] = words.view(torch.uint8)
-        row[0] = (
-            torch.as_tensor(step.is_stale(), device=row.device).to(row) * _STALE
-            + step.flags
-        )
-
-    def send(self, device: torch.device) -> None:
-        """Collective: start to sum the counts, which no bucket carries; as `write`."""
-        self._message = torch.empty(self.tail, dtype=torch.float32, device=device)
-        self.write(self._message)
+        device, rank = self._averaging.device, self._communicator.rank
+        if self._shared is not None:
+            message = self._shared.values.view(-1, 3).zero_()
+        else:
+            message = torch.zeros(
+                self._communicator.size, 3, dtype=torch.float64, device=device
+            )
+        self._write(step, message[rank])
+        self._message = message
         with self._communicator.watching("launching the sum of item counts"):
-            self._work = all_reduce(self._message, self._communicator.group)
+            if self._shared is not None:
+                self._work = self._shared.all_reduce()
+            else:
+                self._work = all_reduce(message, self._communicator.group)
             self._communicator.note_started(self._work)
 
+    def _write(self, step: _Step, row: Tensor) -> None:
+        """Write this rank's flags, count and loss into its ``row`` of the message."""
+        counts = [count for count, _, _ in step.said]
+        losses = [loss for _, loss, _ in step.said]
+        if row.is_cpu and not any(isinstance(n, Tensor) for n in counts + losses):
+            flags = step.flags + _STALE * bool(step.is_stale())
+            said = [flags, sum(counts), sum(losses)]
+            row.copy_(torch.tensor(said, dtype=torch.float64, device="cpu"))
+            return
+        for _, _, event in step.said:
+            if event is not None:
+                torch.cuda.current_stream(row.device).wait_event(event)
+        is_stale = torch.as_tensor(step.is_stale(), device=row.device).to(row)
+        row[_FLAGS] = is_stale * _STALE + step.flags
+        row[_COUNT] = _sum(counts, row.device)
+        row[_LOSS] = _sum(losses, row.device)
+
     def settle(self) -> None:
-        """Wait for the sum that `send` started; no-op without one. Reads no counts."""
+        """Wait for the counts in flight, if there are any. Reads none."""
         if self._work is not None:
             with self._communicator.watching("waiting for the sum of item counts"):
                 self._communicator.wait(self._work)
             self._work = None
 
-    def read(self, tail: Tensor | None, divisor: int) -> float | Tensor:
-        """Store all ranks' counts, for `totals`; return ``divisor`` / total.
+    def finishing(self, *, applies_grads: bool) -> None:
+        """Wait for all ranks' counts; set the scale by which sums become means.
 
-        ``tail``: of a bucket that is reduced; None: wait for the message of `send`.
-        ``divisor``: what gradients were divided by. Lets `add` count again. On the CPU
-        a float; ItemCountError in the cases of `check`. On CUDA a tensor, without a
-        wait: `check` raises later.
+        Lets `add` count again. On the CPU raises ItemCountError in the cases of
+        `check`. On CUDA the scale is a tensor, and the host waits for nothing unless
+        ``applies_grads``: `check` raises later.
         """
         self.settle()
-        sums = self._message if tail is None else tail[: self.tail]
-        assert sums is not None
-        self._message, self.is_sent = None, False
-        self.holds_averages = True
-        if sums.is_cpu:
-            facts: list[tuple[float, ...]]
-            self._facts = facts = [*_ROW.iter_unpack(_taken(sums))]
-            self._refuse(facts)
-            return divisor / sum([count for _, count, _ in facts])
-        self._facts = on_gpu = _decoded(sums)
-        copied = torch.empty_like(on_gpu, device="cpu", pin_memory=True)
-        copied.copy_(on_gpu, non_blocking=True)
+        assert self._message is not None
+        facts, self._message = self._message, None
+        self.is_sent, self.holds_averages = False, True
+        divisor = self._averaging.factors.product
+        if facts.is_cpu:
+            self._facts = facts.clone() if self._shared is not None else facts
+            rows = facts.tolist()
+            self._refuse(rows)
+            self._averaging.scale = divisor / sum([row[_COUNT] for row in rows])
+            return
+        self._facts = facts
+        copied = torch.empty_like(facts, device="cpu", pin_memory=True)
+        copied.copy_(facts, non_blocking=True)
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(on_gpu.device))
+        event.record(torch.cuda.current_stream(facts.device))
         self._late = copied, event
-        return torch.reciprocal(on_gpu[:, 1].sum()) * divisor
+        self._averaging.scale = torch.reciprocal(facts[:, _COUNT].sum()) * divisor
+        if applies_grads:
+            self.check()
 
     @property
     def totals(self) -> ItemTotals | None:
-        """What the last `read` got, even if it raised; None before the first."""
-        if self._facts is None:
+        """What the last backward got, even if it raised; None before the first."""
+        if (facts := self._facts) is None:
             return None
-        facts = self._facts
-        if not isinstance(facts, Tensor):
-            facts = torch.tensor(facts, dtype=torch.float64, device="cpu")
-        count = facts[:, 1].sum()
-        return ItemTotals(count, facts[:, 2].sum() / count, facts[:, 1])
+        count = facts[:, _COUNT].sum()
+        return ItemTotals(count, facts[:, _LOSS].sum() / count, facts[:, _COUNT])
 
     def check(self) -> None:
-        """Wait for the counts of the last `read` on CUDA; raise if they give no mean.
+        """Wait for the last backward's counts on CUDA; raise if they give no mean.
 
-        No-op on the CPU, where `read` has raised, and in a second call. ItemCountError
-        if a rank never counted, or its number is negative, NaN or too large; if a
-        backward added to averages; if one rank counted less often than it ran forwards,
+        No-op on the CPU, where `finishing` has raised, and in a second call.
+        ItemCountError if a rank never counted, or its number is negative, NaN or too
+        large; if a backward added to averages; if one rank counted less often than it ran forwards,
         though another counted once for each of several; or if all counts are 0.
         """
         late, self._late = self._late, None
@@ -278,7 +299,7 @@ class ItemCounts:
             late[1].synchronize()
             self._refuse(late[0].tolist())
 
-    def reset(self) -> None:
+    def abandon(self) -> None:
         """Forget what was counted and sent, a sum in flight, too; keep `totals`."""
         self._step, self._late, self._weighed = _Step(), None, None
         self._work = self._message = None
@@ -289,7 +310,7 @@ class ItemCounts:
 
         In which cases: see `_problem`.
         """
-        told = [(rank, int(row[0]), row[1]) for rank, row in enumerate(rows)]
+        told = [(r, int(row[_FLAGS]), row[_COUNT]) for r, row in enumerate(rows)]
         if (problem := _problem(told)) is None:
             return
         what, expected, remedy = problem
@@ -409,20 +430,6 @@ def _number(what: str, value: object) -> Tensor | float:
     )
 
 
-def _put(message: bytearray, tail: Tensor) -> None:
-    """Set each element of ``tail`` (CPU) to the number in that byte of ``message``."""
-    library = native.library()
-    if library is None or not library.put_bytes(bytes(message), tail):
-        tail.copy_(torch.frombuffer(message, dtype=torch.uint8))
-
-
-def _taken(tail: Tensor) -> bytes:
-    """Return ``tail``'s elements (CPU; whole numbers to 255) as bytes: undo `_put`."""
-    library = native.library()
-    message: bytes = b"" if library is None else library.take_bytes(tail)
-    return message or bytes(map(int, tail.tolist()))
-
-
 def _sum(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
     """Return the sum of floats and 0-D tensors as a float64 tensor on ``device``."""
     on_host = sum(n for n in numbers if isinstance(n, float))
@@ -431,13 +438,6 @@ def _sum(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
         if isinstance(n, Tensor):
             total += n.to(device, non_blocking=True)
     return total
-
-
-def _decoded(sums: Tensor) -> Tensor:
-    """Return flags, count, loss of each rank: (ranks, 3), float64, still on the GPU."""
-    table = sums.view(-1, ROW).to(torch.uint8)
-    words = table[:, 1:].clone(memory_format=torch.contiguous_format)
-    return torch.cat([table[:, :1], words.view(torch.float64)], 1)
 
 
 def _names(ranks: Sequence[int]) -> str:
