@@ -291,8 +291,9 @@ class ItemCounts(Observer):
 
         No-op on the CPU, where `finishing` has raised, and in a second call.
         ItemCountError if a rank never counted, or its number is negative, NaN or too
-        large; if a backward added to averages; if one rank counted less often than it ran forwards,
-        though another counted once for each of several; or if all counts are 0.
+        large; if a backward added to averages; if one rank counted less often than it
+        ran forwards, though another counted once for each of several; or if all counts
+        are 0.
         """
         late, self._late = self._late, None
         if late is not None:
