@@ -257,7 +257,7 @@ class DenseBucket(Bucket):
         if self.native is None:
             return False
         if not kept and not self._tracked and self._arrived:
-            arrived, is_alone = self._arrived, self.is_alone
+            arrived, is_alone = self._arrived, self.is_alone and self.factor == 1.0
             with suppress(RuntimeError):  # a gradient overlaps itself
                 if self.native.unflatten(arrived, is_alone=is_alone, scale=self.factor):
                     return True
