@@ -3,8 +3,7 @@
 Read `groups` (process groups; values that ranks exchange through a key-value store),
 `work` (waits with a limit), `collectives` (c10d's, as we call them), `communicator` (a
 group, its time limit, errors that name missing ranks), `grad_bucket` and `hook` (comm
-hooks), `used_map` (parameters that some rank used), `nonfinite`
-(``check_finite_grads``), `dist_autograd` (RPC), `shared_memory` (no messages).
+hooks), `dist_autograd` (RPC), `shared_memory` (no messages).
 """
 
 from .collectives import (
@@ -17,6 +16,7 @@ from .collectives import (
     gather_integers,
     gather_rows,
     start_broadcast,
+    start_gathering,
 )
 from .communicator import (
     STORE_SECONDS,
@@ -67,12 +67,10 @@ from .groups import (
     warn_without_store,
 )
 from .hook import CommHook, Hook, name_of
-from .nonfinite import AFTER, BEFORE, refuse_nonfinite
 from .shared_memory import SharedBuffer, SmallMessage, read_mode, share
-from .used_map import UsedMap
 from .work import FutureWork, Work, is_waiting, then, wait_for, waiting
 
-__all__ = ["CommHook", "GradBucket", "Hook", "Turn", "UsedMap", "name_of", "wait_for"]
+__all__ = ["CommHook", "GradBucket", "Hook", "Turn", "name_of", "wait_for"]
 __all__ += ["STORE_SECONDS", "Communicator", "FutureWork", "InFlight"]
 __all__ += ["PeerMonitor", "Report", "SharedBuffer", "Work", "then"]
 __all__ += ["all_reduce", "barrier", "broadcast_coalesced", "broadcast_integers"]
@@ -87,5 +85,5 @@ __all__ += ["address_of", "group_store", "has_store", "launcher_store", "mark_gr
 __all__ += ["free_replaced", "note_replaced"]
 __all__ += ["own_store", "post_json", "read_json", "start_broadcast"]
 __all__ += ["Question", "answerers"]
-__all__ += ["AFTER", "BEFORE", "MESSAGE_BYTES", "ProcessGroup", "refuse_nonfinite"]
+__all__ += ["MESSAGE_BYTES", "ProcessGroup", "start_gathering"]
 __all__ += ["group_ranks", "lifetime_of_default_group", "warn_without_store"]

@@ -19,6 +19,8 @@ From there the collectives are in `minidp.comm`. When the averages are in ``.gra
     local_grads     which gradients are local, not averaged: for the guard
     observer        what features see of a reduction; they are not in the core
     item_counts     one of them: averages over items, not over ranks
+    used_map        which parameters some rank used (find_unused_parameters)
+    nonfinite       NaN and infinity in a bucket (check_finite_grads)
     rebuild         the layout that follows rank 0's ready order
     autograd        questions to the engine; keep our code out of compiled graphs
 """

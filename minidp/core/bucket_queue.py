@@ -28,8 +28,10 @@ from .bucket import Bucket, BucketState
 from .dense_bucket import DenseBucket
 from .grad_hooks import Entry
 from .item_counts import ItemCounts
+from .nonfinite import AFTER, BEFORE, refuse_nonfinite
 from .observer import Observer
 from .sparse_bucket import SparseBucket
+from .used_map import UsedMap
 
 
 class BucketQueue:
@@ -53,9 +55,9 @@ class BucketQueue:
         self._untold: list[Observer] = []  # of the first launch of this backward
         self.owed: list[torch.futures.Future[Any]] = []  # `finish` waits for these
         common = (len(params), specs[0].device, communicator)
-        self.used_map = comm.UsedMap(*common)
+        self.used_map = UsedMap(*common)
         # For forwards that share what they reach, and reductions without a backward.
-        self.reach_map = comm.UsedMap(*common, uses_forward_group=True)
+        self.reach_map = UsedMap(*common, uses_forward_group=True)
         self._params = params
         self.specs = specs
         self.config = config
@@ -128,7 +130,7 @@ class BucketQueue:
         self._tell_launching()
         if self.checks_finite:
             with bucket.on_stream():  # after the kernels that filled it
-                _check_finite(bucket, comm.BEFORE)
+                _check_finite(bucket, BEFORE)
         rest = range(bucket.plan.number + 1, len(self.buckets))
         has_hook = self.averaging.active_comm_hook is not None
         is_last = has_hook and all(later in self.skipped for later in rest)
@@ -180,7 +182,7 @@ class BucketQueue:
             bucket.offer_grads(bucket.shared)
         bucket.wait(self.averaging.wait_description)
         if self.checks_finite and self.averaging.active_comm_hook is not None:
-            _check_finite(bucket, comm.AFTER)
+            _check_finite(bucket, AFTER)
         into = None
         if self._context is not None:
             into = self._context.to_write(bucket.params, bucket.names, kept)
@@ -263,4 +265,4 @@ class BucketQueue:
 def _check_finite(bucket: Bucket, when: str) -> None:
     parts = dict(zip(bucket.names, bucket.views or [bucket.payload], strict=True))
     rank, step = bucket.communicator.rank, bucket.tracer.backward
-    comm.refuse_nonfinite(bucket.payload, parts, rank, step, when)
+    refuse_nonfinite(bucket.payload, parts, rank, step, when)

@@ -13,8 +13,8 @@ from unittest import mock
 import torch
 
 from minidp import comm
-from minidp.comm import collectives, used_map
-from minidp.core import item_counts
+from minidp.comm import collectives
+from minidp.core import item_counts, used_map
 
 Trace = list[tuple[str, int, str]]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from minidp import DataParallel, NonFiniteGradientError
-from minidp.comm.nonfinite import _is_surely_finite
+from minidp.core.nonfinite import _is_surely_finite
 from tests.fault.test_faults import make as make_two_layers
 from tests.fault.test_faults import trains
 from tests.support.both import done, error_of

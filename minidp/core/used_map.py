@@ -6,11 +6,15 @@ from collections.abc import Collection
 
 import torch
 
-from .collectives import all_reduce, start_gathering
-from .communicator import Communicator
-from .groups import group_of_forwards
-from .shared_memory import SharedBuffer
-from .work import Work, wait_for
+from minidp.comm import (
+    Communicator,
+    SharedBuffer,
+    Work,
+    all_reduce,
+    group_of_forwards,
+    start_gathering,
+    wait_for,
+)
 
 
 class UsedMap:

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minidp.comm import used_map
 from minidp.comm.communicator import Communicator
-from minidp.comm.used_map import UsedMap
+from minidp.core import used_map
+from minidp.core.used_map import UsedMap
 
 GROUP = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
 
