@@ -24,6 +24,9 @@ nox.options.stop_on_first_error = True
 nox.options.envdir = str(ROOT / ".nox")
 
 PYTHON = sys.executable
+# Programs that pip has installed beside it, although nobody has activated .venv. nox
+# looks for programs here, and not in the environment that a session passes to them.
+os.environ["PATH"] = os.pathsep.join([str(Path(PYTHON).parent), os.environ["PATH"]])
 NOT_SLOW = "not slow and not gpu"
 USES_TORCH = "tests/native/test_build.py::test_an_extension_that_uses_torch"
 # Two per core, because many tests wait for other processes.
@@ -133,9 +136,6 @@ def stage(*tiers: str) -> Callable[[Callable[[nox.Session], None]], object]:
         @functools.wraps(function)
         def run(session: nox.Session) -> None:
             session.chdir(ROOT)
-            # Programs that pip has installed, although nobody has activated .venv.
-            folder = str(Path(PYTHON).parent)
-            session.env["PATH"] = os.pathsep.join([folder, os.environ["PATH"]])
             function(session)
 
         name = function.__name__.strip("_").replace("_", "-")
