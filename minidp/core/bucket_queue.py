@@ -56,8 +56,9 @@ class BucketQueue:
         self.owed: list[torch.futures.Future[Any]] = []  # `finish` waits for these
         common = (len(params), specs[0].device, communicator)
         self.used_map = UsedMap(*common)
-        # For forwards that share what they reach, and reductions without a backward.
+        # What forwards reach, and what `sync_gradients()` finds in ``.grad``.
         self.reach_map = UsedMap(*common, uses_forward_group=True)
+        self.given_map = UsedMap(*common, uses_forward_group=True)
         self._params = params
         self.specs = specs
         self.config = config
@@ -207,7 +208,7 @@ class BucketQueue:
         """
         self.buckets, self._summing = [], []  # frees memory before we take new memory
         items = self.averaging.items
-        messages: list[comm.SmallMessage] = [self.used_map, self.reach_map]
+        messages: list[comm.SmallMessage] = [*self._maps]
         messages += [] if items is None else [items]
         for message in messages:
             message.use(None)
@@ -232,13 +233,17 @@ class BucketQueue:
             for bucket in self.buckets:
                 bucket.alias_grads_to_views()
 
+    @property
+    def _maps(self) -> tuple[UsedMap, ...]:
+        return self.used_map, self.reach_map, self.given_map
+
     def drain(self) -> None:
         """Wait for all collectives in flight; write nothing to ``.grad``."""
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.wait(self.averaging.wait_description)
-        self.used_map.settle()
-        self.reach_map.settle()
+        for each in self._maps:
+            each.settle()
         for observer in self.observers:
             observer.settle()
 
@@ -255,8 +260,8 @@ class BucketQueue:
         self.next = 0
         self.owed = []
         self.skipped = ()
-        self.used_map.drop()
-        self.reach_map.drop()
+        for each in self._maps:
+            each.drop()
         for observer in (*self.observers,):
             observer.abandon()
         self.adopt(self.layout)

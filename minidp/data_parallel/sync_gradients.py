@@ -62,7 +62,7 @@ def _reduce(
     whose ``.grad`` was left unchanged.
     """
     queue, expected = reducer.queue, reducer.expected
-    used_map = queue.used_map if expected.shares_used_map else queue.reach_map
+    used_map = queue.used_map if expected.shares_used_map else queue.given_map
     reducer.phase.enter(Phase.REDUCING)
     with torch.no_grad():
         if used is not None and expected.map_goes_first:
