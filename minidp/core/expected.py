@@ -9,36 +9,52 @@ StaticGraph         as often as in the       first backward: as FindUnused;
                     first backward           later: stay pending
 ==================  =======================  =====================================
 
-The reducer asks; a mode answers. It acts itself in two places: `StaticGraph.takes`
-counts arrivals, and the used-map is launched and waited for. What the default does not
-need is told by attributes (`absent`, `fills_in_missing`), so that it costs no call.
+The reducer asks, a mode answers, and the reducer acts. A mode knows no reducer: it is
+told what arrived and what a forward could reach, and holds what earlier backwards have
+shown. What the default does not need is told by attributes (`absent`,
+`fills_in_missing`), so that it costs no call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from enum import Enum, auto
+from typing import NamedTuple
 
 from torch.autograd.graph import Node
 from torch.profiler import record_function
 
 from minidp.config import ReducerConfig, aside
 from minidp.errors import (
-    GradientError,
     GraphChangedError,
     MarkedTwiceError,
     MiniDPError,
     explain,
-    frozen_here,
-    unreached,
 )
 
-from .autograd import outside, unreachable
-from .bucket import BucketState
-from .grad_hooks import GradState
+from .autograd import unreachable
+from .grad_hooks import Entry, GradState
 
-if TYPE_CHECKING:
-    from .reducer import Reducer
+
+class Arrival(NamedTuple):
+    """Hold what a mode is told of a gradient that no hook may record by itself."""
+
+    i: int  # index of the parameter
+    entry: Entry  # what is recorded of it so far
+    is_filled: bool = False  # it was filled in, as missing
+    is_filling: bool = False  # its bucket is not flattened yet
+    is_skipped: bool = False  # no rank launches its bucket in this backward
+
+
+class Decision(Enum):
+    """What the reducer shall do with an arrival."""
+
+    RECORD = auto()
+    COUNT = auto()  # it only counts: a later arrival is recorded
+    COUNT_TO_LAST = auto()  # the same, and the next arrival is the one to record
+    NOTE = auto()  # it only counts: its gradient is filled in at the end
+    REFUSE = auto()  # it comes a second time (`Mode.twice`)
+    UNREACHED = auto()  # no rank's forward was to reach it
 
 
 class Mode:
@@ -82,37 +98,20 @@ class Mode:
         """Return entries, by index, that begin a backward unlike the rest; here {}."""
         return {}
 
-    def takes(self, i: int, reducer: Reducer) -> bool:
-        """Return True if the reducer shall record the gradient of ``i``, which arrives.
+    def decide(self, arrival: Arrival) -> Decision:
+        """Decide about a gradient that arrives; here RECORD the first one.
 
-        Raises `twice` for a second one. Not called if UNSET: its hook records it.
+        Not called for entries that are UNSET: their hook records the gradient.
         """
-        if reducer.pending.entries[i] is GradState.VIA_REDUCER:
-            return True
-        raise self.twice(reducer.rank, reducer.names[i])
+        is_first = arrival.entry is GradState.VIA_REDUCER
+        return Decision.RECORD if is_first else Decision.REFUSE
 
-    def launch_used_map(self, reducer: Reducer) -> None:
-        """Collective: start to exchange which parameters this rank used.
+    def reached(self, used_locally: Collection[int]) -> Collection[int]:
+        """Return the parameters that this rank's coming backward may bring.
 
-        Call only if `shares_used_map`. A no-op if started in this backward already.
+        ``used_locally``: those that backwards have brought since the last reduction.
         """
-        used = reducer.pending.used() | reducer.ledger.used_locally
-        with outside():
-            reducer.queue.used_map.launch(used)
-
-    def launch_reach_map(self, reducer: Reducer) -> None:
-        """Collective: await the last exchange of what is reached; start a new one."""
-        away = {*self.absent} - reducer.ledger.used_locally
-        with outside():
-            reducer.queue.reach_map.relaunch({*range(self._num_params)} - away)
-
-    def untouched(self, reducer: Reducer) -> Collection[int]:
-        """Return parameters whose ``.grad`` a reduction must not write; here `kept`.
-
-        Called before averages are written; in a backward only if `fills_in_missing`, or
-        if some are `kept`. `ended` is called after, in the same cases, and by `join`.
-        """
-        return self.kept
+        return {*range(self._num_params)} - ({*self.absent} - {*used_locally})
 
     def ended(
         self,
@@ -182,22 +181,17 @@ class FindUnused(Mode):
             absent.intersection_update(self.absent)
         self.absent, self._has_searched = sorted(absent), True
 
-    def takes(self, i: int, reducer: Reducer) -> bool:
-        """Return True for a first gradient; raise if it is a second one, or too late.
+    def decide(self, arrival: Arrival) -> Decision:
+        """RECORD a first gradient, also of a parameter that was predicted to be absent.
 
-        One filled in as absent may come until its bucket is flattened; not if skipped.
+        That is possible until its bucket is flattened, and not if ranks have agreed to
+        skip the bucket.
         """
-        if i in reducer.pending.filled:
-            queue, number = reducer.queue, reducer.pending.bucket_of[i]
-            if number in queue.skipped:
-                raise GradientError(unreached(reducer.rank, reducer.names[i]))
-            if queue.buckets[number].state is BucketState.FILLING:
-                return True
-        return super().takes(i, reducer)
-
-    def untouched(self, reducer: Reducer) -> Collection[int]:
-        """Return indices that no rank used; wait, raise as `_unused_everywhere`."""
-        return _unused_everywhere(reducer)
+        if arrival.is_filled and arrival.is_skipped:
+            return Decision.UNREACHED
+        if arrival.is_filled and arrival.is_filling:
+            return Decision.RECORD
+        return super().decide(arrival)
 
     def ended(
         self,
@@ -265,36 +259,19 @@ class StaticGraph(Mode):
         self._left = dict(self._repeated)
         return dict.fromkeys(self._left, GradState.COUNTED)
 
-    def takes(self, i: int, reducer: Reducer) -> bool:
-        """Return True at the last arrival that the first backward predicts.
+    def decide(self, arrival: Arrival) -> Decision:
+        """RECORD the last arrival that the first backward predicts; COUNT others.
 
-        In the first backward count, note a gradient in the ledger, and return False.
-        GraphChangedError if an arrival was not predicted.
+        In the first backward NOTE all. REFUSE what was not predicted.
         """
-        if reducer.pending.entries[i] is not GradState.COUNTED:
-            return super().takes(i, reducer)
+        if arrival.entry is not GradState.COUNTED:
+            return super().decide(arrival)
         if self._is_first:
-            self._counts[i] += 1
-            if reducer.contexts.has_gradient(i):
-                reducer.ledger.used_locally.add(i)
-            return False
-        self._left[i] -= 1
-        if self._left[i] == 1:
-            reducer.pending.entries[i] = GradState.VIA_REDUCER
-        return False
-
-    def untouched(self, reducer: Reducer) -> Collection[int]:
-        """Return parameters that no rank used in the first backward.
-
-        The first may wait; a later one raises GraphChangedError if this rank uses one.
-        """
-        if self.shares_used_map:
-            return _unused_everywhere(reducer)
-        # Kept and yet counted: a hook had set its gradient to None in the first one.
-        used = reducer.pending.used() if self.kept else set()
-        if late := used.intersection(self.kept) - reducer.pending.filled:
-            raise self.twice(reducer.rank, reducer.names[min(late)])
-        return self.kept
+            self._counts[arrival.i] += 1
+            return Decision.NOTE
+        self._left[arrival.i] -= 1
+        is_next_last = self._left[arrival.i] == 1
+        return Decision.COUNT_TO_LAST if is_next_last else Decision.COUNT
 
     def ended(
         self,
@@ -330,26 +307,6 @@ class StaticGraph(Mode):
                 "call reset() on all ranks to go on",
             )
         )
-
-
-def _unused_everywhere(reducer: Reducer) -> Collection[int]:
-    """Return indices that no rank used; if this rank missed any, wait for the map.
-
-    Raises GradientError if other ranks used a parameter frozen here, or, in an RPC
-    context, if only some ranks used one: averages could not be written.
-    """
-    used_map, names = reducer.queue.used_map, reducer.names
-    unused = used_map.unused_everywhere()
-    if reducer.context is not None:
-        # All ranks raise, before any of them has written averages.
-        counts, size = used_map.last_counts.tolist(), reducer.communicator.size
-        if partly := [names[i] for i, n in enumerate(counts) if 0 < n < size]:
-            raise reducer.context.partly_used(partly)
-    elsewhere = reducer.pending.filled - unused
-    frozen = [names[i] for i in elsewhere if not reducer.params[i].requires_grad]
-    if frozen:
-        raise GradientError(frozen_here(reducer.rank, sorted(frozen)))
-    return unused
 
 
 def expectation_for(num_params: int, config: ReducerConfig) -> Mode:

@@ -26,7 +26,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeVar, cast
 
@@ -39,15 +39,18 @@ from minidp.errors import (
     GradientError,
     InternalError,
     MiniDPError,
+    frozen_here,
     lost_hooks,
+    unreached,
     views_of_both,
 )
 from minidp.layout import Layout, ParamSpec
 from minidp.trace import Moment, StepEvent
 
 from . import autograd
+from .bucket import BucketState
 from .bucket_queue import BucketQueue
-from .expected import expectation_for
+from .expected import Arrival, Decision, expectation_for
 from .grad_hooks import (
     Entry,
     GradHooks,
@@ -195,7 +198,9 @@ class Reducer:
         self._uses_rpc = self.contexts.note_forward()
         self.expected.saw_outputs(output, self.hooks.nodes)
         if self.expected.shares_reach:
-            self.expected.launch_reach_map(self)
+            reached = self.expected.reached(self.ledger.used_locally)
+            with autograd.outside():
+                self.queue.reach_map.relaunch(reached)
         autograd.probe_outputs(output, self._probe)
 
     def rebuild_if_due(self) -> None:
@@ -241,9 +246,32 @@ class Reducer:
                 self.pending.resume()
             if self.pending.entries[i] is GradState.UNSET:
                 return True
-            if self.expected.takes(i, self):
-                self._record(i)
+            self._take(i)
         return False
+
+    def _take(self, i: int) -> None:
+        """Do with a gradient that arrives what the mode decides."""
+        queue, pending = self.queue, self.pending
+        number = pending.bucket_of[i]
+        arrival = Arrival(
+            i,
+            pending.entries[i],
+            is_filled=i in pending.filled,
+            is_filling=queue.buckets[number].state is BucketState.FILLING,
+            is_skipped=number in queue.skipped,
+        )
+        decision = self.expected.decide(arrival)
+        if decision is Decision.RECORD:
+            self._record(i)
+        elif decision is Decision.COUNT_TO_LAST:
+            pending.entries[i] = GradState.VIA_REDUCER
+        elif decision is Decision.NOTE:
+            if self.contexts.has_gradient(i):
+                self.ledger.used_locally.add(i)
+        elif decision is Decision.UNREACHED:
+            raise GradientError(unreached(self.rank, self.names[i]))
+        elif decision is Decision.REFUSE:
+            raise self.expected.twice(self.rank, self.names[i])
 
     def _open(self, first: int) -> None:
         """Enter REDUCING, in the hook of ``first``; fill in absent ones (may launch).
@@ -300,7 +328,7 @@ class Reducer:
             bucket.flatten(entries, queue.averaging.factors, self.pending.filled)
             if queue.launch_due():
                 if self.expected.shares_used_map:
-                    self.expected.launch_used_map(self)
+                    self.launch_used_map()
                 if self.is_manual:  # the user calls `finalize_now`
                     pass
                 elif self.expected.finishes_at_once:
@@ -375,9 +403,47 @@ class Reducer:
         if lost := [self.names[i] for i in self.hooks.lost(missing)]:
             raise GradientError(lost_hooks(self.rank, lost))
         if self.expected.shares_used_map and self.expected.map_goes_first:
-            self.expected.launch_used_map(self)
+            self.launch_used_map()
         for i in missing:  # the last one queues `_finalize`, which autograd still runs
             self.pending.fill_missing(i)
+
+    def launch_used_map(self) -> None:
+        """Collective: start to exchange which parameters this rank used.
+
+        Does nothing if that has been started in this backward already.
+        """
+        used = self.pending.used() | self.ledger.used_locally
+        with autograd.outside():
+            self.queue.used_map.launch(used)
+
+    def _untouched(self) -> Collection[int]:
+        """Return parameters whose ``.grad`` this reduction must not write.
+
+        No rank has used them. If this rank missed any, it may wait for the others to
+        say what they used. GradientError if other ranks used a parameter that is frozen
+        here, or if some ranks used one in an RPC context, where averages could not be
+        written; GraphChangedError if a later backward of a static graph uses one that
+        the first has not used.
+        """
+        kept = self.expected.kept
+        if not self.expected.shares_used_map:
+            used = self.pending.used() if kept else set()
+            # Kept and yet counted: a hook had set its gradient to None in the first.
+            if late := used.intersection(kept) - self.pending.filled:
+                raise self.expected.twice(self.rank, self.names[min(late)])
+            return kept
+        unused = self.queue.used_map.unused_everywhere()
+        if self.context is not None:
+            # All ranks raise, before any of them has written averages.
+            counts = self.queue.used_map.last_counts.tolist()
+            size = self.communicator.size
+            if partly := [self.names[i] for i, n in enumerate(counts) if 0 < n < size]:
+                raise self.context.partly_used(partly)
+        elsewhere = self.pending.filled - unused
+        frozen = [self.names[i] for i in elsewhere if not self.params[i].requires_grad]
+        if frozen:
+            raise GradientError(frozen_here(self.rank, sorted(frozen)))
+        return unused
 
     @property
     def awaits_user(self) -> bool:
@@ -403,7 +469,7 @@ class Reducer:
                     self._refuse_views_of_both(other, shared)
             filled = sorted(self.pending.filled)
             lacks_some = expected.fills_in_missing or expected.kept
-            untouched = expected.untouched(self) if lacks_some else ()
+            untouched = self._untouched() if lacks_some else ()
             self.queue.finish(untouched)
             if expected.orders_buckets and not self.rebuild_policy.has_rebuilt:
                 self.rebuild_policy.note([*self.pending.ready, *filled])
