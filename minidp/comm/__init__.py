@@ -23,8 +23,8 @@ from .communicator import (
     Communicator,
     InFlight,
     PeerMonitor,
+    PeerReport,
     Question,
-    Report,
     answerers,
 )
 from .dist_autograd import (
@@ -67,18 +67,18 @@ from .groups import (
     warn_without_store,
 )
 from .hook import CommHook, Hook, name_of
-from .shared_memory import SharedBuffer, SmallMessage, read_mode, share
+from .shared_memory import SharedBuffer, SmallMessage, share, sharing_mode
 from .work import FutureWork, Work, is_waiting, then, wait_for, waiting
 
 __all__ = ["CommHook", "GradBucket", "Hook", "Turn", "name_of", "wait_for"]
 __all__ += ["STORE_SECONDS", "Communicator", "FutureWork", "InFlight"]
-__all__ += ["PeerMonitor", "Report", "SharedBuffer", "Work", "then"]
+__all__ += ["PeerMonitor", "PeerReport", "SharedBuffer", "Work", "then"]
 __all__ += ["all_reduce", "barrier", "broadcast_coalesced", "broadcast_integers"]
 __all__ += ["gather_bytes", "gather_integers", "gather_json", "gather_rows", "share"]
 __all__ += ["ContextGrads", "NotedContexts", "is_own_rref", "is_rpc_up"]
 __all__ += ["SmallMessage", "is_waiting", "waiting"]
 __all__ += ["backend_name", "default_first_bucket_bytes", "default_group", "group_name"]
-__all__ += ["is_builtin", "is_group", "is_initialized", "read_mode"]
+__all__ += ["is_builtin", "is_group", "is_initialized", "sharing_mode"]
 __all__ += ["exchange_device", "fresh_group", "group_of_forwards", "joined_group"]
 __all__ += ["die_with_parent", "keep_for_good", "renew_side_groups", "side_group"]
 __all__ += ["address_of", "group_store", "has_store", "launcher_store", "mark_group"]

@@ -57,7 +57,7 @@ class Answerer(Protocol):
 answerers: WeakSet[Answerer] = WeakSet()
 
 
-class Report(NamedTuple):
+class PeerReport(NamedTuple):
     """Hold what `PeerMonitor.report` returns: who is missing, and if they may come."""
 
     text: str = ""  # sentences that name the missing ranks, for an error or warning
@@ -78,12 +78,12 @@ class PeerMonitor:
         """
         return ""
 
-    def report(self, started: int) -> Report:
+    def report(self, started: int) -> PeerReport:
         """Ask which ranks have not started collective number ``started``.
 
-        May wait seconds for answers. Here return an empty `Report` at once.
+        May wait seconds for answers. Here return an empty `PeerReport` at once.
         """
-        return Report()
+        return PeerReport()
 
     def give_up(self, why: str) -> None:
         """Make other ranks' waits for this rank fail, because of ``why``; here no-op.

@@ -49,7 +49,7 @@ OBSTACLES = (
 )
 
 
-def read_mode() -> str:
+def sharing_mode() -> str:
     """Return MINIDP_SHARED_MEMORY ("auto" if unset); ValueError unless auto, 0 or 1."""
     mode = os.environ.get(VARIABLE) or "auto"
     if mode not in MODES:
@@ -266,7 +266,7 @@ def share(
 
 def _refuse(reason: str, communicator: Communicator) -> str:
     """Return ``reason``; if MINIDP_SHARED_MEMORY=1, raise a NativeError with it."""
-    if read_mode() != "1":
+    if sharing_mode() != "1":
         return reason
     raise NativeError(
         explain(
@@ -286,7 +286,7 @@ def _own_memory(
 
     Return it and READY, or None and the obstacle's number.
     """
-    if read_mode() == "0":
+    if sharing_mode() == "0":
         return None, SWITCHED_OFF
     library = native.library()
     if library is None:

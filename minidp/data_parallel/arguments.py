@@ -22,7 +22,7 @@ from minidp.comm import (
     default_first_bucket_bytes,
     default_group,
     is_group,
-    read_mode,
+    sharing_mode,
 )
 from minidp.config import AUTO, OwnOptions, ReducerConfig, bucket_caps
 from minidp.console import warn
@@ -139,7 +139,7 @@ def check(module: nn.Module, given: SimpleNamespace) -> Arguments:
             "This module is synchronised already, by minidp.attach. What to do: call "
             "detach() of what attach() returned before it is wrapped."
         )
-    read_mode()  # of shared memory: raise where other ranks are told
+    sharing_mode()  # raise for a wrong word where other ranks are told
     names = (*_FLAGS, *_OTHER_FLAGS)
     flags = {name: _flag(name, getattr(given, name)) for name in names}
     replica = examine(module, delayed_parameters(given))

@@ -15,7 +15,7 @@ from minidp.comm import (
     STORE_SECONDS,
     Communicator,
     PeerMonitor,
-    Report,
+    PeerReport,
     own_store,
     waiting,
 )
@@ -89,7 +89,7 @@ class Heartbeat(PeerMonitor):
         is_lost = any(alarm.started < started for alarm in alarms)
         return "a rank that it needs is gone" if is_lost else ""
 
-    def report(self, started: int) -> Report:
+    def report(self, started: int) -> PeerReport:
         """Find out who is missing in collective number ``started``; wait up to 5 s.
 
         The watchdog's thread answers an `Inquiry`. If it does not in that time, the
@@ -101,9 +101,9 @@ class Heartbeat(PeerMonitor):
         with waiting():  # this rank has waited for the others, and is not busy now
             self._ask(inquiry)
             if inquiry.is_done_within(silence + STORE_SECONDS):
-                report: Report = inquiry.wait()
+                report: PeerReport = inquiry.wait()
                 return report
-        return Report(
+        return PeerReport(
             "Nothing is known about the other ranks: the process group's store does "
             "not answer. Its host (rank 0, or torchrun's agent) is stopped or cut off."
         )

@@ -15,7 +15,7 @@ from collections.abc import Collection
 
 import torch
 
-from minidp.comm import FutureWork, Report
+from minidp.comm import FutureWork, PeerReport
 
 from .rank_status import ENDED, Channel, RankStatus
 
@@ -129,7 +129,7 @@ def _cut(text: str) -> str:
 
 
 class Inquiry(FutureWork):
-    """Find out which ranks are missing in a collective; `try_answer` sets a `Report`.
+    """Find out which ranks are missing in a collective; `try_answer` sets the result.
 
     Its number is ``started``. The constructor starts the time: a rank whose status has
     no new beat within ``silence`` seconds does not run.
@@ -160,7 +160,7 @@ class Inquiry(FutureWork):
             found = Sighting(channel, self._started, silent)
             text = found.to_text() if found.absent or not problem else ""
             may_come = found.may_still_come() and not problem
-            report = Report(f"{text} {problem}".strip(), may_still_come=may_come)
+            report = PeerReport(f"{text} {problem}".strip(), may_still_come=may_come)
             self.future.set_result(report)
         return self.future.done()
 

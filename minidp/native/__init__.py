@@ -11,6 +11,6 @@ torch's ``cpp_extension`` builds them).
 
 from __future__ import annotations
 
-from .state import Status, build, library, status
+from .state import NativeStatus, build, library, status
 
-__all__ = ["Status", "build", "library", "status"]
+__all__ = ["NativeStatus", "build", "library", "status"]

@@ -23,7 +23,7 @@ BUILD = "python -m minidp.native build"
 
 
 @dataclass(frozen=True)
-class Status:
+class NativeStatus:
     """Result of an attempt to load the native kernels, and what it was based on."""
 
     mode: str  # value of MINIDP_NATIVE: "auto", "build", "0" or "1"
@@ -65,7 +65,7 @@ class Status:
 
 
 _lock = threading.Lock()
-_decided: tuple[ModuleType | None, Status] | None = None  # by the first `_decide`
+_decided: tuple[ModuleType | None, NativeStatus] | None = None  # by the first `_decide`
 
 
 def library() -> ModuleType | None:
@@ -83,11 +83,11 @@ def library() -> ModuleType | None:
     return module
 
 
-def status() -> Status:
+def status() -> NativeStatus:
     """Load the extension unless that was tried; return whether it is loaded, and why.
 
     As `library`, may compile, and ValueError for a bad MINIDP_NATIVE; but no
-    NativeError: `Status.reason` has its text.
+    NativeError: `NativeStatus.reason` has its text.
     """
     return _decide()[1]
 
@@ -104,7 +104,7 @@ def build(*, force: bool = False, verbose: bool = False, say: Say = _LOG.info) -
     return binary.build_into_cache(wanted, say, force=force, verbose=verbose).path
 
 
-def _decide() -> tuple[ModuleType | None, Status]:
+def _decide() -> tuple[ModuleType | None, NativeStatus]:
     """Return the extension, or None, and the status: of the first call's `attempt`.
 
     That call also logs the reason; other threads wait for it. ValueError for a bad
@@ -130,15 +130,15 @@ def read_mode() -> str:
     return mode
 
 
-def attempt(mode: str) -> tuple[ModuleType | None, Status]:
+def attempt(mode: str) -> tuple[ModuleType | None, NativeStatus]:
     """Try to load the extension; return it, or None, and the status. Never raises.
 
-    An error becomes `Status.reason`. Mode "1" and "build" build if the cache has no
-    intact, fitting binary; "auto" does not; "0" does not look for one.
+    An error becomes the status's ``reason``. Modes "1" and "build" build if the cache
+    has no intact, fitting binary; "auto" does not; "0" does not look for one.
     """
     if mode == "0":
         reason = "MINIDP_NATIVE=0 says not to load native kernels."
-        return None, Status(mode, is_loaded=False, path=None, reason=reason)
+        return None, NativeStatus(mode, is_loaded=False, path=None, reason=reason)
     module = path = None
     facts: dict[str, Any] = {}
     try:
@@ -164,7 +164,7 @@ def attempt(mode: str) -> tuple[ModuleType | None, Status]:
     except Exception as error:  # `library` raises it if the extension is required
         reason = f"Looking for a binary failed: {type(error).__name__}: {error}"
     is_loaded = module is not None
-    return module, Status(mode, is_loaded, path, reason, binary.cache(), **facts)
+    return module, NativeStatus(mode, is_loaded, path, reason, binary.cache(), **facts)
 
 
 def _notable() -> int:

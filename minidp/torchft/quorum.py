@@ -60,7 +60,7 @@ class Rank(int):
         return self.text
 
 
-class Replica(ProcessGroupDummy):  # type: ignore[misc]
+class ReplicaGroup(ProcessGroupDummy):  # type: ignore[misc]
     """A group of one rank for minidp; its all-reduce sums over the participants.
 
     Set `quorum` after construction, which only reads the manager's id.

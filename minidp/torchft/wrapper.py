@@ -8,7 +8,7 @@
     step         torchft's optimizer asks the manager whether to commit it
 
 For the rest of minidp a replica is alone, in a group of one rank whose all-reduce is
-the manager's (`quorum.Replica`) and whose divisor is the number of contributors.
+the manager's (`quorum.ReplicaGroup`) and whose divisor is the number of contributors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from minidp.core import Averaging, Observer, Reducer
 from minidp.errors import UnsyncedGradientsError, explain
 from minidp.layout import Layout
 
-from .quorum import Quorum, Replica
+from .quorum import Quorum, ReplicaGroup
 
 
 class DataParallel(data_parallel.DataParallel):
@@ -61,7 +61,7 @@ class DataParallel(data_parallel.DataParallel):
             raise TypeError("The manager is the first argument, the module the second.")
         for name in {"process_group", "device_mesh"} & options.keys():
             _refuse(f"the argument {name}", "the manager has the process group")
-        group = Replica(manager)
+        group = ReplicaGroup(manager)
         super().__init__(module, process_group=group, **options)
         reducer = self._reducer
         self._refuse_options(reducer)

@@ -214,7 +214,7 @@ def test_one_rank(lone_group):
 
 
 def test_the_status_of_the_extension_says_so(monkeypatch):
-    status = native.Status("auto", is_loaded=True, path=None, reason="")
+    status = native.NativeStatus("auto", is_loaded=True, path=None, reason="")
     assert status.shared_memory.startswith("where CPU ranks share a host")
     assert "needs the native kernels" in str(replace(status, is_loaded=False))
     monkeypatch.setenv("MINIDP_SHARED_MEMORY", "0")

@@ -13,7 +13,12 @@ from torch.futures import Future
 
 from minidp import CollectiveError, CommHookError, GradientError
 from minidp.comm import communicator as module
-from minidp.comm.communicator import Communicator, PeerMonitor, Report, is_done_within
+from minidp.comm.communicator import (
+    Communicator,
+    PeerMonitor,
+    PeerReport,
+    is_done_within,
+)
 from minidp.comm.work import FutureWork, then, wait_for
 from minidp.hang.watchdog import Watchdog
 
@@ -32,7 +37,7 @@ class Monitor(PeerMonitor):
 
     def report(self, started):
         self.asked += 1
-        return Report("Missing: rank 2.", may_still_come=self.asked <= self.hopeful)
+        return PeerReport("Missing: rank 2.", may_still_come=self.asked <= self.hopeful)
 
     def give_up(self, why):
         self.told.append(why)
