@@ -46,6 +46,7 @@ its ``__init__.py`` says what it is for, in which order to read it, what others 
     config/         options: validated, frozen, and from outside the script
     console         what a person sees: print, fold lines, warn
     trace           events of a backward
+    world           the clock and the threads of all that waits for other ranks
     errors          every exception
 
 Imports only point down this list (``tests/unit/top/test_architecture.py``).

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,6 +19,7 @@ from weakref import WeakSet
 
 import torch
 
+from minidp import world
 from minidp.errors import CollectiveError, CommHookError, MiniDPError, explain
 
 from .groups import ProcessGroup, group_timeout, is_mixed, is_timed, keep_for_good
@@ -138,14 +138,14 @@ class InFlight:
     work: Work
     doing: str  # what the rank was doing, for messages
     started: int  # number of collectives started, including this one
-    since: float  # launch, on time.monotonic()
+    since: float  # launch, on world.now()
     allowed: float  # seconds
     warned_at: float = 0.0  # seconds of waiting
 
     @property
     def waited(self) -> float:
         """Seconds since the launch."""
-        return time.monotonic() - self.since
+        return world.now() - self.since
 
 
 class Communicator:
@@ -252,7 +252,7 @@ class Communicator:
     def _in_flight(self, work: Work) -> InFlight:
         """Wrap ``work`` as launched now, by the current `place`, under `limit`."""
         assert self.limit is not None
-        now = time.monotonic()
+        now = world.now()
         return InFlight(work, self.place, self.started, now, self.limit)
 
     def _oldest_on_device(self) -> InFlight | None:

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import signal
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
@@ -30,6 +29,8 @@ import torch.multiprocessing
 from torch._C import _distributed_c10d as c10d_C
 from torch.distributed import ProcessGroup as ProcessGroup  # for all rooms
 from torch.distributed import distributed_c10d as c10d
+
+from minidp import world
 
 from .work import Work, is_python_group, waiting
 
@@ -407,14 +408,14 @@ def gather_json(
     store: Any, topic: str, ranks: Collection[int], seconds: float
 ) -> dict[int, Any]:
     """Wait up to ``seconds`` for all ``ranks`` to post; return what came, by rank."""
-    deadline = time.monotonic() + seconds
+    deadline = world.now() + seconds
     found: dict[int, Any] = {}
     with waiting():
         while True:
             found |= read_json(store, topic, set(ranks) - found.keys())
-            if len(found) == len(ranks) or time.monotonic() > deadline:
+            if len(found) == len(ranks) or world.now() > deadline:
                 return dict(sorted(found.items()))
-            time.sleep(POLL_SECONDS)
+            world.sleep(POLL_SECONDS)
 
 
 # -- the end ---------------------------------------------------------------------------
@@ -464,7 +465,7 @@ def _settle() -> None:
     Such a thread needs the GIL to free tensors: once the interpreter is finalizing,
     that aborts the process (2 of 70 short runs, also with torch's DDP).
     """
-    time.sleep(SETTLE_SECONDS)
+    world.sleep(SETTLE_SECONDS)
 
 
 def _wait_for_left_behind() -> None:
@@ -472,11 +473,11 @@ def _wait_for_left_behind() -> None:
 
     They fail when other ranks end; if Python is finalizing then, the process aborts.
     """
-    deadline = time.monotonic() + EXIT_SECONDS
+    deadline = world.now() + EXIT_SECONDS
     while not all(work.is_completed() for work in _left_behind):
-        if time.monotonic() > deadline:
+        if world.now() > deadline:
             break
-        time.sleep(SETTLE_SECONDS)
+        world.sleep(SETTLE_SECONDS)
 
 
 def die_with_parent() -> None:

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import os
 import select
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from minidp import native
+from minidp import native, world
 from minidp.errors import NativeError, explain
 
 from .collectives import gather_integers
@@ -200,9 +199,9 @@ class SharedWork:
         if self._is_done:
             return
         limit = self._buffer.timeout
-        deadline = time.monotonic() + limit
+        deadline = world.now() + limit
         while not self.is_done_within(_SLICE_SECONDS):
-            if time.monotonic() > deadline:
+            if world.now() > deadline:
                 raise TimeoutError(f"it did not finish within {limit:g} s")
 
     def get_future(self) -> torch.futures.Future[Any]:

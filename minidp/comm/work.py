@@ -20,6 +20,8 @@ from torch._C._distributed_c10d import ProcessGroup
 from torch._C._distributed_c10d import Work as TorchWork
 from torch.futures import Future
 
+from minidp import world
+
 
 class NoWork:
     """Stand for the work of an all-reduce that one rank need not start: it is done."""
@@ -52,7 +54,7 @@ class FutureWork:
 
     def is_done_within(self, seconds: float) -> bool:
         """Wait up to ``seconds``; return whether the future is done or failed."""
-        done = threading.Event()
+        done = world.event()
         self.future.add_done_callback(lambda _: done.set())
         return done.wait(seconds)
 

@@ -20,7 +20,6 @@ rank that suspects nothing does not come to it:
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from minidp import world
 from minidp.comm import answerers, group_store, has_store, post_json, read_json
 from minidp.core import Phase, Reducer
 from minidp.errors import listed
@@ -280,7 +280,7 @@ class _Meeting:
     ) -> None:
         self._store, self._topic, self._size = store, topic, size
         self._passed = passed  # who does not come; None: no heartbeat tells
-        self._deadline = None if patience is None else time.monotonic() + patience
+        self._deadline = None if patience is None else world.now() + patience
         self._posts: dict[int, Any] = {}
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -298,16 +298,16 @@ class _Meeting:
         missing = set(range(self._size)) - self._posts.keys()
         self._posts |= read_json(self._store, self._topic, missing)
         missing -= self._posts.keys()
-        is_late = self._deadline is not None and time.monotonic() > self._deadline
+        is_late = self._deadline is not None and world.now() > self._deadline
         return is_late or bool(missing & gone) or missing <= stepped
 
     def is_done_within(self, seconds: float) -> bool:
         """Wait up to ``seconds``; return whether the meeting is over."""
-        deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
+        deadline, pause = world.now() + seconds, FIRST_PAUSE
         while not self.is_completed():
-            if time.monotonic() > deadline:
+            if world.now() > deadline:
                 return False
-            time.sleep(pause)
+            world.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         return True
 

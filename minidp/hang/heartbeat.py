@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from minidp import world
 from minidp.comm import (
     STORE_SECONDS,
     Communicator,
@@ -53,7 +53,7 @@ class Heartbeat(PeerMonitor):
         self._wake = wake  # makes the watchdog call `tick` at once
         self._thread = threading.get_ident()
         self._status: RankStatus | None = None
-        self._moved = time.monotonic()
+        self._moved = world.now()
         self._beat = 0
         self._questions: list[Inquiry | Passed] = []
         # By topic: what else travels with a beat.
@@ -143,7 +143,7 @@ class Heartbeat(PeerMonitor):
         return stop
 
     def _ask(self, question: Inquiry | Passed) -> None:
-        self._asked = time.monotonic()
+        self._asked = world.now()
         self._questions.append(question)
         self._wake()
 
@@ -152,7 +152,7 @@ class Heartbeat(PeerMonitor):
     @property
     def interval(self) -> float:
         """Seconds to the next `tick`; while a question is open, growing from 2 ms."""
-        pause = max(FIRST_PAUSE, time.monotonic() - self._asked)
+        pause = max(FIRST_PAUSE, world.now() - self._asked)
         beat = self._calm_seconds
         if self._riders:
             beat = min(RIDE_SECONDS, beat)
@@ -220,7 +220,7 @@ class Heartbeat(PeerMonitor):
             self._channel.lose(error)
 
     def _next_status(self, reducer: Reducer) -> RankStatus:
-        now, status = time.monotonic(), status_of(reducer, self._thread)
+        now, status = world.now(), status_of(reducer, self._thread)
         if status != self._status:
             self._status, self._moved = status, now
         self._beat += 1

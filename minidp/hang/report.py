@@ -10,11 +10,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection
 
 import torch
 
+from minidp import world
 from minidp.comm import FutureWork, PeerReport
 
 from .rank_status import ENDED, Channel, RankStatus
@@ -138,7 +138,7 @@ class Inquiry(FutureWork):
     def __init__(self, started: int, silence: float) -> None:
         super().__init__(torch.futures.Future())
         self._started = started
-        self._deadline = time.monotonic() + silence
+        self._deadline = world.now() + silence
         self._first: dict[int, int] = {}  # rank -> beat
 
     def try_answer(self, channel: Channel) -> bool:
@@ -153,7 +153,7 @@ class Inquiry(FutureWork):
         running = {r for r, s in statuses.items() if s.beat > self._first[r]}
         is_explained = any(alarm.started < self._started for alarm in alarms.values())
         is_complete = len(running | alarms.keys()) >= channel.size - 1
-        is_over = is_explained or is_complete or time.monotonic() > self._deadline
+        is_over = is_explained or is_complete or world.now() > self._deadline
         if is_over or problem:
             is_known = not is_explained and not problem
             silent = statuses.keys() - running if is_known else ()

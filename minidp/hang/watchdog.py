@@ -14,6 +14,7 @@ import threading
 import weakref
 from multiprocessing.util import Finalize
 
+from minidp import world
 from minidp.comm import (
     Communicator,
     InFlight,
@@ -41,7 +42,7 @@ class Watchdog:
         self._heartbeats: list[Heartbeat] = []
         self._leaving: list[Heartbeat] = []  # of deleted replicas
         self._lock = threading.Lock()
-        self._bell = threading.Event()
+        self._bell = world.event()
         self._thread: threading.Thread | None = None
         self._pid = 0
         self._farewell = ""  # why the process ends
@@ -71,7 +72,7 @@ class Watchdog:
                 Finalize(None, self._leave_with_the_process, exitpriority=0)
             self._heartbeats.append(heartbeat)
             if self._thread is None:
-                self._thread = threading.Thread(
+                self._thread = world.thread(
                     target=self._run, name="minidp watchdog", daemon=True
                 )
                 self._thread.start()
@@ -150,7 +151,7 @@ class Watchdog:
             self._judged.append(heartbeat)
             # This thread finds out who is missing: another one has to wait for that.
             args = (heartbeat, communicator, late)
-            threading.Thread(target=self._judge, args=args).start()
+            world.thread(target=self._judge, args=args).start()
 
     def _judge(
         self, heartbeat: Heartbeat, communicator: Communicator, late: InFlight

@@ -21,7 +21,6 @@ one puts its checksum into the store and never waits for the others (`meet`)::
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
+from minidp import world
 from minidp.comm import (
     exchange_device,
     gather_integers,
@@ -477,12 +477,12 @@ def all_come(store: Store, num_ranks: int) -> bool:
     The answer is the same on all ranks. It stays in ``store``, so that each question
     needs a new prefix.
     """
-    deadline = time.monotonic() + CONFIRM_SECONDS
+    deadline = world.now() + CONFIRM_SECONDS
     if store.add("come", 1) == num_ranks:
         store.compare_set("verdict", "", "all")
     with waiting():
         while not store.check(["verdict"]):
-            if time.monotonic() > deadline:
+            if world.now() > deadline:
                 store.compare_set("verdict", "", "not all")
-            time.sleep(POLL_SECONDS)
+            world.sleep(POLL_SECONDS)
     return store.get("verdict") == b"all"

@@ -27,12 +27,13 @@ MODULES = sorted(
 
 # Rooms and public modules, from the ground up: what each may import from minidp.
 # A room is a folder; others import from its door (`__init__.py`), not from its files.
-TOP = {"errors", "config", "console", "trace", "_version"}  # everybody may
+TOP = {"errors", "config", "console", "trace", "world", "_version"}  # everybody may
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "console": {"errors"},
     "_version": set(),
     "trace": set(),
+    "world": set(),
     "config": set(),
     "native": {"errors", "console"},
     "layout": {"config", "errors"},
