@@ -57,13 +57,13 @@ MUTANTS = [
     ),
     Mutant(
         "averages over items are not multiplied by the ranks",
-        "return divisor / sum(",
-        "return 1 / sum(",
+        "self._averaging.scale = divisor / sum(",
+        "self._averaging.scale = 1 / sum(",
     ),
     Mutant(
         "a lone rank's own gradients are taken for averages over items",
-        "bucket.is_alone &= isinstance(factor, float) and factor == 1.0",
-        "pass",
+        "self.is_alone and self.factor == 1.0",
+        "self.is_alone",
         native=True,
     ),
     Mutant(
