@@ -61,7 +61,7 @@ class PeerReport(NamedTuple):
     """Hold what `PeerMonitor.report` returns: who is missing, and if they may come."""
 
     text: str = ""  # sentences that name the missing ranks, for an error or warning
-    may_still_come: bool = False  # no rank is gone, and some rank is busy elsewhere
+    may_still_come: bool = False  # no rank is gone, and some are busy or just here
 
 
 class PeerMonitor:

@@ -22,6 +22,7 @@ from .rank_status import ENDED, Channel, RankStatus
 _STILL_SECONDS = 3.0  # a few heartbeats
 # In a wait, perhaps for the rank that asks; a rank that may answer from there has time.
 _STUCK_SECONDS, _STUCK_SECONDS_OF_ANSWERERS = 0.9, 5.0
+_JUST_COME_SECONDS = 1.0  # about a heartbeat: a collective may still be under way
 _MAX_TOLD = 8  # ranks
 _MAX_TEXT = 1200  # characters of another rank's error
 
@@ -39,6 +40,7 @@ class Sighting:
     def __init__(self, channel: Channel, started: int, silent: Collection[int]) -> None:
         self._statuses, self._alarms = channel.statuses, channel.alarms
         self._is_store_lost, self._has_met = bool(channel.problem), channel.has_met
+        self._started = started
         self._silent = silent
         self._others = [r for r in range(channel.size) if r != channel.rank]
         late = (r for r, alarm in self._alarms.items() if alarm.started < started)
@@ -58,13 +60,19 @@ class Sighting:
         return status.started < started and not status.wait_description
 
     def may_still_come(self) -> bool:
-        """Return whether some other rank does not wait, and none is silent or gave up.
+        """Return whether the collective may still end, because all ranks live.
 
-        A rank that has published no status counts as one that does not wait.
+        Some other rank does not wait, and may come (also one that has published no
+        status). Or all have come, the last of them a moment ago.
         """
         waiting = [s for s in self._statuses.values() if s.waits or s.wait_description]
+        has_just_come = not self.absent and any(
+            status.started >= self._started and status.seconds < _JUST_COME_SECONDS
+            for status in waiting
+        )
         is_any_gone = self._silent or self._gone
-        return not is_any_gone and len(waiting) < len(self._others)
+        is_any_free = len(waiting) < len(self._others)
+        return not is_any_gone and (is_any_free or has_just_come)
 
     def to_text(self) -> str:
         """Return sentences for an error: which ranks are missing, and what they do.

@@ -45,10 +45,19 @@ def _call(module: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return module(*inputs, **kwargs)
 
 
+def _optimize_ddp() -> object:
+    """Return dynamo's setting; None if it is not imported, or not to its end yet.
+
+    Another thread may be importing it. Whoever has set something has imported it.
+    """
+    settings = sys.modules.get("torch._dynamo.config")
+    is_imported = hasattr(sys.modules.get("torch._dynamo"), "OptimizedModule")
+    return getattr(settings, "optimize_ddp", None) if is_imported else None
+
+
 def refuse_python_reducer() -> None:
     """Raise ValueError if dynamo is set to torch's reducer for compiled autograd."""
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is not None and dynamo.config.optimize_ddp == "python_reducer":
+    if _optimize_ddp() == "python_reducer":
         raise ValueError(
             'torch._dynamo.config.optimize_ddp is "python_reducer", which is torch\'s '
             "own reducer for compiled autograd; minidp has none. What to do: set it to "
@@ -63,13 +72,13 @@ def _tell_if_graphs_stay_whole(module: Any, *, is_compiling: bool) -> None:
 
     Only if ``module`` is a compiled one, or compiled code runs it (``is_compiling``).
     """
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is None or dynamo.config.optimize_ddp in (True, "ddp_optimizer"):
+    setting = _optimize_ddp()
+    if setting in (None, True, "ddp_optimizer"):
         return
+    dynamo: Any = sys.modules["torch._dynamo"]
     if is_compiling or isinstance(module, dynamo.OptimizedModule):
         warn(
-            "torch._dynamo.config.optimize_ddp="
-            f"{dynamo.config.optimize_ddp!r}: the module is compiled as one graph, so "
-            "communication does not overlap with its backward. Gradients are right. "
-            "Set it to True to get a graph per bucket.",
+            f"torch._dynamo.config.optimize_ddp={setting!r}: the module is compiled as "
+            "one graph, so communication does not overlap with its backward. Gradients "
+            "are right. Set it to True to get a graph per bucket.",
         )

@@ -44,7 +44,8 @@ STATUSES = {
     "late": status(4, where=AT, seconds=14.2),
     "waits": status(4, "waiting"),
     "elsewhere": status(4, where=AT, waits=True),
-    "here": status(5, "broadcasting"),
+    "here": status(5, "broadcasting", seconds=2.0),
+    "just come": status(5, "broadcasting", seconds=0.5),
     "is past it": status(5),
     "unknown": None,
 }
@@ -94,6 +95,9 @@ def sighting(names, *, silent=(), **more):
         ("late, unknown", OUT, "2", f"{RAN_OUT}. If it had fewer inputs than", False),
         # No rank is missing: each waits for the other, or has started what we wait for.
         ("here", {}, "", "broadcasting.", False),
+        ("just come", {}, "", "broadcasting.", True),
+        ("here, just come", {}, "", "broadcasting.", True),
+        ("just come, elsewhere", {}, "2", "runs, but waits", False),
         ("waits", {}, "", "waiting.", False),
         ("is past it", {}, "", "in a backward.", True),
     ],
