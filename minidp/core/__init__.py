@@ -17,8 +17,8 @@ From there the collectives are in `minidp.comm`. When the averages are in ``.gra
 
     sparse_bucket   a bucket of one sparse gradient
     local_grads     which gradients are local, not averaged: for the guard
-    observer        what features see of a reduction; they are not in the core
-    item_counts     one of them: averages over items, not over ranks
+    observer        what features see of a reduction; most live in other rooms
+    item_counts     one that lives here: averages over items, not over ranks
     used_map        which parameters some rank used (find_unused_parameters)
     nonfinite       NaN and infinity in a bucket (check_finite_grads)
     rebuild         the layout that follows rank 0's ready order

@@ -151,10 +151,11 @@ class BucketQueue:
     # -- wait --------------------------------------------------------------------------
 
     def finish(self, untouched: Collection[int]) -> None:
-        """Per bucket wait, write averages, call `Observer.reduced`; last `finished`.
+        """End a reduction: wait for each bucket and write its averages to ``.grad``.
 
-        Never writes ``.grad`` of skipped or ``untouched`` ones. Last waits for `owed`
-        futures, and counts the backward.
+        Skipped buckets and ``untouched`` parameters keep their ``.grad``. Observers
+        hear of it before (`finishing`), after each bucket (`reduced`) and at the end
+        (`finished`). Then wait for futures that a comm hook owes, and count.
         """
         observers = tuple(self.observers)  # a call may remove its observer
         steppers = [observer for observer in observers if observer.uses_grads]

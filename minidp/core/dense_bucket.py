@@ -4,7 +4,7 @@
 
     .grad --copy_in--> buffer: | slot 0 | slot 1 | slot 2 | --write_averages--> .grad
 
-Only this file has the rules of ``gradient_as_bucket_view``: ``param.grad is view``
+This file keeps the promise of ``gradient_as_bucket_view``: ``param.grad is view``
 after a synchronised backward, so that the next one accumulates into the buffer and
 `copy_in` only divides. ``zero_grad(set_to_none=True)`` breaks the alias; a later
 backward restores it. In shared memory the sum may be written to ``.grad`` already

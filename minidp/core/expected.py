@@ -66,9 +66,9 @@ class Mode:
     map_goes_first = False  # the exchange starts before the buckets (torch's order)
     shares_reach = False  # ranks exchange what a forward's backward can reach
     counts_arrivals = False  # a parameter may arrive several times
-    # Finish where missing gradients are filled in, not after what the backward has
-    # still to do at its end: torch's order, and another wrapper of the same parameters,
-    # which finishes then, has the last word on their ``.grad``.
+    # Whether to finalize as soon as missing gradients are filled in, before the other
+    # final callbacks of the engine. Torch does so. If another wrapper holds the same
+    # parameters, it then finishes last, and its averages stay in ``.grad``.
     finishes_at_once = False
     is_steady = True  # every backward so far missed the same parameters
     kept: Collection[int] = ()  # parameters whose ``.grad`` is never written
@@ -147,7 +147,10 @@ class Mode:
 
 
 class EveryParameter(Mode):
-    """Default mode: each gradient once; while some are missing, stay PAUSED."""
+    """Default mode: every parameter must bring one gradient.
+
+    If a backward ends without some, the reducer pauses until another brings them.
+    """
 
 
 class FindUnused(Mode):

@@ -276,7 +276,7 @@ class PendingGrads:
     def pause(self) -> None:
         """Save all entries for `resume`, and make the next hook ask the reducer.
 
-        Gradients are copied now (`BucketQueue.copy_now` says which are not), because
+        Gradients are copied now (`DenseBucket.copy_now` says which are not), because
         the user may change or zero them before another backward goes on. Gradients of
         full buckets were copied before.
         """

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from .averaging import Averaging
 
 _FLAGS, _COUNT, _LOSS = range(3)  # the columns of the message
-# Flags: no count; began on averages; counted once per forward, of several; less often.
-_SILENT, _STALE, _EACH, _FEWER = 1, 2, 4, 8
+_SILENT = 1  # flag: this rank has counted nothing
+_STALE = 2  # flag: its backward added to averages
+_EACH = 4  # flag: it has counted once for each of several forwards
+_FEWER = 8  # flag: it has counted, but less often than it ran forwards
 _MOST = sys.float_info.max  # of the sum of all counts
 
 
@@ -82,7 +84,7 @@ class ItemCounts(Observer):
 
     A reducer has one only with ``average_over="items"``. In `finishing` it sets the
     ``scale`` of ``averaging`` to what makes sums of gradients means over all items.
-    ``sampled()`` returns the parameters at which `look` looks.
+    ``sampled()`` returns parameters whose gradients have arrived when counts are sent.
     """
 
     def __init__(
@@ -154,8 +156,9 @@ class ItemCounts(Observer):
         self._step.forwards += 1
 
     def look(self) -> None:
-        """Note which ``.grad`` of `samples` hold averages; call when a backward begins.
+        """Note which gradients hold averages; called when a backward begins.
 
+        It looks at the three smallest parameters that ``sampled()`` returns.
         Does something only in the first call after averages were written. Adding new
         gradients to averages would give a sum that is no mean: if a ``.grad`` that is
         not all 0 changes before the counts are sent, the step fails on all ranks.

@@ -1,18 +1,21 @@
 """What a feature sees of a reduction, and where it may act.
 
 Averages over items, the comparison of replicas, the optimizer guard, steps inside the
-backward, the search for a layout and torchft are observers: the core calls them, in
-the order in which they were added to `BucketQueue.observers`, and knows none of them.
+backward, the search for a layout and torchft are observers. The core calls them in the
+order of `BucketQueue.observers`. It knows one of them by name, `ItemCounts`, because
+the divisor depends on it.
 
 ::
 
-    begins      the first gradient of a synchronised backward is here
+    begins      the first gradient of a backward is here, and nothing is set up yet
     launching   the first bucket is about to be launched
-    finishing   all buckets are launched, and nobody has waited for any
+    finishing   the backward is over: all buckets are launched, none is waited for
     reduced     one bucket's averages are in ``.grad``         (only with `uses_grads`)
-    finished    all averages are in ``.grad``
+    finished    all averages are in ``.grad``; the reducer is still FINALIZING
 
-A backward that fails calls the rest of them no more; then `abandon` follows.
+`sync_gradients()`, and a rank without inputs inside `join()`, reduce without a backward
+and begin with `launching`. If a reduction fails, the calls that are left are not made.
+A `reset()` calls `abandon`, also if nothing has failed.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ from torch import nn
 class Observer:
     """Base of `BucketQueue.observers`; every method does nothing here.
 
-    A method may start collectives, or wait, if it does so on all ranks. It may remove
-    its observer from the list.
+    A method may start collectives in `launching`, which come before those of the
+    buckets, and from `finishing` on, which come after them; never in `begins`, which
+    not all ranks get. It may remove its observer from the list.
     """
 
     uses_grads = False  # reads or changes ``.grad`` in `reduced`
@@ -63,4 +67,4 @@ class Observer:
         """Wait for collectives of this observer that still run."""
 
     def abandon(self) -> None:
-        """Forget collectives that still run, without waiting: a backward has failed."""
+        """Forget collectives that still run, without waiting, as `reset()` has to."""

@@ -49,7 +49,7 @@ ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class Verdict:
-    """Hold what a comparison found; `is_equal` decides."""
+    """Hold what a comparison found; `Guard` decides what follows from it."""
 
     digests: Mapping[int, int]  # by rank, of the ranks that answered
     size: int  # number of ranks
@@ -110,8 +110,10 @@ class Verdict:
 
 
 class Comparison:
-    """Compare gradients or parameters of one wrapper between ranks, without collective.
+    """Compare gradients or parameters of one wrapper between ranks.
 
+    They meet through the store, because some may not come. Only if all have come does a
+    collective find out whether a difference is mere rounding.
     ``key`` returns the wrapper's place in the store, which is the same on all ranks.
     """
 

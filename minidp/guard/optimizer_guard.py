@@ -1,8 +1,9 @@
 """Check every optimizer step: no optimizer applies gradients that differ between ranks.
 
 Process-wide hooks around ``torch.optim.Optimizer.step`` ask the guard of every live
-reducer; inside ``no_sync()``, where local SGD steps, it is silent. Updates by hand, and
-those of other optimizer classes, are found by a later forward.
+reducer. Inside ``no_sync()``, where local SGD steps, it lets local gradients pass;
+steps that are wrong in any case still raise. Updates by hand, and those of other
+optimizer classes, are found by a later forward.
 
 What a check finds is a suspicion. The ranks compare what they have (`comparison`), and
 only a difference is an error:
@@ -638,7 +639,7 @@ class _Outcome(Enum):
     """What a comparison says of a suspicion."""
 
     RIGHT = auto()  # the ranks do the same
-    WRONG = auto()  # they differ: there was an error or a warning
+    WRONG = auto()  # a mistake is proved, or the user ignores all; it was complained of
     OPEN = auto()  # only the parameters can tell, later
     MADE_ELSEWHERE = auto()  # and they can after this step, which other ranks have made
 
