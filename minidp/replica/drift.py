@@ -280,7 +280,7 @@ class ReplicaCheck(Observer):
         difference with a known reason (and warns once of updates in no_sync()). Any
         other is compared again: by `confirm` in the next step; or at once by
         `_confirm`, if module buffers are compared, optimizers step in backwards, or
-        none has come for 10 steps (without "auto", or without any optimizer, 1).
+        none has come for 10 steps (1 without "auto", or if some rank has no optimizer).
         """
         snapshot, ledger = self._under_way, self._ledger
         assert snapshot is not None
@@ -292,7 +292,7 @@ class ReplicaCheck(Observer):
                 self._is_shared, self.name = True, snapshot.place
         else:
             rows = self._gather(self._row(snapshot))
-        steps, all_reasons, digests = zip(*rows, strict=True)
+        steps, all_reasons, have_optimizers, digests = zip(*rows, strict=True)
         if len(set(steps)) > 1:
             text = explain(
                 self._queue.communicator.rank,
@@ -318,15 +318,17 @@ class ReplicaCheck(Observer):
         else:  # the next step compares again; or this one, after a long wait
             self.suspect = snapshot
             self._waited += 1
-            limit = PATIENCE if self._is_auto and self.has_optimizer else 1
+            # All ranks decide alike: what follows is a collective.
+            limit = PATIENCE if self._is_auto and all(have_optimizers) else 1
             is_late = self._waited > limit or not self.awaits_step
             if is_late or self._have_buffers_drifted(snapshot):
                 self._confirm(snapshot)
 
     def _row(self, snapshot: _Snapshot) -> list[int]:
-        """Return what ranks exchange: step of the schedule, excuses, checksum."""
+        """Return step of the schedule, excuses, whether one optimizes, and checksum."""
         reasons = self._excuses(was_hooked=snapshot.was_hooked)
-        return [snapshot.step - self._base, reasons, int(snapshot.digest)]
+        step, has_optimizer = snapshot.step - self._base, int(self.has_optimizer)
+        return [step, reasons, has_optimizer, int(snapshot.digest)]
 
     def _rows_met(self, place: str) -> list[list[int]]:
         """Return all ranks' rows at a place of the store; [] if some put none there."""

@@ -321,6 +321,24 @@ def test_a_rank_may_step_alone(ctx):
     return [p.detach() for p in ddp.parameters()]
 
 
+@on_ranks(2)
+@mock.patch("minidp.replica.drift.CONFIRM_SECONDS", 0.05)
+def test_a_rank_that_steps_alone_and_sends_nothing(ctx):
+    """The ranks name the parameters together, though only one has an optimizer."""
+    ddp = wrapped(ctx, nn.Linear(4, 3), hang_timeout=20.0)
+    optimizer = sgd(ddp)
+
+    def train():
+        for _ in range(4):
+            optimizer.zero_grad()
+            ddp(torch.ones(3, 4)).sum().backward()
+            if ctx.rank == 0:
+                optimizer.step()
+
+    with pytest.raises(ReplicaMismatchError, match="beginning of step 2"):
+        train()
+
+
 def is_compared(ddp):
     return ddp._replication.check is not None
 
