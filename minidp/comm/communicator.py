@@ -329,9 +329,9 @@ class Communicator:
         TimeoutError at the limit, or if a peer is lost; the group is leaked then.
         """
         late.since -= SLICE_SECONDS
+        _answer_questions()  # whoever has asked waits, and so do all others
         while not is_done_within(late.work, SLICE_SECONDS):
-            for each in [*answerers]:
-                each.answer()
+            _answer_questions()
             lost = self.peers.find_lost(self.started)
             if not lost and late.waited > late.allowed and not self.extend(late):
                 lost = f"it did not finish within {late.allowed:g} s"
@@ -339,6 +339,11 @@ class Communicator:
                 keep_for_good(self.group, [late.work])
                 raise TimeoutError(lost)
         return late.work.wait()
+
+
+def _answer_questions() -> None:
+    for each in [*answerers]:
+        each.answer()
 
 
 def is_done_within(work: Any, seconds: float) -> bool:
