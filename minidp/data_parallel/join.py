@@ -71,6 +71,7 @@ def stop_joining(ddp: DataParallel) -> None:
     ddp._join_config = ddp._join_config.construct_disabled_join_config()
     ddp._divide_by_initial_world_size = True
     ddp._reducer.queue.averaging.num_contributors = None
+    ddp._reducer.ledger.has_run_out = False
 
 
 def announce(ddp: DataParallel, **does: bool) -> int:
@@ -148,6 +149,7 @@ class Shadow(JoinHook):
         copies of this rank's own ``.grad``, for `post_hook`.
         """
         ddp, reducer = self._ddp, self._ddp._reducer
+        reducer.ledger.has_run_out = True
         agreed = _agree(ddp, StepAnnouncement())
         if agreed.rebuilds:
             reducer.rebuild_if_due()

@@ -52,7 +52,7 @@ class Verdict:
     """Hold what a comparison found; `Guard` decides what follows from it."""
 
     digests: Mapping[int, int]  # by rank, of the ranks that answered
-    size: int  # number of ranks
+    size: int  # number of ranks; without those that ran out of inputs, in join()
     can_ask: bool = True
     stepped: frozenset[int] = frozenset()  # ranks that made the step unsuspecting
     reducing: frozenset[int] = frozenset()  # ranks that went on without the step
@@ -100,7 +100,7 @@ class Verdict:
                 "that this rank cannot know whether they are equal"
             )
         absent = [rank for rank in range(self.size) if rank not in self.digests]
-        if absent:
+        if absent and not self.are_all_here:
             return f"no such doubt on rank {listed(absent)}, which went on without it"
         values = [*self.digests.values()]
         usual = max(values, key=values.count)
@@ -201,15 +201,20 @@ class Comparison:
             self._is_asking = False
             if passed is not None:
                 passed.drop()
+        is_whole = len(posts) == size
+        posts = {rank: post for rank, post in posts.items() if post[0] is not None}
+        size = len(posts) if is_whole else size
         digests = {rank: value for rank, (value, *_) in posts.items()}
         is_same_part = len({each for *_, each in posts.values()}) == 1
-        absent = set(range(size)) - posts.keys()
+        absent = set() if is_whole else set(range(size)) - posts.keys()
         stepped = absent & (passed.stepped if passed is not None else set())
         reducing = absent & (passed.reducing if passed is not None else set())
-        if len(posts) == size:
+        if is_whole:
             self._forget_before(store, topic)
         # Only ranks that have asked can take part in a collective.
-        have_asked = len(posts) == size and all(asked for _, asked, _ in posts.values())
+        have_asked = len(posts) == communicator.size and all(
+            asked for _, asked, _ in posts.values()
+        )
         is_rounding = False
         if have_asked and is_same_part and len(set(digests.values())) > 1:
             is_rounding = are_close_on_all_ranks(tensors, communicator, ROUNDING)
@@ -241,7 +246,9 @@ class Comparison:
             topic = read_json(store, "ask", [step]).get(step, "")
             if topic and topic != self._answered:
                 self._answered = topic
-                post = [_digest(reducer.params), False, 0]
+                # Without inputs it made no steps; join() gives it the parameters.
+                is_out = reducer.ledger.has_run_out
+                post = [None if is_out else _digest(reducer.params), False, 0]
                 post_json(store, topic, reducer.communicator.rank, post)
 
     def _next_topic(self, moment: str) -> str:
