@@ -14,8 +14,8 @@ only a difference is an error:
     in a forward     the same parameters, if no optimizer has stepped them meanwhile;
                      and all, if the ranks made different steps before, because these
                      may have sent each other the results
-    in a backward    all parameters, if averages came and went on this rank without a
-                     step: the others may have made it
+    in a backward    all parameters, if no step has followed averages on this rank: the
+                     others may have made one
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from minidp.replica import Replica, ReplicaCheck
 from minidp.trace import StepEvent
 
 from . import dropped
-from .comparison import PATIENCE_SECONDS, Comparison, Verdict
+from .comparison import Comparison, Verdict
 from .local_updates import Change, find_change
 from .mistakes import (
     LateParameters,
@@ -61,6 +61,10 @@ from .mistakes import (
     refuse_forward,
     suspect_late,
 )
+
+# After a step for other ranks to come to their next backward; else they are asked when
+# this rank comes to its own.
+_PATIENCE_SECONDS = 2.0
 
 
 class Guard:
@@ -217,7 +221,7 @@ class Guard:
             self._judge_change(change, "after", held)
         if self._asks_after_step:
             self._asks_after_step = False
-            verdict = self.comparison.with_waiting_ranks(PATIENCE_SECONDS)
+            verdict = self.comparison.with_waiting_ranks(_PATIENCE_SECONDS)
             self._judge_open_step(verdict, tells=self._tells_open_step)
 
     def note_step(self, optimizer: Optimizer) -> None:
@@ -340,8 +344,9 @@ class Guard:
     def _check_skipped_step(self) -> None:
         """Suspect that this rank has not made an optimizer step that others made.
 
-        Averages have come and are gone, and no optimizer has stepped: the script has
-        caught an error, or a GradScaler has left out the step on all ranks.
+        Averages have come, and no optimizer has stepped: the script has caught an
+        error. Or all ranks left out the step, as a GradScaler does, or accumulate
+        without `no_sync`; then they are equal, and are asked more and more rarely.
         """
         check = self.replica_check
         if not (self._has_stepped and self._averages.are_due):
@@ -349,13 +354,12 @@ class Guard:
         # Replicas that are not equal before their step are not comparable here.
         is_comparable = check is None or check.agrees_before_steps
         has_others = self._in_backward or self.precondition is not None
-        if has_others or not is_comparable or not self._averages.are_gone():
+        if has_others or not is_comparable:
             return
-        self._averages.are_due = False
-        if self.comparison.can_ask and self._skip_trust.is_due():
+        if self.comparison.can_ask:
             suspicion = Suspicion(
-                "This rank dropped the averages of a backward without an optimizer "
-                "step, and other ranks have made one. Replicas differ now.",
+                "No optimizer has stepped on this rank since a backward brought "
+                "averages, and other ranks have made a step. Replicas differ now.",
                 names=self.reducer.names,
                 expected="the same parameters on all ranks",
                 remedy="if an exception after backward() was caught, leave out the "
@@ -372,6 +376,8 @@ class Guard:
         ``trust``: of a suspicion that is no more than a possibility, so that nothing is
         said unless it is proved. None: of a change.
         """
+        if trust is not None and not (self._averages.are_due and trust.is_due()):
+            return  # a step has come in the meantime
         verdict = self.comparison.with_waiting_ranks()
         if trust is None or verdict.is_proof:
             self._conclude(suspicion, verdict)
@@ -601,29 +607,15 @@ class _AskInBackward(Observer):
 
 
 class _Averages(Observer):
-    """Remember the averages of the last backward, to see that they are gone.
-
-    One parameter is enough: the version of its ``.grad`` when the backward ended.
-    """
+    """Know whether an optimizer step has followed the last averages."""
 
     def __init__(self, reducer: Reducer) -> None:
-        self._params = reducer.params
-        self._index, self._version = 0, -1
         self.are_due = False  # no optimizer has stepped since the backward
         reducer.queue.observers.append(self)
 
     def finished(self) -> None:
-        """Look at the first parameter that has a gradient."""
-        self._version, self.are_due = -1, True
-        for index, param in enumerate(self._params):
-            if param.grad is not None:
-                self._index, self._version = index, param.grad._version
-                return
-
-    def are_gone(self) -> bool:
-        """Return whether ``.grad`` was deleted or changed since the backward."""
-        grad = self._params[self._index].grad
-        return self._version >= 0 and (grad is None or grad._version != self._version)
+        """Wait for a step."""
+        self.are_due = True
 
 
 def _add_once(reducer: Reducer, observer: Observer) -> bool:
