@@ -43,8 +43,13 @@ data = b"\\1".join([os.fsencode(os.getcwd()), words, env])
 socket.send_fds(server, [struct.pack("q", len(data))], [0, 1, 2])
 server.sendall(data)
 pid = struct.unpack("q", server.recv(8))[0]
+def pass_on(number, frame):
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass  # it has ended, and its status is on the way
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-    signal.signal(number, lambda number, frame: os.kill(pid, number))
+    signal.signal(number, pass_on)
 status = struct.unpack("q", server.recv(8, socket.MSG_WAITALL))[0]
 if status < 0:
     signal.signal(-status, signal.SIG_DFL)
