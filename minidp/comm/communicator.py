@@ -26,7 +26,7 @@ from .groups import ProcessGroup, group_timeout, is_mixed, is_timed, keep_for_go
 from .work import Work, current_deadline, is_python_group, waiting
 
 logger = logging.getLogger("minidp")
-SLICE_SECONDS = 0.5
+SLICE_SECONDS, FIRST_SLICE_SECONDS = 0.5, 0.05
 STORE_SECONDS = 2.0  # time limit for a store's answer
 ASKS_AGAIN = 10  # how often per time limit to ask whether missing ranks are busy
 
@@ -315,7 +315,10 @@ class Communicator:
         with waiting():
             if self.limit is None or not is_timed:
                 return work.wait()
-            if is_done_within(work, SLICE_SECONDS):
+            if is_done_within(work, FIRST_SLICE_SECONDS):
+                return work.wait()
+            _answer_questions()  # whoever has asked waits, and so do all others
+            if is_done_within(work, SLICE_SECONDS - FIRST_SLICE_SECONDS):
                 return work.wait()
             self.is_late = True
             try:
@@ -329,7 +332,7 @@ class Communicator:
         TimeoutError at the limit, or if a peer is lost; the group is leaked then.
         """
         late.since -= SLICE_SECONDS
-        _answer_questions()  # whoever has asked waits, and so do all others
+        _answer_questions()
         while not is_done_within(late.work, SLICE_SECONDS):
             _answer_questions()
             lost = self.peers.find_lost(self.started)

@@ -68,7 +68,8 @@ class Ledger:
         self.has_lost_hooks = False  # the reason of `bypassed`; else autograd.grad
         # For the comparison: why replicas may differ since the last one.
         self.was_local = False  # parameters changed inside no_sync()
-        self.has_run_out = False  # of inputs, in join(): it makes no steps
+        # In join(), the ranks that still make steps; None: all.
+        self.ranks_with_inputs: Collection[int] | None = None
         self.was_excused = False  # a complaint did not become an error
         # For `was_local`: versions of two parameters, when no_sync() began.
         self._versions_before: tuple[int, int] | None = None

@@ -71,7 +71,7 @@ def stop_joining(ddp: DataParallel) -> None:
     ddp._join_config = ddp._join_config.construct_disabled_join_config()
     ddp._divide_by_initial_world_size = True
     ddp._reducer.queue.averaging.num_contributors = None
-    ddp._reducer.ledger.has_run_out = False
+    ddp._reducer.ledger.ranks_with_inputs = None
 
 
 def announce(ddp: DataParallel, **does: bool) -> int:
@@ -93,7 +93,8 @@ def _agree(ddp: DataParallel, mine: StepAnnouncement) -> StepAnnouncement:
 
     If some rank reduces, set the number of ranks to average over: all, or with
     divide_by_initial_world_size=False those that reduce. CollectiveError on all ranks
-    if only some of those with inputs will reduce. ``mine``: this rank's.
+    if only some of those with inputs will reduce. ``mine``: this rank's. The ledger
+    gets to know which ranks have inputs, since only these make steps.
     """
     with ddp._reducer.communicator.blocking("announcing a forward in join()"):
         rows = gather_integers(mine, ddp.process_group, ddp.device)
@@ -106,6 +107,7 @@ def _agree(ddp: DataParallel, mine: StepAnnouncement) -> StepAnnouncement:
                 f"no_grad(), but of ranks {active} only {reducing} have a synchronised "
                 "forward"
             )
+    ddp._reducer.ledger.ranks_with_inputs = active
     averaging = ddp._reducer.queue.averaging
     if ddp._divide_by_initial_world_size:
         averaging.num_contributors = None
@@ -149,7 +151,6 @@ class Shadow(JoinHook):
         copies of this rank's own ``.grad``, for `post_hook`.
         """
         ddp, reducer = self._ddp, self._ddp._reducer
-        reducer.ledger.has_run_out = True
         agreed = _agree(ddp, StepAnnouncement())
         if agreed.rebuilds:
             reducer.rebuild_if_due()

@@ -52,7 +52,7 @@ class Verdict:
     """Hold what a comparison found; `Guard` decides what follows from it."""
 
     digests: Mapping[int, int]  # by rank, of the ranks that answered
-    size: int  # number of ranks; without those that ran out of inputs, in join()
+    ranks: frozenset[int]  # without those that ran out of inputs, in join()
     can_ask: bool = True
     stepped: frozenset[int] = frozenset()  # ranks that made the step unsuspecting
     reducing: frozenset[int] = frozenset()  # ranks that went on without the step
@@ -62,7 +62,7 @@ class Verdict:
     @property
     def are_all_here(self) -> bool:
         """Whether all ranks answered."""
-        return len(self.digests) == self.size
+        return self.digests.keys() == self.ranks
 
     @property
     def is_equal(self) -> bool:
@@ -88,9 +88,7 @@ class Verdict:
     @property
     def have_all_stepped(self) -> bool:
         """Whether all ranks make this step, though some of them suspect nothing."""
-        return (
-            not self.is_proof and len(self.digests.keys() | self.stepped) == self.size
-        )
+        return not self.is_proof and self.digests.keys() | self.stepped == self.ranks
 
     def describe(self, what: str) -> str:
         """Return the part "Found" of an error about ``what``, e.g. "gradients"."""
@@ -99,8 +97,7 @@ class Verdict:
                 f"no store through which the ranks could compare their {what}, so "
                 "that this rank cannot know whether they are equal"
             )
-        absent = [rank for rank in range(self.size) if rank not in self.digests]
-        if absent and not self.are_all_here:
+        if absent := sorted(self.ranks - self.digests.keys()):
             return f"no such doubt on rank {listed(absent)}, which went on without it"
         values = [*self.digests.values()]
         usual = max(values, key=values.count)
@@ -128,7 +125,13 @@ class Comparison:
     @property
     def is_needed(self) -> bool:
         """Whether there is another rank that could differ."""
-        return self._reducer.communicator.size > 1
+        return len(self._ranks()) > 1
+
+    def _ranks(self) -> frozenset[int]:
+        """Return the ranks that train: in join(), those that still have inputs."""
+        everybody = range(self._reducer.communicator.size)
+        with_inputs = self._reducer.ledger.ranks_with_inputs
+        return frozenset(everybody if with_inputs is None else with_inputs)
 
     @property
     def can_ask(self) -> bool:
@@ -163,9 +166,8 @@ class Comparison:
         With ``patience`` (seconds) it may be called before, after this rank's step: the
         others will come to the backward if all goes well.
         """
-        return self._compare(
-            "backward", self._reducer.params, asks=True, patience=patience
-        )
+        moment = "backward" if patience is None else "stepped"
+        return self._compare(moment, self._reducer.params, asks=True, patience=patience)
 
     def _compare(
         self,
@@ -177,11 +179,11 @@ class Comparison:
         part: int = 0,
     ) -> Verdict:
         communicator, ledger = self._reducer.communicator, self._reducer.ledger
-        size, digest = communicator.size, _digest(tensors)
-        if size == 1:
-            return Verdict({0: digest}, 1)
+        ranks, digest = self._ranks(), _digest(tensors)
+        if len(ranks) == 1:
+            return Verdict({communicator.rank: digest}, ranks)
         if not has_store(communicator.group):
-            return Verdict({communicator.rank: digest}, size, can_ask=False)
+            return Verdict({communicator.rank: digest}, ranks, can_ask=False)
         store = self._store()
         topic = self._next_topic(moment)
         if asks:
@@ -192,7 +194,7 @@ class Comparison:
         )
         if passed is None and patience is None:
             patience = PATIENCE_SECONDS
-        meeting = _Meeting(store, topic, size, passed, patience)
+        meeting = _Meeting(store, topic, ranks, passed, patience)
         self._is_asking = True
         try:
             with communicator.watching(f"comparing the ranks' {moment}"):
@@ -201,15 +203,12 @@ class Comparison:
             self._is_asking = False
             if passed is not None:
                 passed.drop()
-        is_whole = len(posts) == size
-        posts = {rank: post for rank, post in posts.items() if post[0] is not None}
-        size = len(posts) if is_whole else size
         digests = {rank: value for rank, (value, *_) in posts.items()}
         is_same_part = len({each for *_, each in posts.values()}) == 1
-        absent = set() if is_whole else set(range(size)) - posts.keys()
+        absent = ranks - posts.keys()
         stepped = absent & (passed.stepped if passed is not None else set())
         reducing = absent & (passed.reducing if passed is not None else set())
-        if is_whole:
+        if not absent:
             self._forget_before(store, topic)
         # Only ranks that have asked can take part in a collective.
         have_asked = len(posts) == communicator.size and all(
@@ -220,9 +219,9 @@ class Comparison:
             is_rounding = are_close_on_all_ranks(tensors, communicator, ROUNDING)
         return Verdict(
             digests,
-            size,
-            stepped=frozenset(stepped),
-            reducing=frozenset(reducing),
+            ranks,
+            stepped=stepped,
+            reducing=reducing,
             is_rounding=is_rounding,
             is_same_part=is_same_part,
         )
@@ -246,15 +245,18 @@ class Comparison:
             topic = read_json(store, "ask", [step]).get(step, "")
             if topic and topic != self._answered:
                 self._answered = topic
-                # Without inputs it made no steps; join() gives it the parameters.
-                is_out = reducer.ledger.has_run_out
-                post = [None if is_out else _digest(reducer.params), False, 0]
+                post = [_digest(reducer.params), False, 0]
                 post_json(store, topic, reducer.communicator.rank, post)
 
     def _next_topic(self, moment: str) -> str:
-        """Return a name for this comparison, the same on all ranks, and used once."""
+        """Return a name for this comparison, the same on all ranks, and used once.
+
+        In a backward, ranks may have made different steps and forwards before.
+        """
         ledger = self._reducer.ledger
-        place = f"{moment}/{ledger.finalized}/{ledger.steps}/{ledger.armed}"
+        place = f"{moment}/{ledger.finalized}"
+        if moment != "backward":
+            place += f"/{ledger.steps}/{ledger.armed}"
         self._place, repeats = place, self._repeats + 1 if place == self._place else 0
         self._repeats = repeats
         return f"{place}/{repeats}"
@@ -283,11 +285,11 @@ class _Meeting:
         self,
         store: Store,
         topic: str,
-        size: int,
+        ranks: frozenset[int],
         passed: Question | None,
         patience: float | None,
     ) -> None:
-        self._store, self._topic, self._size = store, topic, size
+        self._store, self._topic, self._ranks = store, topic, ranks
         self._passed = passed  # who does not come; None: no heartbeat tells
         self._deadline = None if patience is None else world.now() + patience
         self._posts: dict[int, Any] = {}
@@ -304,7 +306,7 @@ class _Meeting:
         # First these, then the posts: a rank posts before it goes on.
         gone = {*passed.gone, *passed.reducing} if passed else set()
         stepped = {*passed.stepped} if passed else set()
-        missing = set(range(self._size)) - self._posts.keys()
+        missing = set(self._ranks - self._posts.keys())
         self._posts |= read_json(self._store, self._topic, missing)
         missing -= self._posts.keys()
         is_late = self._deadline is not None and world.now() > self._deadline

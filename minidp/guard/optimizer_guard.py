@@ -14,8 +14,8 @@ only a difference is an error:
     in a forward     the same parameters, if no optimizer has stepped them meanwhile;
                      and all, if the ranks made different steps before, because these
                      may have sent each other the results
-    in a backward    all parameters, if no step has followed averages on this rank: the
-                     others may have made one
+    in a backward    all parameters, if no step of some optimizer has followed averages
+                     on this rank: the others may have made one
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ from .mistakes import (
 # After a step for other ranks to come to their next backward; else they are asked when
 # this rank comes to its own.
 _PATIENCE_SECONDS = 2.0
+_NUM_EARLY = 8  # comparisons that do not make the next ones rarer
 
 
 class Guard:
@@ -103,8 +104,8 @@ class Guard:
         self._tells_open_step = False  # with a warning, if nobody answers
         self._step_trust = _Trust()
         self._has_warned = False  # of a change that could not be judged
-        self._averages = _Averages(reducer)
-        self._has_stepped = False  # an optimizer of ours, outside no_sync()
+        self._was_made_elsewhere = False  # when such a step was judged, and right
+        self._steps = _Steps(reducer)  # of our optimizers, outside no_sync()
         self._skip_trust = _Trust()
         # Parameters that joined the module, at the end of the last backward or in the
         # last step; and their versions when all ranks had the same values.
@@ -147,7 +148,7 @@ class Guard:
             self._check_step(step, optimizer)
             ledger.steps += is_ours  # not before: others see it, and do not wait
             if is_ours:
-                self._averages.are_due, self._has_stepped = False, True
+                self._steps.note(optimizer)
         elif is_ours and ledger.unsynced:
             ledger.was_local = True
         if (ledger.versions or ledger.bypassed is not None) and step.held:
@@ -180,7 +181,10 @@ class Guard:
         joined = self.late_parameters.find()
         suspicion = step.find_suspicion(joined)
         if suspicion is not None and self._step_trust.is_due():
-            outcome = self._judge(suspicion, lambda: self._compare(step, optimizer))
+            if self._was_made_elsewhere:  # the others will not come this time either
+                outcome = _Outcome.MADE_ELSEWHERE
+            else:
+                outcome = self._judge(suspicion, lambda: self._compare(step, optimizer))
             if outcome is _Outcome.RIGHT:
                 step.acquit()
             elif outcome is not _Outcome.WRONG:
@@ -222,7 +226,8 @@ class Guard:
         if self._asks_after_step:
             self._asks_after_step = False
             verdict = self.comparison.with_waiting_ranks(_PATIENCE_SECONDS)
-            self._judge_open_step(verdict, tells=self._tells_open_step)
+            tells = self._tells_open_step
+            self._judge_open_step(verdict, made_elsewhere=not tells, tells=tells)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Count a step of our parameters that has ended, outside no_sync()."""
@@ -255,7 +260,7 @@ class Guard:
         if self._open_step is not None:
             everybody = range(len(reducer.params))
             verdict = self.comparison.of_parameters("opened", everybody)
-            self._judge_open_step(verdict, tells=False)
+            self._judge_open_step(verdict)
         if not reducer.ledger.sync_enabled:
             return
         if self._joined:
@@ -317,49 +322,67 @@ class Guard:
             return
         verdict = self.comparison.of_parameters(moment, which)
         if verdict.are_all_here or not verdict.can_ask:
-            self._conclude(change.suspicion, verdict)
+            self._conclude(verdict, suspicion=change.suspicion)
         else:
-            _add_once(self.reducer, _AskInBackward(self, change.suspicion))
+            conclude = functools.partial(Guard._conclude, suspicion=change.suspicion)
+            _add_once(self.reducer, _AskInBackward(self, conclude))
 
-    def _judge_open_step(self, verdict: Verdict, *, tells: bool) -> None:
+    def _judge_open_step(
+        self, verdict: Verdict, *, made_elsewhere: bool = False, tells: bool = False
+    ) -> None:
         """Judge a step that was open by a comparison of all parameters after it.
 
-        ``tells``: warn if nobody answers; else ask again in the next backward.
+        ``made_elsewhere``: the other ranks had made it without any doubt. ``tells``:
+        warn if nobody answers; else ask again in the next backward.
         """
         assert self._open_step is not None
         suspicion, self._open_step = self._open_step, None
         suspicion = replace(
             suspicion, expected="the same parameters on all ranks after the step"
         )
+        conclude = functools.partial(
+            Guard._conclude_step, suspicion=suspicion, made_elsewhere=made_elsewhere
+        )
+        is_over = verdict.are_all_here or tells
+        # If no synchronised backward has come since the last step like this, it is not
+        # known whether there will be one.
+        if is_over or not _add_once(self.reducer, _AskInBackward(self, conclude)):
+            conclude(self, verdict)
+
+    def _conclude_step(
+        self, verdict: Verdict, *, suspicion: Suspicion, made_elsewhere: bool
+    ) -> None:
+        """Complain of a step that was open, or learn from it who makes such steps."""
         self._step_trust.note(is_decided=verdict.are_all_here)
         if verdict.are_all_here:
             self._change = None
             find_change(self.reducer)  # nor is an older change of interest
-            self._conclude(suspicion, verdict)
-        elif tells or not _add_once(self.reducer, _AskInBackward(self, suspicion)):
-            # No synchronised backward has come since the last step like this, and it
-            # is not known whether there will be one.
-            self._conclude(suspicion, verdict)
+        self._was_made_elsewhere = verdict.is_equal and made_elsewhere
+        self._conclude(verdict, suspicion=suspicion)
 
     def _check_skipped_step(self) -> None:
         """Suspect that this rank has not made an optimizer step that others made.
 
-        Averages have come, and no optimizer has stepped: the script has caught an
-        error. Or all ranks left out the step, as a GradScaler does, or accumulate
-        without `no_sync`; then they are equal, and are asked more and more rarely.
+        Averages have come, and an optimizer that stepped before has not: the script
+        has caught an error. Or all ranks left out the step, as a GradScaler does, or
+        accumulate without `no_sync`, or another rank makes all steps and sends the
+        parameters; then they are equal, and are asked more and more rarely.
         """
-        check = self.replica_check
-        if not (self._has_stepped and self._averages.are_due):
+        check, ledger = self.replica_check, self.reducer.ledger
+        if not self._steps.is_one_left_out:
             return
         # Replicas that are not equal before their step are not comparable here.
-        is_comparable = check is None or check.agrees_before_steps
+        # Without a check the user compares nothing: replicas may be meant to differ.
+        is_comparable = check.are_comparable if check else self._steps.has_any
+        is_comparable &= not (ledger.was_local or ledger.was_excused)
         has_others = self._in_backward or self.precondition is not None
         if has_others or not is_comparable:
             return
         if self.comparison.can_ask:
             suspicion = Suspicion(
-                "No optimizer has stepped on this rank since a backward brought "
-                "averages, and other ranks have made a step. Replicas differ now.",
+                f"{self._steps.describe_left_out()} on this rank since a backward "
+                "brought averages, and other ranks have made a step. Replicas differ "
+                "now.",
                 names=self.reducer.names,
                 expected="the same parameters on all ranks",
                 remedy="if an exception after backward() was caught, leave out the "
@@ -367,24 +390,22 @@ class Guard:
                 "ranks, which copies rank 0's parameters, buffers and optimizer state, "
                 "then zero_grad()",
             )
-            asks = _AskInBackward(self, suspicion, self._skip_trust)
+            conclude = functools.partial(Guard._conclude_skipped, suspicion=suspicion)
+            asks = _AskInBackward(self, conclude, Guard._is_skip_suspicious)
             _add_once(self.reducer, asks)
 
-    def ask_waiting_ranks(self, suspicion: Suspicion, trust: _Trust | None) -> None:
-        """Compare with the ranks that wait in the backward which begins here.
+    def _is_skip_suspicious(self) -> bool:
+        """Return whether still no step has come, and it is time to ask about it."""
+        return self._steps.is_one_left_out and self._skip_trust.is_due()
 
-        ``trust``: of a suspicion that is no more than a possibility, so that nothing is
-        said unless it is proved. None: of a change.
-        """
-        if trust is not None and not (self._averages.are_due and trust.is_due()):
-            return  # a step has come in the meantime
-        verdict = self.comparison.with_waiting_ranks()
-        if trust is None or verdict.is_proof:
-            self._conclude(suspicion, verdict)
+    def _conclude_skipped(self, verdict: Verdict, *, suspicion: Suspicion) -> None:
+        """Complain of a step that was left out; say nothing unless it is proved."""
+        if verdict.is_proof:
+            self._conclude(verdict, suspicion=suspicion)
         else:
-            trust.note(is_decided=verdict.are_all_here)
+            self._skip_trust.note(is_decided=verdict.are_all_here)
 
-    def _conclude(self, suspicion: Suspicion, verdict: Verdict) -> None:
+    def _conclude(self, verdict: Verdict, *, suspicion: Suspicion) -> None:
         text = suspicion.to_text(self.reducer.rank, verdict.describe("parameters"))
         if verdict.is_proof:
             self._trust, self._skip_trust = _Trust(), _Trust()
@@ -487,7 +508,7 @@ class Guard:
         observers[:] = [each for each in observers if not isinstance(each, waiting)]
         self._change, self._open_step = None, None
         self._trust, self._step_trust, self._skip_trust = _Trust(), _Trust(), _Trust()
-        self._averages.are_due = False
+        self._steps.reset()
         self._joined, self._same_joined, self._same_cast = {}, {}, None
 
     def expect_death(self, has_group: Callable[[], bool]) -> None:
@@ -592,30 +613,70 @@ class _LookAgain(Observer):
 
 
 class _AskInBackward(Observer):
-    """Let a guard ask the other ranks when the coming backward begins, once."""
+    """Let a guard ask the other ranks when the coming backward begins, once.
+
+    They wait for this rank in the same backward. ``conclude`` gets the guard and the
+    verdict; ``is_needed`` says whether to ask after all.
+    """
 
     def __init__(
-        self, guard: Guard, suspicion: Suspicion, trust: _Trust | None = None
+        self,
+        guard: Guard,
+        conclude: Callable[..., None],
+        is_needed: Callable[[Guard], bool] = lambda _: True,
     ) -> None:
-        self._guard = weakref.proxy(guard)
-        self._suspicion, self._trust = suspicion, trust
+        self._guard = weakref.proxy(guard)  # a cycle would keep buckets
+        self._conclude, self._is_needed = conclude, is_needed
 
     def begins(self) -> None:
         """Ask, and be forgotten."""
         self._guard.reducer.queue.observers.remove(self)
-        self._guard.ask_waiting_ranks(self._suspicion, self._trust)
+        if self._is_needed(self._guard):
+            verdict = self._guard.comparison.with_waiting_ranks()
+            self._conclude(self._guard, verdict)
 
 
-class _Averages(Observer):
-    """Know whether an optimizer step has followed the last averages."""
+class _Steps(Observer):
+    """Know which optimizers have stepped since the last averages, and which before."""
 
     def __init__(self, reducer: Reducer) -> None:
-        self.are_due = False  # no optimizer has stepped since the backward
+        self._since: WeakSet[Optimizer] = WeakSet()  # the last averages
+        self._before: WeakSet[Optimizer] = WeakSet()  # the last time that any stepped
+        self._has_averages = False
         reducer.queue.observers.append(self)
 
     def finished(self) -> None:
-        """Wait for a step."""
-        self.are_due = True
+        """Expect the same optimizers to step again."""
+        if self._since:
+            self._before, self._since = self._since, WeakSet()
+        self._has_averages = True
+
+    def note(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer of ours steps."""
+        self._since.add(optimizer)
+
+    def reset(self) -> None:
+        """Expect nothing until the next averages."""
+        self._has_averages = False
+
+    @property
+    def is_one_left_out(self) -> bool:
+        """Whether an optimizer steps no more; or, as long as none ever has, all do."""
+        return self._has_averages and (
+            not self._before <= self._since or not self.has_any
+        )
+
+    @property
+    def has_any(self) -> bool:
+        """Whether some optimizer has ever stepped."""
+        return bool(self._before or self._since)
+
+    def describe_left_out(self) -> str:
+        """Return the beginning of a sentence about who has not stepped."""
+        left = sorted(type(each).__name__ for each in self._before - self._since)
+        if not self._since or not left:
+            return "No optimizer has stepped"
+        return f"{' and '.join(left)} has not stepped"
 
 
 def _add_once(reducer: Reducer, observer: Observer) -> bool:
@@ -646,6 +707,7 @@ class _Trust:
 
     def __init__(self) -> None:
         self._interval, self._left = 1, 0
+        self._num_early = _NUM_EARLY
 
     def is_due(self) -> bool:
         """Return whether to compare now; each call counts a change."""
@@ -656,6 +718,9 @@ class _Trust:
 
     def note(self, *, is_decided: bool) -> None:
         """Count a comparison that found nothing, because all were equal or away."""
+        if is_decided and self._num_early:
+            self._num_early -= 1
+            return
         self._interval = min(self._interval * (2 if is_decided else 8), 64)
         self._left = max(self._interval - 2, 0)
 

@@ -22,6 +22,7 @@ from .rank_status import ENDED, Channel, RankStatus
 _STILL_SECONDS = 3.0  # a few heartbeats
 # In a wait, perhaps for the rank that asks; a rank that may answer from there has time.
 _STUCK_SECONDS, _STUCK_SECONDS_OF_ANSWERERS = 0.9, 5.0
+_SECONDS_TO_ANSWER = 2.0  # a rank that waits looks for questions twice a second
 _JUST_COME_SECONDS = 1.0  # about a heartbeat: a collective may still be under way
 _MAX_TOLD = 8  # ranks
 _MAX_TEXT = 1200  # characters of another rank's error
@@ -181,7 +182,7 @@ class Passed:
     is *reducing*, in the next backward or another collective of the wrapper, without
     that step; or if it is *gone*: further than that, into a wait for others elsewhere,
     or for good. ``may_answer``: a rank that has stepped or is reducing comes all the
-    same. Open until `drop`.
+    same, unless it waits for long and does not answer. Open until `drop`.
     """
 
     def __init__(
@@ -189,6 +190,7 @@ class Passed:
     ) -> None:
         self._step, self._steps, self._may_answer = step, steps, may_answer
         self._started = started
+        self._answers_until = world.now() + _SECONDS_TO_ANSWER
         self._first: dict[int, int] = {}  # rank -> beat
         self._is_dropped = False
         self.stepped: set[int] = set()
@@ -221,7 +223,8 @@ class Passed:
         waits_for_us = status.started > self._started  # in a collective of the wrapper
         if self._may_answer:
             if is_here and status.is_reducing:
-                return None
+                is_silent = is_stuck and world.now() > self._answers_until
+                return self.gone if is_silent else None
             is_stuck |= is_here and waits_for_us
         elif is_here and status.steps > self._steps:
             return self.stepped

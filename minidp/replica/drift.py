@@ -153,7 +153,7 @@ class ReplicaCheck(Observer):
         self._has_agreed = False  # replicas were equal in some comparison, ever
         self._hook_agrees = False  # also after averages of the comm hook
         # Replicas were equal in a forward, not only once their optimizers had stepped.
-        self.agrees_before_steps = False
+        self._agrees_before_steps = False
         self.has_optimizer = False  # that steps parameters of the wrapper
         self.warns = False  # unsynced="warn"
         self.name = ""  # in the store: new, and equal on all ranks; "": no store
@@ -215,6 +215,13 @@ class ReplicaCheck(Observer):
         if self.warns and self.name and not self._has_met_excuse:
             self._has_met_excuse = True
             self.meet(f"{self.name}/excused/{self._ledger.finalized}")
+
+    @property
+    def are_comparable(self) -> bool:
+        """Whether replicas have to be equal in each forward, as far as is known."""
+        hook = self._queue.averaging.comm_hook
+        is_hooked = hook is not None and hook.has_run and is_foreign(hook)
+        return self._agrees_before_steps and (self._hook_agrees or not is_hooked)
 
     @property
     def excuses(self) -> int:
@@ -305,7 +312,7 @@ class ReplicaCheck(Observer):
             raise ReplicaMismatchError(text)
         if len(set(digests)) == 1:
             self._agree(snapshot.step)
-            self.agrees_before_steps = True
+            self._agrees_before_steps = True
             self._hook_agrees |= snapshot.was_hooked
             ledger.was_local = ledger.was_excused = False
         elif self._is_auto and any(all_reasons):

@@ -209,6 +209,12 @@ row(name, RIGHT, times(3, f"{HALVES}, step a part, note"), FEW, **LEGAL, **WHOLE
 name = "each rank steps a part of the model, and sends nothing"
 text = f"{HALVES}, step a part(keep)"
 row(name, SILENT, text, FEW, **AB)
+name = "one rank steps for all, and sends the parameters"
+SERVED = f"{BACKWARD}, step @0, send parameters"
+row(name, RIGHT, times(5, f"{SERVED}, note"), FEW, **LEGAL, **WHOLE)
+name = "one rank steps for all, and sends nothing after a while"
+text = f"{times(3, SERVED)}, {times(3, f'{BACKWARD}, step @0')}"
+row(name, SILENT, text, FEW, **AB, **WHOLE)
 for how in ("object", "copy"):
     name = f"averages put back after a local backward on one rank ({how})"
     text = times(3, f"{BACKWARD}, look at own gradients({how}) @0, blind step")
@@ -237,6 +243,10 @@ row("checkpoint loaded on one rank, after wrapping", SILENT, "load @1", **AB, **
 PRETRAINED = {"make": partial(net, frozen="a")}
 row("... of a frozen part", SILENT, "load(a) @1", ONE, **A, **PRETRAINED, **END)
 row("one rank leaves out a step", SILENT, f"{BACKWARD}, step !1", **AB, **END)
+name = "one rank leaves out the step of one of two optimizers"
+HALF_STEPS = f"{BACKWARD}, step half(a), step half(b)"
+text = f"{HALF_STEPS}, {HALF_STEPS} !1"
+row(name, SILENT, text, **AB, **END)
 row("one replica changed by hand", SILENT, "add a half @1", **B, **END)
 
 # Gradients by other ways.

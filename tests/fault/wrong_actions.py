@@ -316,6 +316,22 @@ def step_a_part(stage, and_then="send"):
             torch.distributed.broadcast(param.data, group_src=owner, group=stage.group)
 
 
+@action("step half")
+def step_half(stage, name):
+    """Step one of two optimizers, each of which holds one layer."""
+    layer = getattr(stage.model.module, name)
+    if name not in stage.optimizers:
+        stage.optimizers[name] = torch.optim.SGD(layer.parameters(), lr=0.1)
+    stage.optimizers[name].step()
+
+
+@action("send parameters")
+def send_parameters(stage):
+    """Give all ranks the parameters of rank 0."""
+    for param in stage.model.parameters():
+        torch.distributed.broadcast(param.data, group_src=0, group=stage.group)
+
+
 @action("look at own gradients")
 def look_at_own_gradients(stage, how="object"):
     """Make a local backward, and put the averages back afterwards."""

@@ -19,7 +19,8 @@ class OtherRank:
     ):
         self.asked.append(moment)
         # Where this rank left out a step, the other one did so, too.
-        return Verdict({0: 1, 1: 1 if self.is_equal or asks else 2}, 2)
+        values = {0: 1, 1: 1 if self.is_equal or asks else 2}
+        return Verdict(values, frozenset({0, 1}))
 
 
 @pytest.fixture(autouse=True)

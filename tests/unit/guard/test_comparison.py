@@ -332,6 +332,67 @@ def test_a_rank_that_caught_its_error_and_missed_a_step(ctx, every, set_to_none)
 
 
 @on_ranks(2)
+def test_a_rank_that_leaves_out_the_step_of_one_of_two_optimizers(ctx):
+    ddp = wrapped(ctx, Two(), hang_timeout=20.0)
+    first, second = (torch.optim.SGD([param], lr=0.1) for param in ddp.parameters())
+
+    def train():
+        for k in range(6):
+            ddp.zero_grad()
+            ddp(X).backward()
+            first.step()
+            if k != 4 or ctx.rank == 0:
+                second.step()
+
+    assert "SGD has not stepped on this rank since a backward" in message_of(train)
+
+
+@on_ranks(2)
+def test_all_ranks_may_step_two_optimizers_in_turn(ctx):
+    ddp = wrapped(ctx, Two(), hang_timeout=20.0)
+    pair = [torch.optim.SGD([param], lr=0.1) for param in ddp.parameters()]
+    for k in range(20):
+        ddp.zero_grad()
+        ddp(X + ctx.rank).backward()
+        pair[k % 2].step()
+    return values(ddp)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("num_sent", [0, 5])
+def test_a_rank_that_never_steps_is_not_sent_the_steps_of_others(ctx, num_sent):
+    """At the second backward, or as soon as the sending ends."""
+    ddp = wrapped(ctx, Two(), hang_timeout=20.0)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    done = []
+
+    def train():
+        for k in range(8):
+            ddp.zero_grad()
+            ddp(X).backward()
+            done.append(k)
+            if ctx.rank == 0:
+                optimizer.step()
+            for param in ddp.parameters() if k < num_sent else ():
+                dist.broadcast(param.data, group_src=0, group=ctx.group)
+
+    assert "No optimizer has stepped on this rank" in message_of(train)
+    assert len(done) == num_sent + 1
+
+
+@on_ranks(2)
+def test_local_training_is_no_step_that_was_left_out(ctx):
+    """Replicas differ on purpose, and a backward is made whose averages nobody uses."""
+    ddp, optimizer = setting(ctx)
+    with ddp.no_sync():
+        ddp(X * (ctx.rank + 1)).backward()
+        optimizer.step()
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(X).backward()
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("drops", [True, False])
 def test_all_ranks_may_leave_out_a_step(ctx, drops):
     """A GradScaler, a network beside another one, accumulation without no_sync()."""

@@ -68,7 +68,7 @@ def test_the_same_values_on_all_ranks_are_legal(ddp, other_rank):
     ddp.module[1].requires_grad_(True)
     for _ in range(3):
         train(ddp)
-    assert other_rank.asked == ["joined"]  # once: they have not changed
+    assert other_rank.asked.count("joined") == 1  # they have not changed since
 
 
 JOINED = {  # change of the module -> names in the error
@@ -204,7 +204,7 @@ def test_lent_parameters_are_not_late(ddp, way, other_rank):
                 pairs = zip(others.items(), grads, strict=True)
                 others = {n: (p - g).detach().requires_grad_() for (n, p), g in pairs}
         train(ddp)
-    assert other_rank.asked == []
+    assert set(other_rank.asked) <= {"backward"}  # why no optimizer has stepped
 
 
 def test_an_optimizer_that_holds_lent_parameters_is_refused(ddp):

@@ -105,7 +105,8 @@ def test_what_is_always_equal_is_compared_more_and_more_rarely(ddp, other_rank):
         update(ddp)
         ddp(X).backward()
         step_of(ddp)()
-    assert other_rank.asked.count("after") == 5  # in rounds 1, 2, 5, 12 and 27
+    # In rounds 1 to 8; then in 9, 10, 13, 20 and 35.
+    assert other_rank.asked.count("after") == 13
 
 
 def test_averaged_first(ddp, other_rank):
@@ -114,7 +115,7 @@ def test_averaged_first(ddp, other_rank):
     update(ddp)
     ddp(X).backward()
     step_of(ddp)()
-    assert other_rank.asked == []
+    assert set(other_rank.asked) <= {"backward"}  # why no optimizer has stepped
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from minidp.comm import Communicator, gather_json, post_json
 from minidp.comm.work import FutureWork, PythonWork, is_waiting, wait_for, waiting
-from minidp.hang import heartbeat
+from minidp.hang import heartbeat, report
 from minidp.hang.rank_status import ENDED, Alarm, RankStatus, _text_of_missing, place_of
 from minidp.hang.report import Inquiry, Passed, Sighting
 
@@ -194,7 +194,8 @@ def at(step, steps, **more):
         (at(7, 3, is_reducing=True), False, "stepped"),  # in its next backward
         (at(7, 2, is_reducing=True), False, "reducing"),
         (at(7, 2, is_reducing=True), True, ""),  # it answers from there
-        (at(7, 2, is_reducing=True, waits=True, seconds=6.0), True, ""),
+        (at(7, 2, is_reducing=True, waits=True, seconds=4.0), True, ""),
+        (at(7, 2, is_reducing=True, waits=True, seconds=6.0), True, "gone"),
         (at(7, 2, started=3, waits=True), False, "reducing"),  # in a forward
         (at(7, 3, started=3), False, "stepped"),
         (at(7, 3, started=3), True, "gone"),  # in a forward it cannot answer
@@ -207,7 +208,8 @@ def at(step, steps, **more):
         (None, False, ""),
     ],
 )
-def test_who_does_not_come_to_a_meeting(status, may_answer, found):
+def test_who_does_not_come_to_a_meeting(status, may_answer, found, monkeypatch):
+    monkeypatch.setattr(report, "_SECONDS_TO_ANSWER", 0.0)
     passed = Passed(7, 2, 2, may_answer=may_answer)
     passed.try_answer(channel(status))
     later = status and dataclasses.replace(status, beat=status.beat + 1)
@@ -218,6 +220,15 @@ def test_who_does_not_come_to_a_meeting(status, may_answer, found):
     }
     passed.drop()
     assert passed.try_answer(channel(status))
+
+
+def test_a_rank_that_waits_has_time_to_answer():
+    """It looks for questions now and then, and this one is new."""
+    passed = Passed(7, 2, 2, may_answer=True)
+    waiting_rank = at(7, 2, is_reducing=True, waits=True, seconds=6.0)
+    for beat in (1, 2):
+        passed.try_answer(channel(dataclasses.replace(waiting_rank, beat=beat)))
+    assert not passed.gone
 
 
 def test_who_gave_up_does_not_come():
