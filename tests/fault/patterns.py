@@ -210,11 +210,7 @@ name = "each rank steps a part of the model, and sends nothing"
 text = f"{HALVES}, step a part(keep)"
 row(name, SILENT, text, FEW, **AB)
 name = "one rank steps for all, and sends the parameters"
-SERVED = f"{BACKWARD}, step @0, send parameters"
-row(name, RIGHT, times(5, f"{SERVED}, note"), FEW, **LEGAL, **WHOLE)
-name = "one rank steps for all, and sends nothing after a while"
-text = f"{times(3, SERVED)}, {times(3, f'{BACKWARD}, step @0')}"
-row(name, SILENT, text, FEW, **AB, **WHOLE)
+row(name, RIGHT, times(5, f"{BACKWARD}, serve, note"), FEW, **LEGAL, **WHOLE)
 for how in ("object", "copy"):
     name = f"averages put back after a local backward on one rank ({how})"
     text = times(3, f"{BACKWARD}, look at own gradients({how}) @0, blind step")
@@ -247,6 +243,9 @@ name = "one rank leaves out the step of one of two optimizers"
 HALF_STEPS = f"{BACKWARD}, step half(a), step half(b)"
 text = f"{HALF_STEPS}, {HALF_STEPS} !1"
 row(name, SILENT, text, **AB, **END)
+name = "one rank steps for all, and sends nothing after a while"
+text = f"{times(3, f'{BACKWARD}, serve')}, {BACKWARD}, serve(keep)"
+row(name, SILENT, text, FEW, **AB, **END)
 row("one replica changed by hand", SILENT, "add a half @1", **B, **END)
 
 # Gradients by other ways.

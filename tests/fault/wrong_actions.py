@@ -325,10 +325,12 @@ def step_half(stage, name):
     stage.optimizers[name].step()
 
 
-@action("send parameters")
-def send_parameters(stage):
-    """Give all ranks the parameters of rank 0."""
-    for param in stage.model.parameters():
+@action("serve")
+def serve(stage, and_then="send"):
+    """Let rank 0 step for all, and send the parameters to the others."""
+    if stage.rank == 0:
+        stage.optimizers["step"].step()
+    for param in stage.model.parameters() if and_then == "send" else ():
         torch.distributed.broadcast(param.data, group_src=0, group=stage.group)
 
 
