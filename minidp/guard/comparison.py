@@ -20,6 +20,7 @@ rank that suspects nothing does not come to it:
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -58,6 +59,7 @@ class Verdict:
     reducing: frozenset[int] = frozenset()  # ranks that went on without the step
     is_rounding: bool = False  # the digests differ, but no value does by much
     is_same_part: bool = True  # all that answered step the same parameters
+    have_all_asked: bool = False  # each rank has the suspicion
 
     @property
     def are_all_here(self) -> bool:
@@ -165,8 +167,14 @@ class Comparison:
         The other ranks wait for this rank in the same backward, and answer from there.
         With ``patience`` (seconds) it may be called before, after this rank's step: the
         others will come to the backward if all goes well.
+
+        In a backward, too, the wait has an end, although it is not decided then. A rank
+        that never comes is named by the wait for the first bucket, which follows.
         """
         moment = "backward" if patience is None else "stepped"
+        if patience is None:
+            limit = self._reducer.communicator.limit or math.inf
+            patience = min(PATIENCE_SECONDS, limit / 4)
         return self._compare(moment, self._reducer.params, asks=True, patience=patience)
 
     def _compare(
@@ -224,6 +232,7 @@ class Comparison:
             reducing=reducing,
             is_rounding=is_rounding,
             is_same_part=is_same_part,
+            have_all_asked=have_asked,
         )
 
     def answer(self) -> None:

@@ -399,8 +399,15 @@ class Guard:
         return self._steps.is_one_left_out and self._skip_trust.is_due()
 
     def _conclude_skipped(self, verdict: Verdict, *, suspicion: Suspicion) -> None:
-        """Complain of a step that was left out; say nothing unless it is proved."""
-        if verdict.is_proof:
+        """Complain of a step that was left out; say nothing unless it is proved.
+
+        If all ranks have left it out, that is not why they differ: the comparison of
+        replicas, which names what differs on which ranks, follows in the next step.
+        """
+        if verdict.is_proof and verdict.have_all_asked:
+            if self.replica_check is not None:
+                self.replica_check.compare_soon()
+        elif verdict.is_proof:
             self._conclude(verdict, suspicion=suspicion)
         else:
             self._skip_trust.note(is_decided=verdict.are_all_here)
@@ -643,6 +650,7 @@ class _Steps(Observer):
         self._since: WeakSet[Optimizer] = WeakSet()  # the last averages
         self._before: WeakSet[Optimizer] = WeakSet()  # the last time that any stepped
         self._has_averages = False
+        self.has_any = False  # some optimizer has ever stepped; it may be gone
         reducer.queue.observers.append(self)
 
     def finished(self) -> None:
@@ -654,6 +662,7 @@ class _Steps(Observer):
     def note(self, optimizer: Optimizer) -> None:
         """Note that an optimizer of ours steps."""
         self._since.add(optimizer)
+        self.has_any = True
 
     def reset(self) -> None:
         """Expect nothing until the next averages."""
@@ -665,11 +674,6 @@ class _Steps(Observer):
         return self._has_averages and (
             not self._before <= self._since or not self.has_any
         )
-
-    @property
-    def has_any(self) -> bool:
-        """Whether some optimizer has ever stepped."""
-        return bool(self._before or self._since)
 
     def describe_left_out(self) -> str:
         """Return the beginning of a sentence about who has not stepped."""

@@ -196,6 +196,11 @@ class ReplicaCheck(Observer):
         self._base, self._is_shared = self._ledger.finalized, True
         self.missed_steps = missed_steps
 
+    def compare_soon(self) -> None:
+        """Compare in this step or the next one; all ranks call it."""
+        if self._under_way is None:
+            self.restart(missed_steps=self.missed_steps)
+
     def meet(self, place: str, *, is_first: bool = False) -> None:
         """Compare in the next synchronised step, if all ranks do; wait for none.
 

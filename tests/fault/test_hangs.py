@@ -484,5 +484,7 @@ def test_ctrl_c_shows_the_users_line_not_where_we_wait(tmp_path: Any) -> None:
     lines = printed.splitlines()
     assert lines[-1].endswith("KeyboardInterrupt")
     assert "output.backward()" in printed
-    assert sum("/minidp/" in line for line in lines) == 1
+    ours = [line for line in lines if "/minidp/" in line]
+    assert len(ours) <= 3  # the gradient hook's, in which rank 0 asks about a step
+    assert all("/minidp/core/" in line for line in ours)
     assert printed.count("Traceback") == 1
