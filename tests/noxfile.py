@@ -47,7 +47,7 @@ FAST = (
     *tests("unit/top", "architecture"),
     *tests("property", "matches_torch", "hook_laws", "join", "items"),
     *tests("distributed", "matrix", "special_cases", "delayed", "skip_unused"),
-    *tests("distributed", "comm_hooks", "bucket_layout", "mixed_precision", "join"),
+    *tests("distributed", "comm_hooks", "bucket_layout", "join"),
     *tests("distributed", "overlap", "items", "manual_finalization", "lazy_buckets"),
     *tests("fault", "faults", "wrong_words"),
 )
@@ -90,9 +90,13 @@ def pytest(
     env = {"MINIDP_NATIVE": "1" if native else "0", "HYPOTHESIS_PROFILE": profile} | env
     if chosen := os.environ.get("HYPOTHESIS_PROFILE"):
         env["HYPOTHESIS_PROFILE"] = chosen
+    paths = [word.partition("::")[0] for word in words if word.startswith("tests/")]
+    if gone := [path for path in paths if not (ROOT / path).exists()]:
+        session.error(f"there is no {', '.join(gone)}: nothing would be tested")
     words = (*words, *session.posargs)
     start = (PYTHON, "-m", "pytest")
-    nothing = [0, 5]  # 5: no test was selected
+    # 5: no test was selected, which words on the command line may do.
+    nothing = [0, 5] if session.posargs or has_alone(words) else [0]
     if one_process:
         session.run(*start, "-p", "no:xdist", "-m", marked, *words, env=env)
         return

@@ -40,7 +40,8 @@ def test_a_meeting_ends_on_the_clock_of_the_world():
     stopped = Stopped()
     with world.replaced(stopped):
         store: object = Store()
-        meeting = comparison._Meeting(store, "topic", 2, None, 3600.0)  # type: ignore[arg-type]
+        ranks = frozenset({0, 1})
+        meeting = comparison._Meeting(store, "topic", ranks, None, 3600.0)  # type: ignore[arg-type]
         assert meeting.wait() == {}
     assert 3600 < stopped.seconds < 3602
     assert world.now() != stopped.seconds
