@@ -130,8 +130,8 @@ MUTANTS = [
     ),
     Mutant(
         "averages are not copied out",
-        "bucket.copy_out(kept, ",
-        "bucket.copy_out(range(len(bucket.params)), ",
+        "bucket.copy_out(kept)",
+        "bucket.copy_out(range(len(bucket.params)))",
     ),
     Mutant(
         "gradients are copied out before the all-reduce is over",

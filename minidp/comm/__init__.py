@@ -3,7 +3,7 @@
 Read `groups` (process groups; values that ranks exchange through a key-value store),
 `work` (waits with a limit), `collectives` (c10d's, as we call them), `communicator` (a
 group, its time limit, errors that name missing ranks), `grad_bucket` and `hook` (comm
-hooks), `dist_autograd` (RPC), `shared_memory` (no messages).
+hooks), `shared_memory` (no messages).
 """
 
 from .collectives import (
@@ -26,12 +26,6 @@ from .communicator import (
     PeerReport,
     Question,
     answerers,
-)
-from .dist_autograd import (
-    ContextGrads,
-    NotedContexts,
-    is_own_rref,
-    is_rpc_up,
 )
 from .grad_bucket import GradBucket, Turn
 from .groups import (
@@ -75,7 +69,6 @@ __all__ += ["STORE_SECONDS", "Communicator", "FutureWork", "InFlight"]
 __all__ += ["PeerMonitor", "PeerReport", "SharedBuffer", "Work", "then"]
 __all__ += ["all_reduce", "barrier", "broadcast_coalesced", "broadcast_integers"]
 __all__ += ["gather_bytes", "gather_integers", "gather_json", "gather_rows", "share"]
-__all__ += ["ContextGrads", "NotedContexts", "is_own_rref", "is_rpc_up"]
 __all__ += ["SmallMessage", "is_waiting", "waiting"]
 __all__ += ["backend_name", "default_first_bucket_bytes", "default_group", "group_name"]
 __all__ += ["is_builtin", "is_group", "is_initialized", "sharing_mode"]

@@ -17,6 +17,7 @@ From there the collectives are in `minidp.comm`. When the averages are in ``.gra
 
     sparse_bucket   a bucket of one sparse gradient
     local_grads     which gradients are local, not averaged: for the guard
+    grad_store      gradients that a backward keeps elsewhere than in ``.grad``
     observer        what features see of a reduction; most live in other rooms
     item_counts     one that lives here: averages over items, not over ranks
     used_map        which parameters some rank used (find_unused_parameters)
@@ -30,6 +31,7 @@ from .autograd import (
     current_task,
     find_tensors,
     is_captured,
+    is_rpc_up,
     outside,
     probe_outputs,
     reachable_nodes,
@@ -43,6 +45,7 @@ from .bucket_queue import BucketQueue
 from .dense_bucket import DenseBucket
 from .expected import EveryParameter, expectation_for
 from .grad_hooks import GradHook, GradHooks
+from .grad_store import GradStore
 from .item_counts import ItemCounts, ItemTotals, is_known, weighted
 from .local_grads import Ledger, Origin
 from .observer import Observer
@@ -54,6 +57,7 @@ __all__ += [
     "NO_TASK",
     "DenseBucket",
     "GradHooks",
+    "GradStore",
     "ItemCounts",
     "ItemTotals",
     "Ledger",
@@ -71,6 +75,7 @@ __all__ += [
     "find_tensors",
     "is_captured",
     "is_known",
+    "is_rpc_up",
     "layout_after",
     "probe_outputs",
 ]

@@ -188,23 +188,18 @@ class Bucket(ABC):
         self._advance(BucketState.REDUCED)
 
     @_traced("copy out", after=Moment.COPIED_OUT)
-    def copy_out(
-        self, kept: Slots = (), into: Sequence[Tensor | None] | None = None
-    ) -> None:
-        """Write averages to ``.grad`` or ``into``, not ``kept`` slots; enter FILLING.
+    def copy_out(self, kept: Slots = ()) -> None:
+        """Write averages to ``.grad``, but not of ``kept`` slots; enter FILLING.
 
-        ``into``: tensors per slot, of an RPC context (`set_apart`). With bucket views
-        ``.grad`` becomes the view; ``kept`` views get the values that `flatten` saved.
+        With bucket views ``.grad`` becomes the view; ``kept`` views get the values that
+        `flatten` saved.
         """
-        self.write_averages(kept, into)
+        self.write_averages(kept)
         self._advance(BucketState.FILLING)
 
     @abstractmethod
-    def write_averages(self, kept: Slots, into: Sequence[Tensor | None] | None) -> None:
-        """Write payload * `factor` to ``.grad`` or ``into``, not for ``kept`` slots."""
-
-    def set_apart(self, *, apart: bool) -> None:  # noqa: B027 -- sparse: no views
-        """While ``apart`` (gradients in an RPC context) use no views; here no-op."""
+    def write_averages(self, kept: Slots) -> None:
+        """Write payload * `factor` to ``.grad``, but not for ``kept`` slots."""
 
     def alias_grads_to_views(self) -> None:  # noqa: B027 -- sparse: no views
         """Copy each fitting ``.grad`` to its view; make that ``.grad``; here no-op."""

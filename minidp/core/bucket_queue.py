@@ -27,6 +27,7 @@ from .averaging import Averaging
 from .bucket import Bucket, BucketState
 from .dense_bucket import DenseBucket
 from .grad_hooks import Entry
+from .grad_store import GradStore
 from .item_counts import ItemCounts
 from .nonfinite import AFTER, BEFORE, refuse_nonfinite
 from .observer import Observer
@@ -63,7 +64,7 @@ class BucketQueue:
         self.specs = specs
         self.config = config
         self.next = 0  # the bucket to launch next
-        self._context: comm.ContextGrads | None = None
+        self.store = GradStore()
         self._summing: list[comm.Work] = []  # in shared memory: they need our help
         self.buckets: list[Bucket] = []
         if config.averages_items:
@@ -74,21 +75,11 @@ class BucketQueue:
 
     # -- launch ------------------------------------------------------------------------
 
-    def start(
-        self,
-        *,
-        shares_reach: bool = False,
-        context: comm.ContextGrads | None = None,
-    ) -> None:
+    def start(self, *, shares_reach: bool = False) -> None:
         """Begin a synchronised backward: choose skipped buckets, divisor and comm hook.
 
         ``shares_reach``: skip buckets that no rank's forward reached; may wait.
-        ``context``: the RPC context that holds the gradients; None: ``.grad`` does.
         """
-        if (context is None) != (self._context is None):
-            for bucket in self.buckets:
-                bucket.set_apart(apart=context is not None)
-        self._context = context
         self.next = 0
         self._summing.clear()
         self._untold = [*self.observers]
@@ -163,7 +154,8 @@ class BucketQueue:
             observer.finishing(applies_grads=bool(steppers))
         for number, bucket in enumerate(self.buckets):
             if number not in self.skipped:
-                self._finish(bucket, untouched)
+                with self.store.lent(bucket.params):
+                    self._finish(bucket, untouched)
             for stepper in steppers:
                 stepper.reduced(bucket.params)
         for observer in observers:
@@ -175,20 +167,16 @@ class BucketQueue:
         self.tracer.backward += 1
 
     def _finish(self, bucket: Bucket, untouched: Collection[int]) -> None:
-        """Wait for a bucket; write averages, not ``untouched``, to ``.grad`` or RPC."""
+        """Wait for a bucket; write averages, not ``untouched`` ones, to ``.grad``."""
         bucket.factor = self.averaging.scale
         slots = bucket.position.items() if untouched else ()
         kept = [k for i, k in slots if i in untouched]
-        writes_all = not (kept or self._context)
-        if writes_all and isinstance(bucket, DenseBucket) and bucket.shared:
+        if not kept and isinstance(bucket, DenseBucket) and bucket.shared:
             bucket.offer_grads(bucket.shared)
         bucket.wait(self.averaging.wait_description)
         if self.checks_finite and self.averaging.active_comm_hook is not None:
             _check_finite(bucket, AFTER)
-        into = None
-        if self._context is not None:
-            into = self._context.to_write(bucket.params, bucket.names, kept)
-        bucket.copy_out(kept, into)
+        bucket.copy_out(kept)
 
     # -- other buckets, another group --------------------------------------------------
 
@@ -213,7 +201,6 @@ class BucketQueue:
         messages += [] if items is None else [items]
         for message in messages:
             message.use(None)
-        self._context = None  # new buckets are not set apart
         self.layout = layout
         is_lazy = self.config.lazy_bucket_allocation
         buffers = iter(

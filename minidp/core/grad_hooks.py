@@ -301,16 +301,25 @@ class PendingGrads:
     def arrive(self, i: int) -> None:
         """Record ``.grad``, or COPIED after a copy; `complete` its bucket if now full.
 
-        Appends ``i`` to the ready order. If ``i`` was filled in, it leaves `filled`,
-        and its entry is replaced, uncopied and not counted again.
+        As `record` does, but with a copy if the gradient is counted.
         """
-        grad = self._params[i].grad
+        entry: Entry = self._params[i].grad
+        if isinstance(entry, Tensor) and i not in self.filled:
+            entry = self.reducer.queue.copy_now(i, entry)
+        self.record(i, entry)
+
+    def record(self, i: int, entry: Entry) -> None:
+        """Record ``entry`` for a gradient that arrived; `complete` its bucket if full.
+
+        Appends ``i`` to the ready order. If ``i`` was filled in, it leaves `filled`,
+        and its entry is replaced, and not counted again.
+        """
         self.table.note_ready(i)
         if i in self.filled:
             self.filled.discard(i)
-            self.entries[i] = grad
-            return
-        self._settle(i, None if grad is None else self.reducer.queue.copy_now(i, grad))
+            self.entries[i] = entry
+        else:
+            self._settle(i, entry)
 
     def fill_missing(self, i: int, *, travels: bool = True) -> None:
         """Let ``i``, which did not arrive, contribute its ``.grad`` (None: zeros).
@@ -333,6 +342,12 @@ class PendingGrads:
         if self.native is not None and self._is_on_cuda:
             self.written_on[number].update(self.native.take_streams(number))
         self.reducer.on_full(number, self.table.gather(number))
+
+    def reread(self, indices: Sequence[int]) -> Sequence[Entry]:
+        """Record what is in ``.grad`` now of parameters that arrived; return that."""
+        for i in indices:
+            self.entries[i] = self._params[i].grad
+        return [self.entries[i] for i in indices]
 
     # -- what has arrived --------------------------------------------------------------
 

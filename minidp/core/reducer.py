@@ -123,7 +123,7 @@ def _failing(method: Method) -> Method:
             raise error.with_traceback(None) from None  # where we wait says nothing
         except BaseException as error:
             self.fail(error)
-            if comm.is_rpc_up():  # distributed autograd raises without the text
+            if autograd.is_rpc_up():  # distributed autograd raises without the text
                 logger.error("%s", self.failure)
             if isinstance(error, MiniDPError):  # our frames say less than its text
                 raise error.with_traceback(None)  # noqa: B904 -- its own cause stays
@@ -161,15 +161,12 @@ class Reducer:
         self.pending.adopt(self.queue.buckets)
         self.hooks = GradHooks(self.params, self.pending)
         weakref.finalize(self, _detach, self.hooks, self.pending)
-        self.contexts = comm.NotedContexts(self.params, self.hooks.nodes, communicator)
         # CUDA runs one autograd thread per device; users may run several backwards. The
         # lock guards, in a backward, the phase, `_tasks`, and what the queue launched.
         self._lock = threading.RLock()
         # By graph task, the call of `end_now` at its end; dead if the backward raised.
         self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
-        self._uses_rpc = False  # RPC was up when the last forward ended
         self.is_manual = False  # `finalize_now` ends a backward, not autograd
-        self.context: comm.ContextGrads | None = None  # this backward's RPC context
         self._probe = functools.partial(_expect_end, weakref.ref(self))
         self.rebuild_policy = rebuild_policy or RebuildPolicy(config.saved_layout)
         # Reducers of the same parameters, in other wrappers, with these parameters.
@@ -195,7 +192,7 @@ class Reducer:
         May search the graph. With `shares_reach` a collective, which may wait.
         """
         self.phase.enter(Phase.ARMED)
-        self._uses_rpc = self.contexts.note_forward()
+        self.queue.store.note_forward()
         self.expected.saw_outputs(output, self.hooks.nodes)
         if self.expected.shares_reach:
             reached = self.expected.reached(self.ledger.used_locally)
@@ -231,7 +228,7 @@ class Reducer:
         autograd.refuse_compiled(self.rank)
         with self._lock:
             if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
-                if self.contexts.has_gradient(i):
+                if self._has_gradient(i):
                     origin = origin_now(_running(self._tasks))
                     self.ledger.note_local(i, self.params[i]._version, origin)
                 self.local_backwards.begin()
@@ -241,13 +238,16 @@ class Reducer:
             if self.phase.now is Phase.ARMED:
                 self._open(i)
             elif self.phase.now is Phase.PAUSED:
-                self.contexts.refuse_another(i, self.context, self.names[i])
+                self.queue.store.resume(i)
                 self.phase.enter(Phase.REDUCING)
                 self.pending.resume()
             if self.pending.entries[i] is GradState.UNSET:
                 return True
             self._take(i)
         return False
+
+    def _has_gradient(self, i: int) -> bool:
+        return self.params[i].grad is not None or self.queue.store.has_gradient(i)
 
     def _take(self, i: int) -> None:
         """Do with a gradient that arrives what the mode decides."""
@@ -266,7 +266,7 @@ class Reducer:
         elif decision is Decision.COUNT_TO_LAST:
             pending.entries[i] = GradState.VIA_REDUCER
         elif decision is Decision.NOTE:
-            if self.contexts.has_gradient(i):
+            if self._has_gradient(i):
                 self.ledger.used_locally.add(i)
         elif decision is Decision.UNREACHED:
             raise GradientError(unreached(self.rank, self.names[i]))
@@ -276,21 +276,21 @@ class Reducer:
     def _open(self, first: int) -> None:
         """Enter REDUCING, in the hook of ``first``; fill in absent ones (may launch).
 
-        May wait for ranks. GradientError if an option excludes RPC.
+        May wait for ranks.
         """
         queue, expected = self.queue, self.expected
         self.phase.enter(Phase.REDUCING)
         for observer in (*queue.observers,):
             observer.begins()
-        self.context = self.contexts.of_backward(first) if self._uses_rpc else None
-        if self.context and any(each.uses_grads for each in queue.observers):
-            self.context.refuse_steps()
-        queue.start(shares_reach=expected.shares_reach, context=self.context)
+        queue.store.open(first)
+        queue.start(shares_reach=expected.shares_reach)
         config = queue.config
         # Torch allocates a lazy bucket when its first gradient comes, and those that
         # are there then are divided, while others are multiplied by the reciprocal.
         is_exact = config.lazy_bucket_allocation and config.gradient_as_bucket_view
-        sees_all = queue.tracer.recorder is not None or self.context or is_exact
+        sees_all = (
+            queue.tracer.recorder is not None or queue.store.is_elsewhere or is_exact
+        )
         usual = GradState.VIA_REDUCER if sees_all else GradState.UNSET
         marks = dict.fromkeys(self.hooks.hooked_by_others(), GradState.VIA_REDUCER)
         if expected.counts_arrivals:
@@ -309,23 +309,24 @@ class Reducer:
         num_filled = sum(pending.bucket_of[j] == number for j in pending.filled)
         if pending.num_left[number] + num_filled == len(queue.buckets[number].params):
             queue.tracer.note(Moment.FIRST_GRADIENT, number)
-        pending.arrive(i)
+        if queue.store.is_elsewhere:  # `on_full` reads it
+            pending.record(i, None)
+        else:
+            pending.arrive(i)
 
     @_failing
     def on_full(self, number: int, entries: Sequence[Entry]) -> None:
         """Flatten full bucket ``number``; launch buckets whose turn has come.
 
         After the last one launch a shared used-map, queue `_finalize` for the end of
-        the backward (or call it: `Mode.finishes_at_once`). In an RPC context reads
-        gradients there.
+        the backward (or call it: `Mode.finishes_at_once`).
         """
         queue, bucket = self.queue, self.queue.buckets[number]
-        if self.context is not None:
-            entries = self.context.read(bucket.params)
-            for i, grad in zip(bucket.plan.indices, entries, strict=True):
-                self.pending.entries[i] = grad
         with self._lock:
-            bucket.flatten(entries, queue.averaging.factors, self.pending.filled)
+            with queue.store.lent(bucket.params):
+                if queue.store.is_elsewhere:
+                    entries = self.pending.reread(bucket.plan.indices)
+                bucket.flatten(entries, queue.averaging.factors, self.pending.filled)
             if queue.launch_due():
                 if self.expected.shares_used_map:
                     self.launch_used_map()
@@ -421,9 +422,8 @@ class Reducer:
 
         No rank has used them. If this rank missed any, it may wait for the others to
         say what they used. GradientError if other ranks used a parameter that is frozen
-        here, or if some ranks used one in an RPC context, where averages could not be
-        written; GraphChangedError if a later backward of a static graph uses one that
-        the first has not used.
+        here; GraphChangedError if a later backward of a static graph uses one that the
+        first has not used.
         """
         kept = self.expected.kept
         if not self.expected.shares_used_map:
@@ -433,12 +433,8 @@ class Reducer:
                 raise self.expected.twice(self.rank, self.names[min(late)])
             return kept
         unused = self.queue.used_map.unused_everywhere()
-        if self.context is not None:
-            # All ranks raise, before any of them has written averages.
-            counts = self.queue.used_map.last_counts.tolist()
-            size = self.communicator.size
-            if partly := [self.names[i] for i, n in enumerate(counts) if 0 < n < size]:
-                raise self.context.partly_used(partly)
+        if self.queue.store.is_elsewhere:
+            self.queue.store.check_used(self.queue.used_map.last_counts)
         elsewhere = self.pending.filled - unused
         frozen = [self.names[i] for i in elsewhere if not self.params[i].requires_grad]
         if frozen:
@@ -476,9 +472,7 @@ class Reducer:
             if lacks_some:  # not earlier: StaticGraph may then stop to share its map
                 expected.ended(filled, untouched)
             self.pending.close()
-            if self._uses_rpc:
-                self.contexts.reset()
-            self.context = None
+            self.queue.store.close()
             self.phase.enter(Phase.IDLE)
             # Last: a rank that counts as one backward further is not in this one.
             self.ledger.settle(untouched)
@@ -543,8 +537,7 @@ class Reducer:
             self._tasks.clear()
             self.ledger.reset()
             self.pending.close()
-            self.contexts.reset()
-            self.context = None
+            self.queue.store.close()
             self.phase.enter(Phase.IDLE)
 
 
