@@ -48,7 +48,7 @@ from .grad_hooks import GradHook, GradHooks
 from .grad_store import GradStore
 from .item_counts import ItemCounts, ItemTotals, is_known, weighted
 from .local_grads import Ledger, Origin
-from .observer import Observer
+from .observer import Observer, Observers, Recording
 from .rebuild import RebuildPolicy, decode_layout, encode_layout, layout_after
 from .reducer import Phase, Reducer
 
@@ -62,9 +62,11 @@ __all__ += [
     "ItemTotals",
     "Ledger",
     "Observer",
+    "Observers",
     "Origin",
     "Phase",
     "RebuildPolicy",
+    "Recording",
     "Reducer",
 ]
 __all__ += [

@@ -29,11 +29,12 @@ from minidp import comm
 from minidp.config import ReducerConfig
 from minidp.errors import InternalError
 from minidp.layout import BucketPlan
-from minidp.trace import Moment, Tracer, is_profiling, label
+from minidp.trace import Moment, is_profiling, label
 
 from . import kernels
 from .averaging import Averaging, DivideFactors
 from .grad_hooks import Entry
+from .observer import Observers
 
 
 class BucketState(Enum):
@@ -58,21 +59,21 @@ def _traced(
 ) -> Callable[[Method], Method]:
     """Decorate a method of `Bucket` that does one of its steps.
 
-    Each call is a `label` for torch.profiler. With a recorder or listener, the tracer
-    gets an event ``before`` the call, and one ``after`` it, unless it raises.
+    Each call is a `label` for torch.profiler. Observers with `sees_times`
+    get an event ``before`` the call, and one ``after`` it, unless it raises.
     """
 
     def decorate(method: Method) -> Method:
         @wraps(method)
         def with_events(self: Bucket, *args: Any, **options: Any) -> Any:
-            if not (self.tracer.is_on or is_profiling()):
+            if not (self.observers.is_timed or is_profiling()):
                 return method(self, *args, **options)
             if before is not None:
-                self.tracer.note(before, self.plan.number)
+                self.observers.note(before, self.plan.number)
             with label(doing, self.plan.number):
                 result = method(self, *args, **options)
             if after is not None:
-                self.tracer.note(after, self.plan.number)
+                self.observers.note(after, self.plan.number)
             return result
 
         return cast("Method", with_events)
@@ -91,7 +92,7 @@ class Bucket(ABC):
         params: Mapping[str, torch.nn.Parameter],
         communicator: comm.Communicator,
         config: ReducerConfig,
-        tracer: Tracer,
+        observers: Observers,
     ) -> None:
         self.plan = plan
         self.params = tuple(params.values())
@@ -105,7 +106,7 @@ class Bucket(ABC):
         self.streams = kernels.BucketStreams(plan.device) if is_cuda else None
         self.communicator = communicator
         self.config = config
-        self.tracer = tracer
+        self.observers = observers
         self.work: comm.Work | None = None  # the collective in flight
         self.shared: comm.SharedBuffer | None = None  # the buffer, if all ranks map it
         self.is_alone = False  # the collective changes no value: one rank
@@ -164,8 +165,8 @@ class Bucket(ABC):
             else:
                 self.work = self.shared.all_reduce()
             communicator.note_started(self.work)
-        if self.tracer.is_on:
-            done = partial(self.tracer.note, Moment.DONE, number)
+        if self.observers.is_timed:
+            done = partial(self.observers.note, Moment.DONE, number)
             self.work.get_future().add_done_callback(done)
 
     def on_stream(self) -> AbstractContextManager[object]:

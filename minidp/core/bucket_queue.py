@@ -21,7 +21,6 @@ from minidp import comm
 from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig
 from minidp.layout import Layout, ParamSpec, initial_layout, resumed_layout
-from minidp.trace import Tracer
 
 from .averaging import Averaging
 from .bucket import Bucket, BucketState
@@ -30,7 +29,7 @@ from .grad_hooks import Entry
 from .grad_store import GradStore
 from .item_counts import ItemCounts
 from .nonfinite import AFTER, BEFORE, refuse_nonfinite
-from .observer import Observer
+from .observer import Observer, Observers
 from .sparse_bucket import SparseBucket
 from .used_map import UsedMap
 
@@ -49,10 +48,9 @@ class BucketQueue:
         self.averaging = Averaging(
             communicator, specs[0].device, batched=config.batched_grad_copy
         )
-        self.tracer = Tracer()
         self.checks_finite = False
         self.skipped: Collection[int] = ()  # bucket numbers that no rank launches now
-        self.observers: list[Observer] = []
+        self.observers = Observers()
         self._untold: list[Observer] = []  # of the first launch of this backward
         self.owed: list[torch.futures.Future[Any]] = []  # `finish` waits for these
         common = (len(params), specs[0].device, communicator)
@@ -148,7 +146,7 @@ class BucketQueue:
         hear of it before (`finishing`), after each bucket (`reduced`) and at the end
         (`finished`). Then wait for futures that a comm hook owes, and count.
         """
-        observers = tuple(self.observers)  # a call may remove its observer
+        observers = tuple(self.observers)
         steppers = [observer for observer in observers if observer.uses_grads]
         for observer in observers:
             observer.finishing(applies_grads=bool(steppers))
@@ -164,7 +162,7 @@ class BucketQueue:
         for future in owed:
             with self.communicator.watching("waiting for what a hook owes"):
                 comm.wait_for(comm.FutureWork(future))
-        self.tracer.backward += 1
+        self.observers.backward += 1
 
     def _finish(self, bucket: Bucket, untouched: Collection[int]) -> None:
         """Wait for a bucket; write averages, not ``untouched`` ones, to ``.grad``."""
@@ -211,7 +209,7 @@ class BucketQueue:
             self.averaging.no_shared_memory = why
         for plan in layout.buckets:
             named = {self.specs[i].name: self._params[i] for i in plan.indices}
-            common = (plan, named, self.communicator, self.config, self.tracer)
+            common = (plan, named, self.communicator, self.config, self.observers)
             self.buckets.append(
                 SparseBucket(*common)
                 if plan.sparse
@@ -250,12 +248,12 @@ class BucketQueue:
         self.skipped = ()
         for each in self._maps:
             each.drop()
-        for observer in (*self.observers,):
+        for observer in self.observers:
             observer.abandon()
         self.adopt(self.layout)
 
 
 def _check_finite(bucket: Bucket, when: str) -> None:
     parts = dict(zip(bucket.names, bucket.views or [bucket.payload], strict=True))
-    rank, step = bucket.communicator.rank, bucket.tracer.backward
+    rank, step = bucket.communicator.rank, bucket.observers.backward
     refuse_nonfinite(bucket.payload, parts, rank, step, when)

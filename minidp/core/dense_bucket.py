@@ -28,12 +28,12 @@ from minidp import comm
 from minidp.config import ReducerConfig
 from minidp.errors import misfit
 from minidp.layout import BucketPlan
-from minidp.trace import Tracer
 
 from . import kernels
 from .averaging import DivideFactors
 from .bucket import Bucket, Entries, Slots
 from .grad_hooks import Entry, GradState, is_copied_at_once
+from .observer import Observers
 
 
 class DenseBucket(Bucket):
@@ -45,10 +45,10 @@ class DenseBucket(Bucket):
         params: Mapping[str, torch.nn.Parameter],
         communicator: comm.Communicator,
         config: ReducerConfig,
-        tracer: Tracer,
+        observers: Observers,
         shared: comm.SharedBuffer | None = None,
     ) -> None:
-        super().__init__(plan, params, communicator, config, tracer)
+        super().__init__(plan, params, communicator, config, observers)
         self._as_view = config.gradient_as_bucket_view
         self.shared = shared
         self._is_lazy = config.lazy_bucket_allocation and shared is None

@@ -154,7 +154,7 @@ class Reducer:
         self.ledger = Ledger()
         self.failure = ""  # the text of the error that led to FAILED
         self.queue = BucketQueue(self.params, specs, config, communicator)
-        self.local_backwards = LocalBackwards(self.queue.tracer, self.phase)
+        self.local_backwards = LocalBackwards(self.queue.observers, self.phase)
         self.expected = expectation_for(len(params), config)
         # Parameters keep their hooks alive: a strong reference would keep us alive too.
         self.pending = PendingGrads(self.params, weakref.proxy(self))
@@ -280,7 +280,7 @@ class Reducer:
         """
         queue, expected = self.queue, self.expected
         self.phase.enter(Phase.REDUCING)
-        for observer in (*queue.observers,):
+        for observer in queue.observers:
             observer.begins()
         queue.store.open(first)
         queue.start(shares_reach=expected.shares_reach)
@@ -289,7 +289,7 @@ class Reducer:
         # are there then are divided, while others are multiplied by the reciprocal.
         is_exact = config.lazy_bucket_allocation and config.gradient_as_bucket_view
         sees_all = (
-            queue.tracer.recorder is not None or queue.store.is_elsewhere or is_exact
+            queue.observers.sees_gradients or queue.store.is_elsewhere or is_exact
         )
         usual = GradState.VIA_REDUCER if sees_all else GradState.UNSET
         marks = dict.fromkeys(self.hooks.hooked_by_others(), GradState.VIA_REDUCER)
@@ -304,11 +304,11 @@ class Reducer:
     def _record(self, i: int) -> None:
         """Trace, copy and record a gradient; complete its bucket if now full."""
         pending, queue = self.pending, self.queue
-        queue.tracer.note(Moment.PARAM_READY, i)
+        queue.observers.note(Moment.PARAM_READY, i)
         number = pending.bucket_of[i]
         num_filled = sum(pending.bucket_of[j] == number for j in pending.filled)
         if pending.num_left[number] + num_filled == len(queue.buckets[number].params):
-            queue.tracer.note(Moment.FIRST_GRADIENT, number)
+            queue.observers.note(Moment.FIRST_GRADIENT, number)
         if queue.store.is_elsewhere:  # `on_full` reads it
             pending.record(i, None)
         else:
@@ -345,13 +345,13 @@ class Reducer:
     # -- a backward ends ---------------------------------------------------------------
 
     def expect_end(self) -> None:
-        """Queue `end_now` for this task's end, only once; if ARMED, trace the begin."""
+        """Queue `end_now` for this task's end, only once; if ARMED, tell observers."""
         task = autograd.current_task()
         if task in self._tasks:
             return
         with self._lock:
-            if self.phase.now is Phase.ARMED and self.queue.tracer.listeners:
-                self.queue.tracer.enter(StepEvent.BACKWARD_BEGIN)
+            if self.phase.now is Phase.ARMED:
+                self.queue.observers.enter(StepEvent.BACKWARD_BEGIN)
             end = functools.partial(self.end_now, task)
             self._tasks[task] = weakref.ref(end)
             autograd.queue_final_callback(end)
@@ -371,7 +371,7 @@ class Reducer:
             if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
                 with autograd.outside():
                     self._note_bypass()
-                self.queue.tracer.enter(StepEvent.BACKWARD_BYPASSED)
+                self.queue.observers.enter(StepEvent.BACKWARD_BYPASSED)
             is_launched = self.queue.next == len(self.queue.buckets)
             if self.phase.now is not Phase.REDUCING or is_launched:
                 return
@@ -455,9 +455,8 @@ class Reducer:
     @_failing
     def _finalize(self) -> None:
         """Wait, write averages, keep the ready order for a rebuild; return to IDLE."""
-        tracer, expected = self.queue.tracer, self.expected
-        if tracer.is_on:
-            tracer.enter(StepEvent.FINALIZE_BEGIN)
+        observers, expected = self.queue.observers, self.expected
+        observers.enter(StepEvent.FINALIZE_BEGIN)
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
             for neighbour, shared in self._neighbours:
@@ -468,7 +467,7 @@ class Reducer:
             untouched = self._untouched() if lacks_some else ()
             self.queue.finish(untouched)
             if expected.orders_buckets and not self.rebuild_policy.has_rebuilt:
-                self.rebuild_policy.note([*self.pending.ready, *filled])
+                self.rebuild_policy.keep([*self.pending.ready, *filled])
             if lacks_some:  # not earlier: StaticGraph may then stop to share its map
                 expected.ended(filled, untouched)
             self.pending.close()
@@ -476,8 +475,7 @@ class Reducer:
             self.phase.enter(Phase.IDLE)
             # Last: a rank that counts as one backward further is not in this one.
             self.ledger.settle(untouched)
-        if tracer.is_on:
-            tracer.enter(StepEvent.FINALIZE_END)
+        observers.enter(StepEvent.FINALIZE_END)
 
     def _refuse_views_of_both(self, other: Reducer, shared: set[torch.Tensor]) -> None:
         """Raise GradientError if this backward is also ``other``'s, and one has views.

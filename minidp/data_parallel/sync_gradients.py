@@ -46,7 +46,7 @@ def shadow_backward(reducer: Reducer) -> None:
         queue.start(shares_reach=expected.shares_reach)
         unused = _reduce(reducer, [None] * len(everything), used)
         if not expected.shares_used_map and not reducer.rebuild_policy.is_due:
-            reducer.rebuild_policy.note(everything)
+            reducer.rebuild_policy.keep(everything)
         expected.ended(everything, unused, contributed=False)
 
 
