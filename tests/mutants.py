@@ -57,8 +57,8 @@ MUTANTS = [
     ),
     Mutant(
         "averages over items are not multiplied by the ranks",
-        "self._averaging.scale = divisor / sum(",
-        "self._averaging.scale = 1 / sum(",
+        "self.scale = self.divisor / sum(",
+        "self.scale = 1 / sum(",
     ),
     Mutant(
         "a lone rank's own gradients are taken for averages over items",

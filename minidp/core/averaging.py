@@ -19,15 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from minidp import comm
 from minidp.layout import Layout
 
-if TYPE_CHECKING:
-    from .item_counts import ItemCounts
+from .item_counts import ItemCounts
 
 
 class DivideFactors(NamedTuple):
@@ -55,8 +54,6 @@ class Averaging:
         self._is_batched = batched
         self.device = device  # of the gradients
         self.items: ItemCounts | None = None  # with average_over="items"
-        # What reduced gradients are multiplied by: a tensor if only the device knows.
-        self.scale: float | torch.Tensor = 1.0
         self.num_contributors: int | None = None  # ranks to average over; None: all
         self.comm_hook: comm.CommHook | None = None
         self.active_comm_hook: comm.CommHook | None = None  # `comm_hook` at `begin`
@@ -70,6 +67,11 @@ class Averaging:
         return self.num_contributors or self._communicator.size
 
     @property
+    def scale(self) -> float | torch.Tensor:
+        """What reduced gradients are multiplied by: a tensor if on a device."""
+        return 1.0 if self.items is None else self.items.scale
+
+    @property
     def seat(self) -> tuple[int, int]:
         """(Index of this rank, number of ranks) among those that average; here all."""
         return self._communicator.rank, self._communicator.size
@@ -78,6 +80,8 @@ class Averaging:
         """As a backward begins, set its comm hook and divisors (1: a hook divides)."""
         hook = self.active_comm_hook = self.comm_hook
         self.factors = self.factors_of(self.divisor if hook is None else 1)
+        if self.items is not None:
+            self.items.divisor = self.factors.product
         self.wait_description = "waiting for the all-reduce"
         if hook is not None:
             self.wait_description = f"waiting for the comm hook {hook.name}, call"

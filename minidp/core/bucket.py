@@ -33,7 +33,7 @@ from minidp.trace import Moment, is_profiling, label
 
 from . import kernels
 from .averaging import Averaging, DivideFactors
-from .grad_hooks import Entry
+from .entries import Entry
 from .observer import Observers
 
 

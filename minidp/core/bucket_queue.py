@@ -25,7 +25,7 @@ from minidp.layout import Layout, ParamSpec, initial_layout, resumed_layout
 from .averaging import Averaging
 from .bucket import Bucket, BucketState
 from .dense_bucket import DenseBucket
-from .grad_hooks import Entry
+from .entries import Entry
 from .grad_store import GradStore
 from .item_counts import ItemCounts
 from .nonfinite import AFTER, BEFORE, refuse_nonfinite
@@ -66,7 +66,9 @@ class BucketQueue:
         self._summing: list[comm.Work] = []  # in shared memory: they need our help
         self.buckets: list[Bucket] = []
         if config.averages_items:
-            items = ItemCounts(communicator, self.averaging, self._first_to_arrive)
+            items = ItemCounts(
+                communicator, self.averaging.device, self._first_to_arrive
+            )
             self.averaging.items = items
             self.observers.append(items)
         self.adopt(self.configure(config))

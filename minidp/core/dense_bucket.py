@@ -32,7 +32,7 @@ from minidp.layout import BucketPlan
 from . import kernels
 from .averaging import DivideFactors
 from .bucket import Bucket, Entries, Slots
-from .grad_hooks import Entry, GradState, is_copied_at_once
+from .entries import Entry, GradState, is_copied_at_once
 from .observer import Observers
 
 

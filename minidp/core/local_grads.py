@@ -13,7 +13,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,9 +20,7 @@ from minidp.trace import StepEvent
 
 from . import autograd
 from .observer import Observers
-
-if TYPE_CHECKING:
-    from .reducer import PhaseMachine
+from .phase import PhaseMachine
 
 
 class Origin(Enum):

@@ -2,11 +2,6 @@
 
 ::
 
-    IDLE ---> ARMED ---> REDUCING ---> FINALIZING ---> IDLE
-                            ^  |
-                            |  v
-                          PAUSED           anything ---> FAILED ---> IDLE (reset only)
-
     arm            a synchronising forward ended                        data_parallel
     admit          a gradient that no hook may record by itself: the    grad hook
                    first of a backward, a local one, a second one ...
@@ -16,8 +11,8 @@
 
 `on_full` queues `_finalize` with the last bucket, where torch queues its own. A probe
 at the outputs of the forward, or the first hook, queues `end_now`: it finds a backward
-that ends although buckets are missing, and else does nothing. ``sync_gradients()`` and
-``join()`` reduce without a forward: IDLE ---> REDUCING.
+that ends although buckets are missing, and else does nothing. The phases are drawn in
+`phase`.
 """
 
 from __future__ import annotations
@@ -27,7 +22,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from enum import Enum
 from typing import Any, TypeVar, cast
 
 import torch
@@ -37,7 +31,6 @@ from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig
 from minidp.errors import (
     GradientError,
-    InternalError,
     MiniDPError,
     frozen_here,
     lost_hooks,
@@ -50,61 +43,15 @@ from minidp.trace import Moment, StepEvent
 from . import autograd
 from .bucket import BucketState
 from .bucket_queue import BucketQueue
+from .entries import Entry, GradState, has_arrived
 from .expected import Arrival, Decision, expectation_for
-from .grad_hooks import (
-    Entry,
-    GradHooks,
-    GradState,
-    PendingGrads,
-    has_arrived,
-)
+from .grad_hooks import GradHooks, PendingGrads
 from .local_grads import Ledger, LocalBackwards, origin_now
+from .phase import Phase, PhaseMachine
 from .rebuild import RebuildPolicy, agreed_layout
 
 logger = logging.getLogger("minidp")
 Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-class Phase(Enum):
-    """Phases of a reducer; `PhaseMachine` goes from one to another by TRANSITIONS."""
-
-    IDLE = "idle"  # gradients accumulate locally
-    ARMED = "armed"  # a synchronising forward ended: the next backward reduces
-    REDUCING = "reducing"  # the first gradient of a synchronised backward is here
-    PAUSED = "paused"  # a backward ended with gradients missing; another may go on
-    FINALIZING = "finalizing"  # waiting for collectives, copying out
-    FAILED = "failed"  # something raised; only reset() leads out
-
-    __hash__ = object.__hash__  # Enum's is a Python function: slow
-
-
-TRANSITIONS = {
-    Phase.IDLE: {Phase.ARMED, Phase.REDUCING, Phase.FAILED},
-    Phase.ARMED: {Phase.ARMED, Phase.REDUCING, Phase.FAILED},  # a second forward
-    Phase.REDUCING: {Phase.PAUSED, Phase.FINALIZING, Phase.FAILED},
-    Phase.PAUSED: {Phase.REDUCING, Phase.FAILED},
-    Phase.FINALIZING: {Phase.IDLE, Phase.FAILED},
-    Phase.FAILED: {Phase.FAILED, Phase.IDLE},  # methods that fail may be nested
-}
-
-
-class PhaseMachine:
-    """Hold the reducer's phase, `now`; only `enter` changes it, by TRANSITIONS."""
-
-    now = Phase.IDLE
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the phase is IDLE: gradients accumulate locally."""
-        return self.now is Phase.IDLE
-
-    def enter(self, phase: Phase) -> None:
-        """Change to ``phase``, if TRANSITIONS lists that; else raise InternalError."""
-        if phase not in TRANSITIONS[self.now]:
-            raise InternalError(
-                f"Phase transition {self.now.name} -> {phase.name} is not allowed."
-            )
-        self.now = phase
 
 
 def _failing(method: Method) -> Method:

@@ -227,6 +227,22 @@ def test_table_allows_nothing_that_nobody_uses():
     assert {room: names for room, names in unused.items() if names} == {}
 
 
+# Rooms whose door lists the files in the order in which they may know each other.
+IN_READING_ORDER = ["core"]
+
+
+@pytest.mark.parametrize("room", IN_READING_ORDER)
+def test_a_file_imports_only_from_files_above_it_in_the_list_of_the_door(room):
+    words = ast.get_docstring(read(f"{room}/__init__").tree)
+    order = re.findall(r"^    (\w+)  +\S", words, re.MULTILINE)
+    files = {m.split("/")[1] for m in MODULES if room_of(m) == room} - {"__init__"}
+    assert sorted(order) == sorted(files)
+    for number, name in enumerate(order):  # what is imported for types, too
+        inside = {n for n in imports_of(f"{room}/{name}") if room_of(n) == room}
+        below = {f"{room}/{later}" for later in order[number:]}
+        assert inside & below == set(), name
+
+
 def test_files_have_no_cycle():
     done: set[str] = set()
     left = {}
