@@ -61,12 +61,6 @@ MUTANTS = [
         "self.scale = 1 / sum(",
     ),
     Mutant(
-        "a lone rank's own gradients are taken for averages over items",
-        "self.is_alone and self.factor == 1.0",
-        "self.is_alone",
-        native=True,
-    ),
-    Mutant(
         "sums that go to the gradients are not divided by items",
         "tiles_.scale = scale;",
         "tiles_.scale = 1;",

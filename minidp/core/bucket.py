@@ -109,7 +109,6 @@ class Bucket(ABC):
         self.observers = observers
         self.work: comm.Work | None = None  # the collective in flight
         self.shared: comm.SharedBuffer | None = None  # the buffer, if all ranks map it
-        self.is_alone = False  # the collective changes no value: one rank
         # What averages are multiplied by, once: by the work, the extension or
         # `_rescale`. Each backward sets it anew (`Averaging.scale`).
         self.factor: float | Tensor = 1.0
@@ -153,7 +152,6 @@ class Bucket(ABC):
         """
         communicator, hook = self.communicator, averaging.active_comm_hook
         self._advance(BucketState.IN_FLIGHT)
-        self.is_alone = hook is None and communicator.is_alone
         doing, number = "launching the all-reduce", self.plan.number
         with self.on_stream(), communicator.watching(doing, number):
             if hook is not None:

@@ -249,13 +249,12 @@ class DenseBucket(Bucket):
         if self.native is None:
             return False
         if not kept and not self._tracked and self._arrived:
-            arrived, is_alone = self._arrived, self.is_alone and self.factor == 1.0
             with suppress(RuntimeError):  # a gradient overlaps itself
-                if self.native.unflatten(arrived, is_alone=is_alone, scale=self.factor):
+                if self.native.unflatten(self._arrived, scale=self.factor):
                     return True
             if self.native.is_scaled:  # `wait` has multiplied, but could not write
                 self.factor = 1.0
-        self.native.forget_copies()
+        self.native.forget_tiles()
         return False
 
     def _write_in_python(self, kept: Slots) -> None:
