@@ -28,7 +28,9 @@ from torch import Tensor
 from minidp import comm
 from minidp.config import ReducerConfig
 from minidp.errors import InternalError
+from minidp.hooks import GradBucket
 from minidp.layout import BucketPlan
+from minidp.shared_memory import SharedBuffer
 from minidp.trace import Moment, is_profiling, label
 
 from . import kernels
@@ -108,7 +110,7 @@ class Bucket(ABC):
         self.config = config
         self.observers = observers
         self.work: comm.Work | None = None  # the collective in flight
-        self.shared: comm.SharedBuffer | None = None  # the buffer, if all ranks map it
+        self.shared: SharedBuffer | None = None  # the buffer, if all ranks map it
         # What averages are multiplied by, once: by the work, the extension or
         # `_rescale`. Each backward sets it anew (`Averaging.scale`).
         self.factor: float | Tensor = 1.0
@@ -156,7 +158,7 @@ class Bucket(ABC):
         with self.on_stream(), communicator.watching(doing, number):
             if hook is not None:
                 turn = averaging.turn(number, is_last=is_last)
-                shown = comm.GradBucket(self.plan, self.payload, self.params, turn)
+                shown = GradBucket(self.plan, self.payload, self.params, turn)
                 self.work = hook.start(shown, self.names, communicator.rank)
             elif self.shared is None:
                 self.work = comm.all_reduce(self.payload, communicator.group)

@@ -21,6 +21,7 @@ from minidp import comm
 from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig
 from minidp.layout import Layout, ParamSpec, initial_layout, resumed_layout
+from minidp.shared_memory import SmallMessage
 
 from .averaging import Averaging
 from .bucket import Bucket, BucketState
@@ -197,7 +198,7 @@ class BucketQueue:
         """
         self.buckets, self._summing = [], []  # frees memory before we take new memory
         items = self.averaging.items
-        messages: list[comm.SmallMessage] = [*self._maps]
+        messages: list[SmallMessage] = [*self._maps]
         messages += [] if items is None else [items]
         for message in messages:
             message.use(None)

@@ -28,6 +28,7 @@ from minidp import comm
 from minidp.config import ReducerConfig
 from minidp.errors import misfit
 from minidp.layout import BucketPlan
+from minidp.shared_memory import SharedBuffer
 
 from . import kernels
 from .averaging import DivideFactors
@@ -46,7 +47,7 @@ class DenseBucket(Bucket):
         communicator: comm.Communicator,
         config: ReducerConfig,
         observers: Observers,
-        shared: comm.SharedBuffer | None = None,
+        shared: SharedBuffer | None = None,
     ) -> None:
         super().__init__(plan, params, communicator, config, observers)
         self._as_view = config.gradient_as_bucket_view
@@ -213,7 +214,7 @@ class DenseBucket(Bucket):
 
     # -- copy out ----------------------------------------------------------------------
 
-    def offer_grads(self, shared: comm.SharedBuffer) -> None:
+    def offer_grads(self, shared: SharedBuffer) -> None:
         """Let `wait` write averages of ``shared`` straight to ``.grad``, if C++ can.
 
         Sets ``shared.into``: None if C++ cannot, or with gradients that have a history.

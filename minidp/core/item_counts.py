@@ -18,8 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minidp.comm import Communicator, SharedBuffer, Work, all_reduce
+from minidp.comm import (
+    Communicator,
+    Work,
+    all_reduce,
+)
 from minidp.errors import MAX_NAMES, ItemCountError, explain
+from minidp.shared_memory import SharedBuffer
 
 from .observer import Observer
 

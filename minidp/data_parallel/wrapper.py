@@ -18,8 +18,6 @@ from typing_extensions import TypeVar
 from minidp import torch_compat
 from minidp.comm import (
     MESSAGE_BYTES,
-    CommHook,
-    Hook,
     ProcessGroup,
     default_group,
     lifetime_of_default_group,
@@ -34,6 +32,7 @@ from minidp.core import (
     untraced_itself,
 )
 from minidp.guard import refuse_forward
+from minidp.hooks import CommHook, Hook
 from minidp.replica import verify
 from minidp.trace import Recorder, StepEvent, label_forward
 

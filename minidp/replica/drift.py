@@ -49,8 +49,8 @@ from .rounding import are_close_on_all_ranks
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from minidp.comm import CommHook
     from minidp.core import Ledger
+    from minidp.hooks import CommHook
 
 # What "auto" compares: a checkpoint that one rank has loaded shows in the first step.
 AUTO_STEPS = frozenset({0, 1, 100})  # each costs a step of a tiny model

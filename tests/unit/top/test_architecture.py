@@ -38,21 +38,23 @@ ROOMS: dict[str, set[str]] = {
     "native": {"errors", "console"},
     "layout": {"config", "errors"},
     "costmodel": {"layout"},
-    "comm": {"layout", "native"} | TOP,
-    "comm_hooks": {"comm"},
-    "core": {"comm", "layout", "native"} | TOP,
-    "replica": {"core", "comm", "layout"} | TOP,
+    "comm": {"layout"} | TOP,
+    "hooks": {"comm", "layout"} | TOP,
+    "shared_memory": {"comm", "native"} | TOP,
+    "comm_hooks": {"comm", "hooks"},
+    "core": {"comm", "hooks", "shared_memory", "layout", "native"} | TOP,
+    "replica": {"core", "hooks", "comm", "layout"} | TOP,
     "sync_batchnorm": {"core", "comm", "errors"},
     "guard": {"replica", "core", "comm"} | TOP,
     "hang": {"core", "comm"} | TOP,
     "overlap": {"core", "costmodel", "layout"} | TOP,
     "autotune": {"overlap", "core", "comm", "costmodel", "layout"} | TOP,
-    "torch_compat": {"guard", "replica", "core", "comm", "comm_hooks"} | TOP,
+    "torch_compat": {"guard", "replica", "core", "comm", "hooks", "comm_hooks"} | TOP,
     "data_parallel": {"torch_compat", "autotune", "comm", "core", "guard", "hang"}
-    | {"layout", "replica", "sync_batchnorm"}
+    | {"hooks", "shared_memory", "layout", "replica", "sync_batchnorm"}
     | TOP,
-    "torchft": {"data_parallel", "core", "comm", "layout"} | TOP,
-    "attachment": {"data_parallel", "guard", "replica", "core", "comm", "errors"},
+    "torchft": {"data_parallel", "core", "comm", "shared_memory", "layout"} | TOP,
+    "attachment": {"data_parallel", "guard", "replica", "core", "hooks", "errors"},
     "swapping": {"data_parallel", "config", "console"},
     "report": {"overlap", "console"},
     "recording": {"attachment", "data_parallel", "overlap", "core", "comm"} | TOP,
@@ -60,12 +62,14 @@ ROOMS: dict[str, set[str]] = {
     "run": {"recording", "swapping", "data_parallel", "overlap", "replica", "comm"}
     | TOP,
     "tune": {"run", "swapping", "data_parallel", "autotune"} | TOP,
-    "doctor": {"attachment", "data_parallel", "replica", "core", "comm"} | TOP,
+    "doctor": {"attachment", "data_parallel", "replica", "core", "comm"}
+    | {"shared_memory"}
+    | TOP,
     "__main__": {"doctor", "native", "report", "run", "tune"} | TOP,
     "__init__": {
         "data_parallel",
         "attachment",
-        "comm",
+        "hooks",
         "comm_hooks",
         "doctor",
         "errors",
