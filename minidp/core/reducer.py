@@ -129,6 +129,11 @@ class Reducer:
         _alive.add(self)
 
     @property
+    def named(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters whose gradients are averaged, by name."""
+        return dict(zip(self.names, self.params, strict=True))
+
+    @property
     def rank(self) -> int:
         """The rank of this process in the group."""
         return self.communicator.rank
@@ -438,9 +443,7 @@ class Reducer:
             return
         both = self._arrived_among(shared) & other._arrived_among(shared)
         if both:
-            names = [
-                n for n, p in zip(self.names, self.params, strict=True) if p in both
-            ]
+            names = [name for name, param in self.named.items() if param in both]
             raise GradientError(views_of_both(self.rank, names))
 
     def _arrived_among(self, shared: set[torch.Tensor]) -> set[torch.Tensor]:

@@ -34,8 +34,7 @@ class RpcStore(GradStore):
         self._communicator = reducer.communicator
         self._observers = reducer.queue.observers
         self._uses_views = reducer.queue.config.gradient_as_bucket_view
-        named = zip(reducer.params, reducer.names, strict=True)
-        self._names: dict[Tensor, str] = dict(named)
+        self._names: dict[Tensor, str] = {p: n for n, p in reducer.named.items()}
         self._noted: list[int] = []  # contexts of forwards
         self._context: int | None = None  # of this reduction; None: ``.grad``
         # What the last block has left in ``.grad``: the context's own tensor, or with
