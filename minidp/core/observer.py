@@ -17,9 +17,9 @@ them by name, `ItemCounts`, because the divisor depends on it. Where one may act
 and begin with `launching`. If a reduction fails, the calls that are left are not made.
 A `reset()` calls `abandon`, also if nothing has failed.
 
-Whoever only wants to know when things happen gets `note` and `enter` (`sees_times`).
-These are sent from hot code, which asks `Observers.is_timed` first: a call for nobody
-costs, too.
+Whoever only wants to know when things happen has `sees_times`, and gets `happened` and
+`enter`. These are sent from hot code, which asks `Observers.is_timed` first: a call for
+nobody costs, too.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Observer:
     """
 
     uses_grads = False  # reads or changes ``.grad`` in `reduced`
-    sees_times = False  # gets `note` and `enter`
-    sees_gradients = False  # and in `note` each gradient, which slows down its hook
+    sees_times = False  # gets `happened` and `enter`
+    sees_gradients = False  # and in `happened` each gradient, which slows down its hook
 
     def begins(self) -> None:
         """Note that a synchronised backward begins: its first gradient has come."""
@@ -77,7 +77,7 @@ class Observer:
     def abandon(self) -> None:
         """Forget collectives that still run, without waiting, as `reset()` has to."""
 
-    def note(self, moment: Moment, index: int) -> None:
+    def happened(self, moment: Moment, index: int) -> None:
         """Note an event of bucket ``index`` (of parameter ``index``: PARAM_READY).
 
         On any thread. Only if `sees_times`; PARAM_READY only if `sees_gradients`.
@@ -88,7 +88,7 @@ class Observer:
 
 
 class Observers:
-    """Hold the observers of one reducer, in order; send `note` and `enter` to them."""
+    """Hold the observers of one reducer, in order; tell them what happens."""
 
     def __init__(self) -> None:
         self.backward = 0  # number of the synchronised backward
@@ -98,7 +98,7 @@ class Observers:
         self._all = everybody
         self._timed = [each for each in everybody if each.sees_times]
         self._of_gradients = [each for each in self._timed if each.sees_gradients]
-        self.is_timed = bool(self._timed)  # somebody gets `note` and `enter`
+        self.is_timed = bool(self._timed)  # somebody `sees_times`
         self.sees_gradients = bool(self._of_gradients)
 
     def __iter__(self) -> Iterator[Observer]:
@@ -117,7 +117,7 @@ class Observers:
         """Send an event of a bucket or gradient; the callback of a future adds that."""
         is_gradient = moment is Moment.PARAM_READY
         for each in self._of_gradients if is_gradient else self._timed:
-            each.note(moment, index)
+            each.happened(moment, index)
 
     def enter(self, event: StepEvent) -> None:
         """Send an event of the step."""
@@ -134,6 +134,6 @@ class Recording(Observer):
         self._recorder = recorder
         self._observers = observers
 
-    def note(self, moment: Moment, index: int) -> None:
+    def happened(self, moment: Moment, index: int) -> None:
         """Record the event, with the number of the backward."""
         self._recorder.record(moment, index, self._observers.backward)

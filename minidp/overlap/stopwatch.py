@@ -2,8 +2,8 @@
 
 What a `Stopwatch` is told, and by whom::
 
-    note     an event of a bucket                      any thread
-    enter    a phase of the step begins or ends        data_parallel, core, guard
+    happened  an event of a bucket                     any thread
+    enter     a phase of the step begins or ends       data_parallel, core, guard
 
 In some steps a `HookTiming` also stores when each grad hook ran. While steps run, only
 clock marks are kept; `Stopwatch.steps` converts them.
@@ -218,7 +218,7 @@ class Stopwatch(Observer):
 
     # -- events, see `Observer` --------------------------------------------------
 
-    def note(self, moment: Moment, bucket: int) -> None:
+    def happened(self, moment: Moment, bucket: int) -> None:
         """Store when ``bucket`` first reached ``moment`` in this step.
 
         Ignored until the step's synchronised backward has begun.

@@ -121,7 +121,7 @@ class SpeedWatch(Observer):
 
     # -- events, see `Observer` --------------------------------------------------
 
-    def note(self, moment: Moment, bucket: int) -> None:
+    def happened(self, moment: Moment, bucket: int) -> None:
         """If ``moment`` is FULL, store ``bucket``'s seconds since backward's begin."""
         if moment is Moment.FULL:
             self._full_now[bucket] = time.perf_counter() - self._backward_began
