@@ -460,6 +460,38 @@ class Reducer:
             if param in shared and has_arrived(entries[i]) and i not in filled
         }
 
+    # -- without a backward ------------------------------------------------------------
+
+    @torch.no_grad()
+    def reduce(
+        self, grads: Sequence[torch.Tensor | None], used: Collection[int] | None
+    ) -> Collection[int]:
+        """Collective: average ``grads`` (None: zeros) over ranks into ``.grad``; wait.
+
+        Counts as a synchronised backward; `BucketQueue.start` comes before. ``used``:
+        indices of parameters that this rank used, to tell the other ranks; None: ranks
+        exchange no usage. Return the indices whose ``.grad`` was left unchanged.
+        """
+        queue, expected = self.queue, self.expected
+        used_map = queue.used_map if expected.shares_used_map else queue.given_map
+        self.phase.enter(Phase.REDUCING)
+        if used is not None and expected.map_goes_first:
+            used_map.launch(used)
+        for number, bucket in enumerate(queue.buckets):
+            if number not in queue.skipped:
+                entries = [grads[i] for i in bucket.plan.indices]
+                filled = [i for i in bucket.plan.indices if grads[i] is None]
+                bucket.flatten(entries, queue.averaging.factors, filled)
+        queue.launch_due()
+        if used is not None:
+            used_map.launch(used)
+        self.phase.enter(Phase.FINALIZING)
+        untouched = expected.kept if used is None else used_map.unused_everywhere()
+        queue.finish(untouched)
+        self.ledger.settle(untouched)
+        self.phase.enter(Phase.IDLE)
+        return untouched
+
     # -- failure -----------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
