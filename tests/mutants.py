@@ -221,8 +221,8 @@ MUTANTS = [
     ),
     Mutant(
         "C++: averages of odd gradients are not copied out",
-        "minidp::unflatten(grads, views_of(slots), scale);",
-        "static_cast<void>(grads.size() + slots.size() + (scale > 1));",
+        "minidp::unflatten(grads, views, scale);",
+        "static_cast<void>(grads.size() + views.size() + (scale > 1));",
         native=True,
     ),
     Mutant(
