@@ -302,7 +302,7 @@ class Reducer:
         if task in self._tasks:
             return
         with self._lock:
-            if self.phase.now is Phase.ARMED:
+            if self.phase.now is Phase.ARMED and self.queue.observers.is_timed:
                 self.queue.observers.enter(StepEvent.BACKWARD_BEGIN)
             end = functools.partial(self.end_now, task)
             self._tasks[task] = weakref.ref(end)
@@ -408,7 +408,8 @@ class Reducer:
     def _finalize(self) -> None:
         """Wait, write averages, keep the ready order for a rebuild; return to IDLE."""
         observers, expected = self.queue.observers, self.expected
-        observers.enter(StepEvent.FINALIZE_BEGIN)
+        if observers.is_timed:
+            observers.enter(StepEvent.FINALIZE_BEGIN)
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
             for neighbour, shared in self._neighbours:
@@ -427,7 +428,8 @@ class Reducer:
             self.phase.enter(Phase.IDLE)
             # Last: a rank that counts as one backward further is not in this one.
             self.ledger.settle(untouched)
-        observers.enter(StepEvent.FINALIZE_END)
+        if observers.is_timed:
+            observers.enter(StepEvent.FINALIZE_END)
 
     def _refuse_views_of_both(self, other: Reducer, shared: set[torch.Tensor]) -> None:
         """Raise GradientError if this backward is also ``other``'s, and one has views.

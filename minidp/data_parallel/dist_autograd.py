@@ -10,7 +10,7 @@ forwards note their contexts here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from minidp.core import GradStore, Reducer, is_rpc_up
 from minidp.errors import GradientError, explain
 
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
 _NUM_NEWEST = 1000  # newest contexts to search if the forward ran in no context
 
 
@@ -119,7 +120,7 @@ class RpcStore(GradStore):
         After it GradientError if an average was written for a parameter that has no
         gradient in the context: Python cannot add one.
         """
-        return self._lent(params) if self.is_elsewhere else super().lent(params)
+        return self._lent(params) if self.is_elsewhere else _AS_IT_IS
 
     @contextmanager
     def _lent(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
