@@ -162,7 +162,7 @@ void bind_slots(py::module_& module) {
       .def("copy_now", &Slots::copy_now)
       .def("offer_tiles", &Slots::offer_tiles, py::arg("scale") = 1.0)
       .def_property_readonly("is_scaled", &Slots::is_scaled)
-      .def("forget_copies", &Slots::forget_copies)
+      .def("forget_tiles", &Slots::forget_tiles)
       .def(
           "flatten",
           [](Slots& self, const Gathered& entries, int64_t divisor) {
@@ -177,22 +177,20 @@ void bind_slots(py::module_& module) {
           })
       .def(
           "unflatten",
-          [](Slots& self, const Gathered& arrived, bool is_alone, double scale) {
+          [](Slots& self, const Gathered& arrived, double scale) {
             py::gil_scoped_release no_gil;
-            return self.unflatten(arrived.grads, is_alone, scale);
+            return self.unflatten(arrived.grads, scale);
           },
           py::arg("arrived"),
           py::kw_only(),
-          py::arg("is_alone") = false,
           py::arg("scale") = 1.0)
       .def(
           "unflatten",
-          [](Slots& self, const py::sequence& arrived, bool is_alone, double scale) {
-            return self.unflatten(given(arrived).grads, is_alone, scale);
+          [](Slots& self, const py::sequence& arrived, double scale) {
+            return self.unflatten(given(arrived).grads, scale);
           },
           py::arg("arrived"),
           py::kw_only(),
-          py::arg("is_alone") = false,
           py::arg("scale") = 1.0);
 }
 

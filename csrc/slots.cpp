@@ -15,8 +15,6 @@ Slots::Slots(
       as_view_(as_view),
       past_cache_(is_past_cache(values_.nbytes())) {
   TORCH_CHECK(params_.size() == views_.size(), "one view per parameter");
-  copied_.resize(params_.size());
-  versions_.resize(params_.size());
   places_.reserve(views_.size());
   for (const auto& view : views_) {
     places_.push_back(place_of(view));
@@ -102,10 +100,6 @@ bool Slots::copy_now(size_t k, const at::Tensor& grad, double scale) {
   }
   if (as_view_) {
     params_[k].mutable_grad() = views_[k];  // lets go of the gradient's own memory
-  } else if (scale == 1) {  // we may be alone: see unflatten
-    has_copies_ = true;
-    copied_[k] = grad;
-    versions_[k] = grad._version();
   }
   return true;
 }
@@ -113,9 +107,6 @@ bool Slots::copy_now(size_t k, const at::Tensor& grad, double scale) {
 bool Slots::flatten(
     const std::vector<at::Tensor>& grads, const std::vector<bool>& present, int64_t divisor) {
   TORCH_CHECK(grads.size() == views_.size(), "one gradient per slot");
-  if (divisor == 1) {
-    forget_versions();
-  }
   std::vector<size_t> slots;
   Refs from;
   slots.reserve(grads.size());
@@ -146,9 +137,6 @@ bool Slots::flatten(
     return false;  // some to multiply, some to divide
   }
   copy_in(slots, from, 1.0 / static_cast<double>(divisor));
-  if (divisor == 1) {
-    note_versions(grads);
-  }
   return true;
 }
 
@@ -166,43 +154,12 @@ void Slots::copy_in(const std::vector<size_t>& slots, const Refs& grads, double 
   values_.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
 }
 
-void Slots::copy_out(const std::vector<size_t>& slots, const Refs& grads, double scale) {
-  minidp::unflatten(grads, views_of(slots), scale);
-}
-
-// In case that Python goes on; what copy_now read stays known.
-void Slots::forget_versions() {
-  for (size_t k = 0; k < versions_.size(); ++k) {
-    if (!copied_[k].defined()) {
-      versions_[k] = -1;
-    }
-  }
-}
-
-void Slots::note_versions(const std::vector<at::Tensor>& grads) {
-  for (size_t k = 0; k < grads.size(); ++k) {
-    if (grads[k].defined()) {
-      versions_[k] = grads[k]._version();
-    }
-  }
-}
-
-bool Slots::is_unchanged(size_t k, const at::Tensor& grad, const at::Tensor& arrived) const {
-  const auto& read = copied_[k].defined() ? copied_[k] : arrived;
-  return grad.is_same(read) && grad._version() == versions_[k] &&
-      grad.is_non_overlapping_and_dense();  // else the copy would fail: as at two ranks
-}
-
-void Slots::forget_copies() {
+void Slots::forget_tiles() {
   tiles_.clear();
   tiled_.clear();
-  if (has_copies_) {
-    std::fill(copied_.begin(), copied_.end(), at::Tensor());
-    has_copies_ = false;
-  }
 }
 
-bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone, double scale) {
+bool Slots::unflatten(const std::vector<at::Tensor>& arrived, double scale) {
   TORCH_CHECK(arrived.size() == views_.size(), "one gradient per slot");
   if (as_view_) {
     return point_at_views(arrived);
@@ -214,35 +171,33 @@ bool Slots::unflatten(const std::vector<at::Tensor>& arrived, bool is_alone, dou
   if (is_scaled_) {
     scale = 1;
   }
-  if (unflatten_rows(arrived, is_alone, scale)) {
+  if (unflatten_rows(scale)) {
     return true;
   }
   std::vector<at::Tensor> held;  // another thread may set .grad meanwhile
   Refs grads;
-  std::vector<size_t> slots;
+  Refs views;
   held.reserve(params_.size());
   grads.reserve(params_.size());
-  slots.reserve(params_.size());
+  views.reserve(params_.size());
   for (size_t k = 0; k < params_.size(); ++k) {
     const auto& grad = grad_of(params_[k]);
     if (!grad.defined() || !fits(grad, views_[k])) {
-      forget_copies();
+      forget_tiles();
       return false;
     }
-    if (!is_alone || !is_unchanged(k, grad, arrived[k])) {
-      held.push_back(grad);
-      grads.push_back(&held.back());
-      slots.push_back(k);
-    }
+    held.push_back(grad);
+    grads.push_back(&held.back());
+    views.push_back(&views_[k]);
   }
-  copy_out(slots, grads, scale);
-  forget_copies();
+  minidp::unflatten(grads, views, scale);
+  forget_tiles();
   return true;
 }
 
 // `unflatten` if every gradient is a row. In passes, so that the gradients' cache lines are
 // fetched side by side.
-bool Slots::unflatten_rows(const std::vector<at::Tensor>& arrived, bool is_alone, double scale) {
+bool Slots::unflatten_rows(double scale) {
   if (at::GradMode::is_enabled()) {
     return false;
   }
@@ -253,31 +208,25 @@ bool Slots::unflatten_rows(const std::vector<at::Tensor>& arrived, bool is_alone
   }
   auto* buffer = static_cast<char*>(values_.data_ptr());
   Rows rows;
-  Refs written;
   rows.reserve(held.size());
-  written.reserve(held.size());
   for (size_t k = 0; k < held.size(); ++k) {
     const auto& grad = held[k];
     if (!grad.defined() || !is_row(places_[k], grad, buffer)) {
       return false;
     }
-    if (!is_alone || !is_unchanged(k, grad, arrived[k])) {
-      rows.add(grad.data_ptr(), buffer + places_[k].begin, places_[k].numel);
-      written.push_back(&grad);
-    }
+    rows.add(grad.data_ptr(), buffer + places_[k].begin, places_[k].numel);
   }
   rows.past_cache = past_cache_;
   copy_rows(rows, values_.scalar_type(), scale);
-  for (const auto* grad : written) {
-    grad->unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
+  for (const auto& grad : held) {
+    grad.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
   }
-  forget_copies();
+  forget_tiles();
   return true;
 }
 
 bool Slots::offer_tiles(double scale) {
-  tiles_.clear();
-  tiled_.clear();
+  forget_tiles();
   if (as_view_ || at::GradMode::is_enabled() || values_.nbytes() < kTiled) {
     return false;
   }
@@ -340,10 +289,8 @@ bool Slots::unflatten_tiles(double scale) {
     for (const auto& grad : tiled_) {
       grad.unsafeGetTensorImpl()->bump_version();  // written behind autograd's back
     }
-    forget_copies();
   }
-  tiles_.clear();
-  tiled_.clear();
+  forget_tiles();
   return are_there;
 }
 

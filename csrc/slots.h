@@ -38,9 +38,8 @@ class Slots {
       const std::vector<at::Tensor>& grads, const std::vector<bool>& present, int64_t divisor);
 
   // Copies the buffer, scaled, into every .grad, or points .grad at it (scale is then 1).
-  // `arrived` is what was flattened. is_alone: no other rank contributed, so that a .grad which
-  // nobody wrote to since it was flattened has the values of the buffer already.
-  bool unflatten(const std::vector<at::Tensor>& arrived, bool is_alone, double scale);
+  // `arrived` is what was flattened.
+  bool unflatten(const std::vector<at::Tensor>& arrived, double scale);
 
   // Offers the gradients as tiles: sums, scaled, may be written there instead of to the buffer, and
   // `unflatten` follows. False if that does not pay, or if a gradient is not everyday.
@@ -53,8 +52,8 @@ class Slots {
     return tiled_.empty() ? nullptr : &tiles_;
   }
 
-  // Python ends this backward: let go of the gradients that copy_now read.
-  void forget_copies();
+  // Python ends this backward: let go of the gradients that were offered as tiles.
+  void forget_tiles();
 
  private:
   // What a gradient must look like to be copied as one row of memory, in one cache line:
@@ -68,27 +67,18 @@ class Slots {
 
   Place place_of(const at::Tensor& view) const;
   bool is_row(const Place& place, const at::Tensor& grad, const char* buffer) const;
-  bool unflatten_rows(const std::vector<at::Tensor>& arrived, bool is_alone, double scale);
+  bool unflatten_rows(double scale);
   bool unflatten_tiles(double scale);
   bool lies_in_buffer(const at::Tensor& grad) const;
   bool fits(const at::Tensor& grad, const at::Tensor& view) const;
   Refs views_of(const std::vector<size_t>& slots) const;
-  void forget_versions();
-  void note_versions(const std::vector<at::Tensor>& grads);
-  bool is_unchanged(size_t k, const at::Tensor& grad, const at::Tensor& arrived) const;
   void copy_in(const std::vector<size_t>& slots, const Refs& grads, double scale);
-  void copy_out(const std::vector<size_t>& slots, const Refs& grads, double scale);
   bool point_at_views(const std::vector<at::Tensor>& arrived);
 
   std::vector<at::Tensor> params_;
   std::vector<at::Tensor> views_;
   at::Tensor values_;
   std::vector<Place> places_;
-  // What copy_now read, and the versions of all gradients when they were read: for
-  // unflatten when we are alone.
-  std::vector<at::Tensor> copied_;
-  std::vector<int64_t> versions_;
-  bool has_copies_ = false;
   bool is_scaled_ = false;
   Tiles tiles_;
   std::vector<at::Tensor> tiled_;  // the gradients of `tiles_`

@@ -39,7 +39,9 @@ its ``__init__.py`` says what it is for, in which order to read it, what others 
     sync_batchnorm  batch norm over all ranks, on CPU too
     core/           one gradient: hook -> bucket -> all-reduce -> .grad     READ THIS
     comm_hooks      ready-made comm hooks
-    comm/           process groups, collectives that end in time, comm hooks
+    shared_memory   buckets that all ranks of one host map: no message travels
+    hooks/          one comm hook of a user: what it sees, how it is called and checked
+    comm/           process groups, and collectives that end in time
     costmodel       how long communication takes
     layout/         parameters -> buckets -> slots, as integers
     native/         find, build and load the optional extension in csrc/
@@ -59,7 +61,6 @@ from typing import TYPE_CHECKING, Any
 from . import comm_hooks
 from ._version import __version__
 from .attachment import Attachment, attach
-from .comm import GradBucket
 from .data_parallel import DataParallel
 from .errors import (
     CollectiveError,
@@ -78,6 +79,7 @@ from .errors import (
     UnfinishedReductionError,
     UnsyncedGradientsError,
 )
+from .hooks import GradBucket
 from .recording import Recording, record
 from .speed import watch_speed
 from .swapping import swap, swapped

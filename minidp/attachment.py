@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .comm import Hook
 from .core import ItemTotals, is_captured, untraced_itself
 from .data_parallel import DataParallel
 from .errors import UnavailableError
 from .guard import is_averaged
+from .hooks import Hook
 from .replica import DETOUR
 
 

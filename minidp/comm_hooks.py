@@ -37,14 +37,12 @@ from torch.futures import Future
 
 from .comm import (
     FutureWork,
-    GradBucket,
-    Hook,
     ProcessGroup,
     Work,
-    name_of,
     then,
     wait_for,
 )
+from .hooks import GradBucket, Hook, name_of
 
 Group = ProcessGroup | None  # None: the bucket's own
 

@@ -1,16 +1,16 @@
-"""Trace the events of a backward.
+"""Name the events of a step; record those of its backward; label them for a profiler.
 
-With a recorder, each gradient takes the slower of the two hook paths, and each event
-costs one clock read. A listener (`Stopwatch` of `overlap/`) gets only the events of
-buckets and phases, without FIRST_GRADIENT; grad hooks are timed separately, which is
-cheaper. Without both, `Tracer.is_on` is False, and no event is sent::
+Who wants to know them is an `Observer` of the core. A `Recorder` gets all events of
+gradients and buckets: each gradient then takes the slower of the two hook paths, and
+each event costs one clock read. The `Stopwatch` of `overlap/` gets no gradients, and
+times grad hooks separately, which is cheaper::
 
     FIRST_GRADIENT --- FULL --- LAUNCHED --- DONE --- COPIED_OUT
         |                |          |          |          '- reduced values are in .grad
         |                |          |          '- the collective is complete
         |                |          '- the all-reduce is about to be enqueued
         |                '- no slot is pending
-        '- the first slot is ready
+        '- the first slot is ready (only while there is a recorder)
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 import torch
 from torch.profiler import record_function
@@ -91,63 +90,6 @@ class Recorder:
 
     def __len__(self) -> int:
         return len(self._events)
-
-
-class Listener(Protocol):
-    """Receive the events of buckets (`note`) and of phases (`enter`)."""
-
-    def note(self, moment: Moment, bucket: int) -> None:
-        """Receive an event of a bucket, on any thread."""
-
-    def enter(self, phase: StepEvent) -> None:
-        """Receive the begin or end of a phase of a step, on the thread that runs it."""
-
-
-class Tracer:
-    """Receive the events of one reducer, and pass them to its recorder and listeners.
-
-    Hot code reads `is_on` first: a call for nobody costs, too.
-    """
-
-    def __init__(self) -> None:
-        self.recorder: Recorder | None = None  # of all events; set by `record_into`
-        self.listeners: tuple[Listener, ...] = ()  # changed by `add`, `remove`
-        self.is_on = False  # there is a recorder or a listener
-        self.backward = 0  # number of the synchronised backward
-
-    def record_into(self, recorder: Recorder | None) -> None:
-        """Record all further events in ``recorder``; None stops recording."""
-        self.recorder = recorder
-        self.is_on = recorder is not None or bool(self.listeners)
-
-    def add(self, listener: Listener) -> None:
-        """Send events to ``listener``, too; a no-op if it gets them already."""
-        if listener not in self.listeners:
-            self.listeners = (*self.listeners, listener)
-            self.is_on = True
-
-    def remove(self, listener: Listener) -> None:
-        """Send no more events to ``listener``; a no-op if it gets none."""
-        if listener in self.listeners:
-            rest = [each for each in self.listeners if each is not listener]
-            self.listeners = tuple(rest)
-            self.is_on = self.recorder is not None or bool(rest)
-
-    def note(self, moment: Moment, index: int, *_future: object) -> None:
-        """Record an event of a gradient or bucket; pass a bucket's to the listeners.
-
-        May be a callback of a future, which adds an argument: it is ignored.
-        """
-        if self.recorder is not None:
-            self.recorder.record(moment, index, self.backward)
-        if moment is not Moment.PARAM_READY:
-            for listener in self.listeners:
-                listener.note(moment, index)
-
-    def enter(self, phase: StepEvent) -> None:
-        """Tell the listeners, not the recorder, that a phase begins or ends."""
-        for listener in self.listeners:
-            listener.enter(phase)
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()

@@ -57,14 +57,8 @@ MUTANTS = [
     ),
     Mutant(
         "averages over items are not multiplied by the ranks",
-        "self._averaging.scale = divisor / sum(",
-        "self._averaging.scale = 1 / sum(",
-    ),
-    Mutant(
-        "a lone rank's own gradients are taken for averages over items",
-        "self.is_alone and self.factor == 1.0",
-        "self.is_alone",
-        native=True,
+        "self.scale = self.divisor / sum(",
+        "self.scale = 1 / sum(",
     ),
     Mutant(
         "sums that go to the gradients are not divided by items",
@@ -130,8 +124,8 @@ MUTANTS = [
     ),
     Mutant(
         "averages are not copied out",
-        "bucket.copy_out(kept, ",
-        "bucket.copy_out(range(len(bucket.params)), ",
+        "bucket.copy_out(kept)",
+        "bucket.copy_out(range(len(bucket.params)))",
     ),
     Mutant(
         "gradients are copied out before the all-reduce is over",
@@ -227,8 +221,8 @@ MUTANTS = [
     ),
     Mutant(
         "C++: averages of odd gradients are not copied out",
-        "minidp::unflatten(grads, views_of(slots), scale);",
-        "static_cast<void>(grads.size() + slots.size() + (scale > 1));",
+        "minidp::unflatten(grads, views, scale);",
+        "static_cast<void>(grads.size() + views.size() + (scale > 1));",
         native=True,
     ),
     Mutant(

@@ -2,8 +2,7 @@
 
 Read `groups` (process groups; values that ranks exchange through a key-value store),
 `work` (waits with a limit), `collectives` (c10d's, as we call them), `communicator` (a
-group, its time limit, errors that name missing ranks), `grad_bucket` and `hook` (comm
-hooks), `dist_autograd` (RPC), `shared_memory` (no messages).
+group, its time limit, errors that name missing ranks).
 """
 
 from .collectives import (
@@ -15,7 +14,6 @@ from .collectives import (
     gather_bytes,
     gather_integers,
     gather_rows,
-    start_broadcast,
     start_gathering,
 )
 from .communicator import (
@@ -27,20 +25,12 @@ from .communicator import (
     Question,
     answerers,
 )
-from .dist_autograd import (
-    ContextGrads,
-    NotedContexts,
-    is_own_rref,
-    is_rpc_up,
-)
-from .grad_bucket import GradBucket, Turn
 from .groups import (
     ProcessGroup,
     address_of,
     backend_name,
     default_first_bucket_bytes,
     default_group,
-    die_with_parent,
     exchange_device,
     free_replaced,
     fresh_group,
@@ -49,10 +39,12 @@ from .groups import (
     group_of_forwards,
     group_ranks,
     group_store,
+    group_timeout,
     has_store,
     is_builtin,
     is_group,
     is_initialized,
+    is_plain_gloo,
     joined_group,
     keep_for_good,
     launcher_store,
@@ -66,24 +58,60 @@ from .groups import (
     side_group,
     warn_without_store,
 )
-from .hook import CommHook, Hook, name_of
-from .shared_memory import SharedBuffer, SmallMessage, share, sharing_mode
 from .work import FutureWork, Work, is_waiting, then, wait_for, waiting
 
-__all__ = ["CommHook", "GradBucket", "Hook", "Turn", "name_of", "wait_for"]
-__all__ += ["STORE_SECONDS", "Communicator", "FutureWork", "InFlight"]
-__all__ += ["PeerMonitor", "PeerReport", "SharedBuffer", "Work", "then"]
-__all__ += ["all_reduce", "barrier", "broadcast_coalesced", "broadcast_integers"]
-__all__ += ["gather_bytes", "gather_integers", "gather_json", "gather_rows", "share"]
-__all__ += ["ContextGrads", "NotedContexts", "is_own_rref", "is_rpc_up"]
-__all__ += ["SmallMessage", "is_waiting", "waiting"]
-__all__ += ["backend_name", "default_first_bucket_bytes", "default_group", "group_name"]
-__all__ += ["is_builtin", "is_group", "is_initialized", "sharing_mode"]
-__all__ += ["exchange_device", "fresh_group", "group_of_forwards", "joined_group"]
-__all__ += ["die_with_parent", "keep_for_good", "renew_side_groups", "side_group"]
-__all__ += ["address_of", "group_store", "has_store", "launcher_store", "mark_group"]
-__all__ += ["free_replaced", "note_replaced"]
-__all__ += ["own_store", "post_json", "read_json", "start_broadcast"]
-__all__ += ["Question", "answerers"]
-__all__ += ["MESSAGE_BYTES", "ProcessGroup", "start_gathering"]
-__all__ += ["group_ranks", "lifetime_of_default_group", "warn_without_store"]
+__all__ = [
+    "MESSAGE_BYTES",
+    "STORE_SECONDS",
+    "Communicator",
+    "FutureWork",
+    "InFlight",
+    "PeerMonitor",
+    "PeerReport",
+    "ProcessGroup",
+    "Question",
+    "Work",
+    "address_of",
+    "all_reduce",
+    "answerers",
+    "backend_name",
+    "barrier",
+    "broadcast_coalesced",
+    "broadcast_integers",
+    "default_first_bucket_bytes",
+    "default_group",
+    "exchange_device",
+    "free_replaced",
+    "fresh_group",
+    "gather_bytes",
+    "gather_integers",
+    "gather_json",
+    "gather_rows",
+    "group_name",
+    "group_of_forwards",
+    "group_ranks",
+    "group_store",
+    "group_timeout",
+    "has_store",
+    "is_builtin",
+    "is_group",
+    "is_initialized",
+    "is_plain_gloo",
+    "is_waiting",
+    "joined_group",
+    "keep_for_good",
+    "launcher_store",
+    "lifetime_of_default_group",
+    "mark_group",
+    "note_replaced",
+    "own_store",
+    "post_json",
+    "read_json",
+    "renew_side_groups",
+    "side_group",
+    "start_gathering",
+    "then",
+    "wait_for",
+    "waiting",
+    "warn_without_store",
+]

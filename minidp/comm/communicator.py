@@ -23,7 +23,7 @@ from minidp import world
 from minidp.errors import CollectiveError, CommHookError, MiniDPError, explain
 
 from .groups import ProcessGroup, group_timeout, is_mixed, is_timed, keep_for_good
-from .work import Work, current_deadline, is_python_group, waiting
+from .work import Work, current_deadline, waiting
 
 logger = logging.getLogger("minidp")
 SLICE_SECONDS, FIRST_SLICE_SECONDS = 0.5, 0.05
@@ -187,8 +187,6 @@ class Communicator:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
-        # Its all-reduce changes nothing; a group written in Python may do anything.
-        self.is_alone = self.size == 1 and not is_python_group(group)
         has_limit = self.limit is not None and self.size > 1
         self._is_timed = has_limit and is_timed(group)
         # If one may wait on the host, another on a device, their own limit applies.

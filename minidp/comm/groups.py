@@ -16,7 +16,6 @@ import ctypes
 import json
 import logging
 import os
-import signal
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
@@ -25,7 +24,6 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch._C import _distributed_c10d as c10d_C
 from torch.distributed import ProcessGroup as ProcessGroup  # for all rooms
 from torch.distributed import distributed_c10d as c10d
@@ -478,9 +476,3 @@ def _wait_for_left_behind() -> None:
         if world.now() > deadline:
             break
         world.sleep(SETTLE_SECONDS)
-
-
-def die_with_parent() -> None:
-    """Ask Linux to SIGKILL this process when its parent ends; no-op on other OSs."""
-    processes: Any = torch.multiprocessing
-    processes._prctl_pr_set_pdeathsig(signal.SIGKILL)

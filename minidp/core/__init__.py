@@ -1,28 +1,33 @@
 """Follow one gradient from its autograd hook through an all-reduce to ``.grad``.
 
-Read first the forward in `minidp.data_parallel`, which arms the reducer, and
-`minidp.layout`, which assigns parameters to buckets. Then, each file from the top:
+Each file imports only from files above it in this list, so that nothing in it is new.
+Those of the path are marked by a star, and the last one is the plot: who is in a hurry
+reads `reducer` first, and the others from the end. Before them come the forward in
+`minidp.data_parallel`, which arms the reducer, and `minidp.layout`, which assigns
+parameters to buckets::
 
-    grad_hooks      receive each gradient from autograd; which ones have arrived
-    reducer         the plot: phases; arm, open, launch full buckets, finish
-    expected        which gradients a backward must bring: one class per mode
-    bucket          the steps of a bucket: flatten, launch, wait, copy out
-    dense_bucket    copy gradients into one flat buffer and back; gradients as views
-    kernels         the arithmetic of these copies; CUDA streams
-    bucket_queue    launch full buckets in index order, finish them
-    averaging       by what to divide; the comm hook; item counts; shared memory
-
-From there the collectives are in `minidp.comm`. When the averages are in ``.grad``,
-`minidp.guard` checks each optimizer step. These files stand beside the path:
-
-    sparse_bucket   a bucket of one sparse gradient
-    local_grads     which gradients are local, not averaged: for the guard
+    autograd        questions to the engine; keep our code out of compiled graphs
     observer        what features see of a reduction; most live in other rooms
     item_counts     one that lives here: averages over items, not over ranks
+    grad_store      gradients that a backward keeps elsewhere than in ``.grad``
+    entries       * what is recorded of each gradient
+    kernels       * the arithmetic of copies; CUDA streams
+    averaging     * by what to divide; the comm hook; item counts; shared memory
+    bucket        * the steps of a bucket: flatten, launch, wait, copy out
+    dense_bucket  * copy gradients into one flat buffer and back; gradients as views
+    sparse_bucket   a bucket of one sparse gradient
     used_map        which parameters some rank used (find_unused_parameters)
     nonfinite       NaN and infinity in a bucket (check_finite_grads)
+    bucket_queue  * launch full buckets in index order, finish them
+    grad_hooks    * receive each gradient from autograd; which ones have arrived
+    phase         * phases of a reducer
+    local_grads     which gradients are local, not averaged: for the guard
+    expected      * which gradients a backward must bring: one class per mode
     rebuild         the layout that follows rank 0's ready order
-    autograd        questions to the engine; keep our code out of compiled graphs
+    reducer       * arm, open, launch full buckets, finish
+
+From there the collectives are in `minidp.comm`. When the averages are in ``.grad``,
+`minidp.guard` checks each optimizer step.
 """
 
 from .autograd import (
@@ -30,6 +35,7 @@ from .autograd import (
     current_task,
     find_tensors,
     is_captured,
+    is_rpc_up,
     outside,
     probe_outputs,
     reachable_nodes,
@@ -43,24 +49,29 @@ from .bucket_queue import BucketQueue
 from .dense_bucket import DenseBucket
 from .expected import EveryParameter, expectation_for
 from .grad_hooks import GradHook, GradHooks
+from .grad_store import GradStore
 from .item_counts import ItemCounts, ItemTotals, is_known, weighted
 from .local_grads import Ledger, Origin
-from .observer import Observer
+from .observer import Observer, Observers, Recording
+from .phase import Phase
 from .rebuild import RebuildPolicy, decode_layout, encode_layout, layout_after
-from .reducer import Phase, Reducer
+from .reducer import Reducer
 
 __all__ = ["Averaging", "BucketQueue", "BucketState", "EveryParameter", "GradHook"]
 __all__ += [
     "NO_TASK",
     "DenseBucket",
     "GradHooks",
+    "GradStore",
     "ItemCounts",
     "ItemTotals",
     "Ledger",
     "Observer",
+    "Observers",
     "Origin",
     "Phase",
     "RebuildPolicy",
+    "Recording",
     "Reducer",
 ]
 __all__ += [
@@ -71,6 +82,7 @@ __all__ += [
     "find_tensors",
     "is_captured",
     "is_known",
+    "is_rpc_up",
     "layout_after",
     "probe_outputs",
 ]

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import _C, Tensor
@@ -29,7 +29,6 @@ from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from minidp.comm import is_own_rref
 from minidp.errors import GradientError, explain
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -82,6 +81,21 @@ def _outside(*, keeps_inference: bool) -> Iterator[None]:
         yield
 
 
+# -- remote procedure calls ------------------------------------------------------------
+
+_rpc: Any = getattr(torch._C, "_distributed_rpc", None)  # not on all platforms
+
+
+def is_rpc_up() -> bool:
+    """Return whether RPC runs here: after ``init_rpc()``, before ``shutdown()``."""
+    return _rpc is not None and bool(_rpc._is_current_rpc_agent_set())
+
+
+def _is_own_rref(value: object) -> TypeGuard[Any]:
+    """Return whether ``value`` is an RRef to an object that lives in this process."""
+    return is_rpc_up() and isinstance(value, _rpc.PyRRef) and value.is_owner()
+
+
 # -- graphs ----------------------------------------------------------------------------
 
 
@@ -99,7 +113,7 @@ def find_tensors(output: object) -> list[Tensor]:
         parts = output.values()
     elif is_dataclass(output) and not isinstance(output, type):
         parts = [getattr(output, each.name) for each in fields(output)]
-    elif is_own_rref(output):
+    elif _is_own_rref(output):
         parts = [output.local_value()]
     return [tensor for part in parts for tensor in find_tensors(part)]
 

@@ -19,15 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from minidp import comm
+from minidp.hooks import CommHook, Turn
 from minidp.layout import Layout
+from minidp.shared_memory import SharedBuffer, SmallMessage, share
 
-if TYPE_CHECKING:
-    from .item_counts import ItemCounts
+from .item_counts import ItemCounts
 
 
 class DivideFactors(NamedTuple):
@@ -55,11 +56,9 @@ class Averaging:
         self._is_batched = batched
         self.device = device  # of the gradients
         self.items: ItemCounts | None = None  # with average_over="items"
-        # What reduced gradients are multiplied by: a tensor if only the device knows.
-        self.scale: float | torch.Tensor = 1.0
         self.num_contributors: int | None = None  # ranks to average over; None: all
-        self.comm_hook: comm.CommHook | None = None
-        self.active_comm_hook: comm.CommHook | None = None  # `comm_hook` at `begin`
+        self.comm_hook: CommHook | None = None
+        self.active_comm_hook: CommHook | None = None  # `comm_hook` at `begin`
         self.factors = DivideFactors()  # of this backward
         self.wait_description = ""  # completed by " of bucket 3"
         self.no_shared_memory = ""  # why buckets use the group; empty: shared
@@ -70,6 +69,11 @@ class Averaging:
         return self.num_contributors or self._communicator.size
 
     @property
+    def scale(self) -> float | torch.Tensor:
+        """What reduced gradients are multiplied by: a tensor if on a device."""
+        return 1.0 if self.items is None else self.items.scale
+
+    @property
     def seat(self) -> tuple[int, int]:
         """(Index of this rank, number of ranks) among those that average; here all."""
         return self._communicator.rank, self._communicator.size
@@ -78,19 +82,21 @@ class Averaging:
         """As a backward begins, set its comm hook and divisors (1: a hook divides)."""
         hook = self.active_comm_hook = self.comm_hook
         self.factors = self.factors_of(self.divisor if hook is None else 1)
+        if self.items is not None:
+            self.items.divisor = self.factors.product
         self.wait_description = "waiting for the all-reduce"
         if hook is not None:
             self.wait_description = f"waiting for the comm hook {hook.name}, call"
 
-    def turn(self, number: int, *, is_last: bool) -> comm.Turn:
+    def turn(self, number: int, *, is_last: bool) -> Turn:
         """Return bucket ``number``'s `Turn`, for a comm hook."""
-        return comm.Turn(number, is_last, self.divisor, self._communicator.group)
+        return Turn(number, is_last, self.divisor, self._communicator.group)
 
     def factors_of(self, divisor: int) -> DivideFactors:
         """Return factors with ``divisor`` as `post` if ``batched``, else as `pre`."""
         return DivideFactors(1, divisor) if self._is_batched else DivideFactors(divisor)
 
-    def register(self, hook: comm.CommHook) -> None:
+    def register(self, hook: CommHook) -> None:
         """Set the comm hook; RuntimeError if one is set, or averages are over items."""
         if self.comm_hook is not None:
             text = "register_comm_hook or register_builtin_comm_hook can only be called"
@@ -105,8 +111,8 @@ class Averaging:
         self.comm_hook = hook
 
     def share(
-        self, layout: Layout, messages: Sequence[comm.SmallMessage], *, asks: bool
-    ) -> list[comm.SharedBuffer]:
+        self, layout: Layout, messages: Sequence[SmallMessage], *, asks: bool
+    ) -> list[SharedBuffer]:
         """Return a shared buffer for each dense bucket, or [] if a rank cannot share.
 
         ``messages`` get theirs, not returned. [] at once if not ``asks``, with a comm
@@ -115,13 +121,13 @@ class Averaging:
         and it fails.
         """
         dense = [plan for plan in layout.buckets if not plan.sparse]
-        found: list[comm.SharedBuffer] | str = "ranks have not looked for it yet"
+        found: list[SharedBuffer] | str = "ranks have not looked for it yet"
         if self.comm_hook is not None:
             found = "a comm hook is registered"
         elif asks:
             shapes = [(plan.numel, plan.dtype) for plan in dense]
             device = layout.buckets[0].device
-            found = comm.share(shapes, self._communicator, device, messages)
+            found = share(shapes, self._communicator, device, messages)
         self.no_shared_memory = found if isinstance(found, str) else ""
         return [] if isinstance(found, str) else found
 

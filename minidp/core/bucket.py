@@ -28,12 +28,15 @@ from torch import Tensor
 from minidp import comm
 from minidp.config import ReducerConfig
 from minidp.errors import InternalError
+from minidp.hooks import GradBucket
 from minidp.layout import BucketPlan
-from minidp.trace import Moment, Tracer, is_profiling, label
+from minidp.shared_memory import SharedBuffer
+from minidp.trace import Moment, is_profiling, label
 
 from . import kernels
 from .averaging import Averaging, DivideFactors
-from .grad_hooks import Entry
+from .entries import Entry
+from .observer import Observers
 
 
 class BucketState(Enum):
@@ -58,21 +61,21 @@ def _traced(
 ) -> Callable[[Method], Method]:
     """Decorate a method of `Bucket` that does one of its steps.
 
-    Each call is a `label` for torch.profiler. With a recorder or listener, the tracer
-    gets an event ``before`` the call, and one ``after`` it, unless it raises.
+    Each call is a `label` for torch.profiler. Observers with `sees_times`
+    get an event ``before`` the call, and one ``after`` it, unless it raises.
     """
 
     def decorate(method: Method) -> Method:
         @wraps(method)
         def with_events(self: Bucket, *args: Any, **options: Any) -> Any:
-            if not (self.tracer.is_on or is_profiling()):
+            if not (self.observers.is_timed or is_profiling()):
                 return method(self, *args, **options)
             if before is not None:
-                self.tracer.note(before, self.plan.number)
+                self.observers.note(before, self.plan.number)
             with label(doing, self.plan.number):
                 result = method(self, *args, **options)
             if after is not None:
-                self.tracer.note(after, self.plan.number)
+                self.observers.note(after, self.plan.number)
             return result
 
         return cast("Method", with_events)
@@ -91,7 +94,7 @@ class Bucket(ABC):
         params: Mapping[str, torch.nn.Parameter],
         communicator: comm.Communicator,
         config: ReducerConfig,
-        tracer: Tracer,
+        observers: Observers,
     ) -> None:
         self.plan = plan
         self.params = tuple(params.values())
@@ -105,10 +108,9 @@ class Bucket(ABC):
         self.streams = kernels.BucketStreams(plan.device) if is_cuda else None
         self.communicator = communicator
         self.config = config
-        self.tracer = tracer
+        self.observers = observers
         self.work: comm.Work | None = None  # the collective in flight
-        self.shared: comm.SharedBuffer | None = None  # the buffer, if all ranks map it
-        self.is_alone = False  # the collective changes no value: one rank
+        self.shared: SharedBuffer | None = None  # the buffer, if all ranks map it
         # What averages are multiplied by, once: by the work, the extension or
         # `_rescale`. Each backward sets it anew (`Averaging.scale`).
         self.factor: float | Tensor = 1.0
@@ -152,20 +154,19 @@ class Bucket(ABC):
         """
         communicator, hook = self.communicator, averaging.active_comm_hook
         self._advance(BucketState.IN_FLIGHT)
-        self.is_alone = hook is None and communicator.is_alone
         doing, number = "launching the all-reduce", self.plan.number
         with self.on_stream(), communicator.watching(doing, number):
             if hook is not None:
                 turn = averaging.turn(number, is_last=is_last)
-                shown = comm.GradBucket(self.plan, self.payload, self.params, turn)
+                shown = GradBucket(self.plan, self.payload, self.params, turn)
                 self.work = hook.start(shown, self.names, communicator.rank)
             elif self.shared is None:
                 self.work = comm.all_reduce(self.payload, communicator.group)
             else:
                 self.work = self.shared.all_reduce()
             communicator.note_started(self.work)
-        if self.tracer.is_on:
-            done = partial(self.tracer.note, Moment.DONE, number)
+        if self.observers.is_timed:
+            done = partial(self.observers.note, Moment.DONE, number)
             self.work.get_future().add_done_callback(done)
 
     def on_stream(self) -> AbstractContextManager[object]:
@@ -188,23 +189,18 @@ class Bucket(ABC):
         self._advance(BucketState.REDUCED)
 
     @_traced("copy out", after=Moment.COPIED_OUT)
-    def copy_out(
-        self, kept: Slots = (), into: Sequence[Tensor | None] | None = None
-    ) -> None:
-        """Write averages to ``.grad`` or ``into``, not ``kept`` slots; enter FILLING.
+    def copy_out(self, kept: Slots = ()) -> None:
+        """Write averages to ``.grad``, but not of ``kept`` slots; enter FILLING.
 
-        ``into``: tensors per slot, of an RPC context (`set_apart`). With bucket views
-        ``.grad`` becomes the view; ``kept`` views get the values that `flatten` saved.
+        With bucket views ``.grad`` becomes the view; ``kept`` views get the values that
+        `flatten` saved.
         """
-        self.write_averages(kept, into)
+        self.write_averages(kept)
         self._advance(BucketState.FILLING)
 
     @abstractmethod
-    def write_averages(self, kept: Slots, into: Sequence[Tensor | None] | None) -> None:
-        """Write payload * `factor` to ``.grad`` or ``into``, not for ``kept`` slots."""
-
-    def set_apart(self, *, apart: bool) -> None:  # noqa: B027 -- sparse: no views
-        """While ``apart`` (gradients in an RPC context) use no views; here no-op."""
+    def write_averages(self, kept: Slots) -> None:
+        """Write payload * `factor` to ``.grad``, but not for ``kept`` slots."""
 
     def alias_grads_to_views(self) -> None:  # noqa: B027 -- sparse: no views
         """Copy each fitting ``.grad`` to its view; make that ``.grad``; here no-op."""

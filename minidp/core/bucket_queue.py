@@ -21,15 +21,16 @@ from minidp import comm
 from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig
 from minidp.layout import Layout, ParamSpec, initial_layout, resumed_layout
-from minidp.trace import Tracer
+from minidp.shared_memory import SmallMessage
 
 from .averaging import Averaging
 from .bucket import Bucket, BucketState
 from .dense_bucket import DenseBucket
-from .grad_hooks import Entry
+from .entries import Entry
+from .grad_store import GradStore
 from .item_counts import ItemCounts
 from .nonfinite import AFTER, BEFORE, refuse_nonfinite
-from .observer import Observer
+from .observer import Observer, Observers
 from .sparse_bucket import SparseBucket
 from .used_map import UsedMap
 
@@ -48,10 +49,9 @@ class BucketQueue:
         self.averaging = Averaging(
             communicator, specs[0].device, batched=config.batched_grad_copy
         )
-        self.tracer = Tracer()
         self.checks_finite = False
         self.skipped: Collection[int] = ()  # bucket numbers that no rank launches now
-        self.observers: list[Observer] = []
+        self.observers = Observers()
         self._untold: list[Observer] = []  # of the first launch of this backward
         self.owed: list[torch.futures.Future[Any]] = []  # `finish` waits for these
         common = (len(params), specs[0].device, communicator)
@@ -63,32 +63,24 @@ class BucketQueue:
         self.specs = specs
         self.config = config
         self.next = 0  # the bucket to launch next
-        self._context: comm.ContextGrads | None = None
+        self.store = GradStore()
         self._summing: list[comm.Work] = []  # in shared memory: they need our help
         self.buckets: list[Bucket] = []
         if config.averages_items:
-            items = ItemCounts(communicator, self.averaging, self._first_to_arrive)
+            items = ItemCounts(
+                communicator, self.averaging.device, self._first_to_arrive
+            )
             self.averaging.items = items
             self.observers.append(items)
         self.adopt(self.configure(config))
 
     # -- launch ------------------------------------------------------------------------
 
-    def start(
-        self,
-        *,
-        shares_reach: bool = False,
-        context: comm.ContextGrads | None = None,
-    ) -> None:
+    def start(self, *, shares_reach: bool = False) -> None:
         """Begin a synchronised backward: choose skipped buckets, divisor and comm hook.
 
         ``shares_reach``: skip buckets that no rank's forward reached; may wait.
-        ``context``: the RPC context that holds the gradients; None: ``.grad`` does.
         """
-        if (context is None) != (self._context is None):
-            for bucket in self.buckets:
-                bucket.set_apart(apart=context is not None)
-        self._context = context
         self.next = 0
         self._summing.clear()
         self._untold = [*self.observers]
@@ -157,13 +149,14 @@ class BucketQueue:
         hear of it before (`finishing`), after each bucket (`reduced`) and at the end
         (`finished`). Then wait for futures that a comm hook owes, and count.
         """
-        observers = tuple(self.observers)  # a call may remove its observer
+        observers = tuple(self.observers)
         steppers = [observer for observer in observers if observer.uses_grads]
         for observer in observers:
             observer.finishing(applies_grads=bool(steppers))
         for number, bucket in enumerate(self.buckets):
             if number not in self.skipped:
-                self._finish(bucket, untouched)
+                with self.store.lent(bucket.params):
+                    self._finish(bucket, untouched)
             for stepper in steppers:
                 stepper.reduced(bucket.params)
         for observer in observers:
@@ -172,23 +165,19 @@ class BucketQueue:
         for future in owed:
             with self.communicator.watching("waiting for what a hook owes"):
                 comm.wait_for(comm.FutureWork(future))
-        self.tracer.backward += 1
+        self.observers.backward += 1
 
     def _finish(self, bucket: Bucket, untouched: Collection[int]) -> None:
-        """Wait for a bucket; write averages, not ``untouched``, to ``.grad`` or RPC."""
+        """Wait for a bucket; write averages, not ``untouched`` ones, to ``.grad``."""
         bucket.factor = self.averaging.scale
         slots = bucket.position.items() if untouched else ()
         kept = [k for i, k in slots if i in untouched]
-        writes_all = not (kept or self._context)
-        if writes_all and isinstance(bucket, DenseBucket) and bucket.shared:
+        if not kept and isinstance(bucket, DenseBucket) and bucket.shared:
             bucket.offer_grads(bucket.shared)
         bucket.wait(self.averaging.wait_description)
         if self.checks_finite and self.averaging.active_comm_hook is not None:
             _check_finite(bucket, AFTER)
-        into = None
-        if self._context is not None:
-            into = self._context.to_write(bucket.params, bucket.names, kept)
-        bucket.copy_out(kept, into)
+        bucket.copy_out(kept)
 
     # -- other buckets, another group --------------------------------------------------
 
@@ -209,11 +198,10 @@ class BucketQueue:
         """
         self.buckets, self._summing = [], []  # frees memory before we take new memory
         items = self.averaging.items
-        messages: list[comm.SmallMessage] = [*self._maps]
+        messages: list[SmallMessage] = [*self._maps]
         messages += [] if items is None else [items]
         for message in messages:
             message.use(None)
-        self._context = None  # new buckets are not set apart
         self.layout = layout
         is_lazy = self.config.lazy_bucket_allocation
         buffers = iter(
@@ -224,7 +212,7 @@ class BucketQueue:
             self.averaging.no_shared_memory = why
         for plan in layout.buckets:
             named = {self.specs[i].name: self._params[i] for i in plan.indices}
-            common = (plan, named, self.communicator, self.config, self.tracer)
+            common = (plan, named, self.communicator, self.config, self.observers)
             self.buckets.append(
                 SparseBucket(*common)
                 if plan.sparse
@@ -263,12 +251,12 @@ class BucketQueue:
         self.skipped = ()
         for each in self._maps:
             each.drop()
-        for observer in (*self.observers,):
+        for observer in self.observers:
             observer.abandon()
         self.adopt(self.layout)
 
 
 def _check_finite(bucket: Bucket, when: str) -> None:
     parts = dict(zip(bucket.names, bucket.views or [bucket.payload], strict=True))
-    rank, step = bucket.communicator.rank, bucket.tracer.backward
+    rank, step = bucket.communicator.rank, bucket.observers.backward
     refuse_nonfinite(bucket.payload, parts, rank, step, when)

@@ -28,12 +28,13 @@ from minidp import comm
 from minidp.config import ReducerConfig
 from minidp.errors import misfit
 from minidp.layout import BucketPlan
-from minidp.trace import Tracer
+from minidp.shared_memory import SharedBuffer
 
 from . import kernels
 from .averaging import DivideFactors
 from .bucket import Bucket, Entries, Slots
-from .grad_hooks import Entry, GradState, is_copied_at_once
+from .entries import Entry, GradState, is_copied_at_once
+from .observer import Observers
 
 
 class DenseBucket(Bucket):
@@ -45,10 +46,10 @@ class DenseBucket(Bucket):
         params: Mapping[str, torch.nn.Parameter],
         communicator: comm.Communicator,
         config: ReducerConfig,
-        tracer: Tracer,
-        shared: comm.SharedBuffer | None = None,
+        observers: Observers,
+        shared: SharedBuffer | None = None,
     ) -> None:
-        super().__init__(plan, params, communicator, config, tracer)
+        super().__init__(plan, params, communicator, config, observers)
         self._as_view = config.gradient_as_bucket_view
         self.shared = shared
         self._is_lazy = config.lazy_bucket_allocation and shared is None
@@ -62,7 +63,6 @@ class DenseBucket(Bucket):
         self._saved: dict[int, Tensor] = {}  # per slot, .grad to restore if unused
         self._tracked: dict[int, Tensor] = {}  # per slot, divided gradient with history
         self._arrived: Sequence[Entry] = ()
-        self._is_apart = False
 
     # -- the buffer --------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class DenseBucket(Bucket):
         """
         before = [param.grad for param in self.params]
         self._allocate()
-        if self._as_view and not self._is_apart:
+        if self._as_view:
             self._move_to_views()
         return [
             self.params[k].grad if entry is not None and entry is before[k] else entry
@@ -142,8 +142,7 @@ class DenseBucket(Bucket):
         if self._memory is None:
             entries = self._allocate_for(enumerate(entries))
         self._arrived = entries
-        is_usual = not self._is_apart and not (undecided and self._as_view)
-        native = self.native if is_usual else None
+        native = None if undecided and self._as_view else self.native
         if not (native and native.flatten(entries, factors.pre)):
             self._fill_in_python(tuple(entries), factors.pre, undecided)
         if factors.post != 1:
@@ -215,7 +214,7 @@ class DenseBucket(Bucket):
 
     # -- copy out ----------------------------------------------------------------------
 
-    def offer_grads(self, shared: comm.SharedBuffer) -> None:
+    def offer_grads(self, shared: SharedBuffer) -> None:
         """Let `wait` write averages of ``shared`` straight to ``.grad``, if C++ can.
 
         Sets ``shared.into``: None if C++ cannot, or with gradients that have a history.
@@ -225,19 +224,13 @@ class DenseBucket(Bucket):
         takes = native and self._arrived and native.offer_tiles(self.factor)
         shared.into = native if takes else None
 
-    def write_averages(  # noqa: D102
-        self, kept: Slots, into: Sequence[Tensor | None] | None
-    ) -> None:
-        if self._as_view or into is not None or isinstance(self.factor, Tensor):
+    def write_averages(self, kept: Slots) -> None:  # noqa: D102
+        if self._as_view or isinstance(self.factor, Tensor):
             self._rescale()  # else the extension may multiply on the way
         for k in kept:
             if k in self._saved:
                 self.views[k].copy_(self._saved[k])
-        if into is not None:
-            for grad, view in zip(into, self.views, strict=True):
-                if grad is not None:
-                    grad.detach().copy_(view)
-        elif not self._write_natively(kept):
+        if not self._write_natively(kept):
             self._write_in_python(kept)
         self._saved.clear()
         self._tracked.clear()
@@ -257,13 +250,12 @@ class DenseBucket(Bucket):
         if self.native is None:
             return False
         if not kept and not self._tracked and self._arrived:
-            arrived, is_alone = self._arrived, self.is_alone and self.factor == 1.0
             with suppress(RuntimeError):  # a gradient overlaps itself
-                if self.native.unflatten(arrived, is_alone=is_alone, scale=self.factor):
+                if self.native.unflatten(self._arrived, scale=self.factor):
                     return True
             if self.native.is_scaled:  # `wait` has multiplied, but could not write
                 self.factor = 1.0
-        self.native.forget_copies()
+        self.native.forget_tiles()
         return False
 
     def _write_in_python(self, kept: Slots) -> None:
@@ -311,15 +303,6 @@ class DenseBucket(Bucket):
                 grad.detach().copy_(view)
             except RuntimeError:  # a hook put an expanded tensor there
                 param.grad = torch.empty_like(view).copy_(view)
-
-    def set_apart(self, *, apart: bool) -> None:  # noqa: D102
-        # There are no views then: a ``.grad`` that lies in the buffer becomes a copy.
-        may_be_view = self.config.gradient_as_bucket_view
-        self._is_apart, self._as_view = apart, may_be_view and not apart
-        for param in self.params if apart and may_be_view else ():
-            grad = param.grad
-            if grad is not None and self._owns(grad):
-                param.grad = grad.clone()
 
     def alias_grads_to_views(self) -> None:
         """Copy each ``.grad`` into its view and make it the view, as torch does.

@@ -33,7 +33,7 @@ from minidp.errors import (
 )
 
 from .autograd import unreachable
-from .grad_hooks import Entry, GradState
+from .entries import Entry, GradState
 
 
 class Arrival(NamedTuple):

@@ -29,53 +29,35 @@ refilled and never replaced, because hooks keep references to them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
 from operator import itemgetter
 from types import MethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from .autograd import untraced
+from .bucket import Bucket
+from .bucket_queue import BucketQueue
+from .entries import Entry, GradState, has_arrived, is_copied_at_once
 from .kernels import extension_for, raw_stream
-
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-    from .bucket import Bucket
-    from .reducer import Reducer
 
 GradHook = Callable[[int, Any, Any], None]  # index, grad_inputs, grad_outputs
 
-# From this size on a Python hook copies its gradient while that is still in cache.
-# Smaller ones wait for their bucket: a kernel call would cost more than the copy. The
-# extension's hooks copy all, on CPU.
-COPY_AT_ONCE_BYTES = 64 * 1024
 
+class Owner(Protocol):
+    """What the hooks know of the reducer, by a weak proxy: they must not keep it."""
 
-def is_copied_at_once(param: Tensor) -> bool:
-    """Return whether ``param`` has 64 KiB or more: its Python hook copies at once."""
-    return param.nbytes >= COPY_AT_ONCE_BYTES
+    queue: BucketQueue
+    pending: PendingGrads
 
+    def admit(self, i: int) -> bool:
+        """Return whether the hook of parameter ``i`` shall record its gradient."""
 
-class GradState(Enum):
-    """State of an entry without a gradient in it: who shall record one, or COPIED."""
-
-    CLOSED = "closed"  # no reduction is open: the hook asks the reducer
-    UNSET = "unset"  # not arrived: the hook will record it, the usual case
-    VIA_REDUCER = "via reducer"  # not arrived: the reducer will record and copy it
-    COPIED = "copied"  # arrived, and already in its bucket
-    COUNTED = "counted"  # static graph: the mode counts the arrivals
-
-
-Entry = GradState | Tensor | None
-
-
-def has_arrived(entry: Entry) -> bool:
-    """Return whether an entry is COPIED, a gradient, or None (arrived without one)."""
-    return not isinstance(entry, GradState) or entry is GradState.COPIED
+    def on_full(self, number: int, entries: Sequence[Entry]) -> None:
+        """Flatten and launch bucket ``number``, whose gradients are all there."""
 
 
 def _small_hook(params: Sequence[Tensor], pending: PendingGrads) -> GradHook:
@@ -116,7 +98,7 @@ def _large_hook(pending: PendingGrads) -> GradHook:
     return grad_hook
 
 
-def _admits(reducer: Reducer, i: int) -> bool:
+def _admits(reducer: Owner, i: int) -> bool:
     """Call `Reducer.admit`, return its answer; False if the reducer is gone.
 
     ``reducer``: a weak proxy, which a hook on another thread can outlive.
@@ -186,7 +168,7 @@ class GradTable:
         return [i for i in self.ready if self.entries[i] is not None]
 
 
-def native_table(params: Sequence[Tensor], reducer: Reducer) -> Any | None:
+def native_table(params: Sequence[Tensor], reducer: Owner) -> Any | None:
     """Return a native `GradTable` that asks ``reducer``; None if no extension fits.
 
     All entries are CLOSED: the first gradient asks `Reducer.admit`.
@@ -221,7 +203,7 @@ class PendingGrads:
     the hooks must not keep the reducer alive.
     """
 
-    def __init__(self, params: Sequence[Tensor], reducer: Reducer) -> None:
+    def __init__(self, params: Sequence[Tensor], reducer: Owner) -> None:
         self.reducer = reducer
         self._params = params
         self._is_on_cuda = any(param.is_cuda for param in params)
@@ -301,16 +283,25 @@ class PendingGrads:
     def arrive(self, i: int) -> None:
         """Record ``.grad``, or COPIED after a copy; `complete` its bucket if now full.
 
-        Appends ``i`` to the ready order. If ``i`` was filled in, it leaves `filled`,
-        and its entry is replaced, uncopied and not counted again.
+        As `record` does, but with a copy if the gradient is counted.
         """
-        grad = self._params[i].grad
+        entry: Entry = self._params[i].grad
+        if isinstance(entry, Tensor) and i not in self.filled:
+            entry = self.reducer.queue.copy_now(i, entry)
+        self.record(i, entry)
+
+    def record(self, i: int, entry: Entry) -> None:
+        """Record ``entry`` for a gradient that arrived; `complete` its bucket if full.
+
+        Appends ``i`` to the ready order. If ``i`` was filled in, it leaves `filled`,
+        and its entry is replaced, and not counted again.
+        """
         self.table.note_ready(i)
         if i in self.filled:
             self.filled.discard(i)
-            self.entries[i] = grad
-            return
-        self._settle(i, None if grad is None else self.reducer.queue.copy_now(i, grad))
+            self.entries[i] = entry
+        else:
+            self._settle(i, entry)
 
     def fill_missing(self, i: int, *, travels: bool = True) -> None:
         """Let ``i``, which did not arrive, contribute its ``.grad`` (None: zeros).
@@ -333,6 +324,12 @@ class PendingGrads:
         if self.native is not None and self._is_on_cuda:
             self.written_on[number].update(self.native.take_streams(number))
         self.reducer.on_full(number, self.table.gather(number))
+
+    def reread(self, indices: Sequence[int]) -> Sequence[Entry]:
+        """Record what is in ``.grad`` now of parameters that arrived; return that."""
+        for i in indices:
+            self.entries[i] = self._params[i].grad
+        return [self.entries[i] for i in indices]
 
     # -- what has arrived --------------------------------------------------------------
 

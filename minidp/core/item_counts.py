@@ -13,18 +13,20 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minidp.comm import Communicator, SharedBuffer, Work, all_reduce
+from minidp.comm import (
+    Communicator,
+    Work,
+    all_reduce,
+)
 from minidp.errors import MAX_NAMES, ItemCountError, explain
+from minidp.shared_memory import SharedBuffer
 
 from .observer import Observer
-
-if TYPE_CHECKING:
-    from .averaging import Averaging
 
 _FLAGS, _COUNT, _LOSS = range(3)  # the columns of the message
 _SILENT = 1  # flag: this rank has counted nothing
@@ -82,20 +84,23 @@ class _Step:
 class ItemCounts(Observer):
     """Count this rank's items, send them with a reduction, and read those of all ranks.
 
-    A reducer has one only with ``average_over="items"``. In `finishing` it sets the
-    ``scale`` of ``averaging`` to what makes sums of gradients means over all items.
-    ``sampled()`` returns parameters whose gradients have arrived when counts are sent.
+    A reducer has one only with ``average_over="items"``. In `finishing` it sets `scale`
+    to what makes sums of gradients means over all items. ``sampled()`` returns
+    parameters whose gradients have arrived when counts are sent.
     """
 
     def __init__(
         self,
         communicator: Communicator,
-        averaging: Averaging,
+        device: torch.device,
         sampled: Callable[[], Sequence[Tensor]],
     ) -> None:
         self._communicator = communicator
-        self._averaging = averaging
+        self._device = device  # of the gradients
         self._sampled = sampled
+        self.divisor = 1  # by which gradients were divided before they travelled
+        # What reduced gradients are multiplied by: a tensor if only the device knows.
+        self.scale: float | Tensor = 1.0
         self._step = _Step()
         self.is_sent = False  # in the reduction that is open
         self.holds_averages = False  # no backward began since averages were written
@@ -213,12 +218,12 @@ class ItemCounts(Observer):
         self.settle()
         step, self._step = self._step, _Step()
         self.is_sent = True
-        device, rank = self._averaging.device, self._communicator.rank
+        rank = self._communicator.rank
         if self._shared is not None:
             message = self._shared.values.view(-1, 3).zero_()
         else:
             message = torch.zeros(
-                self._communicator.size, 3, dtype=torch.float64, device=device
+                self._communicator.size, 3, dtype=torch.float64, device=self._device
             )
         self._write(step, message[rank])
         self._message = message
@@ -264,12 +269,11 @@ class ItemCounts(Observer):
         assert self._message is not None
         facts, self._message = self._message, None
         self.is_sent, self.holds_averages = False, True
-        divisor = self._averaging.factors.product
         if facts.is_cpu:
             self._facts = facts.clone() if self._shared is not None else facts
             rows = facts.tolist()
             self._refuse(rows)
-            self._averaging.scale = divisor / sum([row[_COUNT] for row in rows])
+            self.scale = self.divisor / sum([row[_COUNT] for row in rows])
             return
         self._facts = facts
         copied = torch.empty_like(facts, device="cpu", pin_memory=True)
@@ -277,7 +281,7 @@ class ItemCounts(Observer):
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(facts.device))
         self._late = copied, event
-        self._averaging.scale = torch.reciprocal(facts[:, _COUNT].sum()) * divisor
+        self.scale = torch.reciprocal(facts[:, _COUNT].sum()) * self.divisor
         if applies_grads:
             self.check()
 

@@ -13,16 +13,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from minidp.trace import StepEvent, Tracer
+from minidp.trace import StepEvent
 
 from . import autograd
-
-if TYPE_CHECKING:
-    from .reducer import PhaseMachine
+from .observer import Observers
+from .phase import PhaseMachine
 
 
 class Origin(Enum):
@@ -169,34 +167,34 @@ class Ledger:
 
 
 class LocalBackwards:
-    """Tell the tracer's listeners when local backwards begin and end."""
+    """Tell observers when local backwards begin and end."""
 
-    def __init__(self, tracer: Tracer, phase: PhaseMachine) -> None:
-        self._tracer = tracer
+    def __init__(self, observers: Observers, phase: PhaseMachine) -> None:
+        self._observers = observers
         self._phase = phase
         self._task = autograd.NO_TASK  # the graph task whose end is awaited
 
     def forward_ended(self, output: object, *, will_reduce: bool) -> None:
-        """Tell listeners that a forward ended; if local, hook `begin` to ``output``."""
+        """Tell observers that a forward ended; if local, hook `begin` to ``output``."""
         if will_reduce:
-            self._tracer.enter(StepEvent.FORWARD_END)
-        elif self._tracer.listeners:
-            self._tracer.enter(StepEvent.LOCAL_FORWARD_END)
+            self._observers.enter(StepEvent.FORWARD_END)
+        elif self._observers.is_timed:
+            self._observers.enter(StepEvent.LOCAL_FORWARD_END)
             autograd.probe_outputs(output, self.begin)
 
     @autograd.untraced
     def begin(self, _grads: object = None) -> None:
-        """Tell listeners that a local backward begins, once per task; later its end.
+        """Tell observers that a local backward begins, once per task; later its end.
 
         Called at a local forward's outputs, or by the first grad hook. No-op in a
-        synchronised backward, or without listeners.
+        synchronised backward, or if nobody `sees_times`.
         """
-        is_new = self._tracer.listeners and autograd.current_task() != self._task
+        is_new = self._observers.is_timed and autograd.current_task() != self._task
         if is_new and self._phase.is_idle:
             self._task = autograd.current_task()
-            self._tracer.enter(StepEvent.LOCAL_BACKWARD_BEGIN)
+            self._observers.enter(StepEvent.LOCAL_BACKWARD_BEGIN)
             autograd.queue_final_callback(self._end)
 
     @autograd.untraced
     def _end(self) -> None:
-        self._tracer.enter(StepEvent.LOCAL_BACKWARD_END)
+        self._observers.enter(StepEvent.LOCAL_BACKWARD_END)

@@ -1,9 +1,9 @@
 """What a feature sees of a reduction, and where it may act.
 
 Averages over items, the comparison of replicas, the optimizer guard, steps inside the
-backward, the search for a layout and torchft are observers. The core calls them in the
-order of `BucketQueue.observers`. It knows one of them by name, `ItemCounts`, because
-the divisor depends on it.
+backward, the search for a layout, recordings, the watch of speed and torchft are
+observers. The core calls them in the order of `BucketQueue.observers`. It knows one of
+them by name, `ItemCounts`, because the divisor depends on it. Where one may act:
 
 ::
 
@@ -16,13 +16,19 @@ the divisor depends on it.
 `sync_gradients()`, and a rank without inputs inside `join()`, reduce without a backward
 and begin with `launching`. If a reduction fails, the calls that are left are not made.
 A `reset()` calls `abandon`, also if nothing has failed.
+
+Whoever only wants to know when things happen has `sees_times`, and gets `happened` and
+`enter`. These are sent from hot code, which asks `Observers.is_timed` first: a call for
+nobody costs, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
+
+from minidp.trace import Moment, Recorder, StepEvent
 
 
 class Observer:
@@ -34,6 +40,8 @@ class Observer:
     """
 
     uses_grads = False  # reads or changes ``.grad`` in `reduced`
+    sees_times = False  # gets `happened` and `enter`
+    sees_gradients = False  # and in `happened` each gradient, which slows down its hook
 
     def begins(self) -> None:
         """Note that a synchronised backward begins: its first gradient has come."""
@@ -68,3 +76,64 @@ class Observer:
 
     def abandon(self) -> None:
         """Forget collectives that still run, without waiting, as `reset()` has to."""
+
+    def happened(self, moment: Moment, index: int) -> None:
+        """Note an event of bucket ``index`` (of parameter ``index``: PARAM_READY).
+
+        On any thread. Only if `sees_times`; PARAM_READY only if `sees_gradients`.
+        """
+
+    def enter(self, event: StepEvent) -> None:
+        """Note an event of the step, on the thread that runs it; if `sees_times`."""
+
+
+class Observers:
+    """Hold the observers of one reducer, in order; tell them what happens."""
+
+    def __init__(self) -> None:
+        self.backward = 0  # number of the synchronised backward
+        self._set(())
+
+    def _set(self, everybody: tuple[Observer, ...]) -> None:
+        self._all = everybody
+        self._timed = [each for each in everybody if each.sees_times]
+        self._of_gradients = [each for each in self._timed if each.sees_gradients]
+        self.is_timed = bool(self._timed)  # somebody `sees_times`
+        self.sees_gradients = bool(self._of_gradients)
+
+    def __iter__(self) -> Iterator[Observer]:
+        """Iterate over those of now: a call may add or remove an observer."""
+        return iter(self._all)
+
+    def append(self, observer: Observer, *, first: bool = False) -> None:
+        """Add an observer as the last, or the first, one."""
+        self._set((observer, *self._all) if first else (*self._all, observer))
+
+    def remove(self, observer: Observer) -> None:
+        """Remove an observer; do nothing if it is not among them."""
+        self._set(tuple(each for each in self._all if each is not observer))
+
+    def note(self, moment: Moment, index: int, *_future: object) -> None:
+        """Send an event of a bucket or gradient; the callback of a future adds that."""
+        is_gradient = moment is Moment.PARAM_READY
+        for each in self._of_gradients if is_gradient else self._timed:
+            each.happened(moment, index)
+
+    def enter(self, event: StepEvent) -> None:
+        """Send an event of the step."""
+        for each in self._timed:
+            each.enter(event)
+
+
+class Recording(Observer):
+    """Record all events of gradients and buckets for `DataParallel.set_recorder`."""
+
+    sees_times = sees_gradients = True
+
+    def __init__(self, recorder: Recorder, observers: Observers) -> None:
+        self._recorder = recorder
+        self._observers = observers
+
+    def happened(self, moment: Moment, index: int) -> None:
+        """Record the event, with the number of the backward."""
+        self._recorder.record(moment, index, self._observers.backward)

@@ -27,7 +27,7 @@ class RebuildPolicy:
         """Whether the next forward in grad mode rebuilds; equal on all ranks."""
         return self._order is not None
 
-    def note(self, order: list[int]) -> None:
+    def keep(self, order: list[int]) -> None:
         """Keep ``order``, so that the next forward rebuilds; no-op after a rebuild."""
         if not self.has_rebuilt:
             self._order = order

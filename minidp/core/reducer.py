@@ -2,11 +2,6 @@
 
 ::
 
-    IDLE ---> ARMED ---> REDUCING ---> FINALIZING ---> IDLE
-                            ^  |
-                            |  v
-                          PAUSED           anything ---> FAILED ---> IDLE (reset only)
-
     arm            a synchronising forward ended                        data_parallel
     admit          a gradient that no hook may record by itself: the    grad hook
                    first of a backward, a local one, a second one ...
@@ -16,8 +11,8 @@
 
 `on_full` queues `_finalize` with the last bucket, where torch queues its own. A probe
 at the outputs of the forward, or the first hook, queues `end_now`: it finds a backward
-that ends although buckets are missing, and else does nothing. ``sync_gradients()`` and
-``join()`` reduce without a forward: IDLE ---> REDUCING.
+that ends although buckets are missing, and else does nothing. The phases are drawn in
+`phase`.
 """
 
 from __future__ import annotations
@@ -27,7 +22,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from enum import Enum
 from typing import Any, TypeVar, cast
 
 import torch
@@ -37,7 +31,6 @@ from minidp.comm import ProcessGroup
 from minidp.config import ReducerConfig
 from minidp.errors import (
     GradientError,
-    InternalError,
     MiniDPError,
     frozen_here,
     lost_hooks,
@@ -50,61 +43,15 @@ from minidp.trace import Moment, StepEvent
 from . import autograd
 from .bucket import BucketState
 from .bucket_queue import BucketQueue
+from .entries import Entry, GradState, has_arrived
 from .expected import Arrival, Decision, expectation_for
-from .grad_hooks import (
-    Entry,
-    GradHooks,
-    GradState,
-    PendingGrads,
-    has_arrived,
-)
+from .grad_hooks import GradHooks, PendingGrads
 from .local_grads import Ledger, LocalBackwards, origin_now
+from .phase import Phase, PhaseMachine
 from .rebuild import RebuildPolicy, agreed_layout
 
 logger = logging.getLogger("minidp")
 Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-class Phase(Enum):
-    """Phases of a reducer; `PhaseMachine` goes from one to another by TRANSITIONS."""
-
-    IDLE = "idle"  # gradients accumulate locally
-    ARMED = "armed"  # a synchronising forward ended: the next backward reduces
-    REDUCING = "reducing"  # the first gradient of a synchronised backward is here
-    PAUSED = "paused"  # a backward ended with gradients missing; another may go on
-    FINALIZING = "finalizing"  # waiting for collectives, copying out
-    FAILED = "failed"  # something raised; only reset() leads out
-
-    __hash__ = object.__hash__  # Enum's is a Python function: slow
-
-
-TRANSITIONS = {
-    Phase.IDLE: {Phase.ARMED, Phase.REDUCING, Phase.FAILED},
-    Phase.ARMED: {Phase.ARMED, Phase.REDUCING, Phase.FAILED},  # a second forward
-    Phase.REDUCING: {Phase.PAUSED, Phase.FINALIZING, Phase.FAILED},
-    Phase.PAUSED: {Phase.REDUCING, Phase.FAILED},
-    Phase.FINALIZING: {Phase.IDLE, Phase.FAILED},
-    Phase.FAILED: {Phase.FAILED, Phase.IDLE},  # methods that fail may be nested
-}
-
-
-class PhaseMachine:
-    """Hold the reducer's phase, `now`; only `enter` changes it, by TRANSITIONS."""
-
-    now = Phase.IDLE
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the phase is IDLE: gradients accumulate locally."""
-        return self.now is Phase.IDLE
-
-    def enter(self, phase: Phase) -> None:
-        """Change to ``phase``, if TRANSITIONS lists that; else raise InternalError."""
-        if phase not in TRANSITIONS[self.now]:
-            raise InternalError(
-                f"Phase transition {self.now.name} -> {phase.name} is not allowed."
-            )
-        self.now = phase
 
 
 def _failing(method: Method) -> Method:
@@ -123,7 +70,7 @@ def _failing(method: Method) -> Method:
             raise error.with_traceback(None) from None  # where we wait says nothing
         except BaseException as error:
             self.fail(error)
-            if comm.is_rpc_up():  # distributed autograd raises without the text
+            if autograd.is_rpc_up():  # distributed autograd raises without the text
                 logger.error("%s", self.failure)
             if isinstance(error, MiniDPError):  # our frames say less than its text
                 raise error.with_traceback(None)  # noqa: B904 -- its own cause stays
@@ -154,22 +101,19 @@ class Reducer:
         self.ledger = Ledger()
         self.failure = ""  # the text of the error that led to FAILED
         self.queue = BucketQueue(self.params, specs, config, communicator)
-        self.local_backwards = LocalBackwards(self.queue.tracer, self.phase)
+        self.local_backwards = LocalBackwards(self.queue.observers, self.phase)
         self.expected = expectation_for(len(params), config)
         # Parameters keep their hooks alive: a strong reference would keep us alive too.
         self.pending = PendingGrads(self.params, weakref.proxy(self))
         self.pending.adopt(self.queue.buckets)
         self.hooks = GradHooks(self.params, self.pending)
         weakref.finalize(self, _detach, self.hooks, self.pending)
-        self.contexts = comm.NotedContexts(self.params, self.hooks.nodes, communicator)
         # CUDA runs one autograd thread per device; users may run several backwards. The
         # lock guards, in a backward, the phase, `_tasks`, and what the queue launched.
         self._lock = threading.RLock()
         # By graph task, the call of `end_now` at its end; dead if the backward raised.
         self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
-        self._uses_rpc = False  # RPC was up when the last forward ended
         self.is_manual = False  # `finalize_now` ends a backward, not autograd
-        self.context: comm.ContextGrads | None = None  # this backward's RPC context
         self._probe = functools.partial(_expect_end, weakref.ref(self))
         self.rebuild_policy = rebuild_policy or RebuildPolicy(config.saved_layout)
         # Reducers of the same parameters, in other wrappers, with these parameters.
@@ -185,6 +129,11 @@ class Reducer:
         _alive.add(self)
 
     @property
+    def named(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters whose gradients are averaged, by name."""
+        return dict(zip(self.names, self.params, strict=True))
+
+    @property
     def rank(self) -> int:
         """The rank of this process in the group."""
         return self.communicator.rank
@@ -195,7 +144,7 @@ class Reducer:
         May search the graph. With `shares_reach` a collective, which may wait.
         """
         self.phase.enter(Phase.ARMED)
-        self._uses_rpc = self.contexts.note_forward()
+        self.queue.store.note_forward()
         self.expected.saw_outputs(output, self.hooks.nodes)
         if self.expected.shares_reach:
             reached = self.expected.reached(self.ledger.used_locally)
@@ -231,7 +180,7 @@ class Reducer:
         autograd.refuse_compiled(self.rank)
         with self._lock:
             if self.phase.now in (Phase.IDLE, Phase.FINALIZING, Phase.FAILED):
-                if self.contexts.has_gradient(i):
+                if self._has_gradient(i):
                     origin = origin_now(_running(self._tasks))
                     self.ledger.note_local(i, self.params[i]._version, origin)
                 self.local_backwards.begin()
@@ -241,13 +190,16 @@ class Reducer:
             if self.phase.now is Phase.ARMED:
                 self._open(i)
             elif self.phase.now is Phase.PAUSED:
-                self.contexts.refuse_another(i, self.context, self.names[i])
+                self.queue.store.resume(i)
                 self.phase.enter(Phase.REDUCING)
                 self.pending.resume()
             if self.pending.entries[i] is GradState.UNSET:
                 return True
             self._take(i)
         return False
+
+    def _has_gradient(self, i: int) -> bool:
+        return self.params[i].grad is not None or self.queue.store.has_gradient(i)
 
     def _take(self, i: int) -> None:
         """Do with a gradient that arrives what the mode decides."""
@@ -266,7 +218,7 @@ class Reducer:
         elif decision is Decision.COUNT_TO_LAST:
             pending.entries[i] = GradState.VIA_REDUCER
         elif decision is Decision.NOTE:
-            if self.contexts.has_gradient(i):
+            if self._has_gradient(i):
                 self.ledger.used_locally.add(i)
         elif decision is Decision.UNREACHED:
             raise GradientError(unreached(self.rank, self.names[i]))
@@ -276,21 +228,21 @@ class Reducer:
     def _open(self, first: int) -> None:
         """Enter REDUCING, in the hook of ``first``; fill in absent ones (may launch).
 
-        May wait for ranks. GradientError if an option excludes RPC.
+        May wait for ranks.
         """
         queue, expected = self.queue, self.expected
         self.phase.enter(Phase.REDUCING)
-        for observer in (*queue.observers,):
+        for observer in queue.observers:
             observer.begins()
-        self.context = self.contexts.of_backward(first) if self._uses_rpc else None
-        if self.context and any(each.uses_grads for each in queue.observers):
-            self.context.refuse_steps()
-        queue.start(shares_reach=expected.shares_reach, context=self.context)
+        queue.store.open(first)
+        queue.start(shares_reach=expected.shares_reach)
         config = queue.config
         # Torch allocates a lazy bucket when its first gradient comes, and those that
         # are there then are divided, while others are multiplied by the reciprocal.
         is_exact = config.lazy_bucket_allocation and config.gradient_as_bucket_view
-        sees_all = queue.tracer.recorder is not None or self.context or is_exact
+        sees_all = (
+            queue.observers.sees_gradients or queue.store.is_elsewhere or is_exact
+        )
         usual = GradState.VIA_REDUCER if sees_all else GradState.UNSET
         marks = dict.fromkeys(self.hooks.hooked_by_others(), GradState.VIA_REDUCER)
         if expected.counts_arrivals:
@@ -304,28 +256,29 @@ class Reducer:
     def _record(self, i: int) -> None:
         """Trace, copy and record a gradient; complete its bucket if now full."""
         pending, queue = self.pending, self.queue
-        queue.tracer.note(Moment.PARAM_READY, i)
+        queue.observers.note(Moment.PARAM_READY, i)
         number = pending.bucket_of[i]
         num_filled = sum(pending.bucket_of[j] == number for j in pending.filled)
         if pending.num_left[number] + num_filled == len(queue.buckets[number].params):
-            queue.tracer.note(Moment.FIRST_GRADIENT, number)
-        pending.arrive(i)
+            queue.observers.note(Moment.FIRST_GRADIENT, number)
+        if queue.store.is_elsewhere:  # `on_full` reads it
+            pending.record(i, None)
+        else:
+            pending.arrive(i)
 
     @_failing
     def on_full(self, number: int, entries: Sequence[Entry]) -> None:
         """Flatten full bucket ``number``; launch buckets whose turn has come.
 
         After the last one launch a shared used-map, queue `_finalize` for the end of
-        the backward (or call it: `Mode.finishes_at_once`). In an RPC context reads
-        gradients there.
+        the backward (or call it: `Mode.finishes_at_once`).
         """
         queue, bucket = self.queue, self.queue.buckets[number]
-        if self.context is not None:
-            entries = self.context.read(bucket.params)
-            for i, grad in zip(bucket.plan.indices, entries, strict=True):
-                self.pending.entries[i] = grad
         with self._lock:
-            bucket.flatten(entries, queue.averaging.factors, self.pending.filled)
+            with queue.store.lent(bucket.params):
+                if queue.store.is_elsewhere:
+                    entries = self.pending.reread(bucket.plan.indices)
+                bucket.flatten(entries, queue.averaging.factors, self.pending.filled)
             if queue.launch_due():
                 if self.expected.shares_used_map:
                     self.launch_used_map()
@@ -344,13 +297,13 @@ class Reducer:
     # -- a backward ends ---------------------------------------------------------------
 
     def expect_end(self) -> None:
-        """Queue `end_now` for this task's end, only once; if ARMED, trace the begin."""
+        """Queue `end_now` for this task's end, only once; if ARMED, tell observers."""
         task = autograd.current_task()
         if task in self._tasks:
             return
         with self._lock:
-            if self.phase.now is Phase.ARMED and self.queue.tracer.listeners:
-                self.queue.tracer.enter(StepEvent.BACKWARD_BEGIN)
+            if self.phase.now is Phase.ARMED and self.queue.observers.is_timed:
+                self.queue.observers.enter(StepEvent.BACKWARD_BEGIN)
             end = functools.partial(self.end_now, task)
             self._tasks[task] = weakref.ref(end)
             autograd.queue_final_callback(end)
@@ -370,7 +323,7 @@ class Reducer:
             if self.phase.now is Phase.ARMED:  # torch.autograd.grad, or hooks are lost
                 with autograd.outside():
                     self._note_bypass()
-                self.queue.tracer.enter(StepEvent.BACKWARD_BYPASSED)
+                self.queue.observers.enter(StepEvent.BACKWARD_BYPASSED)
             is_launched = self.queue.next == len(self.queue.buckets)
             if self.phase.now is not Phase.REDUCING or is_launched:
                 return
@@ -421,9 +374,8 @@ class Reducer:
 
         No rank has used them. If this rank missed any, it may wait for the others to
         say what they used. GradientError if other ranks used a parameter that is frozen
-        here, or if some ranks used one in an RPC context, where averages could not be
-        written; GraphChangedError if a later backward of a static graph uses one that
-        the first has not used.
+        here; GraphChangedError if a later backward of a static graph uses one that the
+        first has not used.
         """
         kept = self.expected.kept
         if not self.expected.shares_used_map:
@@ -433,12 +385,8 @@ class Reducer:
                 raise self.expected.twice(self.rank, self.names[min(late)])
             return kept
         unused = self.queue.used_map.unused_everywhere()
-        if self.context is not None:
-            # All ranks raise, before any of them has written averages.
-            counts = self.queue.used_map.last_counts.tolist()
-            size = self.communicator.size
-            if partly := [self.names[i] for i, n in enumerate(counts) if 0 < n < size]:
-                raise self.context.partly_used(partly)
+        if self.queue.store.is_elsewhere:
+            self.queue.store.check_used(self.queue.used_map.last_counts)
         elsewhere = self.pending.filled - unused
         frozen = [self.names[i] for i in elsewhere if not self.params[i].requires_grad]
         if frozen:
@@ -459,9 +407,9 @@ class Reducer:
     @_failing
     def _finalize(self) -> None:
         """Wait, write averages, keep the ready order for a rebuild; return to IDLE."""
-        tracer, expected = self.queue.tracer, self.expected
-        if tracer.is_on:
-            tracer.enter(StepEvent.FINALIZE_BEGIN)
+        observers, expected = self.queue.observers, self.expected
+        if observers.is_timed:
+            observers.enter(StepEvent.FINALIZE_BEGIN)
         with self._lock:
             self.phase.enter(Phase.FINALIZING)
             for neighbour, shared in self._neighbours:
@@ -472,18 +420,16 @@ class Reducer:
             untouched = self._untouched() if lacks_some else ()
             self.queue.finish(untouched)
             if expected.orders_buckets and not self.rebuild_policy.has_rebuilt:
-                self.rebuild_policy.note([*self.pending.ready, *filled])
+                self.rebuild_policy.keep([*self.pending.ready, *filled])
             if lacks_some:  # not earlier: StaticGraph may then stop to share its map
                 expected.ended(filled, untouched)
             self.pending.close()
-            if self._uses_rpc:
-                self.contexts.reset()
-            self.context = None
+            self.queue.store.close()
             self.phase.enter(Phase.IDLE)
             # Last: a rank that counts as one backward further is not in this one.
             self.ledger.settle(untouched)
-        if tracer.is_on:
-            tracer.enter(StepEvent.FINALIZE_END)
+        if observers.is_timed:
+            observers.enter(StepEvent.FINALIZE_END)
 
     def _refuse_views_of_both(self, other: Reducer, shared: set[torch.Tensor]) -> None:
         """Raise GradientError if this backward is also ``other``'s, and one has views.
@@ -499,9 +445,7 @@ class Reducer:
             return
         both = self._arrived_among(shared) & other._arrived_among(shared)
         if both:
-            names = [
-                n for n, p in zip(self.names, self.params, strict=True) if p in both
-            ]
+            names = [name for name, param in self.named.items() if param in both]
             raise GradientError(views_of_both(self.rank, names))
 
     def _arrived_among(self, shared: set[torch.Tensor]) -> set[torch.Tensor]:
@@ -517,6 +461,38 @@ class Reducer:
             for i, param in enumerate(self.params)
             if param in shared and has_arrived(entries[i]) and i not in filled
         }
+
+    # -- without a backward ------------------------------------------------------------
+
+    @torch.no_grad()
+    def reduce(
+        self, grads: Sequence[torch.Tensor | None], used: Collection[int] | None
+    ) -> Collection[int]:
+        """Collective: average ``grads`` (None: zeros) over ranks into ``.grad``; wait.
+
+        Counts as a synchronised backward; `BucketQueue.start` comes before. ``used``:
+        indices of parameters that this rank used, to tell the other ranks; None: ranks
+        exchange no usage. Return the indices whose ``.grad`` was left unchanged.
+        """
+        queue, expected = self.queue, self.expected
+        used_map = queue.used_map if expected.shares_used_map else queue.given_map
+        self.phase.enter(Phase.REDUCING)
+        if used is not None and expected.map_goes_first:
+            used_map.launch(used)
+        for number, bucket in enumerate(queue.buckets):
+            if number not in queue.skipped:
+                entries = [grads[i] for i in bucket.plan.indices]
+                filled = [i for i in bucket.plan.indices if grads[i] is None]
+                bucket.flatten(entries, queue.averaging.factors, filled)
+        queue.launch_due()
+        if used is not None:
+            used_map.launch(used)
+        self.phase.enter(Phase.FINALIZING)
+        untouched = expected.kept if used is None else used_map.unused_everywhere()
+        queue.finish(untouched)
+        self.ledger.settle(untouched)
+        self.phase.enter(Phase.IDLE)
+        return untouched
 
     # -- failure -----------------------------------------------------------------------
 
@@ -543,8 +519,7 @@ class Reducer:
             self._tasks.clear()
             self.ledger.reset()
             self.pending.close()
-            self.contexts.reset()
-            self.context = None
+            self.queue.store.close()
             self.phase.enter(Phase.IDLE)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -43,16 +41,15 @@ class SparseBucket(Bucket):
             self.payload = grad.detach().clone()
             kernels.divide(self.payload, factors.product)
 
-    def write_averages(self, kept: Slots, into: Sequence[Tensor | None] | None) -> None:
-        """Write the average to ``into`` or ``.grad``, unless kept; drop the payload."""
+    def write_averages(self, kept: Slots) -> None:
+        """Write the average to ``.grad``, unless it is kept; drop the payload."""
         param, reduced = self.params[0], self.payload
         del self.payload
         kernels.rescale(reduced, self.factor)
-        grad = param.grad if into is None else into[0]
         if kept:
             return
-        if grad is not None:
-            with torch.no_grad():
-                grad.copy_(reduced)
-        elif into is None:
+        if param.grad is None:
             param.grad = reduced
+        else:
+            with torch.no_grad():
+                param.grad.copy_(reduced)

@@ -8,13 +8,13 @@ import torch
 
 from minidp.comm import (
     Communicator,
-    SharedBuffer,
     Work,
     all_reduce,
     group_of_forwards,
     start_gathering,
     wait_for,
 )
+from minidp.shared_memory import SharedBuffer
 
 
 class UsedMap:

@@ -5,7 +5,7 @@ order), `parts` (what a wrapper is made of, also a copy), `replication` (broadca
 comparisons of parameters and module buffers), `join` (uneven inputs), `sync_gradients`,
 `step_in_backward`, `items` (averages over what ranks count), `inputs` (moved to the
 device), `reset` (ranks agree on what survived a failure), `recovery` (are replicas
-equal then?).
+equal then?), `dist_autograd` (gradients over RPC).
 """
 
 from . import arguments

@@ -22,12 +22,12 @@ from minidp.comm import (
     default_first_bucket_bytes,
     default_group,
     is_group,
-    sharing_mode,
 )
 from minidp.config import AUTO, OwnOptions, ReducerConfig, bucket_caps
 from minidp.console import warn
 from minidp.layout import read_plain, resumed_layout
 from minidp.replica import DETOUR, Replica, check_data, check_writable, examine
+from minidp.shared_memory import sharing_mode
 from minidp.sync_batchnorm import refuse_torchs
 from minidp.torch_compat import refuse_python_reducer
 

@@ -26,6 +26,7 @@ from minidp.hang import the_watchdog
 from minidp.replica import verify
 
 from . import arguments
+from .dist_autograd import RpcStore
 from .replication import Replication
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def build(
     policy = AutotunePolicy(config.saved_layout) if tunes else None
     reducer = Reducer(replica.params, replica.specs, config, communicator, policy)
     queue = reducer.queue
+    queue.store = RpcStore(reducer)
     queue.checks_finite = own.check_finite_grads
     if policy is not None:
         policy.measure(queue, reducer.hooks)

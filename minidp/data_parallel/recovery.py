@@ -89,7 +89,7 @@ def _is_only_rounding(ddp: DataParallel, found: standing.Differences) -> bool:
     check, reducer = ddp._replication.check, ddp._reducer
     if check is None or len(found.texts) != 1 or not found.parameters:
         return False
-    params = dict(zip(reducer.names, reducer.params, strict=True))
+    params = reducer.named
     return check.knows_rounding([params[name] for name in found.parameters])
 
 
@@ -119,9 +119,7 @@ def _digest(ddp: DataParallel) -> int:
 def _stand(ddp: DataParallel, held: dict[str, Optimizer]) -> standing.Standing:
     """Return where this rank stands; of its optimizers those that are ``held``."""
     reducer, replication = ddp._reducer, ddp._replication
-    params = dict(zip(reducer.names, reducer.params, strict=True))
-    left_out = {*params, *replication.ignored}
-    frozen = {n: p for n, p in ddp.module.named_parameters() if n not in left_out}
+    params, frozen = reducer.named, replication.others(ddp.module)
     replication.collect(ddp.module)
     # The next forward makes those equal that it broadcasts.
     buffers = {} if ddp.forward_sync_buffers else replication.buffers
@@ -157,7 +155,7 @@ def _copy_optimizers(
 ) -> None:
     """Collective: copy rank ``root``'s optimizers; warn of what stays different."""
     reducer = ddp._reducer
-    params = dict(zip(reducer.names, reducer.params, strict=True))
+    params = reducer.named
     shared = {key: held[key] for key in found.shared}
     copied = {k: o for k, o in shared.items() if optimizers.can_copy(o)}
     lost = optimizers.copy_optimizers(copied, params, ddp.process_group, root)

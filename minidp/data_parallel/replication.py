@@ -54,6 +54,11 @@ class Replication:
         named, ignored = module.named_buffers(), self.ignored
         self.buffers = {name: value for name, value in named if name not in ignored}
 
+    def others(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """Return parameters by name that are neither averaged nor ignored: frozen."""
+        known = {*self._reducer.names, *self.ignored}
+        return {n: p for n, p in module.named_parameters() if n not in known}
+
     def broadcast_buffers(self, module: nn.Module, root: int = 0) -> None:
         """Collective: give rank ``root``'s module buffers to all ranks; wait.
 
@@ -206,12 +211,9 @@ class Replication:
             self.check.meet_after_excuse()
         if not self.check.is_due:
             return
-        params = dict(zip(self._reducer.names, self._reducer.params, strict=True))
-        known = {*params, *self.ignored}
-        frozen = {n: p for n, p in module.named_parameters() if n not in known}
         buffers = self.buffers.items() if with_buffers else ()
         with_values = {name: each for name, each in buffers if not each.is_meta}
-        self.check.begin(params, frozen, with_values)
+        self.check.begin(self._reducer.named, self.others(module), with_values)
 
     def _common_key(self) -> str:
         """Return a new store key for the next comparison; "" without a store.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-
-import torch
 
 from minidp.core import Phase, Reducer
 
@@ -23,7 +21,7 @@ def average_now(reducer: Reducer) -> None:
     used = {i for i, grad in enumerate(grads) if grad is not None}
     with failing(reducer), reducer.queue.averaging.without_comm_hook():
         reducer.queue.start()
-        _reduce(reducer, grads, used)
+        reducer.reduce(grads, used)
     if armed:  # a forward still waits for its backward
         reducer.phase.enter(Phase.ARMED)
         reducer.ledger.forwards = forwards
@@ -44,43 +42,10 @@ def shadow_backward(reducer: Reducer) -> None:
         if expected.shares_reach:
             queue.reach_map.relaunch(())
         queue.start(shares_reach=expected.shares_reach)
-        unused = _reduce(reducer, [None] * len(everything), used)
+        unused = reducer.reduce([None] * len(everything), used)
         if not expected.shares_used_map and not reducer.rebuild_policy.is_due:
-            reducer.rebuild_policy.note(everything)
+            reducer.rebuild_policy.keep(everything)
         expected.ended(everything, unused, contributed=False)
-
-
-def _reduce(
-    reducer: Reducer,
-    grads: Sequence[torch.Tensor | None],
-    used: Collection[int] | None,
-) -> Collection[int]:
-    """Collective: average ``grads`` (None: zeros) over ranks into ``.grad``; wait.
-
-    Counts as a synchronised backward. ``used``: indices of parameters that this rank
-    used, to tell the other ranks; None: ranks exchange no usage. Return the indices
-    whose ``.grad`` was left unchanged.
-    """
-    queue, expected = reducer.queue, reducer.expected
-    used_map = queue.used_map if expected.shares_used_map else queue.given_map
-    reducer.phase.enter(Phase.REDUCING)
-    with torch.no_grad():
-        if used is not None and expected.map_goes_first:
-            used_map.launch(used)
-        for number, bucket in enumerate(queue.buckets):
-            if number not in queue.skipped:
-                entries = [grads[i] for i in bucket.plan.indices]
-                filled = [i for i in bucket.plan.indices if grads[i] is None]
-                bucket.flatten(entries, queue.averaging.factors, filled)
-        queue.launch_due()
-        if used is not None:
-            used_map.launch(used)
-        reducer.phase.enter(Phase.FINALIZING)
-        untouched = expected.kept if used is None else used_map.unused_everywhere()
-        queue.finish(untouched)
-    reducer.ledger.settle(untouched)
-    reducer.phase.enter(Phase.IDLE)
-    return untouched
 
 
 @contextmanager

@@ -18,16 +18,21 @@ from typing_extensions import TypeVar
 from minidp import torch_compat
 from minidp.comm import (
     MESSAGE_BYTES,
-    CommHook,
-    Hook,
     ProcessGroup,
     default_group,
     lifetime_of_default_group,
 )
 from minidp.config import AUTO, AverageOver, Unsynced, replacements
 from minidp.console import warn
-from minidp.core import is_captured, outside, untraced, untraced_itself
+from minidp.core import (
+    Recording,
+    is_captured,
+    outside,
+    untraced,
+    untraced_itself,
+)
 from minidp.guard import refuse_forward
+from minidp.hooks import CommHook, Hook
 from minidp.replica import verify
 from minidp.trace import Recorder, StepEvent, label_forward
 
@@ -270,13 +275,13 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
             self.logger.note_error(error)
             raise
         if torch.is_grad_enabled():
-            self._reducer.queue.tracer.enter(StepEvent.MODULE_BEGIN)
+            self._reducer.queue.observers.enter(StepEvent.MODULE_BEGIN)
         return inputs, kwargs
 
     def _before_module(self) -> None:
         with_grad = torch.is_grad_enabled()
         if with_grad:
-            self._reducer.queue.tracer.enter(StepEvent.FORWARD_BEGIN)
+            self._reducer.queue.observers.enter(StepEvent.FORWARD_BEGIN)
             self._guard.check_forward(self.module)
         rebuilds = with_grad and self._reducer.rebuild_policy.is_due
         broadcasts = self.will_sync_module_buffers()
@@ -448,7 +453,12 @@ class DataParallel(nn.Module, Joinable, OfModule[M_co]):
 
     def set_recorder(self, recorder: Recorder | None) -> None:
         """Record the events (`Moment`) of every backward; None stops recording."""
-        self._reducer.queue.tracer.record_into(recorder)
+        observers = self._reducer.queue.observers
+        for each in observers:
+            if isinstance(each, Recording):
+                observers.remove(each)
+        if recorder is not None:
+            observers.append(Recording(recorder, observers))
 
     # -- uneven inputs -----------------------------------------------------------------
 

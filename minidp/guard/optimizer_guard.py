@@ -239,9 +239,9 @@ class Guard:
 
     def trace(self, optimizer: Optimizer, event: StepEvent) -> None:
         """Send ``event`` to recorders, if the optimizer holds parameters of ours."""
-        tracer = self.reducer.queue.tracer
-        if tracer.listeners and self._holds_ours(optimizer):
-            tracer.enter(event)
+        observers = self.reducer.queue.observers
+        if observers.is_timed and self._holds_ours(optimizer):
+            observers.enter(event)
 
     def check_forward(self, module: nn.Module) -> None:
         """Raise if the last backward failed or is unfinished; look for other mistakes.
@@ -512,7 +512,9 @@ class Guard:
         """Forget what was suspicious: the ranks are about to be compared, or equal."""
         waiting = (_LookAgain, _AskInBackward)
         observers = self.reducer.queue.observers
-        observers[:] = [each for each in observers if not isinstance(each, waiting)]
+        for each in observers:
+            if isinstance(each, waiting):
+                observers.remove(each)
         self._change, self._open_step = None, None
         self._trust, self._step_trust, self._skip_trust = _Trust(), _Trust(), _Trust()
         self._steps.reset()

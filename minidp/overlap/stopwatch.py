@@ -2,8 +2,8 @@
 
 What a `Stopwatch` is told, and by whom::
 
-    note     an event of a bucket                      any thread
-    enter    a phase of the step begins or ends        data_parallel, core, guard
+    happened  an event of a bucket                     any thread
+    enter     a phase of the step begins or ends       data_parallel, core, guard
 
 In some steps a `HookTiming` also stores when each grad hook ran. While steps run, only
 clock marks are kept; `Stopwatch.steps` converts them.
@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import torch
 
-from minidp.core import BucketQueue, GradHook, GradHooks, untraced
+from minidp.core import BucketQueue, GradHook, GradHooks, Observer, untraced
 from minidp.layout import Layout
 from minidp.trace import Moment, StepEvent
 
@@ -171,7 +171,7 @@ class StepMarks:
     layout: Layout | None = None  # set when all buckets are reduced and copied out
 
 
-class Stopwatch:
+class Stopwatch(Observer):
     """Record a reducer's steps between `start` and `stop`; keep the last ``keep``.
 
     The constructor records nothing yet. Keeps only steps whose buckets were reduced. In
@@ -179,6 +179,8 @@ class Stopwatch:
     `Clock.params_every`), each gradient is timed, too.
     ``clock`` None: a `CudaClock` if all parameters are on one GPU, else a `Clock`.
     """
+
+    sees_times = True
 
     def __init__(
         self,
@@ -200,23 +202,23 @@ class Stopwatch:
         self._num_begun = 0
 
     def start(self) -> None:
-        """Listen to the queue's tracer; record from the next forward on. Call once."""
+        """Observe the queue; record from the next forward on. Call once."""
         self._timing = HookTiming(self._hooks, self._clock.read)
-        self._queue.tracer.add(self)
+        self._queue.observers.append(self)
 
     def stop(self) -> None:
         """Stop recording for good; keep the step under way if its buckets are reduced.
 
         `steps` goes on to work; the references to the queue and its hooks are dropped.
         """
-        self._queue.tracer.remove(self)
+        self._queue.observers.remove(self)
         self._timing.switch(on=False)
         self._close(None)
         del self._timing, self._queue, self._hooks
 
-    # -- events, see `trace.Listener` --------------------------------------------------
+    # -- events, see `Observer` --------------------------------------------------
 
-    def note(self, moment: Moment, bucket: int) -> None:
+    def happened(self, moment: Moment, bucket: int) -> None:
         """Store when ``bucket`` first reached ``moment`` in this step.
 
         Ignored until the step's synchronised backward has begun.
@@ -270,7 +272,7 @@ class Stopwatch:
             marks.stamps = self._timing.take() if self._timing.is_on else ()
 
     def _open(self, now: Mark) -> StepMarks:
-        self._marks = StepMarks(self._queue.tracer.backward, now)
+        self._marks = StepMarks(self._queue.observers.backward, now)
         self._timing.switch(on=self._num_begun in self._timed_steps)
         self._num_begun += 1
         return self._marks

@@ -49,8 +49,8 @@ from .rounding import are_close_on_all_ranks
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from minidp.comm import CommHook
     from minidp.core import Ledger
+    from minidp.hooks import CommHook
 
 # What "auto" compares: a checkpoint that one rank has loaded shows in the first step.
 AUTO_STEPS = frozenset({0, 1, 100})  # each costs a step of a tiny model
@@ -275,13 +275,14 @@ class ReplicaCheck(Observer):
                 row = self._row(snapshot)
                 post_json(group_store(group, place), "row", group.rank(), row)
         self._under_way = snapshot
-        self._queue.observers.insert(0, self)  # before those that step optimizers
+        self._queue.observers.append(
+            self, first=True
+        )  # before those that step optimizers
 
     def postpone(self) -> None:
         """Drop the checksum of `begin`, if any: no backward's end will compare it."""
         self._under_way = None
-        if self in self._queue.observers:
-            self._queue.observers.remove(self)
+        self._queue.observers.remove(self)
 
     # -- at the end of a backward ------------------------------------------------------
 

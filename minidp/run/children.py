@@ -13,6 +13,7 @@ import ctypes
 import json
 import os
 import random
+import signal
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,8 +22,8 @@ from typing import Any
 
 import numpy
 import torch
+import torch.multiprocessing
 
-from minidp.comm import die_with_parent
 from minidp.config import RUN, setting
 from minidp.swapping import TORCHS, swap_here
 
@@ -86,3 +87,9 @@ def never_take_down(ddp: Any) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(part))
     # Remove the reducer's hooks with the wrapper: its module may be wrapped again.
     weakref.finalize(ddp, reducer._remove_autograd_hooks).atexit = False
+
+
+def die_with_parent() -> None:
+    """Ask Linux to SIGKILL this process when its parent ends; no-op on other OSs."""
+    processes: Any = torch.multiprocessing
+    processes._prctl_pr_set_pdeathsig(signal.SIGKILL)

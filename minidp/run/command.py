@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from minidp.comm import die_with_parent, gather_json, launcher_store, post_json
+from minidp.comm import gather_json, launcher_store, post_json
 from minidp.config import (
     add_options,
     misspelt,
@@ -29,7 +29,7 @@ from minidp.overlap import Timeline, from_json, html_page, report, to_json
 from minidp.recording import Recording, record
 from minidp.swapping import swapped
 
-from .children import reached_children
+from .children import die_with_parent, reached_children
 from .compare import (
     NOTHING_AVERAGED,
     OutcomeRecorder,

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from minidp.attachment import Attachment
-from minidp.core import Reducer
+from minidp.core import Observer, Reducer
 from minidp.data_parallel import DataParallel
 from minidp.recording import wrapper_of
 from minidp.trace import Moment, StepEvent
@@ -64,14 +64,16 @@ def watch_speed(model: DataParallel | Attachment | nn.Module) -> SpeedWatch:
     return SpeedWatch(wrapper_of(model, "watch_speed")._reducer)
 
 
-class SpeedWatch:
+class SpeedWatch(Observer):
     """Measure this rank's steps, from construction to `stop`; rank 0 judges all.
 
     The watchdog's thread posts them to the store; without it the constructor warns.
     """
 
+    sees_times = True
+
     def __init__(self, reducer: Reducer) -> None:
-        communicator, self._tracer = reducer.communicator, reducer.queue.tracer
+        communicator, self._observers = reducer.communicator, reducer.queue.observers
         self._size = communicator.size
         self._judge = Judge(reducer) if communicator.rank == 0 else None
         # Number and seconds by phase, of the last steps.
@@ -82,7 +84,7 @@ class SpeedWatch:
         self._mark = self._backward_began = time.perf_counter()
         self._has_reduced = False  # the step that runs
         self._number = 0  # of finished steps
-        self._tracer.add(self)
+        self._observers.append(self)
         self._stop_exchange = communicator.peers.exchange_often("speed", self._exchange)
         if communicator.size > 1 and self._stop_exchange is None:
             logger.warning(
@@ -94,7 +96,7 @@ class SpeedWatch:
 
     def stop(self) -> None:
         """Stop measuring and telling rank 0, for good; `numbers` keep what they had."""
-        self._tracer.remove(self)
+        self._observers.remove(self)
         if self._stop_exchange is not None:
             self._stop_exchange()
             self._stop_exchange = None
@@ -117,9 +119,9 @@ class SpeedWatch:
             found["slow_cost_s"] = 0.0 if slow is None else slow.cost
         return found
 
-    # -- events, see `trace.Listener` --------------------------------------------------
+    # -- events, see `Observer` --------------------------------------------------
 
-    def note(self, moment: Moment, bucket: int) -> None:
+    def happened(self, moment: Moment, bucket: int) -> None:
         """If ``moment`` is FULL, store ``bucket``'s seconds since backward's begin."""
         if moment is Moment.FULL:
             self._full_now[bucket] = time.perf_counter() - self._backward_began

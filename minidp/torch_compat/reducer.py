@@ -9,9 +9,13 @@ from typing import Any
 
 import torch
 
-from minidp.comm import GradBucket, Turn, all_reduce, then
+from minidp.comm import (
+    all_reduce,
+    then,
+)
 from minidp.core import DenseBucket, Reducer
 from minidp.guard import refuse_forward
+from minidp.hooks import GradBucket, Turn
 
 
 class ReducerNames:

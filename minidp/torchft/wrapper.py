@@ -20,10 +20,10 @@ from typing import Any
 from torch import nn
 
 from minidp import data_parallel
-from minidp.comm import SharedBuffer, SmallMessage
 from minidp.core import Averaging, Observer, Reducer
 from minidp.errors import UnsyncedGradientsError, explain
 from minidp.layout import Layout
+from minidp.shared_memory import SharedBuffer, SmallMessage
 
 from .quorum import Quorum, ReplicaGroup
 

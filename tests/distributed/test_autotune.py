@@ -171,8 +171,8 @@ def test_uneven_inputs(ctx):
 
 
 def is_timed(ddp: DataParallel) -> bool:
-    listeners = ddp._reducer.queue.tracer.listeners
-    return any(isinstance(each, Stopwatch) for each in listeners)
+    observers = ddp._reducer.queue.observers
+    return any(isinstance(each, Stopwatch) for each in observers)
 
 
 @on_ranks(2)

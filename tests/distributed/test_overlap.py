@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from minidp import DataParallel, comm_hooks
-from minidp.core.reducer import Phase
+from minidp.core import Phase
 from minidp.errors import MiniDPError, ReducerFailedError
 from tests.support.both import error_of, grads, same, wrapped
 from tests.support.ranks import as_in_torch, on_ranks

@@ -434,7 +434,7 @@ def test_everything_is_freed(library):
 
 def test_gradients_are_let_go(library):
     held, _ = make_watched(library, as_view=False)
-    held.arrivals.scale = 0.5  # at 1, the slots keep what they read until `unflatten`
+    held.arrivals.scale = 0.5
     torch.stack(held.params).sum().backward()
     grads = [weakref.ref(p.grad) for p in held.params]
     for param in held.params:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidp.comm.communicator import Communicator
-from minidp.comm.shared_memory import SharedBuffer, share
+from minidp.shared_memory import SharedBuffer, share
 from tests.support.fresh import run_fresh
 from tests.support.ranks import on_ranks
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from minidp import DataParallel
-from minidp.core.reducer import Phase
+from minidp.core import Phase
 from tests.support.actions import Stage, action
 from tests.support.both import grads
 from tests.support.models import ModelSpec, Patchwork

@@ -90,7 +90,7 @@ def serve(address: str, python: str) -> None:
 
     import minidp.__main__
     import minidp.run.command  # noqa: F401
-    from minidp.comm import die_with_parent
+    from minidp.run.children import die_with_parent
 
     die_with_parent()
     listener = socket.socket(socket.AF_UNIX)

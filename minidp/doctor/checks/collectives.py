@@ -16,11 +16,14 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from minidp.comm import Communicator, share
+from minidp.comm import (
+    Communicator,
+)
 from minidp.data_parallel import DataParallel
 from minidp.doctor.findings import Finding, failed, ok, warning
 from minidp.doctor.words import join, of_ranks
 from minidp.replica import sum_of_bits
+from minidp.shared_memory import share
 
 from .ranks import judge_clocks
 

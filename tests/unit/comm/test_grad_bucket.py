@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from minidp import GradBucket
-from minidp.comm.grad_bucket import Turn
+from minidp.hooks.grad_bucket import Turn
 from minidp.layout.plan import ParamSpec, build_layout
 
 

@@ -14,8 +14,8 @@ from torch.futures import Future
 
 import minidp
 from minidp import CommHookError, DataParallel, GradBucket, comm_hooks
-from minidp.comm.grad_bucket import Turn
-from minidp.comm.hook import CommHook
+from minidp.hooks.comm_hook import CommHook
+from minidp.hooks.grad_bucket import Turn
 from minidp.layout.plan import ParamSpec, build_layout
 from tests.support.both import done
 

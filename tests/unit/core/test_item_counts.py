@@ -20,19 +20,12 @@ class Two:
     size, rank = 2, 1
 
 
-class Averages:
-    """What `ItemCounts` asks an `Averaging`."""
-
-    device = torch.device("cpu")
-
-
 def row_of(kind: Any, *, is_stale: bool) -> list[float]:
     """Return what a rank says; ``kind`` makes the numbers that it counts."""
     param = nn.Parameter(torch.ones(2))
     param.grad = torch.full((2,), float(is_stale))
     two: Any = Two()
-    averages: Any = Averages()
-    mine = item_counts.ItemCounts(two, averages, lambda: [param])
+    mine = item_counts.ItemCounts(two, torch.device("cpu"), lambda: [param])
     mine.holds_averages = True
     mine.look()
     param.grad.add_(1)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import minidp
 from minidp import DataParallel
-from minidp.core.reducer import Phase
+from minidp.core import Phase
 from tests.support.both import MODES, Scale, history_of, modes, values, wrapped, x_of
 from tests.support.ranks import as_in_torch, on_ranks
 

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 
 from minidp import DataParallel, ReplicaMismatchError, comm_hooks
 from minidp.comm import groups
-from minidp.comm.hook import CommHook
+from minidp.hooks.comm_hook import CommHook
 from minidp.replica.digest import digest_of, sum_of_bits
 from minidp.replica.drift import is_foreign
 from tests.support.both import done, error_of, wrapped

@@ -13,21 +13,20 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from minidp import native, world
+from minidp.comm import (
+    Communicator,
+    ProcessGroup,
+    gather_integers,
+    group_timeout,
+    is_plain_gloo,
+)
 from minidp.errors import NativeError, explain
-
-from .collectives import gather_integers
-from .communicator import Communicator
-from .groups import group_timeout, is_plain_gloo
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 VARIABLE = "MINIDP_SHARED_MEMORY"
 MODES = ("auto", "0", "1")

@@ -13,11 +13,10 @@ from typing import Any, get_origin
 import torch
 from torch.futures import Future
 
+from minidp.comm import FutureWork, ProcessGroup, joined_group
 from minidp.errors import CommHookError, explain
 
 from .grad_bucket import GradBucket
-from .groups import ProcessGroup, joined_group
-from .work import FutureWork
 
 Hook = Callable[[Any, Any], Future[torch.Tensor]]
 _TORCHS = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"

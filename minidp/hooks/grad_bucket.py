@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from minidp.comm import ProcessGroup
 from minidp.layout import BucketPlan, row_major_stride
-
-from .groups import ProcessGroup
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,9 @@
+"""One comm hook of a user: what it sees of a bucket, how it is called and checked.
+
+Read `grad_bucket`, then `comm_hook`. Ready-made hooks are in `minidp.comm_hooks`.
+"""
+
+from .comm_hook import CommHook, Hook, name_of
+from .grad_bucket import GradBucket, Turn
+
+__all__ = ["CommHook", "GradBucket", "Hook", "Turn", "name_of"]
