@@ -47,8 +47,7 @@ class Sighting:
 
     Attributes:
         absent: The missing ranks. These are the ones that gave up. If none did, they
-        are
-            the ones that are silent, that have published no status, or that have
+            are the ones that are silent, that have published no status, or that have
             started fewer collectives and wait for none. If the store was lost, a rank
             without status is not among them, because nobody could read its status.
     """
@@ -200,18 +199,18 @@ class Passed:
     sets below.
 
     Args:
-        step: The number of the backward after which the ranks meet. steps: How many
-        optimizer steps the asking rank has made since that backward. started: How many
-        collectives of the wrapper the asking rank has started. may_answer: Whether a
-        rank that has stepped or is reducing comes all the same. It
-            counts as gone only if it waits for long and does not answer.
+        step: The number of the backward after which the ranks meet.
+        steps: How many optimizer steps the asking rank has made since that backward.
+        started: How many collectives of the wrapper the asking rank has started.
+        may_answer: Whether a rank that has stepped or is reducing comes all the same.
+            It counts as gone only if it waits for long and does not answer.
 
     Attributes:
         stepped: Ranks that have made one optimizer step more.
         reducing: Ranks that are in the next backward, or in another collective of the
             wrapper, without having made that step.
         gone: Ranks that are further than that, wait for others elsewhere, or have
-        ended.
+            ended.
     """
 
     def __init__(

@@ -223,11 +223,9 @@ class ReplicaCheck(Observer):
 
         Args:
             place: Where the ranks put their checksums into the group's store. It must
-            be
-                new, and equal on all ranks.
+                be new, and equal on all ranks.
             is_first: Whether this begins the schedule, because until now the other
-            ranks
-                were not known to compare at all.
+                ranks were not known to compare at all.
         """
         self.meets_at = place
         if is_first:
@@ -328,8 +326,7 @@ class ReplicaCheck(Observer):
 
         Raises:
             ReplicaMismatchError: The ranks are at different steps, or the second look
-            was
-                taken here, and the replicas differ.
+                was taken here, and the replicas differ.
         """
         snapshot, ledger = self._under_way, self._ledger
         assert snapshot is not None

@@ -155,7 +155,7 @@ def test_nothing_runs_that_could_not_end_well(
 def test_at_least_one_rank(ran, capsys):
     with pytest.raises(SystemExit):
         ran("-n", "0", "train.py")
-    assert "at least one rank, but got 0" in capsys.readouterr().err
+    assert "1 or more, but got 0" in capsys.readouterr().err
 
 
 FORKS = """
