@@ -47,8 +47,9 @@ def check_model(
     finding, too.
 
     If ``batch`` is given, one forward runs under ``torch.enable_grad()`` on the bare
-    module. Gradients, module buffers and random streams stay as they are. With fewer
-    than 16 samples per rank, batch norm in training mode is a warning.
+    module. Gradients, module buffers and random streams stay as they are.
+
+    Batch norm in training mode is a warning with fewer than 16 samples per rank.
 
     Args:
         model: A module, which may be wrapped (by minidp or torch) or attached.

@@ -136,7 +136,7 @@ def judge_owners(of_rank: Mapping[int, Facts]) -> Finding:
         return failed(f"{join(shared)} use the same GPU", remedy)
     lacking = [rank for rank, facts in of_rank.items() if not facts.get("gpu")]
     if lacking:
-        found = f"{of_ranks(lacking)} without a GPU, whereas the others have one"
+        found = f"no GPU on {of_ranks(lacking)}, whereas the others have one"
         return failed(found, "start one process for each GPU")
     return ok("every process has its own")
 
