@@ -28,7 +28,7 @@ environment variables:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the commands ``build`` and ``status`` and their options to ``parser``."""
     parser.description = (
-        "Builds minidp's optional C++ extension, or says whether it loads. With it a "
+        "Builds minidp's optional C++ extension, or says whether it loads. With it a\n"
         "step takes less time; gradients have the same bits without it."
     )
     parser.epilog = _EPILOG
