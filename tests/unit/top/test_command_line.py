@@ -34,7 +34,7 @@ def files(tmp_path):
     [
         ([], 2, "what is wrong with this machine"),
         (["doctor", "--help"], 0, "--json"),
-        (["native", "--help"], 0, "compile csrc/"),
+        (["native", "--help"], 0, "compile the extension"),
         (["report", "--help"], 0, "with minidp.record(model) as rec:"),
         (["run", "--help"], 0, "torchrun ... -m minidp.run train.py ARGS"),
         (["tune", "--help"], 0, "minidp tune -n 2 --out buckets.json train.py ARGS"),
